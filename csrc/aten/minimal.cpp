@@ -1,0 +1,131 @@
+// The operators that every backend must bring: creating, viewing, resizing and reading tensors.
+#include <ATen/EmptyTensor.h>
+#include <ATen/Dispatch_v2.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include "native.h"
+
+namespace openreg {
+namespace {
+
+constexpr c10::DispatchKeySet kDevice(c10::DispatchKey::PrivateUse1);
+
+// What empty() and empty_strided() refuse; the device index, checked, becomes the current one.
+c10::DeviceIndex checked_options(const char* name, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  TORCH_CHECK(layout.value_or(c10::kStrided) == c10::kStrided, name, ": expected a strided layout, but got ", *layout);
+  TORCH_CHECK(!pin_memory.value_or(false), name, ": only dense CPU tensors can be pinned; drop pin_memory or device");
+  return checked_index(device);
+}
+
+// Allocates on one device, whatever the current one is.
+struct OnDevice final : c10::Allocator {
+  explicit OnDevice(c10::DeviceIndex device) : device(device) {}
+  c10::DataPtr allocate(size_t bytes) override { return allocate_on(device, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  c10::DeviceIndex device;
+};
+
+template <class Make>
+at::Tensor make_on(c10::DeviceIndex device, Make&& make) {
+  OnDevice allocator(device);
+  at::Tensor tensor = make(&allocator);
+  tensor.storage().unsafeGetStorageImpl()->set_allocator(device_allocator());
+  return tensor;
+}
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
+  return make_on(checked_options("empty", layout, device, pin_memory), [&](c10::Allocator* allocator) {
+    return at::Tensor(at::detail::empty_generic(size, allocator, kDevice, c10::dtype_or_default(dtype), format));
+  });
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+    std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  return make_on(checked_options("empty_strided", layout, device, pin_memory), [&](c10::Allocator* allocator) {
+    return at::Tensor(at::detail::empty_strided_generic(size, stride, allocator, kDevice, c10::dtype_or_default(dtype)));
+  });
+}
+
+// Gives `self` this geometry; the storage grows when it must and never shrinks.
+void set_geometry(const at::Tensor& self, at::IntArrayRef size, at::OptionalIntArrayRef stride) {
+  c10::TensorImpl* impl = self.unsafeGetTensorImpl();
+  if (impl->sizes() == size && (!stride || impl->strides() == *stride)) return;
+  const size_t item = self.dtype().itemsize(), offset = static_cast<size_t>(self.storage_offset());
+  size_t bytes;
+  if (stride) {
+    impl->set_sizes_and_strides(size, *stride);
+    bytes = at::detail::computeStorageNbytes(size, *stride, item, offset);
+  } else {
+    impl->generic_set_sizes_contiguous(size);
+    bytes = at::detail::computeStorageNbytesContiguous(size, item, offset);
+  }
+  if (impl->numel() && bytes > self.storage().nbytes())
+    resize_storage(self.storage().unsafeGetStorageImpl(), bytes);
+}
+
+const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  for (const int64_t extent : size)
+    TORCH_CHECK(extent >= 0, "resize_: trying to create a tensor with negative dimension ", extent, ": ", size);
+  set_geometry(self, size, std::nullopt);
+  if (format) {
+    TORCH_CHECK(*format != at::MemoryFormat::Preserve, "resize_: unsupported memory format ", *format);
+    self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  }
+  return self;
+}
+
+at::Tensor& set_storage_offset(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  at::native::checkSetStorage(self, source, offset, size, stride);
+  self.unsafeGetTensorImpl()->set_storage_offset(offset);
+  set_geometry(self, size, stride.data() ? at::OptionalIntArrayRef(stride) : std::nullopt);
+  return self;
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  const auto device = self.device();
+  at::Tensor nothing = empty({0}, self.scalar_type(), {}, device, {}, {});
+  return set_storage_offset(self, nothing.storage(), 0, {0}, {});
+}
+
+// .item(): one element, read where it lies.
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  return launch(current_stream(self.device().index()), [&]() -> at::Scalar {
+    const void* data = self.storage().data();
+    const auto offset = self.storage_offset();
+    at::Scalar out;
+    AT_DISPATCH_V2(self.scalar_type(), "_local_scalar_dense", AT_WRAP([&] {
+      out = at::Scalar(static_cast<const scalar_t*>(data)[offset]);
+    }), AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBool, at::kBFloat16,
+        AT_EXPAND(AT_FLOAT8_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES));
+    return out;
+  });
+}
+
+// The caller runs behind its streams already (Note [Launch mode]), so there is nothing to record.
+void record_stream(at::Tensor&, at::Stream) {}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("resize_", resize_);
+  m.impl("set_", set_empty);
+  m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
+  m.impl("set_.source_Storage_storage_offset", set_storage_offset);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("record_stream", record_stream);
+}
+
+} // namespace openreg

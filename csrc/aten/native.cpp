@@ -1,0 +1,565 @@
+// CpuCall, and the boxed kernel that serves every operator with a CPU kernel.
+#include "native.h"
+
+#include <ATen/NestedTensorImpl.h>
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/clone.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
+#include <c10/core/TensorImpl.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "../runtime/memory.h"
+
+namespace openreg {
+namespace {
+
+using c10::BackendComponent;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::StorageImpl;
+using c10::TensorImpl;
+
+// TensorImpl's protected members, by name: an alias is a copy of all of them but for the device.
+struct Access : TensorImpl {
+  using TensorImpl::copy_generic_tensor_metadata;
+  using TensorImpl::device_opt_;
+  using TensorImpl::key_set_;
+  using TensorImpl::storage_;
+};
+
+constexpr DispatchKeySet kAutocast =
+    DispatchKeySet(DispatchKey::AutocastPrivateUse1) | DispatchKeySet(DispatchKey::AutocastCPU);
+constexpr DispatchKeySet kPython =
+    DispatchKeySet(DispatchKey::Python) | DispatchKeySet(DispatchKey::PythonTLSSnapshot);
+// Autograd and autocast have had their turn when a backend kernel runs.
+const DispatchKeySet kExcluded = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
+
+DispatchKeySet cpu_keys(DispatchKeySet keys) {
+  return (keys - kAutocast - kPython).remove_backend(BackendComponent::PrivateUse1Bit) |
+      DispatchKeySet(BackendComponent::CPUBit);
+}
+
+const c10::Device kHost(c10::kCPU);
+
+bool on_device(const TensorImpl* impl) {
+  return impl->key_set().has_backend(BackendComponent::PrivateUse1Bit);
+}
+
+c10::intrusive_ptr<StorageImpl> new_alias_storage() {
+  return c10::make_intrusive<StorageImpl>(
+      StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, kHost), c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+}
+
+at::Tensor borrow(TensorImpl* impl) {
+  return at::Tensor(c10::intrusive_ptr<TensorImpl>::reclaim_copy(impl));
+}
+
+// Labels a storage's memory as the device's; memory from elsewhere is copied in first.
+void relabel_storage(StorageImpl* storage, c10::DeviceIndex device) {
+  if (storage->device_type() != c10::kCPU) return;
+  auto& data = storage->_mutable_data_ptr_no_checks();
+  if (data.get() && device_of(data.get()) < 0) {
+    // A worker thread, or a mapped file, allocated this outside the lending scope.
+    c10::DataPtr copy = allocate_on(device, storage->nbytes());
+    std::memcpy(copy.get(), data.get(), storage->nbytes());
+    storage->set_data_ptr_noswap(std::move(copy));
+  } else {
+    data.unsafe_set_device(c10::Device(c10::kPrivateUse1, device));
+  }
+  storage->set_allocator(device_allocator());
+}
+
+} // namespace
+
+// One alias, and the tensor it stands for.
+struct CpuCall::Slot {
+  at::Tensor pooled;                         // the alias of a dense tensor
+  at::Tensor special;                        // the alias of any other, made for the call
+  c10::intrusive_ptr<StorageImpl> storage;   // the pooled alias's own storage
+  TensorImpl* real = nullptr;
+  const at::Tensor* original = nullptr;
+  StorageImpl* shown = nullptr;              // the storage that the alias was given
+  void* data = nullptr;                      // what `storage` pointed to when the call began
+  size_t bytes = 0;
+  bool write = false, dense = true;
+
+  const at::Tensor& alias() const { return dense ? pooled : special; }
+};
+
+struct CpuCall::Slots {
+  std::vector<std::unique_ptr<Slot>> all;
+  size_t top = 0;
+};
+
+CpuCall::Slots& CpuCall::slots() {
+  static thread_local Slots instance;
+  return instance;
+}
+
+CpuCall::CpuCall(Devices devices)
+    : slots_(slots()), base_(slots_.top), devices_(devices), lend_(LendDeviceMemory::lent()), below_autograd_(kExcluded) {}
+
+// Gives the slots back. An alias that somebody kept (or that went to Python) is left to them, with
+// its storage keeping the real one alive; the slot starts afresh.
+CpuCall::~CpuCall() {
+  for (size_t i = base_; i < slots_.top; ++i) {
+    Slot& slot = *slots_.all[i];
+    if (slot.dense) {
+      TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
+      const bool own = slot.shown == slot.storage.get();
+      const bool kept = slot.pooled.use_count() != 1 || alias->autograd_meta() ||
+          alias->pyobj_slot()->load_pyobj() || alias->is_wrapped_number();
+      if (C10_UNLIKELY(kept || (own && slot.storage.use_count() != 2) ||
+                       alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
+        if (own && slot.storage.use_count() > 1 && slot.real && slot.real->has_storage()) {
+          auto* keep = new c10::Storage(slot.real->unsafe_storage());
+          if (slot.storage->data_ptr().get() == slot.data)
+            slot.storage->set_data_ptr_noswap(c10::DataPtr(
+                slot.data, keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, kHost));
+          else delete keep;
+        }
+        slot.pooled.reset();
+        slot.storage.reset();
+      } else if (!own) {
+        alias->*(&Access::storage_) = c10::Storage(slot.storage);
+      }
+    }
+    if (!slot.dense) slot.special.reset();
+    slot.real = nullptr;
+  }
+  slots_.top = base_;
+}
+
+c10::DeviceIndex CpuCall::device() {
+  if (device_ < 0) set_device(checked_index(c10::DeviceIndex(-1)));
+  return device_;
+}
+
+void CpuCall::set_device(c10::DeviceIndex device) {
+  device_ = device;
+  lend_.to(device);
+}
+
+CpuCall::Slot& CpuCall::take(TensorImpl* real, const at::Tensor* original, bool write) {
+  if (slots_.top == slots_.all.size()) slots_.all.push_back(std::make_unique<Slot>());
+  Slot& slot = *slots_.all[slots_.top++];
+  slot.real = real;
+  slot.original = original;
+  slot.write = write;
+  return slot;
+}
+
+const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
+  if (devices_ == kSame && tensor.is_cpu() && !write && (host_tensors_ || tensor.dim() == 0)) {
+    if (tensor.has_storage()) host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    return tensor;
+  }
+  if (devices_ == kAny && tensor.is_cpu()) return tensor;
+  const std::string here = device_ < 0 ? "openreg" : c10::str("openreg:", static_cast<int>(device_));
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", here, " and ",
+      tensor.device(), "! Move one with .to(); only a 0-dim CPU tensor that is read may stay on the CPU.");
+}
+
+const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (!tensor.defined()) return tensor;
+  if (C10_UNLIKELY(!on_device(impl))) return host(tensor, write);
+  const c10::DeviceIndex index = impl->device().index();
+  if (device_ < 0) {
+    set_device(index);
+  } else if (C10_UNLIKELY(index != device_ && devices_ == kSame)) {
+    TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, openreg:",
+        static_cast<int>(device_), " and openreg:", static_cast<int>(index), "! Move one with .to().");
+  }
+  for (size_t i = base_; i < slots_.top; ++i)
+    if (slots_.all[i]->real == impl) {
+      slots_.all[i]->write |= write;
+      return slots_.all[i]->alias();
+    }
+  Slot& slot = take(impl, &tensor, write);
+  slot.dense = impl->key_set().has(DispatchKey::PrivateUse1);
+  if (C10_LIKELY(slot.dense)) alias_dense(slot);
+  else alias_special(slot);
+  return slot.alias();
+}
+
+void CpuCall::alias_dense(Slot& slot) {
+  if (C10_UNLIKELY(!slot.pooled.defined())) {
+    slot.storage = new_alias_storage();
+    slot.pooled = at::detail::make_tensor<TensorImpl>(
+        c10::Storage(slot.storage), DispatchKeySet(DispatchKey::CPU), caffe2::TypeMeta::Make<float>());
+  }
+  TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
+  TensorImpl* real = slot.real;
+  Access::copy_generic_tensor_metadata(real, alias);
+  alias->*(&Access::key_set_) = cpu_keys(real->key_set());
+  alias->*(&Access::device_opt_) = kHost;
+  if (C10_UNLIKELY(real->is_wrapped_number())) alias->set_wrapped_number(true);
+
+  StorageImpl* storage = real->unsafe_storage().unsafeGetStorageImpl();
+  slot.shown = slot.storage.get();
+  for (size_t i = base_; i + 1 < slots_.top; ++i) {
+    Slot& other = *slots_.all[i];
+    if (other.dense && other.shown == other.storage.get() &&
+        other.real->unsafe_storage().unsafeGetStorageImpl() == storage) {
+      alias->*(&Access::storage_) = c10::Storage(other.storage);
+      slot.shown = other.storage.get();
+      return;
+    }
+  }
+  slot.data = slot.write ? storage->mutable_data() : const_cast<void*>(storage->data());
+  slot.bytes = storage->nbytes();
+  auto& data = slot.storage->_mutable_data_ptr_no_checks();
+  if (C10_UNLIKELY(!data.unsafe_reset_data_and_ctx(slot.data))) data = c10::DataPtr(slot.data, kHost);
+  slot.storage->unsafe_set_nbytes(slot.bytes);
+  if (C10_UNLIKELY(storage->resizable() != slot.storage->resizable())) slot.storage->set_resizable(storage->resizable());
+}
+
+// Layouts whose TensorImpl is a class of its own: the same class, over aliases of its members.
+void CpuCall::alias_special(Slot& slot) {
+  TensorImpl* real = slot.real;
+  const DispatchKeySet keys = real->key_set();
+  // Slots do not move, so `slot` stays valid while the members take theirs.
+  if (keys.has_any(c10::sparse_ks)) {
+    auto* sparse = static_cast<at::SparseTensorImpl*>(real);
+    auto made = c10::make_intrusive<at::SparseTensorImpl>(DispatchKeySet(DispatchKey::SparseCPU), real->dtype());
+    made->raw_resize_(sparse->sparse_dim(), sparse->dense_dim(), sparse->sizes());
+    made->set_indices_and_values_unsafe(alias(sparse->indices(), slot.write), alias(sparse->values(), slot.write));
+    made->set_coalesced(sparse->coalesced());
+    slot.special = at::Tensor(std::move(made));
+  } else if (keys.has_any(c10::sparse_csr_ks)) {
+    auto* csr = static_cast<at::SparseCsrTensorImpl*>(real);
+    auto made = c10::make_intrusive<at::SparseCsrTensorImpl>(
+        DispatchKeySet(DispatchKey::SparseCsrCPU), kHost, csr->layout(), real->dtype());
+    made->set_member_tensors(alias(csr->compressed_indices(), slot.write), alias(csr->plain_indices(), slot.write),
+        alias(csr->values(), slot.write), real->sizes());
+    slot.special = at::Tensor(std::move(made));
+  } else if (keys.has(DispatchKey::QuantizedPrivateUse1) || keys.has(DispatchKey::NestedTensorPrivateUse1)) {
+    StorageImpl* storage = real->unsafe_storage().unsafeGetStorageImpl();
+    auto* keep = new c10::Storage(real->unsafe_storage());
+    c10::DataPtr data(const_cast<void*>(storage->data()), keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, kHost);
+    slot.data = data.get();
+    slot.bytes = storage->nbytes();
+    c10::Storage shown(c10::make_intrusive<StorageImpl>(
+        StorageImpl::use_byte_size_t(), slot.bytes, std::move(data), c10::GetAllocator(c10::kCPU), storage->resizable()));
+    slot.shown = shown.unsafeGetStorageImpl();
+    if (keys.has(DispatchKey::QuantizedPrivateUse1)) {
+      auto made = c10::make_intrusive<at::QTensorImpl>(std::move(shown), DispatchKeySet(DispatchKey::QuantizedCPU),
+          real->dtype(), static_cast<at::QTensorImpl*>(real)->quantizer());
+      made->set_sizes_and_strides(real->sizes(), real->strides(), real->storage_offset());
+      slot.special = at::Tensor(std::move(made));
+    } else {
+      auto* nested = static_cast<at::native::NestedTensorImpl*>(real);
+      slot.special = at::Tensor(c10::make_intrusive<at::native::NestedTensorImpl>(std::move(shown),
+          DispatchKeySet(DispatchKey::NestedTensorCPU), real->dtype(), nested->get_nested_sizes(),
+          nested->get_nested_strides(), nested->get_storage_offsets()));
+    }
+  } else {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "openreg: a tensor with dispatch keys ", keys,
+        " has no representation on the device; use a strided, sparse, quantized or nested tensor");
+  }
+}
+
+at::Generator CpuCall::generator(const std::optional<at::Generator>& generator) {
+  const at::Generator& used = generator && generator->defined() ? *generator : default_generator(device());
+  TORCH_CHECK(used.device().is_privateuseone() && used.device().index() == device(),
+      "Expected a generator on openreg:", static_cast<int>(device()), " but found one on ", used.device(),
+      "; make it with torch.Generator(device=...)");
+  return inner_generator(used);
+}
+
+void CpuCall::carry_back() {
+  for (size_t i = base_; i < slots_.top; ++i) {
+    Slot& slot = *slots_.all[i];
+    if (!slot.write) continue;
+    if (C10_UNLIKELY(!slot.dense)) {
+      carry_back_special(slot);
+      continue;
+    }
+    TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
+    StorageImpl* storage = alias->unsafe_storage().unsafeGetStorageImpl();
+    if (C10_UNLIKELY(storage != slot.shown)) {
+      // The kernel gave the tensor another storage (set_): that of another argument, or a new one.
+      relabel(alias);
+      slot.real->set_storage_keep_dtype(alias->unsafe_storage());
+    } else if (C10_UNLIKELY(storage == slot.storage.get() &&
+                            (storage->data_ptr().get() != slot.data || storage->nbytes() != slot.bytes))) {
+      StorageImpl* real = slot.real->unsafe_storage().unsafeGetStorageImpl();
+      const size_t bytes = storage->nbytes();
+      c10::DataPtr grown = storage->set_data_ptr(c10::DataPtr(nullptr, kHost));
+      if (grown.get() != slot.data) {
+        grown.unsafe_set_device(c10::Device(c10::kPrivateUse1, device_));
+        real->set_data_ptr_noswap(std::move(grown));
+      }
+      real->set_nbytes(bytes);
+    }
+    TensorImpl* real = slot.real;
+    if (C10_UNLIKELY(real->sizes() != alias->sizes() || real->strides() != alias->strides() ||
+                     real->storage_offset() != alias->storage_offset()))
+      real->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
+  }
+}
+
+void CpuCall::carry_back_special(Slot& slot) {
+  TensorImpl *real = slot.real, *alias = slot.special.unsafeGetTensorImpl();
+  const DispatchKeySet keys = real->key_set();
+  if (keys.has_any(c10::sparse_ks)) {
+    auto *to = static_cast<at::SparseTensorImpl*>(real), *from = static_cast<at::SparseTensorImpl*>(alias);
+    at::Tensor indices = result(from->indices()), values = result(from->values());
+    to->raw_resize_(from->sparse_dim(), from->dense_dim(), from->sizes());
+    to->set_indices_and_values_unsafe(indices, values);
+    to->set_coalesced(from->coalesced());
+  } else if (keys.has_any(c10::sparse_csr_ks)) {
+    auto *to = static_cast<at::SparseCsrTensorImpl*>(real), *from = static_cast<at::SparseCsrTensorImpl*>(alias);
+    to->set_member_tensors(result(from->compressed_indices()), result(from->plain_indices()), result(from->values()),
+        from->sizes());
+  } else {
+    TORCH_CHECK_NOT_IMPLEMENTED(alias->unsafe_storage().unsafeGetStorageImpl() == slot.shown &&
+            slot.shown->data_ptr().get() == slot.data && slot.shown->nbytes() == slot.bytes,
+        "openreg: a quantized or nested tensor cannot be resized in place; make a new one");
+    if (keys.has(DispatchKey::QuantizedPrivateUse1)) {
+      if (real->sizes() != alias->sizes() || real->strides() != alias->strides())
+        real->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
+      static_cast<at::QTensorImpl*>(real)->set_quantizer_(static_cast<at::QTensorImpl*>(alias)->quantizer());
+    }
+  }
+}
+
+// Makes a device tensor of what a kernel made, in place.
+void CpuCall::relabel(TensorImpl* impl) {
+  const DispatchKeySet keys = impl->key_set();
+  if (!keys.has_backend(BackendComponent::CPUBit)) return;
+  const c10::Device here(c10::kPrivateUse1, device());
+  if (C10_UNLIKELY(keys.has_any(c10::sparse_ks) || keys.has_any(c10::sparse_csr_ks))) {
+    at::Tensor members[3];
+    if (keys.has_any(c10::sparse_ks)) {
+      auto* sparse = static_cast<at::SparseTensorImpl*>(impl);
+      members[0] = result(sparse->indices());
+      members[1] = result(sparse->values());
+    } else {
+      auto* csr = static_cast<at::SparseCsrTensorImpl*>(impl);
+      members[0] = result(csr->compressed_indices());
+      members[1] = result(csr->plain_indices());
+      members[2] = result(csr->values());
+    }
+    impl->_change_backend_component_keys(here);
+    impl->*(&Access::device_opt_) = here;
+    if (keys.has_any(c10::sparse_ks))
+      static_cast<at::SparseTensorImpl*>(impl)->set_indices_and_values_unsafe(members[0], members[1]);
+    else
+      static_cast<at::SparseCsrTensorImpl*>(impl)->set_member_tensors(members[0], members[1], members[2], impl->sizes());
+    return;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(impl->has_storage(), "openreg: this operator gives a ", impl->layout(),
+      " tensor, which has no representation on the device; use a strided layout");
+  StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  bool view = false;
+  for (size_t i = base_; i < slots_.top && !view; ++i) {
+    Slot& slot = *slots_.all[i];
+    if (slot.shown == storage && slot.real->has_storage()) {
+      impl->set_storage_keep_dtype(slot.real->unsafe_storage());
+      view = true;
+    }
+  }
+  if (!view) relabel_storage(storage, here.index());
+  impl->*(&Access::key_set_) = ((keys - kAutocast).remove_backend(BackendComponent::CPUBit) |
+                                DispatchKeySet(BackendComponent::PrivateUse1Bit) |
+                                DispatchKeySet(DispatchKey::AutocastPrivateUse1));
+  impl->*(&Access::device_opt_) = here;
+}
+
+at::Tensor CpuCall::result(at::Tensor tensor) {
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (!tensor.defined() || on_device(impl)) return tensor;
+  for (size_t i = base_; i < slots_.top; ++i)
+    if (slots_.all[i]->alias().unsafeGetTensorImpl() == impl) return borrow(slots_.all[i]->real);
+  if (C10_UNLIKELY(!host_storages_.empty()) && impl->has_storage())
+    for (const StorageImpl* storage : host_storages_)
+      if (impl->unsafe_storage().unsafeGetStorageImpl() == storage) return tensor;
+  relabel(impl);
+  return tensor;
+}
+
+bool CpuCall::passed(const at::Tensor& tensor) const {
+  for (size_t i = base_; i < slots_.top; ++i)
+    if (slots_.all[i]->alias().is_same(tensor)) return true;
+  return !host_storages_.empty();
+}
+
+const at::Tensor& CpuCall::original(const at::Tensor& alias) const {
+  for (size_t i = base_; i < slots_.top; ++i)
+    if (slots_.all[i]->alias().is_same(alias)) return *slots_.all[i]->original;
+  return alias;
+}
+
+void resize_storage(StorageImpl* storage, size_t bytes) {
+  TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
+  c10::DataPtr grown = allocate_on(storage->device().index(), bytes);
+  if (storage->nbytes() && bytes)
+    launch(current_stream(storage->device().index()),
+        [&] { std::memcpy(grown.get(), storage->data(), std::min(bytes, storage->nbytes())); });
+  storage->set_data_ptr_noswap(std::move(grown));
+  storage->set_nbytes(bytes);
+}
+
+// ---- the boxed kernel ----
+
+namespace {
+
+// Operators whose CPU arguments are by design on the host: on CUDA too, lengths and index lists may be.
+const std::unordered_set<std::string> kHostArguments = {
+    "aten::_pack_padded_sequence", "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
+    "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate", "aten::_ctc_loss",
+    "aten::_pad_packed_sequence", "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer",
+    "aten::_nested_view_from_buffer_copy"};
+// Results that stay on the host: the batch sizes of a packed sequence steer Python code.
+const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padded_sequence", 1}};
+
+// Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
+class NativeKernel final : public c10::OperatorKernel {
+ public:
+  NativeKernel(const c10::FunctionSchema& schema, DispatchKey target) : target_(target) {
+    for (const auto& argument : schema.arguments()) {
+      const auto* info = argument.alias_info();
+      write_.push_back(info && info->isWrite());
+      const auto& type = argument.type();
+      generator_.push_back(type->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())));
+    }
+    host_arguments_ = kHostArguments.count(schema.name()) > 0;
+    if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
+  }
+
+  void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
+    CpuCall call;
+    if (host_arguments_) call.allow_host_tensors();
+    const size_t count = write_.size();
+    // The stack held the only reference to some of these; results may be views of them.
+    c10::SmallVector<at::Tensor, 8> held;
+    held.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      c10::IValue& value = (*stack)[stack->size() - count + i];
+      if (value.isTensor()) {
+        held.push_back(std::move(value).toTensor());
+        value = call.alias(held.back(), write_[i]);
+      } else if (value.isDevice()) {
+        const c10::Device device = value.toDevice();
+        if (device.is_privateuseone()) {
+          call.set_device(checked_index(device));
+          value = kHost;
+        }
+      } else if (value.isTensorList()) {
+        const auto list = value.toTensorList();
+        c10::List<at::Tensor> aliases;
+        aliases.reserve(list.size());
+        lists_hold(held, list);
+        for (const at::Tensor& t : list) aliases.push_back(call.alias(t, write_[i]));
+        value = std::move(aliases);
+      } else if (value.isOptionalTensorList()) {
+        const auto list = value.toOptionalTensorList();
+        c10::List<std::optional<at::Tensor>> aliases;
+        aliases.reserve(list.size());
+        for (const std::optional<at::Tensor>& t : list) {
+          if (t) held.push_back(*t);
+          aliases.push_back(t ? std::optional(call.alias(*t, write_[i])) : std::nullopt);
+        }
+        value = std::move(aliases);
+      }
+    }
+    for (size_t i = 0; i < count; ++i)
+      if (generator_[i]) {
+        c10::IValue& value = (*stack)[stack->size() - count + i];
+        value = call.generator(value.toOptional<at::Generator>());
+      }
+    call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+    const size_t returns = op.schema().returns().size();
+    for (size_t i = 0; i < returns; ++i) {
+      c10::IValue& value = (*stack)[stack->size() - returns + i];
+      if (value.isTensor()) {
+        at::Tensor out = std::move(value).toTensor();
+        value = C10_UNLIKELY(i == host_result_) ? to_host(std::move(out)) : own(call, std::move(out));
+      } else if (value.isTensorList()) {
+        auto list = value.toTensorList();
+        c10::List<at::Tensor> out;
+        out.reserve(list.size());
+        for (const at::Tensor& t : list) out.push_back(call.result(t));
+        value = std::move(out);
+      }
+    }
+  }
+
+ private:
+  static void lists_hold(c10::SmallVector<at::Tensor, 8>& held, const c10::List<at::Tensor>& list) {
+    for (const at::Tensor& t : list) held.push_back(t);
+  }
+  // A tensor that a kernel returns and somebody keeps (a quantizer's scales) stays theirs: we copy.
+  static at::Tensor own(CpuCall& call, at::Tensor tensor) {
+    if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor))) tensor = tensor.clone();
+    return call.result(std::move(tensor));
+  }
+  static at::Tensor to_host(at::Tensor tensor) {
+    StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    LendDeviceMemory none(-1);
+    c10::DataPtr copy = c10::GetAllocator(c10::kCPU)->allocate(storage->nbytes());
+    std::memcpy(copy.get(), storage->data(), storage->nbytes());
+    storage->set_data_ptr_noswap(std::move(copy));
+    return tensor;
+  }
+
+  DispatchKey target_;
+  std::vector<bool> write_, generator_;
+  bool host_arguments_ = false;
+  size_t host_result_ = static_cast<size_t>(-1);
+};
+
+struct Layout {
+  DispatchKey cpu, device;
+};
+constexpr Layout kLayouts[] = {
+    {DispatchKey::CPU, DispatchKey::PrivateUse1},
+    {DispatchKey::SparseCPU, DispatchKey::SparsePrivateUse1},
+    {DispatchKey::SparseCsrCPU, DispatchKey::SparseCsrPrivateUse1},
+    {DispatchKey::QuantizedCPU, DispatchKey::QuantizedPrivateUse1},
+    {DispatchKey::NestedTensorCPU, DispatchKey::NestedTensorPrivateUse1},
+};
+
+// The namespaces whose operators ship with torch. Others are third-party libraries': those fall
+// back, by policy, unless the user asks to share their CPU kernels (openreg_ops.fallback.share).
+const std::unordered_set<std::string> kNamespaces = {"aten", "quantized", "_quantized", "sparse", "mkl", "mkldnn", "onednn"};
+
+} // namespace
+
+c10::RegistrationHandleRAII register_native_kernel(const c10::OperatorHandle& op, DispatchKey cpu, DispatchKey device) {
+  return c10::Dispatcher::singleton().registerImpl(op.operator_name(), device,
+      c10::KernelFunction::makeFromBoxedFunctor<NativeKernel>(std::make_unique<NativeKernel>(op.schema(), cpu)),
+      std::nullopt, nullptr, "csrc/aten/native.cpp, sharing the CPU's kernel");
+}
+
+int64_t register_native_kernels() {
+  // Leaked: taking a registration back while the process ends would race with the dispatcher's own end.
+  static auto* registered = new std::vector<c10::RegistrationHandleRAII>;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto ns = name.getNamespace();
+    if (!ns || !kNamespaces.count(std::string(*ns))) continue;
+    const auto op = dispatcher.findSchema(name);
+    if (!op) continue;
+    for (const auto& [cpu, device] : kLayouts) {
+      if (!op->hasKernelForDispatchKey(cpu) || op->hasKernelForDispatchKey(device)) continue;
+      // A composite differentiates through its parts; a backend kernel would cut that off.
+      if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) continue;
+      registered->push_back(register_native_kernel(*op, cpu, device));
+    }
+  }
+  return static_cast<int64_t>(registered->size());
+}
+
+} // namespace openreg

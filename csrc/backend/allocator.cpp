@@ -1,0 +1,131 @@
+// Device memory as c10 allocators; see Note [Lent memory].
+#include "allocator.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <cstring>
+
+#include "../runtime/device.h"
+#include "../runtime/memory.h"
+
+// Note [Lent memory]
+// A CPU kernel allocates its results with c10's CPU allocator. Ours stands in front of it and, on a
+// thread inside a LendDeviceMemory scope, takes the memory from the device's pool instead; the
+// result is relabelled as a device tensor afterwards. A pointer from either side may reach
+// raw_deleter(), so that one looks at the address.
+namespace openreg {
+namespace {
+
+void free_device(void* pointer) {
+  deallocate(pointer);
+}
+
+// The device allocator, with the statistics that torch.accelerator.memory asks for.
+struct DeviceMemory final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    return allocate_on(static_cast<c10::DeviceIndex>(current_device()), bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
+  void copy_data(void* destination, const void* source, size_t bytes) const override {
+    default_copy_data(destination, source, bytes);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {
+    for (int device = 0; device < device_count(); ++device) empty_cache(device);
+  }
+  // All work is done when the call that launched it returns, so memory is never in use behind the host's back.
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const MemoryStats now = memory_stats(checked_index(device));
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto set = [](c10::CachingAllocator::StatArray& array, size_t current, size_t peak, size_t in, size_t out) {
+      auto& all = array[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+      all.current = static_cast<int64_t>(current);
+      all.peak = static_cast<int64_t>(peak);
+      all.allocated = static_cast<int64_t>(in);
+      all.freed = static_cast<int64_t>(out);
+    };
+    set(stats.allocated_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
+    set(stats.active_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
+    set(stats.requested_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
+    set(stats.reserved_bytes, now.reserved, now.peak_reserved, now.reserved, 0);
+    set(stats.allocation, now.allocations - now.frees, now.allocations - now.frees, now.allocations, now.frees);
+    stats.num_ooms = static_cast<int64_t>(now.failures);
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override { reset_accumulated_memory(checked_index(device)); }
+  void resetPeakStats(c10::DeviceIndex device) override { reset_peak_memory(checked_index(device)); }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const size_t total = device_memory();
+    return {total - std::min(total, memory_stats(checked_index(device)).allocated), total};
+  }
+};
+
+DeviceMemory device_memory_allocator;
+
+struct CpuMemory final : c10::Allocator {
+  explicit CpuMemory(c10::Allocator* host) : host_(host) { host_raw_deleter = host->raw_deleter(); }
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::DeviceIndex device = LendDeviceMemory::lent();
+    if (C10_LIKELY(device < 0)) return host_->allocate(bytes);
+    c10::DataPtr data = allocate_on(device, bytes);
+    data.unsafe_set_device(c10::Device(c10::kCPU));
+    return data;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return host_raw_deleter ? &free_either : nullptr; }
+  void copy_data(void* destination, const void* source, size_t bytes) const override {
+    default_copy_data(destination, source, bytes);
+  }
+
+ private:
+  static void free_either(void* pointer) {
+    if (device_of(pointer) >= 0) deallocate(pointer);
+    else host_raw_deleter(pointer);
+  }
+  c10::Allocator* host_;
+  static inline c10::DeleterFnPtr host_raw_deleter = nullptr;
+};
+
+const bool installed = [] {
+  c10::SetAllocator(c10::kPrivateUse1, &device_memory_allocator);
+  // Leaked: storages keep a pointer to their allocator until the process ends.
+  c10::SetAllocator(c10::kCPU, new CpuMemory(c10::GetAllocator(c10::kCPU)), /*priority=*/255);
+  return true;
+}();
+
+} // namespace
+
+thread_local c10::DeviceIndex LendDeviceMemory::lent_ = -1;
+
+c10::Allocator* device_allocator() {
+  return &device_memory_allocator;
+}
+
+c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
+  const c10::Device label(c10::kPrivateUse1, device);
+  if (bytes == 0) return {nullptr, label};
+  try {
+    void* pointer = allocate(device, bytes);
+    return {pointer, pointer, &free_device, label};
+  } catch (const OutOfMemory& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+  }
+}
+
+c10::DeviceIndex checked_index(c10::DeviceIndex index) {
+  if (index == -1) index = static_cast<c10::DeviceIndex>(current_device());
+  TORCH_CHECK(index >= 0 && index < device_count(),
+      "openreg: invalid device ordinal ", static_cast<int>(index), "; there ",
+      device_count() == 1 ? "is 1 device, openreg:0" : c10::str("are ", device_count(), " devices, openreg:0 to openreg:", device_count() - 1),
+      ". Set OPENREG_DEVICE_COUNT before starting Python to have more.");
+  return index;
+}
+
+c10::DeviceIndex checked_index(std::optional<c10::Device> device) {
+  if (!device) return checked_index(c10::DeviceIndex(-1));
+  TORCH_CHECK(device->is_privateuseone(), "openreg: expected an openreg device, but got ", *device);
+  return checked_index(device->index());
+}
+
+} // namespace openreg

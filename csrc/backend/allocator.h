@@ -1,0 +1,37 @@
+// The allocators that PyTorch sees: device memory, and the CPU allocator inside a CPU kernel's call.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <optional>
+
+namespace openreg {
+
+// Allocates on the calling thread's current device.
+c10::Allocator* device_allocator();
+
+// Memory on one device, labelled as that device's. Throws c10::OutOfMemoryError.
+c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes);
+
+// While one lives, the CPU allocator hands out memory of `device` on this thread, labelled CPU, so
+// that what a CPU kernel returns need not be copied. See csrc/aten/native.h.
+class LendDeviceMemory {
+ public:
+  explicit LendDeviceMemory(c10::DeviceIndex device) : previous_(lent_) { lent_ = device; }
+  ~LendDeviceMemory() { lent_ = previous_; }
+  LendDeviceMemory(const LendDeviceMemory&) = delete;
+  LendDeviceMemory& operator=(const LendDeviceMemory&) = delete;
+  static c10::DeviceIndex lent() { return lent_; }
+  void to(c10::DeviceIndex device) { lent_ = device; }
+
+ private:
+  static thread_local c10::DeviceIndex lent_; // -1: none
+  c10::DeviceIndex previous_;
+};
+
+// A device index as the user gave it, -1 meaning the current one; throws if there is no such device.
+c10::DeviceIndex checked_index(c10::DeviceIndex index);
+c10::DeviceIndex checked_index(std::optional<c10::Device> device);
+
+} // namespace openreg

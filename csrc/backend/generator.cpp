@@ -1,0 +1,72 @@
+// A device generator wraps a CPU generator of its own: the kernels are ATen's CPU ones, so the
+// stream of random numbers is Mersenne Twister's, and the same seed gives what the CPU gives.
+#include "generator.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/GeneratorImpl.h>
+#include <c10/core/TensorImpl.h>
+
+#include <vector>
+
+#include "../runtime/device.h"
+#include "allocator.h"
+
+namespace openreg {
+namespace {
+
+struct DeviceGenerator final : c10::GeneratorImpl {
+  DeviceGenerator(c10::DeviceIndex device, at::Generator inner)
+      : GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        inner(std::move(inner)) {}
+
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  // Mersenne Twister has a state, not an offset; the messages are the CPU generator's with our name.
+  void set_offset(uint64_t) override {
+    TORCH_CHECK(false, "openreg: a Generator has no offset (its engine is Mersenne Twister); use set_state()");
+  }
+  uint64_t get_offset() const override {
+    TORCH_CHECK(false, "openreg: a Generator has no offset (its engine is Mersenne Twister); use get_state()");
+  }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
+    auto* other = dynamic_cast<DeviceGenerator*>(state.get());
+    TORCH_CHECK(other, "openreg: graphsafe_set_state() expected an openreg Generator, but got one of ", state->device());
+    inner = other->inner;
+  }
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
+    return c10::make_intrusive<DeviceGenerator>(device().index(), inner);
+  }
+
+  at::Generator inner;
+
+ private:
+  DeviceGenerator* clone_impl() const override { return new DeviceGenerator(device().index(), inner.clone()); }
+};
+
+} // namespace
+
+const at::Generator& default_generator(c10::DeviceIndex device) {
+  static const auto* all = [] {
+    auto* generators = new std::vector<at::Generator>;
+    for (int i = 0; i < device_count(); ++i) generators->push_back(new_generator(static_cast<c10::DeviceIndex>(i)));
+    return generators;
+  }();
+  return (*all)[static_cast<size_t>(checked_index(device))];
+}
+
+at::Generator new_generator(c10::DeviceIndex device) {
+  return at::make_generator<DeviceGenerator>(checked_index(device), at::detail::createCPUGenerator());
+}
+
+const at::Generator& inner_generator(const at::Generator& generator) {
+  TORCH_CHECK(generator.device().is_privateuseone(),
+      "Expected a 'openreg' device type for generator but found '", generator.device().type(), "'");
+  return static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->inner;
+}
+
+} // namespace openreg

@@ -1,0 +1,80 @@
+// Devices, streams and events as c10's device guard sees them.
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "../runtime/device.h"
+#include "../runtime/stream.h"
+#include "allocator.h"
+
+namespace openreg {
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using DeviceStream = c10::Stream;
+
+DeviceStream wrap(Stream s) {
+  return DeviceStream(DeviceStream::UNSAFE, Device(c10::kPrivateUse1, static_cast<DeviceIndex>(s.device)), s.id);
+}
+Stream unwrap(const DeviceStream& s) {
+  return {s.device_index(), s.id()};
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
+
+  Device exchangeDevice(Device device) const override {
+    const DeviceIndex index = checked_index(device);
+    return Device(c10::kPrivateUse1, static_cast<DeviceIndex>(exchange_device(index)));
+  }
+  Device getDevice() const override {
+    return Device(c10::kPrivateUse1, static_cast<DeviceIndex>(current_device()));
+  }
+  void setDevice(Device device) const override { exchange_device(checked_index(device)); }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.index() >= 0 && device.index() < device_count()) exchange_device(device.index());
+  }
+
+  DeviceStream getStream(Device device) const override { return wrap(current_stream(checked_index(device))); }
+  DeviceStream getDefaultStream(Device device) const override { return wrap({checked_index(device), 0}); }
+  DeviceStream getStreamFromGlobalPool(Device device, bool high_priority) const override {
+    return wrap(new_stream(checked_index(device), high_priority ? -1 : 0));
+  }
+  DeviceStream getNewStream(Device device, int priority) const override {
+    return wrap(new_stream(checked_index(device), priority));
+  }
+  DeviceStream exchangeStream(DeviceStream stream) const override { return wrap(exchange_stream(unwrap(stream))); }
+  bool queryStream(const DeviceStream&) const override { return true; }
+  void synchronizeStream(const DeviceStream& stream) const override { synchronize_stream(unwrap(stream)); }
+  void synchronizeDevice(DeviceIndex device) const override { synchronize_device(checked_index(device)); }
+  // A stream has no native object; its identity is the handle, as in CUDA, where the default stream's is null.
+  void* getStreamNativeHandle(const DeviceStream stream) const override {
+    return reinterpret_cast<void*>(static_cast<intptr_t>(stream.id()));
+  }
+
+  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void record(void** event, const DeviceStream& stream, DeviceIndex device, c10::EventFlag flag) const override {
+    TORCH_CHECK(device == -1 || device == stream.device_index(),
+        "openreg: an event of device ", static_cast<int>(device), " cannot be recorded on a stream of device ",
+        static_cast<int>(stream.device_index()), "; create the event on the stream's device");
+    if (!*event) *event = new Event{stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT};
+    static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
+  }
+  void block(void*, const DeviceStream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  double elapsedTime(void* start, void* end, DeviceIndex) const override {
+    TORCH_CHECK(start && end, "openreg: both events must be recorded before elapsed_time(); call record() on each");
+    const auto *a = static_cast<Event*>(start), *b = static_cast<Event*>(end);
+    TORCH_CHECK(a->timed && b->timed,
+        "openreg: elapsed_time() needs events created with enable_timing=True");
+    TORCH_CHECK(a->device == b->device, "openreg: elapsed_time() of events on openreg:", a->device,
+        " and openreg:", b->device, "; both must be on one device");
+    return std::chrono::duration<double, std::milli>(b->time - a->time).count();
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+} // namespace
+} // namespace openreg

@@ -1,0 +1,76 @@
+#include "device.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+namespace openreg {
+namespace {
+
+thread_local int current = 0;
+
+// Reads "8GiB", "512 MB", "1048576"; returns `otherwise` and says so where it cannot.
+std::size_t bytes_from_environment(const char* name, std::size_t otherwise) {
+  const char* text = std::getenv(name);
+  if (!text || !*text) return otherwise;
+  char* end = nullptr;
+  const double number = std::strtod(text, &end);
+  std::string unit;
+  for (; *end; ++end)
+    if (!std::isspace(static_cast<unsigned char>(*end)))
+      unit += static_cast<char>(std::tolower(static_cast<unsigned char>(*end)));
+  double scale = 0;
+  if (unit.empty() || unit == "b") scale = 1;
+  else if (unit == "k" || unit == "kb" || unit == "kib") scale = 1024.0;
+  else if (unit == "m" || unit == "mb" || unit == "mib") scale = 1024.0 * 1024;
+  else if (unit == "g" || unit == "gb" || unit == "gib") scale = 1024.0 * 1024 * 1024;
+  if (end == text || scale == 0 || !(number * scale >= 1 && number * scale < 1e15)) {
+    std::fprintf(stderr, "openreg: %s=\"%s\" is not a size such as 8GiB or 512MiB; using %zu bytes\n",
+                 name, text, otherwise);
+    return otherwise;
+  }
+  return static_cast<std::size_t>(number * scale);
+}
+
+int count_from_environment() {
+  const char* text = std::getenv("OPENREG_DEVICE_COUNT");
+  if (!text || !*text) return 2;
+  char* end = nullptr;
+  const long count = std::strtol(text, &end, 10);
+  if (*end || count < 0 || count > 64) {
+    std::fprintf(stderr, "openreg: OPENREG_DEVICE_COUNT=\"%s\" is not a number from 0 to 64; using 2\n", text);
+    return 2;
+  }
+  return static_cast<int>(count);
+}
+
+} // namespace
+
+int device_count() noexcept {
+  static const int count = count_from_environment();
+  return count;
+}
+
+std::size_t device_memory() noexcept {
+  static const std::size_t bytes = [] {
+    const std::size_t physical =
+        static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(sysconf(_SC_PAGE_SIZE));
+    return bytes_from_environment("OPENREG_DEVICE_MEMORY", physical);
+  }();
+  return bytes;
+}
+
+int current_device() noexcept {
+  return current;
+}
+
+int exchange_device(int device) noexcept {
+  return std::exchange(current, device);
+}
+
+} // namespace openreg

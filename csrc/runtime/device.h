@@ -1,0 +1,21 @@
+// How many simulated devices there are, how large they are, and which is current.
+#pragma once
+
+#include <cstddef>
+
+namespace openreg {
+
+// The number of devices: OPENREG_DEVICE_COUNT, 2 unless set, 0 to 64.
+int device_count() noexcept;
+
+// Bytes of memory that each device has: OPENREG_DEVICE_MEMORY ("8GiB", "512MiB" or bytes),
+// the machine's physical memory unless set.
+std::size_t device_memory() noexcept;
+
+// The calling thread's current device.
+int current_device() noexcept;
+
+// Makes `device` current for the calling thread and returns the previous one. Not checked.
+int exchange_device(int device) noexcept;
+
+} // namespace openreg

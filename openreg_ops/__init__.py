@@ -1,0 +1,45 @@
+"""A complete simulated accelerator for PyTorch, and custom operators with autograd that run on it.
+
+Importing this package makes ``device="openreg"`` work; ``import torch`` alone does it too, through
+torch's backend autoload (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+try:
+    from openreg_ops import _build
+except ImportError as missing:
+    raise ImportError(
+        "openreg_ops is not built here: run `pip install .` or `pip install -e . --no-build-isolation` in its source"
+    ) from missing
+
+if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
+    raise ImportError(
+        f"openreg_ops was built for torch {_build.TORCH_VERSION} but torch {torch.__version__} is installed; "
+        "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
+        f"or install torch=={_build.TORCH_VERSION.split('+')[0]}"
+    )
+
+# Generated kernels and C++ programs that link against the extension find its symbols by name.
+_flags = sys.getdlopenflags()
+try:
+    from openreg_ops import _C
+finally:
+    sys.setdlopenflags(_flags)
+
+from openreg_ops import device as _device  # noqa: E402
+
+_device.register()
+
+from openreg_ops import fallback, meta  # noqa: E402
+from openreg_ops.meta import *  # noqa: E402, F403
+
+__all__ = ["fallback", "meta", *meta.__all__]
+
+
+def _autoload() -> None:
+    """torch calls this from its ``torch.backends`` entry point; the import above has done the work."""

@@ -1,0 +1,40 @@
+"""Automatic mixed precision: the functions that ``torch.autocast`` asks of a device module."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "get_amp_supported_dtype",
+    "get_autocast_dtype",
+    "is_autocast_enabled",
+    "set_autocast_dtype",
+    "set_autocast_enabled",
+]
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The dtypes that autocast may use on the device."""
+    return [torch.float16, torch.bfloat16]
+
+
+def is_autocast_enabled() -> bool:
+    """Whether autocast is on for the device."""
+    return torch.is_autocast_enabled("openreg")
+
+
+def set_autocast_enabled(enabled: bool) -> None:
+    """Turn autocast on or off for the device."""
+    torch.set_autocast_enabled("openreg", enabled)
+
+
+def get_autocast_dtype() -> torch.dtype:
+    """The dtype that autocast uses on the device."""
+    return torch.get_autocast_dtype("openreg")
+
+
+def set_autocast_dtype(dtype: torch.dtype) -> None:
+    """Set the dtype that autocast uses on the device, one of `get_amp_supported_dtype`."""
+    if dtype not in get_amp_supported_dtype():
+        raise ValueError(f"autocast on openreg supports {get_amp_supported_dtype()}, but got {dtype}")
+    torch.set_autocast_dtype("openreg", dtype)

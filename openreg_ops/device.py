@@ -1,0 +1,155 @@
+"""Devices: which exist, which is current, and `register`, which makes ``torch.openreg`` of this package."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from openreg_ops import _C
+
+__all__ = [
+    "current_device",
+    "device",
+    "device_count",
+    "device_of",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "init",
+    "is_available",
+    "is_initialized",
+    "set_device",
+    "synchronize",
+]
+
+# torch.cuda's name for "made in a forked child after the parent used the device"; memory here is
+# plain process memory, so a child may go on using its copy.
+_is_in_bad_fork = bool
+
+
+def _index(device: torch.types.Device = None) -> int:
+    """The checked index for a device given in any of PyTorch's forms; None or no index is the current one."""
+    if device is None:
+        return _C.current_device()
+    if isinstance(device, int):
+        return _C.checked_index(device)
+    device = torch.device(device)
+    if device.type != "openreg":
+        raise ValueError(f"expected an openreg device, but got {device}; pass an index, 'openreg' or 'openreg:N'")
+    return _C.checked_index(-1 if device.index is None else device.index)
+
+
+def is_available() -> bool:
+    """Whether there is at least one device."""
+    return _C.device_count() > 0
+
+
+def device_count() -> int:
+    """The number of devices; set by the environment variable OPENREG_DEVICE_COUNT, 2 by default."""
+    return _C.device_count()
+
+
+def current_device() -> int:
+    """The index of the calling thread's current device."""
+    return _C.current_device()
+
+
+def set_device(device: torch.types.Device) -> None:
+    """Make `device` current for the calling thread; a negative index changes nothing."""
+    if not (isinstance(device, int) and device < 0):
+        _C.exchange_device(_index(device))
+
+
+def synchronize(device: torch.types.Device = None) -> None:
+    """Wait until all work on all streams of `device` has finished."""
+    torch.accelerator.synchronize(_index(device))
+
+
+def init() -> None:
+    """Nothing to do: the device is ready when the package is imported."""
+
+
+_lazy_init = init
+
+
+def is_initialized() -> bool:
+    """Always true; kept because ``torch.cuda`` has it."""
+    return True
+
+
+def get_device_name(device: torch.types.Device = None) -> str:
+    """The name of `device`."""
+    return f"openreg simulated accelerator {_index(device)}"
+
+
+def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
+    """The dtypes that `device` computes in, as ``torch.accelerator.get_device_capability`` gives them."""
+    return torch.accelerator.get_device_capability(_index(device))
+
+
+def get_device_properties(device: torch.types.Device = None) -> types.SimpleNamespace:
+    """Name and total memory (bytes) of `device`."""
+    index = _index(device)
+    return types.SimpleNamespace(name=get_device_name(index), index=index, total_memory=_C.device_memory())
+
+
+class device:
+    """Context manager that makes a device current; ``None`` or a negative index changes nothing.
+
+    Args:
+        device: index, ``torch.device`` or string such as ``"openreg:1"``.
+    """
+
+    def __init__(self, device: torch.types.Device) -> None:
+        none = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if none else _index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        if self.idx >= 0:
+            self.prev_idx = _C.exchange_device(self.idx)
+
+    def __exit__(self, *exception: object) -> bool:
+        if self.idx >= 0:
+            self.idx = _C.exchange_device(self.prev_idx)
+        return False
+
+
+class device_of(device):
+    """Context manager that makes the device of a tensor or storage current; a CPU one changes nothing."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(obj.device.index if obj.device.type == "openreg" else -1)
+
+
+def register() -> None:
+    """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
+    from openreg_ops import amp, memory, random, streams
+
+    module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
+    parts = {"amp": amp, "memory": memory, "random": random, "streams": streams}
+    for part in (sys.modules[__name__], *parts.values()):
+        for name in part.__all__:
+            setattr(module, name, getattr(part, name))
+    for name, part in parts.items():
+        setattr(module, name, part)
+        sys.modules[f"torch.openreg.{name}"] = part
+    module.__path__ = []  # so that `import torch.openreg.random` works
+    module.__all__ = [name for part in (sys.modules[__name__], *parts.values()) for name in part.__all__]
+    module._is_in_bad_fork = _is_in_bad_fork
+    module._lazy_init = _lazy_init
+    module._lazy_call = lambda call, **_: call()
+    module._get_device_index = lambda device=None, optional=False, allow_cpu=False: _index(device)
+
+    torch.utils.rename_privateuse1_backend("openreg")
+    torch._register_device_module("openreg", module)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True,
+        for_module=True,
+        for_packed_sequence=True,
+        for_storage=True,
+        # Typed storages of these cannot be made by PyTorch's generated methods on any device.
+        unsupported_dtype=[torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8],
+    )
