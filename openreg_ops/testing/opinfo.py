@@ -7,10 +7,12 @@ random numbers do not move. The device is only a name here: ``"cpu"`` checks the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import re
+import unittest
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +22,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
-CHECKS = ("forward", "backward", "inplace", "out", "errors")
+CHECKS = ("forward", "backward", "inplace", "out", "sparse", "errors")
+LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
 
 # Operators whose values are whatever was in memory; everything but the values is compared.
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -29,6 +32,8 @@ UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 STRIDED_OUT_CORRUPTS = {
     "lu_unpack": "its kernel steps through out's memory as if it were contiguous",
     "linalg.lu": "calls lu_unpack",
+    "tril": "its kernel steps through a batch by the stride of its last dimension alone",
+    "triu": "as tril",
 }
 
 # Operators that want these tensor arguments on the CPU whatever the device, CUDA included.
@@ -41,7 +46,7 @@ SEED = 1234
 class Failure:
     """One difference between the device and the CPU."""
 
-    check: str  # forward, backward, inplace, out or errors
+    check: str  # one of CHECKS
     kind: str  # what differed: see `KINDS`
     sample: int
     message: str
@@ -56,7 +61,7 @@ KINDS = {
     "dtype": "dtypes differ",
     "shape": "shapes differ",
     "structure": "results of another type or number, or Python values that differ",
-    "layout": "layout, conj or neg bit, or requires_grad differ",
+    "layout": "layout, conj or neg bit, coalescing, or requires_grad differ",
     "device": "a result is not on the device",
     "alias": "a result shares memory with an argument on one side only",
     "rng": "the CPU's generator moved, or the device drew other numbers from the same seed",
@@ -80,10 +85,11 @@ class Report:
 
 @functools.cache
 def database() -> dict[str, Any]:
-    """Every OpInfo of ``op_db``, by its full name (``linalg.svd``, ``std_mean.unbiased``)."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    """Every OpInfo of ``op_db`` and of the foreach lists, by its full name (``linalg.svd``, ``_foreach_add``)."""
+    from torch.testing._internal import common_methods_invocations as lists
 
-    return {op.full_name: op for op in op_db}
+    foreach = [getattr(lists, name) for name in dir(lists) if re.fullmatch(r"foreach_\w+_op_db", name)]
+    return {op.full_name: op for op in itertools.chain(lists.op_db, *foreach)}
 
 
 def dtypes_of(op: Any) -> list[str]:
@@ -239,6 +245,8 @@ class Comparison:
             return self.fail("dtype", f"expected {expected.dtype}, but got {actual.dtype}")
         if actual.layout != expected.layout or actual.is_nested != expected.is_nested:
             return self.fail("layout", f"expected {expected.layout}, but got {actual.layout}")
+        if expected.layout == torch.sparse_coo and actual.is_coalesced() != expected.is_coalesced():
+            self.fail("layout", f"expected is_coalesced() to be {expected.is_coalesced()}")
         if not expected.is_nested and actual.shape != expected.shape:
             return self.fail("shape", f"expected {list(expected.shape)}, but got {list(actual.shape)}")
         for bit in ("is_conj", "is_neg"):
@@ -341,10 +349,18 @@ def check(
         for i, sample in enumerate(_samples(op, dtype, backward, samples)):
             one = _Sample(op, sample, i, device, report)
             for name in checks:
-                if name == "errors" or (name == "backward" and not backward):
+                if name in ("sparse", "errors") or (name == "backward" and not backward):
                     continue
                 at(f"{name}, sample {i}")
                 getattr(one, name)()
+        if "sparse" in checks:
+            for layout in LAYOUTS:
+                for i, sample in enumerate(_sparse_samples(op, layout, dtype, samples)):
+                    at(f"sparse, sample {i}")
+                    one = _Sample(op, sample, i, device, report)
+                    one.forward("sparse")
+                    if backward:
+                        one.backward("sparse")
         if "errors" in checks and op.error_inputs_func and dtype == _first_dtype(op):
             at("making error inputs")
             torch.manual_seed(SEED)
@@ -368,6 +384,19 @@ def _samples(op: Any, dtype: torch.dtype, requires_grad: bool, most: int) -> Ite
     return iter([made[int(i * step)] for i in range(min(most, len(made)))])
 
 
+def _sparse_samples(op: Any, layout: str, dtype: torch.dtype, most: int) -> list[Any]:
+    """The samples of a sparse layout; few operators that support one have any."""
+    if not getattr(op, "supports_sparse" if layout == "coo" else f"supports_sparse_{layout}"):
+        return []
+    torch.manual_seed(SEED)
+    requires_grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    try:
+        samples = op.sample_inputs_sparse(getattr(torch, f"sparse_{layout}"), "cpu", dtype, requires_grad=requires_grad)
+        return list(itertools.islice(samples, most))
+    except (NotImplementedError, unittest.SkipTest):
+        return []
+
+
 class _Sample:
     def __init__(self, op: Any, sample: Any, index: int, device: str, report: Report) -> None:
         self.op, self.sample, self.index, self.device, self.report = op, sample, index, device, report
@@ -382,13 +411,17 @@ class _Sample:
     def call(self, function: Callable, move: Mover, **more: Any) -> Any:
         sample = self.sample
         rest = Mover("cpu") if self.op.name in HOST_ARGUMENTS else move
-        return function(move(sample.input), *rest(tuple(sample.args)), **rest(sample.kwargs), **more)
+        input_, args, kwargs = move(sample.input), rest(tuple(sample.args)), rest(sample.kwargs)
+        # A factory that names no device makes its tensor on the default one.
+        factory = not move.tensors and "device" not in kwargs
+        with move.device if factory else contextlib.nullcontext():
+            return function(input_, *args, **kwargs, **more)
 
     def forward(self, check: str = "forward") -> None:
         self.comparison(check).outcomes(*self.both(lambda move: self.call(self.op, move)))
 
-    def backward(self) -> None:
-        self.differentiate(lambda move: self.call(self.op, move), "backward")
+    def backward(self, check: str = "backward") -> None:
+        self.differentiate(lambda move: self.call(self.op, move), check)
 
     def differentiate(self, call: Callable[[Mover], Any], check: str) -> None:
         comparison = self.comparison(check)
@@ -410,19 +443,20 @@ class _Sample:
         return list(torch.autograd.grad(outputs, outcome.mover.leaves, weights, allow_unused=True))
 
     def inplace(self) -> None:
-        function = self.op.get_inplace()
-        if function is None or self.sample.broadcasts_input or not isinstance(self.sample.input, torch.Tensor):
+        function, input_ = self.op.get_inplace(), self.sample.input
+        if function is None or self.sample.broadcasts_input or not isinstance(input_, (torch.Tensor, list)):
             return
 
         def call(move: Mover) -> Any:
-            out = self.call(function, move)
-            return out, out is move(self.sample.input)
+            changed = tree_leaves(move(input_))
+            out = tree_leaves(self.call(function, move))
+            return changed, [a is b for a, b in zip(out, changed, strict=False)]
 
         self.comparison("inplace").outcomes(*self.both(call))
-        if self.op.supports_inplace_autograd and self.sample.input.requires_grad:
+        if self.op.supports_inplace_autograd and isinstance(input_, torch.Tensor) and input_.requires_grad:
 
             def through_a_clone(move: Mover) -> Any:
-                leaf = move(self.sample.input)
+                leaf = move(input_)
                 args, kwargs = move(tuple(self.sample.args)), move(self.sample.kwargs)
                 return function(leaf.clone(), *args, **kwargs)
 
