@@ -5,9 +5,11 @@
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/clone.h>
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
@@ -159,7 +161,8 @@ CpuCall::Slot& CpuCall::take(TensorImpl* real, const at::Tensor* original, bool 
 }
 
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
-  if (devices_ == kSame && tensor.is_cpu() && !write && (host_tensors_ || tensor.dim() == 0)) {
+  // What an operator computes on comes first, so a host tensor may not: x[i] takes i from the host, not x.
+  if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
     if (tensor.has_storage()) host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     return tensor;
   }
@@ -194,6 +197,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
 
 void CpuCall::alias_dense(Slot& slot) {
   if (C10_UNLIKELY(!slot.pooled.defined())) {
+    c10::InferenceMode normal(false); // the alias outlives this call's mode
     slot.storage = new_alias_storage();
     slot.pooled = at::detail::make_tensor<TensorImpl>(
         c10::Storage(slot.storage), DispatchKeySet(DispatchKey::CPU), caffe2::TypeMeta::Make<float>());
@@ -395,6 +399,13 @@ bool CpuCall::passed(const at::Tensor& tensor) const {
   return !host_storages_.empty();
 }
 
+bool CpuCall::views_argument(const at::Tensor& tensor) const {
+  if (!tensor.has_storage()) return false;
+  for (size_t i = base_; i < slots_.top; ++i)
+    if (slots_.all[i]->shown == tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) return true;
+  return false;
+}
+
 const at::Tensor& CpuCall::original(const at::Tensor& alias) const {
   for (size_t i = base_; i < slots_.top; ++i)
     if (slots_.all[i]->alias().is_same(alias)) return *slots_.all[i]->original;
@@ -503,9 +514,11 @@ class NativeKernel final : public c10::OperatorKernel {
   static void lists_hold(c10::SmallVector<at::Tensor, 8>& held, const c10::List<at::Tensor>& list) {
     for (const at::Tensor& t : list) held.push_back(t);
   }
-  // A tensor that a kernel returns and somebody keeps (a quantizer's scales) stays theirs: we copy.
+  // A tensor that a kernel returns and somebody keeps (a quantizer its scales, Python its objects)
+  // stays theirs: ours is a view where it views an argument, else a copy.
   static at::Tensor own(CpuCall& call, at::Tensor tensor) {
-    if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor))) tensor = tensor.clone();
+    if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor)))
+      tensor = call.views_argument(tensor) ? tensor.alias() : tensor.clone();
     return call.result(std::move(tensor));
   }
   static at::Tensor to_host(at::Tensor tensor) {
