@@ -357,9 +357,12 @@ void CpuCall::relabel(TensorImpl* impl) {
     }
     impl->_change_backend_component_keys(here);
     impl->*(&Access::device_opt_) = here;
-    if (keys.has_any(c10::sparse_ks))
-      static_cast<at::SparseTensorImpl*>(impl)->set_indices_and_values_unsafe(members[0], members[1]);
-    else
+    if (keys.has_any(c10::sparse_ks)) {
+      auto* sparse = static_cast<at::SparseTensorImpl*>(impl);
+      const bool coalesced = sparse->coalesced(); // which setting the members forgets
+      sparse->set_indices_and_values_unsafe(members[0], members[1]);
+      sparse->set_coalesced(coalesced);
+    } else
       static_cast<at::SparseCsrTensorImpl*>(impl)->set_member_tensors(members[0], members[1], members[2], impl->sizes());
     return;
   }
@@ -435,8 +438,10 @@ const std::unordered_set<std::string> kHostArguments = {
 // Results that stay on the host: the batch sizes of a packed sequence steer Python code.
 const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padded_sequence", 1}};
 
-// Composites that ask by name for a CPU, CUDA or XPU tensor, so that they run on aliases only.
-const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mode.values"};
+// CPU kernels that ask an argument whether it requires grad, to save what only backward needs.
+const std::unordered_set<std::string> kAsksRequiresGrad = {"aten::_sparse_mm_reduce_impl"};
+// Composites that work on aliases only: they ask by name for a CPU tensor, or call a CPU stub directly.
+const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mode.values", "aten::conj_physical_"};
 
 // Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
 class NativeKernel final : public c10::OperatorKernel {
@@ -449,6 +454,7 @@ class NativeKernel final : public c10::OperatorKernel {
       generator_.push_back(type->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())));
     }
     host_arguments_ = kHostArguments.count(schema.name()) > 0;
+    asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
   }
 
@@ -463,7 +469,9 @@ class NativeKernel final : public c10::OperatorKernel {
       c10::IValue& value = (*stack)[stack->size() - count + i];
       if (value.isTensor()) {
         held.push_back(std::move(value).toTensor());
-        value = call.alias(held.back(), write_[i]);
+        const at::Tensor& alias = call.alias(held.back(), write_[i]);
+        if (C10_UNLIKELY(asks_requires_grad_) && held.back().requires_grad()) alias.set_requires_grad(true);
+        value = alias;
       } else if (value.isDevice()) {
         const c10::Device device = value.toDevice();
         if (device.is_privateuseone()) {
@@ -532,7 +540,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   DispatchKey target_;
   std::vector<bool> write_, generator_;
-  bool host_arguments_ = false;
+  bool host_arguments_ = false, asks_requires_grad_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
 };
 
@@ -571,8 +579,11 @@ int64_t register_native_kernels() {
     for (const auto& [cpu, device] : kLayouts) {
       const bool composite = cpu == DispatchKey::CPU && kHostComposites.count(toString(name));
       if (!(op->hasKernelForDispatchKey(cpu) || composite) || op->hasKernelForDispatchKey(device)) continue;
-      // A composite differentiates through its parts; a backend kernel would cut that off.
-      if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) continue;
+      // A composite differentiates through its parts; a backend kernel would cut that off, unless the
+      // operator has a derivative of its own as well (mish_backward).
+      if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
+          !op->hasKernelForDispatchKey(DispatchKey::Autograd))
+        continue;
       registered->push_back(register_native_kernel(*op, cpu, device));
     }
   }
