@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+
 from openreg_ops.testing import opinfo
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 
@@ -298,7 +299,10 @@ def summarize(records: list[Record], samples: int = DEFAULT_SAMPLES, out: TextIO
         )
     for record in records:
         if verdict(record) == "fixed":
-            print(f"  {record['operator']} {record['dtype']} is a known failure but passes: take it off the list", file=out)
+            print(
+                f"  {record['operator']} {record['dtype']} is a known failure but passes: take it off the list",
+                file=out,
+            )
     judged = collections.Counter(map(verdict, records))
     operators = {r["operator"] for r in records}
     bad = {r["operator"] for r in records if verdict(r) in ("fail", "fixed")}
@@ -318,7 +322,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default="", metavar="REGEX", help="only operators whose full name matches")
     parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE")
     parser.add_argument("--checks", nargs="+", default=opinfo.CHECKS, choices=opinfo.CHECKS, metavar="CHECK")
-    parser.add_argument("--samples", type=int, default=DEFAULT_SAMPLES, help="sample inputs a case, spread over all (default 6)")
+    parser.add_argument(
+        "--samples", type=int, default=DEFAULT_SAMPLES, help="sample inputs a case, spread over all (default 6)"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one a core)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each worker (default 1)")
     parser.add_argument("--timeout", type=float, default=180, help="seconds allowed for one case (default 180)")
@@ -356,7 +362,10 @@ def main(arguments: argparse.Namespace) -> int:
         results.flush()
         todo = [case for case in cases if case not in earlier]
         if earlier:
-            print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {path} already (--fresh runs all)", file=sys.stderr)
+            print(
+                f"{len(cases) - len(todo)} of {len(cases)} cases are in {path} already (--fresh runs all)",
+                file=sys.stderr,
+            )
         try:
             records = run(todo, arguments, results) if todo else []
         except KeyboardInterrupt:
