@@ -53,7 +53,7 @@ def test_a_worker_that_hangs_or_dies_costs_one_case():
 def test_a_known_failure_that_passes_fails_the_run(capsys, monkeypatch):
     from openreg_ops.testing.known_failures import KNOWN_FAILURES, Known
 
-    monkeypatch.setitem(KNOWN_FAILURES, "neg", Known("invented here"))
+    monkeypatch.setitem(KNOWN_FAILURES, "neg", Known("invented here", dtypes=("float32",)))
     record = {"operator": "neg", "dtype": "float32", "ran": {"forward": 6}, "failures": [], "notes": {}, "seconds": 0}
     assert not conformance.summarize([record])
     assert "neg float32 is a known failure but passes" in capsys.readouterr().out
