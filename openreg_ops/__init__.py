@@ -6,6 +6,7 @@ torch's backend autoload (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off).
 
 from __future__ import annotations
 
+import atexit
 import sys
 
 import torch
@@ -32,6 +33,8 @@ finally:
     sys.setdlopenflags(_flags)
 
 from openreg_ops import device as _device  # noqa: E402
+
+atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
 _device.register()
 
