@@ -64,6 +64,7 @@ setup(
             extra_compile_args=[
                 "-std=c++20",
                 "-O2",
+                "-g0",  # Python asks for debug information, which makes the build slower and the library four times as big
                 "-fopenmp",
                 "-fvisibility=hidden",
                 *WARNINGS,
