@@ -1,0 +1,55 @@
+"""The device in PyTorch's generic device-type tests (torch.testing._internal.common_device_type).
+
+PyTorch's own test files run on the device with ``TORCH_TEST_DEVICES=openreg_ops/testing/device_type.py``
+in the environment; our test files call `install` and then `instantiate_device_type_tests`. What the
+device does not run, or runs to another precision, is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.testing._internal import common_device_type
+from torch.testing._internal.common_device_type import PrivateUse1TestBase
+
+
+class OpenregTestBase(PrivateUse1TestBase):
+    """Instantiates generic tests for the device, less what the lists below block."""
+
+    # Test class -> names of generic tests, or of a test with its operator and dtype; "*" is the whole class.
+    blocked_tests: dict[str, set[str]] = {}
+
+    # No test is made for these dtypes.
+    unsupported_dtypes: set[torch.dtype] = set()
+
+    # dtype -> (atol, rtol) where the test gives none; what is missing takes PyTorch's own.
+    tolerances: dict[torch.dtype, tuple[float, float]] = {}
+
+    @classmethod
+    def instantiate_test(cls, name: str, test: Callable, *, generic_cls: type | None = None) -> None:
+        blocked = cls.blocked_tests.get(generic_cls.__name__, set()) if generic_cls else set()
+        if name in blocked or "*" in blocked:
+            return
+        before = set(vars(cls))
+        super().instantiate_test(name, test, generic_cls=generic_cls)
+        suffixes = tuple(f"_{str(dtype).removeprefix('torch.')}" for dtype in cls.unsupported_dtypes)
+        for made in set(vars(cls)) - before:
+            if made in blocked or (suffixes and made.endswith(suffixes)):
+                delattr(cls, made)
+
+    def _get_tolerance_override(self, test: Callable, dtype: torch.dtype) -> Any:
+        if not hasattr(test, "tolerance_overrides") and dtype in self.tolerances:
+            return self.tolerances[dtype]
+        return super()._get_tolerance_override(test, dtype)
+
+
+def install(base: type[PrivateUse1TestBase] = OpenregTestBase) -> None:
+    """Make `base` what `instantiate_device_type_tests` uses for the device."""
+    common_device_type.device_type_test_bases[:] = [
+        other for other in common_device_type.device_type_test_bases if not issubclass(other, PrivateUse1TestBase)
+    ] + [base]
+
+
+TEST_CLASS = OpenregTestBase

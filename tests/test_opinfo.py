@@ -1,0 +1,97 @@
+"""A quick slice of `python -m openreg_ops conformance`: every operator in float32 and in one other dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from openreg_ops.testing import opinfo
+from openreg_ops.testing.known_failures import KNOWN_FAILURES
+
+DEVICE = "openreg"
+
+
+def cases() -> list:
+    chosen = []
+    for i, (name, op) in enumerate(opinfo.database().items()):
+        dtypes = opinfo.dtypes_of(op)
+        others = [dtype for dtype in dtypes if dtype != "float32"]
+        slice_ = [dtype for dtype in dtypes if dtype == "float32"] + ([others[i % len(others)]] if others else [])
+        chosen += [pytest.param(name, dtype, id=f"{name}-{dtype}") for dtype in slice_]
+    return chosen
+
+
+@pytest.mark.parametrize("name, dtype", cases())
+def test_agrees_with_the_cpu(name, dtype):
+    samples = 2 if dtype == "float32" else 1
+    report = opinfo.check(opinfo.database()[name], getattr(torch, dtype), DEVICE, samples)
+    known = KNOWN_FAILURES.get(name)
+    if known and dtype in known.dtypes:
+        assert {failure.check for failure in report.failures} <= set(known.checks), report.failures
+        pytest.xfail(known.cause) if report.failures else None
+    assert not report.failures, "\n".join(f"{f.check}, sample {f.sample} [{f.kind}]: {f.message}" for f in report.failures)
+
+
+def test_the_list_of_known_failures_is_short_and_true():
+    assert len(KNOWN_FAILURES) <= 10
+    for name, known in KNOWN_FAILURES.items():
+        assert len(known.cause) > 20 and set(known.dtypes) <= set(opinfo.DTYPES)
+        op = opinfo.database()[name]
+        for dtype in set(known.dtypes) & set(opinfo.dtypes_of(op)):
+            report = opinfo.check(op, getattr(torch, dtype), DEVICE, checks=known.checks)
+            assert report.failures, f"{name} {dtype} passes: take it off the list"
+
+
+def wrong(function):
+    """An OpInfo whose device side is wrong, to see that the checker sees it."""
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+    def samples(op, device, dtype, requires_grad, **_):
+        yield SampleInput(torch.ones(3, dtype=dtype, device=device, requires_grad=requires_grad))
+
+    return OpInfo("wrong", op=function, dtypes=(torch.float32,), sample_inputs_func=samples, supports_out=False)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 1 if x.is_cpu else 2
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.factor * grad
+
+
+def refuse(x):
+    raise (RuntimeError if x.is_cpu else ValueError)("refused")
+
+
+@pytest.mark.parametrize(
+    "kind, function",
+    {
+        "value": lambda x: x if x.is_cpu else x + 1,
+        "dtype": lambda x: x + 0 if x.is_cpu else x.double(),
+        "shape": lambda x: x + 0 if x.is_cpu else x[:2] + 0,
+        "device": lambda x: x.cpu() + 0,
+        "alias": lambda x: x[:] if x.is_cpu else x + 0,
+        "structure": lambda x: [x + 0] if x.is_cpu else (x + 0,),
+        "gradient": Scaled.apply,
+        "error": lambda x: x + 0 if x.is_cpu else refuse(x),
+        "no error": lambda x: refuse(x) if x.is_cpu else x + 0,
+        "error type": refuse,
+        "rng": lambda x: torch.rand(3).to(x.device),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_checker_sees(kind, function):
+    report = opinfo.check(wrong(function), torch.float32, DEVICE)
+    assert kind in {failure.kind for failure in report.failures}
+
+
+def test_the_checker_keeps_strides_offsets_and_shared_storage():
+    base = torch.arange(12.0).reshape(3, 4)
+    move = opinfo.Mover(DEVICE)
+    view, other = move([base.t()[1:], base])
+    assert view.stride() == (1, 4) and view.storage_offset() == 1
+    assert view.untyped_storage()._cdata == other.untyped_storage()._cdata
+    assert torch.equal(view.cpu(), base.t()[1:])
