@@ -45,7 +45,7 @@ setup(
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args=[
                 "-std=c++20", "-O2", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra",
-                "-Wno-interference-size", "-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-deprecated-declarations",
+                "-Wno-interference-size", "-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers", "-Wno-deprecated-declarations",
                 *STUBS, *vector_flags(),
             ],
         )
