@@ -35,10 +35,10 @@ from openreg_ops import device as _device  # noqa: E402
 
 _device.register()
 
-from openreg_ops import fallback, meta  # noqa: E402
+from openreg_ops import autograd, fallback, meta  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 
-__all__ = ["fallback", "meta", *meta.__all__]
+__all__ = ["autograd", "fallback", "meta", *meta.__all__]
 
 
 def _autoload() -> None:

@@ -1,1 +1,184 @@
-"""placeholder"""
+"""The CPU fallback: who may use it, who did, and what it cost.
+
+An operator without a device kernel runs on copies of its arguments on the CPU, and its results are
+copied back. Whether it may is the *policy*'s to say, process-wide:
+
+- ``"allow"`` (default): it runs.
+- ``"warn"``: it runs, with a warning.
+- ``"error"``: it raises NotImplementedError, which names the operator, its arguments and the remedy.
+
+An operator on the *deny* list is always refused, even if the device has a kernel for it; one on the
+*allow* list is permitted under every policy. Names are ``"aten::add.Tensor"``, ``"aten::add"`` (every
+overload) or patterns such as ``"mylib::*"``.
+
+Environment variables, read once at import: ``OPENREG_FALLBACK`` (policy), ``OPENREG_FALLBACK_ALLOW`` and
+``OPENREG_FALLBACK_DENY`` (names separated by commas).
+
+Views are never given by copies: such an operator raises. Factories make their result on the device
+that was asked for, and random operators draw from that device's generator, not from the CPU's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from openreg_ops import _C
+
+__all__ = ["Record", "allow", "deny", "force", "get_policy", "policy", "report", "reset", "set_policy", "share"]
+
+
+class Record(NamedTuple):
+    """What one operator's fallback has cost."""
+
+    operator: str  #: full name, such as "mylib::foo.out"
+    calls: int
+    bytes: int  #: copied, both ways
+    seconds: float  #: copies and kernel
+
+
+_policy = "allow"
+_allow: list[str] = []
+_deny: list[str] = []
+_force: list[str] = []
+_share: list[str] = []
+
+
+def _matching(patterns: Iterable[str]) -> set[str]:
+    """The names of all registered operators that a pattern matches."""
+    patterns = list(patterns)
+    if not patterns:
+        return set()
+    names = torch._C._dispatch_get_all_op_names()
+    return {n for n in names for p in patterns if fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n.split(".")[0], p)}
+
+
+def _routes() -> dict[str, str]:
+    routes = dict.fromkeys(_matching(_share), "share")
+    routes.update(dict.fromkeys(_matching(_force), "fallback"))
+    routes.update(dict.fromkeys(_matching(_deny), "fallback"))  # which then refuses it
+    return routes
+
+
+_routed: dict[str, str] = {}
+
+
+def _apply() -> None:
+    global _routed
+    _C.set_fallback_policy(_policy, _allow, _deny)
+    wanted = _routes()
+    for name in _routed.keys() | wanted.keys():
+        if _routed.get(name) != wanted.get(name):
+            operator, _, overload = name.partition(".")
+            _C.route_operator(operator, overload, wanted.get(name, ""))
+    _routed = wanted
+
+
+def get_policy() -> str:
+    """The policy in force: ``"allow"``, ``"warn"`` or ``"error"``."""
+    return _policy
+
+
+def set_policy(policy: str) -> None:
+    """Set the policy.
+
+    Raises:
+        ValueError: `policy` is not ``"allow"``, ``"warn"`` or ``"error"``.
+    """
+    global _policy
+    _C.set_fallback_policy(policy, _allow, _deny)  # raises before anything has changed
+    _policy = policy
+
+
+@contextlib.contextmanager
+def policy(policy: str, *, allow: Iterable[str] = (), deny: Iterable[str] = ()) -> Iterator[None]:
+    """``with fallback.policy("error", allow=[...], deny=[...]):`` — a policy and additional names, for a while."""
+    global _policy
+    before, allowed, denied = _policy, list(_allow), list(_deny)
+    set_policy(policy)
+    _allow.extend(allow)
+    _deny.extend(deny)
+    try:
+        _apply()
+        yield
+    finally:
+        _policy, _allow[:], _deny[:] = before, allowed, denied
+        _apply()
+
+
+class _Names:
+    """Names added to a list; as a context manager, taken off again at its end."""
+
+    def __init__(self, names: list[str], added: tuple[str, ...]) -> None:
+        for name in added:
+            if not isinstance(name, str) or "::" not in name:
+                raise ValueError(f'expected operator names such as "aten::add" or "mylib::*", but got {name!r}')
+        self._names, self._added = names, added
+        names.extend(added)
+        try:
+            _apply()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> _Names:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for name in self._added:
+            self._names.remove(name)
+        _apply()
+
+
+def allow(*names: str) -> _Names:
+    """Permit these operators to fall back under every policy; also ``with fallback.allow(...):``."""
+    return _Names(_allow, names)
+
+
+def deny(*names: str) -> _Names:
+    """Refuse these operators, whether or not the device has a kernel; also ``with fallback.deny(...):``."""
+    return _Names(_deny, names)
+
+
+def force(*names: str) -> _Names:
+    """Move these operators to the fallback although the device has a kernel; also as a context manager."""
+    return _Names(_force, names)
+
+
+def share(*names: str) -> _Names:
+    """Run these operators' CPU kernels directly on device memory, without copies; also as a context manager.
+
+    For operators of other libraries: those of PyTorch are shared already.
+
+    Raises:
+        ValueError: an operator has no CPU kernel.
+    """
+    return _Names(_share, names)
+
+
+def report() -> list[Record]:
+    """What has fallen back since the start or `reset`, the most expensive first."""
+    records = [Record(name, calls, moved, ns / 1e9) for name, calls, moved, ns in _C.fallback_report()]
+    return sorted(records, key=lambda record: -record.seconds)
+
+
+def reset() -> None:
+    """Empty the report."""
+    _C.reset_fallback_report()
+
+
+def _from_environment() -> None:
+    """Take the policy and the lists from the environment."""
+    global _policy
+    split = lambda name: [n.strip() for n in os.environ.get(name, "").split(",") if n.strip()]  # noqa: E731
+    _allow.extend(split("OPENREG_FALLBACK_ALLOW"))
+    _deny.extend(split("OPENREG_FALLBACK_DENY"))
+    _policy = os.environ.get("OPENREG_FALLBACK", "") or "allow"
+    _apply()
+
+
+_from_environment()

@@ -424,6 +424,9 @@ const std::unordered_set<std::string> kHostArguments = {
 // Results that stay on the host: the batch sizes of a packed sequence steer Python code.
 const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padded_sequence", 1}};
 
+// Composites that ask by name for a CPU, CUDA or XPU tensor, so that they run on aliases only.
+const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mode.values"};
+
 // Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
 class NativeKernel final : public c10::OperatorKernel {
  public:
@@ -553,7 +556,8 @@ int64_t register_native_kernels() {
     const auto op = dispatcher.findSchema(name);
     if (!op) continue;
     for (const auto& [cpu, device] : kLayouts) {
-      if (!op->hasKernelForDispatchKey(cpu) || op->hasKernelForDispatchKey(device)) continue;
+      const bool composite = cpu == DispatchKey::CPU && kHostComposites.count(toString(name));
+      if (!(op->hasKernelForDispatchKey(cpu) || composite) || op->hasKernelForDispatchKey(device)) continue;
       // A composite differentiates through its parts; a backend kernel would cut that off.
       if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) continue;
       registered->push_back(register_native_kernel(*op, cpu, device));

@@ -1,0 +1,46 @@
+// See autograd_fallback.h, and Note [Replacing a fallback].
+#include "autograd_fallback.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <optional>
+
+// Note [Replacing a fallback]
+// libtorch registers its own fallback for AutogradPrivateUse1, which at most warns, and the
+// dispatcher takes one fallback a key. There is no public way to take that one back, so we call
+// Dispatcher::deregisterFallback_, which is exported but private: an explicit template
+// instantiation may name a private member ([temp.explicit]/12), and that is all this does.
+namespace openreg {
+namespace {
+
+using Deregister = void (c10::Dispatcher::*)(c10::DispatchKey);
+template <Deregister member>
+struct Expose {
+  friend void deregister_fallback(c10::Dispatcher& dispatcher, c10::DispatchKey key) { (dispatcher.*member)(key); }
+};
+void deregister_fallback(c10::Dispatcher& dispatcher, c10::DispatchKey key);
+template struct Expose<&c10::Dispatcher::deregisterFallback_>;
+
+} // namespace
+
+void set_autograd_fallback(const std::string& mode) {
+  TORCH_CHECK_VALUE(mode == "error" || mode == "warn" || mode == "nothing",
+      "openreg_ops.autograd: expected the mode \"error\", \"warn\" or \"nothing\", but got \"", mode, "\"");
+  // Leaked: see register_native_kernels().
+  static auto* library = new std::optional<torch::Library>;
+  if (library->has_value()) library->reset();
+  else deregister_fallback(c10::Dispatcher::singleton(), c10::DispatchKey::AutogradPrivateUse1);
+  library->emplace(torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  if (mode == "error") {
+    (*library)->fallback(torch::autograd::autogradNotImplementedFallback());
+  } else if (mode == "warn") {
+    torch::autograd::setAutogradFallbackMode(torch::autograd::AutogradFallbackMode::Warn);
+    (*library)->fallback(torch::autograd::basicAutogradNotImplementedFallback());
+  } else {
+    (*library)->fallback(torch::CppFunction::makeFallthrough());
+  }
+}
+
+} // namespace openreg

@@ -1,0 +1,360 @@
+// See fallback.h. The kernel behind every operator that the device has none of its own for.
+#include "fallback.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fnmatch.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+
+#include "../runtime/stream.h"
+#include "native.h"
+
+namespace openreg {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using torch::jit::Stack;
+
+enum class Policy { kAllow, kWarn, kError };
+
+struct State {
+  std::mutex mutex;
+  Policy policy = Policy::kAllow;
+  std::vector<std::string> allow, deny;
+  std::map<std::string, FallbackRecord> records;
+  std::map<std::string, c10::RegistrationHandleRAII> routes;
+  void (*warning)(const std::string&) = [](const std::string& message) { TORCH_WARN(message); };
+};
+State& state() {
+  static auto* instance = new State;
+  return *instance;
+}
+
+bool matches(const std::vector<std::string>& patterns, const c10::OperatorName& op) {
+  const std::string full = toString(op);
+  for (const auto& pattern : patterns)
+    if (fnmatch(pattern.c_str(), full.c_str(), 0) == 0 || fnmatch(pattern.c_str(), op.name.c_str(), 0) == 0) return true;
+  return false;
+}
+
+// "float32[2, 3]@openreg:0, int, …": what the operator was called with.
+std::string describe(const Stack& stack, size_t count) {
+  std::string text;
+  auto tensor = [](const at::Tensor& t) {
+    return t.defined() ? c10::str(t.scalar_type(), t.sizes(), "@", t.device()) : std::string("None");
+  };
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (!text.empty()) text += ", ";
+    const c10::IValue& value = stack[i];
+    if (value.isTensor()) text += tensor(value.toTensor());
+    else if (value.isTensorList()) {
+      text += "[";
+      for (const at::Tensor& t : value.toTensorList()) text += tensor(t) + ", ";
+      text += "]";
+    } else if (value.isInt() || value.isDouble() || value.isBool() || value.isNone() || value.isIntList())
+      text += c10::str(value);
+    else text += value.tagKind();
+  }
+  return text;
+}
+
+// A part of a device storage, from the first to the last byte that arguments touch, and its copy.
+struct Copied {
+  c10::Storage device, host;
+  size_t first = 0, last = 0;
+  bool write = false;
+};
+
+// The tensors of one call: copies that overlap as the originals do.
+class Copies {
+ public:
+  void add(const at::Tensor& t, bool write, const std::string& name) {
+    if (!t.defined() || !t.is_privateuseone()) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided && !t.is_quantized() && !t.is_nested(), name,
+        ": the CPU fallback copies strided tensors, but got a ", t.layout(), " one; convert it with .to_dense() first");
+    device_ = t.device();
+    Copied& part = parts_[t.storage().unsafeGetStorageImpl()];
+    if (!part.device) {
+      part.device = t.storage();
+      part.first = static_cast<size_t>(-1);
+    }
+    part.write |= write;
+    const size_t item = t.dtype().itemsize(), offset = static_cast<size_t>(t.storage_offset()) * item;
+    size_t bytes = t.numel() ? item : 0;
+    for (int64_t d = 0; d < t.dim() && t.numel(); ++d)
+      bytes += static_cast<size_t>((t.size(d) - 1) * t.stride(d)) * item;
+    part.first = std::min(part.first, offset);
+    part.last = std::max(part.last, offset + bytes);
+  }
+
+  void to_host() {
+    for (auto& [impl, part] : parts_) {
+      const size_t bytes = part.last - part.first;
+      part.host = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+      if (!bytes) continue;
+      launch(current_stream(part.device.device().index()), [&, storage = impl] {
+        std::memcpy(part.host.mutable_data(), static_cast<const char*>(storage->data()) + part.first, bytes);
+      });
+      bytes_ += bytes;
+    }
+  }
+
+  at::Tensor host(const at::Tensor& t) {
+    if (!t.defined() || !t.is_privateuseone()) return t;
+    for (auto& [real, copy] : tensors_)
+      if (real.is_same(t)) return copy;
+    const Copied& part = parts_.at(t.storage().unsafeGetStorageImpl());
+    at::Tensor copy = at::empty({0}, t.options().device(c10::kCPU));
+    const auto offset = t.storage_offset() - static_cast<int64_t>(part.first / t.dtype().itemsize());
+    copy.set_(part.host, offset, t.sizes(), t.strides());
+    copy._set_conj(t.is_conj());
+    copy._set_neg(t.is_neg());
+    tensors_.emplace_back(t, copy);
+    return copy;
+  }
+
+  // Writes changed arguments back; a result that the kernel grew is resized first.
+  void back() {
+    for (auto& [impl, part] : parts_) {
+      if (!part.write || part.last == part.first) continue;
+      launch(current_stream(part.device.device().index()), [&, storage = impl] {
+        std::memcpy(static_cast<char*>(storage->mutable_data()) + part.first, part.host.data(), part.last - part.first);
+      });
+      bytes_ += part.last - part.first;
+    }
+    for (auto& [real, copy] : tensors_)
+      if (real.sizes() != copy.sizes() || real.strides() != copy.strides()) {
+        real.resize_(copy.sizes());
+        real.unsafeGetTensorImpl()->set_sizes_and_strides(copy.sizes(), copy.strides());
+        real.copy_(copy);
+        bytes_ += copy.nbytes();
+      }
+  }
+
+  at::Tensor device(const at::Tensor& t) {
+    if (!t.defined() || !t.is_cpu()) return t;
+    for (auto& [real, copy] : tensors_)
+      if (copy.is_same(t)) return real;
+    bytes_ += t.nbytes();
+    return t.to(device_);
+  }
+
+  void set_device(c10::Device device) { device_ = device; }
+  c10::Device where() const { return device_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::map<c10::StorageImpl*, Copied> parts_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors_; // original, copy
+  c10::Device device_{c10::kPrivateUse1, 0};
+  size_t bytes_ = 0;
+};
+
+// A random operator without a Generator argument draws from the CPU's default generator; while one
+// of these lives, that generator stands where the device's does, and afterwards where it stood.
+class LendGenerator {
+ public:
+  LendGenerator(bool on, c10::DeviceIndex device) {
+    if (!on) return;
+    device_ = at::check_generator<at::CPUGeneratorImpl>(inner_generator(default_generator(device)));
+    host_ = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+    saved_ = host_->get_state();
+    std::lock_guard lock(host_->mutex_);
+    host_->set_state(*device_->get_state());
+  }
+  ~LendGenerator() {
+    if (!host_) return;
+    std::lock_guard lock(host_->mutex_);
+    device_->set_state(*host_->get_state());
+    host_->set_state(*saved_);
+  }
+
+ private:
+  at::CPUGeneratorImpl *device_ = nullptr, *host_ = nullptr;
+  c10::intrusive_ptr<c10::TensorImpl> saved_;
+};
+
+// Why this call is refused and what would permit it, or an empty string.
+std::string refusal(const c10::OperatorHandle& op) {
+  auto& s = state();
+  std::lock_guard lock(s.mutex);
+  const std::string name = toString(op.operator_name());
+  if (matches(s.deny, op.operator_name()))
+    return c10::str(name, " is on the deny list of openreg_ops.fallback; take it off to permit it");
+  if (s.policy != Policy::kError || matches(s.allow, op.operator_name())) return "";
+  return c10::str(name, " has no openreg kernel and the fallback policy is \"error\"; permit it with openreg_ops.fallback.allow(\"",
+      name, "\") or set_policy(\"allow\"), or register a kernel for PrivateUse1");
+}
+
+void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size();
+  const std::string name = toString(op.operator_name());
+  if (const std::string why = refusal(op); !why.empty())
+    TORCH_CHECK_NOT_IMPLEMENTED(false, why, ". It was called with (", describe(*stack, count), ").");
+  for (const auto& result : schema.returns())
+    TORCH_CHECK_NOT_IMPLEMENTED(!result.alias_info() || result.alias_info()->isWrite(), name,
+        " returns a view, which copies cannot give: the result would not share memory with its input. It was called with (",
+        describe(*stack, count), "). Register a kernel for PrivateUse1.");
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), name,
+      " has no kernel for openreg and none for the CPU to fall back to; it was called with (", describe(*stack, count),
+      "). Register a kernel for PrivateUse1 or for the CPU.");
+  bool warn;
+  {
+    std::lock_guard lock(state().mutex);
+    warn = state().policy == Policy::kWarn && !matches(state().allow, op.operator_name());
+  }
+  if (warn)
+    state().warning(c10::str(name, " has no openreg kernel and runs on the CPU, with copies both ways. ",
+        "Silence this with openreg_ops.fallback.allow(\"", name, "\")."));
+
+  const auto start = std::chrono::steady_clock::now();
+  Copies copies;
+  copies.set_device(c10::Device(c10::kPrivateUse1, checked_index(c10::DeviceIndex(-1))));
+  const size_t base = stack->size() - count;
+  bool generator = false;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = (*stack)[base + i];
+    const auto* info = schema.arguments()[i].alias_info();
+    const bool write = info && info->isWrite();
+    if (value.isTensor()) copies.add(value.toTensor(), write, name);
+    else if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorList()) copies.add(t, write, name);
+    else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorList())
+        if (t) copies.add(*t, write, name);
+    } else if (value.isDevice() && value.toDevice().is_privateuseone())
+      copies.set_device(c10::Device(c10::kPrivateUse1, checked_index(value.toDevice())));
+  }
+  copies.to_host();
+  for (size_t i = 0; i < count; ++i) {
+    c10::IValue& value = (*stack)[base + i];
+    if (value.isTensor()) value = copies.host(value.toTensor());
+    else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : value.toTensorList()) list.push_back(copies.host(t));
+      value = std::move(list);
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorList())
+        list.push_back(t ? std::optional(copies.host(*t)) : std::nullopt);
+      value = std::move(list);
+    } else if (value.isDevice() && value.toDevice().is_privateuseone()) {
+      value = c10::Device(c10::kCPU);
+    } else if (schema.arguments()[i].type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()))) {
+      generator = true;
+      const auto given = value.toOptional<at::Generator>();
+      value = inner_generator(given && given->defined() ? *given : default_generator(copies.where().index()));
+    }
+  }
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+        DispatchKeySet(DispatchKey::AutocastCPU) | DispatchKeySet(DispatchKey::AutocastPrivateUse1));
+    LendGenerator lend(!generator && op.hasTag(at::Tag::nondeterministic_seeded), copies.where().index());
+    LendDeviceMemory none(-1);
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  }
+  copies.back();
+  const size_t returns = schema.returns().size();
+  for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
+    c10::IValue& value = (*stack)[i];
+    if (value.isTensor()) value = copies.device(value.toTensor());
+    else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : value.toTensorList()) list.push_back(copies.device(t));
+      value = std::move(list);
+    }
+  }
+  const auto elapsed = std::chrono::steady_clock::now() - start;
+  std::lock_guard lock(state().mutex);
+  auto& record = state().records.try_emplace(name, FallbackRecord{name, 0, 0, 0}).first->second;
+  ++record.calls;
+  record.bytes += copies.bytes();
+  record.nanoseconds += static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+}
+
+// Layouts have a kernel of their own or none at all: there is no copying behind the user's back.
+void refuse_layout(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, toString(op.operator_name()), ": openreg has no kernel for ",
+      keys.highestPriorityTypeId(), ", as the CPU has none for that layout; it was called with (",
+      describe(*stack, op.schema().arguments().size()), "). Convert with .to_dense(), .dequantize() or .to_padded_tensor().");
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
+}
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
+}
+TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
+}
+TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
+}
+
+void set_fallback_policy(const std::string& policy, std::vector<std::string> allow, std::vector<std::string> deny) {
+  TORCH_CHECK_VALUE(policy == "allow" || policy == "warn" || policy == "error",
+      "openreg_ops.fallback: expected the policy \"allow\", \"warn\" or \"error\", but got \"", policy, "\"");
+  auto& s = state();
+  std::lock_guard lock(s.mutex);
+  s.policy = policy == "allow" ? Policy::kAllow : policy == "warn" ? Policy::kWarn : Policy::kError;
+  s.allow = std::move(allow);
+  s.deny = std::move(deny);
+}
+
+void set_fallback_warning(void (*warn)(const std::string&)) {
+  state().warning = warn;
+}
+
+std::vector<FallbackRecord> fallback_report() {
+  std::lock_guard lock(state().mutex);
+  std::vector<FallbackRecord> all;
+  for (const auto& [name, record] : state().records) all.push_back(record);
+  return all;
+}
+
+void reset_fallback_report() {
+  std::lock_guard lock(state().mutex);
+  state().records.clear();
+}
+
+void route_operator(const std::string& name, const std::string& overload, const std::string& route) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  const std::string full = toString(op.operator_name());
+  auto& routes = state().routes;
+  routes.erase(full);
+  if (route.empty()) return;
+  // The dispatcher warns that a kernel is overridden, which is what the user asked for.
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  if (route == "share") {
+    TORCH_CHECK_VALUE(op.hasKernelForDispatchKey(DispatchKey::CPU),
+        "openreg_ops.fallback.share: ", full, " has no CPU kernel to share");
+    routes.emplace(full, register_native_kernel(op, DispatchKey::CPU, DispatchKey::PrivateUse1));
+  } else {
+    routes.emplace(full, c10::Dispatcher::singleton().registerImpl(op.operator_name(), DispatchKey::PrivateUse1,
+        c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr,
+        "csrc/aten/fallback.cpp, by openreg_ops.fallback"));
+  }
+}
+
+} // namespace openreg

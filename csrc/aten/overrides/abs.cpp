@@ -1,0 +1,28 @@
+// Supporting a built-in operator through its stub, as the documents do with abs: ATen's own abs_out
+// runs on device tensors (output, type promotion, complex to real) and calls the device's stub.
+#include <ATen/TensorIterator.h>
+#include <ATen/native/UnaryOps.h>
+#include <ATen/ops/abs_native.h>
+#include <torch/library.h>
+
+#include "../native.h"
+
+namespace openreg {
+namespace {
+
+// The device computes as the CPU does, so the device's stub is the CPU's, called through launch().
+void abs_kernel(at::TensorIteratorBase& iter) {
+  launch(current_stream(iter.device(0).index()), [&] { at::native::abs_stub(at::kCPU, iter); });
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("abs.out", TORCH_FN(at::native::abs_out));
+}
+
+} // namespace openreg
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(abs_stub, &openreg::abs_kernel)
+} // namespace at::native

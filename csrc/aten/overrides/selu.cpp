@@ -1,0 +1,46 @@
+// Overriding PyTorch's autograd for a built-in operator, as the documents do with selu: a
+// torch::autograd::Function at AutogradPrivateUse1, the inference kernel at PrivateUse1.
+#include <ATen/ops/elu.h>
+#include <ATen/ops/elu_backward.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace openreg {
+namespace {
+
+constexpr double kAlpha = 1.6732632423543772848170429916717, kScale = 1.0507009873554804934193349852946;
+
+// Inference: at::elu is one native kernel.
+at::Tensor selu_inference(const at::Tensor& self) {
+  return at::elu(self, kAlpha, kScale);
+}
+
+// Saves the result rather than the input, so that the input may be freed; PyTorch's own saves the input.
+struct Selu : torch::autograd::Function<Selu> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& self) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const at::Tensor result = selu_inference(self);
+    ctx->save_for_backward({result});
+    return result;
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    // elu_backward is differentiable, so this is, twice.
+    return {at::elu_backward(grads[0], kAlpha, kScale, 1.0, /*is_result=*/true, ctx->get_saved_variables()[0])};
+  }
+};
+
+at::Tensor selu_autograd(const at::Tensor& self) {
+  return Selu::apply(self);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("selu", selu_inference);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("selu", selu_autograd);
+}
+
+} // namespace openreg
