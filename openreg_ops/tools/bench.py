@@ -1,6 +1,6 @@
 """What the device costs against the CPU: small and large operators, a training step, the import itself.
 
-`python -m openreg_ops bench`, `make bench` and `benchmarks/small_operators.py` all run `main`.
+`python -m openreg_ops bench`, `make bench` and `benchmarks/small_operators.py` are the same command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import openreg_ops
 import torch
 from torch.nn import functional as F
 
-__all__ = ["main"]
+__all__ = ["add_arguments", "main"]
 
 SIZES = {"64": (8, 8), "1M": (1024, 1024)}
 TARGETS = {"64": 1.2, "1M": 1.05, "step": 1.1, "import": 0.3}
@@ -107,15 +107,17 @@ def verdict(value: float, target: float) -> str:
     return "reached" if value <= target else "missed"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
-    parser = argparse.ArgumentParser(prog="python -m openreg_ops bench", description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     names = [*CASES, "step", "import"]
     parser.add_argument("--only", metavar="NAME", nargs="+", choices=names, default=names, help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=101, help="timed batches for each side (default %(default)s)")
     parser.add_argument("--threads", type=int, help="torch.set_num_threads")
     parser.add_argument("--json", metavar="FILE", help="write the results there too; - for standard output alone")
-    options = parser.parse_args(argv)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
     if options.threads:
         torch.set_num_threads(options.threads)
     log = sys.stderr if options.json == "-" else sys.stdout
@@ -124,10 +126,11 @@ def main(argv: list[str] | None = None) -> int:
         print(text, file=log, flush=True)
 
     started = time.perf_counter()
-    say(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores, "
-        f"float32, median of {options.rounds} alternating rounds")  # fmt: skip
+    threads, cores, load = torch.get_num_threads(), os.cpu_count(), os.getloadavg()[0]
+    say(f"torch {torch.__version__}, float32, median of {options.rounds} alternating rounds")
+    say(f"{threads} threads, {cores} cores, load {load:.1f}{' (busy: expect noise)' if load > cores / 2 else ''}")
     say(f"{'':12} {'elements':>8} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": threads, "load": load, "cases": []}
 
     def row(name: str, size: str, cpu: float, device: float) -> None:
         say(f"{name:12} {size:>8} {seconds(cpu):>10} {seconds(device):>10} {device / cpu:7.2f}")
@@ -171,7 +174,3 @@ def main(argv: list[str] | None = None) -> int:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
