@@ -35,8 +35,9 @@ class Build(BuildExtension):
     def run(self) -> None:
         super().run()
         target = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
-        note = f'"""Written by setup.py: what the extension was built with."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
-        (target / "openreg_ops" / "_build.py").write_text(note)
+        (target / "openreg_ops" / "_build.py").write_text(
+            f'"""Written by setup.py: what the extension was built with."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+        )
 
 
 # DispatchStub's signature depends on what torch itself was built with.

@@ -37,7 +37,12 @@ def custom_abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     return operator and (lambda: operator(x))
 
 
-# Each takes an [n, n] tensor and gives the call to time; `last` is one element of that tensor.
+def layer_norm(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    weight, shape = x[0].clone(), x.shape[1:]
+    return lambda: F.layer_norm(x, shape, weight, weight)
+
+
+# Each takes an [n, n] tensor and gives the call to time.
 CASES: dict[str, Callable[[torch.Tensor], Callable[[], Any] | None]] = {
     "add": lambda x: lambda: x + x,
     "mul": lambda x: lambda: x * x,
@@ -49,7 +54,7 @@ CASES: dict[str, Callable[[torch.Tensor], Callable[[], Any] | None]] = {
     "empty": lambda x: lambda shape=x.shape, device=x.device: torch.empty(shape, device=device),
     "clone": lambda x: lambda: x.clone(),
     "softmax": lambda x: lambda: torch.softmax(x, -1),
-    "layer_norm": lambda x: lambda weight=x[0].clone(), n=x.shape[1:]: F.layer_norm(x, n, weight, weight),
+    "layer_norm": layer_norm,
     "item": lambda x: lambda last=x[-1, -1]: last.item(),
     "custom_abs": custom_abs,
 }
@@ -58,9 +63,8 @@ CASES: dict[str, Callable[[torch.Tensor], Callable[[], Any] | None]] = {
 def training_step(device: str) -> Callable[[], None]:
     """One step of an MLP 784-512-512-10 with ReLU, batch 128, SGD, on random data."""
     torch.manual_seed(0)
-    widths = (784, 512, 512, 10)
-    layers = [layer for ends in zip(widths, widths[1:], strict=False) for layer in (torch.nn.Linear(*ends), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*layers[:-1]).to(device)
+    Linear, ReLU = torch.nn.Linear, torch.nn.ReLU
+    model = torch.nn.Sequential(Linear(784, 512), ReLU(), Linear(512, 512), ReLU(), Linear(512, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, target = torch.randn(128, 784).to(device), torch.randint(10, (128,)).to(device)
 
