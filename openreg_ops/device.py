@@ -139,6 +139,7 @@ def register() -> None:
     module.__path__ = []  # so that `import torch.openreg.random` works
     module.__all__ = [name for part in (sys.modules[__name__], *parts.values()) for name in part.__all__]
     module._is_in_bad_fork = _is_in_bad_fork
+    module._initialized = True  # torch.utils.checkpoint saves random state only where this is true
     module._lazy_init = _lazy_init
     module._lazy_call = lambda call, **_: call()
     module._get_device_index = lambda device=None, optional=False, allow_cpu=False: _index(device)

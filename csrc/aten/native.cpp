@@ -5,9 +5,11 @@
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/clone.h>
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
@@ -159,7 +161,8 @@ CpuCall::Slot& CpuCall::take(TensorImpl* real, const at::Tensor* original, bool 
 }
 
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
-  if (devices_ == kSame && tensor.is_cpu() && !write && (host_tensors_ || tensor.dim() == 0)) {
+  // What an operator computes on comes first, so a host tensor may not: x[i] takes i from the host, not x.
+  if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
     if (tensor.has_storage()) host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     return tensor;
   }
@@ -194,6 +197,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
 
 void CpuCall::alias_dense(Slot& slot) {
   if (C10_UNLIKELY(!slot.pooled.defined())) {
+    c10::InferenceMode normal(false); // the alias outlives this call's mode
     slot.storage = new_alias_storage();
     slot.pooled = at::detail::make_tensor<TensorImpl>(
         c10::Storage(slot.storage), DispatchKeySet(DispatchKey::CPU), caffe2::TypeMeta::Make<float>());
@@ -353,9 +357,12 @@ void CpuCall::relabel(TensorImpl* impl) {
     }
     impl->_change_backend_component_keys(here);
     impl->*(&Access::device_opt_) = here;
-    if (keys.has_any(c10::sparse_ks))
-      static_cast<at::SparseTensorImpl*>(impl)->set_indices_and_values_unsafe(members[0], members[1]);
-    else
+    if (keys.has_any(c10::sparse_ks)) {
+      auto* sparse = static_cast<at::SparseTensorImpl*>(impl);
+      const bool coalesced = sparse->coalesced(); // which setting the members forgets
+      sparse->set_indices_and_values_unsafe(members[0], members[1]);
+      sparse->set_coalesced(coalesced);
+    } else
       static_cast<at::SparseCsrTensorImpl*>(impl)->set_member_tensors(members[0], members[1], members[2], impl->sizes());
     return;
   }
@@ -395,6 +402,13 @@ bool CpuCall::passed(const at::Tensor& tensor) const {
   return !host_storages_.empty();
 }
 
+bool CpuCall::views_argument(const at::Tensor& tensor) const {
+  if (!tensor.has_storage()) return false;
+  for (size_t i = base_; i < slots_.top; ++i)
+    if (slots_.all[i]->shown == tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()) return true;
+  return false;
+}
+
 const at::Tensor& CpuCall::original(const at::Tensor& alias) const {
   for (size_t i = base_; i < slots_.top; ++i)
     if (slots_.all[i]->alias().is_same(alias)) return *slots_.all[i]->original;
@@ -424,8 +438,10 @@ const std::unordered_set<std::string> kHostArguments = {
 // Results that stay on the host: the batch sizes of a packed sequence steer Python code.
 const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padded_sequence", 1}};
 
-// Composites that ask by name for a CPU, CUDA or XPU tensor, so that they run on aliases only.
-const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mode.values"};
+// CPU kernels that ask an argument whether it requires grad, to save what only backward needs.
+const std::unordered_set<std::string> kAsksRequiresGrad = {"aten::_sparse_mm_reduce_impl"};
+// Composites that work on aliases only: they ask by name for a CPU tensor, or call a CPU stub directly.
+const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mode.values", "aten::conj_physical_"};
 
 // Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
 class NativeKernel final : public c10::OperatorKernel {
@@ -438,6 +454,7 @@ class NativeKernel final : public c10::OperatorKernel {
       generator_.push_back(type->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())));
     }
     host_arguments_ = kHostArguments.count(schema.name()) > 0;
+    asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
   }
 
@@ -452,7 +469,9 @@ class NativeKernel final : public c10::OperatorKernel {
       c10::IValue& value = (*stack)[stack->size() - count + i];
       if (value.isTensor()) {
         held.push_back(std::move(value).toTensor());
-        value = call.alias(held.back(), write_[i]);
+        const at::Tensor& alias = call.alias(held.back(), write_[i]);
+        if (C10_UNLIKELY(asks_requires_grad_) && held.back().requires_grad()) alias.set_requires_grad(true);
+        value = alias;
       } else if (value.isDevice()) {
         const c10::Device device = value.toDevice();
         if (device.is_privateuseone()) {
@@ -503,9 +522,11 @@ class NativeKernel final : public c10::OperatorKernel {
   static void lists_hold(c10::SmallVector<at::Tensor, 8>& held, const c10::List<at::Tensor>& list) {
     for (const at::Tensor& t : list) held.push_back(t);
   }
-  // A tensor that a kernel returns and somebody keeps (a quantizer's scales) stays theirs: we copy.
+  // A tensor that a kernel returns and somebody keeps (a quantizer its scales, Python its objects)
+  // stays theirs: ours is a view where it views an argument, else a copy.
   static at::Tensor own(CpuCall& call, at::Tensor tensor) {
-    if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor))) tensor = tensor.clone();
+    if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor)))
+      tensor = call.views_argument(tensor) ? tensor.alias() : tensor.clone();
     return call.result(std::move(tensor));
   }
   static at::Tensor to_host(at::Tensor tensor) {
@@ -519,7 +540,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   DispatchKey target_;
   std::vector<bool> write_, generator_;
-  bool host_arguments_ = false;
+  bool host_arguments_ = false, asks_requires_grad_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
 };
 
@@ -558,8 +579,11 @@ int64_t register_native_kernels() {
     for (const auto& [cpu, device] : kLayouts) {
       const bool composite = cpu == DispatchKey::CPU && kHostComposites.count(toString(name));
       if (!(op->hasKernelForDispatchKey(cpu) || composite) || op->hasKernelForDispatchKey(device)) continue;
-      // A composite differentiates through its parts; a backend kernel would cut that off.
-      if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) continue;
+      // A composite differentiates through its parts; a backend kernel would cut that off, unless the
+      // operator has a derivative of its own as well (mish_backward).
+      if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
+          !op->hasKernelForDispatchKey(DispatchKey::Autograd))
+        continue;
       registered->push_back(register_native_kernel(*op, cpu, device));
     }
   }

@@ -75,6 +75,8 @@ class CpuCall {
   const at::Tensor& original(const at::Tensor& alias) const;
   // Whether the kernel returned one of its own arguments.
   bool passed(const at::Tensor& tensor) const;
+  // Whether what it returned shares memory with one.
+  bool views_argument(const at::Tensor& tensor) const;
 
  private:
   struct Slot;

@@ -15,18 +15,17 @@ at::Tensor selu_inference(const at::Tensor& self) {
   return at::elu(self, kAlpha, kScale);
 }
 
-// Saves the result rather than the input, so that the input may be freed; PyTorch's own saves the input.
 struct Selu : torch::autograd::Function<Selu> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& self) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const at::Tensor result = selu_inference(self);
-    ctx->save_for_backward({result});
-    return result;
+    ctx->save_for_backward({self});
+    return selu_inference(self);
   }
   static torch::autograd::variable_list backward(
       torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    // From the input, not the result: near -scale*alpha a half-precision result has lost its digits.
     // elu_backward is differentiable, so this is, twice.
-    return {at::elu_backward(grads[0], kAlpha, kScale, 1.0, /*is_result=*/true, ctx->get_saved_variables()[0])};
+    return {at::elu_backward(grads[0], kAlpha, kScale, 1.0, /*is_result=*/false, ctx->get_saved_variables()[0])};
   }
 };
 

@@ -1,0 +1,26 @@
+"""What every test shares: the device, uninitialised memory filled with NaN, and state put back afterwards."""
+
+import pytest
+import torch
+
+import openreg_ops
+from openreg_ops import _C
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """New device memory holds NaN (0xFF bytes), so that a result left unwritten fails its comparison."""
+    _C.set_poison(True)
+    yield
+    _C.set_poison(False)
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """Every test starts on device 0, seeded, under the default policies."""
+    torch.openreg.set_device(0)
+    torch.manual_seed(0)
+    yield
+    openreg_ops.fallback.reset()
+    assert openreg_ops.fallback.get_policy() == "allow", "a test left its fallback policy behind"
+    assert openreg_ops.autograd.get_fallback_mode() == "error", "a test left its autograd fallback mode behind"

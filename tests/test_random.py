@@ -1,0 +1,108 @@
+"""Random numbers: the device's own, reproducible, equal to the CPU's under one seed, never the CPU's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+DRAWS = {
+    "rand": lambda d, **g: torch.rand(17, device=d, **g),
+    "randn": lambda d, **g: torch.randn(17, device=d, **g),
+    "randint": lambda d, **g: torch.randint(100, (17,), device=d, **g),
+    "randperm": lambda d, **g: torch.randperm(17, device=d, **g),
+    "normal": lambda d, **g: torch.normal(0.0, torch.ones(17, device=d), **g),
+    "bernoulli": lambda d, **g: torch.bernoulli(torch.full((17,), 0.5, device=d), **g),
+    "multinomial": lambda d, **g: torch.multinomial(torch.ones(17, device=d), 5, **g),
+    "poisson": lambda d, **g: torch.poisson(torch.full((17,), 3.0, device=d), **g),
+    "uniform_": lambda d, **g: torch.empty(17, device=d).uniform_(1, 2, **g),
+    "exponential_": lambda d, **g: torch.empty(17, device=d).exponential_(**g),
+    "cauchy_": lambda d, **g: torch.empty(17, device=d).cauchy_(**g),
+    "geometric_": lambda d, **g: torch.empty(17, device=d).geometric_(0.3, **g),
+    "log_normal_": lambda d, **g: torch.empty(17, device=d).log_normal_(**g),
+    "random_": lambda d, **g: torch.empty(17, device=d).random_(**g),
+}
+WITHOUT_GENERATOR = {
+    "dropout": lambda d: F.dropout(torch.ones(64, device=d), 0.4),
+    "rand_like": lambda d: torch.rand_like(torch.ones(17, device=d)),
+    "randn_like": lambda d: torch.randn_like(torch.ones(17, device=d)),
+    "rrelu": lambda d: F.rrelu(-torch.ones(17, device=d), training=True),
+    "gumbel_softmax": lambda d: F.gumbel_softmax(torch.ones(17, device=d)),
+    "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(torch.ones(1, 1, 9, 9, device=d).cumsum(2), 2, output_size=4),
+    "gamma": lambda d: torch.distributions.Gamma(torch.ones(5, device=d), torch.ones(5, device=d)).sample(),
+    "dirichlet": lambda d: torch.distributions.Dirichlet(torch.ones(5, device=d)).sample(),
+    "binomial": lambda d: torch.distributions.Binomial(10, torch.full((5,), 0.3, device=d)).sample(),
+    "init": lambda d: torch.nn.init.kaiming_uniform_(torch.empty(4, 4, device=d)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS | WITHOUT_GENERATOR)
+def test_reproducible_equal_to_the_cpus_and_apart_from_it(name):
+    draw = (DRAWS | WITHOUT_GENERATOR)[name]
+    torch.manual_seed(11)
+    expected = draw("cpu")
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    first, second = draw("openreg"), draw("openreg")
+    assert torch.get_rng_state().equal(state), "a draw on the device moved the CPU's generator"
+    assert first.is_openreg and first.cpu().equal(expected)
+    assert name in ("fractional_max_pool2d", "bernoulli") or not first.equal(second)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_generators(name):
+    generator = torch.Generator(device="openreg:1").manual_seed(4)
+    default = torch.openreg.get_rng_state(1)
+    first = DRAWS[name]("openreg:1", generator=generator)
+    generator.manual_seed(4)
+    assert DRAWS[name]("openreg:1", generator=generator).equal(first)
+    assert torch.openreg.get_rng_state(1).equal(default)
+    with pytest.raises(RuntimeError, match="device type|Expected a|on openreg:0 but found"):
+        DRAWS[name]("openreg:0", generator=generator)
+    with pytest.raises(RuntimeError, match="device type|Expected a"):
+        DRAWS[name]("openreg:1", generator=torch.Generator())
+
+
+def test_generator_interface():
+    generator = torch.Generator(device="openreg:1")
+    assert generator.device == torch.device("openreg:1")
+    assert generator.manual_seed(7).initial_seed() == 7
+    state = generator.get_state()
+    first = torch.rand(3, device="openreg:1", generator=generator)
+    clone = generator.clone_state() if hasattr(generator, "clone_state") else None
+    assert clone is None or torch.rand(3, device="openreg:1", generator=clone) is not None
+    generator.set_state(state)
+    assert torch.rand(3, device="openreg:1", generator=generator).equal(first)
+    assert generator.seed() != 7
+
+
+def test_each_device_has_its_own_default_generator():
+    torch.manual_seed(3)
+    assert [g.device.index for g in torch.openreg.default_generators] == [0, 1]
+    a = torch.rand(3, device="openreg:0")
+    assert torch.rand(3, device="openreg:1").cpu().equal(a.cpu())  # torch.manual_seed seeds all
+    with torch.openreg.device(1):
+        torch.openreg.manual_seed(9)
+    assert torch.openreg.default_generators[1].initial_seed() == 9 and torch.openreg.default_generators[0].initial_seed() == 3
+
+
+def test_states():
+    states = torch.openreg.get_rng_state_all()
+    first = torch.rand(3, device="openreg:1")
+    torch.openreg.set_rng_state_all(states)
+    assert torch.rand(3, device="openreg:1").equal(first)
+    torch.openreg.seed_all()
+    assert torch.openreg.initial_seed() == torch.openreg.default_generators[1].initial_seed()
+    torch.openreg.seed()
+
+
+def test_fork_rng_and_checkpoint():
+    before = torch.rand(1, device="openreg")
+    torch.manual_seed(2)
+    expected = torch.rand(3, device="openreg")
+    torch.manual_seed(2)
+    with torch.random.fork_rng(devices=[0], device_type="openreg"):
+        torch.rand(100, device="openreg")
+    assert torch.rand(3, device="openreg").equal(expected) and before is not None
+    x = torch.ones(64, device="openreg", requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=False)
+    out.sum().backward()
+    assert x.grad.equal(out.detach())
