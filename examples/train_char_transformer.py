@@ -102,7 +102,7 @@ class Run:
         """Characters drawn from the model; on the device, by the device's own random generator."""
         tokens = start.to(self.device)
         for _ in range(count):
-            probabilities = self.model(tokens[None, -CONTEXT:])[0, -1].float().softmax(-1)
+            probabilities = (self.model(tokens[None, -CONTEXT:])[0, -1].float() / 0.7).softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)])
         return tokens.tolist()
 
