@@ -9,7 +9,15 @@ from __future__ import annotations
 import atexit
 import sys
 
-import torch
+
+def _autoload() -> None:
+    """torch calls this from its ``torch.backends`` entry point; importing this package does all the work.
+
+    It stands first because `import openreg_ops` in a process without torch imports torch, which looks for it at once.
+    """
+
+
+import torch  # noqa: E402
 
 try:
     from openreg_ops import _build
@@ -28,7 +36,7 @@ if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
 # Generated kernels and C++ programs that link against the extension find its symbols by name.
 _flags = sys.getdlopenflags()
 try:
-    from openreg_ops import _C
+    from openreg_ops import _C  # noqa: F401
 finally:
     sys.setdlopenflags(_flags)
 
@@ -42,7 +50,3 @@ from openreg_ops import autograd, fallback, meta  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 
 __all__ = ["autograd", "fallback", "meta", *meta.__all__]
-
-
-def _autoload() -> None:
-    """torch calls this from its ``torch.backends`` entry point; the import above has done the work."""
