@@ -7,7 +7,6 @@ torch's backend autoload (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off).
 from __future__ import annotations
 
 import atexit
-import sys
 
 
 def _autoload() -> None:
@@ -33,13 +32,7 @@ if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
         f"or install torch=={_build.TORCH_VERSION.split('+')[0]}"
     )
 
-# Generated kernels and C++ programs that link against the extension find its symbols by name.
-_flags = sys.getdlopenflags()
-try:
-    from openreg_ops import _C  # noqa: F401
-finally:
-    sys.setdlopenflags(_flags)
-
+from openreg_ops import _C  # noqa: E402
 from openreg_ops import device as _device  # noqa: E402
 
 atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
