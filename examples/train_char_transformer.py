@@ -14,10 +14,11 @@ import sysconfig
 import time
 from pathlib import Path
 
-import openreg_ops
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import openreg_ops
 
 FILES = ["argparse", "ast", "dataclasses", "enum", "functools", "inspect", "pathlib", "textwrap", "typing", "zipfile"]
 CONTEXT, BATCH = 128, 16

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-import openreg_ops
 import pytest
+
+import openreg_ops
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

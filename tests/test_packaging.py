@@ -7,9 +7,10 @@ import sys
 import tarfile
 from pathlib import Path
 
-import openreg_ops
 import pytest
 import torch
+
+import openreg_ops
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,9 +18,10 @@ import timeit
 from collections.abc import Callable
 from typing import Any
 
-import openreg_ops
 import torch
 from torch.nn import functional as F
+
+import openreg_ops
 
 __all__ = ["add_arguments", "main"]
 
