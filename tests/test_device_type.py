@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import openreg_ops  # noqa: F401
 import torch
-from openreg_ops.testing import device_type
-from openreg_ops.testing.opinfo import Mover
 from torch.testing._internal.common_device_type import (
     OpDTypes,
     deviceCountAtLeast,
@@ -15,6 +12,10 @@ from torch.testing._internal.common_device_type import (
 )
 from torch.testing._internal.common_methods_invocations import binary_ufuncs, reduction_ops, unary_ufuncs
 from torch.testing._internal.common_utils import TestCase
+
+import openreg_ops  # noqa: F401
+from openreg_ops.testing import device_type
+from openreg_ops.testing.opinfo import Mover
 
 FEW = [op for op in (*unary_ufuncs, *binary_ufuncs, *reduction_ops) if op.name in
        {"abs", "exp", "sigmoid", "add", "mul", "fmod", "maximum", "sum", "mean", "amax", "all"}]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from openreg_ops.testing import opinfo
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 
@@ -28,7 +29,8 @@ def test_agrees_with_the_cpu(name, dtype):
     if known and dtype in known.dtypes:
         assert {failure.check for failure in report.failures} <= set(known.checks), report.failures
         pytest.xfail(known.cause) if report.failures else None
-    assert not report.failures, "\n".join(f"{f.check}, sample {f.sample} [{f.kind}]: {f.message}" for f in report.failures)
+    found = "\n".join(f"{f.check}, sample {f.sample} [{f.kind}]: {f.message}" for f in report.failures)
+    assert not report.failures, found
 
 
 def test_the_list_of_known_failures_is_short_and_true():

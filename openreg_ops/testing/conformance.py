@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+
 from openreg_ops.testing import opinfo
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 
@@ -173,7 +174,7 @@ def load(path: Path, header: Record) -> dict[tuple[str, str], Record]:
 class Progress:
     """A bar on a terminal, a line every half minute elsewhere."""
 
-    def __init__(self, total: int, out: TextIO = sys.stderr) -> None:
+    def __init__(self, total: int, out: TextIO) -> None:
         self.total, self.out, self.done, self.failed = total, out, 0, 0
         self.start = self.shown = time.monotonic()
         self.live = out.isatty()
@@ -202,7 +203,7 @@ def run(cases: Iterable[tuple[str, str]], arguments: argparse.Namespace, results
     for case in cases:
         todo.put(case)
     records: list[Record] = []
-    progress, lock, errors = Progress(todo.qsize()), threading.Lock(), []
+    progress, lock, errors = Progress(todo.qsize(), sys.stderr), threading.Lock(), []
 
     def serve() -> None:
         worker = Worker(arguments)
@@ -250,7 +251,7 @@ def judge(record: Record, samples: int = DEFAULT_SAMPLES) -> str:
     return "fixed" if whole else "pass"
 
 
-def summarize(records: list[Record], samples: int = DEFAULT_SAMPLES, out: TextIO = sys.stdout) -> bool:
+def summarize(records: list[Record], samples: int = DEFAULT_SAMPLES) -> bool:
     """Print the table by dtype and the ranked failures; whether the run is good."""
     verdict = functools.partial(judge, samples=samples)
     verdicts = ("pass", "known", "fail", "fixed")
@@ -272,14 +273,13 @@ def summarize(records: list[Record], samples: int = DEFAULT_SAMPLES, out: TextIO
     rows.append(row("all", records))
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     for cells in rows:
-        print("  ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True)), file=out)
+        print("  ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True)))
     print(
         "\nA case is an operator and a dtype; columns after `fixed` count cases in which something of that class"
         "\ndiffered, those in brackets what is allowed to: strides, and values equal only within tolerance.",
-        file=out,
     )
     if kinds:
-        print(*(f"  {kind}: {opinfo.KINDS[kind]}" for kind in kinds), sep="\n", file=out)
+        print(*(f"  {kind}: {opinfo.KINDS[kind]}" for kind in kinds), sep="\n")
 
     groups: dict[tuple[str, str, str], list[tuple[Record, Record]]] = collections.defaultdict(list)
     for record in records:
@@ -287,25 +287,25 @@ def summarize(records: list[Record], samples: int = DEFAULT_SAMPLES, out: TextIO
             for failure in record["failures"]:
                 groups[record["operator"], failure["check"], failure["kind"]].append((record, failure))
     if groups:
-        print("\nFailures, most frequent first:", file=out)
+        print("\nFailures, most frequent first:")
     for (name, check, kind), found in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
         dtypes_hit = sorted({record["dtype"] for record, _ in found}, key=opinfo.DTYPES.index)
         record, failure = found[0]
         print(
             f"  {len(found):4} {name} {check} [{kind}] {','.join(dtypes_hit)}; "
             f"{record['dtype']} sample {failure['sample']}: {failure['message']}",
-            file=out,
         )
     for record in records:
         if verdict(record) == "fixed":
-            print(f"  {record['operator']} {record['dtype']} is a known failure but passes: take it off the list", file=out)
+            print(
+                f"  {record['operator']} {record['dtype']} is a known failure but passes: take it off the list",
+            )
     judged = collections.Counter(map(verdict, records))
     operators = {r["operator"] for r in records}
     bad = {r["operator"] for r in records if verdict(r) in ("fail", "fixed")}
     print(
         f"\n{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} not; {len(records)} cases: "
         + ", ".join(f"{judged[v]} {v}" for v in verdicts),
-        file=out,
     )
     return not bad
 
@@ -318,7 +318,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default="", metavar="REGEX", help="only operators whose full name matches")
     parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE")
     parser.add_argument("--checks", nargs="+", default=opinfo.CHECKS, choices=opinfo.CHECKS, metavar="CHECK")
-    parser.add_argument("--samples", type=int, default=DEFAULT_SAMPLES, help="sample inputs a case, spread over all (default 6)")
+    parser.add_argument(
+        "--samples", type=int, default=DEFAULT_SAMPLES, help="sample inputs a case, spread over all (default 6)"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one a core)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each worker (default 1)")
     parser.add_argument("--timeout", type=float, default=180, help="seconds allowed for one case (default 180)")
@@ -356,7 +358,10 @@ def main(arguments: argparse.Namespace) -> int:
         results.flush()
         todo = [case for case in cases if case not in earlier]
         if earlier:
-            print(f"{len(cases) - len(todo)} of {len(cases)} cases are in {path} already (--fresh runs all)", file=sys.stderr)
+            print(
+                f"{len(cases) - len(todo)} of {len(cases)} cases are in {path} already (--fresh runs all)",
+                file=sys.stderr,
+            )
         try:
             records = run(todo, arguments, results) if todo else []
         except KeyboardInterrupt:

@@ -22,7 +22,7 @@ class Known:
 
 _CHUNKED = Known(
     cause="PyTorch accumulates the chunks in float32 only where device.type is 'cpu' or 'cuda' "
-    "(_resolve_auto_acc_dtype in torch/nn/modules/linear_cross_entropy_options.py), and elsewhere in the input's dtype; "
+    "(_resolve_auto_acc_dtype in torch/nn/modules/linear_cross_entropy_options.py), elsewhere in the input's dtype; "
     "with LinearCrossEntropyOptions(acc_policy='accurate', acc_dtype=torch.float32) the device agrees",
     checks=("forward", "backward"),
     dtypes=("float16", "bfloat16"),

@@ -213,16 +213,23 @@ class Comparison:
             self.fail("rng", "the CPU's generator moved")
         # The same seed gives the same numbers, to the bit: the device's generator is the CPU's algorithm.
         self.exact = cpu.drew
-        if cpu.error or device.error:
-            if cpu.error is None:
-                self.fail("error", first_line(device.error))
-            elif device.error is None:
-                self.fail("no error", f"the CPU raised {first_line(cpu.error)}")
-            elif type(cpu.error) is not type(device.error):
-                self.fail("error type", f"the CPU raised {first_line(cpu.error)}; the device {first_line(device.error)}")
+        if not self.returned(cpu, device):
             return False
         self.results(cpu, device)
         return True
+
+    def returned(self, cpu: Outcome, device: Outcome, kind: str = "error", where: str = "") -> bool:
+        """Whether neither raised; if one did, so must the other, and the same type."""
+        if cpu.error is None and device.error is None:
+            return True
+        ours, theirs = device.error and first_line(device.error), cpu.error and first_line(cpu.error)
+        if cpu.error is None:
+            self.fail(kind, f"{where}{ours}")
+        elif device.error is None:
+            self.fail("no error", f"{where}the CPU raised {theirs}")
+        elif type(cpu.error) is not type(device.error):
+            self.fail("error type", f"{where}the CPU raised {theirs}; the device {ours}")
+        return False
 
     def results(self, cpu: Outcome, device: Outcome) -> None:
         expected, expected_spec = tree_flatten(cpu.value)
@@ -285,18 +292,10 @@ class Comparison:
     def aliases(self, expected: torch.Tensor, actual: torch.Tensor, cpu: Mover, device: Mover) -> None:
         e, a = _shares(expected, cpu), _shares(actual, device)
         if e != a:
-            self.fail("alias", f"expected the result to share memory with {_arguments(e)}, but it does with {_arguments(a)}")
+            self.fail("alias", f"expected a result that shares memory with {_arguments(e)}, not with {_arguments(a)}")
 
     def gradients(self, cpu: Outcome, device: Outcome) -> None:
-        if cpu.error or device.error:
-            if cpu.error is None:
-                self.fail("gradient", f"backward: {first_line(device.error)}")
-            elif device.error is None:
-                self.fail("no error", f"backward: the CPU raised {first_line(cpu.error)}")
-            elif type(cpu.error) is not type(device.error):
-                self.fail(
-                    "error type", f"backward: the CPU raised {first_line(cpu.error)}; the device {first_line(device.error)}"
-                )
+        if not self.returned(cpu, device, "gradient", "backward: "):
             return
         for i, (e, a) in enumerate(zip(cpu.value, device.value, strict=True)):
             if (e is None) != (a is None):
