@@ -25,6 +25,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a new interpreter that finds the same openreg_ops."""
     path = str(Path(openreg_ops.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error", **environment}
+    if environment["PYTHONPATH"] != path:  # the entry point is found in either case
+        environment["PYTHONPATH"] += os.pathsep + path
     return subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
 
 
