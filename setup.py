@@ -4,12 +4,18 @@ import os
 import platform
 from pathlib import Path
 
-import torch
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+# An openreg_ops that is installed already must not be loaded: it may be for another torch, which this build mends.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+
+import torch  # noqa: E402
+from setuptools import setup  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 ROOT = Path(__file__).parent
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+# Objects for different versions of torch never meet; relative, as setuptools wants it.
+BUILD = f"build/torch-{torch.__version__}"
 
 
 def vector_flags() -> list[str]:
@@ -19,36 +25,56 @@ def vector_flags() -> list[str]:
     return ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2", "-DCPU_CAPABILITY=AVX2"]
 
 
-def write_if_changed(path: Path, text: str) -> None:
-    """Leaves the file's time alone where nothing changed."""
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+class Build(BuildExtension):
+    """Compiles, keeps the objects for the next time, and notes beside the extension which torch it is for."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = f"{BUILD}/objects"  # an editable install would take a temporary directory
 
-write_if_changed(
-    ROOT / "openreg_ops" / "_build.py",
-    f'"""Written by setup.py: what the extension was built with."""\n\nTORCH_VERSION = "{torch.__version__}"\n',
-)
+    def run(self) -> None:
+        super().run()
+        target = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
+        (target / "openreg_ops" / "_build.py").write_text(
+            f'"""Written by setup.py: what the extension was built with."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+        )
+
 
 # DispatchStub's signature depends on what torch itself was built with.
 STUBS = ["-DHAVE_AVX512_CPU_DEFINITION", "-DHAVE_AVX2_CPU_DEFINITION"] if platform.machine() == "x86_64" else []
 
-os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wno-interference-size",
+    "-Wno-unused-parameter",
+    "-Wno-unknown-pragmas",
+    "-Wno-missing-field-initializers",
+    "-Wno-deprecated-declarations",
+]
 
 setup(
     packages=["openreg_ops", "openreg_ops.meta", "openreg_ops.testing", "openreg_ops.tools"],
     package_dir={"openreg_ops.meta": "meta"},
+    # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
+    install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
     ext_modules=[
         CppExtension(
             "openreg_ops._C",
             SOURCES,
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args=[
-                "-std=c++20", "-O2", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra",
-                "-Wno-interference-size", "-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-deprecated-declarations",
-                *STUBS, *vector_flags(),
+                "-std=c++20",
+                "-O2",
+                "-g0",  # Python asks for -g, which makes the build slower and the library 16 times as big
+                "-fopenmp",
+                "-fvisibility=hidden",
+                *WARNINGS,
+                *STUBS,
+                *vector_flags(),
             ],
         )
     ],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+    cmdclass={"build_ext": Build.with_options(use_ninja=True)},
+    options={"build": {"build_base": BUILD}},
 )

@@ -1,5 +1,12 @@
 // Python bindings: what openreg_ops needs of C++ that torch does not offer already.
+#include <torch/csrc/autograd/engine.h>
 #include <torch/extension.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
 
 #include "aten/autograd_fallback.h"
 #include "aten/fallback.h"
@@ -8,6 +15,35 @@
 #include "runtime/device.h"
 #include "runtime/memory.h"
 #include "runtime/stream.h"
+
+namespace {
+
+// Whether the process has threads of the autograd engine, by the name that the engine gives them.
+bool has_autograd_threads() {
+  std::error_code ignored;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", ignored)) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm"), name);
+    if (name.starts_with("pt_autograd")) return true;
+  }
+  return false;
+}
+
+// Note [Exit]
+// The engine runs a device's backward on threads of its own and asks them to end only when the
+// process ends. By then Python is finalizing, a thread that takes the GIL is cancelled inside a
+// destructor, and the process aborts ("terminate called without an active exception"). So they end
+// here, at Python's atexit, and this waits until they are gone.
+void stop_autograd_threads() {
+  if (!has_autograd_threads()) return;
+  py::gil_scoped_release threads_need_it;
+  torch::autograd::Engine::get_default_engine().stop();
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (has_autograd_threads() && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
+} // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("native_kernels") = openreg::register_native_kernels();
@@ -35,6 +71,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_fallback_report", &openreg::reset_fallback_report);
   m.def("route_operator", &openreg::route_operator);
   m.def("set_autograd_fallback", &openreg::set_autograd_fallback);
+  m.def("stop_autograd_threads", &stop_autograd_threads);
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);
 }

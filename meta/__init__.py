@@ -1,3 +1,17 @@
 """What each openreg:: operator means: its signature with documentation, fake kernel and plain reference."""
 
-__all__: list[str] = []
+from openreg_ops.meta.custom_abs import custom_abs
+from openreg_ops.meta.custom_autograd_fn_aliasing import custom_autograd_fn_aliasing
+from openreg_ops.meta.custom_autograd_fn_returns_self import custom_autograd_fn_returns_self
+from openreg_ops.meta.rms_norm import rms_norm, rms_norm_backward
+from openreg_ops.meta.swiglu import swiglu, swiglu_backward
+
+__all__ = [
+    "custom_abs",
+    "custom_autograd_fn_aliasing",
+    "custom_autograd_fn_returns_self",
+    "rms_norm",
+    "rms_norm_backward",
+    "swiglu",
+    "swiglu_backward",
+]

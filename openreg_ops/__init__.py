@@ -6,9 +6,17 @@ torch's backend autoload (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off).
 
 from __future__ import annotations
 
-import sys
+import atexit
 
-import torch
+
+def _autoload() -> None:
+    """torch calls this from its ``torch.backends`` entry point; importing this package does all the work.
+
+    It stands first because `import openreg_ops` in a process without torch imports torch, which looks for it at once.
+    """
+
+
+import torch  # noqa: E402
 
 try:
     from openreg_ops import _build
@@ -24,14 +32,10 @@ if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
         f"or install torch=={_build.TORCH_VERSION.split('+')[0]}"
     )
 
-# Generated kernels and C++ programs that link against the extension find its symbols by name.
-_flags = sys.getdlopenflags()
-try:
-    from openreg_ops import _C
-finally:
-    sys.setdlopenflags(_flags)
-
+from openreg_ops import _C  # noqa: E402
 from openreg_ops import device as _device  # noqa: E402
+
+atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
 _device.register()
 
@@ -39,7 +43,3 @@ from openreg_ops import autograd, fallback, meta  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 
 __all__ = ["autograd", "fallback", "meta", *meta.__all__]
-
-
-def _autoload() -> None:
-    """torch calls this from its ``torch.backends`` entry point; the import above has done the work."""

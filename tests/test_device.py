@@ -226,6 +226,12 @@ def test_set_default_device():
         torch.set_default_device(None)
 
 
+def test_properties():
+    assert torch.openreg.get_device_properties(1).total_memory == torch.openreg.mem_get_info(1)[1]
+    assert torch.openreg.get_device_name(1) == "openreg simulated accelerator 1"
+    assert torch.float32 in torch.openreg.get_device_capability()["supported_dtypes"]
+
+
 def test_printing():
     assert "device='openreg:0'" in repr(torch.ones(2, device="openreg"))
 

@@ -35,6 +35,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0 && device.index() < device_count()) exchange_device(device.index());
   }
 
+  // Every dtype: the kernels are the CPU's.
+  c10::DeviceCapability getDeviceCapability(Device device) const override {
+    checked_index(device);
+    return c10::DeviceCapability();
+  }
+
   DeviceStream getStream(Device device) const override { return wrap(current_stream(checked_index(device))); }
   DeviceStream getDefaultStream(Device device) const override { return wrap({checked_index(device), 0}); }
   DeviceStream getStreamFromGlobalPool(Device device, bool high_priority) const override {

@@ -1,0 +1,71 @@
+# make demo | make test    create the environment, build, and run; quick the second time
+# TORCH=2.15.0 uses another torch, in an environment and with objects of its own; ARGS="…" goes to the command.
+DEFAULT_TORCH := 2.13.0
+TORCH ?= $(DEFAULT_TORCH)
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv-$(TORCH)
+BIN := $(VENV)/bin
+ARGS ?=
+
+SHELL := /bin/bash
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONUNBUFFERED := 1
+
+CSRC := $(shell find csrc -type f)
+PACKAGE := $(shell find openreg_ops meta -name '*.py' -not -name _build.py)
+
+.PHONY: demo test bench conformance lint install clean
+.DELETE_ON_ERROR:
+
+demo: install
+	$(BIN)/python -P examples/train_char_transformer.py $(ARGS)
+
+test: install
+	$(BIN)/pytest $(ARGS)
+
+bench: install
+	$(BIN)/python -P -m openreg_ops bench $(ARGS)
+
+conformance: install
+	$(BIN)/python -P -m openreg_ops conformance $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+clean:
+	rm -rf build dist out *.egg-info .venv-* openreg_ops/_build.py openreg_ops/_C.*.so
+
+install: $(VENV)/.installed
+
+$(VENV)/.requirements: requirements.txt
+	@echo "== $(VENV): torch $(TORCH) and requirements.txt"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install torch==$(TORCH) -r requirements.txt
+	@touch $@
+
+$(VENV)/.lint: requirements-lint.txt | $(VENV)/.requirements
+	$(BIN)/pip install -r requirements-lint.txt
+	@touch $@
+
+# The default torch gets an editable install: Python files need no step at all, C++ ones an incremental build.
+# Any other torch gets a copy of its own, so that the checkout holds only one extension. Either way setup.py
+# compiles first, showing progress, and pip finds the objects ready.
+ifeq ($(TORCH),$(DEFAULT_TORCH))
+$(VENV)/.built: $(VENV)/.requirements setup.py $(CSRC)
+	@echo "== building for torch $(TORCH)"
+	$(BIN)/python setup.py build_ext --inplace
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml build_backend.py | $(VENV)/.built
+	$(BIN)/pip install --no-deps --no-build-isolation --editable .
+	@touch $@
+else
+$(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml build_backend.py $(CSRC) $(PACKAGE)
+	@echo "== building for torch $(TORCH)"
+	rm -rf build/torch-$(TORCH)*/lib*
+	$(BIN)/python setup.py build_ext
+	$(BIN)/pip install --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+endif

@@ -1,0 +1,25 @@
+"""setuptools' build backend, told which torch to build with: the one that the extension will run with.
+
+An isolated build (plain `pip install .`) has an environment of its own, where pip would put the newest torch. The
+environment that pip installs into is the one whose interpreter runs this, so its torch is asked for by version.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from importlib import metadata
+
+from setuptools.build_meta import *  # noqa: F403
+
+SUPPORTED = "torch>=2.13,<2.16"
+
+
+def _requires(config_settings: dict | None = None) -> list[str]:
+    """The installed torch's version, or any supported one where none is installed (setup.py needs torch to run)."""
+    paths = sysconfig.get_paths()
+    for torch in metadata.distributions(name="torch", path=list({paths["purelib"], paths["platlib"]})):
+        return [f"torch=={torch.version.split('+')[0]}"]
+    return [SUPPORTED]
+
+
+get_requires_for_build_wheel = get_requires_for_build_editable = get_requires_for_build_sdist = _requires

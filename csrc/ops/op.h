@@ -1,0 +1,135 @@
+// What the openreg:: operators share: torch's headers, checks, arithmetic types and loops.
+//
+// An operator's file reads downward: formula, kernel, autograd, autocast, registration card. A kernel
+// checks its arguments, allocates its results and hands raw pointers to launch(); it holds no tensor
+// inside a launch, because a stream may run the work after the call has returned.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string>
+
+#include "../runtime/stream.h"
+
+namespace openreg::ops {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Note [Operator calls]
+// An autograd kernel reaches its operator, and the operator's backward, through the dispatcher, so that
+// compilers and functional transforms see both. `call` has the signature of the kernel it names.
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// ---- checks: the sentences are those of meta/op.py, word for word ----
+
+// The name that Python gives a dtype: "float32".
+inline std::string_view dtype_name(at::ScalarType type) {
+  return c10::getDtypeNames(type).first;
+}
+
+inline void check_floating(const char* op, const char* name, const Tensor& x) {
+  const auto type = x.scalar_type();
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16,
+      op, ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(type),
+      "; convert it with .to()");
+}
+
+inline void check_same_device(const char* op, const char* x_name, const Tensor& x, const char* name, const Tensor& y) {
+  TORCH_CHECK(x.device() == y.device(), op, ": ", x_name, " is on ", x.device(), " but ", name, " is on ", y.device(),
+      "; move one with .to()");
+}
+
+inline void check_dtype(const char* op, const char* name, const Tensor& x, at::ScalarType type, const char* of) {
+  TORCH_CHECK(x.scalar_type() == type, op, ": expected ", name, " of ", dtype_name(type), ", the dtype of ", of,
+      ", but got ", dtype_name(x.scalar_type()), "; convert one with .to()");
+}
+
+inline void check_shape(const char* op, const char* name, const Tensor& x, at::IntArrayRef shape, const char* of) {
+  TORCH_CHECK(x.sizes() == shape, op, ": expected ", name, " of shape ", shape, ", ", of, ", but got ", x.sizes());
+}
+
+// ---- loops over contiguous memory ----
+
+// Elements of elementwise work that are worth another thread, as ATen has it.
+constexpr int64_t kGrain = 32768;
+
+// float for the half types, else T: what a kernel computes and accumulates in.
+template <class T>
+using Acc = at::opmath_type<T>;
+template <class T>
+using Vec = at::vec::Vectorized<Acc<T>>;
+
+template <class T>
+constexpr int64_t kLanes = Vec<T>::size();
+
+// kLanes elements of T.
+template <class T>
+Vec<T> read(const T* p) {
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    return Vec<T>::loadu(p);
+  } else {
+    Vec<T> out;
+    at::vec::load_to_float<T>(p, out);
+    return out;
+  }
+}
+
+// The first `count` lanes from p, the rest 0.
+template <class T>
+Vec<T> read(const T* p, int64_t count) {
+  T lanes[kLanes<T>] = {};
+  std::copy_n(p, count, lanes);
+  return read(lanes);
+}
+
+// Elements of T that fill a register: what write() stores from one Vec, or two where T is a half type.
+template <class T>
+constexpr int64_t kChunk = at::vec::Vectorized<T>::size();
+
+template <class T>
+void write(const Vec<T>* values, T* p) {
+  if constexpr (std::is_same_v<T, Acc<T>>) values->store(p);
+  else at::vec::convert_from_float<T>(values[0], values[1]).store(p);
+}
+
+// Sum of f(a[i], b[i], …) over i < n. Vectors within a block, double between blocks: the error does
+// not grow with n.
+template <class T, class F, class... P>
+double sum(int64_t n, F f, const P*... a) {
+  constexpr int64_t lanes = kLanes<T>, block = 512 * lanes;
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += block) {
+    const int64_t end = std::min(n, begin + block);
+    Vec<T> part[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)}; // four, because an addition takes four cycles
+    int64_t i = begin;
+    for (; i + 4 * lanes <= end; i += 4 * lanes)
+      for (int64_t k = 0; k < 4; ++k) part[k] = part[k] + f(read(a + i + k * lanes)...);
+    for (; i + lanes <= end; i += lanes) part[0] = part[0] + f(read(a + i)...);
+    if (i < end) part[1] = part[1] + Vec<T>::set(Vec<T>(0), f(read(a + i, end - i)...), end - i);
+    Acc<T> out[lanes];
+    ((part[0] + part[1]) + (part[2] + part[3])).store(out);
+    for (const Acc<T> lane : out) total += lane;
+  }
+  return total;
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,192 @@
+// swiglu: y = silu(gate) * up, silu(g) = g * sigmoid(g).
+// Shazeer 2020, arXiv:2002.05202.
+// Backward computes silu(gate) again from the arguments; forward saves no tensor of its own.
+#include "op.h"
+
+#include <ATen/ops/sigmoid.h>
+
+#include <tuple>
+
+namespace openreg::ops {
+namespace {
+
+// exp takes some ten times as long as an addition, for which torch's grain is made.
+constexpr int64_t kExpGrain = kGrain / 8;
+
+template <class V>
+V sigmoid(V g) {
+  return V(1) / (V(1) + g.neg().exp());
+}
+
+// dg = dy * u * sigma * (1 + g * (1 - sigma)), du = dy * g * sigma with sigma = sigmoid(g), for one chunk.
+template <class T>
+void swiglu_backward_chunk(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up) {
+  Vec<T> to_gate[kChunk<T> / kLanes<T>], to_up[kChunk<T> / kLanes<T>];
+  for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) {
+    const auto at = k * kLanes<T>;
+    const Vec<T> dy = read(grad_y + at), g = read(gate + at), u = read(up + at), sigma = sigmoid(g), one(1);
+    to_gate[k] = dy * u * sigma * (one + g * (one - sigma));
+    to_up[k] = dy * g * sigma;
+  }
+  write(to_gate, grad_gate);
+  write(to_up, grad_up);
+}
+
+template <class T>
+void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t n) {
+  int64_t i = 0;
+  for (; i + kChunk<T> <= n; i += kChunk<T>)
+    swiglu_backward_chunk(grad_y + i, gate + i, up + i, grad_gate + i, grad_up + i);
+  if (i == n) return;
+  T in[3][kChunk<T>] = {}, out[2][kChunk<T>];
+  std::copy(grad_y + i, grad_y + n, in[0]);
+  std::copy(gate + i, gate + n, in[1]);
+  std::copy(up + i, up + n, in[2]);
+  swiglu_backward_chunk(in[0], in[1], in[2], out[0], out[1]);
+  std::copy_n(out[0], n - i, grad_gate + i);
+  std::copy_n(out[1], n - i, grad_up + i);
+}
+
+void check_gate_up(const char* op, const Tensor& gate, const Tensor& up) {
+  check_floating(op, "gate", gate);
+  check_same_device(op, "gate", gate, "up", up);
+  check_dtype(op, "up", up, gate.scalar_type(), "gate");
+  check_shape(op, "up", up, gate.sizes(), "that of gate");
+}
+
+Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
+  check_gate_up("swiglu", gate_, up_);
+  const Tensor gate = gate_.contiguous(), up = up_.contiguous();
+  Tensor y = at::empty(gate.sizes(), gate.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), "swiglu", [&] {
+    using T = scalar_t;
+    launch(current_stream(gate.get_device()),
+        [n = gate.numel(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(), y = y.mutable_data_ptr<T>()] {
+          at::parallel_for(0, n, kExpGrain, [&](int64_t begin, int64_t end) {
+            at::vec::map2<T>([](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; },
+                y + begin, g + begin, u + begin, end - begin);
+          });
+        });
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& gate_, const Tensor& up_) {
+  constexpr const char* op = "swiglu_backward";
+  check_gate_up(op, gate_, up_);
+  check_same_device(op, "gate", gate_, "grad_y", grad_y_);
+  check_dtype(op, "grad_y", grad_y_, gate_.scalar_type(), "gate");
+  check_shape(op, "grad_y", grad_y_, gate_.sizes(), "that of gate");
+  const Tensor grad_y = grad_y_.contiguous(), gate = gate_.contiguous(), up = up_.contiguous();
+  Tensor grad_gate = at::empty(gate.sizes(), gate.options()), grad_up = at::empty(gate.sizes(), gate.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), op, [&] {
+    using T = scalar_t;
+    launch(current_stream(gate.get_device()),
+        [n = gate.numel(), dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(),
+            dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
+          at::parallel_for(0, n, kExpGrain, [&](int64_t begin, int64_t end) {
+            swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin);
+          });
+        });
+  });
+  return {grad_gate, grad_up};
+}
+
+// ---- autograd: see Note [Operator calls] ----
+
+const auto& forward_op() {
+  static const auto op = find<decltype(swiglu)>("openreg::swiglu");
+  return op;
+}
+const auto& backward_op() {
+  static const auto op = find<decltype(swiglu_backward)>("openreg::swiglu_backward");
+  return op;
+}
+
+struct Swiglu : torch::autograd::Function<Swiglu> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({gate, up});
+    return forward_op().call(gate, up);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const auto saved = ctx->get_saved_variables();
+    auto [grad_gate, grad_up] = backward_op().call(grad[0], saved[0], saved[1]);
+    return {grad_gate, grad_up};
+  }
+};
+
+Tensor swiglu_autograd(const Tensor& gate, const Tensor& up) {
+  return Swiglu::apply(gate, up);
+}
+
+// The derivative of swiglu_backward, of ATen operators, so that it can be differentiated again.
+// With s = silu(g), a and b the gradients of dg and du: <a, dg> + <b, du> = sum(dy * (a * u * s' + b * s)).
+struct SwigluBackward : torch::autograd::Function<SwigluBackward> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({grad_y, gate, up});
+    auto [grad_gate, grad_up] = backward_op().call(grad_y, gate, up);
+    return {grad_gate, grad_up};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const auto saved = ctx->get_saved_variables();
+    const auto half = saved[1].scalar_type(), type = at::toOpMathType(half); // half types in float32
+    const Tensor a = grad[0].to(type), b = grad[1].to(type), dy = saved[0].to(type), g = saved[1].to(type),
+                 u = saved[2].to(type), sigma = at::sigmoid(g);
+    const Tensor first = sigma * (1 + g * (1 - sigma));                    // s'
+    const Tensor second = sigma * (1 - sigma) * (2 + g * (1 - 2 * sigma)); // s''
+    const Tensor of_dy = a * u * first + b * g * sigma;
+    const Tensor of_gate = dy * (a * u * second + b * first);
+    const Tensor of_up = dy * a * first;
+    return {of_dy.to(half), of_gate.to(half), of_up.to(half)};
+  }
+};
+
+std::tuple<Tensor, Tensor> swiglu_backward_autograd(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
+  auto out = SwigluBackward::apply(grad_y, gate, up);
+  return {out[0], out[1]};
+}
+
+// Autocast runs it in the wider of its arguments' dtypes, as it runs torch's own binary operators.
+Tensor swiglu_autocast(const Tensor& gate, const Tensor& up) {
+  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  if (!gate.is_floating_point() || !up.is_floating_point()) return forward_op().call(gate, up);
+  const auto type = c10::promoteTypes(gate.scalar_type(), up.scalar_type());
+  return forward_op().call(gate.to(type), up.to(type));
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.swiglu");
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("swiglu", swiglu);
+  m.impl("swiglu_backward", swiglu_backward);
+}
+TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+  m.impl("swiglu", swiglu_autograd);
+  m.impl("swiglu_backward", swiglu_backward_autograd);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
+  m.impl("swiglu", swiglu_autocast);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
+  m.impl("swiglu", swiglu_autocast);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
+  m.impl("swiglu", swiglu_autocast);
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,36 @@
+"""custom_autograd_fn_aliasing: a view, with half the gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def custom_autograd_fn_aliasing(input: Tensor) -> Tensor:
+    """A view of the whole input; its gradient is half of the output's.
+
+    y = input;  d input = 0.5 * dy
+
+    Args:
+        input: any tensor.
+    Returns:
+        A view of input, as the schema says. Writing to it writes to input; when both input and the output
+        require a gradient, autograd refuses that write, as it does for every view that a custom function made.
+
+    Differentiable any number of times; the gradient is deliberately not the derivative. Runs as it stands on
+    every device. Autocast leaves the dtype alone. `torch.func` transforms refuse it with an error.
+    Source: PyTorch's in-tree OpenReg, where it shows an autograd function whose forward returns a view.
+    """
+    return torch.ops.openreg.custom_autograd_fn_aliasing.default(input)
+
+
+# See Note [Identity operators] in csrc/ops: the C++ kernels serve every device, and graphs contain ATen's
+# alias in the operator's place, except a torch.export program before its decompositions.
+@torch.library.register_fake("openreg::custom_autograd_fn_aliasing")
+def fake(input: Tensor) -> Tensor:
+    return torch.ops.aten.alias.default(input)
+
+
+def reference(input: Tensor) -> Tensor:
+    """The same value and gradient, of plain operators; the result is fresh memory."""
+    return 0.5 * input + 0.5 * input.detach()

@@ -1,0 +1,80 @@
+"""What the operators' meta files share: the sentences of their errors, and running elsewhere than on openreg.
+
+The checks are those of csrc/ops/op.h, word for word; tests hold the two equal. A fake kernel and a plain
+reference call the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_HALF = (torch.float16, torch.bfloat16)
+_library = torch.library.Library("openreg", "IMPL")
+
+
+def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _Function]:
+    """Make a plain-PyTorch function the kernel of ``openreg::name`` on every device without one (cpu, cuda, meta).
+
+    A differentiable one also stands for the operator where autograd is on, so that its derivatives of any
+    order are those of the operators it is made of, and a compiler sees and fuses these.
+    """
+
+    def register(function: _Function) -> _Function:
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        if differentiable:
+            _library.impl(name, function, "Autograd")
+        return function
+
+    return register
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that kernels compute and accumulate in: float32 for the half types, else `dtype`."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_floating(op: str, name: str, x: Tensor) -> None:
+    torch._check(
+        x.dtype in (torch.float32, torch.float64, *_HALF),
+        lambda: (
+            f"{op}: expected {name} of float32, float64, float16 or bfloat16, but got {dtype_name(x.dtype)}; "
+            "convert it with .to()"
+        ),
+    )
+
+
+def check_same_device(op: str, x_name: str, x: Tensor, name: str, y: Tensor) -> None:
+    torch._check(
+        x.device == y.device,
+        lambda: f"{op}: {x_name} is on {x.device} but {name} is on {y.device}; move one with .to()",
+    )
+
+
+def check_dtype(op: str, name: str, x: Tensor, dtype: torch.dtype, of: str) -> None:
+    torch._check(
+        x.dtype == dtype,
+        lambda: (
+            f"{op}: expected {name} of {dtype_name(dtype)}, the dtype of {of}, but got {dtype_name(x.dtype)}; "
+            "convert one with .to()"
+        ),
+    )
+
+
+def check_shape(op: str, name: str, x: Tensor, shape: Sequence[int], of: str) -> None:
+    def sentence() -> str:
+        return f"{op}: expected {name} of shape {list(shape)}, {of}, but got {list(x.shape)}"
+
+    torch._check(x.dim() == len(shape), sentence)
+    for size, expected in zip(x.shape, shape, strict=True):
+        torch._check(size == expected, sentence)

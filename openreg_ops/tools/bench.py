@@ -1,0 +1,181 @@
+"""What the device costs against the CPU: small and large operators, a training step, the import itself.
+
+`python -m openreg_ops bench`, `make bench` and `benchmarks/small_operators.py` are the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import openreg_ops
+
+__all__ = ["add_arguments", "main"]
+
+SIZES = {"64": (8, 8), "1M": (1024, 1024)}
+TARGETS = {"64": 1.2, "1M": 1.05, "step": 1.1, "import": 0.3}
+ROUND = 2e-3  # seconds that one batch of calls takes, at least one call
+
+
+def custom_abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """The CPU's side is torch.abs: its own custom_abs is the reference, which is not what we compare with."""
+    if x.device.type == "cpu":
+        return lambda: torch.abs(x)
+    operator = getattr(torch.ops.openreg, "custom_abs", None)
+    return operator and (lambda: operator(x))
+
+
+def layer_norm(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    weight, shape = x[0].clone(), x.shape[1:]
+    return lambda: F.layer_norm(x, shape, weight, weight)
+
+
+# Each takes an [n, n] tensor and gives the call to time.
+CASES: dict[str, Callable[[torch.Tensor], Callable[[], Any] | None]] = {
+    "add": lambda x: lambda: x + x,
+    "mul": lambda x: lambda: x * x,
+    "relu": lambda x: lambda: torch.relu(x),
+    "sum": lambda x: lambda: x.sum(),
+    "mm": lambda x: lambda: torch.mm(x, x),
+    "view": lambda x: lambda: x.view(-1),
+    "slice": lambda x: lambda: x[1:-1],
+    "empty": lambda x: lambda shape=x.shape, device=x.device: torch.empty(shape, device=device),
+    "clone": lambda x: lambda: x.clone(),
+    "softmax": lambda x: lambda: torch.softmax(x, -1),
+    "layer_norm": layer_norm,
+    "item": lambda x: lambda last=x[-1, -1]: last.item(),
+    "custom_abs": custom_abs,
+}
+
+
+def training_step(device: str) -> Callable[[], None]:
+    """One step of an MLP 784-512-512-10 with ReLU, batch 128, SGD, on random data."""
+    torch.manual_seed(0)
+    Linear, ReLU = torch.nn.Linear, torch.nn.ReLU
+    model = torch.nn.Sequential(Linear(784, 512), ReLU(), Linear(512, 512), ReLU(), Linear(512, 10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, target = torch.randn(128, 784).to(device), torch.randint(10, (128,)).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), target).backward()
+        optimizer.step()
+
+    return step
+
+
+def compare(cpu: Callable[[], Any], device: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Median seconds of one call on the CPU and on the device; batches alternate, and so does who goes first."""
+    timers = [timeit.Timer(call) for call in (cpu, device)]
+    for timer in timers:  # the first calls fill caches and start threads
+        timer.timeit(3)
+    number = max(1, int(ROUND / min(timers[0].repeat(3, 3)) * 3))
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(rounds):
+        for which in (0, 1) if index % 2 else (1, 0):
+            times[which].append(timers[which].timeit(number) / number)
+        torch.accelerator.synchronize()
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def import_seconds(rounds: int) -> float:
+    """Median seconds that importing openreg_ops takes in a fresh process which has imported torch."""
+    code = "import time, torch; start = time.perf_counter(); import openreg_ops; print(time.perf_counter() - start)"
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run = [sys.executable, "-c", code]
+    return statistics.median(
+        float(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
+        for _ in range(rounds)
+    )
+
+
+def seconds(value: float) -> str:
+    """12.3 ns, us, ms or s."""
+    unit, scale = next(((u, s) for u, s in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)) if value < 1e3 * s), ("s", 1.0))
+    return f"{value / scale:.4g} {unit}"
+
+
+def verdict(value: float, target: float) -> str:
+    return "reached" if value <= target else "missed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    names = [*CASES, "step", "import"]
+    parser.add_argument("--only", metavar="NAME", nargs="+", choices=names, default=names, help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=101, help="timed batches for each side (default %(default)s)")
+    parser.add_argument("--threads", type=int, help="torch.set_num_threads")
+    parser.add_argument("--json", metavar="FILE", help="write the results there too; - for standard output alone")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    log = sys.stderr if options.json == "-" else sys.stdout
+
+    def say(text: str = "") -> None:
+        print(text, file=log, flush=True)
+
+    started = time.perf_counter()
+    threads, cores, load = torch.get_num_threads(), os.cpu_count(), os.getloadavg()[0]
+    say(f"torch {torch.__version__}, float32, median of {options.rounds} alternating rounds")
+    say(f"{threads} threads, {cores} cores, load {load:.1f}{' (busy: expect noise)' if load > cores / 2 else ''}")
+    say(f"{'':12} {'elements':>8} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": threads, "load": load, "cases": []}
+
+    def row(name: str, size: str, cpu: float, device: float) -> None:
+        say(f"{name:12} {size:>8} {seconds(cpu):>10} {seconds(device):>10} {device / cpu:7.2f}")
+        results["cases"].append({"name": name, "size": size, "cpu_s": cpu, "openreg_s": device, "ratio": device / cpu})
+
+    gc.disable()
+    for size, shape in SIZES.items():
+        torch.manual_seed(0)
+        x = torch.randn(shape)
+        for name, case in CASES.items():
+            if name not in options.only:
+                continue
+            calls = case(x), case(x.to("openreg"))
+            if all(calls):
+                # 1M-element calls are long, so that fewer rounds are as steady.
+                row(name, size, *compare(*calls, options.rounds if size == "64" else max(options.rounds // 2, 3)))
+            else:
+                say(f"{name:12} {size:>8}   not in this build")
+    if "step" in options.only:
+        row("MLP step", "step", *compare(training_step("cpu"), training_step("openreg"), options.rounds))
+    gc.enable()
+
+    say()
+    results["summary"] = {}
+    for size, label in (("64", "64 elements"), ("1M", "1M elements"), ("step", "training step")):
+        ratios = [case["ratio"] for case in results["cases"] if case["size"] == size]
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            results["summary"][size] = mean
+            kind = "geometric mean" if size != "step" else "ratio"
+            say(f"{label:14} {kind:14} {mean:5.2f}   target {TARGETS[size]:.2f}: {verdict(mean, TARGETS[size])}")
+    if "import" in options.only:
+        added = results["summary"]["import_s"] = import_seconds(5)
+        say(f"{'import':14} {'adds seconds':14} {added:5.2f}   target {TARGETS['import']:.2f}: "
+            f"{verdict(added, TARGETS['import'])}")  # fmt: skip
+    say(f"took {time.perf_counter() - started:.0f} s; openreg_ops from {os.path.dirname(openreg_ops.__file__)}")
+
+    if options.json == "-":
+        print(json.dumps(results, indent=1))
+    elif options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+    return 0

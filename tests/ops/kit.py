@@ -1,0 +1,260 @@
+"""What every openreg:: operator must survive. A test file names its operator, its inputs and its reference."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.testing import assert_close
+
+DEVICE = "openreg:0"
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# What rounding once to the dtype costs, and a sum of some hundreds of terms in the dtype it is made in.
+TOLERANCE = {
+    torch.float64: dict(rtol=1e-10, atol=1e-10),
+    torch.float32: dict(rtol=1e-5, atol=1e-5),
+    torch.float16: dict(rtol=2e-3, atol=2e-3),
+    torch.bfloat16: dict(rtol=1.6e-2, atol=1.6e-2),
+}
+
+
+def tensor(values: Any, **options: Any) -> Tensor:
+    """A device tensor of these values."""
+    return torch.tensor(values, device=DEVICE, **options)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = DEVICE, grad: bool = False) -> Tensor:
+    """Normally distributed numbers, the same on every device."""
+    return torch.randn(shape, dtype=torch.float64).to(dtype).to(device).requires_grad_(grad)
+
+
+# ---- layouts: the shape is kept, the strides are not ----
+
+
+def _permuted(x: Tensor) -> Tensor:
+    return x.movedim(-1, 0).contiguous().movedim(0, -1) if x.dim() > 1 else x.clone()
+
+
+def _padded(x: Tensor) -> Tensor:
+    if x.dim() == 0:
+        return torch.stack([x, x, x])[1]
+    return torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+
+
+def _stepped(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 1]
+
+
+def _expanded(x: Tensor) -> Tensor:
+    """Every row, or element, is the first one."""
+    return x[:1].expand_as(x) if x.dim() else x
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.contiguous,
+    "permuted": _permuted,
+    "padded": _padded,
+    "stepped": _stepped,
+    "expanded": _expanded,
+}
+
+
+# ---- running ----
+
+
+def leaves(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
+    """Fixed numbers of no special value, of the outputs' shapes."""
+    return [
+        torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7).reshape(out.shape).to(out) for out in outs
+    ]
+
+
+def run(function: Callable[..., Any], *inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and gradients of the floating inputs, which become leaves that keep their strides."""
+    inputs = tuple(
+        x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) if isinstance(x, Tensor) else x
+        for x in inputs
+    )
+    outs = leaves(function(*inputs))
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    return outs, list(torch.autograd.grad(outs, wanted, cotangents(outs)))
+
+
+def check_against(
+    function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, scale: float = 1, grads: bool = True
+) -> None:
+    """Outputs and gradients of `function` are those of `reference` in float64 on the CPU.
+
+    The shapes, and the gradients' dtypes, are compared exactly; `scale` widens the tolerance.
+    """
+    wide = tuple(x.detach().cpu().double() if isinstance(x, Tensor) else x for x in inputs)
+    dtype = next(x.dtype for x in inputs if isinstance(x, Tensor))
+    tolerance = {name: scale * value for name, value in TOLERANCE[dtype].items()}
+    if grads:
+        outs, got = run(function, *inputs)
+        expected_outs, expected = run(reference, *wide)
+        pairs = [*zip(outs, expected_outs, strict=True), *zip(got, expected, strict=True)]
+        assert all(x.dtype == dtype for x in got)
+    else:
+        pairs = list(zip(leaves(function(*inputs)), leaves(reference(*wide)), strict=True))
+    for actual, expected in pairs:
+        assert_close(actual.cpu().double(), expected, equal_nan=True, **tolerance)
+
+
+# ---- what every operator must survive ----
+
+
+def check_gradients(function: Callable[..., Any], *inputs: Tensor, twice: bool = True) -> None:
+    """First and second derivatives agree with finite differences, on the device, in float64."""
+    assert all(x.dtype == torch.float64 and x.requires_grad and x.device.type == "openreg" for x in inputs)
+    assert torch.autograd.gradcheck(function, inputs)
+    if twice:
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def check_operator(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:
+    """torch.library.opcheck on the device.
+
+    Its autograd registration test knows cpu, cuda and xpu only, so that one runs on the CPU, and the key is
+    asked for on the device.
+    """
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(op, inputs, test_utils=[test for test in tests if test not in skip])
+    host = tuple(x.detach().cpu().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
+    torch.library.opcheck(op, host, test_utils="test_autograd_registration")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(op.name(), "AutogradPrivateUse1") or has(op.name(), "Autograd")
+
+
+def check_operator_forward_only(op: torch._ops.OpOverload, x: Tensor, sentence: str) -> None:
+    """opcheck of an operator that has no derivative: with a gradient wanted, the one test that runs backward
+    must fail, with `sentence`."""
+    check_operator(op, x)
+    wanted = x.detach().requires_grad_()
+    check_operator(op, wanted, skip=["test_aot_dispatch_dynamic"])
+    with pytest.raises(Exception, match=sentence):
+        torch.library.opcheck(op, (wanted,), test_utils="test_aot_dispatch_dynamic")
+
+
+def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
+    """torch.compile with fullgraph gives the eager outputs and gradients, for static and for dynamic shapes."""
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        if grads:
+            (outs, got), (expected_outs, expected) = run(compiled, *inputs), run(function, *inputs)
+        else:
+            (outs, got), (expected_outs, expected) = (leaves(f(*inputs)) for f in (compiled, function)), ((), ())
+            outs, expected_outs, got, expected = outs, got, (), ()
+        for actual, eager in zip([*outs, *got], [*expected_outs, *expected], strict=True):
+            assert_close(actual, eager, equal_nan=True)
+        # A compiled backward lays its gradients out as it likes, on every device.
+        assert [x.stride() for x in outs] == [x.stride() for x in expected_outs]
+
+
+def check_exported(function: Callable[..., Any], *inputs: Tensor) -> torch.export.ExportedProgram:
+    """torch.export traces it with a dynamic first dimension, and the program and its decompositions run."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *args: Tensor) -> Any:
+            return function(*args)
+
+    batch = torch.export.Dim("batch", min=2)
+    shapes = tuple({0: batch} if x.dim() > 1 else {} for x in inputs)
+    program = torch.export.export(Module(), inputs, dynamic_shapes=(shapes,))
+    for graph in (program, program.run_decompositions()):
+        longer = tuple(torch.cat([x, x]) if x.dim() > 1 else x for x in inputs)
+        for actual, eager in zip(leaves(graph.module()(*longer)), leaves(function(*longer)), strict=True):
+            assert_close(actual, eager)
+    return program
+
+
+def check_same_metadata(function: Callable[..., Any], *inputs: Any) -> None:
+    """Shape, strides, dtype and device under FakeTensorMode are the kernel's; on meta, all but the device."""
+    expected = [describe(out) for out in leaves(function(*inputs))]
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode, torch.no_grad():
+        fake = tuple(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs)
+        assert [describe(out) for out in leaves(function(*fake))] == expected
+        with torch.inference_mode():
+            assert [describe(out) for out in leaves(function(*fake))] == expected
+    meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
+    if all(a.stride() == b.stride() for a, b in zip(inputs, meta, strict=True) if isinstance(a, Tensor)):
+        assert [describe(out)[:3] for out in leaves(function(*meta))] == [each[:3] for each in expected]
+
+
+def describe(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+def check_side_stream(function: Callable[..., Any], *inputs: Tensor) -> None:
+    """Work on a stream of its own, waited for by an event, gives what the default stream gives."""
+    expected = [x.cpu() for x in itertools.chain(*run(function, *inputs))]
+    device = inputs[0].device
+    side = torch.Stream(device=device)
+    side.wait_stream(torch.accelerator.current_stream(device))
+    with side:
+        out = list(itertools.chain(*run(function, *inputs)))
+    side.record_event().synchronize()
+    for actual, default in zip(out, expected, strict=True):
+        assert_close(actual.cpu(), default)
+
+
+def check_other_devices(function: Callable[..., Any], *inputs: Any) -> None:
+    """On the CPU (eager, compiled, in inference mode) the reference gives what the device does; meta gives shapes."""
+    host = tuple(x.detach().cpu() if isinstance(x, Tensor) else x for x in inputs)
+    dtype = next(x.dtype for x in inputs if isinstance(x, Tensor))
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    expected = list(itertools.chain(*run(function, *inputs)))
+    for each in (function, compiled):
+        for actual, device in zip(itertools.chain(*run(each, *host)), expected, strict=True):
+            assert actual.is_cpu and actual.dtype == device.dtype and actual.stride() == device.stride()
+            assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
+    with torch.inference_mode():
+        for actual, device in zip(leaves(function(*host)), leaves(function(*inputs)), strict=True):
+            assert actual.is_cpu
+            assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
+    meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in host)
+    for actual, device in zip(itertools.chain(*run(function, *meta)), expected, strict=True):
+        assert actual.is_meta and actual.shape == device.shape and actual.dtype == device.dtype
+
+
+def check_error(function: Callable[..., Any], *inputs: Any, match: str, error: type[Exception] = RuntimeError) -> None:
+    """The kernel, the fake kernel and the reference refuse these inputs with one and the same sentence."""
+    sentences = {}
+
+    def refuse(where: str, arguments: Sequence[Any]) -> None:
+        with pytest.raises(error) as caught:
+            function(*arguments)
+        sentences[where] = str(caught.value)
+
+    refuse("device", inputs)
+    with torch.inference_mode():
+        refuse("device, inference mode", inputs)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
+        refuse("fake", fake)
+    if len({x.device for x in inputs if isinstance(x, Tensor)}) == 1:
+        for where in ("cpu", "meta"):
+            moved = [x.to(where) if isinstance(x, Tensor) else x for x in inputs]
+            refuse(where, moved)
+            with torch.inference_mode():
+                refuse(where + ", inference mode", moved)
+    assert set(sentences.values()) == {sentences["device"]}, sentences
+    assert match in sentences["device"]
+
+
+@contextlib.contextmanager
+def autocast(dtype: torch.dtype, device: str = "openreg"):
+    with torch.autocast(device, dtype=dtype):
+        yield

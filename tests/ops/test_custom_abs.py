@@ -1,0 +1,144 @@
+"""custom_abs: every dtype and layout of torch.abs, and never a gradient."""
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, LAYOUTS, random
+from torch.testing import assert_close
+
+from openreg_ops import custom_abs
+
+OP = torch.ops.openreg.custom_abs.default
+NO_DERIVATIVE = "derivative for openreg::custom_abs is not implemented"
+DTYPES = (
+    *kit.FLOATS,
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+REFUSED = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu)
+
+
+def values(*shape, dtype):
+    if dtype.is_complex:
+        return torch.complex(random(*shape, device="cpu"), random(*shape, device="cpu")).to(dtype)
+    return (
+        (3 * random(*shape, device="cpu")).to(dtype) if dtype != torch.uint8 else torch.randint(256, shape, dtype=dtype)
+    )
+
+
+def test_by_hand():
+    assert custom_abs(kit.tensor([-1, 0, 2])).tolist() == [1, 0, 2]
+    assert custom_abs(kit.tensor([3 - 4j])).tolist() == [5.0]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (5, 123), (3, 20000)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_matches_torch_abs(shape, dtype):
+    x = values(*shape, dtype=dtype)
+    expected, actual = torch.abs(x), custom_abs(x.to(DEVICE))
+    assert actual.dtype == expected.dtype
+    if dtype.itemsize == 1 and dtype.is_floating_point:  # not comparable as they are
+        expected, actual = expected.float(), actual.float()
+    assert_close(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_and_strides(layout, dtype):
+    x = values(6, 5, 12, dtype=dtype)
+    there, here = LAYOUTS[layout](x.to(DEVICE)), LAYOUTS[layout](x)
+    for view in (lambda t: t, lambda t: t[1:], lambda t: t.permute(2, 0, 1), lambda t: t[:, ::2], lambda t: t[:, :1]):
+        expected, actual = torch.abs(view(here)), custom_abs(view(there))
+        assert actual.stride() == expected.stride()
+        assert_close(actual.cpu(), expected)
+        kit.check_same_metadata(OP, view(there))
+    channels_last = x.unsqueeze(0).to(DEVICE).to(memory_format=torch.channels_last)
+    assert custom_abs(channels_last).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_conjugate_and_negative_views():
+    x = values(4, 5, dtype=torch.complex64)
+    for view in (torch.conj, lambda t: t.conj().imag, lambda t: torch._neg_view(t), lambda t: t.mT.conj()):
+        assert_close(custom_abs(view(x.to(DEVICE))).cpu(), torch.abs(view(x)))
+
+
+@pytest.mark.parametrize("where", [DEVICE, "openreg:1", "cpu"])
+def test_backward_is_an_error(where):
+    """Alone, mixed with a differentiable path (no partial gradient), twice over, and through complex."""
+    x = random(3, device=where, grad=True)
+    assert custom_abs(x).requires_grad
+    for y in (custom_abs(x), custom_abs(x) + x, custom_abs(custom_abs(x)), custom_abs(torch.complex(x, x))):
+        with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
+            y.sum().backward()
+        assert x.grad is None
+    (custom_abs(x.detach()) + x).sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_needs_no_gradient_where_there_is_none(where):
+    x = random(3, device=where, grad=True)
+    with torch.no_grad():
+        assert not custom_abs(x).requires_grad
+    with torch.inference_mode():
+        assert_close(custom_abs(x), x.abs())
+    assert not custom_abs(torch.ones(2, dtype=torch.int64, device=where)).requires_grad
+
+
+def test_opcheck():
+    kit.check_operator_forward_only(OP, random(3, 8), NO_DERIVATIVE)
+
+
+def test_compiled():
+    kit.check_compiled(custom_abs, random(6, 10), grads=False)
+    kit.check_compiled(lambda x: custom_abs(x.mT) + 1, random(6, 10), grads=False)
+    kit.check_compiled(lambda x: custom_abs(x), values(6, 5, dtype=torch.int64).to(DEVICE), grads=False)
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_compiled_gradient_is_an_error(where):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: custom_abs(x) + x, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
+        compiled(random(3, device=where, grad=True)).sum().backward()
+
+
+def test_exported():
+    program = kit.check_exported(custom_abs, random(4, 10))
+    assert any(node.target is OP for node in program.graph.nodes)
+
+
+def test_side_stream(device):
+    x = random(6, 10, device=device)
+    side = torch.Stream(device=device)
+    with side:
+        y = custom_abs(x)
+    side.synchronize()
+    assert y.device == x.device
+    assert_close(y.cpu(), x.cpu().abs())
+
+
+def test_other_devices():
+    x = values(4, 5, dtype=torch.complex64)
+    assert_close(custom_abs(x), x.abs())
+    y = custom_abs(x.to("meta"))
+    assert y.is_meta and y.dtype == torch.float32 and y.shape == x.shape
+    torch._dynamo.reset()
+    assert_close(torch.compile(custom_abs, backend="aot_eager", fullgraph=True)(x), x.abs())
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_leaves_the_dtype_alone(device_type):
+    with kit.autocast(torch.bfloat16, device_type):
+        assert custom_abs(random(3, device=device_type)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", REFUSED, ids=str)
+def test_rejects_what_torch_abs_rejects(dtype):
+    with pytest.raises(NotImplementedError):
+        torch.abs(torch.zeros(2, dtype=torch.uint8).to(dtype))
+    x = torch.zeros(2, dtype=torch.uint8).to(dtype).to(DEVICE)
+    name = str(dtype).removeprefix("torch.")
+    kit.check_error(OP, x, match=f"custom_abs: not implemented for {name}; convert", error=NotImplementedError)

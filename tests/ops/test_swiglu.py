@@ -1,0 +1,140 @@
+"""swiglu and swiglu_backward."""
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch.testing import assert_close
+
+from openreg_ops import swiglu, swiglu_backward
+
+OP = torch.ops.openreg.swiglu.default
+BACKWARD = torch.ops.openreg.swiglu_backward.default
+
+
+def reference(gate, up):
+    return gate * torch.sigmoid(gate) * up
+
+
+def reference_backward(grad_y, gate, up):
+    sigma = torch.sigmoid(gate)
+    return grad_y * up * sigma * (1 + gate * (1 - sigma)), grad_y * gate * sigma
+
+
+def test_by_hand():  # silu(0) = 0, silu(1) = 0.7311
+    y = swiglu(kit.tensor([0.0, 1.0, 1.0]), kit.tensor([5.0, 1.0, -2.0]))
+    assert_close(y.cpu(), torch.tensor([0.0, 0.7311, -1.4621]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 123), (0, 4), (4, 0), (2, 3, 64), (3, 20000)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matches_reference(shape, dtype):
+    kit.check_against(swiglu, reference, random(*shape, dtype=dtype), random(*shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    gate, up = LAYOUTS[layout](random(6, 5, 12)), random(6, 5, 12)
+    kit.check_against(swiglu, reference, gate, up)
+    kit.check_against(swiglu, reference, up, gate)
+    kit.check_same_metadata(OP, gate, up)
+    kit.check_same_metadata(BACKWARD, gate, up, gate)
+
+
+def test_large_arguments_stay_finite():
+    gate = kit.tensor([-1e4, -90.0, 90.0, 1e4]).requires_grad_()
+    y = swiglu(gate, torch.ones(4, device=DEVICE))
+    y.sum().backward()
+    assert_close(y.detach().cpu(), torch.tensor([0.0, 0.0, 90.0, 1e4]))
+    assert_close(gate.grad.cpu(), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+
+
+def test_backward_operator_matches_reference():
+    kit.check_against(swiglu_backward, reference_backward, random(6, 33), random(6, 33), random(6, 33))
+
+
+def test_saves_only_its_arguments():
+    saved = []
+
+    def pack(x):
+        saved.append(x)
+        return x
+
+    gate, up = random(4, 5, grad=True), random(4, 5, grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        swiglu(gate, up)
+    assert [x.data_ptr() for x in saved] == [gate.data_ptr(), up.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_second_derivative_of_half_types(dtype):
+    def penalty(function):
+        def of(gate, up):
+            return tuple(torch.autograd.grad(function(gate, up).square().sum(), [gate, up], create_graph=True))
+
+        return of
+
+    inputs = random(3, 40, dtype=dtype), random(3, 40, dtype=dtype)
+    kit.check_against(penalty(swiglu), penalty(reference), *inputs, scale=10)
+
+
+def test_derivatives():
+    f64 = dict(dtype=torch.float64, grad=True)
+    kit.check_gradients(swiglu, random(3, 5, **f64), random(3, 5, **f64))
+    kit.check_gradients(swiglu_backward, random(3, 5, **f64), random(3, 5, **f64), random(3, 5, **f64))
+
+
+def test_opcheck():
+    gate, up = random(3, 8, grad=True), random(3, 8, grad=True)
+    kit.check_operator(OP, gate, up)
+    kit.check_operator(OP, gate.detach(), up)
+    kit.check_operator(BACKWARD, random(3, 8, grad=True), gate, up)
+
+
+def test_compiled():
+    kit.check_compiled(swiglu, random(6, 10), random(6, 10))
+    kit.check_compiled(lambda g, u: swiglu(g.mT, u) * 2, random(10, 6), random(6, 10))
+    kit.check_compiled(swiglu_backward, random(6, 10), random(6, 10), random(6, 10))
+
+
+def test_exported():
+    program = kit.check_exported(swiglu, random(4, 10), random(4, 10))
+    assert any(node.target is OP for node in program.graph.nodes)
+
+
+def test_side_stream(device):
+    kit.check_side_stream(swiglu, random(6, 10, device=device), random(6, 10, device=device))
+
+
+def test_other_devices():
+    kit.check_other_devices(swiglu, random(3, 10), random(3, 10))
+    kit.check_other_devices(swiglu_backward, random(3, 10), random(3, 10), random(3, 10))
+    kit.check_other_devices(swiglu, random(3, 10, dtype=torch.bfloat16), random(3, 10, dtype=torch.bfloat16))
+    f64 = dict(dtype=torch.float64, grad=True, device="cpu")
+    assert torch.autograd.gradgradcheck(swiglu, (random(3, 5, **f64), random(3, 5, **f64)))
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_takes_the_wider_dtype(device_type):
+    half = random(3, 8, dtype=torch.bfloat16, device=device_type, grad=True)
+    wide = random(3, 8, device=device_type, grad=True)
+    with kit.autocast(torch.bfloat16, device_type):
+        assert swiglu(half, half).dtype == torch.bfloat16
+        y = swiglu(half, wide)
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert half.grad.dtype == torch.bfloat16 and wide.grad.dtype == torch.float32
+
+
+def test_rejects():
+    gate, up = random(2, 3), random(2, 3)
+    kit.check_error(OP, gate, random(3), match="swiglu: expected up of shape [2, 3], that of gate, but got [3]")
+    kit.check_error(OP, gate, up.half(), match="swiglu: expected up of float32, the dtype of gate, but got float16")
+    kit.check_error(
+        OP, gate.long(), up, match="swiglu: expected gate of float32, float64, float16 or bfloat16, but got"
+    )
+    kit.check_error(OP, gate, up.cpu(), match="swiglu: gate is on openreg:0 but up is on cpu; move one with .to()")
+    kit.check_error(OP, gate, up.to("openreg:1"), match="gate is on openreg:0 but up is on openreg:1")
+    kit.check_error(BACKWARD, random(2, 4), gate, up, match="swiglu_backward: expected grad_y of shape [2, 3], that of")
+    kit.check_error(BACKWARD, gate.double(), gate, up, match="swiglu_backward: expected grad_y of float32")
+    kit.check_error(BACKWARD, gate.cpu(), gate, up, match="gate is on openreg:0 but grad_y is on cpu")

@@ -1,0 +1,38 @@
+"""The examples run, and hold what they claim, in a few steps; `make demo` is the whole."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import openreg_ops
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield __import__
+    for path in EXAMPLES.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_train_char_transformer(example, dtype, tmp_path, capsys):
+    status = example("train_char_transformer").main(["--steps", "3", "--dtype", dtype, "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert "0 fell back" in out and "(within rounding)" in out
+    assert openreg_ops.fallback.report() == []
+
+
+def test_the_picture(example, tmp_path):
+    pytest.importorskip("matplotlib")
+    example("train_char_transformer").main(["--steps", "1", "--out", str(tmp_path)])
+    assert (tmp_path / "train_char_transformer.png").stat().st_size > 1000
+
+
+def test_the_terminal_curve(example):
+    picture = example("train_char_transformer").draw([4.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.0], width=8, height=3)
+    assert picture.splitlines()[0] == " 4.000 │⢇⠀⠀⠀⠀⠀⠀⠀" or picture.count("\n") == 4

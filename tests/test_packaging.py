@@ -1,0 +1,150 @@
+"""What is packaged, and what happens when the package is imported."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import openreg_ops
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+autoload = pytest.mark.skipif(
+    "openreg" not in importlib.metadata.entry_points(group="torch.backends").names,
+    reason="openreg_ops is on the path but not installed, so torch does not know of it",
+)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a new interpreter that finds the same openreg_ops."""
+    path = str(Path(openreg_ops.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error", **environment}
+    if environment["PYTHONPATH"] != path:  # the entry point is found in either case
+        environment["PYTHONPATH"] += os.pathsep + path
+    return subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+
+
+def printed(code: str, **environment: str) -> str:
+    result = python(code, **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def setup(*arguments: str) -> None:
+    """Runs setup.py away from the source tree's own metadata."""
+    result = subprocess.run([sys.executable, "setup.py", "-q", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+# ---- what is packaged ----
+
+
+def test_sdist_has_all_that_a_build_needs(tmp_path):
+    setup("egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path), "--formats", "gztar")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    for pattern in ("csrc/**/*.cpp", "csrc/**/*.h", "meta/*.py", "tests/**/*.py", "openreg_ops/*.py", "examples/*.py"):
+        missing = {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)} - names - {"openreg_ops/_build.py"}
+        assert not missing
+    assert {"setup.py", "pyproject.toml", "build_backend.py", "Makefile", "LICENSE"} <= names
+    assert not {name for name in names if name.endswith(".so") or name == "openreg_ops/_build.py"}
+    assert not {name for name in names if name.startswith("openreg_ops/meta/")}, "meta/ is there twice"
+
+
+def test_wheel_has_every_module(tmp_path):
+    setup("egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib"))
+    built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*") if path.is_file()}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*.py")}
+    meta = {f"openreg_ops/{path.relative_to(ROOT)}" for path in (ROOT / "meta").glob("*.py")}
+    assert modules | meta | {"openreg_ops/_build.py"} == built | {"openreg_ops/_build.py"}
+
+
+def test_meta_is_part_of_the_package():
+    assert openreg_ops.meta.__name__ == "openreg_ops.meta"
+    files = {path.name for path in Path(openreg_ops.meta.__file__).parent.glob("*.py")}
+    assert files == {path.name for path in (ROOT / "meta").glob("*.py")}
+
+
+# ---- import ----
+
+
+@autoload
+def test_import_torch_is_enough():
+    assert printed("import torch; print(torch.ones(2, device='openreg:1').device)") == "openreg:1"
+
+
+@autoload
+def test_autoload_can_be_turned_off():
+    code = "import sys, torch; print('openreg_ops' in sys.modules); import openreg_ops; print(torch.openreg.device_count())"
+    assert printed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0", OPENREG_DEVICE_COUNT="1").split() == ["False", "1"]
+
+
+def test_openreg_ops_may_be_imported_first():
+    assert printed("import openreg_ops, torch; print(torch.zeros(1, device='openreg').item())") == "0.0"
+
+
+@pytest.fixture
+def built_for_another_torch(tmp_path):
+    """openreg_ops as built for torch 2.0.0; its extension could not be loaded."""
+    package = tmp_path / "openreg_ops"
+    package.mkdir()
+    (package / "__init__.py").write_text((ROOT / "openreg_ops" / "__init__.py").read_text())
+    (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\n')
+    (package / "_C.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    return str(tmp_path)
+
+
+SENTENCE = (
+    f"ImportError: openreg_ops was built for torch 2.0.0+cpu but torch {torch.__version__} is installed; "
+    "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
+    "or install torch==2.0.0"
+)
+
+
+def test_another_torch_is_named_with_the_remedy(built_for_another_torch):
+    result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == SENTENCE
+    assert "undefined symbol" not in result.stderr
+
+
+@autoload
+def test_another_torch_is_named_by_autoload_too(built_for_another_torch):
+    result = python("import torch", PYTHONPATH=built_for_another_torch)
+    assert SENTENCE in result.stderr.splitlines()
+
+
+def test_not_built_says_what_to_do(built_for_another_torch):
+    os.remove(Path(built_for_another_torch) / "openreg_ops" / "_build.py")
+    result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert result.stderr.splitlines()[-1].startswith("ImportError: openreg_ops is not built here: run `pip install .`")
+
+
+# ---- environment variables ----
+
+PROPERTIES = "import torch, openreg_ops as _; print(torch.openreg.device_count(), torch.openreg.mem_get_info()[1]);"
+
+
+def test_device_count_and_memory():
+    settings = {"OPENREG_DEVICE_COUNT": "3", "OPENREG_DEVICE_MEMORY": "64 MiB"}
+    result = python(PROPERTIES + "torch.empty(65 << 20, dtype=torch.uint8, device='openreg')", **settings)
+    assert result.stdout.split() == ["3", str(64 << 20)]
+    assert result.stderr.splitlines()[-1].startswith("torch.OutOfMemoryError")
+
+
+def test_no_device_is_not_available():
+    code = "import torch, openreg_ops; print(torch.openreg.is_available(), torch.accelerator.is_available())"
+    assert printed(code, OPENREG_DEVICE_COUNT="0") == "False False"
+
+
+def test_a_value_that_makes_no_sense_is_named():
+    result = python(PROPERTIES, OPENREG_DEVICE_COUNT="many", OPENREG_DEVICE_MEMORY="much")
+    assert result.stdout.split()[0] == "2"
+    assert 'OPENREG_DEVICE_COUNT="many"' in result.stderr and 'OPENREG_DEVICE_MEMORY="much"' in result.stderr
