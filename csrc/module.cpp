@@ -53,10 +53,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("exchange_device", [](int device) {
     return openreg::exchange_device(openreg::checked_index(static_cast<c10::DeviceIndex>(device)));
   });
-  m.def("checked_index", [](int device) {
-    return static_cast<int>(openreg::checked_index(static_cast<c10::DeviceIndex>(device)));
-  });
-  m.def("default_generator", [](int device) { return openreg::default_generator(static_cast<c10::DeviceIndex>(device)); });
+  m.def("checked_index",
+      [](int device) { return static_cast<int>(openreg::checked_index(static_cast<c10::DeviceIndex>(device))); });
+  m.def("default_generator",
+      [](int device) { return openreg::default_generator(static_cast<c10::DeviceIndex>(device)); });
   m.def("launch_count", &openreg::launch_count);
   m.def("set_fallback_policy", &openreg::set_fallback_policy);
   openreg::set_fallback_warning([](const std::string& message) {

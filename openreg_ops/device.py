@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+
 from openreg_ops import _C
 
 __all__ = [

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+
 from openreg_ops import _C
 
 __all__ = ["Record", "allow", "deny", "force", "get_policy", "policy", "report", "reset", "set_policy", "share"]

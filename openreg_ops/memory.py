@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from openreg_ops.device import _index
 
 __all__ = [

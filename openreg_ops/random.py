@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+
 from openreg_ops import _C
 from openreg_ops.device import _index
 

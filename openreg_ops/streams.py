@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from openreg_ops.device import _index
 from torch._C._autograd import DeviceType
+
+from openreg_ops.device import _index
 
 __all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "set_stream", "stream"]
 

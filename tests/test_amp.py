@@ -47,7 +47,10 @@ def test_lower_precision(entry, namespace, dtype):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_einsum_in_lower_precision(dtype):
     with torch.autocast("openreg", dtype=dtype):
-        assert torch.einsum("ij,jk->ik", torch.ones(2, 3, device="openreg"), torch.ones(3, 4, device="openreg")).dtype == dtype
+        assert (
+            torch.einsum("ij,jk->ik", torch.ones(2, 3, device="openreg"), torch.ones(3, 4, device="openreg")).dtype
+            == dtype
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -56,17 +59,24 @@ def test_float32(entry, namespace):
     assert dtypes(call(entry, namespace, torch.float16)) == {torch.float32}
 
 
-@pytest.mark.parametrize("entry,namespace", [*cases("torch_need_autocast_promote", torch), *cases("torch_expect_builtin_promote", torch)])
+@pytest.mark.parametrize(
+    "entry,namespace", [*cases("torch_need_autocast_promote", torch), *cases("torch_expect_builtin_promote", torch)]
+)
 def test_promotes_to_the_widest(entry, namespace):
     expected = entry[2] if len(entry) > 2 and isinstance(entry[2], torch.dtype) else torch.float32
     result = call(entry[:2], namespace, torch.float16)
-    found = {t.dtype for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, torch.Tensor)}
+    found = {
+        t.dtype for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, torch.Tensor)
+    }
     assert found == {expected} or (entry[0] == "equal" and isinstance(result, bool))
 
 
 def test_a_banned_operator_says_what_to_do():
     x = torch.rand(2, device="openreg")
-    with torch.autocast("openreg"), pytest.raises(RuntimeError, match="binary_cross_entropy: unsafe to autocast.*with_logits"):
+    with (
+        torch.autocast("openreg"),
+        pytest.raises(RuntimeError, match="binary_cross_entropy: unsafe to autocast.*with_logits"),
+    ):
         torch.nn.functional.binary_cross_entropy(x, x)
 
 

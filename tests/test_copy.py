@@ -109,7 +109,9 @@ def test_write_through_a_view_is_seen_in_its_base():
     for i, view in enumerate([base[0], base[:, 1], base.t()[2], base.view(12)[11:], base.unfold(1, 2, 2)[1, 1]]):
         view.fill_(i + 1)
     expected = torch.zeros(3, 4)
-    for i, view in enumerate([expected[0], expected[:, 1], expected.t()[2], expected.view(12)[11:], expected.unfold(1, 2, 2)[1, 1]]):
+    for i, view in enumerate(
+        [expected[0], expected[:, 1], expected.t()[2], expected.view(12)[11:], expected.unfold(1, 2, 2)[1, 1]]
+    ):
         view.fill_(i + 1)
     assert base.cpu().equal(expected)
     base.fill_(9)

@@ -30,7 +30,12 @@ def test_current_device_by_every_route():
 
 @pytest.mark.parametrize("bad", [2, 5, 63, "openreg:9"])
 def test_a_device_that_is_not_there(bad):
-    for use in (torch.openreg.set_device, torch.openreg.device, torch.openreg.get_device_name, torch.openreg.memory_allocated):
+    for use in (
+        torch.openreg.set_device,
+        torch.openreg.device,
+        torch.openreg.get_device_name,
+        torch.openreg.memory_allocated,
+    ):
         with pytest.raises(RuntimeError, match="invalid device ordinal .*; there are 2 devices"):
             use(bad)
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
@@ -148,7 +153,9 @@ def test_out_of_memory_loses_nothing():
     keep = torch.arange(10.0, device="openreg")
     before = torch.openreg.memory_allocated()
     for size in (1 << 44, 1 << 55):
-        with pytest.raises(torch.OutOfMemoryError, match="openreg out of memory. Tried to allocate .*iB. Device 0 has a total"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match="openreg out of memory. Tried to allocate .*iB. Device 0 has a total"
+        ):
             torch.empty(size, dtype=torch.uint8, device="openreg")
         with pytest.raises(torch.openreg.OutOfMemoryError):
             keep.expand(size // 4, 10).contiguous()

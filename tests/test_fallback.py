@@ -41,7 +41,9 @@ library.impl("iota", lambda n, *, device: _iota_on_device(n, device), "BackendSe
 
 
 def _iota_on_device(n, device):
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1 if device.type == "openreg" else torch._C.DispatchKey.CPU)
+    keys = torch._C.DispatchKeySet(
+        torch._C.DispatchKey.PrivateUse1 if device.type == "openreg" else torch._C.DispatchKey.CPU
+    )
     return ops.iota.default.redispatch(keys, n, device=device)
 
 
@@ -120,7 +122,9 @@ def test_random_operators_draw_from_the_device(x, op):
 
 
 def test_no_kernel_anywhere(x):
-    with pytest.raises(NotImplementedError, match="test_fallback::nowhere has no kernel for openreg and none for the CPU"):
+    with pytest.raises(
+        NotImplementedError, match="test_fallback::nowhere has no kernel for openreg and none for the CPU"
+    ):
         ops.nowhere(x)
 
 
@@ -128,7 +132,12 @@ def test_error_policy_names_operator_arguments_and_remedy(x):
     with fallback.policy("error"), pytest.raises(NotImplementedError) as refused:
         ops.double(x)
     message = str(refused.value)
-    for part in ("test_fallback::double", "Float[2, 3]@openreg:1", 'fallback.allow("test_fallback::double")', "PrivateUse1"):
+    for part in (
+        "test_fallback::double",
+        "Float[2, 3]@openreg:1",
+        'fallback.allow("test_fallback::double")',
+        "PrivateUse1",
+    ):
         assert part in message
     ops.double(x)  # allowed again
 
@@ -163,7 +172,10 @@ def test_deny_list(x):
     ops.double(x)
 
 
-@pytest.mark.parametrize("name,call", [("aten::add", lambda x: x + 1), ("aten::matmul", lambda x: x @ x.t()), ("aten::view", lambda x: x.view(6))])
+@pytest.mark.parametrize(
+    "name,call",
+    [("aten::add", lambda x: x + 1), ("aten::matmul", lambda x: x @ x.t()), ("aten::view", lambda x: x.view(6))],
+)
 def test_deny_reaches_native_and_composite_operators(x, name, call):
     with fallback.deny(name), pytest.raises(NotImplementedError, match=f"{name}.* is on the deny list.*called with"):
         call(x)
@@ -209,7 +221,9 @@ def test_bad_arguments():
 
 def test_a_sparse_tensor_is_refused():
     sparse = torch.eye(3).to_sparse().to("openreg")
-    with pytest.raises(NotImplementedError, match="test_fallback::double: openreg has no kernel for SparsePrivateUse1.*to_dense"):
+    with pytest.raises(
+        NotImplementedError, match="test_fallback::double: openreg has no kernel for SparsePrivateUse1.*to_dense"
+    ):
         ops.double(sparse)
 
 

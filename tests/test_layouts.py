@@ -39,7 +39,10 @@ COO = {
 def test_coo(coo, name):
     expected, got = COO[name](coo), COO[name](coo.to("openreg"))
     assert got.device.type == "openreg" and got.layout == expected.layout
-    assert_close(got.cpu().to_dense() if got.layout != torch.strided else got.cpu(), expected.to_dense() if expected.layout != torch.strided else expected)
+    assert_close(
+        got.cpu().to_dense() if got.layout != torch.strided else got.cpu(),
+        expected.to_dense() if expected.layout != torch.strided else expected,
+    )
 
 
 def test_coo_in_place_and_construction(coo):
@@ -87,13 +90,20 @@ def test_csr(coo, name):
     csr = coo.to_sparse_csr()
     expected, got = CSR[name](csr), CSR[name](csr.to("openreg"))
     assert got.device.type == "openreg" and got.layout == expected.layout
-    assert_close(got.cpu().to_dense() if got.layout != torch.strided else got.cpu(), expected.to_dense() if expected.layout != torch.strided else expected)
+    assert_close(
+        got.cpu().to_dense() if got.layout != torch.strided else got.cpu(),
+        expected.to_dense() if expected.layout != torch.strided else expected,
+    )
 
 
 QUANTIZE = {
     "per tensor": lambda x: torch.quantize_per_tensor(x, 0.1, 3, torch.quint8),
     "per channel": lambda x: torch.quantize_per_channel(
-        x, torch.tensor([0.1, 0.2], dtype=torch.double, device=x.device), torch.zeros(2, dtype=torch.long, device=x.device), 0, torch.qint8
+        x,
+        torch.tensor([0.1, 0.2], dtype=torch.double, device=x.device),
+        torch.zeros(2, dtype=torch.long, device=x.device),
+        0,
+        torch.qint8,
     ),
 }
 
@@ -110,7 +120,9 @@ def test_quantized(kind):
 
 def test_a_quantizer_keeps_its_scales_alive():
     scales = torch.tensor([0.5, 2.0], dtype=torch.double, device="openreg")
-    q = torch.quantize_per_channel(torch.ones(2, 2, device="openreg"), scales, torch.zeros(2, dtype=torch.long, device="openreg"), 0, torch.qint8)
+    q = torch.quantize_per_channel(
+        torch.ones(2, 2, device="openreg"), scales, torch.zeros(2, dtype=torch.long, device="openreg"), 0, torch.qint8
+    )
     del scales
     filler = [torch.full((2,), 7.0, dtype=torch.double, device="openreg") for _ in range(100)]
     assert q.q_per_channel_scales().tolist() == [0.5, 2.0] == q.q_per_channel_scales().tolist()
@@ -120,14 +132,22 @@ def test_a_quantizer_keeps_its_scales_alive():
 
 def test_fake_quantize():
     x = torch.randn(4, 4)
-    assert_close(torch.fake_quantize_per_tensor_affine(x.to("openreg"), 0.1, 0, -8, 7).cpu(), torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7))
+    assert_close(
+        torch.fake_quantize_per_tensor_affine(x.to("openreg"), 0.1, 0, -8, 7).cpu(),
+        torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7),
+    )
 
 
 def test_nested():
     parts = [torch.randn(2, 3), torch.randn(4, 3)]
     host, device = torch.nested.nested_tensor(parts), torch.nested.nested_tensor(parts, device="openreg")
     assert device.is_nested and device.device.type == "openreg"
-    for function in (lambda n: n, lambda n: n * 2, lambda n: torch.nn.functional.relu(n), lambda n: n @ torch.ones(2, 3, 4, device=n.device)):
+    for function in (
+        lambda n: n,
+        lambda n: n * 2,
+        lambda n: torch.nn.functional.relu(n),
+        lambda n: n @ torch.ones(2, 3, 4, device=n.device),
+    ):
         try:
             expected = torch.nested.to_padded_tensor(function(host), 0.0)
         except RuntimeError:

@@ -53,7 +53,9 @@ def test_module(info, dtype, training):
             differentiable = [t for t in tensors(out) if t.requires_grad]
             if differentiable:
                 sum(t.sum() if not t.is_complex() else t.abs().sum() for t in differentiable).backward()
-            results.append((tensors(out), [p.grad for p in module.parameters()], [t.grad for t in tensors((args, kwargs))]))
+            results.append(
+                (tensors(out), [p.grad for p in module.parameters()], [t.grad for t in tensors((args, kwargs))])
+            )
         for expected, got in zip(*results, strict=True):
             for e, g in zip(expected, got, strict=True):
                 assert (e is None) == (g is None)

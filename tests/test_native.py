@@ -124,7 +124,11 @@ def test_results_that_are_arguments_or_views_of_them():
 
 @pytest.mark.parametrize(
     "overlap",
-    [lambda x: torch.add(x[:-1], 1, out=x[1:]), lambda x: x[1:].mul_(x[:-1]), lambda x: torch.cat([x[:2], x[2:4]], out=x[1:5])],
+    [
+        lambda x: torch.add(x[:-1], 1, out=x[1:]),
+        lambda x: x[1:].mul_(x[:-1]),
+        lambda x: torch.cat([x[:2], x[2:4]], out=x[1:5]),
+    ],
 )
 def test_overlap_is_seen_as_on_the_cpu(overlap):
     """Two arguments on one storage: an alias each with a storage of its own would hide the overlap."""

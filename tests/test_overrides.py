@@ -34,7 +34,9 @@ def same_with_gradients(function, *inputs, rtol=1e-4, atol=1e-5):
 def test_attention(dtype, causal):
     q, k, v = (torch.randn(2, 3, 9, 8, dtype=dtype) for _ in range(3))
     loose = 1e-2 if dtype.itemsize == 2 else 1e-5
-    same_with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v, rtol=loose, atol=loose)
+    same_with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v, rtol=loose, atol=loose
+    )
 
 
 @pytest.mark.parametrize("mask", ["bool", "float", "learned"])
@@ -65,7 +67,11 @@ def test_attention_dropout():
 
 def test_attention_chooses_the_cpus_flash_kernel():
     q = torch.randn(1, 2, 4, 8)
-    assert torch._fused_sdp_choice(q.to("openreg"), q.to("openreg"), q.to("openreg")) == torch._fused_sdp_choice(q, q, q) != 0
+    assert (
+        torch._fused_sdp_choice(q.to("openreg"), q.to("openreg"), q.to("openreg"))
+        == torch._fused_sdp_choice(q, q, q)
+        != 0
+    )
 
 
 def test_overrideable_attention():
@@ -128,7 +134,9 @@ def test_convolution_keeps_channels_last():
 
 
 def test_convolution_twice_differentiable():
-    x, w = (torch.randn(s, dtype=torch.double, device="openreg", requires_grad=True) for s in [(1, 2, 4, 4), (2, 2, 3, 3)])
+    x, w = (
+        torch.randn(s, dtype=torch.double, device="openreg", requires_grad=True) for s in [(1, 2, 4, 4), (2, 2, 3, 3)]
+    )
     assert torch.autograd.gradcheck(F.conv2d, (x, w)) and torch.autograd.gradgradcheck(F.conv2d, (x, w))
 
 
@@ -204,7 +212,14 @@ def test_abs_runs_through_the_stub():
 )
 @pytest.mark.parametrize(
     "layout",
-    [lambda t: t, lambda t: t.t(), lambda t: t[::2, 1:5], lambda t: t[:0], lambda t: t.expand(3, 5, 7), lambda t: t[0, 0]],
+    [
+        lambda t: t,
+        lambda t: t.t(),
+        lambda t: t[::2, 1:5],
+        lambda t: t[:0],
+        lambda t: t.expand(3, 5, 7),
+        lambda t: t[0, 0],
+    ],
     ids=["dense", "transposed", "sliced", "empty", "expanded", "scalar"],
 )
 def test_abs_for_every_dtype_and_layout(dtype, layout):
@@ -221,7 +236,10 @@ def test_abs_of_bool_is_refused_as_on_the_cpu():
 
 
 def test_selu_overrides_autograd():
-    assert "overrides/selu.cpp" in torch._C._dispatch_dump_table("aten::selu").split("AutogradPrivateUse1")[1].splitlines()[0]
+    assert (
+        "overrides/selu.cpp"
+        in torch._C._dispatch_dump_table("aten::selu").split("AutogradPrivateUse1")[1].splitlines()[0]
+    )
     x = torch.randn(4, dtype=torch.double, device="openreg", requires_grad=True)
     assert "Selu" in type(F.selu(x).grad_fn).__name__ or "CppFunction" in type(F.selu(x).grad_fn).__name__
     assert torch.autograd.gradcheck(F.selu, x) and torch.autograd.gradgradcheck(F.selu, x)
@@ -230,7 +248,12 @@ def test_selu_overrides_autograd():
         assert_close(F.selu(x).cpu(), F.selu(x.cpu()))
 
 
-POOLS = [dict(kernel_size=2), dict(kernel_size=3, stride=2, padding=1), dict(kernel_size=(2, 3), dilation=2), dict(kernel_size=3, stride=2, ceil_mode=True)]
+POOLS = [
+    dict(kernel_size=2),
+    dict(kernel_size=3, stride=2, padding=1),
+    dict(kernel_size=(2, 3), dilation=2),
+    dict(kernel_size=3, stride=2, ceil_mode=True),
+]
 
 
 @pytest.mark.parametrize("options", POOLS, ids=str)
@@ -261,7 +284,17 @@ def test_max_pool2d_makes_no_indices_without_gradients():
     assert torch.openreg.max_memory_allocated() - before == 32 * 32 * 4
 
 
-@pytest.mark.parametrize("bad", [dict(kernel_size=0), dict(kernel_size=2, padding=2), dict(kernel_size=20), dict(kernel_size=(1, 2, 3)), dict(kernel_size=2, stride=0)], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(kernel_size=0),
+        dict(kernel_size=2, padding=2),
+        dict(kernel_size=20),
+        dict(kernel_size=(1, 2, 3)),
+        dict(kernel_size=2, stride=0),
+    ],
+    ids=str,
+)
 def test_max_pool2d_refuses_what_the_cpu_refuses(bad):
     x = torch.randn(1, 1, 8, 8)
     with pytest.raises(RuntimeError) as expected:

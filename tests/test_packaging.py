@@ -122,7 +122,8 @@ def test_another_torch_is_named_by_autoload_too(built_for_another_torch):
 
 
 def test_not_built_says_what_to_do(built_for_another_torch):
-    os.remove(Path(built_for_another_torch) / "openreg_ops" / "_build.py")
+    # Not removed: an editable install's finder would bring the checkout's.
+    (Path(built_for_another_torch) / "openreg_ops" / "_build.py").write_text("raise ModuleNotFoundError('_build')\n")
     result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert result.stderr.splitlines()[-1].startswith("ImportError: openreg_ops is not built here: run `pip install .`")
 

@@ -26,7 +26,9 @@ WITHOUT_GENERATOR = {
     "randn_like": lambda d: torch.randn_like(torch.ones(17, device=d)),
     "rrelu": lambda d: F.rrelu(-torch.ones(17, device=d), training=True),
     "gumbel_softmax": lambda d: F.gumbel_softmax(torch.ones(17, device=d)),
-    "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(torch.ones(1, 1, 9, 9, device=d).cumsum(2), 2, output_size=4),
+    "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(
+        torch.ones(1, 1, 9, 9, device=d).cumsum(2), 2, output_size=4
+    ),
     "gamma": lambda d: torch.distributions.Gamma(torch.ones(5, device=d), torch.ones(5, device=d)).sample(),
     "dirichlet": lambda d: torch.distributions.Dirichlet(torch.ones(5, device=d)).sample(),
     "binomial": lambda d: torch.distributions.Binomial(10, torch.full((5,), 0.3, device=d)).sample(),
@@ -81,7 +83,10 @@ def test_each_device_has_its_own_default_generator():
     assert torch.rand(3, device="openreg:1").cpu().equal(a.cpu())  # torch.manual_seed seeds all
     with torch.openreg.device(1):
         torch.openreg.manual_seed(9)
-    assert torch.openreg.default_generators[1].initial_seed() == 9 and torch.openreg.default_generators[0].initial_seed() == 3
+    assert (
+        torch.openreg.default_generators[1].initial_seed() == 9
+        and torch.openreg.default_generators[0].initial_seed() == 3
+    )
 
 
 def test_states():

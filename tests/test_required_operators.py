@@ -110,15 +110,15 @@ def test_copy_from_and_resize():
     assert_close(target.cpu(), source)
 
 
-@pytest.mark.parametrize(
-    "value", [1.5, -3, True, 2 + 3j, float("inf")], ids=lambda v: type(v).__name__ + str(v)
-)
+@pytest.mark.parametrize("value", [1.5, -3, True, 2 + 3j, float("inf")], ids=lambda v: type(v).__name__ + str(v))
 def test_local_scalar_dense(value):
     assert torch.tensor(value, device="openreg").item() == value
     assert torch.tensor([0, value], device="openreg")[1].item() == value
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.uint16, torch.int8, torch.float8_e4m3fn], ids=str
+)
 def test_local_scalar_dense_reads_every_dtype(dtype):
     assert torch.tensor(2, dtype=dtype).to("openreg").item() == 2
 

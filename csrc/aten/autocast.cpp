@@ -17,7 +17,8 @@ using at::Tensor;
 at::Tensor binary_cross_entropy(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t) {
   TORCH_CHECK(false,
       "binary_cross_entropy: unsafe to autocast, since its gradient overflows in half precision; use "
-      "binary_cross_entropy_with_logits (BCEWithLogitsLoss), or run it inside torch.autocast(\"openreg\", enabled=False)");
+      "binary_cross_entropy_with_logits (BCEWithLogitsLoss), or run it inside torch.autocast(\"openreg\", "
+      "enabled=False)");
 }
 
 } // namespace

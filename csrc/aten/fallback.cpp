@@ -44,7 +44,8 @@ State& state() {
 bool matches(const std::vector<std::string>& patterns, const c10::OperatorName& op) {
   const std::string full = toString(op);
   for (const auto& pattern : patterns)
-    if (fnmatch(pattern.c_str(), full.c_str(), 0) == 0 || fnmatch(pattern.c_str(), op.name.c_str(), 0) == 0) return true;
+    if (fnmatch(pattern.c_str(), full.c_str(), 0) == 0 || fnmatch(pattern.c_str(), op.name.c_str(), 0) == 0)
+      return true;
   return false;
 }
 
@@ -101,7 +102,8 @@ class Copies {
   void to_host() {
     for (auto& [impl, part] : parts_) {
       const size_t bytes = part.last - part.first;
-      part.host = c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+      part.host =
+          c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::GetAllocator(c10::kCPU), /*resizable=*/true);
       if (!bytes) continue;
       launch(current_stream(part.device.device().index()), [&, storage = impl] {
         std::memcpy(part.host.mutable_data(), static_cast<const char*>(storage->data()) + part.first, bytes);
@@ -193,8 +195,9 @@ std::string refusal(const c10::OperatorHandle& op) {
   if (matches(s.deny, op.operator_name()))
     return c10::str(name, " is on the deny list of openreg_ops.fallback; take it off to permit it");
   if (s.policy != Policy::kError || matches(s.allow, op.operator_name())) return "";
-  return c10::str(name, " has no openreg kernel and the fallback policy is \"error\"; permit it with openreg_ops.fallback.allow(\"",
-      name, "\") or set_policy(\"allow\"), or register a kernel for PrivateUse1");
+  return c10::str(name,
+      " has no openreg kernel and the fallback policy is \"error\"; permit it with openreg_ops.fallback.allow(\"", name,
+      "\") or set_policy(\"allow\"), or register a kernel for PrivateUse1");
 }
 
 void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
@@ -205,7 +208,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     TORCH_CHECK_NOT_IMPLEMENTED(false, why, ". It was called with (", describe(*stack, count), ").");
   for (const auto& result : schema.returns())
     TORCH_CHECK_NOT_IMPLEMENTED(!result.alias_info() || result.alias_info()->isWrite(), name,
-        " returns a view, which copies cannot give: the result would not share memory with its input. It was called with (",
+        " returns a view, which copies cannot give: the result would not share memory with its input. It was called "
+        "with (",
         describe(*stack, count), "). Register a kernel for PrivateUse1.");
   TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), name,
       " has no kernel for openreg and none for the CPU to fall back to; it was called with (", describe(*stack, count),
@@ -281,14 +285,16 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   auto& record = state().records.try_emplace(name, FallbackRecord{name, 0, 0, 0}).first->second;
   ++record.calls;
   record.bytes += copies.bytes();
-  record.nanoseconds += static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+  record.nanoseconds +=
+      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
 }
 
 // Layouts have a kernel of their own or none at all: there is no copying behind the user's back.
 void refuse_layout(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, toString(op.operator_name()), ": openreg has no kernel for ",
       keys.highestPriorityTypeId(), ", as the CPU has none for that layout; it was called with (",
-      describe(*stack, op.schema().arguments().size()), "). Convert with .to_dense(), .dequantize() or .to_padded_tensor().");
+      describe(*stack, op.schema().arguments().size()),
+      "). Convert with .to_dense(), .dequantize() or .to_padded_tensor().");
 }
 
 } // namespace
@@ -347,13 +353,14 @@ void route_operator(const std::string& name, const std::string& overload, const 
   } silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   if (route == "share") {
-    TORCH_CHECK_VALUE(op.hasKernelForDispatchKey(DispatchKey::CPU),
-        "openreg_ops.fallback.share: ", full, " has no CPU kernel to share");
+    TORCH_CHECK_VALUE(op.hasKernelForDispatchKey(DispatchKey::CPU), "openreg_ops.fallback.share: ", full,
+        " has no CPU kernel to share");
     routes.emplace(full, register_native_kernel(op, DispatchKey::CPU, DispatchKey::PrivateUse1));
   } else {
-    routes.emplace(full, c10::Dispatcher::singleton().registerImpl(op.operator_name(), DispatchKey::PrivateUse1,
-        c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr,
-        "csrc/aten/fallback.cpp, by openreg_ops.fallback"));
+    routes.emplace(full,
+        c10::Dispatcher::singleton().registerImpl(op.operator_name(), DispatchKey::PrivateUse1,
+            c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr,
+            "csrc/aten/fallback.cpp, by openreg_ops.fallback"));
   }
 }
 

@@ -16,8 +16,8 @@ namespace {
 constexpr c10::DispatchKeySet kDevice(c10::DispatchKey::PrivateUse1);
 
 // What empty() and empty_strided() refuse; the device index, checked, becomes the current one.
-c10::DeviceIndex checked_options(const char* name, std::optional<c10::Layout> layout,
-    std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+c10::DeviceIndex checked_options(const char* name, std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+    std::optional<bool> pin_memory) {
   TORCH_CHECK(layout.value_or(c10::kStrided) == c10::kStrided, name, ": expected a strided layout, but got ", *layout);
   TORCH_CHECK(!pin_memory.value_or(false), name, ": only dense CPU tensors can be pinned; drop pin_memory or device");
   return checked_index(device);
@@ -49,7 +49,8 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
   return make_on(checked_options("empty_strided", layout, device, pin_memory), [&](c10::Allocator* allocator) {
-    return at::Tensor(at::detail::empty_strided_generic(size, stride, allocator, kDevice, c10::dtype_or_default(dtype)));
+    return at::Tensor(
+        at::detail::empty_strided_generic(size, stride, allocator, kDevice, c10::dtype_or_default(dtype)));
   });
 }
 
@@ -66,8 +67,7 @@ void set_geometry(const at::Tensor& self, at::IntArrayRef size, at::OptionalIntA
     impl->generic_set_sizes_contiguous(size);
     bytes = at::detail::computeStorageNbytesContiguous(size, item, offset);
   }
-  if (impl->numel() && bytes > self.storage().nbytes())
-    resize_storage(self.storage().unsafeGetStorageImpl(), bytes);
+  if (impl->numel() && bytes > self.storage().nbytes()) resize_storage(self.storage().unsafeGetStorageImpl(), bytes);
 }
 
 const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
@@ -81,7 +81,8 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
   return self;
 }
 
-at::Tensor& set_storage_offset(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+at::Tensor& set_storage_offset(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
   at::native::checkSetStorage(self, source, offset, size, stride);
   self.unsafeGetTensorImpl()->set_storage_offset(offset);
   set_geometry(self, size, stride.data() ? at::OptionalIntArrayRef(stride) : std::nullopt);
@@ -100,10 +101,10 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();
     at::Scalar out;
-    AT_DISPATCH_V2(self.scalar_type(), "_local_scalar_dense", AT_WRAP([&] {
-      out = at::Scalar(static_cast<const scalar_t*>(data)[offset]);
-    }), AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBool, at::kBFloat16,
-        AT_EXPAND(AT_FLOAT8_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES));
+    AT_DISPATCH_V2(self.scalar_type(), "_local_scalar_dense",
+        AT_WRAP([&] { out = at::Scalar(static_cast<const scalar_t*>(data)[offset]); }), AT_EXPAND(AT_ALL_TYPES),
+        AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBool, at::kBFloat16, AT_EXPAND(AT_FLOAT8_TYPES),
+        AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES));
     return out;
   });
 }

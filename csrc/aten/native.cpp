@@ -40,8 +40,7 @@ struct Access : TensorImpl {
 
 constexpr DispatchKeySet kAutocast =
     DispatchKeySet(DispatchKey::AutocastPrivateUse1) | DispatchKeySet(DispatchKey::AutocastCPU);
-constexpr DispatchKeySet kPython =
-    DispatchKeySet(DispatchKey::Python) | DispatchKeySet(DispatchKey::PythonTLSSnapshot);
+constexpr DispatchKeySet kPython = DispatchKeySet(DispatchKey::Python) | DispatchKeySet(DispatchKey::PythonTLSSnapshot);
 // Autograd and autocast have had their turn when a backend kernel runs.
 const DispatchKeySet kExcluded = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
 
@@ -57,8 +56,8 @@ bool on_device(const TensorImpl* impl) {
 }
 
 c10::intrusive_ptr<StorageImpl> new_alias_storage() {
-  return c10::make_intrusive<StorageImpl>(
-      StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, kHost), c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+  return c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, kHost),
+      c10::GetAllocator(c10::kCPU), /*resizable=*/true);
 }
 
 at::Tensor borrow(TensorImpl* impl) {
@@ -108,7 +107,8 @@ CpuCall::Slots& CpuCall::slots() {
 }
 
 CpuCall::CpuCall(Devices devices)
-    : slots_(slots()), base_(slots_.top), devices_(devices), lend_(LendDeviceMemory::lent()), below_autograd_(kExcluded) {}
+    : slots_(slots()), base_(slots_.top), devices_(devices), lend_(LendDeviceMemory::lent()),
+      below_autograd_(kExcluded) {}
 
 // Gives the slots back. An alias that somebody kept (or that went to Python) is left to them, with
 // its storage keeping the real one alive; the slot starts afresh.
@@ -118,15 +118,15 @@ CpuCall::~CpuCall() {
     if (slot.dense) {
       TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
       const bool own = slot.shown == slot.storage.get();
-      const bool kept = slot.pooled.use_count() != 1 || alias->autograd_meta() ||
-          alias->pyobj_slot()->load_pyobj() || alias->is_wrapped_number();
+      const bool kept = slot.pooled.use_count() != 1 || alias->autograd_meta() || alias->pyobj_slot()->load_pyobj() ||
+          alias->is_wrapped_number();
       if (C10_UNLIKELY(kept || (own && slot.storage.use_count() != 2) ||
-                       alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
+              alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
         if (own && slot.storage.use_count() > 1 && slot.real && slot.real->has_storage()) {
           auto* keep = new c10::Storage(slot.real->unsafe_storage());
           if (slot.storage->data_ptr().get() == slot.data)
-            slot.storage->set_data_ptr_noswap(c10::DataPtr(
-                slot.data, keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, kHost));
+            slot.storage->set_data_ptr_noswap(
+                c10::DataPtr(slot.data, keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, kHost));
           else delete keep;
         }
         slot.pooled.reset();
@@ -163,7 +163,8 @@ CpuCall::Slot& CpuCall::take(TensorImpl* real, const at::Tensor* original, bool 
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
   // What an operator computes on comes first, so a host tensor may not: x[i] takes i from the host, not x.
   if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
-    if (tensor.has_storage()) host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    if (tensor.has_storage())
+      host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     return tensor;
   }
   if (devices_ == kAny && tensor.is_cpu()) return tensor;
@@ -225,7 +226,8 @@ void CpuCall::alias_dense(Slot& slot) {
   auto& data = slot.storage->_mutable_data_ptr_no_checks();
   if (C10_UNLIKELY(!data.unsafe_reset_data_and_ctx(slot.data))) data = c10::DataPtr(slot.data, kHost);
   slot.storage->unsafe_set_nbytes(slot.bytes);
-  if (C10_UNLIKELY(storage->resizable() != slot.storage->resizable())) slot.storage->set_resizable(storage->resizable());
+  if (C10_UNLIKELY(storage->resizable() != slot.storage->resizable()))
+    slot.storage->set_resizable(storage->resizable());
 }
 
 // Layouts whose TensorImpl is a class of its own: the same class, over aliases of its members.
@@ -250,11 +252,12 @@ void CpuCall::alias_special(Slot& slot) {
   } else if (keys.has(DispatchKey::QuantizedPrivateUse1) || keys.has(DispatchKey::NestedTensorPrivateUse1)) {
     StorageImpl* storage = real->unsafe_storage().unsafeGetStorageImpl();
     auto* keep = new c10::Storage(real->unsafe_storage());
-    c10::DataPtr data(const_cast<void*>(storage->data()), keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, kHost);
+    c10::DataPtr data(
+        const_cast<void*>(storage->data()), keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, kHost);
     slot.data = data.get();
     slot.bytes = storage->nbytes();
-    c10::Storage shown(c10::make_intrusive<StorageImpl>(
-        StorageImpl::use_byte_size_t(), slot.bytes, std::move(data), c10::GetAllocator(c10::kCPU), storage->resizable()));
+    c10::Storage shown(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), slot.bytes, std::move(data),
+        c10::GetAllocator(c10::kCPU), storage->resizable()));
     slot.shown = shown.unsafeGetStorageImpl();
     if (keys.has(DispatchKey::QuantizedPrivateUse1)) {
       auto made = c10::make_intrusive<at::QTensorImpl>(std::move(shown), DispatchKeySet(DispatchKey::QuantizedCPU),
@@ -296,7 +299,7 @@ void CpuCall::carry_back() {
       relabel(alias);
       slot.real->set_storage_keep_dtype(alias->unsafe_storage());
     } else if (C10_UNLIKELY(storage == slot.storage.get() &&
-                            (storage->data_ptr().get() != slot.data || storage->nbytes() != slot.bytes))) {
+                   (storage->data_ptr().get() != slot.data || storage->nbytes() != slot.bytes))) {
       StorageImpl* real = slot.real->unsafe_storage().unsafeGetStorageImpl();
       const size_t bytes = storage->nbytes();
       c10::DataPtr grown = storage->set_data_ptr(c10::DataPtr(nullptr, kHost));
@@ -308,7 +311,7 @@ void CpuCall::carry_back() {
     }
     TensorImpl* real = slot.real;
     if (C10_UNLIKELY(real->sizes() != alias->sizes() || real->strides() != alias->strides() ||
-                     real->storage_offset() != alias->storage_offset()))
+            real->storage_offset() != alias->storage_offset()))
       real->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
   }
 }
@@ -324,8 +327,8 @@ void CpuCall::carry_back_special(Slot& slot) {
     to->set_coalesced(from->coalesced());
   } else if (keys.has_any(c10::sparse_csr_ks)) {
     auto *to = static_cast<at::SparseCsrTensorImpl*>(real), *from = static_cast<at::SparseCsrTensorImpl*>(alias);
-    to->set_member_tensors(result(from->compressed_indices()), result(from->plain_indices()), result(from->values()),
-        from->sizes());
+    to->set_member_tensors(
+        result(from->compressed_indices()), result(from->plain_indices()), result(from->values()), from->sizes());
   } else {
     TORCH_CHECK_NOT_IMPLEMENTED(alias->unsafe_storage().unsafeGetStorageImpl() == slot.shown &&
             slot.shown->data_ptr().get() == slot.data && slot.shown->nbytes() == slot.bytes,
@@ -363,7 +366,8 @@ void CpuCall::relabel(TensorImpl* impl) {
       sparse->set_indices_and_values_unsafe(members[0], members[1]);
       sparse->set_coalesced(coalesced);
     } else
-      static_cast<at::SparseCsrTensorImpl*>(impl)->set_member_tensors(members[0], members[1], members[2], impl->sizes());
+      static_cast<at::SparseCsrTensorImpl*>(impl)->set_member_tensors(
+          members[0], members[1], members[2], impl->sizes());
     return;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(impl->has_storage(), "openreg: this operator gives a ", impl->layout(),
@@ -379,8 +383,7 @@ void CpuCall::relabel(TensorImpl* impl) {
   }
   if (!view) relabel_storage(storage, here.index());
   impl->*(&Access::key_set_) = ((keys - kAutocast).remove_backend(BackendComponent::CPUBit) |
-                                DispatchKeySet(BackendComponent::PrivateUse1Bit) |
-                                DispatchKeySet(DispatchKey::AutocastPrivateUse1));
+      DispatchKeySet(BackendComponent::PrivateUse1Bit) | DispatchKeySet(DispatchKey::AutocastPrivateUse1));
   impl->*(&Access::device_opt_) = here;
 }
 
@@ -430,11 +433,10 @@ void resize_storage(StorageImpl* storage, size_t bytes) {
 namespace {
 
 // Operators whose CPU arguments are by design on the host: on CUDA too, lengths and index lists may be.
-const std::unordered_set<std::string> kHostArguments = {
-    "aten::_pack_padded_sequence", "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
-    "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate", "aten::_ctc_loss",
-    "aten::_pad_packed_sequence", "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer",
-    "aten::_nested_view_from_buffer_copy"};
+const std::unordered_set<std::string> kHostArguments = {"aten::_pack_padded_sequence", "aten::index",
+    "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_masked_index",
+    "aten::_unsafe_masked_index_put_accumulate", "aten::_ctc_loss", "aten::_pad_packed_sequence",
+    "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer", "aten::_nested_view_from_buffer_copy"};
 // Results that stay on the host: the batch sizes of a packed sequence steer Python code.
 const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padded_sequence", 1}};
 
@@ -557,7 +559,8 @@ constexpr Layout kLayouts[] = {
 
 // The namespaces whose operators ship with torch. Others are third-party libraries': those fall
 // back, by policy, unless the user asks to share their CPU kernels (openreg_ops.fallback.share).
-const std::unordered_set<std::string> kNamespaces = {"aten", "quantized", "_quantized", "sparse", "mkl", "mkldnn", "onednn"};
+const std::unordered_set<std::string> kNamespaces = {
+    "aten", "quantized", "_quantized", "sparse", "mkl", "mkldnn", "onednn"};
 
 } // namespace
 

@@ -115,8 +115,12 @@ int64_t register_native_kernels();
 
 namespace detail {
 
-inline const at::Tensor& map(CpuCall& call, const at::Tensor& t) { return call.alias(t); }
-inline at::Tensor& map(CpuCall& call, at::Tensor& t) { return const_cast<at::Tensor&>(call.alias(t, true)); }
+inline const at::Tensor& map(CpuCall& call, const at::Tensor& t) {
+  return call.alias(t);
+}
+inline at::Tensor& map(CpuCall& call, at::Tensor& t) {
+  return const_cast<at::Tensor&>(call.alias(t, true));
+}
 inline std::optional<at::Tensor> map(CpuCall& call, const std::optional<at::Tensor>& t) {
   return t ? std::optional(call.alias(*t)) : std::nullopt;
 }
@@ -140,9 +144,15 @@ T&& map(CpuCall&, T&& value) {
   return std::forward<T>(value);
 }
 
-inline at::Tensor unmap(CpuCall& call, at::Tensor&& t) { return call.result(std::move(t)); }
-inline at::Tensor& unmap(CpuCall& call, at::Tensor& t) { return const_cast<at::Tensor&>(call.original(t)); }
-inline const at::Tensor& unmap(CpuCall& call, const at::Tensor& t) { return call.original(t); }
+inline at::Tensor unmap(CpuCall& call, at::Tensor&& t) {
+  return call.result(std::move(t));
+}
+inline at::Tensor& unmap(CpuCall& call, at::Tensor& t) {
+  return const_cast<at::Tensor&>(call.original(t));
+}
+inline const at::Tensor& unmap(CpuCall& call, const at::Tensor& t) {
+  return call.original(t);
+}
 template <class... T>
 std::tuple<T...> unmap(CpuCall& call, std::tuple<T...>&& values) {
   return std::apply([&](auto&... each) { return std::tuple<T...>(unmap(call, static_cast<T&&>(each))...); }, values);

@@ -64,6 +64,7 @@
 namespace openreg {
 
 // Run-time function pointers rather than TORCH_FN, and no inlining: half the compile time.
+// clang-format off: a table reads better
 #define UNBOXED(schema, op) m.impl(schema, native<at::_ops::op>)
 #define UNARY(name) UNBOXED(#name, name); UNBOXED(#name "_", name##_); UNBOXED(#name ".out", name##_out)
 #define BINARY(name) UNBOXED(#name ".Tensor", name##_Tensor); UNBOXED(#name "_.Tensor", name##__Tensor); UNBOXED(#name ".out", name##_out)
@@ -95,5 +96,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   UNBOXED("index_select", index_select); UNBOXED("embedding_dense_backward", embedding_dense_backward);
   UNBOXED("cat", cat);
 }
+// clang-format on
 
 } // namespace openreg

@@ -115,9 +115,10 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
 
 c10::DeviceIndex checked_index(c10::DeviceIndex index) {
   if (index == -1) index = static_cast<c10::DeviceIndex>(current_device());
-  TORCH_CHECK(index >= 0 && index < device_count(),
-      "openreg: invalid device ordinal ", static_cast<int>(index), "; there ",
-      device_count() == 1 ? "is 1 device, openreg:0" : c10::str("are ", device_count(), " devices, openreg:0 to openreg:", device_count() - 1),
+  TORCH_CHECK(index >= 0 && index < device_count(), "openreg: invalid device ordinal ", static_cast<int>(index),
+      "; there ",
+      device_count() == 1 ? "is 1 device, openreg:0"
+                          : c10::str("are ", device_count(), " devices, openreg:0 to openreg:", device_count() - 1),
       ". Set OPENREG_DEVICE_COUNT before starting Python to have more.");
   return index;
 }

@@ -30,12 +30,11 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     TORCH_CHECK(false, "openreg: a Generator has no offset (its engine is Mersenne Twister); use get_state()");
   }
   void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return inner.unsafeGetGeneratorImpl()->get_state();
-  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
     auto* other = dynamic_cast<DeviceGenerator*>(state.get());
-    TORCH_CHECK(other, "openreg: graphsafe_set_state() expected an openreg Generator, but got one of ", state->device());
+    TORCH_CHECK(
+        other, "openreg: graphsafe_set_state() expected an openreg Generator, but got one of ", state->device());
     inner = other->inner;
   }
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
@@ -64,8 +63,8 @@ at::Generator new_generator(c10::DeviceIndex device) {
 }
 
 const at::Generator& inner_generator(const at::Generator& generator) {
-  TORCH_CHECK(generator.device().is_privateuseone(),
-      "Expected a 'openreg' device type for generator but found '", generator.device().type(), "'");
+  TORCH_CHECK(generator.device().is_privateuseone(), "Expected a 'openreg' device type for generator but found '",
+      generator.device().type(), "'");
   return static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->inner;
 }
 

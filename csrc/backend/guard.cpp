@@ -27,9 +27,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const DeviceIndex index = checked_index(device);
     return Device(c10::kPrivateUse1, static_cast<DeviceIndex>(exchange_device(index)));
   }
-  Device getDevice() const override {
-    return Device(c10::kPrivateUse1, static_cast<DeviceIndex>(current_device()));
-  }
+  Device getDevice() const override { return Device(c10::kPrivateUse1, static_cast<DeviceIndex>(current_device())); }
   void setDevice(Device device) const override { exchange_device(checked_index(device)); }
   void uncheckedSetDevice(Device device) const noexcept override {
     if (device.index() >= 0 && device.index() < device_count()) exchange_device(device.index());
@@ -60,9 +58,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void record(void** event, const DeviceStream& stream, DeviceIndex device, c10::EventFlag flag) const override {
-    TORCH_CHECK(device == -1 || device == stream.device_index(),
-        "openreg: an event of device ", static_cast<int>(device), " cannot be recorded on a stream of device ",
-        static_cast<int>(stream.device_index()), "; create the event on the stream's device");
+    TORCH_CHECK(device == -1 || device == stream.device_index(), "openreg: an event of device ",
+        static_cast<int>(device), " cannot be recorded on a stream of device ", static_cast<int>(stream.device_index()),
+        "; create the event on the stream's device");
     if (!*event) *event = new Event{stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT};
     static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
   }
@@ -72,8 +70,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* start, void* end, DeviceIndex) const override {
     TORCH_CHECK(start && end, "openreg: both events must be recorded before elapsed_time(); call record() on each");
     const auto *a = static_cast<Event*>(start), *b = static_cast<Event*>(end);
-    TORCH_CHECK(a->timed && b->timed,
-        "openreg: elapsed_time() needs events created with enable_timing=True");
+    TORCH_CHECK(a->timed && b->timed, "openreg: elapsed_time() needs events created with enable_timing=True");
     TORCH_CHECK(a->device == b->device, "openreg: elapsed_time() of events on openreg:", a->device,
         " and openreg:", b->device, "; both must be on one device");
     return std::chrono::duration<double, std::milli>(b->time - a->time).count();

@@ -32,8 +32,8 @@ struct PinnedMemory final : at::HostAllocator {
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
     void* pointer = nullptr;
     const int error = posix_memalign(&pointer, kPage, bytes);
-    TORCH_CHECK_WITH(OutOfMemoryError, error == 0,
-        "openreg: cannot allocate ", bytes, " bytes of pinned host memory; use less, or do without pin_memory");
+    TORCH_CHECK_WITH(OutOfMemoryError, error == 0, "openreg: cannot allocate ", bytes,
+        " bytes of pinned host memory; use less, or do without pin_memory");
     std::lock_guard lock(mutex);
     pinned().emplace(static_cast<const char*>(pointer), bytes);
     return {pointer, pointer, &free_pinned, c10::Device(c10::kCPU)};

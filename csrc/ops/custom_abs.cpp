@@ -27,8 +27,7 @@ void abs_loop(const T* x, Real* y, int64_t n) {
 
 Tensor custom_abs(const Tensor& input) {
   const auto type = input.scalar_type();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      type != at::kBool && !c10::isBarebonesUnsignedType(type) && !c10::isBitsType(type) &&
+  TORCH_CHECK_NOT_IMPLEMENTED(type != at::kBool && !c10::isBarebonesUnsignedType(type) && !c10::isBitsType(type) &&
           type != at::kFloat8_e8m0fnu && type != at::kFloat4_e2m1fn_x2,
       "custom_abs: not implemented for ", dtype_name(type), "; convert input with .to()");
   // Elementwise over memory as it lies: a dense input of any order of dimensions needs no copy.
@@ -38,10 +37,11 @@ Tensor custom_abs(const Tensor& input) {
     using Real = typename c10::scalar_value_type<scalar_t>::type;
     launch(current_stream(x.get_device()),
         [from = x.const_data_ptr<scalar_t>(), to = y.mutable_data_ptr<Real>(), n = x.numel()] {
-          at::parallel_for(0, n, kGrain,
-              [&](int64_t begin, int64_t end) { abs_loop(from + begin, to + begin, end - begin); });
+          at::parallel_for(
+              0, n, kGrain, [&](int64_t begin, int64_t end) { abs_loop(from + begin, to + begin, end - begin); });
         });
-  }), AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBFloat16,
+  }),
+      AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBFloat16,
       at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz);
   return y;
 }

@@ -48,8 +48,8 @@ inline std::string_view dtype_name(at::ScalarType type) {
 
 inline void check_floating(const char* op, const char* name, const Tensor& x) {
   const auto type = x.scalar_type();
-  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16,
-      op, ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(type),
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
+      ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(type),
       "; convert it with .to()");
 }
 

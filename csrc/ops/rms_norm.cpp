@@ -24,8 +24,8 @@ Acc<T> rms_norm_row(const T* x, const T* weight, T* y, int64_t n, double eps) {
 // dx = rstd * g - x * rstd^3 * mean(g * x) with g = dy * weight, for one row; adds (or, for the first
 // row, writes) dy * x * rstd to grad_weight.
 template <class T>
-void rms_norm_backward_row(const T* grad_y, const T* x, const T* weight, Acc<T> rstd, T* grad_x,
-    Acc<T>* grad_weight, bool first, int64_t n) {
+void rms_norm_backward_row(
+    const T* grad_y, const T* x, const T* weight, Acc<T> rstd, T* grad_x, Acc<T>* grad_weight, bool first, int64_t n) {
   using V = Vec<T>;
   const double mean = sum<T>(n, [](V g, V x, V w) { return g * w * x; }, grad_y, x, weight) / static_cast<double>(n);
   const V r(rstd), c(static_cast<Acc<T>>(mean * rstd * rstd * rstd));

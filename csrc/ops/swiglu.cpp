@@ -63,8 +63,8 @@ Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
     launch(current_stream(gate.get_device()),
         [n = gate.numel(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(), y = y.mutable_data_ptr<T>()] {
           at::parallel_for(0, n, kExpGrain, [&](int64_t begin, int64_t end) {
-            at::vec::map2<T>([](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; },
-                y + begin, g + begin, u + begin, end - begin);
+            at::vec::map2<T>(
+                [](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; }, y + begin, g + begin, u + begin, end - begin);
           });
         });
   });

@@ -105,7 +105,8 @@ class Pool {
   void empty_cache() noexcept {
     std::lock_guard lock(mutex_);
     for (const auto& [page, length] : free_)
-      if (page < high_water_) madvise(base_ + page * kPage, std::min(length, high_water_ - page) * kPage, MADV_DONTNEED);
+      if (page < high_water_)
+        madvise(base_ + page * kPage, std::min(length, high_water_ - page) * kPage, MADV_DONTNEED);
     if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second >= high_water_)
       high_water_ = std::min(high_water_, free_.rbegin()->first);
     stats_.reserved = high_water_ * kPage;
@@ -145,9 +146,8 @@ class Pool {
   [[noreturn]] void fail(std::size_t bytes) {
     ++stats_.failures;
     const std::size_t total = device_memory();
-    throw OutOfMemory(
-        "openreg out of memory. Tried to allocate " + format_bytes(bytes) + ". Device " + std::to_string(device_) +
-        " has a total capacity of " + format_bytes(total) + " of which " +
+    throw OutOfMemory("openreg out of memory. Tried to allocate " + format_bytes(bytes) + ". Device " +
+        std::to_string(device_) + " has a total capacity of " + format_bytes(total) + " of which " +
         format_bytes(total - std::min(total, stats_.allocated)) + " is free; " + format_bytes(stats_.allocated) +
         " is allocated and " + format_bytes(stats_.reserved) +
         " is reserved by openreg. Free some tensors, or raise OPENREG_DEVICE_MEMORY.");
@@ -206,7 +206,8 @@ struct Memory {
     // Twice the capacity: fragmentation must not end what the capacity allows.
     stride = (2 * device_memory() + (1u << 30)) / kPage * kPage;
     if (!count) return;
-    void* range = mmap(nullptr, stride * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* range =
+        mmap(nullptr, stride * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) {
       std::perror("openreg: cannot reserve address space for device memory; lower OPENREG_DEVICE_MEMORY");
       std::abort();

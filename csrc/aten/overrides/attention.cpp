@@ -14,7 +14,8 @@ namespace openreg {
 namespace {
 
 int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const std::optional<at::Tensor>& mask, double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+    const std::optional<at::Tensor>& mask, double dropout_p, bool is_causal, std::optional<double> scale,
+    bool enable_gqa) {
   // An alias does not require grad, so say here what the flash kernel cannot differentiate.
   if (mask && mask->defined() && mask->requires_grad()) return static_cast<int64_t>(sdp::SDPBackend::math);
   if (!query.is_privateuseone()) return static_cast<int64_t>(sdp::SDPBackend::math);
@@ -31,9 +32,12 @@ using Attention = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10
 Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& bias, double dropout_p, bool is_causal, bool /*return_debug_mask*/,
     std::optional<double> scale) {
-  TORCH_CHECK(dropout_p == 0, "_scaled_dot_product_fused_attention_overrideable: the device's fused attention has no "
-      "dropout, but got dropout_p=", dropout_p, "; call scaled_dot_product_attention, which decomposes it");
-  auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, bias, scale);
+  TORCH_CHECK(dropout_p == 0,
+      "_scaled_dot_product_fused_attention_overrideable: the device's fused attention has no "
+      "dropout, but got dropout_p=",
+      dropout_p, "; call scaled_dot_product_attention, which decomposes it");
+  auto [out, logsumexp] =
+      at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, bias, scale);
   const auto none = at::empty({0}, query.options().dtype(at::kLong));
   return {out, logsumexp, none, none, query.sym_size(2), key.sym_size(2), none, none, none};
 }
@@ -41,8 +45,10 @@ Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backward(const at::Tensor& grad,
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& bias,
     std::array<bool, 4> mask, const at::Tensor& out, const at::Tensor& logsumexp, const at::Tensor&, const at::Tensor&,
-    int64_t, int64_t, double dropout_p, bool is_causal, const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
-  TORCH_CHECK(!mask[3], "_scaled_dot_product_fused_attention_overrideable_backward: the device's fused attention gives "
+    int64_t, int64_t, double dropout_p, bool is_causal, const at::Tensor&, const at::Tensor&,
+    std::optional<double> scale) {
+  TORCH_CHECK(!mask[3],
+      "_scaled_dot_product_fused_attention_overrideable_backward: the device's fused attention gives "
       "no gradient for attn_bias; call scaled_dot_product_attention, which decomposes it");
   auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, logsumexp,
       dropout_p, is_causal, bias.defined() ? std::optional(bias) : std::nullopt, scale);

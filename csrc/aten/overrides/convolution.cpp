@@ -15,20 +15,21 @@ at::Tensor convolution_overrideable(const at::Tensor& input, const at::Tensor& w
   CpuCall call;
   const at::Tensor &x = call.alias(input), &w = call.alias(weight);
   const auto b = detail::map(call, bias);
-  return call.result(
-      call.run([&] { return at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups); }));
+  return call.result(call.run(
+      [&] { return at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups); }));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable(const at::Tensor& grad,
     const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> mask) {
   CpuCall call;
   const at::Tensor &g = call.alias(grad), &x = call.alias(input), &w = call.alias(weight);
   // The bias has one element an output channel, whatever its gradient turns out to be used for.
   const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
   return detail::unmap(call, call.run([&] {
-    return at::convolution_backward(
-        g, x, w, mask[2] ? at::OptionalIntArrayRef(channels) : std::nullopt, stride, padding, dilation, transposed, output_padding, groups, mask);
+    return at::convolution_backward(g, x, w, mask[2] ? at::OptionalIntArrayRef(channels) : std::nullopt, stride,
+        padding, dilation, transposed, output_padding, groups, mask);
   }));
 }
 

@@ -33,8 +33,9 @@ std::pair<int64_t, int64_t> pair_of(at::IntArrayRef values) {
 at::Tensor max_pool2d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
     at::IntArrayRef dilation, bool ceil_mode) {
   // Malformed parameters get ATen's own errors, and channels-last images its own kernel.
-  const bool plain = (self.dim() == 3 || self.dim() == 4) && self.suggest_memory_format() == at::MemoryFormat::Contiguous &&
-      self.numel() > 0 && !self.is_complex() && self.scalar_type() != at::kBool;
+  const bool plain = (self.dim() == 3 || self.dim() == 4) &&
+      self.suggest_memory_format() == at::MemoryFormat::Contiguous && self.numel() > 0 && !self.is_complex() &&
+      self.scalar_type() != at::kBool;
   const bool given = (kernel.size() == 1 || kernel.size() == 2) && stride.size() <= 2 && padding.size() >= 1 &&
       padding.size() <= 2 && dilation.size() >= 1 && dilation.size() <= 2;
   if (!plain || !given) return decomposed(self, kernel, stride, padding, dilation, ceil_mode);
@@ -45,7 +46,8 @@ at::Tensor max_pool2d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArr
   const int64_t h = self.size(-2), w = self.size(-1);
   const int64_t oh = at::native::pooling_output_shape<int64_t>(h, kh, ph, sh, dh, ceil_mode);
   const int64_t ow = at::native::pooling_output_shape<int64_t>(w, kw, pw, sw, dw, ceil_mode);
-  at::native::pool2d_shape_check(self, kh, kw, sh, sw, ph, pw, dh, dw, self.size(-3), h, w, oh, ow, at::MemoryFormat::Contiguous);
+  at::native::pool2d_shape_check(
+      self, kh, kw, sh, sw, ph, pw, dh, dw, self.size(-3), h, w, oh, ow, at::MemoryFormat::Contiguous);
 
   const at::Tensor input = self.contiguous();
   auto sizes = self.sizes().vec();
@@ -55,26 +57,29 @@ at::Tensor max_pool2d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArr
   AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, self.scalar_type(), "max_pool2d", [&] {
     const auto* in = input.const_data_ptr<scalar_t>();
     auto* out = output.mutable_data_ptr<scalar_t>();
-    launch(current_stream(self.device().index()), [&, h = h, w = w, kh = kh, kw = kw, sh = sh, sw = sw, ph = ph, pw = pw, dh = dh, dw = dw] {
-      at::parallel_for(0, self.numel() / (h * w), at::divup(32768, oh * ow * kh * kw), [&](int64_t begin, int64_t end) {
-        for (int64_t plane = begin; plane < end; ++plane) {
-          const scalar_t* x = in + plane * h * w;
-          scalar_t* y = out + plane * oh * ow;
-          for (int64_t i = 0; i < oh; ++i)
-            for (int64_t j = 0; j < ow; ++j) {
-              scalar_t best = std::numeric_limits<scalar_t>::has_infinity ? -std::numeric_limits<scalar_t>::infinity()
-                                                                         : std::numeric_limits<scalar_t>::lowest();
-              for (int64_t r = i * sh - ph, a = 0; a < kh; ++a, r += dh)
-                for (int64_t c = j * sw - pw, b = 0; b < kw; ++b, c += dw)
-                  if (r >= 0 && r < h && c >= 0 && c < w) {
-                    const scalar_t value = x[r * w + c];
-                    if (value > best || at::_isnan(value)) best = value;
-                  }
-              y[i * ow + j] = best;
-            }
-        }
-      });
-    });
+    launch(current_stream(self.device().index()),
+        [&, h = h, w = w, kh = kh, kw = kw, sh = sh, sw = sw, ph = ph, pw = pw, dh = dh, dw = dw] {
+          at::parallel_for(
+              0, self.numel() / (h * w), at::divup(32768, oh * ow * kh * kw), [&](int64_t begin, int64_t end) {
+                for (int64_t plane = begin; plane < end; ++plane) {
+                  const scalar_t* x = in + plane * h * w;
+                  scalar_t* y = out + plane * oh * ow;
+                  for (int64_t i = 0; i < oh; ++i)
+                    for (int64_t j = 0; j < ow; ++j) {
+                      scalar_t best = std::numeric_limits<scalar_t>::has_infinity
+                          ? -std::numeric_limits<scalar_t>::infinity()
+                          : std::numeric_limits<scalar_t>::lowest();
+                      for (int64_t r = i * sh - ph, a = 0; a < kh; ++a, r += dh)
+                        for (int64_t c = j * sw - pw, b = 0; b < kw; ++b, c += dw)
+                          if (r >= 0 && r < h && c >= 0 && c < w) {
+                            const scalar_t value = x[r * w + c];
+                            if (value > best || at::_isnan(value)) best = value;
+                          }
+                      y[i * ow + j] = best;
+                    }
+                }
+              });
+        });
   });
   return output;
 }

@@ -44,8 +44,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const std::opt
 // hy, and r, z, n, hx and the hidden part of n side by side.
 std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
     const at::Tensor& hx, const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
-  const auto in = add_bias(input_gates, input_bias).chunk(3, 1), hidden = add_bias(hidden_gates, hidden_bias).chunk(3, 1);
-  const auto r = at::sigmoid(in[0] + hidden[0]), z = at::sigmoid(in[1] + hidden[1]), n = at::tanh(in[2] + r * hidden[2]);
+  const auto in = add_bias(input_gates, input_bias).chunk(3, 1),
+             hidden = add_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  const auto r = at::sigmoid(in[0] + hidden[0]), z = at::sigmoid(in[1] + hidden[1]),
+             n = at::tanh(in[2] + r * hidden[2]);
   return {n + z * (hx - n), at::cat({r, z, n, hx, hidden[2]}, 1)};
 }
 
@@ -54,7 +56,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
     const at::Tensor& grad_hy, const at::Tensor& workspace, bool has_bias) {
   const auto saved = workspace.chunk(5, 1);
   const auto &r = saved[0], &z = saved[1], &n = saved[2], &hx = saved[3], &hidden_n = saved[4];
-  const auto dn = grad_hy * (1 - z) * (1 - n * n), dz = grad_hy * (hx - n) * z * (1 - z), dr = dn * hidden_n * r * (1 - r);
+  const auto dn = grad_hy * (1 - z) * (1 - n * n), dz = grad_hy * (hx - n) * z * (1 - z),
+             dr = dn * hidden_n * r * (1 - r);
   const auto in = at::cat({dr, dz, dn}, 1), hidden = at::cat({dr, dz, dn * r}, 1);
   return {in, hidden, grad_hy * z, has_bias ? in.sum(0) : at::Tensor(), has_bias ? hidden.sum(0) : at::Tensor()};
 }
