@@ -1,0 +1,99 @@
+"""The tests that custom_autograd_fn_returns_self and custom_autograd_fn_aliasing share, as a class to derive from."""
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, LAYOUTS, random
+from torch.testing import assert_close
+
+
+class HalvedGradient:
+    """An operator whose output is its input's memory, and which passes half of its gradient on."""
+
+    function = None  # the typed wrapper, a staticmethod
+    reference = None  # the plain reference, a staticmethod
+    op = None  # the operator's overload
+
+    def test_by_hand(self):
+        x = kit.tensor([1.0, -2.0]).requires_grad_()
+        y = self.function(x)
+        y.backward(kit.tensor([4.0, 6.0]))
+        assert y.tolist() == [1.0, -2.0] and x.grad.tolist() == [2.0, 3.0]
+
+    @pytest.mark.parametrize("dtype", [*kit.FLOATS, torch.complex64], ids=str)
+    def test_matches_reference(self, dtype):
+        for shape in [(), (0, 3), (5, 7)]:
+            x = random(*shape, dtype=dtype)
+            (out, grad), (expected, expected_grad) = kit.run(self.function, x), kit.run(self.reference, x)
+            assert_close(out, expected)
+            assert_close(grad, expected_grad)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, layout):
+        x = LAYOUTS[layout](random(4, 5, 6))
+        y = self.function(x)
+        assert y.stride() == x.stride() and y.data_ptr() == x.data_ptr()
+        kit.check_against(self.function, self.reference, x)
+        kit.check_same_metadata(self.op, x)
+
+    def test_integers_pass(self):
+        assert self.function(kit.tensor([1, 2])).tolist() == [1, 2]
+
+    @pytest.mark.parametrize("where", [DEVICE, "cpu"])
+    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+    def test_output_shares_memory(self, mode, where):
+        with mode():
+            x = torch.zeros(3, device=where)
+            y = self.function(x)
+            y.add_(1)
+        assert y is not x and y.data_ptr() == x.data_ptr() and x.tolist() == [1, 1, 1]
+
+    def test_gradient_is_halved_each_time(self):
+        """gradcheck cannot serve: the gradient is, on purpose, not the derivative. Half is exact, so this is."""
+        x = random(3, 4, dtype=torch.float64, grad=True)
+        (first,) = torch.autograd.grad(self.function(x).pow(3).sum(), x, create_graph=True)
+        assert_close(first, 1.5 * x**2)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert_close(second, 1.5 * x)  # half of d(1.5 * y**2), since y passes half of its gradient on
+        # Followed by a doubling it is differentiable as written, any number of times.
+        kit.check_gradients(lambda x: self.function(2 * x) - x.detach(), x, twice=False)
+
+    def test_opcheck(self):
+        kit.check_operator(self.op, random(3, 8, grad=True))
+        kit.check_operator(self.op, random(3, 8))
+
+    def test_compiled(self):
+        kit.check_compiled(self.function, random(6, 10))
+        kit.check_compiled(lambda x: self.function(x.mT * 2).sin(), random(6, 10))
+
+    @pytest.mark.parametrize("where", [DEVICE, "cpu"])
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_compiled_write_reaches_the_input(self, mode, where):
+        def write(x):
+            y = self.function(x)
+            y.add_(1)
+            return y * 2
+
+        torch._dynamo.reset()
+        compiled = torch.compile(write, backend="aot_eager", fullgraph=True)
+        with mode():
+            x = torch.zeros(3, device=where)
+            assert compiled(x).tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
+
+    def test_exported(self):
+        kit.check_exported(lambda x: self.function(x) * 2, random(4, 10))
+
+    def test_side_stream(self, device):
+        kit.check_side_stream(self.function, random(6, 10, device=device))
+
+    def test_other_devices(self):
+        kit.check_other_devices(self.function, random(3, 10))
+
+    @pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+    def test_autocast_leaves_the_dtype_alone(self, device_type):
+        with kit.autocast(torch.bfloat16, device_type):
+            assert self.function(random(3, device=device_type)).dtype == torch.float32
+
+    def test_rejects_what_is_no_tensor(self):
+        with pytest.raises(RuntimeError, match=f"{self.function.__name__}.*Expected a value of type 'Tensor'"):
+            self.op([1.0])
