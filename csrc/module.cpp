@@ -50,13 +50,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);
   m.def("current_device", &openreg::current_device);
-  m.def("exchange_device", [](int device) {
-    return openreg::exchange_device(openreg::checked_index(static_cast<c10::DeviceIndex>(device)));
-  });
-  m.def("checked_index",
-      [](int device) { return static_cast<int>(openreg::checked_index(static_cast<c10::DeviceIndex>(device))); });
-  m.def("default_generator",
-      [](int device) { return openreg::default_generator(static_cast<c10::DeviceIndex>(device)); });
+  m.def("exchange_device", [](int64_t device) { return openreg::exchange_device(openreg::checked_index(device)); });
+  m.def("checked_index", [](int64_t device) { return static_cast<int>(openreg::checked_index(device)); });
+  m.def("default_generator", [](int64_t device) { return openreg::default_generator(openreg::checked_index(device)); });
   m.def("launch_count", &openreg::launch_count);
   m.def("set_fallback_policy", &openreg::set_fallback_policy);
   openreg::set_fallback_warning([](const std::string& message) {

@@ -33,7 +33,7 @@ _is_in_bad_fork = bool
 def _index(device: torch.types.Device = None) -> int:
     """The checked index for a device given in any of PyTorch's forms; None or no index is the current one."""
     if device is None:
-        return _C.current_device()
+        return _C.checked_index(-1)
     if isinstance(device, int):
         return _C.checked_index(device)
     device = torch.device(device)

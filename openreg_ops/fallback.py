@@ -69,14 +69,17 @@ _routed: dict[str, str] = {}
 
 
 def _apply() -> None:
-    global _routed
     _C.set_fallback_policy(_policy, _allow, _deny)
     wanted = _routes()
     for name in _routed.keys() | wanted.keys():
         if _routed.get(name) != wanted.get(name):
             operator, _, overload = name.partition(".")
             _C.route_operator(operator, overload, wanted.get(name, ""))
-    _routed = wanted
+            # One by one: where an operator is refused, those before it are known and can be taken back.
+            if name in wanted:
+                _routed[name] = wanted[name]
+            else:
+                del _routed[name]
 
 
 def get_policy() -> str:
@@ -130,8 +133,10 @@ class _Names:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for name in self._added:
-            self._names.remove(name)
+        added, self._added = self._added, ()  # a second exit has nothing to take off
+        for name in added:
+            if name in self._names:
+                self._names.remove(name)
         _apply()
 
 

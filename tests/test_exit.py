@@ -25,13 +25,13 @@ PROGRAMS = {
 def test_ends_cleanly(name):
     code = f"import torch, openreg_ops\nD = 'openreg'\n{PROGRAMS[name]}\nprint('end')"
     for _ in range(3):  # it was a race: half of all processes that had run a backward aborted
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_an_error_keeps_its_exit_status():
     code = "import torch, openreg_ops\ntorch.ones(2, device='openreg', requires_grad=True).sum().backward()\nraise SystemExit(3)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 3
+    assert subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=120).returncode == 3
 
 
 def test_a_forked_child_ends_cleanly():
@@ -43,5 +43,5 @@ def test_a_forked_child_ends_cleanly():
         "    assert (x.detach() + 1).tolist() == [2, 2, 2]; os._exit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -240,5 +240,5 @@ def test_environment():
     import os
 
     environment = {**os.environ, "OPENREG_FALLBACK": "error", "OPENREG_FALLBACK_DENY": "aten::cosh, aten::sinh"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "refused\n", done.stderr

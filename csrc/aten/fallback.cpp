@@ -84,6 +84,10 @@ class Copies {
     if (!t.defined() || !t.is_privateuseone()) return;
     TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided && !t.is_quantized() && !t.is_nested(), name,
         ": the CPU fallback copies strided tensors, but got a ", t.layout(), " one; convert it with .to_dense() first");
+    TORCH_CHECK(!found_ || t.device() == device_,
+        "Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ", t.device(),
+        "! Move one with .to().");
+    found_ = true;
     device_ = t.device();
     Copied& part = parts_[t.storage().unsafeGetStorageImpl()];
     if (!part.device) {
@@ -95,7 +99,7 @@ class Copies {
     size_t bytes = t.numel() ? item : 0;
     for (int64_t d = 0; d < t.dim() && t.numel(); ++d)
       bytes += static_cast<size_t>((t.size(d) - 1) * t.stride(d)) * item;
-    part.first = std::min(part.first, offset);
+    part.first = std::min(part.first, offset / 16 * 16); // a multiple of every itemsize
     part.last = std::max(part.last, offset + bytes);
   }
 
@@ -131,6 +135,7 @@ class Copies {
     for (auto& [impl, part] : parts_) {
       if (!part.write || part.last == part.first) continue;
       launch(current_stream(part.device.device().index()), [&, storage = impl] {
+        LendDeviceMemory here(part.device.device().index());
         std::memcpy(static_cast<char*>(storage->mutable_data()) + part.first, part.host.data(), part.last - part.first);
       });
       bytes_ += part.last - part.first;
@@ -152,7 +157,9 @@ class Copies {
     return t.to(device_);
   }
 
-  void set_device(c10::Device device) { device_ = device; }
+  void set_device(c10::Device device) {
+    if (!found_) device_ = device;
+  }
   c10::Device where() const { return device_; }
   size_t bytes() const { return bytes_; }
 
@@ -160,6 +167,7 @@ class Copies {
   std::map<c10::StorageImpl*, Copied> parts_;
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_; // original, copy
   c10::Device device_{c10::kPrivateUse1, 0};
+  bool found_ = false; // whether a tensor has said which device
   size_t bytes_ = 0;
 };
 
@@ -225,7 +233,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
 
   const auto start = std::chrono::steady_clock::now();
   Copies copies;
-  copies.set_device(c10::Device(c10::kPrivateUse1, checked_index(c10::DeviceIndex(-1))));
+  copies.set_device(c10::Device(c10::kPrivateUse1, checked_index(-1)));
   const size_t base = stack->size() - count;
   bool generator = false;
   for (size_t i = 0; i < count; ++i) {

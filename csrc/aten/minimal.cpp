@@ -54,20 +54,22 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   });
 }
 
+// Grows `storage` to hold this geometry. Comes before the geometry is set: where memory runs out,
+// the tensor must stay as it was.
+void reserve(
+    const c10::Storage& storage, at::IntArrayRef size, at::OptionalIntArrayRef stride, size_t item, int64_t offset) {
+  const size_t bytes = stride ? at::detail::computeStorageNbytes(size, *stride, item, static_cast<size_t>(offset))
+                              : at::detail::computeStorageNbytesContiguous(size, item, static_cast<size_t>(offset));
+  if (c10::multiply_integers(size) && bytes > storage.nbytes()) resize_storage(storage.unsafeGetStorageImpl(), bytes);
+}
+
 // Gives `self` this geometry; the storage grows when it must and never shrinks.
 void set_geometry(const at::Tensor& self, at::IntArrayRef size, at::OptionalIntArrayRef stride) {
   c10::TensorImpl* impl = self.unsafeGetTensorImpl();
   if (impl->sizes() == size && (!stride || impl->strides() == *stride)) return;
-  const size_t item = self.dtype().itemsize(), offset = static_cast<size_t>(self.storage_offset());
-  size_t bytes;
-  if (stride) {
-    impl->set_sizes_and_strides(size, *stride);
-    bytes = at::detail::computeStorageNbytes(size, *stride, item, offset);
-  } else {
-    impl->generic_set_sizes_contiguous(size);
-    bytes = at::detail::computeStorageNbytesContiguous(size, item, offset);
-  }
-  if (impl->numel() && bytes > self.storage().nbytes()) resize_storage(self.storage().unsafeGetStorageImpl(), bytes);
+  reserve(self.storage(), size, stride, self.dtype().itemsize(), self.storage_offset());
+  if (stride) impl->set_sizes_and_strides(size, *stride);
+  else impl->generic_set_sizes_contiguous(size);
 }
 
 const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
@@ -83,7 +85,10 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
 
 at::Tensor& set_storage_offset(
     at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
-  at::native::checkSetStorage(self, source, offset, size, stride);
+  if (offset >= 0 && source.device() == self.device() && (!stride.data() || size.size() == stride.size()))
+    reserve(
+        source, size, stride.data() ? at::OptionalIntArrayRef(stride) : std::nullopt, self.dtype().itemsize(), offset);
+  at::native::checkSetStorage(self, source, offset, size, stride); // which refuses the rest
   self.unsafeGetTensorImpl()->set_storage_offset(offset);
   set_geometry(self, size, stride.data() ? at::OptionalIntArrayRef(stride) : std::nullopt);
   return self;
@@ -97,6 +102,8 @@ at::Tensor& set_empty(at::Tensor& self) {
 
 // .item(): one element, read where it lies.
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  TORCH_CHECK(self.numel() > 0, "_local_scalar_dense: expected a tensor of one element, but got an empty one of shape ",
+      self.sizes());
   return launch(current_stream(self.device().index()), [&]() -> at::Scalar {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();

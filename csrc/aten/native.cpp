@@ -142,7 +142,7 @@ CpuCall::~CpuCall() {
 }
 
 c10::DeviceIndex CpuCall::device() {
-  if (device_ < 0) set_device(checked_index(c10::DeviceIndex(-1)));
+  if (device_ < 0) set_device(checked_index(-1));
   return device_;
 }
 
@@ -158,6 +158,43 @@ CpuCall::Slot& CpuCall::take(TensorImpl* real, const at::Tensor* original, bool 
   slot.original = original;
   slot.write = write;
   return slot;
+}
+
+// The slot of a tensor that was passed before.
+CpuCall::Slot* CpuCall::find(const TensorImpl* real) {
+  constexpr size_t kMany = 16;
+  if (C10_LIKELY(slots_.top - base_ <= kMany)) {
+    for (size_t i = base_; i < slots_.top; ++i)
+      if (slots_.all[i]->real == real) return slots_.all[i].get();
+    return nullptr;
+  }
+  if (!index_) {
+    index_ = std::make_unique<std::unordered_map<const void*, Slot*>>();
+    for (size_t i = base_; i < slots_.top; ++i) index(*slots_.all[i]);
+  }
+  auto it = index_->find(real);
+  return it == index_->end() ? nullptr : it->second;
+}
+
+// The dense slot whose alias shows this storage, other than the newest slot.
+CpuCall::Slot* CpuCall::find(const StorageImpl* real) {
+  if (C10_UNLIKELY(index_ != nullptr)) {
+    auto it = index_->find(real);
+    return it == index_->end() ? nullptr : it->second;
+  }
+  for (size_t i = base_; i + 1 < slots_.top; ++i) {
+    Slot& other = *slots_.all[i];
+    if (other.dense && other.shown == other.storage.get() &&
+        other.real->unsafe_storage().unsafeGetStorageImpl() == real)
+      return &other;
+  }
+  return nullptr;
+}
+
+void CpuCall::index(Slot& slot) {
+  index_->emplace(slot.real, &slot);
+  if (slot.dense && slot.shown == slot.storage.get())
+    index_->emplace(slot.real->unsafe_storage().unsafeGetStorageImpl(), &slot);
 }
 
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
@@ -184,15 +221,15 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, openreg:",
         static_cast<int>(device_), " and openreg:", static_cast<int>(index), "! Move one with .to().");
   }
-  for (size_t i = base_; i < slots_.top; ++i)
-    if (slots_.all[i]->real == impl) {
-      slots_.all[i]->write |= write;
-      return slots_.all[i]->alias();
-    }
+  if (Slot* known = find(impl)) {
+    known->write |= write;
+    return known->alias();
+  }
   Slot& slot = take(impl, &tensor, write);
   slot.dense = impl->key_set().has(DispatchKey::PrivateUse1);
   if (C10_LIKELY(slot.dense)) alias_dense(slot);
   else alias_special(slot);
+  if (C10_UNLIKELY(index_ != nullptr)) this->index(slot);
   return slot.alias();
 }
 
@@ -212,16 +249,17 @@ void CpuCall::alias_dense(Slot& slot) {
 
   StorageImpl* storage = real->unsafe_storage().unsafeGetStorageImpl();
   slot.shown = slot.storage.get();
-  for (size_t i = base_; i + 1 < slots_.top; ++i) {
-    Slot& other = *slots_.all[i];
-    if (other.dense && other.shown == other.storage.get() &&
-        other.real->unsafe_storage().unsafeGetStorageImpl() == storage) {
-      alias->*(&Access::storage_) = c10::Storage(other.storage);
-      slot.shown = other.storage.get();
-      return;
-    }
+  if (Slot* other = find(storage)) {
+    alias->*(&Access::storage_) = c10::Storage(other->storage);
+    slot.shown = other->storage.get();
+    return;
   }
-  slot.data = slot.write ? storage->mutable_data() : const_cast<void*>(storage->data());
+  {
+    // Copy-on-write memory becomes the tensor's own, on its device, even for a read: a kernel may
+    // write what its schema does not say (batch_norm's statistics), or through another argument.
+    LendDeviceMemory here(real->device().index());
+    slot.data = storage->mutable_data();
+  }
   slot.bytes = storage->nbytes();
   auto& data = slot.storage->_mutable_data_ptr_no_checks();
   if (C10_UNLIKELY(!data.unsafe_reset_data_and_ctx(slot.data))) data = c10::DataPtr(slot.data, kHost);
@@ -286,30 +324,33 @@ at::Generator CpuCall::generator(const std::optional<at::Generator>& generator) 
 
 void CpuCall::carry_back() {
   for (size_t i = base_; i < slots_.top; ++i) {
+    // Memory first, by the slot that owns the alias storage: any argument that shares it may have grown it.
+    Slot& slot = *slots_.all[i];
+    StorageImpl* storage = slot.storage.get();
+    if (!slot.dense || slot.shown != storage) continue;
+    if (C10_LIKELY(storage->data_ptr().get() == slot.data && storage->nbytes() == slot.bytes)) continue;
+    StorageImpl* real = slot.real->unsafe_storage().unsafeGetStorageImpl();
+    const size_t bytes = storage->nbytes();
+    c10::DataPtr grown = storage->set_data_ptr(c10::DataPtr(nullptr, kHost));
+    if (grown.get() != slot.data) {
+      grown.unsafe_set_device(c10::Device(c10::kPrivateUse1, device_));
+      real->set_data_ptr_noswap(std::move(grown));
+    }
+    real->set_nbytes(bytes);
+  }
+  for (size_t i = base_; i < slots_.top; ++i) {
     Slot& slot = *slots_.all[i];
     if (!slot.write) continue;
     if (C10_UNLIKELY(!slot.dense)) {
       carry_back_special(slot);
       continue;
     }
-    TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
-    StorageImpl* storage = alias->unsafe_storage().unsafeGetStorageImpl();
-    if (C10_UNLIKELY(storage != slot.shown)) {
+    TensorImpl *real = slot.real, *alias = slot.pooled.unsafeGetTensorImpl();
+    if (C10_UNLIKELY(alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
       // The kernel gave the tensor another storage (set_): that of another argument, or a new one.
       relabel(alias);
-      slot.real->set_storage_keep_dtype(alias->unsafe_storage());
-    } else if (C10_UNLIKELY(storage == slot.storage.get() &&
-                   (storage->data_ptr().get() != slot.data || storage->nbytes() != slot.bytes))) {
-      StorageImpl* real = slot.real->unsafe_storage().unsafeGetStorageImpl();
-      const size_t bytes = storage->nbytes();
-      c10::DataPtr grown = storage->set_data_ptr(c10::DataPtr(nullptr, kHost));
-      if (grown.get() != slot.data) {
-        grown.unsafe_set_device(c10::Device(c10::kPrivateUse1, device_));
-        real->set_data_ptr_noswap(std::move(grown));
-      }
-      real->set_nbytes(bytes);
+      real->set_storage_keep_dtype(alias->unsafe_storage());
     }
-    TensorImpl* real = slot.real;
     if (C10_UNLIKELY(real->sizes() != alias->sizes() || real->strides() != alias->strides() ||
             real->storage_offset() != alias->storage_offset()))
       real->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
@@ -461,11 +502,11 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
+    // The stack holds the only reference to some arguments, which the call needs until its own end.
+    c10::SmallVector<at::Tensor, 8> held;
     CpuCall call;
     if (host_arguments_) call.allow_host_tensors();
     const size_t count = write_.size();
-    // The stack held the only reference to some of these; results may be views of them.
-    c10::SmallVector<at::Tensor, 8> held;
     held.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       c10::IValue& value = (*stack)[stack->size() - count + i];

@@ -8,8 +8,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <memory>
 #include <optional>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -83,6 +85,9 @@ class CpuCall {
   struct Slots;
   static Slots& slots();
   Slot& take(c10::TensorImpl* real, const at::Tensor* original, bool write);
+  Slot* find(const c10::TensorImpl* real);
+  Slot* find(const c10::StorageImpl* real);
+  void index(Slot& slot);
   const at::Tensor& host(const at::Tensor& tensor, bool write);
   void alias_dense(Slot& slot);
   void alias_special(Slot& slot);
@@ -98,6 +103,8 @@ class CpuCall {
   LendDeviceMemory lend_;
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   std::vector<c10::StorageImpl*> host_storages_; // of the CPU tensors that were passed
+  // Slots by tensor and by storage, once there are many (fused optimizers pass thousands).
+  std::unique_ptr<std::unordered_map<const void*, Slot*>> index_;
 };
 
 // Grows or shrinks a device storage, keeping what fits.

@@ -24,7 +24,9 @@ void free_device(void* pointer) {
 // The device allocator, with the statistics that torch.accelerator.memory asks for.
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    return allocate_on(static_cast<c10::DeviceIndex>(current_device()), bytes);
+    // Copy-on-write memory is made inside a scope that names its device; see CpuCall::alias_dense.
+    const c10::DeviceIndex lent = LendDeviceMemory::lent();
+    return allocate_on(lent >= 0 ? lent : checked_index(-1), bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
@@ -50,7 +52,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     set(stats.active_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
     set(stats.requested_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
     set(stats.reserved_bytes, now.reserved, now.peak_reserved, now.reserved, 0);
-    set(stats.allocation, now.allocations - now.frees, now.allocations - now.frees, now.allocations, now.frees);
+    set(stats.allocation, now.active, now.peak_active, now.allocations, now.frees);
     stats.num_ooms = static_cast<int64_t>(now.failures);
     return stats;
   }
@@ -113,18 +115,19 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
   }
 }
 
-c10::DeviceIndex checked_index(c10::DeviceIndex index) {
-  if (index == -1) index = static_cast<c10::DeviceIndex>(current_device());
-  TORCH_CHECK(index >= 0 && index < device_count(), "openreg: invalid device ordinal ", static_cast<int>(index),
-      "; there ",
-      device_count() == 1 ? "is 1 device, openreg:0"
-                          : c10::str("are ", device_count(), " devices, openreg:0 to openreg:", device_count() - 1),
+c10::DeviceIndex checked_index(int64_t index) {
+  if (index == -1) index = current_device();
+  const int count = device_count();
+  TORCH_CHECK(index >= 0 && index < count, "openreg: invalid device ordinal ", index, "; there ",
+      count == 0       ? std::string("are no devices")
+          : count == 1 ? std::string("is 1 device, openreg:0")
+                       : c10::str("are ", count, " devices, openreg:0 to openreg:", count - 1),
       ". Set OPENREG_DEVICE_COUNT before starting Python to have more.");
-  return index;
+  return static_cast<c10::DeviceIndex>(index);
 }
 
 c10::DeviceIndex checked_index(std::optional<c10::Device> device) {
-  if (!device) return checked_index(c10::DeviceIndex(-1));
+  if (!device) return checked_index(-1);
   TORCH_CHECK(device->is_privateuseone(), "openreg: expected an openreg device, but got ", *device);
   return checked_index(device->index());
 }

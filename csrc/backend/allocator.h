@@ -31,7 +31,7 @@ class LendDeviceMemory {
 };
 
 // A device index as the user gave it, -1 meaning the current one; throws if there is no such device.
-c10::DeviceIndex checked_index(c10::DeviceIndex index);
+c10::DeviceIndex checked_index(int64_t index);
 c10::DeviceIndex checked_index(std::optional<c10::Device> device);
 
 } // namespace openreg

@@ -22,13 +22,12 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
   uint64_t current_seed() const override { return inner.current_seed(); }
   uint64_t seed() override { return inner.seed(); }
-  // Mersenne Twister has a state, not an offset; the messages are the CPU generator's with our name.
-  void set_offset(uint64_t) override {
-    TORCH_CHECK(false, "openreg: a Generator has no offset (its engine is Mersenne Twister); use set_state()");
+  // Mersenne Twister has a state and no offset; 0 stands for it, since pickling asks for one.
+  void set_offset(uint64_t offset) override {
+    TORCH_CHECK(offset == 0, "openreg: a Generator has no offset (its engine is Mersenne Twister), but got ", offset,
+        "; use set_state()");
   }
-  uint64_t get_offset() const override {
-    TORCH_CHECK(false, "openreg: a Generator has no offset (its engine is Mersenne Twister); use get_state()");
-  }
+  uint64_t get_offset() const override { return 0; }
   void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {

@@ -29,6 +29,7 @@ std::size_t bytes_from_environment(const char* name, std::size_t otherwise) {
   else if (unit == "k" || unit == "kb" || unit == "kib") scale = 1024.0;
   else if (unit == "m" || unit == "mb" || unit == "mib") scale = 1024.0 * 1024;
   else if (unit == "g" || unit == "gb" || unit == "gib") scale = 1024.0 * 1024 * 1024;
+  else if (unit == "t" || unit == "tb" || unit == "tib") scale = 1024.0 * 1024 * 1024 * 1024;
   if (end == text || scale == 0 || !(number * scale >= 1 && number * scale < 1e15)) {
     std::fprintf(
         stderr, "openreg: %s=\"%s\" is not a size such as 8GiB or 512MiB; using %zu bytes\n", name, text, otherwise);

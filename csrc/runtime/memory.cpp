@@ -58,9 +58,9 @@ class Pool {
   }
 
   void* allocate(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
     // Refused before any rounding can overflow.
     if (bytes > device_memory()) fail(bytes);
-    std::lock_guard lock(mutex_);
     if (bytes <= kSmall) {
       const int index = class_of(bytes);
       const std::size_t size = class_size(index);
@@ -68,12 +68,13 @@ class Pool {
       if (stats_.allocated + size > device_memory()) fail(bytes);
       if (blocks.empty()) {
         const std::size_t page = take_run(1, bytes);
-        pages_[page] = Page{index + 1, 1};
+        pages_[page] = Page{index + 1, 0};
         char* start = base_ + page * kPage;
         for (std::size_t offset = kPage / size * size; offset; offset -= size) blocks.push_back(start + offset - size);
       }
       char* pointer = blocks.back();
       blocks.pop_back();
+      ++pages_[page_of(pointer)].count;
       count(size);
       return pointer;
     }
@@ -86,7 +87,7 @@ class Pool {
   }
 
   void deallocate(char* pointer) noexcept {
-    const std::size_t page = static_cast<std::size_t>(pointer - base_) / kPage;
+    const std::size_t page = page_of(pointer);
     std::lock_guard lock(mutex_);
     std::size_t size;
     if (pages_[page].kind == kRun) {
@@ -95,15 +96,18 @@ class Pool {
     } else {
       const int index = pages_[page].kind - 1;
       size = class_size(index);
+      --pages_[page].count;
       blocks_[static_cast<std::size_t>(index)].push_back(pointer);
     }
     stats_.allocated -= size;
     stats_.total_freed += size;
     ++stats_.frees;
+    --stats_.active;
   }
 
   void empty_cache() noexcept {
     std::lock_guard lock(mutex_);
+    reclaim();
     for (const auto& [page, length] : free_)
       if (page < high_water_)
         madvise(base_ + page * kPage, std::min(length, high_water_ - page) * kPage, MADV_DONTNEED);
@@ -121,6 +125,7 @@ class Pool {
     std::lock_guard lock(mutex_);
     stats_.peak_allocated = stats_.allocated;
     stats_.peak_reserved = stats_.reserved;
+    stats_.peak_active = stats_.active;
   }
 
   void reset_accumulated() noexcept {
@@ -133,13 +138,31 @@ class Pool {
   static constexpr int kRun = 0;
   struct Page {
     int kind;            // 1 + a size class, or kRun for the first page of a run
-    std::uint32_t count; // pages in the run
+    std::uint32_t count; // pages in the run, or blocks of the page in use
   };
+
+  std::size_t page_of(const char* pointer) const { return static_cast<std::size_t>(pointer - base_) / kPage; }
+
+  // Gives pages whose blocks are all free back to the runs, for any size class.
+  void reclaim() {
+    for (auto& blocks : blocks_) {
+      std::erase_if(blocks, [&](char* block) {
+        const std::size_t page = page_of(block);
+        if (pages_[page].count) return false;
+        if (pages_[page].kind != kRun) { // the first of its blocks that we meet
+          pages_[page].kind = kRun;
+          add_free_run(page, 1);
+        }
+        return true;
+      });
+    }
+  }
 
   void count(std::size_t size) {
     stats_.allocated += size;
     stats_.total_allocated += size;
     ++stats_.allocations;
+    stats_.peak_active = std::max(stats_.peak_active, ++stats_.active);
     stats_.peak_allocated = std::max(stats_.peak_allocated, stats_.allocated);
   }
 
@@ -153,14 +176,24 @@ class Pool {
         " is reserved by openreg. Free some tensors, or raise OPENREG_DEVICE_MEMORY.");
   }
 
-  // The first page of `length` free pages, the smallest run that holds them.
-  std::size_t take_run(std::size_t length, std::size_t bytes) {
+  // The smallest free run of at least `length` pages.
+  std::map<std::size_t, std::size_t>::iterator find_run(std::size_t length) {
     auto best = free_.end();
     for (auto run = free_.begin(); run != free_.end(); ++run)
       if (run->second >= length && (best == free_.end() || run->second < best->second)) {
         best = run;
         if (run->second == length) break;
       }
+    return best;
+  }
+
+  // The first page of `length` free pages, taken.
+  std::size_t take_run(std::size_t length, std::size_t bytes) {
+    auto best = find_run(length);
+    if (best == free_.end()) {
+      reclaim();
+      best = find_run(length);
+    }
     if (best == free_.end()) fail(bytes);
     const std::size_t page = best->first, rest = best->second - length;
     free_.erase(best);
@@ -208,10 +241,7 @@ struct Memory {
     if (!count) return;
     void* range =
         mmap(nullptr, stride * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (range == MAP_FAILED) {
-      std::perror("openreg: cannot reserve address space for device memory; lower OPENREG_DEVICE_MEMORY");
-      std::abort();
-    }
+    if (range == MAP_FAILED) return; // allocate() says so
     madvise(range, stride * count, MADV_HUGEPAGE);
     base = static_cast<char*>(range);
     size = stride * count;
@@ -231,6 +261,9 @@ Memory& memory() {
 } // namespace
 
 void* allocate(int device, std::size_t bytes) {
+  if (!memory().pools)
+    throw OutOfMemory("openreg: cannot reserve address space for " + std::to_string(device_count()) + " devices of " +
+        format_bytes(device_memory()) + "; lower OPENREG_DEVICE_MEMORY or OPENREG_DEVICE_COUNT, or raise `ulimit -v`");
   void* pointer = memory().pools[device].allocate(bytes);
   if (poison()) std::memset(pointer, 0xFF, bytes);
   return pointer;
@@ -250,16 +283,17 @@ int device_of(const void* pointer) noexcept {
 }
 
 void empty_cache(int device) noexcept {
-  memory().pools[device].empty_cache();
+  if (auto* pools = memory().pools) pools[device].empty_cache();
 }
 MemoryStats memory_stats(int device) noexcept {
-  return memory().pools[device].stats();
+  auto* pools = memory().pools;
+  return pools ? pools[device].stats() : MemoryStats{};
 }
 void reset_peak_memory(int device) noexcept {
-  memory().pools[device].reset_peak();
+  if (auto* pools = memory().pools) pools[device].reset_peak();
 }
 void reset_accumulated_memory(int device) noexcept {
-  memory().pools[device].reset_accumulated();
+  if (auto* pools = memory().pools) pools[device].reset_accumulated();
 }
 
 void set_poison(bool on) noexcept {

@@ -15,6 +15,7 @@ struct MemoryStats {
   std::size_t reserved, peak_reserved;
   std::size_t total_allocated, total_freed;
   std::uint64_t allocations, frees, failures;
+  std::uint64_t active, peak_active; // allocations that live
 };
 
 // Thrown when a device cannot hold an allocation; nothing has changed.
@@ -31,7 +32,7 @@ void deallocate(void* pointer) noexcept;
 // The device whose memory holds this address, or -1.
 int device_of(const void* pointer) noexcept;
 
-// Returns free pages to the operating system.
+// Returns all pages that hold nothing to the operating system.
 void empty_cache(int device) noexcept;
 
 MemoryStats memory_stats(int device) noexcept;

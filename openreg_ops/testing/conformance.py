@@ -76,7 +76,7 @@ class Worker:
     def start(self) -> None:
         a = self.arguments
         self.stderr = tempfile.TemporaryFile()
-        command = [sys.executable, "-m", "openreg_ops.testing.conformance", "--worker", "--device", a.device]
+        command = [sys.executable, "-P", "-m", "openreg_ops.testing.conformance", "--worker", "--device", a.device]
         command += ["--samples", str(a.samples), "--checks", *a.checks, "--threads", str(a.threads)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
         self.selector = selectors.DefaultSelector()

@@ -9,6 +9,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/Pool.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/max_pool2d.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
@@ -88,8 +89,9 @@ at::Tensor max_pool2d_autograd(const at::Tensor& self, at::IntArrayRef kernel, a
     at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
   if ((self.requires_grad() && at::GradMode::is_enabled()) || self._fw_grad(0).defined())
     return decomposed(self, kernel, stride, padding, dilation, ceil_mode);
+  // Through the dispatcher, so that fake tensors, modes and functionalization have their turn.
   at::AutoDispatchBelowADInplaceOrView below;
-  return max_pool2d(self, kernel, stride, padding, dilation, ceil_mode);
+  return at::max_pool2d(self, kernel, stride, padding, dilation, ceil_mode);
 }
 
 } // namespace

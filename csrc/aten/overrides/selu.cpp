@@ -2,6 +2,7 @@
 // torch::autograd::Function at AutogradPrivateUse1, the inference kernel at PrivateUse1.
 #include <ATen/ops/elu.h>
 #include <ATen/ops/elu_backward.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -29,8 +30,15 @@ struct Selu : torch::autograd::Function<Selu> {
   }
 };
 
+// A C++ autograd::Function has no rule for functional transforms or forward mode; at::elu has.
+bool transformed(const at::Tensor& self) {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
+      self._fw_grad(0).defined();
+}
+
 at::Tensor selu_autograd(const at::Tensor& self) {
-  return Selu::apply(self);
+  return transformed(self) ? selu_inference(self) : Selu::apply(self);
 }
 
 } // namespace
