@@ -230,3 +230,57 @@ def test_deepcopy_of_a_module_with_buffers():
     twin = copy.deepcopy(module)
     module(torch.randn(4, 3, device="openreg"))
     assert twin.running_mean.eq(0).all() and not module.running_mean.eq(0).all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_is_traced(dynamic):
+    """Its algorithm is chosen above the backend, where tensors are fake and modes are active."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 9, 8, device="openreg")
+        assert F.scaled_dot_product_attention(q, q, q, is_causal=True).shape == (2, 3, 9, 8)
+    torch._dynamo.reset()
+    attend = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length in (9, 12):
+        q = torch.randn(2, 3, length, 8, device="openreg", requires_grad=True)
+        assert_close(attend(q, q, q), F.scaled_dot_product_attention(q, q, q))
+        (got,) = torch.autograd.grad(attend(q, q, q).square().sum(), q)
+        assert_close(got, torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).square().sum(), q)[0])
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to("openreg")
+    x = torch.randn(2, 5, 8, device="openreg")
+    assert_close(torch.compile(layer, backend="aot_eager")(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_tensors_move_between_devices():
+    q = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.qint8)
+    there = q.to("openreg:1")
+    assert there.is_quantized and there.device == torch.device("openreg:1") and there.q_zero_point() == 3
+    assert there.cpu().int_repr().equal(q.int_repr()) and there.to("openreg:0").dequantize().cpu().equal(q.dequantize())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_dropout_leaves_the_cpus_generator_alone():
+    nested = torch.nested.nested_tensor([torch.ones(50), torch.ones(30)], device="openreg")
+    host, device = torch.get_rng_state(), torch.openreg.get_rng_state()
+    F.dropout(nested, 0.5)
+    assert torch.get_rng_state().equal(host) and not torch.openreg.get_rng_state().equal(device)
+
+
+def test_a_tensor_without_memory_is_refused():
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls):
+            return torch.Tensor._make_wrapper_subclass(cls, (2,), device="openreg")
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return NotImplemented
+
+    with torch._C._DisableTorchDispatch(), pytest.raises(RuntimeError, match=r"of shape \[2\] without memory"):
+        torch.add(Wrapper(), 1)
+    freed = torch.ones(3, device="openreg")
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"of shape \[3\] without memory: its storage was freed"):
+        freed + 1

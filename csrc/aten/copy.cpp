@@ -31,6 +31,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
 }
 
+// A quantized tensor's quantizer is set where it is made; what is copied is its integers.
+TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, m) {
+  m.impl("_copy_from", copy_from);
+}
+
 // The alias keeps the lazy conj and neg bits and the CPU's copy resolves them. Without this their
 // fallbacks would clone the source, and clone copies.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {

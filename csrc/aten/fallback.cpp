@@ -1,7 +1,6 @@
 // See fallback.h. The kernel behind every operator that the device has none of its own for.
 #include "fallback.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -169,30 +168,6 @@ class Copies {
   c10::Device device_{c10::kPrivateUse1, 0};
   bool found_ = false; // whether a tensor has said which device
   size_t bytes_ = 0;
-};
-
-// A random operator without a Generator argument draws from the CPU's default generator; while one
-// of these lives, that generator stands where the device's does, and afterwards where it stood.
-class LendGenerator {
- public:
-  LendGenerator(bool on, c10::DeviceIndex device) {
-    if (!on) return;
-    device_ = at::check_generator<at::CPUGeneratorImpl>(inner_generator(default_generator(device)));
-    host_ = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
-    saved_ = host_->get_state();
-    std::lock_guard lock(host_->mutex_);
-    host_->set_state(*device_->get_state());
-  }
-  ~LendGenerator() {
-    if (!host_) return;
-    std::lock_guard lock(host_->mutex_);
-    device_->set_state(*host_->get_state());
-    host_->set_state(*saved_);
-  }
-
- private:
-  at::CPUGeneratorImpl *device_ = nullptr, *host_ = nullptr;
-  c10::intrusive_ptr<c10::TensorImpl> saved_;
 };
 
 // Why this call is refused and what would permit it, or an empty string.

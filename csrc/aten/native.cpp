@@ -260,6 +260,10 @@ void CpuCall::alias_dense(Slot& slot) {
     LendDeviceMemory here(real->device().index());
     slot.data = storage->mutable_data();
   }
+  TORCH_CHECK(slot.data || real->numel() == 0 || real->key_set().has(DispatchKey::ZeroTensor),
+      "openreg: a kernel got a tensor of shape ", real->sizes(),
+      " without memory: its storage was freed or resized to nothing, or it is a wrapper whose own dispatch was turned "
+      "off");
   slot.bytes = storage->nbytes();
   auto& data = slot.storage->_mutable_data_ptr_no_checks();
   if (C10_UNLIKELY(!data.unsafe_reset_data_and_ctx(slot.data))) data = c10::DataPtr(slot.data, kHost);
@@ -478,6 +482,8 @@ const std::unordered_set<std::string> kHostArguments = {"aten::_pack_padded_sequ
     "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_masked_index",
     "aten::_unsafe_masked_index_put_accumulate", "aten::_ctc_loss", "aten::_pad_packed_sequence",
     "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer", "aten::_nested_view_from_buffer_copy"};
+// Operators that read no data of their tensor arguments, which may lie on any device.
+const std::unordered_set<std::string> kReadsNoData = {"aten::empty_quantized"};
 // Results that stay on the host: the batch sizes of a packed sequence steer Python code.
 const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padded_sequence", 1}};
 
@@ -489,14 +495,21 @@ const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mo
 // Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
 class NativeKernel final : public c10::OperatorKernel {
  public:
-  NativeKernel(const c10::FunctionSchema& schema, DispatchKey target) : target_(target) {
+  NativeKernel(const c10::OperatorHandle& op, DispatchKey target) : target_(target) {
+    const c10::FunctionSchema& schema = op.schema();
     for (const auto& argument : schema.arguments()) {
       const auto* info = argument.alias_info();
       write_.push_back(info && info->isWrite());
       const auto& type = argument.type();
       generator_.push_back(type->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())));
+      takes_generator_ |= generator_.back();
+      takes_device_ |= type->isSubtypeOf(*c10::OptionalType::create(c10::DeviceObjType::get()));
     }
+    // The flash kernel bears the tag but refuses dropout, and so never draws.
+    draws_ = !takes_generator_ && op.hasTag(at::Tag::nondeterministic_seeded) &&
+        schema.name() != "aten::_scaled_dot_product_flash_attention_for_cpu";
     host_arguments_ = kHostArguments.count(schema.name()) > 0;
+    reads_no_data_ = kReadsNoData.count(schema.name()) > 0;
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
   }
@@ -504,10 +517,19 @@ class NativeKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
-    CpuCall call;
+    CpuCall call(reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
+    bool for_host = false; // the caller asks for a CPU result, which then is none of the device's
     if (host_arguments_) call.allow_host_tensors();
     const size_t count = write_.size();
     held.reserve(count);
+    for (size_t i = 0; i < count && takes_device_; ++i) {
+      c10::IValue& value = (*stack)[stack->size() - count + i];
+      if (!value.isDevice()) continue;
+      for_host = value.toDevice().is_cpu();
+      if (for_host) continue;
+      call.set_device(checked_index(value.toDevice()));
+      value = kHost;
+    }
     for (size_t i = 0; i < count; ++i) {
       c10::IValue& value = (*stack)[stack->size() - count + i];
       if (value.isTensor()) {
@@ -515,12 +537,6 @@ class NativeKernel final : public c10::OperatorKernel {
         const at::Tensor& alias = call.alias(held.back(), write_[i]);
         if (C10_UNLIKELY(asks_requires_grad_) && held.back().requires_grad()) alias.set_requires_grad(true);
         value = alias;
-      } else if (value.isDevice()) {
-        const c10::Device device = value.toDevice();
-        if (device.is_privateuseone()) {
-          call.set_device(checked_index(device));
-          value = kHost;
-        }
       } else if (value.isTensorList()) {
         const auto list = value.toTensorList();
         c10::List<at::Tensor> aliases;
@@ -539,12 +555,18 @@ class NativeKernel final : public c10::OperatorKernel {
         value = std::move(aliases);
       }
     }
-    for (size_t i = 0; i < count; ++i)
+    for (size_t i = 0; i < count && takes_generator_; ++i)
       if (generator_[i]) {
         c10::IValue& value = (*stack)[stack->size() - count + i];
         value = call.generator(value.toOptional<at::Generator>());
       }
-    call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+    {
+      LendGenerator lend(draws_, draws_ ? call.device() : c10::DeviceIndex(0));
+      call.device();
+      LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());
+      call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+    }
+    if (C10_UNLIKELY(for_host)) return;
     const size_t returns = op.schema().returns().size();
     for (size_t i = 0; i < returns; ++i) {
       c10::IValue& value = (*stack)[stack->size() - returns + i];
@@ -583,7 +605,9 @@ class NativeKernel final : public c10::OperatorKernel {
 
   DispatchKey target_;
   std::vector<bool> write_, generator_;
-  bool host_arguments_ = false, asks_requires_grad_ = false;
+  bool takes_generator_ = false, takes_device_ = false;
+  bool draws_ = false; // random numbers, without a Generator argument
+  bool host_arguments_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
 };
 
@@ -607,8 +631,8 @@ const std::unordered_set<std::string> kNamespaces = {
 
 c10::RegistrationHandleRAII register_native_kernel(const c10::OperatorHandle& op, DispatchKey cpu, DispatchKey device) {
   return c10::Dispatcher::singleton().registerImpl(op.operator_name(), device,
-      c10::KernelFunction::makeFromBoxedFunctor<NativeKernel>(std::make_unique<NativeKernel>(op.schema(), cpu)),
-      std::nullopt, nullptr, "csrc/aten/native.cpp, sharing the CPU's kernel");
+      c10::KernelFunction::makeFromBoxedFunctor<NativeKernel>(std::make_unique<NativeKernel>(op, cpu)), std::nullopt,
+      nullptr, "csrc/aten/native.cpp, sharing the CPU's kernel");
 }
 
 int64_t register_native_kernels() {

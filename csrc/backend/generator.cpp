@@ -6,6 +6,7 @@
 #include <c10/core/GeneratorImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <mutex>
 #include <vector>
 
 #include "../runtime/device.h"
@@ -65,6 +66,22 @@ const at::Generator& inner_generator(const at::Generator& generator) {
   TORCH_CHECK(generator.device().is_privateuseone(), "Expected a 'openreg' device type for generator but found '",
       generator.device().type(), "'");
   return static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->inner;
+}
+
+LendGenerator::LendGenerator(bool on, c10::DeviceIndex device) {
+  if (!on) return;
+  device_ = at::check_generator<at::CPUGeneratorImpl>(inner_generator(default_generator(device)));
+  host_ = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+  std::scoped_lock lock(host_->mutex_, device_->mutex_);
+  saved_ = host_->get_state();
+  host_->set_state(*device_->get_state());
+}
+
+LendGenerator::~LendGenerator() {
+  if (!host_) return;
+  std::scoped_lock lock(host_->mutex_, device_->mutex_);
+  device_->set_state(*host_->get_state());
+  host_->set_state(*saved_);
 }
 
 } // namespace openreg

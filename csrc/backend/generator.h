@@ -3,6 +3,10 @@
 
 #include <ATen/core/Generator.h>
 
+namespace at {
+struct CPUGeneratorImpl;
+}
+
 namespace openreg {
 
 // The generator that a device uses where none is given.
@@ -13,5 +17,20 @@ at::Generator new_generator(c10::DeviceIndex device);
 
 // The CPU generator that holds a device generator's state. ATen's CPU kernels draw from it.
 const at::Generator& inner_generator(const at::Generator& generator);
+
+// A random operator without a Generator argument draws from the CPU's default generator; while one
+// of these lives, that generator stands where the device's does, and afterwards where it stood. A
+// host thread that draws meanwhile draws from the device's numbers.
+class LendGenerator {
+ public:
+  LendGenerator(bool on, c10::DeviceIndex device);
+  ~LendGenerator();
+  LendGenerator(const LendGenerator&) = delete;
+  LendGenerator& operator=(const LendGenerator&) = delete;
+
+ private:
+  at::CPUGeneratorImpl *device_ = nullptr, *host_ = nullptr;
+  c10::intrusive_ptr<c10::TensorImpl> saved_;
+};
 
 } // namespace openreg

@@ -13,12 +13,33 @@
 namespace openreg {
 namespace {
 
+// A CPU tensor with the shape, strides, dtype and requires_grad of another, and no memory.
+at::Tensor shape_of(const at::Tensor& t) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
+      c10::DataPtr(nullptr, c10::Device(c10::kCPU)), /*allocator=*/nullptr, /*resizable=*/false);
+  auto shape = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+  shape.unsafeGetTensorImpl()->set_sizes_and_strides(t.sym_sizes(), t.sym_strides());
+  if (t.requires_grad()) shape.set_requires_grad(true);
+  return shape;
+}
+
 int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& mask, double dropout_p, bool is_causal, std::optional<double> scale,
     bool enable_gqa) {
   // An alias does not require grad, so say here what the flash kernel cannot differentiate.
   if (mask && mask->defined() && mask->requires_grad()) return static_cast<int64_t>(sdp::SDPBackend::math);
   if (!query.is_privateuseone()) return static_cast<int64_t>(sdp::SDPBackend::math);
+  // The choice is made above the backend, where a mode would see this call.
+  c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet(c10::DispatchKey::Python) | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot));
+  const auto python = [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::Python); };
+  if (python(query) || python(key) || python(value) || (mask && mask->defined() && python(*mask))) {
+    // Fake tensors: the choice reads shapes, strides and dtypes only, symbolic ones too.
+    const at::Tensor q = shape_of(query), k = shape_of(key), v = shape_of(value);
+    const auto m = mask && mask->defined() ? std::optional(shape_of(*mask)) : std::nullopt;
+    return at::_fused_sdp_choice(q, k, v, m, dropout_p, is_causal, scale, enable_gqa);
+  }
   CpuCall call;
   const at::Tensor &q = call.alias(query), &k = call.alias(key), &v = call.alias(value);
   const auto m = detail::map(call, mask);
