@@ -68,6 +68,20 @@ def _routes() -> dict[str, str]:
 _routed: dict[str, str] = {}
 
 
+def _checked(names: Iterable[str], must_exist: bool) -> list[str]:
+    """The names as a list; raises for what cannot be an operator's name, or is none where one is needed."""
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if not isinstance(name, str) or "::" not in name:
+            raise ValueError(f'expected operator names such as "aten::add" or "mylib::*", but got {name!r}')
+        # Another library may define its operators later; torch's own are all there.
+        if (must_exist or name.startswith("aten::")) and not _matching([name]):
+            raise ValueError(
+                f"no operator matches {name!r}; import the library that defines it first, or mend the name"
+            )
+    return names
+
+
 def _apply() -> None:
     _C.set_fallback_policy(_policy, _allow, _deny)
     wanted = _routes()
@@ -103,6 +117,7 @@ def policy(policy: str, *, allow: Iterable[str] = (), deny: Iterable[str] = ()) 
     """``with fallback.policy("error", allow=[...], deny=[...]):`` — a policy and additional names, for a while."""
     global _policy
     before, allowed, denied = _policy, list(_allow), list(_deny)
+    allow, deny = _checked(allow, must_exist=False), _checked(deny, must_exist=False)
     set_policy(policy)
     _allow.extend(allow)
     _deny.extend(deny)
@@ -117,11 +132,8 @@ def policy(policy: str, *, allow: Iterable[str] = (), deny: Iterable[str] = ()) 
 class _Names:
     """Names added to a list; as a context manager, taken off again at its end."""
 
-    def __init__(self, names: list[str], added: tuple[str, ...]) -> None:
-        for name in added:
-            if not isinstance(name, str) or "::" not in name:
-                raise ValueError(f'expected operator names such as "aten::add" or "mylib::*", but got {name!r}')
-        self._names, self._added = names, added
+    def __init__(self, names: list[str], added: tuple[str, ...], must_exist: bool = False) -> None:
+        self._names, self._added = names, _checked(added, must_exist)
         names.extend(added)
         try:
             _apply()
@@ -133,7 +145,7 @@ class _Names:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        added, self._added = self._added, ()  # a second exit has nothing to take off
+        added, self._added = self._added, []  # a second exit has nothing to take off
         for name in added:
             if name in self._names:
                 self._names.remove(name)
@@ -152,7 +164,7 @@ def deny(*names: str) -> _Names:
 
 def force(*names: str) -> _Names:
     """Move these operators to the fallback although the device has a kernel; also as a context manager."""
-    return _Names(_force, names)
+    return _Names(_force, names, must_exist=True)
 
 
 def share(*names: str) -> _Names:
@@ -161,9 +173,9 @@ def share(*names: str) -> _Names:
     For operators of other libraries: those of PyTorch are shared already.
 
     Raises:
-        ValueError: an operator has no CPU kernel.
+        ValueError: no operator has such a name, or one has no CPU kernel.
     """
-    return _Names(_share, names)
+    return _Names(_share, names, must_exist=True)
 
 
 def report() -> list[Record]:
@@ -181,8 +193,8 @@ def _from_environment() -> None:
     """Take the policy and the lists from the environment."""
     global _policy
     split = lambda name: [n.strip() for n in os.environ.get(name, "").split(",") if n.strip()]  # noqa: E731
-    _allow.extend(split("OPENREG_FALLBACK_ALLOW"))
-    _deny.extend(split("OPENREG_FALLBACK_DENY"))
+    _allow.extend(_checked(split("OPENREG_FALLBACK_ALLOW"), must_exist=False))
+    _deny.extend(_checked(split("OPENREG_FALLBACK_DENY"), must_exist=False))
     _policy = os.environ.get("OPENREG_FALLBACK", "") or "allow"
     _apply()
 

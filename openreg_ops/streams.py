@@ -12,30 +12,30 @@ from openreg_ops.device import _index
 __all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "set_stream", "stream"]
 
 
-class Stream(torch.Stream):
-    """A queue of work on one device, run in order.
+class _OfDevice(type):
+    """Makes ``isinstance(x, torch.openreg.Stream)`` true for any ``torch.Stream`` of the device, and so for events."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls._base) and instance.device.type == "openreg"
+
+
+class Stream(metaclass=_OfDevice):
+    """A queue of work on one device, run in order: makes a ``torch.Stream``.
 
     Args:
         device: the device; the current one unless given.
         priority: 0, or negative for a more urgent stream.
     """
 
-    def __new__(cls, device: torch.types.Device = None, priority: int = 0, **kwargs: Any) -> Stream:
+    _base = torch.Stream
+
+    def __new__(cls, device: torch.types.Device = None, priority: int = 0, **kwargs: Any) -> torch.Stream:
         if kwargs:  # stream_id, device_index, device_type: an existing stream
-            return super().__new__(cls, **kwargs)
-        return super().__new__(cls, device=torch.device("openreg", _index(device)), priority=priority)
-
-    def wait_stream(self, stream: torch.Stream) -> None:
-        """Make work given to this stream from now on wait for all work in `stream`."""
-        self.wait_event(stream.record_event())
+            return torch.Stream(**kwargs)
+        return torch.Stream(device=torch.device("openreg", _index(device)), priority=priority)
 
 
-class _EventType(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.Event) and instance.device.type == "openreg"
-
-
-class Event(metaclass=_EventType):
+class Event(metaclass=_OfDevice):
     """A point in a stream's order: makes a ``torch.Event`` on the current device.
 
     It is a ``torch.Event`` itself and no subclass, because ``torch.Event.elapsed_time`` takes no subclass.
@@ -44,6 +44,8 @@ class Event(metaclass=_EventType):
         enable_timing: whether `elapsed_time` may be asked of it.
         blocking, interprocess: as in ``torch.cuda.Event``.
     """
+
+    _base = torch.Event
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         return torch.Event("openreg", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)

@@ -94,6 +94,8 @@ def test_streams():
     default = torch.openreg.default_stream()
     assert torch.openreg.current_stream() == default and default.stream_id == 0
     side = torch.openreg.Stream()
+    assert isinstance(side, torch.openreg.Stream) and isinstance(default, torch.openreg.Stream)
+    assert not isinstance(default, torch.openreg.Event)
     with torch.openreg.stream(side):
         assert torch.openreg.current_stream() == side != default
         y = torch.ones(3, device="openreg") + 1

@@ -213,6 +213,15 @@ def test_bad_arguments():
         fallback.set_policy("maybe")
     with pytest.raises(ValueError, match="expected operator names such as"):
         fallback.deny("add")
+    for wrong in ("add", "aten::ad"):
+        with pytest.raises(ValueError, match="expected operator names|no operator matches 'aten::ad'"):
+            with fallback.policy("error", deny=[wrong]):
+                pass
+    with pytest.raises(ValueError, match="no operator matches 'nolib::op'; import the library"):
+        fallback.share("nolib::op")
+    with fallback.deny("nolib::later"), fallback.policy("allow", deny="aten::cosh"):
+        with pytest.raises(NotImplementedError):
+            torch.ones(1, device="openreg").cosh()
     assert fallback.get_policy() == "allow"
     with fallback.policy("warn"):
         assert fallback.get_policy() == "warn"

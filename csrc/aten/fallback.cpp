@@ -179,7 +179,8 @@ std::string refusal(const c10::OperatorHandle& op) {
     return c10::str(name, " is on the deny list of openreg_ops.fallback; take it off to permit it");
   if (s.policy != Policy::kError || matches(s.allow, op.operator_name())) return "";
   return c10::str(name,
-      " has no openreg kernel and the fallback policy is \"error\"; permit it with openreg_ops.fallback.allow(\"", name,
+      " would run on the CPU, having no openreg kernel or being forced off it, and the fallback policy is ",
+      "\"error\"; permit it with openreg_ops.fallback.allow(\"", name,
       "\") or set_policy(\"allow\"), or register a kernel for PrivateUse1");
 }
 

@@ -52,7 +52,10 @@ struct DeviceGenerator final : c10::GeneratorImpl {
 const at::Generator& default_generator(c10::DeviceIndex device) {
   static const auto* all = [] {
     auto* generators = new std::vector<at::Generator>;
-    for (int i = 0; i < device_count(); ++i) generators->push_back(new_generator(static_cast<c10::DeviceIndex>(i)));
+    for (int i = 0; i < device_count(); ++i) {
+      generators->push_back(new_generator(static_cast<c10::DeviceIndex>(i)));
+      generators->back().seed(); // as CUDA's and the CPU's: other numbers in each process until seeded
+    }
     return generators;
   }();
   return (*all)[static_cast<size_t>(checked_index(device))];
