@@ -24,7 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tens
         RuntimeError: x has no dimension or another dtype; weight is not `[N]`, or its dtype or device is not x's.
 
     Differentiable any number of times in x and weight, through y and rstd both. The half types are computed in
-    float32. Autocast runs it in float32. `torch.func` transforms refuse it on openreg with an error.
+    float32. Autocast runs it in float32.
+    `torch.func.grad` and `jvp` refuse it on openreg, as they do every C++ autograd function; `vmap` takes the loop.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
     return torch.ops.openreg.rms_norm.default(x, weight, eps)

@@ -23,7 +23,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Differentiable any number of times. Backward computes silu(gate) again, so that no activation is kept beyond
     the arguments. The half types are computed in float32. Autocast runs it in the wider of the two dtypes.
-    `torch.func` transforms refuse it on openreg with an error.
+    `torch.func.grad` and `jvp` refuse it on openreg, as they do every C++ autograd function; `vmap` takes the loop.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     return torch.ops.openreg.swiglu.default(gate, up)

@@ -9,7 +9,8 @@ copied back. Whether it may is the *policy*'s to say, process-wide:
 
 An operator on the *deny* list is always refused, even if the device has a kernel for it; one on the
 *allow* list is permitted under every policy. Names are ``"aten::add.Tensor"``, ``"aten::add"`` (every
-overload) or patterns such as ``"mylib::*"``.
+overload) or patterns such as ``"mylib::*"``. To deny, force or share an operator of another library that has
+a device kernel, import that library first: names are looked up when a function here is called.
 
 Environment variables, read once at import: ``OPENREG_FALLBACK`` (policy), ``OPENREG_FALLBACK_ALLOW`` and
 ``OPENREG_FALLBACK_DENY`` (names separated by commas).

@@ -29,7 +29,7 @@ struct Event {
 };
 
 // Note [Launch mode]
-// Work runs on the calling thread, at once, which is what DESIGN.md calls inline mode with an idle
+// Work runs on the calling thread, at once, that is, inline on an idle
 // stream. A stream therefore never has unfinished work, and everything that waits returns at once.
 inline void synchronize_device(int) noexcept {}
 inline void synchronize_stream(Stream) noexcept {}
