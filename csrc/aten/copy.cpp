@@ -12,7 +12,7 @@ namespace {
 // copy_() arrives here when either side is on the device. non_blocking copies finish before the
 // call returns (Note [Launch mode]).
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool /*non_blocking*/) {
-  CpuCall call(CpuCall::kAny);
+  CpuCall call("aten::copy_", CpuCall::kAny);
   const at::Tensor& from = call.alias(self);
   at::Tensor to = call.alias(destination, /*write=*/true);
   call.run([&] { to.copy_(from); });

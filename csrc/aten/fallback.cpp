@@ -83,9 +83,9 @@ class Copies {
     if (!t.defined() || !t.is_privateuseone()) return;
     TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided && !t.is_quantized() && !t.is_nested(), name,
         ": the CPU fallback copies strided tensors, but got a ", t.layout(), " one; convert it with .to_dense() first");
-    TORCH_CHECK(!found_ || t.device() == device_,
-        "Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ", t.device(),
-        "! Move one with .to().");
+    TORCH_CHECK(!found_ || t.device() == device_, name,
+        ": Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ",
+        t.device(), "! Move one with .to().");
     found_ = true;
     device_ = t.device();
     Copied& part = parts_[t.storage().unsafeGetStorageImpl()];

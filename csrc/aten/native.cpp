@@ -106,8 +106,8 @@ CpuCall::Slots& CpuCall::slots() {
   return instance;
 }
 
-CpuCall::CpuCall(Devices devices)
-    : slots_(slots()), base_(slots_.top), devices_(devices), lend_(LendDeviceMemory::lent()),
+CpuCall::CpuCall(const char* name, Devices devices)
+    : slots_(slots()), base_(slots_.top), devices_(devices), name_(name), lend_(LendDeviceMemory::lent()),
       below_autograd_(kExcluded) {}
 
 // Gives the slots back. An alias that somebody kept (or that went to Python) is left to them, with
@@ -206,8 +206,9 @@ const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
   }
   if (devices_ == kAny && tensor.is_cpu()) return tensor;
   const std::string here = device_ < 0 ? "openreg" : c10::str("openreg:", static_cast<int>(device_));
-  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", here, " and ",
-      tensor.device(), "! Move one with .to(); only a 0-dim CPU tensor that is read may stay on the CPU.");
+  TORCH_CHECK(false, name_, ": Expected all tensors to be on the same device, but found at least two devices, ", here,
+      " and ", tensor.device(),
+      "! Move one with .to(); a CPU tensor may take part only if it has no dimension and is not written to.");
 }
 
 const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
@@ -218,7 +219,8 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
   if (device_ < 0) {
     set_device(index);
   } else if (C10_UNLIKELY(index != device_ && devices_ == kSame)) {
-    TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, openreg:",
+    TORCH_CHECK(false, name_,
+        ": Expected all tensors to be on the same device, but found at least two devices, openreg:",
         static_cast<int>(device_), " and openreg:", static_cast<int>(index), "! Move one with .to().");
   }
   if (Slot* known = find(impl)) {
@@ -517,7 +519,7 @@ class NativeKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
-    CpuCall call(reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
+    CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
     bool for_host = false; // the caller asks for a CPU result, which then is none of the device's
     if (host_arguments_) call.allow_host_tensors();
     const size_t count = write_.size();

@@ -38,7 +38,8 @@ class CpuCall {
   // Whether tensors of different devices may meet (copies) or not (all else).
   enum Devices { kSame, kAny };
 
-  explicit CpuCall(Devices devices = kSame);
+  // `name`, for error messages, must outlive the call.
+  explicit CpuCall(const char* name, Devices devices = kSame);
   ~CpuCall();
   CpuCall(const CpuCall&) = delete;
   CpuCall& operator=(const CpuCall&) = delete;
@@ -98,6 +99,7 @@ class CpuCall {
   Slots& slots_;
   size_t base_;
   Devices devices_;
+  const char* name_;
   c10::DeviceIndex device_ = -1;
   bool host_tensors_ = false;
   LendDeviceMemory lend_;
@@ -170,7 +172,7 @@ struct Native;
 template <class Op, class R, class... A>
 struct Native<Op, R(A...)> {
   static R call(A... arguments) {
-    CpuCall call;
+    CpuCall call(Op::name);
     // Braces: left to right, so that a tensor has set the device before a Generator asks for it.
     std::tuple<decltype(map(call, std::forward<A>(arguments)))...> mapped{map(call, std::forward<A>(arguments))...};
     return unmap(call, call.run([&]() -> R {

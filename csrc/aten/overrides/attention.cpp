@@ -40,7 +40,7 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
     const auto m = mask && mask->defined() ? std::optional(shape_of(*mask)) : std::nullopt;
     return at::_fused_sdp_choice(q, k, v, m, dropout_p, is_causal, scale, enable_gqa);
   }
-  CpuCall call;
+  CpuCall call("aten::scaled_dot_product_attention");
   const at::Tensor &q = call.alias(query), &k = call.alias(key), &v = call.alias(value);
   const auto m = detail::map(call, mask);
   return call.run([&] { return at::_fused_sdp_choice(q, k, v, m, dropout_p, is_causal, scale, enable_gqa); });

@@ -12,7 +12,7 @@ namespace {
 at::Tensor convolution_overrideable(const at::Tensor& input, const at::Tensor& weight,
     const std::optional<at::Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
     bool transposed, at::IntArrayRef output_padding, int64_t groups) {
-  CpuCall call;
+  CpuCall call("aten::convolution");
   const at::Tensor &x = call.alias(input), &w = call.alias(weight);
   const auto b = detail::map(call, bias);
   return call.result(call.run(
@@ -23,7 +23,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable
     const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding,
     at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
     std::array<bool, 3> mask) {
-  CpuCall call;
+  CpuCall call("aten::convolution_backward");
   const at::Tensor &g = call.alias(grad), &x = call.alias(input), &w = call.alias(weight);
   // The bias has one element an output channel, whatever its gradient turns out to be used for.
   const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
