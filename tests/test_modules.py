@@ -10,7 +10,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Modules whose results differ from run to run on one device are run in evaluation mode only.
 RANDOM = {"FractionalMaxPool2d", "FractionalMaxPool3d"}
-DTYPES = [torch.float32, torch.float64]
+CASES = [
+    pytest.param(info, dtype, id=f"{info.name.replace('nn.', '')}-{dtype}")
+    for info in module_db
+    for dtype in (torch.float32, torch.float64)
+    if dtype in info.dtypes
+]
 
 
 def move(value, device):
@@ -28,11 +33,8 @@ def tensors(value):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("info", module_db, ids=lambda info: info.name.replace("nn.", ""))
+@pytest.mark.parametrize("info,dtype", CASES)
 def test_module(info, dtype, training):
-    if dtype not in info.dtypes:
-        pytest.skip(f"PyTorch's database lists {info.name} for {sorted(map(str, info.dtypes))} only")
     samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
     compared = 0
     for sample in samples:

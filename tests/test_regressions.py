@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -12,6 +13,12 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from openreg_ops import fallback
+
+
+def run(code, **environment):
+    """A program in a process of its own, since the device reads its environment once."""
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
 
 
 def test_a_failing_kernel_whose_argument_only_the_stack_held():
@@ -107,21 +114,15 @@ def test_no_devices():
         "    except RuntimeError as e: assert 'there are no devices. Set OPENREG_DEVICE_COUNT' in str(e), e\n"
         "    else: raise SystemExit('no error')\n"
     )
-    import os
-
-    environment = {**os.environ, "OPENREG_DEVICE_COUNT": "0"}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+    done = run(code, OPENREG_DEVICE_COUNT="0")
     assert done.returncode == 0, done.stderr
 
 
 def test_more_memory_than_there_are_addresses_for():
-    import os
-
     code = (
         "import torch, openreg_ops\ntry: torch.ones(1, device='openreg')\nexcept torch.OutOfMemoryError as e: print(e)"
     )
-    environment = {**os.environ, "OPENREG_DEVICE_MEMORY": "900 TiB"}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+    done = run(code, OPENREG_DEVICE_MEMORY="900 TiB")
     assert "cannot reserve address space for 2 devices of 900.00 TiB; lower OPENREG_DEVICE_MEMORY" in done.stdout, (
         done.stderr
     )
@@ -153,8 +154,6 @@ def test_a_device_index_is_not_cut_to_eight_bits(index):
 
 def test_pages_go_from_one_size_to_another():
     """Freed blocks of one size class must be able to become another's, else memory is lost to fragmentation."""
-    import os
-
     code = (
         "import torch, openreg_ops\n"
         "for size in (32, 28, 24, 20, 7):\n"
@@ -164,8 +163,7 @@ def test_pages_go_from_one_size_to_another():
         "torch.openreg.empty_cache()\n"
         "assert torch.openreg.memory_reserved() == 0 == torch.openreg.memory_allocated()\n"
     )
-    environment = {**os.environ, "OPENREG_DEVICE_MEMORY": "64MiB"}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+    done = run(code, OPENREG_DEVICE_MEMORY="64MiB")
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fnmatch.h>
 #include <torch/library.h>
@@ -13,7 +12,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
 
 #include "../runtime/stream.h"
 #include "native.h"
@@ -48,7 +46,7 @@ bool matches(const std::vector<std::string>& patterns, const c10::OperatorName& 
   return false;
 }
 
-// "float32[2, 3]@openreg:0, int, …": what the operator was called with.
+// "Float[2, 3]@openreg:0, 1, …": what the operator was called with.
 std::string describe(const Stack& stack, size_t count) {
   std::string text;
   auto tensor = [](const at::Tensor& t) {
