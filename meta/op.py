@@ -43,7 +43,7 @@ def batched(name: str) -> Callable[[_Function], _Function]:
 
     It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists) and the
     operator's arguments, and returns the outputs and their out_dims, an int or a tuple of ints as the outputs are a
-    tensor or several; or NotImplemented, and the plain reference is mapped, whose own operators have their rules.
+    tensor or several, or nested for lists; or None where the operator returns nothing; or NotImplemented, and the plain reference is mapped, whose own operators have their rules.
     A `torch.library.register_vmap` that need not import functorch before it is used.
     """
 
@@ -60,6 +60,8 @@ def batched(name: str) -> Callable[[_Function], _Function]:
                 result = rule(in_dims, *plain, **kwargs)
             if result is NotImplemented:
                 return _references[name](*args, **kwargs)
+            if result is None:
+                return None
             return tree_map(lambda x, dim: _add_batch_dim(x, dim, level), *result)
 
         _library.impl(name, kernel, "FuncTorchBatched", with_keyset=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map_only
 
 DEVICE = "openreg:0"
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -190,6 +191,19 @@ def check_operator(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] 
     torch.library.opcheck(op, host, test_utils="test_autograd_registration")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(op.name(), "AutogradPrivateUse1") or has(op.name(), "Autograd")
+
+
+def check_operator_without_gradient(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:
+    """check_operator for an operator that refuses arguments which require a gradient: they are asked for none.
+
+    opcheck's autograd registration test needs one that does, so only the key is looked for.
+    """
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    for where in (DEVICE, "cpu"):
+        moved = tree_map_only(Tensor, lambda x, where=where: x.to(where, copy=True), inputs)
+        torch.library.opcheck(op, moved, test_utils=[test for test in tests if test not in skip])
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(op.name(), "Autograd")
 
 
 def check_operator_forward_only(op: torch._ops.OpOverload, x: Tensor, sentence: str) -> None:
