@@ -4,6 +4,7 @@ from openreg_ops.meta.custom_abs import custom_abs
 from openreg_ops.meta.custom_autograd_fn_aliasing import custom_autograd_fn_aliasing
 from openreg_ops.meta.custom_autograd_fn_returns_self import custom_autograd_fn_returns_self
 from openreg_ops.meta.kv_cache_update import kv_cache_update, kv_cache_update_
+from openreg_ops.meta.nms import nms
 from openreg_ops.meta.rms_norm import rms_norm, rms_norm_backward
 from openreg_ops.meta.swiglu import swiglu, swiglu_backward
 
@@ -13,6 +14,7 @@ __all__ = [
     "custom_autograd_fn_returns_self",
     "kv_cache_update",
     "kv_cache_update_",
+    "nms",
     "rms_norm",
     "rms_norm_backward",
     "swiglu",
