@@ -3,6 +3,7 @@
 from openreg_ops.meta.custom_abs import custom_abs
 from openreg_ops.meta.custom_autograd_fn_aliasing import custom_autograd_fn_aliasing
 from openreg_ops.meta.custom_autograd_fn_returns_self import custom_autograd_fn_returns_self
+from openreg_ops.meta.grouped_linear import grouped_linear, grouped_linear_backward
 from openreg_ops.meta.kv_cache_update import kv_cache_update, kv_cache_update_
 from openreg_ops.meta.nms import nms
 from openreg_ops.meta.rms_norm import rms_norm, rms_norm_backward
@@ -12,6 +13,8 @@ __all__ = [
     "custom_abs",
     "custom_autograd_fn_aliasing",
     "custom_autograd_fn_returns_self",
+    "grouped_linear",
+    "grouped_linear_backward",
     "kv_cache_update",
     "kv_cache_update_",
     "nms",
