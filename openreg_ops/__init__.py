@@ -39,12 +39,7 @@ atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
 _device.register()
 
-from openreg_ops import (  # noqa: E402
-    autograd,
-    fallback,
-    meta,
-    optim,  # noqa: E402
-)
+from openreg_ops import autograd, fallback, meta, optim  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
 

@@ -124,6 +124,16 @@ def test_values_from_the_cache_itself():
     assert whole.tolist() == [9, 9, 9, 9]
 
 
+def test_conjugate_views():
+    """Of a value, and of the cache: what is read through the view is what was written."""
+    k_cache, v_cache, k, v, slots = inputs_of(dtype=torch.complex64, slots=[1, 4])
+    k, v = torch.complex(k.real, v.real), torch.complex(v.real, k.real)
+    new, _ = kv_cache_update(k_cache, v_cache, k.conj(), v, slots)
+    assert torch.equal(new[slots], k.conj().resolve_conj())
+    kv_cache_update_(k_cache.conj(), v_cache, k, v.conj(), slots)
+    assert torch.equal(k_cache.conj()[slots], k) and torch.equal(v_cache[slots], v.conj().resolve_conj())
+
+
 def test_does_not_depend_on_threads():
     inputs = inputs_of(3000, 2000, (4, 32))
     threads = torch.get_num_threads()
