@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _HALF = (torch.float16, torch.bfloat16)
+_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 _library = torch.library.Library("openreg", "IMPL")
+_references: dict[str, Callable[..., Any]] = {}
 
 
 def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _Function]:
@@ -26,12 +29,51 @@ def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _
     """
 
     def register(function: _Function) -> _Function:
+        _references[name] = function
         _library.impl(name, function, "CompositeExplicitAutograd")
         if differentiable:
             _library.impl(name, function, "Autograd")
         return function
 
     return register
+
+
+def batched(name: str) -> Callable[[_Function], _Function]:
+    """Make a function the batching rule of ``openreg::name``, what `torch.vmap` runs in its place, on every device.
+
+    It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists) and the
+    operator's arguments, and returns the outputs and their out_dims, an int or a tuple of ints as the outputs are a
+    tensor or several; or NotImplemented, and the plain reference is mapped, whose own operators have their rules.
+    A `torch.library.register_vmap` that need not import functorch before it is used.
+    """
+
+    def register(rule: _Function) -> _Function:
+        def kernel(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+            from torch._functorch.vmap import _add_batch_dim, unwrap_batched
+
+            level = retrieve_current_functorch_interpreter().level()
+            plain, in_dims = unwrap_batched(args, level)
+            with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
+                if all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
+                    return getattr(torch.ops.openreg, name).default(*args, **kwargs)
+                result = rule(in_dims, *plain, **kwargs)
+            if result is NotImplemented:
+                return _references[name](*args, **kwargs)
+            return tree_map(lambda x, dim: _add_batch_dim(x, dim, level), *result)
+
+        _library.impl(name, kernel, "FuncTorchBatched", with_keyset=True)
+        return rule
+
+    return register
+
+
+def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs with the mapped dimension first in each: moved there, or expanded where an input has none."""
+    size = next(x.shape[dim] for x, dim in zip(inputs, in_dims, strict=True) if dim is not None)
+    return [
+        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, in_dims, strict=True)
+    ]
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

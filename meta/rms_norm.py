@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +28,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tens
 
     Differentiable any number of times in x and weight, through y and rstd both. The half types are computed in
     float32. Autocast runs it in float32.
-    `torch.func.grad` and `jvp` refuse it on openreg, as they do every C++ autograd function; `vmap` takes the loop.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
     return torch.ops.openreg.rms_norm.default(x, weight, eps)
@@ -103,3 +105,15 @@ def reference_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) 
     grad_x = r * g - r**3 * (g * wide).mean(-1, keepdim=True) * wide
     grad_weight = (grad * wide * r).sum_to_size(weight.shape)
     return grad_x.to(x.dtype).contiguous(), grad_weight.to(weight.dtype)
+
+
+@op.batched("rms_norm")
+def batched(in_dims: Sequence[int | None], x: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+    if in_dims[1] is not None:  # the kernel takes one weight for all rows
+        return NotImplemented
+    return torch.ops.openreg.rms_norm(x.movedim(in_dims[0], 0), weight, eps), (0, 0)
+
+
+@op.batched("rms_norm_backward")
+def batched_backward(in_dims: Sequence[int | None], *_inputs: Tensor) -> Any:
+    return NotImplemented  # each sample has a grad_weight of its own, where the kernel adds up all rows

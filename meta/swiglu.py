@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +26,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Differentiable any number of times. Backward computes silu(gate) again, so that no activation is kept beyond
     the arguments. The half types are computed in float32. Autocast runs it in the wider of the two dtypes.
-    `torch.func.grad` and `jvp` refuse it on openreg, as they do every C++ autograd function; `vmap` takes the loop.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     return torch.ops.openreg.swiglu.default(gate, up)
@@ -90,3 +92,13 @@ def reference_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor
     sigma = torch.sigmoid(g)
     grad_gate, grad_up = grad * u * sigma * (1 + g * (1 - sigma)), grad * g * sigma
     return grad_gate.to(gate.dtype).contiguous(), grad_up.to(gate.dtype).contiguous()
+
+
+@op.batched("swiglu")
+def batched(in_dims: Sequence[int | None], *inputs: Tensor) -> Any:
+    return torch.ops.openreg.swiglu(*op.all_batch_first(in_dims, inputs)), 0
+
+
+@op.batched("swiglu_backward")
+def batched_backward(in_dims: Sequence[int | None], *inputs: Tensor) -> Any:
+    return torch.ops.openreg.swiglu_backward(*op.all_batch_first(in_dims, inputs)), (0, 0)

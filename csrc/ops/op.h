@@ -8,6 +8,7 @@
 #include <ATen/cpu/vec/functional.h>
 
 #include <ATen/Dispatch.h>
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -21,7 +22,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "../runtime/stream.h"
 
@@ -38,6 +41,84 @@ template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
+
+// Note [Functions under torch.func]
+// Function::apply refuses to run inside grad, vjp and jvp transforms, since a forward may do things that lose
+// a derivative there. Ours save arguments and call one operator below autograd, as ATen's generated
+// kernels do, and those work. So apply() takes the transforms' layers out of the check's sight, and
+// BelowAutograd, which opens every forward, puts them back before the operator is called. It also undoes
+// the no_grad under which Function runs a forward: the operator goes on to the next outer transform,
+// which has a derivative of its own to record.
+class HiddenLayers {
+ public:
+  HiddenLayers() : layers_(std::move(at::functorch::functorchTLSAccessor())), outer_(std::exchange(innermost_, this)) {}
+  HiddenLayers(const HiddenLayers&) = delete;
+  HiddenLayers& operator=(const HiddenLayers&) = delete;
+  ~HiddenLayers() {
+    restore();
+    innermost_ = outer_;
+  }
+  // Puts the layers back; returns whether gradients were being recorded.
+  bool restore() {
+    if (layers_) at::functorch::functorchTLSAccessor() = std::move(layers_);
+    return grad_mode_;
+  }
+  static HiddenLayers* innermost() { return innermost_; }
+
+ private:
+  static inline thread_local HiddenLayers* innermost_ = nullptr;
+  std::unique_ptr<at::functorch::FuncTorchTLSBase> layers_;
+  HiddenLayers* outer_;
+  bool grad_mode_ = at::GradMode::is_enabled();
+};
+
+// While it lives, operators run below autograd: their kernels, or the next outer transform. For forwards of apply().
+class BelowAutograd {
+  at::AutoGradMode grad_mode_{HiddenLayers::innermost()->restore()};
+  at::AutoDispatchBelowADInplaceOrView guard_;
+};
+
+// F::apply, also under torch.func.
+template <class F, class... Args>
+auto apply(Args&&... args) {
+  HiddenLayers hidden;
+  return F::apply(std::forward<Args>(args)...);
+}
+
+// Note [Forward mode]
+// C++ autograd functions have no forward-mode derivative. Where an argument carries a tangent, an operator
+// is replaced by its reference in meta/, whose own operators know theirs. The reference is the kernel
+// of the Autograd alias key, and so of AutogradCPU.
+inline bool has_tangent(const Tensor& x) {
+  return x.defined() && x._fw_grad(/*level=*/0).defined();
+}
+inline bool has_tangent(const std::optional<Tensor>& x) {
+  return x && has_tangent(*x);
+}
+inline bool has_tangent(at::TensorList list) {
+  return std::any_of(list.begin(), list.end(), [](const Tensor& x) { return has_tangent(x); });
+}
+template <class... Args>
+bool any_tangent(const Args&... args) {
+  return (has_tangent(args) || ...);
+}
+template <class Return, class... Args>
+Return decompose(const c10::TypedOperatorHandle<Return(Args...)>& op, std::type_identity_t<Args>... args) {
+  return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), std::forward<Args>(args)...);
+}
+
+// The autograd kernel of a backward operator, for double backward: runs the operator's own kernel, and
+// differentiates its reference in meta/, any number of times, when a derivative is asked for.
+torch::CppFunction differentiate_by_reference();
+
+// What autocast does with an operator's floating-point arguments.
+enum class Cast {
+  kFloat32, // half types to float32
+  kPromote, // all to the widest among them
+  kLower,   // float32 and half types to autocast's dtype
+};
+// Registers the policy for openreg, cpu and cuda.
+void autocast(torch::Library& m, const char* name, Cast policy);
 
 // ---- checks: the sentences are those of meta/op.py, word for word ----
 

@@ -4,8 +4,6 @@
 // is in rstd as in its other arguments, which is what makes the second derivative right.
 #include "op.h"
 
-#include <ATen/ExpandUtils.h>
-
 #include <cmath>
 #include <tuple>
 
@@ -135,7 +133,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, double eps) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    BelowAutograd below_autograd;
     auto [y, rstd] = forward_op().call(x, weight, eps);
     ctx->save_for_backward({x, weight, rstd});
     ctx->set_materialize_grads(false);
@@ -158,52 +156,9 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
 };
 
 std::tuple<Tensor, Tensor> rms_norm_autograd(const Tensor& x, const Tensor& weight, double eps) {
-  auto out = RmsNorm::apply(x, weight, eps);
+  if (any_tangent(x, weight)) return decompose(forward_op(), x, weight, eps); // see Note [Forward mode]
+  auto out = apply<RmsNorm>(x, weight, eps);
   return {out[0], out[1]};
-}
-
-// The derivative of rms_norm_backward, of ATen operators, so that it can be differentiated again.
-// With h = dy * w, s = mean(h * x), t = mean(a * x) over a row, a and b the gradients of dx and dw:
-//   <a, dx> + <b, dw> = sum(a * (r * h - r^3 * s * x)) + sum(b * dy * x * r)
-struct RmsNormBackward : torch::autograd::Function<RmsNormBackward> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(
-      AutogradContext* ctx, const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [grad_x, grad_weight] = backward_op().call(grad_y, x, weight, rstd);
-    ctx->save_for_backward({grad_y, x, weight, rstd});
-    return {grad_x, grad_weight};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const auto type = saved[3].scalar_type(); // half types are differentiated in float32
-    const Tensor a = grad[0].to(type), b = grad[1].to(type), dy = saved[0].to(type), x = saved[1].to(type),
-                 w = saved[2].to(type), r = saved[3].unsqueeze(-1);
-    const auto mean = [](const Tensor& row) { return row.mean(-1, /*keepdim=*/true); };
-    const Tensor h = dy * w, s = mean(h * x), t = mean(a * x), r3 = r.pow(3);
-    const Tensor of_h = r * a - r3 * t * x;
-    const Tensor of_dy = w * of_h + b * x * r;
-    const Tensor of_x = b * dy * r - r3 * (s * a + t * h);
-    const Tensor of_w = at::sum_to(dy * of_h, w.sym_sizes());
-    const Tensor of_r = (a * h + b * dy * x).sum(-1) - 3 * (r.square() * s * (a * x).sum(-1, true)).squeeze(-1);
-    const auto half = saved[1].scalar_type();
-    return {of_dy.to(half), of_x.to(half), of_w.to(half), of_r};
-  }
-};
-
-std::tuple<Tensor, Tensor> rms_norm_backward_autograd(
-    const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd) {
-  auto out = RmsNormBackward::apply(grad_y, x, weight, rstd);
-  return {out[0], out[1]};
-}
-
-// Autocast runs it in float32, as it runs torch's own norms.
-std::tuple<Tensor, Tensor> rms_norm_autocast(const Tensor& x, const Tensor& weight, double eps) {
-  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  const auto cast = [](const Tensor& t) { return c10::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t; };
-  return forward_op().call(cast(x), cast(weight), eps);
 }
 
 } // namespace
@@ -215,6 +170,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> (Tensor y, Tensor rstd)");
   m.def(
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor grad_weight)");
+  autocast(m, "rms_norm", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("rms_norm", rms_norm);
@@ -222,16 +178,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
   m.impl("rms_norm", rms_norm_autograd);
-  m.impl("rms_norm_backward", rms_norm_backward_autograd);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
-  m.impl("rms_norm", rms_norm_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
-  m.impl("rms_norm", rms_norm_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
-  m.impl("rms_norm", rms_norm_autocast);
+  m.impl("rms_norm_backward", differentiate_by_reference());
 }
 
 } // namespace openreg::ops

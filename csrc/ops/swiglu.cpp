@@ -3,8 +3,6 @@
 // Backward computes silu(gate) again from the arguments; forward saves no tensor of its own.
 #include "op.h"
 
-#include <ATen/ops/sigmoid.h>
-
 #include <tuple>
 
 namespace openreg::ops {
@@ -104,7 +102,7 @@ struct Swiglu : torch::autograd::Function<Swiglu> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    BelowAutograd below_autograd;
     ctx->save_for_backward({gate, up});
     return forward_op().call(gate, up);
   }
@@ -117,46 +115,8 @@ struct Swiglu : torch::autograd::Function<Swiglu> {
 };
 
 Tensor swiglu_autograd(const Tensor& gate, const Tensor& up) {
-  return Swiglu::apply(gate, up);
-}
-
-// The derivative of swiglu_backward, of ATen operators, so that it can be differentiated again.
-// With s = silu(g), a and b the gradients of dg and du: <a, dg> + <b, du> = sum(dy * (a * u * s' + b * s)).
-struct SwigluBackward : torch::autograd::Function<SwigluBackward> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->save_for_backward({grad_y, gate, up});
-    auto [grad_gate, grad_up] = backward_op().call(grad_y, gate, up);
-    return {grad_gate, grad_up};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const auto half = saved[1].scalar_type(), type = at::toOpMathType(half); // half types in float32
-    const Tensor a = grad[0].to(type), b = grad[1].to(type), dy = saved[0].to(type), g = saved[1].to(type),
-                 u = saved[2].to(type), sigma = at::sigmoid(g);
-    const Tensor first = sigma * (1 + g * (1 - sigma));                    // s'
-    const Tensor second = sigma * (1 - sigma) * (2 + g * (1 - 2 * sigma)); // s''
-    const Tensor of_dy = a * u * first + b * g * sigma;
-    const Tensor of_gate = dy * (a * u * second + b * first);
-    const Tensor of_up = dy * a * first;
-    return {of_dy.to(half), of_gate.to(half), of_up.to(half)};
-  }
-};
-
-std::tuple<Tensor, Tensor> swiglu_backward_autograd(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
-  auto out = SwigluBackward::apply(grad_y, gate, up);
-  return {out[0], out[1]};
-}
-
-// Autocast runs it in the wider of its arguments' dtypes, as it runs torch's own binary operators.
-Tensor swiglu_autocast(const Tensor& gate, const Tensor& up) {
-  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  if (!gate.is_floating_point() || !up.is_floating_point()) return forward_op().call(gate, up);
-  const auto type = c10::promoteTypes(gate.scalar_type(), up.scalar_type());
-  return forward_op().call(gate.to(type), up.to(type));
+  if (any_tangent(gate, up)) return decompose(forward_op(), gate, up); // see Note [Forward mode]
+  return apply<Swiglu>(gate, up);
 }
 
 } // namespace
@@ -167,6 +127,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.swiglu");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
+  autocast(m, "swiglu", Cast::kPromote);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("swiglu", swiglu);
@@ -174,16 +135,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
   m.impl("swiglu", swiglu_autograd);
-  m.impl("swiglu_backward", swiglu_backward_autograd);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
-  m.impl("swiglu", swiglu_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
-  m.impl("swiglu", swiglu_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
-  m.impl("swiglu", swiglu_autocast);
+  m.impl("swiglu_backward", differentiate_by_reference());
 }
 
 } // namespace openreg::ops

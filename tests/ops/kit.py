@@ -114,12 +114,68 @@ def check_against(
 # ---- what every operator must survive ----
 
 
-def check_gradients(function: Callable[..., Any], *inputs: Tensor, twice: bool = True) -> None:
-    """First and second derivatives agree with finite differences, on the device, in float64."""
+def check_gradients(
+    function: Callable[..., Any], *inputs: Tensor, twice: bool = True, forward_mode: bool = True
+) -> None:
+    """First and second derivatives agree with finite differences, on the device, in float64, in both modes."""
     assert all(x.dtype == torch.float64 and x.requires_grad and x.device.type == "openreg" for x in inputs)
-    assert torch.autograd.gradcheck(function, inputs)
-    if twice:
-        assert torch.autograd.gradgradcheck(function, inputs)
+    with no_vmap_fallback():
+        assert torch.autograd.gradcheck(function, inputs, check_forward_ad=forward_mode, check_batched_grad=True)
+        if twice:
+            assert torch.autograd.gradgradcheck(function, inputs, check_batched_grad=True)
+
+
+@contextlib.contextmanager
+def no_vmap_fallback():
+    """Fail where vmap would run an operator sample by sample for want of a batching rule."""
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
+    """torch.func on the device: vmap over any of the tensors gives what a loop gives, and so does vmap of grad.
+
+    Each input tensor gets a mapped dimension, in turn and all at once, at the front and at the back.
+    """
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    floats = tuple(i for i in tensors if inputs[i].is_floating_point())
+
+    def loss(*arguments: Any) -> Tensor:
+        return sum((out.sin().sum() for out in leaves(function(*arguments)) if out.is_floating_point()), start=0.0)
+
+    def gradients(*arguments: Any) -> list[Tensor]:
+        return list(torch.func.grad(loss, argnums=floats)(*arguments))
+
+    for mapped in [*[{i} for i in tensors], set(tensors)]:
+        for dim in (0, -1):
+            samples = [
+                tuple(x.roll(k) if i in mapped else x for i, x in enumerate(inputs)) for k in range(3)
+            ]  # fmt: skip
+            batched = [torch.stack([s[i] for s in samples], dim) if i in mapped else x for i, x in enumerate(inputs)]
+            in_dims = tuple(dim if i in mapped else None for i in range(len(inputs)))
+            for each in (function, gradients) if grads else (function,):
+                expected = [torch.stack(outs) for outs in zip(*(leaves(each(*s)) for s in samples), strict=True)]
+                with no_vmap_fallback():
+                    actual = leaves(torch.vmap(each, in_dims=in_dims)(*batched))
+                tolerance = TOLERANCE[inputs[tensors[0]].dtype] if inputs[tensors[0]].is_floating_point() else {}
+                for one, loop in zip(actual, expected, strict=True):
+                    assert_close(one, loop, equal_nan=True, **tolerance)
+    if grads:  # reverse over reverse, forward over reverse, reverse over forward
+        outer = [
+            transform(transform_too(loss, argnums=floats[0]), argnums=floats[0])(*inputs)
+            for transform, transform_too in [
+                (torch.func.jacrev, torch.func.grad),
+                (torch.func.jacfwd, torch.func.grad),
+                (torch.func.jacrev, torch.func.jacfwd),
+            ]
+        ]
+        host = [x.cpu() if isinstance(x, Tensor) else x for x in inputs]
+        expected = torch.func.hessian(loss, argnums=floats[0])(*host)
+        for each in outer:
+            assert_close(each.cpu(), expected, **TOLERANCE[inputs[tensors[0]].dtype])
 
 
 def check_operator(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:

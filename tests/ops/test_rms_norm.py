@@ -118,6 +118,12 @@ def test_derivatives():
     )
 
 
+def test_transforms():
+    f64 = dict(dtype=torch.float64)
+    kit.check_transforms(rms_norm, random(3, 4, **f64), random(4, **f64), 1e-3)
+    kit.check_transforms(rms_norm_backward, *(random(*shape, **f64) for shape in [(3, 4), (3, 4), (4,), (3,)]))
+
+
 def test_backward_goes_through_the_dispatcher():
     seen = []
 

@@ -84,6 +84,12 @@ def test_derivatives():
     kit.check_gradients(swiglu_backward, random(3, 5, **f64), random(3, 5, **f64), random(3, 5, **f64))
 
 
+def test_transforms():
+    f64 = dict(dtype=torch.float64)
+    kit.check_transforms(swiglu, random(3, 4, **f64), random(3, 4, **f64))
+    kit.check_transforms(swiglu_backward, *(random(3, 4, **f64) for _ in range(3)))
+
+
 def test_opcheck():
     gate, up = random(3, 8, grad=True), random(3, 8, grad=True)
     kit.check_operator(OP, gate, up)

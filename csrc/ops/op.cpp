@@ -1,0 +1,172 @@
+// The boxed kernels that operators share: autocast policies, and second derivatives by reference.
+#include "op.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <vector>
+
+namespace openreg::ops {
+namespace {
+
+using Values = torch::jit::Stack;
+
+// Replaces every tensor among the values, those in lists too, by what `f` makes of it.
+template <class F>
+void map_tensors(Values& values, const F& f) {
+  for (auto& value : values) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = f(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& x : value.toTensorVector()) list.push_back(f(x));
+      value = std::move(list);
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (const auto& x : value.toOptionalTensorVector()) list.push_back(x ? std::optional(f(*x)) : x);
+      value = std::move(list);
+    }
+  }
+}
+
+variable_list tensors_of(Values values) {
+  variable_list out;
+  map_tensors(values, [&](const Tensor& x) { return out.emplace_back(x); });
+  return out;
+}
+
+// `values` with `tensors`, in order, in the places of its own.
+Values with_tensors(Values values, const variable_list& tensors) {
+  auto next = tensors.begin();
+  map_tensors(values, [&](const Tensor&) { return *next++; });
+  return values;
+}
+
+// The operator's arguments, which are the last values on the stack, taken off it.
+Values take_arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto first = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  Values arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
+  stack->erase(first, stack->end());
+  return arguments;
+}
+
+// ---- autocast ----
+
+template <Cast policy, c10::DeviceType device>
+void autocast_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  Values arguments = take_arguments(op, stack);
+  at::ScalarType type = policy == Cast::kLower ? at::autocast::get_autocast_dtype(device) : at::kFloat;
+  if constexpr (policy == Cast::kPromote) {
+    std::optional<at::ScalarType> widest;
+    for (const Tensor& x : tensors_of(arguments))
+      if (x.is_floating_point()) widest = c10::promoteTypes(widest.value_or(x.scalar_type()), x.scalar_type());
+    type = widest.value_or(type);
+  }
+  map_tensors(arguments, [&](const Tensor& x) {
+    const bool wide = x.scalar_type() == at::kDouble; // which autocast leaves alone, but a promotion may want
+    if (!x.is_floating_point() || (policy != Cast::kPromote && wide)) return x;
+    return wide || type == at::kDouble ? x.to(type) : at::autocast::cached_cast(type, x, device);
+  });
+  op.callBoxed(&arguments);
+  std::move(arguments.begin(), arguments.end(), std::back_inserter(*stack));
+}
+
+template <Cast policy>
+void register_policy(torch::Library& m, const char* name) {
+  const auto on = [&](c10::DispatchKey key, auto device) {
+    m.impl(name,
+        torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&autocast_kernel<policy, device.value>>()));
+  };
+  on(c10::DispatchKey::AutocastPrivateUse1, std::integral_constant<c10::DeviceType, at::kPrivateUse1>());
+  on(c10::DispatchKey::AutocastCPU, std::integral_constant<c10::DeviceType, at::kCPU>());
+  on(c10::DispatchKey::AutocastCUDA, std::integral_constant<c10::DeviceType, at::kCUDA>());
+}
+
+// ---- second derivatives ----
+
+struct ByReference : torch::autograd::Function<ByReference> {
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const c10::OperatorHandle& op,
+      const Values& arguments, Values& results) {
+    BelowAutograd below_autograd;
+    ctx->save_for_backward(tensors.vec());
+    ctx->saved_data["operator"] = op.schema().name();
+    // Saved variables hold the tensors; here stay the places where they go.
+    c10::List<c10::IValue> rest(c10::AnyType::get());
+    static const Tensor place = at::detail::empty_cpu({0}, at::kFloat); // past the dispatcher and its modes
+    for (auto& each : with_tensors(arguments, variable_list(tensors.size(), place))) rest.push_back(std::move(each));
+    ctx->saved_data["arguments"] = std::move(rest);
+    results = arguments;
+    op.callBoxed(&results);
+    return tensors_of(results);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const bool again = at::GradMode::is_enabled();
+    at::AutoGradMode differentiate(true);
+    // Aliases, because a tensor that is two of the arguments has a derivative as each of them. One that a
+    // transform of torch.func wrapped which has ended since is seen as what was wrapped: a leaf here.
+    variable_list tensors = ctx->get_saved_variables(), inputs, outputs, output_grads;
+    std::vector<bool> wanted;
+    for (Tensor& x : tensors) {
+      wanted.push_back(x.requires_grad());
+      if (!wanted.back()) continue;
+      x = x.view_as(x);
+      if (!x.requires_grad()) x = x.detach().set_requires_grad(true);
+      inputs.push_back(x);
+    }
+    const auto rest = ctx->saved_data["arguments"].toList();
+    Values stack = with_tensors(Values(rest.begin(), rest.end()), tensors);
+    const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(ctx->saved_data["operator"].toStringRef().c_str(), "");
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), &stack);
+    auto of_output = grad.begin();
+    for (const Tensor& y : tensors_of(stack)) {
+      if (const Tensor& dy = *of_output++; dy.defined() && y.requires_grad()) {
+        outputs.push_back(y);
+        output_grads.push_back(dy);
+      }
+    }
+    variable_list found(inputs.size());
+    if (!outputs.empty())
+      found = torch::autograd::grad(outputs, inputs, output_grads, std::nullopt, again, /*allow_unused=*/true);
+    variable_list out(tensors.size() + 3); // the operator, its arguments and results have none
+    auto next = found.begin();
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (wanted[i]) out[i] = *next++;
+    return out;
+  }
+};
+
+void by_reference_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Values arguments = take_arguments(op, stack);
+  const variable_list tensors = tensors_of(arguments);
+  Values results = arguments;
+  if (any_tangent(at::TensorList(tensors))) {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), &results);
+  } else {
+    const variable_list out = apply<ByReference>(at::TensorList(tensors), op, arguments, results);
+    results = with_tensors(std::move(results), out);
+  }
+  std::move(results.begin(), results.end(), std::back_inserter(*stack));
+}
+
+} // namespace
+
+void autocast(torch::Library& m, const char* name, Cast policy) {
+  switch (policy) {
+    case Cast::kFloat32:
+      return register_policy<Cast::kFloat32>(m, name);
+    case Cast::kPromote:
+      return register_policy<Cast::kPromote>(m, name);
+    case Cast::kLower:
+      return register_policy<Cast::kLower>(m, name);
+  }
+}
+
+torch::CppFunction differentiate_by_reference() {
+  return torch::CppFunction::makeFromBoxedFunction<&by_reference_kernel>();
+}
+
+} // namespace openreg::ops
