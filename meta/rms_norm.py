@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -103,3 +106,16 @@ def reference_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) 
     grad_x = r * g - r**3 * (g * wide).mean(-1, keepdim=True) * wide
     grad_weight = (grad * wide * r).sum_to_size(weight.shape)
     return grad_x.to(x.dtype).contiguous(), grad_weight.to(weight.dtype)
+
+
+@op.samples("rms_norm")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, *eps in (((4, 6),), ((5,), 1e-3), ((2, 3, 4, 7),)):
+        yield (*(torch.randn(s, dtype=dtype, device=device) for s in (shape, shape[-1:])), *eps)
+
+
+@op.samples("rms_norm_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 7)):
+        grad_y, x, weight = (torch.randn(s, dtype=dtype, device=device) for s in (shape, shape, shape[-1:]))
+        yield grad_y, x, weight, torch.rand(shape[:-1], dtype=op.acc_dtype(dtype), device=device) + 0.5

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,3 +93,15 @@ def reference_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor
     sigma = torch.sigmoid(g)
     grad_gate, grad_up = grad * u * sigma * (1 + g * (1 - sigma)), grad * g * sigma
     return grad_gate.to(gate.dtype).contiguous(), grad_up.to(gate.dtype).contiguous()
+
+
+@op.samples("swiglu")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+
+
+@op.samples("swiglu_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(3))
