@@ -9,6 +9,7 @@ import contextlib
 import dis
 import functools
 import itertools
+import logging
 import time
 import traceback
 import warnings
@@ -62,7 +63,7 @@ def operator(op: Any) -> Operator:
     if isinstance(op, Operator):
         return op
     if isinstance(op, torch._ops.OpOverloadPacket):
-        overloads = op.overloads()
+        overloads = [name for name in op.overloads() if _dispatched(getattr(op, name))]  # TorchScript has others
         if "default" in overloads or len(overloads) == 1:
             return getattr(op, "default" if "default" in overloads else overloads[0])
         raise ValueError(f"{op} has no default overload; name one of {', '.join(overloads)}, as in {op}.{overloads[0]}")
@@ -91,6 +92,10 @@ def operator(op: Any) -> Operator:
             "when its code names one as torch.ops.mylib.foo. Give the operator instead, as mylib::foo"
         )
     raise ValueError(f"expected an operator, its name, or what custom_op returned, but got {type(op).__name__} {op!r}")
+
+
+def _dispatched(op: Operator) -> bool:
+    return torch._C._dispatch_has_kernel(op.name())
 
 
 def _schemas() -> list[Any]:
@@ -302,6 +307,7 @@ class Case:
         self.raw_text = f"def function({', '.join(tensors)}):\n    out = {self.call_text}\n"
         self.raw_text += f"    return ({''.join(f'{out}, ' for out in outs)})\n"
         self.constants = constants
+        self.written = [int(t[1:]) for t in written]
 
     def function(self, op: Any = None, raw: bool = False) -> Callable[..., tuple[Tensor, ...]]:
         """The operator as a function of its tensors that returns a tuple of tensors.
@@ -406,10 +412,11 @@ def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) 
         return x.clone().to(device)
     storage = x.untyped_storage()
     if storage._cdata not in storages:
-        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+        count = storage.nbytes() // x.element_size()
+        whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (count,), (1,))
         storages[storage._cdata] = whole.clone().to(device)
-    copy = torch.empty(0, dtype=x.dtype, device=device)
-    return copy.set_(storages[storage._cdata].untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    whole = storages[storage._cdata]
+    return whole.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset()).detach()
 
 
 def differentiable(x: Tensor) -> bool:
@@ -587,12 +594,20 @@ def preserved(device: str) -> Iterator[None]:
                 (functools.partial(torch.get_autocast_dtype, each), functools.partial(torch.set_autocast_dtype, each)),
             ]
     before = [get() for get, _ in states]
-    devices = range(getattr(torch, kind).device_count()) if kind not in ("cpu", "meta") else ()
+    accelerator = torch.accelerator.current_accelerator()  # torch.manual_seed seeds it too
+    kinds = {kind, "openreg", accelerator.type if accelerator else kind} - {"cpu", "meta"}
+    disabled = logging.root.manager.disable
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+        logging.disable()  # compilers log every error that a check means to meet
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
+            for each in kinds:
+                devices = range(getattr(torch, each).device_count())
+                stack.enter_context(torch.random.fork_rng(devices, device_type=each))
             yield
     finally:
+        logging.disable(disabled)
         for (get, put), value in zip(states, before, strict=True):
             if get() != value:
                 put(value)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.autograd.gradcheck import GradcheckError
 
@@ -402,6 +403,8 @@ def reference(case: Case) -> str | None:
 
 def _opcheck(case: Case, test: str) -> None:
     tensors = case.fresh(grad=case.derivative.status in ("pass", "fail") and test != "test_schema")
+    for i in case.written:  # a leaf that requires a gradient cannot be written to
+        tensors[i] = tensors[i].detach()
     args, kwargs = case.arguments(tensors)
     try:
         torch.library.opcheck(case.op, args, kwargs, test_utils=test)
@@ -499,6 +502,7 @@ def derivative(case: Case) -> None:
                         remedy,
                     )
             skip("its outputs do not depend on the values of its inputs")
+        _written_unseen(case, tensors, every)
         try:
             grads = torch.autograd.grad(attached, case.of(tensors), cotangents(attached), allow_unused=True)
         except Exception as error:
@@ -520,6 +524,20 @@ def derivative(case: Case) -> None:
                 f"{case.name}: the gradient of {case.names[i]} is {'missing' if got is None else 'zero'}, but the output "
                 f"depends on {case.names[i]}",
                 "return the gradient of every argument that requires one (needs_input_grad), or raise",
+            )
+
+
+def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Fails if what the operator wrote has the gradient of what was there before."""
+    for i, out in zip(case.written, outs[len(outs) - len(case.written) :], strict=True):
+        untouched = out.grad_fn is not None and out.grad_fn.name().startswith("CloneBackward")
+        if untouched and case.wanted[i] and differs([out], [tensors[i]]):
+            name = case.names[i]
+            fail(
+                f"{case.name}: it writes to {name}, which requires a gradient, and autograd is not told: the gradient "
+                f"passes as if {name} were as before, without an error",
+                "make the operator functional and give it a derivative, or raise in a kernel at the Autograd key when "
+                f"{name} requires a gradient",
             )
 
 
@@ -835,7 +853,7 @@ def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor],
         )
         fakes.append(mode.from_tensor(x, source=ConstantSource(f"t{i}"), symbolic_context=context))
     symbols = [[size.node.expr if isinstance(size, torch.SymInt) else None for size in f.shape] for f in fakes]
-    with mode, torch.no_grad():
+    with mode, enable_python_dispatcher(), torch.no_grad():
         return env, fakes, list(case.run(*fakes)), symbols
 
 
@@ -884,7 +902,7 @@ def fake_unbacked(case: Case) -> str | None:
         skip("no strided tensor of more than one element")
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    with mode, torch.no_grad():
+    with mode, enable_python_dispatcher(), torch.no_grad():
         size = env.create_unbacked_symint()
         torch._check(size >= 2)
         fakes = [
