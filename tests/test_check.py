@@ -201,7 +201,7 @@ def test_undeclared_mutation_within_rounding():
 
     op = define("scales_back(Tensor x) -> Tensor", kernel, lambda x: x.new_empty(x.shape[:-1]))
     sentence = caught(op, [(torch.randn(40, 6),)], "schema")
-    assert "the schema says that x is not written to, but the call changed the memory of a x" in sentence
+    assert "the schema says that x is not written to, but the call changed the memory of x (the sample's" in sentence
 
 
 def test_undeclared_mutation_around_a_view():
@@ -213,7 +213,7 @@ def test_undeclared_mutation_around_a_view():
         return x.clone()
 
     op = define("clears_padding(Tensor x) -> Tensor", kernel, torch.empty_like)
-    assert "changed the memory of a padded x" in caught(op, [(torch.randn(4, 6),)], "schema")
+    assert "changed the memory of x (padded" in caught(op, [(torch.randn(4, 6),)], "schema")
 
 
 def test_undeclared_mutation_of_other_values():
@@ -381,6 +381,34 @@ def test_refusals():
     assert {r.sentence for r in report.results} == {
         "RuntimeError: derivative for openreg::custom_abs is not implemented"
     }
+
+
+def test_gradient_that_only_eager_refuses():
+    """A Python kernel below autograd refuses; while tracing, the fake kernel is all there is."""
+    op = define("half_refuses(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            raise NotImplementedError("half_refuses has no derivative")
+
+    def autograd(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            y = op(x)
+        return Sin.apply(x) if type(x) is Tensor else y
+
+    LIBRARY.impl("half_refuses", autograd, "Autograd")
+    report = check(op, [(torch.randn(4, 6),)], only=["backward", "compile"])
+    assert report.of("refused", "backward")
+    assert (
+        "eager refuses the gradient by an error, but under torch.compile there is neither"
+        in report.failures[0].sentence
+    )
 
 
 def test_second_derivative_refused():
@@ -588,6 +616,13 @@ def test_ways_to_name_an_operator(good):
     assert operator("aten::sin.out") is torch.ops.aten.sin.out
     assert operator(good) is torch.ops.good.scaled.default
     assert operator(openreg_ops.rms_norm) is torch.ops.openreg.rms_norm.default
+
+    @torch.library.triton_op("good::triton", mutates_args=())
+    def triton(x: Tensor) -> Tensor:
+        return x + 1
+
+    assert operator(triton) is torch.ops.good.triton.default
+    assert check(triton, [(torch.randn(4, 6),)], only=["runs", "schema", "compile"]).passed
 
 
 @pytest.mark.parametrize(
