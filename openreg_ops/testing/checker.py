@@ -336,7 +336,8 @@ class Case:
         with torch.no_grad():
             tensors = [_copied(x.detach(), device or self.device, storages) for x in self.leaves]
         if dtype:
-            tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
+            complex_dtype = dtype.to_complex()
+            tensors = [x.to(complex_dtype if x.is_complex() else dtype) if differentiable(x) else x for x in tensors]
         return self.leaf(tensors) if grad else tensors
 
     def leaf(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -477,7 +478,7 @@ def check(
     A sample's tensors that require a gradient are those that derivatives are checked for; if none does, every
     floating one is. Whatever a check changes globally is put back.
     """
-    from openreg_ops.testing.checks import CHECKS
+    from openreg_ops.testing.checks import ANY_LAYOUT, CHECKS
 
     op = operator(op)
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
@@ -523,6 +524,8 @@ def check(
                 start = time.perf_counter()
                 if refusal and name != "runs":
                     outcome = Outcome("skip", f"{case.name} refuses this sample")
+                elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
+                    outcome = Outcome("skip", "it is for strided tensors")
                 else:
                     with preserved(target):
                         outcome = _run_check(CHECKS[name], case)

@@ -36,8 +36,11 @@ from openreg_ops.testing.checker import (
     name_of,
 )
 
-CHECKS: dict[str, Callable[[Case], str | None]] = {}
 Check = Callable[[Case], str | None]
+CHECKS: dict[str, Check] = {}
+# Those that say something about sparse and other tensors without strides.
+ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace", "jit_script", "copies", "determinism",
+              "threads", "poison", "overhead"}  # fmt: skip
 
 
 def row(function: Check) -> Check:
@@ -88,6 +91,11 @@ def refuse_or_fail(case: Case, error: BaseException, what: str, remedy: str) -> 
     if refused(error):
         refuse(last_line(error))
     fail(f"{case.name}: {what} raised {last_line(error)}", remedy)
+
+
+def needs_tensors(case: Case) -> None:
+    if not case.expected:
+        skip("it returns no tensor, and a compiler does not know its result")
 
 
 def needs_derivative(case: Case) -> None:
@@ -456,6 +464,7 @@ def opcheck_faketensor(case: Case) -> str | None:
 @row
 def opcheck_aot_dispatch_dynamic(case: Case) -> str | None:
     """torch.library.opcheck's test_aot_dispatch_dynamic."""
+    needs_tensors(case)
     _opcheck(case, "test_aot_dispatch_dynamic")
 
 
@@ -580,12 +589,15 @@ _SMALL = 48  # elements up to which every column of a Jacobian is looked at
 
 
 def _finite_differences(case: Case, check: Callable[..., bool], what: str, remedy: str) -> str | None:
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(filter(differentiable, case.run(*tensors)))
+
     tensors, options = _wide_leaves(case)
     if not sum(x.numel() for x in case.of(tensors)):
         skip("the sample is empty")
     fast = sum(x.numel() for x in case.of(tensors)) > _SMALL and bool(case.wide)
     try:
-        check(case.run, tensors, fast_mode=fast, **options)
+        check(function, tensors, fast_mode=fast, **options)
     except GradcheckError as error:
         text = re.split(r"numerical: ?\n?tensor|\nThe max per-element|, but got", str(error))[0]
         fail(f"{case.name}: {what}: {' '.join(text.split())[:300].rstrip(' ,')}", remedy)
@@ -726,6 +738,7 @@ def _compiled(case: Case, dynamic: bool) -> Callable[..., tuple[Tensor, ...]]:
 @row
 def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its function's
     """Compiled outputs, their strides, and gradients are the eager ones, for static and dynamic shapes."""
+    needs_tensors(case)
     remedy = "mend the fake kernel or the derivative: compile trusts both without running the kernel"
     if case.seeded:
         skip("its numbers are random")
@@ -793,6 +806,7 @@ _ALLOCATE = (
 @row
 def fake_layouts(case: Case) -> str | None:
     """The fake kernel gives shape, dtype, device and strides of the kernel, in every layout of the inputs."""
+    needs_tensors(case)
     tried = []
     for layout, tensors in layouts_of(case):
         try:
@@ -868,6 +882,7 @@ def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor],
 @row
 def fake_dynamic(case: Case) -> str | None:
     """The fake kernel keeps sizes symbolic."""
+    needs_tensors(case)
     tensors = case.fresh()
     if any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
         skip("no strided tensor of more than one element")
@@ -904,6 +919,7 @@ def fake_dynamic(case: Case) -> str | None:
 @row
 def fake_unbacked(case: Case) -> str | None:
     """The fake kernel works with sizes that only the data decide."""
+    needs_tensors(case)
     tensors = case.fresh()
     first = next((x.shape[0] for x in tensors if x.dim() and x.shape[0] > 1), None)
     if first is None or any(x.layout != torch.strided for x in tensors):
@@ -942,6 +958,7 @@ def fake_unbacked(case: Case) -> str | None:
 @row
 def fake_errors(case: Case) -> str | None:
     """The fake kernel refuses what the kernel refuses, in the same words."""
+    needs_tensors(case)
     notes, agreed = [], 0
     for what, tensors in _wrong_inputs(case):
         real = fake = None
@@ -1035,6 +1052,8 @@ def out(case: Case) -> str | None:
     )
     if variant is None:
         skip("it has no out= overload")
+    if any("List" in str(a.type) for a in variant._schema.arguments if a.is_out):
+        skip("its out= takes a list")
     if _outs(case.op):
         skip("it is an out= overload")
     names = _outs(variant)
@@ -1261,6 +1280,7 @@ class _Program(torch.nn.Module):
 @row
 def export(case: Case) -> str | None:
     """torch.export traces it; the program, its decompositions, and a saved copy run."""
+    needs_tensors(case)
     if case.seeded:
         skip("its numbers are random")
     remedy = "mend the fake kernel: export runs nothing else"
@@ -1370,6 +1390,8 @@ def _clear(case: Case, error: BaseException, inputs: str) -> str:
 @row
 def layouts(case: Case) -> str | None:
     """Inputs that are permuted, padded, stepped, expanded or channels-last give what contiguous ones give."""
+    if case.seeded:
+        skip("its numbers are random, and drawn in the order of memory")
     remedy = "read elements by the tensor's strides, or start from x.contiguous()"
     refusals = []
     for name, tensors in layouts_of(case):
@@ -1525,22 +1547,22 @@ def _garbage(case: Case, pattern: int) -> Iterator[None]:
         finally:
             _C.set_poison(before)
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if kind == "cpu" else None
-    if mallopt:
-        perturb = -6  # M_PERTURB: malloc fills memory with the complement
-        mallopt(perturb, pattern ^ 0xFF or 0x100)
-        try:
-            yield
-        finally:
-            mallopt(perturb, 0)
-        return
-    # Elsewhere: leave garbage in freed blocks of the sizes that the call will ask for.
+    # Leave garbage in freed blocks of the sizes that the call will ask for.
     blocks = []
     for x in (*case.leaves, *case.expected):
         for _ in range(4):
             blocks.append(torch.full((x.numel() * x.element_size(),), pattern, dtype=torch.uint8, device=case.device))
     del blocks
-    yield
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if kind == "cpu" else None
+    if not mallopt:
+        yield
+        return
+    perturb = -6  # glibc's M_PERTURB: malloc fills memory with the complement; 0 is off
+    mallopt(perturb, pattern ^ 0xFF or 0x100)
+    try:
+        yield
+    finally:
+        mallopt(perturb, 0)
 
 
 @row
