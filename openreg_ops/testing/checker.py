@@ -381,7 +381,7 @@ class Case:
     @functools.cached_property
     def derivative(self) -> Outcome:
         """Whether it has a derivative: status pass, skip (nothing to differentiate), refused, or fail."""
-        from openreg_ops.testing.checks import derivative
+        from openreg_ops.testing.checks.derivatives import derivative
 
         try:
             derivative(self)
