@@ -306,17 +306,23 @@ class Case:
         self.text += f"    out = {self.call_text}\n    return ({''.join(f'{out}, ' for out in [*outs, *written])})\n"
         self.raw_text = f"def function({', '.join(tensors)}):\n    out = {self.call_text}\n"
         self.raw_text += f"    return ({''.join(f'{out}, ' for out in outs)})\n"
+        more = ["out.contiguous()", "torch.zeros(out.shape, dtype=out.dtype, device=out.device)"]
+        self.program_text = self.text.replace("    return ", "    outs = ")
+        self.program_text += f"    return (*outs, {', '.join(f'*[{each} for out in outs]' for each in more)})\n"
         self.constants = constants
         self.written = [int(t[1:]) for t in written]
 
-    def function(self, op: Any = None, raw: bool = False) -> Callable[..., tuple[Tensor, ...]]:
+    def function(self, op: Any = None, raw: bool = False, program: bool = False) -> Callable[..., tuple[Tensor, ...]]:
         """The operator as a function of its tensors that returns a tuple of tensors.
 
         It writes to none of its arguments: those that the schema says it writes to are cloned, and returned too;
-        `raw` leaves that out. Every call makes new code, so that compilers keep nothing from another check.
+        `raw` leaves that out. A `program` returns the outputs, and then contiguous() and zeros of the shape and dtype of
+        each, which a compiler makes of what it believes of the outputs. Every call makes new code, so that compilers keep
+        nothing from another check.
         """
-        scope = {"op": op or self.op, "__name__": __name__, **self.constants}
-        exec(compile(self.raw_text if raw else self.text, f"<{self.name}>", "exec"), scope)
+        text = self.raw_text if raw else self.program_text if program else self.text
+        scope = {"op": op or self.op, "torch": torch, "__name__": __name__, **self.constants}
+        exec(compile(text, f"<{self.name}>", "exec"), scope)
         function = scope["function"]
         if not self.seeded:
             return function
