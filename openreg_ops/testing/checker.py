@@ -306,17 +306,23 @@ class Case:
         self.text += f"    out = {self.call_text}\n    return ({''.join(f'{out}, ' for out in [*outs, *written])})\n"
         self.raw_text = f"def function({', '.join(tensors)}):\n    out = {self.call_text}\n"
         self.raw_text += f"    return ({''.join(f'{out}, ' for out in outs)})\n"
+        more = ["out.contiguous()", "torch.zeros(out.shape, dtype=out.dtype, device=out.device)"]
+        self.program_text = self.text.replace("    return ", "    outs = ")
+        self.program_text += f"    return (*outs, {', '.join(f'*[{each} for out in outs]' for each in more)})\n"
         self.constants = constants
         self.written = [int(t[1:]) for t in written]
 
-    def function(self, op: Any = None, raw: bool = False) -> Callable[..., tuple[Tensor, ...]]:
+    def function(self, op: Any = None, raw: bool = False, program: bool = False) -> Callable[..., tuple[Tensor, ...]]:
         """The operator as a function of its tensors that returns a tuple of tensors.
 
         It writes to none of its arguments: those that the schema says it writes to are cloned, and returned too;
-        `raw` leaves that out. Every call makes new code, so that compilers keep nothing from another check.
+        `raw` leaves that out. A `program` returns the outputs, and then contiguous() and zeros of the shape and dtype of
+        each, which a compiler makes of what it believes of the outputs. Every call makes new code, so that compilers keep
+        nothing from another check.
         """
-        scope = {"op": op or self.op, "__name__": __name__, **self.constants}
-        exec(compile(self.raw_text if raw else self.text, f"<{self.name}>", "exec"), scope)
+        text = self.raw_text if raw else self.program_text if program else self.text
+        scope = {"op": op or self.op, "torch": torch, "__name__": __name__, **self.constants}
+        exec(compile(text, f"<{self.name}>", "exec"), scope)
         function = scope["function"]
         if not self.seeded:
             return function
@@ -336,7 +342,8 @@ class Case:
         with torch.no_grad():
             tensors = [_copied(x.detach(), device or self.device, storages) for x in self.leaves]
         if dtype:
-            tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
+            complex_dtype = dtype.to_complex()
+            tensors = [x.to(complex_dtype if x.is_complex() else dtype) if differentiable(x) else x for x in tensors]
         return self.leaf(tensors) if grad else tensors
 
     def leaf(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -380,7 +387,7 @@ class Case:
     @functools.cached_property
     def derivative(self) -> Outcome:
         """Whether it has a derivative: status pass, skip (nothing to differentiate), refused, or fail."""
-        from openreg_ops.testing.checks import derivative
+        from openreg_ops.testing.checks.derivatives import derivative
 
         try:
             derivative(self)
@@ -477,7 +484,7 @@ def check(
     A sample's tensors that require a gradient are those that derivatives are checked for; if none does, every
     floating one is. Whatever a check changes globally is put back.
     """
-    from openreg_ops.testing.checks import CHECKS
+    from openreg_ops.testing.checks import ANY_LAYOUT, CHECKS
 
     op = operator(op)
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
@@ -523,6 +530,8 @@ def check(
                 start = time.perf_counter()
                 if refusal and name != "runs":
                     outcome = Outcome("skip", f"{case.name} refuses this sample")
+                elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
+                    outcome = Outcome("skip", "it is for strided tensors")
                 else:
                     with preserved(target):
                         outcome = _run_check(CHECKS[name], case)
