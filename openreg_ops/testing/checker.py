@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -462,6 +462,7 @@ def check(
     reference: Callable[..., Any] | None = None,
     only: Collection[str] = (),
     skip: Collection[str] = (),
+    known: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> Report:
     """Run every check on every sample.
@@ -475,6 +476,8 @@ def check(
         reference: a plain function of the same arguments, called with copies on the CPU. Without one, and away from
             the CPU, the operator's own CPU kernel.
         only, skip: names of checks.
+        known: checks that this operator is known to fail, each with the cause. They count as passed; one that fails
+            for no sample any more fails the report. By default those that `known_failures` lists for the operator.
         progress: hears what runs next.
     Returns:
         The report; `report.raise_if_failed()` raises an AssertionError.
@@ -485,10 +488,12 @@ def check(
     floating one is. Whatever a check changes globally is put back.
     """
     from openreg_ops.testing.checks import ANY_LAYOUT, CHECKS
+    from openreg_ops.testing.known_failures import OPERATORS
 
     op = operator(op)
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
-    for name in (*only, *skip):
+    known = OPERATORS.get(name_of(op), {}) if known is None else known
+    for name in (*only, *skip, *known):
         if name not in CHECKS:
             raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}")
     chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
@@ -537,7 +542,14 @@ def check(
                         outcome = _run_check(CHECKS[name], case)
                 result = Result(name, i, outcome.status, outcome.sentence, outcome.remedy)
                 result.seconds = round(time.perf_counter() - start, 4)
+                if name in known and result.status == "fail":
+                    result.status, result.remedy = "known", known[name]
                 report.results.append(result)
+    for name in known:
+        if (row := report.row(name)) and not any(result.status == "known" for result in row):
+            for result in row:
+                result.status, result.remedy = "fail", "take it off the list of known failures"
+                result.sentence = f"{report.operator} was known to fail this, and does not any more: {known[name]}"
     report.seconds = time.perf_counter() - began
     return report
 
