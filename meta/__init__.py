@@ -3,6 +3,7 @@
 from openreg_ops.meta.custom_abs import custom_abs
 from openreg_ops.meta.custom_autograd_fn_aliasing import custom_autograd_fn_aliasing
 from openreg_ops.meta.custom_autograd_fn_returns_self import custom_autograd_fn_returns_self
+from openreg_ops.meta.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_backward
 from openreg_ops.meta.rms_norm import rms_norm, rms_norm_backward
 from openreg_ops.meta.swiglu import swiglu, swiglu_backward
 
@@ -10,6 +11,8 @@ __all__ = [
     "custom_abs",
     "custom_autograd_fn_aliasing",
     "custom_autograd_fn_returns_self",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_backward",
     "rms_norm",
     "rms_norm_backward",
     "swiglu",
