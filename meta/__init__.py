@@ -5,6 +5,7 @@ from openreg_ops.meta.custom_autograd_fn_aliasing import custom_autograd_fn_alia
 from openreg_ops.meta.custom_autograd_fn_returns_self import custom_autograd_fn_returns_self
 from openreg_ops.meta.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_backward
 from openreg_ops.meta.rms_norm import rms_norm, rms_norm_backward
+from openreg_ops.meta.rotary_embedding import rotary_embedding, rotary_embedding_backward
 from openreg_ops.meta.swiglu import swiglu, swiglu_backward
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "fused_add_rms_norm_backward",
     "rms_norm",
     "rms_norm_backward",
+    "rotary_embedding",
+    "rotary_embedding_backward",
     "swiglu",
     "swiglu_backward",
 ]
