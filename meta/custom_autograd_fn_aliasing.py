@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from openreg_ops.meta import op
 
 
 def custom_autograd_fn_aliasing(input: Tensor) -> Tensor:
@@ -34,3 +39,9 @@ def fake(input: Tensor) -> Tensor:
 def reference(input: Tensor) -> Tensor:
     """The same value and gradient, of plain operators; the result is fresh memory."""
     return 0.5 * input + 0.5 * input.detach()
+
+
+@op.samples("custom_autograd_fn_aliasing")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield (torch.randn(shape, dtype=dtype, device=device),)
