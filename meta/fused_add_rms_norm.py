@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,3 +143,18 @@ def batched(in_dims: Sequence[int | None], x: Tensor, residual: Tensor, weight: 
 @op.batched("fused_add_rms_norm_backward")
 def batched_backward(in_dims: Sequence[int | None], *_inputs: Any) -> Any:
     return NotImplemented  # each sample has a grad_weight of its own, where the kernel adds up all rows
+
+
+@op.samples("fused_add_rms_norm")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, *eps in (((4, 6),), ((5,), 1e-3), ((2, 3, 4, 7),)):
+        yield *(torch.randn(s, dtype=dtype, device=device) for s in (shape, shape, shape[-1:])), *eps
+
+
+@op.samples("fused_add_rms_norm_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 7)):
+        grad_y, grad_sum, sum = (torch.randn(shape, dtype=dtype, device=device) for _ in range(3))
+        weight = torch.randn(shape[-1:], dtype=dtype, device=device)
+        yield grad_y, grad_sum, sum, weight, 1e-3
+        yield grad_y, None, sum, weight, 1e-3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,3 +148,16 @@ def batched(in_dims: Sequence[int | None], *inputs: Any) -> Any:
 @op.batched("rotary_embedding_backward")
 def batched_backward(in_dims: Sequence[int | None], *inputs: Any) -> Any:
     return torch.ops.openreg.rotary_embedding_backward(*_batch_first(in_dims, *inputs), *inputs[3:]), 0
+
+
+def _samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, table, *interleaved in (
+        ((2, 3, 5, 8), (5, 4)),
+        ((2, 5, 3, 6), (5, 1, 3), True),
+        ((4,), (2,), False),
+    ):
+        yield *(torch.randn(s, dtype=dtype, device=device) for s in (shape, table, table)), *interleaved
+
+
+op.samples("rotary_embedding")(_samples)
+op.samples("rotary_embedding_backward")(_samples)
