@@ -5,6 +5,7 @@
 #include "op.h"
 
 #include <cmath>
+#include <cstring>
 #include <tuple>
 
 #ifdef __AVX2__
@@ -16,13 +17,15 @@ namespace {
 
 // ---- Philox4x32-10: Salmon et al. 2011, doi:10.1145/2063384.2063405 ----
 
+// 64-bit lanes with a 32-bit number in the low half; the high halves hold anything. As many at a time as the
+// registers take.
 #ifdef __AVX512F__
-constexpr int64_t kCounters = 8;
+constexpr int64_t kWords = 8, kGroups = 4;
 #else
-constexpr int64_t kCounters = 4;
+constexpr int64_t kWords = 4, kGroups = 2;
 #endif
-// A 32-bit number in the low half of each lane; the high halves hold anything.
-typedef uint64_t Words __attribute__((vector_size(8 * kCounters)));
+typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
+typedef int64_t Signed __attribute__((vector_size(8 * kWords)));
 
 // The 64-bit products of the low halves. (The compiler would multiply 64 bits by 64.)
 Words multiply(Words a, uint64_t b) {
@@ -35,26 +38,42 @@ Words multiply(Words a, uint64_t b) {
 #endif
 }
 
-constexpr int64_t kBlock = 128; // numbers, four from each counter
+constexpr int64_t kBlock = 128; // elements: a multiple of 4 * kWords * kGroups
 
-// The random numbers of elements kBlock * block and on: where counter c has the words w0 to w3, numbers 2 c and
-// 2 c + 1 are w0 and w1, and those half a block further w2 and w3.
-void philox(uint64_t key, uint64_t counter_high, int64_t block, uint32_t* out) {
-  for (int64_t c = 0; c < kBlock / 4; c += kCounters) {
-    Words counter;
-    for (int64_t k = 0; k < kCounters; ++k) counter[k] = static_cast<uint64_t>(block * (kBlock / 4) + c + k);
-    Words w0 = counter, w1 = counter >> 32, w2 = Words{} + counter_high, w3 = w2 >> 32;
-    uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
-      const Words p0 = multiply(w0, 0xD2511F53), p1 = multiply(w2, 0xCD9E8D57);
-      w0 = (p1 >> 32) ^ w1 ^ k0;
-      w1 = p1;
-      w2 = (p0 >> 32) ^ w3 ^ k1;
-      w3 = p0;
+// The mask of the elements kBlock * block and on, a byte each: 1 where the element's number is at least `least`.
+// Element i has word i % 4 of counter i / 4. A pair of groups holds the even and the odd counters, so that the
+// eight bytes of two counters make one lane.
+void draw_mask(uint64_t key, uint64_t counter_high, int64_t block, int64_t least, uint8_t* mask) {
+  Words even;
+  for (int64_t k = 0; k < kWords; ++k) even[k] = static_cast<uint64_t>(2 * k);
+  for (int64_t c = 0; c < kBlock / 4; c += kGroups * kWords) {
+    Words w[kGroups][4];
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < kGroups; ++g) {
+      w[g][0] = even + static_cast<uint64_t>(block * (kBlock / 4) + c + g / 2 * (2 * kWords) + g % 2);
+      w[g][1] = w[g][0] >> 32;
+      w[g][2] = Words{} + counter_high;
+      w[g][3] = w[g][2] >> 32;
     }
-    const Words first = (w0 & 0xFFFFFFFF) | (w1 << 32), second = (w2 & 0xFFFFFFFF) | (w3 << 32);
-    std::memcpy(out + 2 * c, &first, sizeof first);
-    std::memcpy(out + kBlock / 2 + 2 * c, &second, sizeof second);
+    auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
+#pragma GCC unroll 4
+      for (auto& [w0, w1, w2, w3] : w) {
+        const Words p0 = multiply(w0, 0xD2511F53), p1 = multiply(w2, 0xCD9E8D57);
+        w0 = (p1 >> 32) ^ w1 ^ k0;
+        w1 = p1;
+        w2 = (p0 >> 32) ^ w3 ^ k1;
+        w3 = p0;
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < kGroups; g += 2) {
+      Words bytes{};
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < 8; ++k)
+        bytes |= (Words)((Signed)(w[g + k / 4][k % 4] & 0xFFFFFFFF) >= least) & (uint64_t{1} << (8 * k));
+      std::memcpy(mask + 4 * (c + g * kWords), &bytes, sizeof bytes);
+    }
   }
 }
 
@@ -65,14 +84,20 @@ double scale_of(double p) {
   return p == 1 ? 0 : 1 / (1 - p);
 }
 
-// z + x * factor, or, without a residual, x * factor, for one block.
+// A block's mask, with room behind it to read in full registers.
+struct Mask {
+  alignas(64) uint8_t keep[kBlock + at::vec::Vectorized<uint8_t>::size()] = {};
+};
+
+// residual + x * mask * scale, or, without a residual, x * mask * scale, for one block.
 template <class T>
-void multiply_add_block(const T* x, const Acc<T>* factor, const T* residual, T* out) {
+void multiply_add_block(const T* x, const Mask& mask, Acc<T> scale, const T* residual, T* out) {
   for (int64_t i = 0; i < kBlock; i += kChunk<T>) {
     Vec<T> y[kChunk<T> / kLanes<T>];
     for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) {
       const int64_t at = i + k * kLanes<T>;
-      y[k] = read(x + at) * Vec<T>::loadu(factor + at);
+      const auto keep = at::vec::convert<int32_t>(at::vec::Vectorized<uint8_t>::loadu(mask.keep + at));
+      y[k] = read(x + at) * (at::vec::convert<Acc<T>>(keep) * Vec<T>(scale));
       if (residual) y[k] = y[k] + read(residual + at);
     }
     write(y, out + i);
@@ -89,12 +114,12 @@ void for_each_block(int64_t n, F f) {
 
 // multiply_add_block of the first `count` elements.
 template <class T>
-void multiply_add(const T* x, const Acc<T>* factor, const T* residual, T* out, int64_t count) {
-  if (count == kBlock) return multiply_add_block(x, factor, residual, out);
+void multiply_add(const T* x, const Mask& mask, Acc<T> scale, const T* residual, T* out, int64_t count) {
+  if (count == kBlock) return multiply_add_block(x, mask, scale, residual, out);
   T in[2][kBlock] = {}, result[kBlock];
   std::copy_n(x, count, in[0]);
   if (residual) std::copy_n(residual, count, in[1]);
-  multiply_add_block(in[0], factor, residual ? in[1] : nullptr, result);
+  multiply_add_block(in[0], mask, scale, residual ? in[1] : nullptr, result);
   std::copy_n(result, count, out);
 }
 
@@ -113,9 +138,7 @@ std::tuple<Tensor, Tensor> dropout_add(
   const auto [key, counter] = draw(op, x_, generator);
   const Tensor x = x_.contiguous(), residual = residual_.contiguous();
   Tensor out = at::empty(x.sizes(), x.options()), mask = at::empty(x.sizes(), x.options().dtype(at::kBool));
-  // A number below `least` is a zero's. The numbers end below 2^32, so p = 1 takes them for 0.
-  const bool nothing = p == 1;
-  const auto least = static_cast<uint32_t>(nothing ? 1 : std::min(std::round(p * 0x1p32), 0x1p32 - 1));
+  const auto least = static_cast<int64_t>(std::round(p * 0x1p32)); // of 2^32 numbers; p = 1 is above all
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
     using T = scalar_t;
     launch(current_stream(x.get_device()),
@@ -123,15 +146,11 @@ std::tuple<Tensor, Tensor> dropout_add(
             x = x.const_data_ptr<T>(), residual = residual.const_data_ptr<T>(), out = out.mutable_data_ptr<T>(),
             mask = mask.mutable_data_ptr<bool>()] {
           for_each_block(n, [&](int64_t block, int64_t count) {
-            alignas(64) uint32_t number[kBlock] = {};
-            alignas(64) Acc<T> factor[kBlock];
-            uint8_t keep[kBlock];
-            if (!nothing) philox(key, counter, block, number);
-            for (int64_t i = 0; i < kBlock; ++i) keep[i] = number[i] >= least;
-            for (int64_t i = 0; i < kBlock; ++i) factor[i] = number[i] >= least ? scale : Acc<T>(0);
+            Mask keep;
+            draw_mask(key, counter, block, least, keep.keep);
             const int64_t at = block * kBlock;
-            std::copy_n(keep, count, mask + at);
-            multiply_add(x + at, factor, residual + at, out + at, count);
+            std::copy_n(keep.keep, count, mask + at);
+            multiply_add(x + at, keep, scale, residual + at, out + at, count);
           });
         });
   });
@@ -153,12 +172,10 @@ Tensor dropout_add_backward(const Tensor& grad_out_, const Tensor& mask_, double
         [n = grad_out.numel(), scale = static_cast<Acc<T>>(scale_of(p)), grad_out = grad_out.const_data_ptr<T>(),
             mask = mask.const_data_ptr<bool>(), grad_x = grad_x.mutable_data_ptr<T>()] {
           for_each_block(n, [&](int64_t block, int64_t count) {
-            uint8_t keep[kBlock] = {};
-            alignas(64) Acc<T> factor[kBlock];
+            Mask keep;
             const int64_t at = block * kBlock;
-            std::copy_n(mask + at, count, keep);
-            for (int64_t i = 0; i < kBlock; ++i) factor[i] = static_cast<Acc<T>>(keep[i]) * scale;
-            multiply_add<T>(grad_out + at, factor, nullptr, grad_x + at, count);
+            std::copy_n(mask + at, count, keep.keep);
+            multiply_add<T>(grad_out + at, keep, scale, nullptr, grad_x + at, count);
           });
         });
   });
