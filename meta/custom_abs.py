@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,3 +62,9 @@ reference = op.reference("custom_abs", differentiable=False)(fake)
 @op.batched("custom_abs")
 def batched(in_dims: Sequence[int | None], input: Tensor) -> Any:
     return torch.ops.openreg.custom_abs(input), in_dims[0]
+
+
+@op.samples("custom_abs")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield (torch.randn(shape, dtype=dtype, device=device),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -223,3 +223,18 @@ def batched_backward(
         _fold(grad_y, axis), _fold(x, axis), scale.flatten(), zero_point.flatten(), quant_min, quant_max, 0
     )
     return (_unfold(grad_x, scale.shape, axis), grad_scale.reshape(scale.shape)), (0, 0)
+
+
+@op.samples("fake_quantize")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    wide = dict(device=device, dtype=op.acc_dtype(dtype))
+    for shape, axis in (((4, 6), None), ((5,), None), ((2, 3, 4, 4), 1)):
+        channels = () if axis is None else (shape[axis],)
+        scale, zero_point = torch.rand(channels, **wide) + 0.2, torch.ones(channels, dtype=torch.int32, device=device)
+        yield torch.randn(shape, dtype=dtype, device=device), scale, zero_point, -4, 3, axis
+
+
+@op.samples("fake_quantize_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for x, *rest in samples(device, dtype):
+        yield torch.randn_like(x), x, *rest

@@ -6,7 +6,7 @@ reference call the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +64,20 @@ def batched(name: str) -> Callable[[_Function], _Function]:
 
         _library.impl(name, kernel, "FuncTorchBatched", with_keyset=True)
         return rule
+
+    return register
+
+
+# Sample inputs by operator name, for openreg_ops.testing.check: (device, dtype) -> argument tuples.
+SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[tuple[Any, ...]]]] = {}
+
+
+def samples(name: str) -> Callable[[_Function], _Function]:
+    """Make a generator of (device, dtype) the sample inputs of ``openreg::name``."""
+
+    def register(function: _Function) -> _Function:
+        SAMPLES[name] = function
+        return function
 
     return register
 

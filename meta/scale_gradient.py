@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +44,9 @@ def batched(in_dims: Sequence[int | None], x: Tensor, scale: float) -> Any:
 def reference(x: Tensor, scale: float) -> Tensor:
     """The same value and gradient, of plain operators; the result is fresh memory."""
     return x.detach() + scale * (x - x.detach())
+
+
+@op.samples("scale_gradient")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield torch.randn(shape, dtype=dtype, device=device), -0.5

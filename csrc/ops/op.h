@@ -188,6 +188,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& x, at::I
 
 // Elements of elementwise work that are worth another thread, as ATen has it.
 constexpr int64_t kGrain = 32768;
+// exp takes some ten times as long as an addition, for which torch's grain is made.
+constexpr int64_t kExpGrain = kGrain / 8;
 
 // float for the half types, else T: what a kernel computes and accumulates in.
 template <class T>
