@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ def fake(input: Tensor) -> Tensor:
 
 # The fake kernel is the reference: on another device torch.abs computes.
 reference = op.reference("custom_abs", differentiable=False)(fake)
+
+
+@op.batched("custom_abs")
+def batched(in_dims: Sequence[int | None], input: Tensor) -> Any:
+    return torch.ops.openreg.custom_abs(input), in_dims[0]
 
 
 @op.samples("custom_abs")
