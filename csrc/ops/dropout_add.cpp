@@ -2,15 +2,11 @@
 // Srivastava et al. 2014, JMLR 15:1929; fused with the residual's addition as in flash-attention's layer norms.
 // Element i's random number is a function of i and of two numbers drawn from the generator, so that it is the same
 // whatever the number of threads.
-#include "op.h"
+#include "bytes.h"
 
 #include <cmath>
 #include <cstring>
 #include <tuple>
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 namespace openreg::ops {
 namespace {
@@ -84,24 +80,6 @@ double scale_of(double p) {
   return p == 1 ? 0 : 1 / (1 - p);
 }
 
-// As many of a mask's bytes, 0 and 1, as a register has lanes, as numbers.
-template <class T>
-Vec<T> read_mask(const uint8_t* p) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(Acc<T>) == 4)
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-  else return _mm512_cvtepi32_pd(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  if constexpr (sizeof(Acc<T>) == 4)
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-  else return _mm256_cvtepi32_pd(_mm_cvtepu8_epi32(_mm_loadu_si32(p)));
-#else
-  Acc<T> lanes[kLanes<T>];
-  std::copy_n(p, kLanes<T>, lanes);
-  return Vec<T>::loadu(lanes);
-#endif
-}
-
 // residual + x * mask * scale, or, without a residual, x * mask * scale, for one block.
 template <class T>
 void multiply_add_block(const T* x, const uint8_t* mask, Acc<T> scale, const T* residual, T* out) {
@@ -109,7 +87,7 @@ void multiply_add_block(const T* x, const uint8_t* mask, Acc<T> scale, const T* 
     Vec<T> y[kChunk<T> / kLanes<T>];
     for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) {
       const int64_t at = i + k * kLanes<T>;
-      y[k] = read(x + at) * (read_mask<T>(mask + at) * Vec<T>(scale));
+      y[k] = read(x + at) * (read_bytes<T>(mask + at) * Vec<T>(scale));
       if (residual) y[k] = y[k] + read(residual + at);
     }
     write(y, out + i);
