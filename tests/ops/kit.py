@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = "openreg:0"
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -69,7 +70,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def leaves(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else list(out)
+    """The tensors of a result, those in lists too; a None has none."""
+    return [x for x in tree_leaves(out) if x is not None]
+
+
+def tensors(inputs: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
 
 
 def cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -186,10 +192,23 @@ def check_operator(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] 
     """
     tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(op, inputs, test_utils=[test for test in tests if test not in skip])
-    host = tuple(x.detach().cpu().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
+    host = tree_map_only(Tensor, lambda x: x.detach().cpu().requires_grad_(x.requires_grad), inputs)
     torch.library.opcheck(op, host, test_utils="test_autograd_registration")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(op.name(), "AutogradPrivateUse1") or has(op.name(), "Autograd")
+
+
+def check_operator_without_gradient(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:
+    """check_operator for an operator that refuses arguments which require a gradient: they are asked for none.
+
+    opcheck's autograd registration test needs one that does, so only the key is looked for.
+    """
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    for where in (DEVICE, "cpu"):
+        moved = tree_map_only(Tensor, lambda x, where=where: x.to(where, copy=True), inputs)
+        torch.library.opcheck(op, moved, test_utils=[test for test in tests if test not in skip])
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(op.name(), "Autograd")
 
 
 def check_operator_forward_only(op: torch._ops.OpOverload, sentence: str, *inputs: Any) -> None:
@@ -241,12 +260,12 @@ def check_same_metadata(function: Callable[..., Any], *inputs: Any) -> None:
     """Shape, strides, dtype and device under FakeTensorMode are the kernel's; on meta, all but the device."""
     expected = [describe(out) for out in leaves(function(*inputs))]
     with FakeTensorMode(allow_non_fake_inputs=False) as mode, torch.no_grad():
-        fake = tuple(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs)
+        fake = tree_map_only(Tensor, mode.from_tensor, inputs)
         assert [describe(out) for out in leaves(function(*fake))] == expected
         with torch.inference_mode():
             assert [describe(out) for out in leaves(function(*fake))] == expected
-    meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
-    if all(a.stride() == b.stride() for a, b in zip(inputs, meta, strict=True) if isinstance(a, Tensor)):
+    meta = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
+    if all(a.stride() == b.stride() for a, b in zip(*map(tensors, (inputs, meta)), strict=True)):
         assert [describe(out)[:3] for out in leaves(function(*meta))] == [each[:3] for each in expected]
 
 
@@ -318,11 +337,10 @@ def check_error(function: Callable[..., Any], *inputs: Any, match: str, error: t
     with torch.inference_mode():
         refuse("device, inference mode", inputs)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
-        refuse("fake", fake)
-    if len({x.device for x in inputs if isinstance(x, Tensor)}) == 1:
+        refuse("fake", tree_map_only(Tensor, mode.from_tensor, inputs))
+    if len({x.device for x in tensors(inputs)}) == 1:
         for where in ("cpu", "meta"):
-            moved = [x.to(where) if isinstance(x, Tensor) else x for x in inputs]
+            moved = tree_map_only(Tensor, lambda x, where=where: x.to(where), inputs)
             refuse(where, moved)
             with torch.inference_mode():
                 refuse(where + ", inference mode", moved)
