@@ -18,11 +18,20 @@ SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("
 BUILD = f"build/torch-{torch.__version__}"
 
 
-def vector_flags() -> list[str]:
-    """at::vec is chosen at compile time; use AVX2 where the building machine has it."""
-    if platform.machine() != "x86_64" or "avx2" not in Path("/proc/cpuinfo").read_text():
-        return []
-    return ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2", "-DCPU_CAPABILITY=AVX2"]
+def vector_capability() -> str:
+    """The widest vectors of the building machine that at::vec knows; it is chosen when a file is compiled."""
+    flags = Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" else []
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"} <= set(flags):
+        return "AVX512"
+    return "AVX2" if {"avx2", "fma", "f16c"} <= set(flags) else "DEFAULT"
+
+
+CAPABILITY = vector_capability()
+VECTORS = {
+    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX512"],
+    "AVX2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"],
+    "DEFAULT": [],
+}[CAPABILITY] + [f"-DCPU_CAPABILITY={CAPABILITY}"] * (CAPABILITY != "DEFAULT")
 
 
 class Build(BuildExtension):
@@ -36,7 +45,8 @@ class Build(BuildExtension):
         super().run()
         target = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
         (target / "openreg_ops" / "_build.py").write_text(
-            f'"""Written by setup.py: what the extension was built with."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+            '"""Written by setup.py: what the extension was built with."""\n\n'
+            f'TORCH_VERSION = "{torch.__version__}"\nCPU_CAPABILITY = "{CAPABILITY}"\n'
         )
 
 
@@ -51,11 +61,20 @@ WARNINGS = [
     "-Wno-unknown-pragmas",
     "-Wno-missing-field-initializers",
     "-Wno-deprecated-declarations",
+    "-Wno-uninitialized",  # g++ 12 finds it in its own AVX-512 headers
+    "-Wno-maybe-uninitialized",
 ]
 
 setup(
-    packages=["openreg_ops", "openreg_ops.meta", "openreg_ops.testing", "openreg_ops.tools"],
+    packages=[
+        "openreg_ops",
+        "openreg_ops.meta",
+        "openreg_ops.testing",
+        "openreg_ops.testing.checks",
+        "openreg_ops.tools",
+    ],
     package_dir={"openreg_ops.meta": "meta"},
+    py_modules=["pytest_openreg_ops"],
     # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
     install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
     ext_modules=[
@@ -71,7 +90,7 @@ setup(
                 "-fvisibility=hidden",
                 *WARNINGS,
                 *STUBS,
-                *vector_flags(),
+                *VECTORS,
             ],
         )
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,3 +57,14 @@ def fake(input: Tensor) -> Tensor:
 
 # The fake kernel is the reference: on another device torch.abs computes.
 reference = op.reference("custom_abs", differentiable=False)(fake)
+
+
+@op.batched("custom_abs")
+def batched(in_dims: Sequence[int | None], input: Tensor) -> Any:
+    return torch.ops.openreg.custom_abs(input), in_dims[0]
+
+
+@op.samples("custom_abs")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield (torch.randn(shape, dtype=dtype, device=device),)

@@ -7,7 +7,7 @@ reference call the same ones.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _HALF = (torch.float16, torch.bfloat16)
-_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+_BATCHED, _VMAP_MODE = torch._C.DispatchKey.FuncTorchBatched, torch._C.DispatchKey.FuncTorchVmapMode
+_VMAP = torch._C.DispatchKeySet(_BATCHED) | torch._C.DispatchKeySet(_VMAP_MODE)
+_RANDOMNESS = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' "
+    "randomness flags on vmap or perform the randomness operation out of vmap"
+)
 _library = torch.library.Library("openreg", "IMPL")
 _references: dict[str, Callable[..., Any]] = {}
 
@@ -39,7 +44,7 @@ def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _
     return register
 
 
-def batched(name: str) -> Callable[[_Function], _Function]:
+def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]:
     """Make a function the batching rule of ``openreg::name``, what `torch.vmap` runs in its place, on every device.
 
     It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, those given
@@ -47,6 +52,9 @@ def batched(name: str) -> Callable[[_Function], _Function]:
     or None for each tensor; or None where the operator returns nothing; or NotImplemented, and the plain reference is
     mapped, whose own operators have their rules.
     A `torch.library.register_vmap` that need not import functorch before it is used.
+
+    The rule of a ``random`` operator is called when no argument is mapped, too, and with ``vmap``, the interpreter
+    that knows `randomness()` and `batch_size()`. Where the former is "error" this raises PyTorch's sentence.
     """
 
     def register(rule: _Function) -> _Function:
@@ -55,11 +63,15 @@ def batched(name: str) -> Callable[[_Function], _Function]:
             from torch._functorch.vmap import _add_batch_dim, unwrap_batched
 
             overload = operator.attrgetter(name if "." in name else f"{name}.default")(torch.ops.openreg)
-            level = retrieve_current_functorch_interpreter().level()
+            interpreter = retrieve_current_functorch_interpreter()
+            level = interpreter.level()
             (plain, keywords), (dims, keyword_dims) = unwrap_batched((args, kwargs), level)
             in_dims = (*dims, *keyword_dims.values())
-            with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
-                if all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
+            if random:
+                torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
+                keywords["vmap"] = interpreter
+            with torch._C._ExcludeDispatchKeyGuard(_VMAP):
+                if not random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
                     return overload(*args, **kwargs)
                 result = rule(in_dims, *plain, **keywords)
             if result is NotImplemented:
@@ -68,8 +80,23 @@ def batched(name: str) -> Callable[[_Function], _Function]:
                 return None
             return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
 
-        _library.impl(name, kernel, "FuncTorchBatched", with_keyset=True)
+        # Every call inside vmap comes past its mode, one with a mapped argument past FuncTorchBatched.
+        _library.impl(name, kernel, "FuncTorchVmapMode" if random else "FuncTorchBatched", with_keyset=True)
         return rule
+
+    return register
+
+
+# Sample inputs by operator name, for openreg_ops.testing.check: (device, dtype) -> argument tuples.
+SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[tuple[Any, ...]]]] = {}
+
+
+def samples(name: str) -> Callable[[_Function], _Function]:
+    """Make a generator of (device, dtype) the sample inputs of ``openreg::name``."""
+
+    def register(function: _Function) -> _Function:
+        SAMPLES[name] = function
+        return function
 
     return register
 

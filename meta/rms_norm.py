@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,3 +117,16 @@ def batched(in_dims: Sequence[int | None], x: Tensor, weight: Tensor, eps: float
 @op.batched("rms_norm_backward")
 def batched_backward(in_dims: Sequence[int | None], *_inputs: Tensor) -> Any:
     return NotImplemented  # each sample has a grad_weight of its own, where the kernel adds up all rows
+
+
+@op.samples("rms_norm")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, *eps in (((4, 6),), ((5,), 1e-3), ((2, 3, 4, 7),)):
+        yield (*(torch.randn(s, dtype=dtype, device=device) for s in (shape, shape[-1:])), *eps)
+
+
+@op.samples("rms_norm_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 7)):
+        grad_y, x, weight = (torch.randn(s, dtype=dtype, device=device) for s in (shape, shape, shape[-1:]))
+        yield grad_y, x, weight, torch.rand(shape[:-1], dtype=op.acc_dtype(dtype), device=device) + 0.5

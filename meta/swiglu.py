@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,3 +102,15 @@ def batched(in_dims: Sequence[int | None], *inputs: Tensor) -> Any:
 @op.batched("swiglu_backward")
 def batched_backward(in_dims: Sequence[int | None], *inputs: Tensor) -> Any:
     return torch.ops.openreg.swiglu_backward(*op.all_batch_first(in_dims, inputs)), (0, 0)
+
+
+@op.samples("swiglu")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+
+
+@op.samples("swiglu_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+        yield tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(3))

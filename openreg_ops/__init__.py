@@ -32,6 +32,12 @@ if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
         f"or install torch=={_build.TORCH_VERSION.split('+')[0]}"
     )
 
+if _build.CPU_CAPABILITY != "DEFAULT" and not getattr(torch.cpu, f"_is_{_build.CPU_CAPABILITY.lower()}_supported")():
+    raise ImportError(
+        f"openreg_ops was built for {_build.CPU_CAPABILITY}, which this processor lacks; rebuild it here with "
+        "`pip install --force-reinstall --no-deps --no-build-isolation .` in its source"
+    )
+
 from openreg_ops import _C  # noqa: E402
 from openreg_ops import device as _device  # noqa: E402
 

@@ -9,6 +9,7 @@ import sys
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
 COMMANDS = {
     "bench": ("openreg_ops.tools.bench", "time small and large operators and a training step against the CPU"),
+    "check": ("openreg_ops.testing.check_command", "find what is wrong with a custom operator of any library"),
     "conformance": ("openreg_ops.testing.conformance", "run PyTorch's OpInfo database against the CPU"),
 }
 

@@ -2,26 +2,29 @@
 // From PyTorch's in-tree OpenReg, where it shows an autograd::Function whose forward returns a view.
 #include "op.h"
 
-#include <ATen/ops/alias.h>
-
 namespace openreg::ops {
 namespace {
+
+// See Note [Identity operators].
+Tensor custom_autograd_fn_aliasing(const Tensor& input) {
+  return at::alias(input);
+}
 
 struct Aliasing : torch::autograd::Function<Aliasing> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext*, const Tensor& input) { return at::alias(input); }
+  static Tensor forward(AutogradContext*, const Tensor& input) {
+    static const auto op = find<decltype(custom_autograd_fn_aliasing)>("openreg::custom_autograd_fn_aliasing");
+    if (auto y = in_outer_transforms(op, input)) return *y;
+    return at::alias(input);
+  }
 
   static variable_list backward(AutogradContext*, const variable_list& grad) { return {grad[0] * 0.5}; }
 };
 
 Tensor custom_autograd_fn_aliasing_autograd(const Tensor& input) {
-  return Aliasing::apply(input);
-}
-
-// See Note [Identity operators].
-Tensor custom_autograd_fn_aliasing(const Tensor& input) {
-  return at::alias(input);
+  const Tensor y = apply<Aliasing>(without_tangent(input));
+  return has_tangent(input) ? with_tangent(y, tangent(input) * 0.5) : y;
 }
 
 } // namespace

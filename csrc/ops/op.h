@@ -12,9 +12,12 @@
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_make_dual.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -22,6 +25,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -107,6 +111,40 @@ Return decompose(const c10::TypedOperatorHandle<Return(Args...)>& op, std::type_
   return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), std::forward<Args>(args)...);
 }
 
+// Note [Identity operators]
+// scale_gradient and the custom_autograd_fn_* give their argument back with a gradient that is, on purpose, not
+// the derivative. Outside of torch.func their autograd kernels never call the operator again: what they do is made of
+// ATen's views, which compilers, functionalization and ADInplaceOrView know, so that writes through the
+// output stay right. The operator's own kernel runs where autograd is off altogether (inference mode), and as
+// the Functionalize kernel keeps the operator, whose output aliases its input, out of functionalized
+// graphs. No kernel touches memory, so these are the kernels of every device.
+// Inside a transform of torch.func the operator is called on, because each transform further out has a
+// gradient of its own to change. No reference stands for them in forward mode: the kernel runs on the
+// argument without its tangent, and the output gets the tangent that is the transpose of the gradient.
+
+// Inside a transform of torch.func, a view of what the operator gives in those further out, a view so that autograd
+// refuses writes which would lose this gradient. Outside of them nothing. For forwards of apply().
+template <class... Args>
+std::optional<Tensor> in_outer_transforms(const c10::TypedOperatorHandle<Tensor(const Tensor&, Args...)>& op,
+    const Tensor& x, std::type_identity_t<Args>... args) {
+  if (!c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) return std::nullopt;
+  at::AutoGradMode grad_mode(HiddenLayers::innermost()->restore());
+  const auto below_autograd = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return op.call(x, args...);
+  };
+  return at::alias(below_autograd());
+}
+inline Tensor without_tangent(const Tensor& x) {
+  return has_tangent(x) ? x._fw_primal(/*level=*/0) : x;
+}
+inline Tensor tangent(const Tensor& x) {
+  return x._fw_grad(/*level=*/0);
+}
+inline Tensor with_tangent(const Tensor& y, const Tensor& tangent) {
+  return at::_make_dual(y, tangent, /*level=*/0);
+}
+
 // The autograd kernel of a backward operator, for double backward: runs the operator's own kernel, and
 // differentiates its reference in meta/, any number of times, when a derivative is asked for.
 torch::CppFunction differentiate_by_reference();
@@ -128,6 +166,10 @@ enum class Cast {
 };
 // Registers the policy for openreg, cpu and cuda.
 void autocast(torch::Library& m, const char* name, Cast policy);
+
+// Two numbers from `generator`, by default that of x's device, which a random operator makes all of its own from:
+// the key of a counter-based generator and where its counter begins. The CPU's generator does not move.
+std::array<uint64_t, 2> draw(const char* op, const Tensor& x, const std::optional<at::Generator>& generator);
 
 // ---- checks: the sentences are those of meta/op.py, word for word ----
 
@@ -161,6 +203,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& x, at::I
 
 // Elements of elementwise work that are worth another thread, as ATen has it.
 constexpr int64_t kGrain = 32768;
+// exp takes some ten times as long as an addition, for which torch's grain is made.
+constexpr int64_t kExpGrain = kGrain / 8;
 
 // float for the half types, else T: what a kernel computes and accumulates in.
 template <class T>

@@ -8,9 +8,6 @@
 namespace openreg::ops {
 namespace {
 
-// exp takes some ten times as long as an addition, for which torch's grain is made.
-constexpr int64_t kExpGrain = kGrain / 8;
-
 template <class V>
 V sigmoid(V g) {
   return V(1) / (V(1) + g.neg().exp());

@@ -115,8 +115,14 @@ def verdict(value: float, target: float) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     names = [*CASES, "step", "import"]
-    parser.add_argument("--only", metavar="NAME", nargs="+", choices=names, default=names, help=", ".join(names))
-    parser.add_argument("--rounds", type=int, default=101, help="timed batches for each side (default %(default)s)")
+    parser.add_argument("suite", nargs="?", choices=["device", "operators"], default="device",
+                        help="what the device adds to torch's operators (default), or the openreg:: operators against "
+                        "eager PyTorch at transformer sizes")  # fmt: skip
+    parser.add_argument("--only", metavar="NAME", nargs="+", help=f"device: {', '.join(names)}; operators: their names")
+    parser.add_argument("--rounds", type=int, default=101, help="device: batches for each side (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="operators: for each case (default %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "float64", "float16", "bfloat16"], default="float32",
+                        help="operators: (default %(default)s)")  # fmt: skip
     parser.add_argument("--threads", type=int, help="torch.set_num_threads")
     parser.add_argument("--json", metavar="FILE", help="write the results there too; - for standard output alone")
 
@@ -125,6 +131,17 @@ def main(options: argparse.Namespace) -> int:
     """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
     if options.threads:
         torch.set_num_threads(options.threads)
+    cases = {*CASES, "step", "import"}
+    if options.suite == "operators":
+        from openreg_ops.tools import bench_operators
+
+        cases = {case.name for case in bench_operators.CASES}
+    if unknown := set(options.only or ()) - cases:
+        print(f"bench: no case {', '.join(sorted(unknown))}; there are {', '.join(sorted(cases))}", file=sys.stderr)
+        return 2
+    if options.suite == "operators":
+        return bench_operators.run(options)
+    options.only = options.only or cases
     log = sys.stderr if options.json == "-" else sys.stdout
 
     def say(text: str = "") -> None:

@@ -1,9 +1,11 @@
-"""The tests that custom_autograd_fn_returns_self and custom_autograd_fn_aliasing share, as a class to derive from."""
+"""The tests that scale_gradient and the custom_autograd_fn_* share, as a class to derive from."""
 
 import kit
 import pytest
 import torch
 from kit import DEVICE, LAYOUTS, random
+from torch import func
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 
@@ -13,6 +15,7 @@ class HalvedGradient:
     function = None  # the typed wrapper, a staticmethod
     reference = None  # the plain reference, a staticmethod
     op = None  # the operator's overload
+    arguments = ()  # what it takes after the input
 
     def test_by_hand(self):
         x = kit.tensor([1.0, -2.0]).requires_grad_()
@@ -34,7 +37,7 @@ class HalvedGradient:
         y = self.function(x)
         assert y.stride() == x.stride() and y.data_ptr() == x.data_ptr()
         kit.check_against(self.function, self.reference, x)
-        kit.check_same_metadata(self.op, x)
+        kit.check_same_metadata(self.op, x, *self.arguments)
 
     def test_integers_pass(self):
         assert self.function(kit.tensor([1, 2])).tolist() == [1, 2]
@@ -56,11 +59,55 @@ class HalvedGradient:
         (second,) = torch.autograd.grad(first.sum(), x)
         assert_close(second, 1.5 * x)  # half of d(1.5 * y**2), since y passes half of its gradient on
         # Followed by a doubling it is differentiable as written, any number of times.
-        kit.check_gradients(lambda x: self.function(2 * x) - x.detach(), x, twice=False, forward_mode=False)
+        kit.check_gradients(lambda x: self.function(2 * x) - x.detach(), x, twice=False)
+
+    @pytest.mark.parametrize("where", [DEVICE, "cpu"])
+    def test_forward_mode(self, where):
+        x, tangent = random(3, 4, device=where, grad=True), random(3, 4, device=where)
+        with forward_ad.dual_level():
+            y = self.function(forward_ad.make_dual(x, tangent))
+            primal, halved = forward_ad.unpack_dual(y)
+            assert torch.equal(primal, x) and primal.data_ptr() == x.data_ptr()
+            assert torch.equal(halved, tangent / 2)
+            assert torch.equal(*torch.autograd.grad(y, x, tangent), tangent / 2)
+
+    @pytest.mark.parametrize("where", [DEVICE, "cpu"])
+    def test_transforms_halve_at_every_level(self, where):
+        x, tangent = random(4, dtype=torch.float64, device=where), random(4, dtype=torch.float64, device=where)
+
+        def cube(x):
+            return self.function(x).pow(3).sum()
+
+        assert_close(func.grad(cube)(x), 1.5 * x**2)
+        assert_close(func.grad(lambda x: func.grad(cube)(x).sum())(x), 1.5 * x)
+        third = func.grad(lambda x: func.grad(lambda x: func.grad(cube)(x).sum())(x).sum())
+        assert_close(third(x), torch.full_like(x, 0.75))
+        assert_close(func.jvp(self.function, (x,), (tangent,)), (x, tangent / 2))
+        for hessian in (func.hessian, lambda f: func.jacrev(func.jacfwd(f)), lambda f: func.jacrev(func.jacrev(f))):
+            assert_close(hessian(cube)(x), torch.diag(1.5 * x))
+        twice = func.jvp(lambda x: func.jvp(cube, (x,), (tangent,))[1], (x,), (tangent,))[1]
+        assert_close(twice, (1.5 * x * tangent**2).sum())
+        rows = x * torch.arange(3, device=where)[:, None]
+        with kit.no_vmap_fallback():
+            assert_close(torch.vmap(func.grad(cube), in_dims=1)(rows), (1.5 * rows**2).T)
+            assert_close(func.grad(lambda x: torch.vmap(cube)(x).sum())(rows), 1.5 * rows**2)
+            assert_close(torch.vmap(self.function, in_dims=1, out_dims=1)(rows), rows)
+
+    def test_transforms(self):
+        """A doubling before it makes it differentiable as written: the shared checks serve."""
+        kit.check_transforms(lambda x: self.function(2 * x) - x.detach(), random(3, 4, dtype=torch.float64))
+
+    def test_transforms_refuse_a_write_that_would_lose_the_gradient(self):
+        def write(x):
+            self.function(x).mul_(2)
+            return x.sum()
+
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            func.grad(write)(random(3))
 
     def test_opcheck(self):
-        kit.check_operator(self.op, random(3, 8, grad=True))
-        kit.check_operator(self.op, random(3, 8))
+        kit.check_operator(self.op, random(3, 8, grad=True), *self.arguments)
+        kit.check_operator(self.op, random(3, 8), *self.arguments)
 
     def test_compiled(self):
         kit.check_compiled(self.function, random(6, 10))
@@ -95,5 +142,5 @@ class HalvedGradient:
             assert self.function(random(3, device=device_type)).dtype == torch.float32
 
     def test_rejects_what_is_no_tensor(self):
-        with pytest.raises(RuntimeError, match=f"{self.function.__name__}.*Expected a value of type 'Tensor'"):
-            self.op([1.0])
+        with pytest.raises(RuntimeError, match=f"{self.op._opname}.*Expected a value of type 'Tensor'"):
+            self.op([1.0], *self.arguments)

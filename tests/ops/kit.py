@@ -211,14 +211,16 @@ def check_operator_without_gradient(op: torch._ops.OpOverload, *inputs: Any, ski
     assert has(op.name(), "Autograd")
 
 
-def check_operator_forward_only(op: torch._ops.OpOverload, x: Tensor, sentence: str) -> None:
+def check_operator_forward_only(op: torch._ops.OpOverload, sentence: str, *inputs: Any) -> None:
     """opcheck of an operator that has no derivative: with a gradient wanted, the one test that runs backward
     must fail, with `sentence`."""
-    check_operator(op, x)
-    wanted = x.detach().requires_grad_()
-    check_operator(op, wanted, skip=["test_aot_dispatch_dynamic"])
+    check_operator(op, *inputs)
+    wanted = tuple(
+        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+    )
+    check_operator(op, *wanted, skip=["test_aot_dispatch_dynamic"])
     with pytest.raises(Exception, match=sentence):
-        torch.library.opcheck(op, (wanted,), test_utils="test_aot_dispatch_dynamic")
+        torch.library.opcheck(op, wanted, test_utils="test_aot_dispatch_dynamic")
 
 
 def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
@@ -271,28 +273,46 @@ def describe(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
-def check_side_stream(function: Callable[..., Any], *inputs: Tensor) -> None:
+def with_threads(function: Callable[[], Any], counts: Sequence[int] = (1, 2, 3)) -> list[Any]:
+    """What `function` returns under each number of threads."""
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(function())
+    finally:
+        torch.set_num_threads(threads)
+    return results
+
+
+def results(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> list[Tensor]:
+    """Outputs and, if asked for, gradients."""
+    return list(itertools.chain(*run(function, *inputs))) if grads else leaves(function(*inputs))
+
+
+def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool = True) -> None:
     """Work on a stream of its own, waited for by an event, gives what the default stream gives."""
-    expected = [x.cpu() for x in itertools.chain(*run(function, *inputs))]
+    expected = [x.cpu() for x in results(function, *inputs, grads=grads)]
     device = inputs[0].device
     side = torch.Stream(device=device)
     side.wait_stream(torch.accelerator.current_stream(device))
     with side:
-        out = list(itertools.chain(*run(function, *inputs)))
+        out = results(function, *inputs, grads=grads)
     side.record_event().synchronize()
     for actual, default in zip(out, expected, strict=True):
         assert_close(actual.cpu(), default)
 
 
-def check_other_devices(function: Callable[..., Any], *inputs: Any) -> None:
+def check_other_devices(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
     """On the CPU (eager, compiled, in inference mode) the reference gives what the device does; meta gives shapes."""
     host = tuple(x.detach().cpu() if isinstance(x, Tensor) else x for x in inputs)
-    dtype = next(x.dtype for x in inputs if isinstance(x, Tensor))
+    dtype = next(x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    expected = list(itertools.chain(*run(function, *inputs)))
+    expected = results(function, *inputs, grads=grads)
     for each in (function, compiled):
-        for actual, device in zip(itertools.chain(*run(each, *host)), expected, strict=True):
+        for actual, device in zip(results(each, *host, grads=grads), expected, strict=True):
             assert actual.is_cpu and actual.dtype == device.dtype and actual.stride() == device.stride()
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     with torch.inference_mode():
@@ -300,7 +320,7 @@ def check_other_devices(function: Callable[..., Any], *inputs: Any) -> None:
             assert actual.is_cpu
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in host)
-    for actual, device in zip(itertools.chain(*run(function, *meta)), expected, strict=True):
+    for actual, device in zip(results(function, *meta, grads=grads), expected, strict=True):
         assert actual.is_meta and actual.shape == device.shape and actual.dtype == device.dtype
 
 

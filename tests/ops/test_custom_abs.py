@@ -87,8 +87,24 @@ def test_needs_no_gradient_where_there_is_none(where):
     assert not custom_abs(torch.ones(2, dtype=torch.int64, device=where)).requires_grad
 
 
+def test_vmap():
+    kit.check_transforms(custom_abs, random(3, 4), grads=False)
+    x = values(2, 3, 4, dtype=torch.complex64).to(DEVICE)
+    assert torch.vmap(custom_abs, in_dims=1, out_dims=1)(x).stride() == custom_abs(x).stride()
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_transforms_and_forward_mode_are_an_error(where):
+    x = random(3, device=where)
+    for transform in (torch.func.grad(lambda x: custom_abs(x).sum()), torch.vmap(torch.func.grad(custom_abs))):
+        with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
+            transform(x)
+    with pytest.raises(NotImplementedError, match="forward AD.*custom_abs"):
+        torch.func.jvp(custom_abs, (x,), (x,))
+
+
 def test_opcheck():
-    kit.check_operator_forward_only(OP, random(3, 8), NO_DERIVATIVE)
+    kit.check_operator_forward_only(OP, NO_DERIVATIVE, random(3, 8))
 
 
 def test_compiled():
@@ -111,13 +127,7 @@ def test_exported():
 
 
 def test_side_stream(device):
-    x = random(6, 10, device=device)
-    side = torch.Stream(device=device)
-    with side:
-        y = custom_abs(x)
-    side.synchronize()
-    assert y.device == x.device
-    assert_close(y.cpu(), x.cpu().abs())
+    kit.check_side_stream(custom_abs, random(6, 10, device=device), grads=False)
 
 
 def test_other_devices():

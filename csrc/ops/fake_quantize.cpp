@@ -1,0 +1,206 @@
+// fake_quantize: y = scale * clamp(round(x / scale), quant_min - zero_point, quant_max - zero_point), what
+// quantization to integers and back makes of x. One scale and zero_point, or one for each index along axis.
+// Its gradient counts rounding as the identity, "straight through" (Bengio et al. 2013, arXiv:1308.3432):
+// x's passes where x is in range; scale's is that of LSQ (Esser et al. 2020, arXiv:1902.08153).
+#include "op.h"
+
+#include <tuple>
+
+namespace openreg::ops {
+namespace {
+
+// What x becomes where it has one scale: multiples of scale from low to high.
+template <class T>
+struct Grid {
+  Vec<T> scale, inverse, low, high;
+
+  Grid(Acc<T> scale, int32_t zero_point, int64_t quant_min, int64_t quant_max)
+      : scale(scale), inverse(1 / scale), low(static_cast<Acc<T>>(quant_min) - static_cast<Acc<T>>(zero_point)),
+        high(static_cast<Acc<T>>(quant_max) - static_cast<Acc<T>>(zero_point)) {}
+
+  Vec<T> round(Vec<T> x) const { return (x * inverse).round(); }
+  Vec<T> clamp(Vec<T> steps) const { return at::vec::clamp(steps, low, high); }
+
+  void quantize(const T* x, T* y, int64_t n) const {
+    at::vec::map<T>([this](Vec<T> x) { return clamp(round(x)) * scale; }, y, x, n);
+  }
+  // dx = dy in range, else 0; returns the sum of dy * (clamp(round(x / scale)) - (x / scale in range, else 0)).
+  double backward(const T* grad_y, const T* x, T* grad_x, int64_t n) const {
+    const Vec<T> zero(0);
+    at::vec::map2<T>(
+        [&](Vec<T> g, Vec<T> x) {
+          const Vec<T> steps = round(x);
+          return Vec<T>::blendv(zero, g, clamp(steps) == steps);
+        },
+        grad_x, grad_y, x, n);
+    const auto to_scale = [&](Vec<T> g, Vec<T> x) {
+      const Vec<T> steps = round(x), kept = clamp(steps);
+      return g * (kept - Vec<T>::blendv(zero, x * inverse, kept == steps));
+    };
+    return sum<T>(n, to_scale, grad_y, x);
+  }
+};
+
+// A contiguous x as rows that have one scale each, `inner` elements long, and these in pieces, which threads share.
+struct Pieces {
+  static constexpr int64_t kLength = kGrain;
+  int64_t channels = 1, inner = 1, rows = 1;
+
+  Pieces(const Tensor& x, std::optional<int64_t> axis) {
+    const int64_t at = axis ? c10::maybe_wrap_dim(*axis, x.dim()) : -1;
+    if (axis) channels = x.size(at);
+    inner = c10::multiply_integers(x.sizes().slice(at + 1));
+    rows = c10::multiply_integers(x.sizes().slice(0, at + 1));
+  }
+  int64_t in_row() const { return at::divup(inner, kLength); }
+  int64_t count() const { return rows * in_row(); }
+
+  // f(piece, channel, first element, elements)
+  template <class F>
+  void each(const F& f) const {
+    at::parallel_for(0, count(), at::divup(kGrain, std::min(inner, kLength) + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / in_row(), first = i % in_row() * kLength;
+        f(i, row % channels, row * inner + first, std::min(kLength, inner - first));
+      }
+    });
+  }
+};
+
+void check_arguments(const char* op, const Tensor& x, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
+    int64_t quant_max, std::optional<int64_t> axis) {
+  check_floating(op, "x", x);
+  TORCH_CHECK(!axis || (-x.dim() <= *axis && *axis < x.dim()), op, ": expected axis of a dimension of x, which has ",
+      x.dim(), ", but got ", *axis);
+  TORCH_CHECK(
+      quant_min <= quant_max, op, ": expected quant_min of at most quant_max, but got ", quant_min, " and ", quant_max);
+  check_same_device(op, "x", x, "scale", scale);
+  check_same_device(op, "x", x, "zero_point", zero_point);
+  TORCH_CHECK(scale.scalar_type() == at::toOpMathType(x.scalar_type()), op, ": expected scale of ",
+      dtype_name(at::toOpMathType(x.scalar_type())), " for x of ", dtype_name(x.scalar_type()), ", but got ",
+      dtype_name(scale.scalar_type()), "; convert it with .to()");
+  TORCH_CHECK(zero_point.scalar_type() == at::kInt, op, ": expected zero_point of int32, but got ",
+      dtype_name(zero_point.scalar_type()), "; convert it with .to()");
+  const at::IntArrayRef shape = axis ? x.sizes().slice(c10::maybe_wrap_dim(*axis, x.dim()), 1) : at::IntArrayRef();
+  const char* of = axis ? "the size of x along axis" : "one number, as there is no axis";
+  check_shape(op, "scale", scale, shape, of);
+  check_shape(op, "zero_point", zero_point, shape, of);
+}
+
+Tensor fake_quantize(const Tensor& x_, const Tensor& scale_, const Tensor& zero_point_, int64_t quant_min,
+    int64_t quant_max, std::optional<int64_t> axis) {
+  check_arguments("fake_quantize", x_, scale_, zero_point_, quant_min, quant_max, axis);
+  const Tensor x = x_.contiguous(), scale = scale_.contiguous(), zero_point = zero_point_.contiguous();
+  Tensor y = at::empty(x.sizes(), x.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "fake_quantize", [&] {
+    using T = scalar_t;
+    launch(current_stream(x.get_device()),
+        [=, pieces = Pieces(x, axis), x = x.const_data_ptr<T>(), s = scale.const_data_ptr<Acc<T>>(),
+            z = zero_point.const_data_ptr<int32_t>(), y = y.mutable_data_ptr<T>()] {
+          pieces.each([&](int64_t, int64_t c, int64_t first, int64_t n) {
+            Grid<T>(s[c], z[c], quant_min, quant_max).quantize(x + first, y + first, n);
+          });
+        });
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_y_, const Tensor& x_, const Tensor& scale_,
+    const Tensor& zero_point_, int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
+  constexpr const char* op = "fake_quantize_backward";
+  check_arguments(op, x_, scale_, zero_point_, quant_min, quant_max, axis);
+  check_same_device(op, "x", x_, "grad_y", grad_y_);
+  check_dtype(op, "grad_y", grad_y_, x_.scalar_type(), "x");
+  check_shape(op, "grad_y", grad_y_, x_.sizes(), "that of x");
+  const Tensor grad_y = grad_y_.contiguous(), x = x_.contiguous(), scale = scale_.contiguous(),
+               zero_point = zero_point_.contiguous();
+  Tensor grad_x = at::empty(x.sizes(), x.options()), grad_scale = at::empty(scale.sizes(), scale.options());
+  // Pieces do not depend on the number of threads, and so grad_scale does not.
+  const Pieces pieces(x, axis);
+  Tensor partial = at::empty({pieces.count()}, x.options().dtype(at::kDouble));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+    using T = scalar_t;
+    launch(current_stream(x.get_device()),
+        [=, dy = grad_y.const_data_ptr<T>(), x = x.const_data_ptr<T>(), s = scale.const_data_ptr<Acc<T>>(),
+            z = zero_point.const_data_ptr<int32_t>(), dx = grad_x.mutable_data_ptr<T>(),
+            ds = grad_scale.mutable_data_ptr<Acc<T>>(), part = partial.mutable_data_ptr<double>()] {
+          pieces.each([&](int64_t i, int64_t c, int64_t first, int64_t n) {
+            part[i] = Grid<T>(s[c], z[c], quant_min, quant_max).backward(dy + first, x + first, dx + first, n);
+          });
+          at::parallel_for(0, pieces.channels, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t c = begin; c < end; ++c) {
+              double total = 0;
+              for (int64_t row = c; row < pieces.rows; row += pieces.channels)
+                for (int64_t i = 0; i < pieces.in_row(); ++i) total += part[row * pieces.in_row() + i];
+              ds[c] = static_cast<Acc<T>>(total);
+            }
+          });
+        });
+  });
+  return {grad_x, grad_scale};
+}
+
+// ---- autograd: see Note [Operator calls] ----
+
+const auto& forward_op() {
+  static const auto op = find<decltype(fake_quantize)>("openreg::fake_quantize");
+  return op;
+}
+const auto& backward_op() {
+  static const auto op = find<decltype(fake_quantize_backward)>("openreg::fake_quantize_backward");
+  return op;
+}
+
+struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale, const Tensor& zero_point,
+      int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
+    BelowAutograd below_autograd;
+    ctx->save_for_backward({x, scale, zero_point});
+    ctx->saved_data["quant_min"] = quant_min;
+    ctx->saved_data["quant_max"] = quant_max;
+    ctx->saved_data["axis"] = axis;
+    return forward_op().call(x, scale, zero_point, quant_min, quant_max, axis);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const auto saved = ctx->get_saved_variables();
+    const auto data = [&](const char* name) { return ctx->saved_data[name]; };
+    auto [grad_x, grad_scale] = backward_op().call(grad[0], saved[0], saved[1], saved[2], data("quant_min").toInt(),
+        data("quant_max").toInt(), data("axis").toOptional<int64_t>());
+    return {grad_x, grad_scale, Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+// The reference has this gradient too, so that forward mode and other devices may run it.
+Tensor fake_quantize_autograd(const Tensor& x, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
+    int64_t quant_max, std::optional<int64_t> axis) {
+  if (any_tangent(x, scale)) return decompose(forward_op(), x, scale, zero_point, quant_min, quant_max, axis);
+  return apply<FakeQuantize>(x, scale, zero_point, quant_min, quant_max, axis);
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.fake_quantize");
+  m.def(
+      "fake_quantize(Tensor x, Tensor scale, Tensor zero_point, int quant_min, int quant_max, int? axis=None) -> "
+      "Tensor");
+  m.def(
+      "fake_quantize_backward(Tensor grad_y, Tensor x, Tensor scale, Tensor zero_point, int quant_min, int quant_max, "
+      "int? axis=None) -> (Tensor grad_x, Tensor grad_scale)");
+  autocast(m, "fake_quantize", Cast::kFloat32);
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("fake_quantize", fake_quantize);
+  m.impl("fake_quantize_backward", fake_quantize_backward);
+}
+TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+  m.impl("fake_quantize", fake_quantize_autograd);
+  m.impl("fake_quantize_backward", differentiate_by_reference());
+}
+
+} // namespace openreg::ops

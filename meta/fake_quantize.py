@@ -1,0 +1,240 @@
+"""fake_quantize and its backward, both operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_ops.meta import op
+
+
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
+) -> Tensor:
+    """What quantization to integers and back makes of x, with a gradient that lets a network train through it.
+
+    y = scale * clamp(round(x / scale), quant_min - zero_point, quant_max - zero_point)
+
+    Rounds half to even, and x / scale as x * (1 / scale), as `torch.fake_quantize_per_tensor_affine` does. NaN stays
+    NaN.
+
+    Args:
+        x: any shape and strides, float32, float64, float16 or bfloat16.
+        scale: one positive number, shape `[]`; with axis, `[N]` for N indices along it. float32 (float64 for a
+            float64 x). Its values are not looked at: one of zero or less gives what the formula gives.
+        zero_point: int32, shape of scale.
+        quant_min, quant_max: the smallest and largest integer, such as -128 and 127.
+        axis: the dimension along which each index has a scale and zero_point of its own.
+    Returns:
+        y: shape and dtype of x, contiguous.
+    Raises:
+        RuntimeError: another shape, dtype or device; quant_min beyond quant_max; an axis that x has not.
+
+    The gradient is deliberately not the derivative, which is 0: rounding counts as the identity (straight-through
+    estimator). x's passes where round(x / scale) + zero_point is in range, and is 0 outside. scale is learnable, as
+    in LSQ: its gradient is the sum over dy * (round(x / scale) - x / scale) in range, and dy times the bound,
+    quant_min - zero_point or quant_max - zero_point, outside; multiply it by LSQ's 1 / sqrt(numel * quant_max)
+    with `scale_gradient(scale, …)`. Differentiable any number of times, in both modes, and linear in dy alone: a
+    second derivative in x or scale is 0 but for what comes after y.
+
+    The half types are computed in float32. Autocast runs it in float32.
+    Source: Bengio et al. 2013, arXiv:1308.3432; Esser et al. 2020, arXiv:1902.08153.
+    """
+    return torch.ops.openreg.fake_quantize.default(x, scale, zero_point, quant_min, quant_max, axis)
+
+
+def fake_quantize_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    quant_min: int,
+    quant_max: int,
+    axis: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients that `fake_quantize` gives x and scale.
+
+    With t = round(x / scale) and k = clamp(t, quant_min - zero_point, quant_max - zero_point):
+    grad_x = grad_y where t == k, else 0
+    grad_scale = sum(grad_y * (k - (x / scale where t == k, else 0))) over all x of one scale
+
+    Args:
+        grad_y: shape and dtype of x.
+        The others: as `fake_quantize` got them.
+    Returns:
+        grad_x: shape and dtype of x, contiguous.
+        grad_scale: shape and dtype of scale; it does not depend on the number of threads.
+    Raises:
+        RuntimeError: as `fake_quantize`, and for a grad_y of another shape, dtype or device.
+
+    Differentiable any number of times in grad_y; in x and scale it counts as constant.
+    """
+    return torch.ops.openreg.fake_quantize_backward.default(grad_y, x, scale, zero_point, quant_min, quant_max, axis)
+
+
+def _check(
+    name: str, x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None
+) -> None:
+    op.check_floating(name, "x", x)
+    torch._check(
+        axis is None or -x.dim() <= axis < x.dim(),
+        lambda: f"{name}: expected axis of a dimension of x, which has {x.dim()}, but got {axis}",
+    )
+    torch._check(
+        quant_min <= quant_max,
+        lambda: f"{name}: expected quant_min of at most quant_max, but got {quant_min} and {quant_max}",
+    )
+    op.check_same_device(name, "x", x, "scale", scale)
+    op.check_same_device(name, "x", x, "zero_point", zero_point)
+    torch._check(
+        scale.dtype == op.acc_dtype(x.dtype),
+        lambda: (
+            f"{name}: expected scale of {op.dtype_name(op.acc_dtype(x.dtype))} for x of {op.dtype_name(x.dtype)}, "
+            f"but got {op.dtype_name(scale.dtype)}; convert it with .to()"
+        ),
+    )
+    torch._check(
+        zero_point.dtype == torch.int32,
+        lambda: (
+            f"{name}: expected zero_point of int32, but got {op.dtype_name(zero_point.dtype)}; convert it with .to()"
+        ),
+    )
+    shape = () if axis is None else (x.shape[axis],)
+    of = "one number, as there is no axis" if axis is None else "the size of x along axis"
+    op.check_shape(name, "scale", scale, shape, of)
+    op.check_shape(name, "zero_point", zero_point, shape, of)
+
+
+def _check_backward(grad_y: Tensor, x: Tensor, *arguments: Any) -> None:
+    name = "fake_quantize_backward"
+    _check(name, x, *arguments)
+    op.check_same_device(name, "x", x, "grad_y", grad_y)
+    op.check_dtype(name, "grad_y", grad_y, x.dtype, "x")
+    op.check_shape(name, "grad_y", grad_y, x.shape, "that of x")
+
+
+@torch.library.register_fake("openreg::fake_quantize")
+def fake(
+    x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
+) -> Tensor:
+    _check("fake_quantize", x, scale, zero_point, quant_min, quant_max, axis)
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("openreg::fake_quantize_backward")
+def fake_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    quant_min: int,
+    quant_max: int,
+    axis: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check_backward(grad_y, x, scale, zero_point, quant_min, quant_max, axis)
+    return x.new_empty(x.shape), scale.new_empty(scale.shape)
+
+
+def _along(values: Tensor, x: Tensor, axis: int | None) -> Tensor:
+    """`values`, one for each index of x along axis, in a shape that broadcasts with x."""
+    return values if axis is None else values.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
+
+
+@op.reference("fake_quantize")
+def reference(
+    x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
+) -> Tensor:
+    _check("fake_quantize", x, scale, zero_point, quant_min, quant_max, axis)
+    s, z = _along(scale, x, axis), _along(zero_point, x, axis).to(scale.dtype)
+    low, high = quant_min - z, quant_max - z
+    # Into the range and one step beyond: an infinity would make NaN of the difference, and bounds get no gradient.
+    steps = (x.to(s.dtype) * s.reciprocal()).clamp(low - 1, high + 1)
+    straight_through = steps + (steps.round() - steps).detach()  # exact, and has the gradient of steps
+    return (straight_through.clamp(low, high) * s).to(x.dtype).contiguous()
+
+
+@op.reference("fake_quantize_backward")
+def reference_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    quant_min: int,
+    quant_max: int,
+    axis: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check_backward(grad_y, x, scale, zero_point, quant_min, quant_max, axis)
+    s, z = _along(scale.detach(), x, axis), _along(zero_point, x, axis).to(scale.dtype)
+    steps = x.detach().to(s.dtype) * s.reciprocal()
+    kept = steps.round().clamp(quant_min - z, quant_max - z)
+    inside = kept == steps.round()
+    to_scale = grad_y.to(s.dtype) * (kept - steps.where(inside, 0))
+    return grad_y.where(inside, 0).contiguous(), to_scale.sum_to_size(s.shape).reshape(scale.shape)
+
+
+# A scale for each sample is one for each channel: the kernel runs with samples, or samples' channels, as channels.
+
+
+def _fold(x: Tensor, axis: int | None) -> Tensor:
+    return x if axis is None else x.movedim(axis, 1).flatten(0, 1)
+
+
+def _unfold(x: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
+    return x if axis is None else x.unflatten(0, shape).movedim(1, axis)
+
+
+@op.batched("fake_quantize")
+def batched(
+    in_dims: Sequence[int | None],
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    quant_min: int,
+    quant_max: int,
+    axis: int | None = None,
+) -> Any:
+    run = torch.ops.openreg.fake_quantize
+    if in_dims[1] is None and in_dims[2] is None:
+        axis = axis if axis is None or axis < 0 else axis + 1
+        return run(x.movedim(in_dims[0], 0), scale, zero_point, quant_min, quant_max, axis), 0
+    x, scale, zero_point = op.all_batch_first(in_dims[:3], (x, scale, zero_point))
+    axis = None if axis is None else axis % (x.dim() - 1) + 1
+    y = run(_fold(x, axis), scale.flatten(), zero_point.flatten(), quant_min, quant_max, 0)
+    return _unfold(y, scale.shape, axis), 0
+
+
+@op.batched("fake_quantize_backward")
+def batched_backward(
+    in_dims: Sequence[int | None],
+    grad_y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    quant_min: int,
+    quant_max: int,
+    axis: int | None = None,
+) -> Any:
+    grad_y, x, scale, zero_point = op.all_batch_first(in_dims[:4], (grad_y, x, scale, zero_point))
+    axis = None if axis is None else axis % (x.dim() - 1) + 1
+    grad_x, grad_scale = torch.ops.openreg.fake_quantize_backward(
+        _fold(grad_y, axis), _fold(x, axis), scale.flatten(), zero_point.flatten(), quant_min, quant_max, 0
+    )
+    return (_unfold(grad_x, scale.shape, axis), grad_scale.reshape(scale.shape)), (0, 0)
+
+
+@op.samples("fake_quantize")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    wide = dict(device=device, dtype=op.acc_dtype(dtype))
+    for shape, axis in (((4, 6), None), ((5,), None), ((2, 3, 4, 4), 1)):
+        channels = () if axis is None else (shape[axis],)
+        scale, zero_point = torch.rand(channels, **wide) + 0.2, torch.ones(channels, dtype=torch.int32, device=device)
+        yield torch.randn(shape, dtype=dtype, device=device), scale, zero_point, -4, 3, axis
+
+
+@op.samples("fake_quantize_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for x, *rest in samples(device, dtype):
+        yield torch.randn_like(x), x, *rest

@@ -1,0 +1,348 @@
+"""The openreg:: operators at transformer sizes, against the same mathematics in eager PyTorch on the CPU.
+
+`python -m openreg_ops bench operators`. Times are medians of alternating calls in one process, of the forward and of
+the forward with the backward. Memory-bound operators are also set against the machine's bandwidth: the bytes that they
+cannot but read and write, per second, as a fraction of what a copy of 256 MB reads and writes in the same time. Peak
+memory is the device allocator's, for the operator and for the eager mathematics run there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import openreg_ops
+
+__all__ = ["CASES", "Case", "run"]
+
+ops = torch.ops.openreg
+BATCH, SEQUENCE, WIDTH, VOCABULARY, HEADS = 8, 512, 1024, 32000, 16
+ROWS = BATCH * SEQUENCE
+COPY = 256 * 2**20  # bytes of the copy that stands for the memory's bandwidth
+
+
+@dataclass
+class Case:
+    """An operator, the same mathematics in plain PyTorch, and what is asked of it."""
+
+    name: str
+    inputs: Callable[[torch.dtype], Sequence[Any]]  # on the CPU
+    eager: Callable[..., Any]
+    operator: Callable[..., Any]
+    forward_bytes: float = 0  # for each element of the first input, in units of its size; 0: not memory-bound
+    backward_bytes: float | None = 0  # None: no derivative
+    faster: float = 1.0  # target: eager seconds / operator seconds, with the backward where there is one
+    bandwidth: float | None = None  # target: of the copy's
+    memory: float | None = None  # target: of eager's peak
+
+
+def activations(dtype: torch.dtype) -> Tensor:
+    return torch.randn(BATCH, SEQUENCE, WIDTH).to(dtype)
+
+
+def weights(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).mul(0.02).to(dtype)
+
+
+def activation_pair(dtype: torch.dtype) -> list[Tensor]:
+    return [activations(dtype), activations(dtype)]
+
+
+def heads(dtype: torch.dtype) -> Tensor:
+    return activations(dtype).view(BATCH, SEQUENCE, HEADS, WIDTH // HEADS).transpose(1, 2).contiguous()
+
+
+# ---- the mathematics, as models write it ----
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight), total
+
+
+def angles(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = torch.outer(torch.arange(SEQUENCE), 10000 ** -(torch.arange(0, 1, 2 * HEADS / WIDTH)))
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * torch.cat([cos, cos], -1) + torch.cat([-second, first], -1) * torch.cat([sin, sin], -1)
+
+
+def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1) / 127
+    return (x / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight), target)
+
+
+def adamw(device: str, dtype: torch.dtype) -> Callable[[], None]:
+    """The step of an optimizer over the parameters of four transformer layers."""
+    shapes = [(WIDTH, WIDTH)] * 4 + [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,)]
+    parameters = [torch.nn.Parameter(weights(*shape, dtype=dtype).to(device)) for shape in shapes * 2]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    if device == "cpu":
+        return torch.optim.AdamW(parameters, fused=True).step
+    return openreg_ops.optim.AdamW(parameters).step
+
+
+STREAMS = dict(faster=2.0, bandwidth=0.7)  # what is asked of the memory-bound ones
+
+CASES = [
+    Case(
+        "rms_norm",
+        lambda t: [activations(t), weights(WIDTH, dtype=t)],
+        rms_norm,
+        lambda x, weight: ops.rms_norm(x, weight)[0],
+        forward_bytes=2,
+        backward_bytes=3,
+        **STREAMS,
+    ),
+    Case(
+        "fused_add_rms_norm",
+        lambda t: [*activation_pair(t), weights(WIDTH, dtype=t)],
+        fused_add_rms_norm,
+        lambda x, residual, weight: ops.fused_add_rms_norm(x, residual, weight),
+        forward_bytes=4,
+        backward_bytes=4,
+        **STREAMS,
+    ),
+    Case(
+        "rotary_embedding",
+        lambda t: [heads(t), angles(t)],
+        lambda x, table: rotary_embedding(x, *table),
+        lambda x, table: ops.rotary_embedding(x, *table),
+        forward_bytes=2,
+        backward_bytes=2,
+        **STREAMS,
+    ),
+    Case(
+        "swiglu",
+        activation_pair,
+        lambda gate, up: F.silu(gate) * up,
+        lambda gate, up: ops.swiglu(gate, up),
+        forward_bytes=3,
+        backward_bytes=5,
+        **STREAMS,
+    ),
+    Case(
+        "dropout_add",
+        activation_pair,
+        lambda x, residual: residual + F.dropout(x, 0.1),
+        lambda x, residual: ops.dropout_add(x, residual, 0.1)[0],
+        forward_bytes=3 + 0.25,  # the mask has a byte for each element
+        backward_bytes=2 + 0.25,
+        **STREAMS,
+    ),
+    Case(
+        "quantize_rowwise",
+        lambda t: [activations(t)],
+        quantize_rowwise,
+        lambda x: ops.quantize_rowwise(x),
+        forward_bytes=1 + 0.25,
+        backward_bytes=None,
+        **STREAMS,
+    ),
+    Case(
+        "cross_entropy",
+        lambda t: [torch.randn(ROWS, VOCABULARY).to(t), torch.randint(VOCABULARY, (ROWS,))],
+        cross_entropy,
+        lambda logits, target: ops.cross_entropy(logits, target)[0],
+        faster=1.5,
+    ),
+    Case(
+        "linear_cross_entropy",
+        lambda t: [
+            activations(t).view(ROWS, WIDTH),
+            weights(VOCABULARY, WIDTH, dtype=t),
+            torch.randint(VOCABULARY, (ROWS,)),
+        ],
+        linear_cross_entropy,
+        lambda x, weight, target: ops.linear_cross_entropy(x, weight, target),
+        faster=1.0,
+        memory=0.25,
+    ),
+    Case(
+        "attention",
+        lambda t: [heads(t), heads(t), heads(t)],
+        F.scaled_dot_product_attention,
+        lambda q, k, v: ops.attention(q, k, v)[0],
+        faster=1.0,
+    ),
+    Case(
+        "attention, causal",
+        lambda t: [heads(t), heads(t), heads(t)],
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        lambda q, k, v: ops.attention(q, k, v, causal=True)[0],
+        faster=1.0,
+    ),
+    Case(
+        "adamw_step_",
+        lambda t: [adamw("cpu", t), adamw("openreg", t)],
+        lambda host, device: host(),
+        lambda host, device: device(),
+        faster=1.0,
+        backward_bytes=None,
+    ),
+]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy of COPY bytes, the best of some."""
+    source, target = torch.ones(COPY // 4), torch.empty(COPY // 4)
+    target.copy_(source)
+    return 2 * COPY / min(timed(lambda: target.copy_(source)) for _ in range(7))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def medians(calls: Sequence[Callable[[], Any]], budget: float) -> list[float]:
+    """Median seconds of each call; calls alternate, for `budget` seconds and at least five times."""
+    for call in calls:  # the first ones fill caches and start threads
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    until = time.perf_counter() + budget
+    while len(times[0]) < 5 or time.perf_counter() < until:
+        for index in range(len(calls)) if len(times[0]) % 2 else reversed(range(len(calls))):
+            times[index].append(timed(calls[index]))
+    return [statistics.median(each) for each in times]
+
+
+def training(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
+    """The call that runs `function` forward and backward, with a gradient for every floating-point input."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().requires_grad_(x.is_floating_point())
+        return [leaf(each) for each in x] if isinstance(x, list) else x
+
+    inputs = [leaf(x) for x in inputs]
+    flat = [each for x in inputs for each in (x if isinstance(x, list) else [x])]
+    wanted = [x for x in flat if isinstance(x, Tensor) and x.requires_grad]
+    outputs = function(*inputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    cotangents = [torch.ones_like(out) if out.dim() == 0 else torch.randn_like(out) for out in outputs]
+
+    def run() -> Any:
+        out = function(*inputs)
+        return torch.autograd.grad([out] if isinstance(out, Tensor) else list(out), wanted, cotangents)
+
+    return run
+
+
+def inference(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch.no_grad():
+            return function(*inputs)
+
+    return run
+
+
+def on_device(x: Any) -> Any:
+    """A copy there of a tensor, and of those in a list or a tuple, which no gradient is wanted for."""
+    if isinstance(x, list | tuple):
+        return type(x)(on_device(each) for each in x)
+    return x.to("openreg") if isinstance(x, Tensor) else x
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Bytes that a call adds to what is allocated, at its peak."""
+    gc.collect()
+    before = openreg_ops.memory.memory_allocated()
+    openreg_ops.memory.reset_peak_memory_stats()
+    call()
+    return openreg_ops.memory.max_memory_allocated() - before
+
+
+def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict[str, Any]:
+    """One case: seconds of both sides, their ratio, the fraction of the bandwidth, of the memory, and what it missed."""
+    torch.manual_seed(0)
+    host = list(case.inputs(dtype))
+    device = on_device(host)
+    result: dict[str, Any] = {"name": case.name, "dtype": str(dtype).removeprefix("torch."), "missed": []}
+    modes = {"forward": (inference, case.forward_bytes)}
+    if case.backward_bytes is not None:
+        modes["training"] = (training, case.forward_bytes + case.backward_bytes)
+    for mode, (make, passes) in modes.items():
+        eager, operator = medians([make(case.eager, host), make(case.operator, device)], budget)
+        result[mode] = {"eager_s": eager, "openreg_s": operator, "faster": eager / operator}
+        if passes:
+            result[mode]["bandwidth"] = passes * host[0].numel() * host[0].element_size() / operator / limit
+    final = result[list(modes)[-1]]
+    if case.memory is not None:
+        final["memory"] = peak(training(case.operator, device)) / peak(training(case.eager, device))
+    for what, target, reached in [
+        ("faster", case.faster, lambda value, target: value >= target),
+        ("bandwidth", case.bandwidth, lambda value, target: value >= target),
+        ("memory", case.memory, lambda value, target: value <= target),
+    ]:
+        if target is not None and not reached(final[what], target):
+            result["missed"].append(f"{what} {final[what]:.2f}, target {target:.2f}")
+    return result
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    log = sys.stderr if options.json == "-" else sys.stdout
+
+    def say(text: str = "") -> None:
+        print(text, file=log, flush=True)
+
+    dtype = getattr(torch, options.dtype)
+    threads, cores, load = torch.get_num_threads(), os.cpu_count(), os.getloadavg()[0]
+    limit = copy_bandwidth()
+    say(f"torch {torch.__version__}, {options.dtype}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary "
+        f"{VOCABULARY:,}")  # fmt: skip
+    say(f"{threads} threads, {cores} cores, load {load:.1f}{' (busy: expect noise)' if load > cores / 2 else ''}; "
+        f"a copy of 256 MB moves {limit / 1e9:.1f} GB/s")  # fmt: skip
+    say(f"{'':21} {'forward':^30} | {'forward and backward':^31}")
+    head = f"{'eager':>8} {'openreg':>8} {'faster':>6} {'of bw':>5}"
+    say(f"{'':21} {head} | {head}  memory")
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": threads, "bandwidth": limit, "cases": []}
+    for case in CASES:
+        if options.only and case.name not in options.only:
+            continue
+        result = measure(case, dtype, limit, options.seconds)
+        results["cases"].append(result)
+        cells = []
+        for mode in ("forward", "training"):
+            if row := result.get(mode):
+                of_limit = f"{row['bandwidth']:5.2f}" if "bandwidth" in row else " " * 5
+                memory = f"{row['memory']:7.2f}" if "memory" in row else ""
+                cells.append(f"{row['eager_s'] * 1e3:6.1f}ms {row['openreg_s'] * 1e3:6.1f}ms {row['faster']:6.2f} "
+                             f"{of_limit} {memory}")  # fmt: skip
+        say(f"{case.name:21} {'| '.join(cells)}{'  MISSED ' + '; '.join(result['missed']) if result['missed'] else ''}")
+    if options.json == "-":
+        print(json.dumps(results, indent=1))
+    elif options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+    return 0

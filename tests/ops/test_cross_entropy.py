@@ -1,0 +1,336 @@
+"""cross_entropy and cross_entropy_backward."""
+
+import itertools
+import math
+
+import kit
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch.testing import assert_close
+
+from openreg_ops import cross_entropy, cross_entropy_backward
+
+OP = torch.ops.openreg.cross_entropy.default
+BACKWARD = torch.ops.openreg.cross_entropy_backward.default
+OPTIONS = [
+    dict(),
+    dict(reduction="sum", label_smoothing=0.1),
+    dict(reduction="none", z_loss=0.01),
+    dict(reduction="mean", label_smoothing=0.2, z_loss=0.1, ignore_index=1),
+]
+
+
+def reference(logits, target, *, z_loss=0.0, reduction="mean", ignore_index=-100, **options):
+    """torch's own loss, which has its classes second, and the z-loss in words."""
+    logsumexp = logits.logsumexp(-1)
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1).long(),
+        reduction="none",
+        ignore_index=ignore_index,
+        **options,
+    ).reshape(target.shape)
+    valid = target != ignore_index
+    loss = loss + z_loss * logsumexp**2 * valid
+    if reduction == "none":
+        return loss, logsumexp
+    return (loss.sum() / valid.sum() if reduction == "mean" else loss.sum()), logsumexp
+
+
+def reference_backward(grad_loss, grad_logsumexp, logits, target, **options):
+    logits = logits.detach().requires_grad_()
+    return torch.autograd.grad(reference(logits, target, **options), logits, (grad_loss, grad_logsumexp))[0]
+
+
+def targets(*shape, classes):
+    return torch.randint(classes, shape).to(DEVICE)
+
+
+def check(logits, target, scale=1, **options):
+    kit.check_against(
+        lambda x: cross_entropy(x, target, **options),
+        lambda x: reference(x, target.cpu(), **options),
+        logits,
+        scale=scale,
+    )
+
+
+def test_by_hand():  # exp: 1 and 3; the second class has 3 of 4
+    loss, logsumexp = cross_entropy(kit.tensor([[0.0, math.log(3)]]), kit.tensor([1]))
+    assert_close(loss.cpu(), torch.tensor(math.log(4 / 3)))
+    assert_close(logsumexp.cpu(), torch.tensor([math.log(4)]))
+    loss, _ = cross_entropy(kit.tensor([0.0, math.log(3)]), kit.tensor(1), z_loss=0.5, label_smoothing=0.5)
+    smooth = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
+    assert_close(loss.item(), smooth + 0.5 * math.log(4) ** 2, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (5, 123), (4, 2), (2, 3, 64), (3, 0, 7), (2, 5000)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matches_torch(shape, dtype):
+    target = targets(*shape[:-1], classes=shape[-1])
+    for options in OPTIONS:
+        check(random(*shape, dtype=dtype), target, **options)
+    loss, logsumexp = cross_entropy(random(*shape, dtype=dtype), target)
+    assert loss.dtype == logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    logits, target = LAYOUTS[layout](random(6, 5, 12)), LAYOUTS[layout](targets(6, 5, classes=12))
+    for options in OPTIONS:
+        check(logits, target, **options)
+    check(logits, target.int())
+    kit.check_same_metadata(OP, logits, target)
+    kit.check_same_metadata(lambda *args: OP(*args, reduction="none"), logits, target.int())
+    kit.check_same_metadata(BACKWARD, random(), None, logits, target, random(6, 5))
+
+
+def test_ignored_rows():
+    logits, target = random(5, 7), kit.tensor([3, -100, 0, -100, 6])
+    for reduction in ("mean", "sum", "none"):
+        check(logits, target, reduction=reduction, label_smoothing=0.1, z_loss=0.1)
+    check(logits, torch.full((5,), -100, device=DEVICE), reduction="sum")
+    # The loss of an ignored row gives exactly nothing, whatever the row holds.
+    logits = kit.tensor([[1.0, math.inf], [math.nan, 1.0], [1.0, 2.0]]).requires_grad_()
+    loss, _ = cross_entropy(logits, kit.tensor([-100, -100, 0]))
+    loss.backward()
+    assert_close(loss.cpu(), torch.tensor(math.log(1 + math.e)))
+    assert logits.grad[:2].count_nonzero() == 0 and logits.grad[2].isfinite().all()
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_mean_of_no_rows(count):
+    """NaN with a gradient of 0, as torch has it."""
+    logits = random(count, 4, grad=True)
+    loss, logsumexp = cross_entropy(logits, torch.full((count,), -100, device=DEVICE))
+    loss.backward()
+    assert loss.isnan() and logsumexp.shape == (count,)
+    assert logits.grad.shape == (count, 4) and logits.grad.count_nonzero() == 0
+
+
+def test_infinite_logits():
+    """-inf masks a class; a row of -inf, and +inf, give what torch gives."""
+    inf = math.inf
+    rows = [[0.0, -inf, 1.0], [-inf, -inf, -inf], [0.0, inf, 1.0], [0.0, math.nan, 1.0]]
+    for row, dtype in itertools.product(rows, (torch.float32, torch.float64)):
+        check(kit.tensor([row], dtype=dtype), kit.tensor([2]))
+    loss, logsumexp = cross_entropy(kit.tensor([[0.0, -inf, 1.0]]), kit.tensor([1]))
+    assert loss.item() == inf and logsumexp.isfinite().all()
+
+
+def test_large_logits_do_not_overflow():
+    check(1e4 * random(4, 40), targets(4, classes=40))
+    logits = torch.full((2, 30), 60000.0, dtype=torch.float16, device=DEVICE)
+    assert_close(cross_entropy(logits, kit.tensor([0, 1]))[0].cpu(), torch.tensor(math.log(30)), rtol=0, atol=0.01)
+
+
+def test_backward_operator():
+    logits, target = random(6, 5, 33), targets(6, 5, classes=33)
+    logsumexp = cross_entropy(logits, target)[1]
+    for options in OPTIONS:
+        grads = random(*((6, 5) if options.get("reduction") == "none" else ())), random(6, 5)
+        expected = reference_backward(*(x.cpu().double() for x in (*grads, logits)), target.cpu(), **options)
+        got = cross_entropy_backward(*grads, logits, target, logsumexp, **options)
+        assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+        # Without one of them.
+        parts = [
+            cross_entropy_backward(grads[0], None, logits, target, logsumexp, **options),
+            cross_entropy_backward(None, grads[1], logits, target, logsumexp, **options),
+        ]
+        assert_close(parts[0] + parts[1], got)
+    nothing = cross_entropy_backward(None, None, logits, target, logsumexp)
+    assert nothing.shape == logits.shape and nothing.count_nonzero() == 0
+
+
+def test_derivatives():
+    f64 = dict(dtype=torch.float64, grad=True)
+    target = kit.tensor([0, 4, 1])
+    for options in OPTIONS:
+        kit.check_gradients(lambda x, o=options: cross_entropy(x, target, **o), random(3, 5, **f64))
+        shape = (3,) if options.get("reduction") == "none" else ()
+        kit.check_gradients(
+            lambda a, b, x, lse, o=options: cross_entropy_backward(a, b, x, target, lse, **o),
+            random(*shape, **f64),
+            random(3, **f64),
+            random(3, 5, **f64),
+            random(3, **f64),
+        )
+    # Through one output alone.
+    kit.check_gradients(lambda x: cross_entropy(x, target, z_loss=0.1)[0], random(3, 5, **f64))
+    kit.check_gradients(lambda x: cross_entropy(x, target)[1], random(3, 5, **f64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_second_derivative_of_half_types(dtype):
+    target = targets(3, classes=40)
+
+    def penalty(function, target):
+        def of(x):
+            loss, logsumexp = function(x, target, z_loss=0.1)
+            grad = torch.autograd.grad(loss + logsumexp.sum(), x, create_graph=True)[0]
+            return grad * grad
+
+        return of
+
+    kit.check_against(penalty(cross_entropy, target), penalty(reference, target.cpu()), random(3, 40, dtype=dtype))
+
+
+def test_second_derivative_of_no_rows_is_zero():
+    logits = random(2, 3, grad=True)
+    loss, _ = cross_entropy(logits, kit.tensor([-100, -100]))
+    grad = torch.autograd.grad(loss, logits, create_graph=True)[0]
+    assert torch.autograd.grad(grad.sum(), logits)[0].count_nonzero() == 0
+
+
+def test_results_do_not_depend_on_threads():
+    logits, target = random(300, 500, grad=True), targets(300, classes=500)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            loss, logsumexp = cross_entropy(logits, target, label_smoothing=0.1, z_loss=0.1)
+            results.append((loss, logsumexp, *torch.autograd.grad(loss, logits)))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_keeps_no_softmax():
+    """Forward allocates numbers for rows only, and backward no more than the gradient."""
+    logits, target = random(256, 4096, grad=True), targets(256, classes=4096)
+    torch.openreg.reset_peak_memory_stats()
+    before = torch.openreg.memory_allocated()
+    loss, _ = cross_entropy(logits, target)
+    assert torch.openreg.max_memory_allocated() - before < 0.01 * logits.nbytes
+    loss.backward()
+    assert torch.openreg.max_memory_allocated() - before < 1.01 * logits.nbytes
+
+
+def test_opcheck():
+    logits, target = random(3, 8, grad=True), targets(3, classes=8)
+    kit.check_operator(OP, logits, target)
+    kit.check_operator(BACKWARD, random(grad=True), None, logits, target, random(3, grad=True))
+    for options in OPTIONS:
+        torch.library.opcheck(
+            OP, (logits, target), options, test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+        )
+
+
+def test_compiled():
+    logits, target = random(6, 10), targets(6, classes=10)
+    for options in OPTIONS:
+        kit.check_compiled(lambda x, o=options: cross_entropy(x, target, **o), logits)
+    kit.check_compiled(lambda x: cross_entropy(x.mT, target)[0] * 2, random(10, 6))
+    kit.check_compiled(
+        lambda a, b, x, lse: cross_entropy_backward(a, b, x, target, lse, z_loss=0.1),
+        random(),
+        random(6),
+        logits,
+        random(6),
+    )
+
+
+def test_graph_holds_both_operators():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    torch._dynamo.reset()
+    compiled = torch.compile(cross_entropy, backend=backend, fullgraph=True)
+    compiled(random(2, 4, grad=True), kit.tensor([0, 3]))[0].backward()
+    targets = {node.target for graph in graphs for node in graph.graph.nodes}
+    assert {OP, BACKWARD} <= targets
+
+
+def test_exported():
+    target = targets(4, 3, classes=10)
+    program = kit.check_exported(lambda x, t: cross_entropy(x, t, z_loss=0.1), random(4, 3, 10), target)
+    assert any(node.target is OP for node in program.graph.nodes)
+
+
+def test_side_stream(device):
+    target = targets(6, classes=10).to(device)
+    kit.check_side_stream(lambda x: cross_entropy(x, target, z_loss=0.1), random(6, 10, device=device))
+
+
+def test_other_devices():
+    target = targets(3, classes=10)
+    for options, dtype in ((OPTIONS[2], torch.float32), (OPTIONS[3], torch.bfloat16)):
+        kit.check_other_devices(
+            lambda x, o=options: cross_entropy(x, target.to(x.device), **o), random(3, 10, dtype=dtype)
+        )
+        grad = random(*((3,) if options.get("reduction") == "none" else ()))
+        kit.check_other_devices(
+            lambda x, a, b, lse, o=options: cross_entropy_backward(a, b, x, target.to(x.device), lse, **o),
+            random(3, 10, dtype=dtype),
+            grad,
+            random(3),
+            random(3),
+        )
+    x = random(3, 10, dtype=torch.float64, grad=True, device="cpu")
+    assert torch.autograd.gradgradcheck(lambda x: cross_entropy(x, target.cpu(), z_loss=0.1, label_smoothing=0.1), (x,))
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_runs_in_float32(device_type):
+    logits = random(3, 8, dtype=torch.bfloat16, device=device_type, grad=True)
+    with kit.autocast(torch.bfloat16, device_type):
+        loss, logsumexp = cross_entropy(logits, torch.tensor([1, 2, 3], device=device_type))
+    assert loss.dtype == logsumexp.dtype == torch.float32
+    loss.backward()
+    assert logits.grad.dtype == torch.bfloat16
+    assert_close(loss.detach().cpu(), reference(logits.detach().cpu().float(), torch.tensor([1, 2, 3]))[0])
+
+
+def test_rejects_a_target_that_is_no_class():
+    logits = random(2, 3, 5)
+    with pytest.raises(IndexError, match=r"cross_entropy: expected targets in \[0, 5\), .* but got 5 in row 4"):
+        cross_entropy(logits, kit.tensor([[0, 1, 2], [3, 5, 7]]))
+    with pytest.raises(IndexError, match=r"ignore_index 9, but got -100 in row 0"):
+        cross_entropy(logits[0], kit.tensor([-100, 1, 2]), ignore_index=9)
+    with pytest.raises(IndexError, match=r"cross_entropy_backward: .* but got -1 in row 2"):
+        cross_entropy_backward(random(), None, logits[0], kit.tensor([0, 1, -1]), random(3))
+    check(logits[0], kit.tensor([9, 1, 9]), ignore_index=9)  # the device has survived
+
+
+def test_rejects():
+    logits, target = random(2, 3), kit.tensor([0, 1])
+    kit.check_error(
+        OP,
+        logits,
+        kit.tensor([0]),
+        match="cross_entropy: expected target of shape [2], that of logits without its last dimension, but got [1]",
+    )
+    kit.check_error(OP, logits, target.float(), match="expected target of int64 or int32, but got float32")
+    kit.check_error(OP, logits.long(), target, match="expected logits of float32, float64, float16 or bfloat16")
+    kit.check_error(OP, random(), target, match="cross_entropy: expected logits of at least one dimension")
+    kit.check_error(OP, random(2, 0), target, match="expected logits of at least one class, but got shape [2, 0]")
+    kit.check_error(OP, logits, target.cpu(), match="logits is on openreg:0 but target is on cpu; move one with .to()")
+    kit.check_error(lambda *x: OP(*x, reduction="avg"), logits, target, match='"mean", "sum" or "none", but got "avg"')
+    kit.check_error(
+        lambda *x: OP(*x, label_smoothing=1.5), logits, target, match="expected label_smoothing in [0, 1], but got 1.5"
+    )
+    kit.check_error(
+        BACKWARD,
+        random(2),
+        None,
+        logits,
+        target,
+        random(2),
+        match="cross_entropy_backward: expected grad_loss of shape [], that of its cross_entropy output, but got [2]",
+    )
+    kit.check_error(
+        BACKWARD, None, random(3), logits, target, random(2), match="expected grad_logsumexp of shape [2], that of"
+    )
+    kit.check_error(BACKWARD, None, None, logits, target, random(3), match="expected logsumexp of shape [2]")
+    kit.check_error(
+        BACKWARD, None, None, logits.half(), target, random(2).half(), match="expected logsumexp of float32, the dtype"
+    )
+    kit.check_error(BACKWARD, random(), None, logits, target, random(2).cpu(), match="but logsumexp is on cpu")

@@ -1,0 +1,282 @@
+"""fake_quantize and fake_quantize_backward."""
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch.func import grad, jacfwd, jacrev
+from torch.testing import assert_close
+
+from openreg_ops import fake_quantize, fake_quantize_backward, scale_gradient
+
+OP = torch.ops.openreg.fake_quantize.default
+BACKWARD = torch.ops.openreg.fake_quantize_backward.default
+
+
+def reference(x, scale, zero_point, quant_min, quant_max, axis=None):
+    if axis is not None:
+        shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
+        scale, zero_point = scale.view(shape), zero_point.view(shape)
+    steps = x / scale
+    steps = steps + (steps.round() - steps).detach()
+    return scale * steps.clamp(quant_min - zero_point, quant_max - zero_point)
+
+
+def bound(function, zero_point, *arguments):
+    """`function` of x and scale alone; its zero_point follows x to its device."""
+    return lambda x, scale: function(x, scale, torch.as_tensor(zero_point, dtype=torch.int32).to(x.device), *arguments)
+
+
+def scales(*shape, dtype=torch.float32):
+    return random(*shape).abs().add(0.1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def zero_points(*shape):
+    return torch.randint(-3, 4, shape, dtype=torch.int32).to(DEVICE)
+
+
+def test_by_hand():  # in steps of 0.5 from -1 to 1.5
+    x = kit.tensor([0.6, 0.75, -0.2, 1.9, -7.0]).requires_grad_()
+    scale, zero_point = kit.tensor(0.5).requires_grad_(), kit.tensor(2, dtype=torch.int32)
+    y = fake_quantize(x, scale, zero_point, 0, 5)
+    y.sum().backward()
+    assert y.tolist() == [0.5, 1.0, 0.0, 1.5, -1.0]  # 0.75 is halfway: to the even step
+    assert x.grad.tolist() == [1, 1, 1, 0, 0]
+    # round(x / 0.5) - x / 0.5 for the first three, the bounds 3 and -2 for the last two.
+    assert_close(scale.grad.cpu(), torch.tensor(-0.2 + 0.5 + 0.4 + 3 - 2))
+
+
+@pytest.mark.parametrize(
+    "shape, axis",
+    [((), None), ((0, 3), None), ((5, 123), None), ((40000,), None), ((2, 50000), 0), ((2, 3, 7), 1), ((6, 5), -1),
+     ((3, 0), 0), ((0, 3), 1), ((5,), 0), ((1, 2, 40000), -2)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matches_reference(shape, axis, dtype):
+    channels = () if axis is None else (shape[axis],)
+    arguments = zero_points(*channels).cpu(), -8, 7, axis
+    x, scale = 2 * random(*shape, dtype=dtype), scales(*channels, dtype=dtype)
+    y = fake_quantize(x, scale, arguments[0].to(DEVICE), *arguments[1:])
+    assert y.dtype == dtype and y.is_contiguous()
+
+    def of(function, x, scale):
+        y = bound(function, *arguments)(x, scale)
+        return (y, *torch.autograd.grad(y, [x, scale], torch.full_like(y, 0.5)))
+
+    inputs = x.requires_grad_(), scale.requires_grad_()
+    wide = [each.detach().cpu().double().requires_grad_() for each in inputs]
+    tolerance = {name: 4 * value for name, value in kit.TOLERANCE[dtype].items()}
+    for actual, expected in zip(of(fake_quantize, *inputs), of(reference, *wide), strict=True):
+        assert_close(actual.cpu().double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+def test_matches_torch_exactly(axis):
+    x = 3 * random(4, 5, 600)
+    scale, zero_point = (scales(), zero_points()) if axis is None else (scales(5), zero_points(5))
+    cpu = x.cpu().requires_grad_(), scale.cpu(), zero_point.cpu()
+    if axis is None:
+        expected = torch.fake_quantize_per_tensor_affine(*cpu, -8, 7)
+    else:
+        expected = torch.fake_quantize_per_channel_affine(*cpu, axis, -8, 7)
+    x.requires_grad_()
+    actual = fake_quantize(x, scale, zero_point, -8, 7, axis)
+    assert torch.equal(actual.cpu(), expected)
+    dy = random(4, 5, 600)
+    (actual_dx,), (expected_dx,) = torch.autograd.grad(actual, x, dy), torch.autograd.grad(expected, cpu[0], dy.cpu())
+    assert torch.equal(actual_dx.cpu(), expected_dx)
+
+
+def test_learns_scale_as_torch_does():
+    x, scale = 3 * random(4, 500), scales().requires_grad_()
+    y = fake_quantize(x, scale, kit.tensor(1, dtype=torch.int32), -8, 7)
+    wide = scale.detach().cpu().view(1).requires_grad_()
+    expected = torch._fake_quantize_learnable_per_tensor_affine(x.cpu(), wide, torch.ones(1), -8, 7)
+    assert_close(
+        torch.autograd.grad(y.sum(), scale)[0].cpu(), torch.autograd.grad(expected.sum(), wide)[0][0], rtol=1e-4, atol=0
+    )
+
+
+def test_learned_step_size_trains():
+    """LSQ, with its gradient scale from scale_gradient, finds a step that quantizes better than the first one."""
+    x = random(4000)
+    scale = kit.tensor(0.05).requires_grad_()
+    optimizer = torch.optim.Adam([scale], lr=0.02)
+    losses = []
+    for _ in range(60):
+        step = scale_gradient(scale, (x.numel() * 7) ** -0.5)
+        loss = (fake_quantize(x, step, kit.tensor(0, dtype=torch.int32), -8, 7) - x).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] / 10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axis", [None, 1])
+def test_layouts(layout, axis):
+    x, channels = LAYOUTS[layout](random(6, 5, 12)), () if axis is None else (5,)
+    zero_point = LAYOUTS[layout](zero_points(*channels))
+    scale = LAYOUTS[layout](scales(*channels))
+    arguments = zero_point, -8, 7, axis
+    kit.check_against(bound(fake_quantize, *arguments), bound(reference, *arguments), x, scale, scale=10)
+    kit.check_same_metadata(OP, x, scale, zero_point, -8, 7, axis)
+    kit.check_same_metadata(BACKWARD, x, x, scale, zero_point, -8, 7, axis)
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_not_finite(where):
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30], device=where, requires_grad=True)
+    scale = torch.tensor(0.5, device=where, requires_grad=True)
+    y = fake_quantize(x, scale, torch.zeros((), dtype=torch.int32, device=where), -8, 7)
+    assert_close(y.cpu(), torch.tensor([torch.nan, 3.5, -4.0, 3.5]), equal_nan=True)
+    grad_x, grad_scale = torch.autograd.grad(y.sum(), [x, scale])
+    assert grad_x.tolist() == [0, 0, 0, 0] and grad_scale.isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_types_compute_in_float32(dtype):
+    """A float16 sum of these gradients overflows, a bfloat16 one stops growing; a step of 1/3 is not a half type's."""
+    x = torch.full((100_000,), 7.0, dtype=dtype, device=DEVICE)
+    scale = kit.tensor(1 / 3).requires_grad_()
+    y = fake_quantize(x, scale, kit.tensor(0, dtype=torch.int32), -8, 7)
+    assert_close(y[:3].cpu(), torch.full((3,), 7 / 3, dtype=dtype))
+    y.sum(dtype=torch.float32).backward()
+    assert scale.grad.item() == 700_000
+
+
+def test_gradients_do_not_depend_on_threads():
+    x, dy, scale, zero_point = random(3, 200_000), random(3, 200_000), scales(3), zero_points(3)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(fake_quantize_backward(dy, x, scale, zero_point, -8, 7, 0))
+    finally:
+        torch.set_num_threads(threads)
+    for grad_x, grad_scale in results[1:]:
+        assert torch.equal(grad_x, results[0][0]) and torch.equal(grad_scale, results[0][1])
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_gradient_is_straight_through_at_every_level(where):
+    """gradcheck cannot serve, as the gradient is not the derivative. For y**2 it is, by hand, linear through each level."""
+    x = torch.tensor([0.6, 1.9], dtype=torch.float64, device=where, requires_grad=True)
+    scale = torch.tensor(0.5, dtype=torch.float64, device=where, requires_grad=True)
+    zero_point = torch.zeros((), dtype=torch.int32, device=where)
+
+    def loss(x, scale):
+        return fake_quantize(x, scale, zero_point, -2, 3).square().sum()  # y = 0.5 in range, 1.5 out of it
+
+    jacobian = torch.tensor([[1, 0, -0.2], [0, 0, 3]], dtype=torch.float64)  # of y in x and scale
+    gradient, hessian = jacobian.T @ torch.tensor([1.0, 3.0], dtype=torch.float64), 2 * jacobian.T @ jacobian
+    grads = torch.autograd.grad(loss(x, scale), [x, scale], create_graph=True)
+    assert_close(torch.cat([grads[0], grads[1][None]]).cpu(), gradient)
+    rows = [torch.autograd.grad(each, [x, scale], retain_graph=True) for each in (*grads[0], grads[1])]
+    assert_close(torch.stack([torch.cat([dx, ds[None]]) for dx, ds in rows]).cpu(), hessian)
+
+    def joined(both):
+        return loss(both[:2], both[2])
+
+    both = torch.cat([x, scale[None]]).detach()
+    assert_close(grad(joined)(both).cpu(), gradient)
+    for outer, inner in [(jacfwd, jacrev), (jacrev, jacrev), (jacrev, jacfwd), (jacfwd, jacfwd)]:
+        assert_close(outer(inner(joined))(both).cpu(), hessian)
+    third = grad(lambda b: grad(lambda b: grad(joined)(b).sum())(b).sum())(both)
+    assert_close(third, torch.zeros_like(third), atol=1e-12, rtol=0)
+
+
+def test_backward_operator_is_linear_in_grad_y():
+    x, scale, zero_point = random(3, 5, dtype=torch.float64), scales(5, dtype=torch.float64), zero_points(5)
+    kit.check_gradients(
+        lambda grad_y: fake_quantize_backward(grad_y, x, scale, zero_point, -2, 1, 1),
+        random(3, 5, dtype=torch.float64, grad=True),
+    )
+
+
+@pytest.mark.parametrize("axis, channels", [(None, ()), (1, (4,)), (-2, (3,))])
+def test_transforms(axis, channels):
+    inputs = random(3, 4, dtype=torch.float64), scales(*channels, dtype=torch.float64), zero_points(*channels)
+    kit.check_transforms(fake_quantize, *inputs, -2, 1, axis)
+    kit.check_transforms(fake_quantize_backward, random(3, 4, dtype=torch.float64), *inputs, -2, 1, axis)
+
+
+def test_opcheck():
+    x, scale, zero_point = random(3, 8, grad=True), scales(8).requires_grad_(), zero_points(8)
+    kit.check_operator(OP, x, scale, zero_point, -8, 7, 1)
+    kit.check_operator(OP, x, scale.detach()[0], zero_point[0], -8, 7)
+    kit.check_operator(BACKWARD, random(3, 8, grad=True), x.detach(), scale.detach(), zero_point, -8, 7, 1)
+
+
+def test_compiled():
+    zero_point = zero_points(10)
+    kit.check_compiled(lambda x, s: fake_quantize(x, s, zero_point, -8, 7, -1), random(6, 10), scales(10))
+    kit.check_compiled(lambda x, s: fake_quantize(x.mT, s[0], zero_point[0], -8, 7) * 2, random(6, 10), scales(3))
+
+
+def test_exported():
+    zero_point = zero_points(10)
+    program = kit.check_exported(lambda x, s: fake_quantize(x, s, zero_point, -8, 7, 1), random(4, 10), scales(10))
+    assert any(node.target is OP for node in program.graph.nodes)
+
+
+def test_side_stream(device):
+    zero_point = zero_points(10).cpu()
+    kit.check_side_stream(
+        bound(fake_quantize, zero_point, -8, 7, 1), random(6, 10, device=device), scales(10).to(device)
+    )
+
+
+def test_other_devices():
+    for dtype in (torch.float32, torch.bfloat16):
+        kit.check_other_devices(
+            bound(fake_quantize, torch.arange(10), -8, 7, 1), random(3, 10, dtype=dtype), scales(10, dtype=dtype)
+        )
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_runs_in_float32(device_type):
+    scale, zero_point = torch.ones((), device=device_type), torch.zeros((), dtype=torch.int32, device=device_type)
+    with kit.autocast(torch.bfloat16, device_type):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = random(3, dtype=dtype, device=device_type)
+            assert fake_quantize(x, scale.to(dtype), zero_point, -8, 7).dtype == torch.float32
+
+
+def test_rejects():
+    x, scale, zero_point = random(2, 3), scales(3), zero_points(3)
+
+    def refuse(match, x=x, scale=scale, zero_point=zero_point, quant_min=-8, quant_max=7, axis=1):
+        kit.check_error(OP, x, scale, zero_point, quant_min, quant_max, axis, match="fake_quantize: " + match)
+
+    floats = "float32, float64, float16 or bfloat16"
+    refuse(f"expected x of {floats}, but got int64; convert it with .to()", x=x.long())
+    refuse("expected axis of a dimension of x, which has 2, but got 2", axis=2)
+    refuse("expected axis of a dimension of x, which has 2, but got -3", axis=-3)
+    refuse("expected axis of a dimension of x, which has 0, but got 0", x=x[0, 0], axis=0)
+    refuse("expected quant_min of at most quant_max, but got 8 and 7", quant_min=8)
+    refuse("expected scale of float32 for x of float32, but got float64; convert it with .to()", scale=scale.double())
+    refuse("expected scale of float32 for x of float16, but got float16", x=x.half(), scale=scale.half())
+    refuse("expected zero_point of int32, but got int64; convert it with .to()", zero_point=zero_point.long())
+    refuse("expected scale of shape [], one number, as there is no axis, but got [3]", axis=None)
+    refuse("expected scale of shape [2], the size of x along axis, but got [3]", axis=0)
+    refuse("expected zero_point of shape [3], the size of x along axis, but got [1]", zero_point=zero_point[:1])
+    refuse("x is on openreg:0 but scale is on cpu; move one with .to()", scale=scale.cpu())
+    refuse("x is on openreg:0 but zero_point is on openreg:1", zero_point=zero_point.to("openreg:1"))
+
+    def refuse_backward(match, grad_y):
+        sentence = "fake_quantize_backward: " + match
+        kit.check_error(BACKWARD, grad_y, x, scale, zero_point, -8, 7, 1, match=sentence)
+
+    refuse_backward("expected grad_y of shape [2, 3], that of x, but got [3, 2]", x.T)
+    refuse_backward("expected grad_y of float32, the dtype of x, but got float64", x.double())
+    refuse_backward("x is on openreg:0 but grad_y is on cpu", x.cpu())
+
+
+def test_any_quant_range():
+    x, scale, zero_point = random(2, 3), scales(3), zero_points(3)
+    unbounded = fake_quantize(x, scale, zero_point, -(2**63), 2**63 - 1, 1)
+    assert_close(unbounded, (x / scale).round() * scale)
