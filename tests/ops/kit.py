@@ -79,13 +79,15 @@ def cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def run(function: Callable[..., Any], *inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+def run(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and gradients of the floating inputs, which become leaves that keep their strides."""
     inputs = tuple(
-        x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) if isinstance(x, Tensor) else x
+        x.detach().requires_grad_(grads and (x.is_floating_point() or x.is_complex())) if isinstance(x, Tensor) else x
         for x in inputs
     )
     outs = leaves(function(*inputs))
+    if not grads:
+        return outs, []
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     return outs, list(torch.autograd.grad(outs, wanted, cotangents(outs)))
 
@@ -252,28 +254,28 @@ def describe(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
-def check_side_stream(function: Callable[..., Any], *inputs: Tensor) -> None:
+def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool = True) -> None:
     """Work on a stream of its own, waited for by an event, gives what the default stream gives."""
-    expected = [x.cpu() for x in itertools.chain(*run(function, *inputs))]
+    expected = [x.cpu() for x in itertools.chain(*run(function, *inputs, grads=grads))]
     device = inputs[0].device
     side = torch.Stream(device=device)
     side.wait_stream(torch.accelerator.current_stream(device))
     with side:
-        out = list(itertools.chain(*run(function, *inputs)))
+        out = list(itertools.chain(*run(function, *inputs, grads=grads)))
     side.record_event().synchronize()
     for actual, default in zip(out, expected, strict=True):
         assert_close(actual.cpu(), default)
 
 
-def check_other_devices(function: Callable[..., Any], *inputs: Any) -> None:
+def check_other_devices(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
     """On the CPU (eager, compiled, in inference mode) the reference gives what the device does; meta gives shapes."""
     host = tuple(x.detach().cpu() if isinstance(x, Tensor) else x for x in inputs)
     dtype = next(x.dtype for x in inputs if isinstance(x, Tensor))
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    expected = list(itertools.chain(*run(function, *inputs)))
+    expected = list(itertools.chain(*run(function, *inputs, grads=grads)))
     for each in (function, compiled):
-        for actual, device in zip(itertools.chain(*run(each, *host)), expected, strict=True):
+        for actual, device in zip(itertools.chain(*run(each, *host, grads=grads)), expected, strict=True):
             assert actual.is_cpu and actual.dtype == device.dtype and actual.stride() == device.stride()
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     with torch.inference_mode():
@@ -281,7 +283,7 @@ def check_other_devices(function: Callable[..., Any], *inputs: Any) -> None:
             assert actual.is_cpu
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in host)
-    for actual, device in zip(itertools.chain(*run(function, *meta)), expected, strict=True):
+    for actual, device in zip(itertools.chain(*run(function, *meta, grads=grads)), expected, strict=True):
         assert actual.is_meta and actual.shape == device.shape and actual.dtype == device.dtype
 
 
