@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _HALF = (torch.float16, torch.bfloat16)
-_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+_BATCHED, _VMAP_MODE = torch._C.DispatchKey.FuncTorchBatched, torch._C.DispatchKey.FuncTorchVmapMode
+_VMAP = torch._C.DispatchKeySet(_BATCHED) | torch._C.DispatchKeySet(_VMAP_MODE)
+_RANDOMNESS = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or 'different' "
+    "randomness flags on vmap or perform the randomness operation out of vmap"
+)
 _library = torch.library.Library("openreg", "IMPL")
 _references: dict[str, Callable[..., Any]] = {}
 
@@ -38,13 +43,16 @@ def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _
     return register
 
 
-def batched(name: str) -> Callable[[_Function], _Function]:
+def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]:
     """Make a function the batching rule of ``openreg::name``, what `torch.vmap` runs in its place, on every device.
 
     It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists) and the
     operator's arguments, and returns the outputs and their out_dims, an int or a tuple of ints as the outputs are a
     tensor or several; or NotImplemented, and the plain reference is mapped, whose own operators have their rules.
     A `torch.library.register_vmap` that need not import functorch before it is used.
+
+    The rule of a ``random`` operator is called when no argument is mapped, too, and with ``vmap``, the interpreter
+    that knows `randomness()` and `batch_size()`. Where the former is "error" this raises PyTorch's sentence.
     """
 
     def register(rule: _Function) -> _Function:
@@ -52,17 +60,22 @@ def batched(name: str) -> Callable[[_Function], _Function]:
             from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
             from torch._functorch.vmap import _add_batch_dim, unwrap_batched
 
-            level = retrieve_current_functorch_interpreter().level()
+            interpreter = retrieve_current_functorch_interpreter()
+            level = interpreter.level()
             plain, in_dims = unwrap_batched(args, level)
-            with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
-                if all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
+            if random:
+                torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
+                kwargs["vmap"] = interpreter
+            with torch._C._ExcludeDispatchKeyGuard(_VMAP):
+                if not random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
                     return getattr(torch.ops.openreg, name).default(*args, **kwargs)
                 result = rule(in_dims, *plain, **kwargs)
             if result is NotImplemented:
                 return _references[name](*args, **kwargs)
             return tree_map(lambda x, dim: _add_batch_dim(x, dim, level), *result)
 
-        _library.impl(name, kernel, "FuncTorchBatched", with_keyset=True)
+        # Every call inside vmap comes past its mode, one with a mapped argument past FuncTorchBatched.
+        _library.impl(name, kernel, "FuncTorchVmapMode" if random else "FuncTorchBatched", with_keyset=True)
         return rule
 
     return register

@@ -1,11 +1,16 @@
-// The boxed kernels that operators share: autocast policies, and second derivatives by reference.
+// What operators share that is not a template: autocast policies and second derivatives by reference, both boxed, and
+// random numbers.
 #include "op.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <mutex>
 #include <vector>
+
+#include "../backend/generator.h"
 
 namespace openreg::ops {
 namespace {
@@ -163,6 +168,16 @@ void autocast(torch::Library& m, const char* name, Cast policy) {
     case Cast::kLower:
       return register_policy<Cast::kLower>(m, name);
   }
+}
+
+std::array<uint64_t, 2> draw(const char* op, const Tensor& x, const std::optional<at::Generator>& generator) {
+  const at::Generator& used = generator && generator->defined() ? *generator : default_generator(x.get_device());
+  TORCH_CHECK(used.device() == x.device(), op, ": x is on ", x.device(), " but generator is on ", used.device(),
+      "; make it with torch.Generator(device=...)");
+  auto* inner = at::check_generator<at::CPUGeneratorImpl>(inner_generator(used));
+  std::lock_guard lock(inner->mutex_);
+  const uint64_t first = inner->random64();
+  return {first, inner->random64()};
 }
 
 torch::CppFunction differentiate_by_reference() {

@@ -12,6 +12,7 @@
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -24,6 +25,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -155,6 +157,10 @@ enum class Cast {
 };
 // Registers the policy for openreg, cpu and cuda.
 void autocast(torch::Library& m, const char* name, Cast policy);
+
+// Two numbers from `generator`, by default that of x's device, which a random operator makes all of its own from:
+// the key of a counter-based generator and where its counter begins. The CPU's generator does not move.
+std::array<uint64_t, 2> draw(const char* op, const Tensor& x, const std::optional<at::Generator>& generator);
 
 // ---- checks: the sentences are those of meta/op.py, word for word ----
 

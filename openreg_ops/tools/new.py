@@ -20,7 +20,6 @@ STYLES = {
     "function": "a torch::autograd::Function whose backward is made of PyTorch's operators",
 }
 FILES = {"NAME.cpp.in": "csrc/ops/{}.cpp", "NAME.py.in": "meta/{}.py", "test_NAME.py.in": "tests/ops/test_{}.py"}
-EXPORTS = "meta/__init__.py"
 # Words that C++ keeps and neither Python nor op.h has.
 CPP_WORDS = """asm catch char char8_t char16_t char32_t concept const_cast consteval constinit default delete do
 dynamic_cast extern friend goto long mutable new protected register requires restrict short signed switch this
@@ -45,60 +44,36 @@ def render(template: str, style: str, name: str) -> str:
 
 
 def new(name: str, style: str, root: Path) -> list[Path]:
-    """Write the files of operator `name` into the checkout at `root`, and export it; returns what was written."""
-    _check_checkout(root)
+    """Write the files of operator `name` into the checkout at `root`; returns them. meta/ exports it by itself."""
+    for part in ("csrc/ops/op.h", "meta/op.py", "tests/ops/kit.py"):
+        if not (root / part).is_file():
+            raise Wrong(f"{root} is no checkout of openreg_ops, as it has no {part}; name one with --root")
     _check_name(name, root)
     files = {root / where.format(name): render(template, style, name) for template, where in FILES.items()}
-    functions = [name, f"{name}_backward"] if style == "separate" else [name]
-    exports = root / EXPORTS
-    text = _with_exports(exports.read_text(), name, functions)
     for path in files:
         if path.exists():
             raise Wrong(f"{path} exists already; choose another name, or remove it")
     for path, content in files.items():
         path.write_text(content)
-    exports.write_text(text)
-    return [*files, exports]
-
-
-def _check_checkout(root: Path) -> None:
-    for part in ("csrc/ops/op.h", EXPORTS, "tests/ops/kit.py"):
-        if not (root / part).is_file():
-            raise Wrong(f"{root} is no checkout of openreg_ops, as it has no {part}; name one with --root")
+    return list(files)
 
 
 def _check_name(name: str, root: Path) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise Wrong(f"expected a name of lower-case words with underscores between, such as my_op, but got {name!r}")
-    exported = (root / EXPORTS).read_text()
-    for taken in (name, f"{name}_backward", name.removesuffix("_backward")):
-        if f'"{taken}"' in exported:
+    sources = "".join(path.read_text() for path in (root / "csrc/ops").glob("*.cpp"))
+    for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
+        if taken in (name, f"{name}_backward"):
             raise Wrong(f"there is an operator {taken} already; choose another name")
     # The name becomes a C++ function among op.h's, and a Python name of the package.
     words = (root / "csrc/ops/op.h").read_text() + "".join((TEMPLATES / each).read_text() for each in FILES)
-    package = root / "openreg_ops"
     if (
         re.search(rf"\b{name}\b", words)
         or keyword.iskeyword(name)
         or name in CPP_WORDS
-        or (package / name).exists()
-        or (package / f"{name}.py").exists()
+        or any((root / "openreg_ops" / each).exists() for each in (name, f"{name}.py"))
     ):
         raise Wrong(f"{name} means something else already, in C++, Python, op.h or openreg_ops; choose another name")
-
-
-def _with_exports(text: str, name: str, functions: list[str]) -> str:
-    """The text of meta/__init__.py with one operator more, in its order."""
-    imports = re.findall(r"from openreg_ops\.meta\.\w+ import [^\n(]+\n|from openreg_ops\.meta\.\w+ import \(.*?\)\n", text, re.S)  # fmt: skip
-    names = re.findall(r'^    "\w+",\n', text, re.M)
-    if not imports or not names:
-        raise Wrong(f"{EXPORTS} has neither imports nor __all__ as this command knows them; add {name} by hand")
-    line = f"from openreg_ops.meta.{name} import {', '.join(functions)}\n"
-    for block, added in ((imports, [line]), (names, [f'    "{each}",\n' for each in functions])):
-        if "".join(block) not in text:
-            raise Wrong(f"{EXPORTS} has other lines among its imports or names; add {name} by hand")
-        text = text.replace("".join(block), "".join(sorted([*block, *added])))
-    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -254,6 +254,19 @@ def describe(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
+def with_threads(function: Callable[[], Any], counts: Sequence[int] = (1, 2, 3)) -> list[Any]:
+    """What `function` returns under each number of threads."""
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            results.append(function())
+    finally:
+        torch.set_num_threads(threads)
+    return results
+
+
 def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool = True) -> None:
     """Work on a stream of its own, waited for by an event, gives what the default stream gives."""
     expected = [x.cpu() for x in itertools.chain(*run(function, *inputs, grads=grads))]

@@ -1,0 +1,244 @@
+// dropout_add: out = residual + x * mask / (1 - p), where each element of mask is 0 with probability p.
+// Srivastava et al. 2014, JMLR 15:1929; fused with the residual's addition as in flash-attention's layer norms.
+// Element i's random number is a function of i and of two numbers drawn from the generator, so that it is the same
+// whatever the number of threads.
+#include "op.h"
+
+#include <cmath>
+#include <cstring>
+#include <tuple>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace openreg::ops {
+namespace {
+
+// ---- Philox4x32-10: Salmon et al. 2011, doi:10.1145/2063384.2063405 ----
+
+// 64-bit lanes with a 32-bit number in the low half; the high halves hold anything. As many at a time as the
+// registers take.
+#ifdef __AVX512F__
+constexpr int64_t kWords = 8, kGroups = 4;
+#else
+constexpr int64_t kWords = 4, kGroups = 2;
+#endif
+typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
+typedef int64_t Signed __attribute__((vector_size(8 * kWords)));
+
+// The 64-bit products of the low halves. (The compiler would multiply 64 bits by 64.)
+Words multiply(Words a, uint64_t b) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(static_cast<int64_t>(b)));
+#elif defined(__AVX2__)
+  return (Words)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(static_cast<int64_t>(b)));
+#else
+  return (a & 0xFFFFFFFF) * b;
+#endif
+}
+
+constexpr int64_t kBlock = 128; // elements: a multiple of 4 * kWords * kGroups
+
+// The mask of the elements kBlock * block and on, a byte each: 1 where the element's number is at least `least`.
+// Element i has word i % 4 of counter i / 4. A pair of groups holds the even and the odd counters, so that the
+// eight bytes of two counters make one lane.
+void draw_mask(uint64_t key, uint64_t counter_high, int64_t block, int64_t least, uint8_t* mask) {
+  Words even;
+  for (int64_t k = 0; k < kWords; ++k) even[k] = static_cast<uint64_t>(2 * k);
+  for (int64_t c = 0; c < kBlock / 4; c += kGroups * kWords) {
+    Words w[kGroups][4];
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < kGroups; ++g) {
+      w[g][0] = even + static_cast<uint64_t>(block * (kBlock / 4) + c + g / 2 * (2 * kWords) + g % 2);
+      w[g][1] = w[g][0] >> 32;
+      w[g][2] = Words{} + counter_high;
+      w[g][3] = w[g][2] >> 32;
+    }
+    auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
+#pragma GCC unroll 4
+      for (auto& [w0, w1, w2, w3] : w) {
+        const Words p0 = multiply(w0, 0xD2511F53), p1 = multiply(w2, 0xCD9E8D57);
+        w0 = (p1 >> 32) ^ w1 ^ k0;
+        w1 = p1;
+        w2 = (p0 >> 32) ^ w3 ^ k1;
+        w3 = p0;
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < kGroups; g += 2) {
+      Words bytes{};
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < 8; ++k)
+        bytes |= (Words)((Signed)(w[g + k / 4][k % 4] & 0xFFFFFFFF) >= least) & (uint64_t{1} << (8 * k));
+      std::memcpy(mask + 4 * (c + g * kWords), &bytes, sizeof bytes);
+    }
+  }
+}
+
+// ---- dropout ----
+
+// 1 / (1 - p), and 0 for p = 1, where no element is left to scale.
+double scale_of(double p) {
+  return p == 1 ? 0 : 1 / (1 - p);
+}
+
+// A block's mask, with room behind it to read in full registers.
+struct Mask {
+  alignas(64) uint8_t keep[kBlock + at::vec::Vectorized<uint8_t>::size()] = {};
+};
+
+// residual + x * mask * scale, or, without a residual, x * mask * scale, for one block.
+template <class T>
+void multiply_add_block(const T* x, const Mask& mask, Acc<T> scale, const T* residual, T* out) {
+  for (int64_t i = 0; i < kBlock; i += kChunk<T>) {
+    Vec<T> y[kChunk<T> / kLanes<T>];
+    for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) {
+      const int64_t at = i + k * kLanes<T>;
+      const auto keep = at::vec::convert<int32_t>(at::vec::Vectorized<uint8_t>::loadu(mask.keep + at));
+      y[k] = read(x + at) * (at::vec::convert<Acc<T>>(keep) * Vec<T>(scale));
+      if (residual) y[k] = y[k] + read(residual + at);
+    }
+    write(y, out + i);
+  }
+}
+
+// Calls f(begin, count) for the blocks of n elements, in parallel; the last may be shorter than kBlock.
+template <class F>
+void for_each_block(int64_t n, F f) {
+  at::parallel_for(0, at::divup(n, kBlock), kGrain / kBlock / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) f(block, std::min(kBlock, n - block * kBlock));
+  });
+}
+
+// multiply_add_block of the first `count` elements.
+template <class T>
+void multiply_add(const T* x, const Mask& mask, Acc<T> scale, const T* residual, T* out, int64_t count) {
+  if (count == kBlock) return multiply_add_block(x, mask, scale, residual, out);
+  T in[2][kBlock] = {}, result[kBlock];
+  std::copy_n(x, count, in[0]);
+  if (residual) std::copy_n(residual, count, in[1]);
+  multiply_add_block(in[0], mask, scale, residual ? in[1] : nullptr, result);
+  std::copy_n(result, count, out);
+}
+
+void check_probability(const char* op, double p) {
+  TORCH_CHECK(p >= 0 && p <= 1, op, ": expected p from 0 to 1, but got ", p, "; it is the probability of a zero");
+}
+
+std::tuple<Tensor, Tensor> dropout_add(
+    const Tensor& x_, const Tensor& residual_, double p, const std::optional<at::Generator>& generator) {
+  constexpr const char* op = "dropout_add";
+  check_floating(op, "x", x_);
+  check_same_device(op, "x", x_, "residual", residual_);
+  check_dtype(op, "residual", residual_, x_.scalar_type(), "x");
+  check_shape(op, "residual", residual_, x_.sizes(), "that of x");
+  check_probability(op, p);
+  const auto [key, counter] = draw(op, x_, generator);
+  const Tensor x = x_.contiguous(), residual = residual_.contiguous();
+  Tensor out = at::empty(x.sizes(), x.options()), mask = at::empty(x.sizes(), x.options().dtype(at::kBool));
+  const auto least = static_cast<int64_t>(std::round(p * 0x1p32)); // of 2^32 numbers; p = 1 is above all
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+    using T = scalar_t;
+    launch(current_stream(x.get_device()),
+        [=, key = key, counter = counter, n = x.numel(), scale = static_cast<Acc<T>>(scale_of(p)),
+            x = x.const_data_ptr<T>(), residual = residual.const_data_ptr<T>(), out = out.mutable_data_ptr<T>(),
+            mask = mask.mutable_data_ptr<bool>()] {
+          for_each_block(n, [&](int64_t block, int64_t count) {
+            Mask keep;
+            draw_mask(key, counter, block, least, keep.keep);
+            const int64_t at = block * kBlock;
+            std::copy_n(keep.keep, count, mask + at);
+            multiply_add(x + at, keep, scale, residual + at, out + at, count);
+          });
+        });
+  });
+  return {out, mask};
+}
+
+Tensor dropout_add_backward(const Tensor& grad_out_, const Tensor& mask_, double p) {
+  constexpr const char* op = "dropout_add_backward";
+  check_floating(op, "grad_out", grad_out_);
+  check_same_device(op, "grad_out", grad_out_, "mask", mask_);
+  check_dtype(op, "mask", mask_, at::kBool, "its dropout_add output");
+  check_shape(op, "mask", mask_, grad_out_.sizes(), "that of grad_out");
+  check_probability(op, p);
+  const Tensor grad_out = grad_out_.contiguous(), mask = mask_.contiguous();
+  Tensor grad_x = at::empty(grad_out.sizes(), grad_out.options());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad_out.scalar_type(), op, [&] {
+    using T = scalar_t;
+    launch(current_stream(grad_out.get_device()),
+        [n = grad_out.numel(), scale = static_cast<Acc<T>>(scale_of(p)), grad_out = grad_out.const_data_ptr<T>(),
+            mask = mask.const_data_ptr<bool>(), grad_x = grad_x.mutable_data_ptr<T>()] {
+          for_each_block(n, [&](int64_t block, int64_t count) {
+            Mask keep;
+            const int64_t at = block * kBlock;
+            std::copy_n(mask + at, count, keep.keep);
+            multiply_add<T>(grad_out + at, keep, scale, nullptr, grad_x + at, count);
+          });
+        });
+  });
+  return grad_x;
+}
+
+// ---- autograd: see Note [Operator calls] ----
+
+const auto& forward_op() {
+  static const auto op = find<decltype(dropout_add)>("openreg::dropout_add");
+  return op;
+}
+const auto& backward_op() {
+  static const auto op = find<decltype(dropout_add_backward)>("openreg::dropout_add_backward");
+  return op;
+}
+
+struct DropoutAdd : torch::autograd::Function<DropoutAdd> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, double p,
+      const std::optional<at::Generator>& generator) {
+    BelowAutograd below_autograd;
+    auto [out, mask] = forward_op().call(x, residual, p, generator);
+    ctx->save_for_backward({mask});
+    ctx->saved_data["p"] = p;
+    ctx->mark_non_differentiable({mask});
+    return {out, mask};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const auto saved = ctx->get_saved_variables();
+    Tensor grad_x;
+    if (ctx->needs_input_grad(0)) grad_x = backward_op().call(grad[0], saved[0], ctx->saved_data["p"].toDouble());
+    return {grad_x, grad[0], Tensor(), Tensor()};
+  }
+};
+
+std::tuple<Tensor, Tensor> dropout_add_autograd(
+    const Tensor& x, const Tensor& residual, double p, const std::optional<at::Generator>& generator) {
+  if (any_tangent(x, residual)) return decompose(forward_op(), x, residual, p, generator); // see Note [Forward mode]
+  auto out = apply<DropoutAdd>(x, residual, p, generator);
+  return {out[0], out[1]};
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.dropout_add");
+  m.def("dropout_add(Tensor x, Tensor residual, float p, *, Generator? generator=None) -> (Tensor out, Tensor mask)",
+      {at::Tag::nondeterministic_seeded});
+  m.def("dropout_add_backward(Tensor grad_out, Tensor mask, float p) -> Tensor");
+  autocast(m, "dropout_add", Cast::kPromote);
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("dropout_add", dropout_add);
+  m.impl("dropout_add_backward", dropout_add_backward);
+}
+TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+  m.impl("dropout_add", dropout_add_autograd);
+  m.impl("dropout_add_backward", differentiate_by_reference());
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,234 @@
+// rotary_embedding: every pair (a, b) of elements of a row is turned by the angle of its position,
+// (a * cos - b * sin, b * cos + a * sin). Su et al. 2021, arXiv:2104.09864.
+// The pairs are (x[i], x[i + D/2]), as GPT-NeoX and Llama have them, or, interleaved, (x[2i], x[2i + 1]), as the paper.
+// Backward turns by the opposite angle, and so is the same kernel.
+#include "op.h"
+
+#include <array>
+#include <tuple>
+
+namespace openreg::ops {
+namespace {
+
+// kChunk pairs: the members of one stand together where interleaved, else `half` apart.
+template <bool interleaved, class T, class Table>
+void rotate_chunk(const T* x, const Table* cos, const Table* sin, T* y, int64_t half, Vec<T> sign) {
+  constexpr int64_t lanes = kLanes<T>, count = kChunk<T> / lanes;
+  Vec<T> out[2 * count]; // in the order of memory
+  for (int64_t k = 0; k < count; ++k) {
+    const Vec<T> c = read(cos + k * lanes), s = read(sin + k * lanes) * sign;
+    if constexpr (interleaved) {
+      const auto [a, b] = at::vec::deinterleave2(read(x + 2 * k * lanes), read(x + (2 * k + 1) * lanes));
+      std::tie(out[2 * k], out[2 * k + 1]) = at::vec::interleave2(a * c - b * s, b * c + a * s);
+    } else {
+      const Vec<T> a = read(x + k * lanes), b = read(x + half + k * lanes);
+      out[k] = a * c - b * s;
+      out[count + k] = b * c + a * s;
+    }
+  }
+  write(out, y);
+  write(out + count, y + (interleaved ? kChunk<T> : half));
+}
+
+// One row of 2 * half elements.
+template <bool interleaved, class T, class Table>
+void rotate_row(const T* x, const Table* cos, const Table* sin, T* y, int64_t half, Vec<T> sign) {
+  constexpr int64_t chunk = kChunk<T>, step = interleaved ? 2 : 1;
+  int64_t i = 0;
+  for (; i + chunk <= half; i += chunk)
+    rotate_chunk<interleaved>(x + step * i, cos + i, sin + i, y + step * i, half, sign);
+  const int64_t rest = half - i;
+  if (!rest) return;
+  T in[2 * chunk] = {}, out[2 * chunk];
+  Table c[chunk] = {}, s[chunk] = {};
+  std::copy_n(cos + i, rest, c);
+  std::copy_n(sin + i, rest, s);
+  std::copy_n(x + step * i, step * rest, in);
+  if constexpr (!interleaved) std::copy_n(x + half + i, rest, in + chunk);
+  rotate_chunk<interleaved>(in, c, s, out, chunk, sign);
+  std::copy_n(out, step * rest, y + step * i);
+  if constexpr (!interleaved) std::copy_n(out + chunk, rest, y + half + i);
+}
+
+// Where the rows of x, cos and sin begin: each of x's dimensions but the last has a stride in each of them.
+class Rows {
+ public:
+  Rows(const Tensor& x, const Tensor& cos, const Tensor& sin)
+      : sizes_(x.sizes().slice(0, x.dim() - 1)), index_(sizes_.size(), 0),
+        strides_{at::DimVector(x.strides()), at::DimVector(cos.strides()), at::DimVector(sin.strides())} {}
+  void seek(int64_t row) {
+    offset = {};
+    for (size_t dim = sizes_.size(); dim-- > 0;) {
+      index_[dim] = row % sizes_[dim];
+      row /= sizes_[dim];
+      for (size_t k = 0; k < offset.size(); ++k) offset[k] += index_[dim] * strides_[k][dim];
+    }
+  }
+  void next() {
+    for (size_t dim = sizes_.size(); dim-- > 0;) {
+      const bool carry = ++index_[dim] == sizes_[dim];
+      const int64_t steps = carry ? 1 - sizes_[dim] : 1;
+      for (size_t k = 0; k < offset.size(); ++k) offset[k] += steps * strides_[k][dim];
+      if (!carry) return;
+      index_[dim] = 0;
+    }
+  }
+  std::array<int64_t, 3> offset{};
+
+ private:
+  at::DimVector sizes_, index_;
+  std::array<at::DimVector, 3> strides_;
+};
+
+// x's shape with half its last dimension: what cos and sin broadcast to.
+at::DimVector table_shape(const Tensor& x) {
+  at::DimVector shape(x.sizes());
+  shape.back() /= 2;
+  return shape;
+}
+
+void check_tables(const char* op, const char* name, const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  check_floating(op, name, x);
+  TORCH_CHECK(x.dim() >= 1, op, ": expected ", name, " of at least one dimension, but got a scalar; use ", name,
+      ".unsqueeze(0)");
+  const int64_t d = x.size(-1);
+  TORCH_CHECK(
+      d % 2 == 0, op, ": expected ", name, " with a last dimension of even size, but got ", d, "; rotate a part of it");
+  check_same_device(op, name, x, "cos", cos);
+  check_same_device(op, name, x, "sin", sin);
+  const auto wide = at::toOpMathType(x.scalar_type());
+  if (cos.scalar_type() != wide) check_dtype(op, "cos", cos, x.scalar_type(), name);
+  check_dtype(op, "sin", sin, cos.scalar_type(), "cos");
+  TORCH_CHECK(cos.dim() >= 1 && cos.size(-1) == d / 2, op, ": expected cos with a last dimension of ", d / 2,
+      ", half that of ", name, ", but got ", cos.sizes(), "; of a table for both halves take cos[..., :", d / 2, "]");
+  const auto full = table_shape(x);
+  TORCH_CHECK(at::is_expandable_to(cos.sizes(), full), op, ": expected cos to broadcast to ", at::IntArrayRef(full),
+      ", but got ", cos.sizes(), "; give it dimensions of size 1 with .unsqueeze()");
+  check_shape(op, "sin", sin, cos.sizes(), "that of cos");
+}
+
+// A tensor with rows that are contiguous, whatever lies between them.
+Tensor with_dense_rows(const Tensor& x) {
+  return x.size(-1) > 1 && x.stride(-1) != 1 ? x.contiguous() : x;
+}
+
+Tensor rotate(const char* op, const char* name, const Tensor& x_, const Tensor& cos_, const Tensor& sin_,
+    bool interleaved, int sign) {
+  check_tables(op, name, x_, cos_, sin_);
+  const auto full = table_shape(x_);
+  const Tensor x = with_dense_rows(x_), cos = with_dense_rows(cos_).expand(full),
+               sin = with_dense_rows(sin_).expand(full);
+  Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t half = full.back(), rows = half ? x.numel() / (2 * half) : 0;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rotary_embedding", [&] {
+    using T = scalar_t;
+    const auto run = [&]<class Table>(const Table* c) {
+      launch(current_stream(x.get_device()),
+          [=, scattered = !x.is_contiguous(), at = Rows(x, cos, sin), x = x.const_data_ptr<T>(),
+              s = sin.const_data_ptr<Table>(), y = y.mutable_data_ptr<T>()] {
+            at::parallel_for(0, rows, at::divup(kGrain, 2 * half + 1), [&](int64_t begin, int64_t end) {
+              // A processor fetches ahead within a page only, and the rows of a transposed x may lie a page apart.
+              constexpr int64_t kAhead = 8;
+              Rows row = at, ahead = at;
+              row.seek(begin);
+              if (scattered) ahead.seek(begin + kAhead);
+              const Vec<T> with_sign(static_cast<Acc<T>>(sign));
+              for (int64_t i = begin; i < end; ++i, row.next()) {
+                if (scattered) {
+                  const T* next = x + ahead.offset[0];
+                  for (int64_t k = 0; k < 2 * half; k += 64 / sizeof(T)) __builtin_prefetch(next + k);
+                  ahead.next();
+                }
+                const auto [of_x, of_cos, of_sin] = row.offset;
+                (interleaved ? rotate_row<true, T, Table> : rotate_row<false, T, Table>)(x + of_x, c + of_cos,
+                    s + of_sin, y + 2 * half * i, half, with_sign);
+              }
+            });
+          });
+    };
+    if (cos.scalar_type() == x.scalar_type()) run(cos.const_data_ptr<T>());
+    else run(cos.const_data_ptr<Acc<T>>());
+  });
+  return y;
+}
+
+Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  return rotate("rotary_embedding", "x", x, cos, sin, interleaved, 1);
+}
+
+Tensor rotary_embedding_backward(const Tensor& grad_y, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  return rotate("rotary_embedding_backward", "grad_y", grad_y, cos, sin, interleaved, -1);
+}
+
+// ---- autograd: see Note [Operator calls] ----
+
+const auto& forward_op() {
+  static const auto op = find<decltype(rotary_embedding)>("openreg::rotary_embedding");
+  return op;
+}
+const auto& backward_op() {
+  static const auto op = find<decltype(rotary_embedding_backward)>("openreg::rotary_embedding_backward");
+  return op;
+}
+
+// The first and the second members of all pairs.
+std::pair<Tensor, Tensor> members(const Tensor& x, bool interleaved) {
+  if (interleaved) return {x.slice(-1, 0, std::nullopt, 2), x.slice(-1, 1, std::nullopt, 2)};
+  const auto halves = x.chunk(2, -1);
+  return {halves[0], halves[1]};
+}
+
+struct RotaryEmbedding : torch::autograd::Function<RotaryEmbedding> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+    BelowAutograd below_autograd;
+    // x is a part of the derivative only where the tables have one, which is rare.
+    const bool tables = cos.requires_grad() || sin.requires_grad();
+    ctx->save_for_backward(tables ? variable_list{cos, sin, x} : variable_list{cos, sin});
+    ctx->saved_data["interleaved"] = interleaved;
+    return forward_op().call(x, cos, sin, interleaved);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &cos = saved[0], &sin = saved[1];
+    const bool interleaved = ctx->saved_data["interleaved"].toBool();
+    Tensor grad_x, grad_cos, grad_sin;
+    if (ctx->needs_input_grad(0)) grad_x = backward_op().call(grad[0], cos, sin, interleaved);
+    if (saved.size() == 3) {
+      const auto wide = at::toOpMathType(grad[0].scalar_type());
+      const auto [x1, x2] = members(saved[2].to(wide), interleaved);
+      const auto [g1, g2] = members(grad[0].to(wide), interleaved);
+      grad_cos = (g1 * x1 + g2 * x2).sum_to_size_symint(cos.sym_sizes()).to(cos.scalar_type());
+      grad_sin = (g2 * x1 - g1 * x2).sum_to_size_symint(sin.sym_sizes()).to(sin.scalar_type());
+    }
+    return {grad_x, grad_cos, grad_sin, Tensor()};
+  }
+};
+
+Tensor rotary_embedding_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  if (any_tangent(x, cos, sin)) return decompose(forward_op(), x, cos, sin, interleaved); // see Note [Forward mode]
+  return apply<RotaryEmbedding>(x, cos, sin, interleaved);
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.rotary_embedding");
+  m.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor");
+  m.def("rotary_embedding_backward(Tensor grad_y, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor");
+  autocast(m, "rotary_embedding", Cast::kPromote);
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("rotary_embedding", rotary_embedding);
+  m.impl("rotary_embedding_backward", rotary_embedding_backward);
+}
+TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+  m.impl("rotary_embedding", rotary_embedding_autograd);
+  m.impl("rotary_embedding_backward", differentiate_by_reference());
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,165 @@
+"""dropout_add and its backward, both operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_ops.meta import op
+
+
+def dropout_add(
+    x: Tensor, residual: Tensor, p: float, *, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Zero each element of x with probability p, scale the others to keep the mean, and add the residual.
+
+    out = residual + x * mask / (1 - p)
+
+    There is no flag for training: in evaluation, add. p = 0 keeps every element, and p = 1 none, so that out is
+    residual (where x is finite, as in `torch.nn.functional.dropout`).
+
+    Args:
+        x: any shape and strides, float32, float64, float16 or bfloat16.
+        residual: shape and dtype of x.
+        p: probability of a zero, from 0 to 1; it is used as a multiple of 2**-32.
+        generator: of x's device; by default that device's own, which `torch.manual_seed` seeds.
+    Returns:
+        out: shape and dtype of x, contiguous.
+        mask: shape of x, bool, contiguous; False where x was dropped. Not differentiable.
+    Raises:
+        RuntimeError: another dtype; residual is not like x; p is not a probability; generator is of another device.
+
+    On openreg, element i's random number is a function (Philox4x32-10) of i and of two numbers drawn from the
+    generator: a seed gives one mask, whatever the number of threads, and the CPU's generator does not move. Other
+    devices draw with `Tensor.uniform_`, so their masks differ. Under `torch.vmap` it obeys `randomness`.
+
+    Differentiable any number of times in x and residual. The half types are computed in float32. Autocast runs it in
+    the wider of the two dtypes.
+    Source: Srivastava et al. 2014, JMLR 15:1929; Salmon et al. 2011, doi:10.1145/2063384.2063405 for Philox.
+    """
+    return torch.ops.openreg.dropout_add.default(x, residual, p, generator=generator)
+
+
+def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
+    """The gradient that `dropout_add` gives x: grad_out * mask / (1 - p). That of residual is grad_out.
+
+    Args:
+        grad_out: shape of mask, float32, float64, float16 or bfloat16.
+        mask: bool, as `dropout_add` gave it.
+        p: as `dropout_add` got it.
+    Returns:
+        grad_x: shape and dtype of grad_out, contiguous; zero for p = 1.
+    Raises:
+        RuntimeError: another dtype; mask is not like grad_out; p is not a probability.
+
+    Differentiable any number of times in grad_out.
+    """
+    return torch.ops.openreg.dropout_add_backward.default(grad_out, mask, p)
+
+
+def _check_probability(name: str, p: float) -> None:
+    torch._check(0 <= p <= 1, lambda: f"{name}: expected p from 0 to 1, but got {p:g}; it is the probability of a zero")
+
+
+def _check(x: Tensor, residual: Tensor, p: float, generator: torch.Generator | None) -> None:
+    name = "dropout_add"
+    op.check_floating(name, "x", x)
+    op.check_same_device(name, "x", x, "residual", residual)
+    op.check_dtype(name, "residual", residual, x.dtype, "x")
+    op.check_shape(name, "residual", residual, x.shape, "that of x")
+    _check_probability(name, p)
+    if generator is not None:
+        torch._check(
+            generator.device == x.device,
+            lambda: (
+                f"{name}: x is on {x.device} but generator is on {generator.device}; "
+                "make it with torch.Generator(device=...)"
+            ),
+        )
+
+
+def _check_backward(grad_out: Tensor, mask: Tensor, p: float) -> None:
+    name = "dropout_add_backward"
+    op.check_floating(name, "grad_out", grad_out)
+    op.check_same_device(name, "grad_out", grad_out, "mask", mask)
+    op.check_dtype(name, "mask", mask, torch.bool, "its dropout_add output")
+    op.check_shape(name, "mask", mask, grad_out.shape, "that of grad_out")
+    _check_probability(name, p)
+
+
+def _scale(p: float) -> float:
+    return 0.0 if p == 1 else 1 / (1 - p)
+
+
+@torch.library.register_fake("openreg::dropout_add")
+def fake(x: Tensor, residual: Tensor, p: float, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    _check(x, residual, p, generator)
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
+
+
+@torch.library.register_fake("openreg::dropout_add_backward")
+def fake_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
+    _check_backward(grad_out, mask, p)
+    return grad_out.new_empty(grad_out.shape)
+
+
+@op.reference("dropout_add")
+def reference(
+    x: Tensor, residual: Tensor, p: float, *, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    _check(x, residual, p, generator)
+    if x.device.type == "openreg":  # in forward mode, with the numbers that the kernel draws
+        mask = torch.ops.openreg.dropout_add(x.detach(), residual.detach(), p, generator=generator)[1]
+    else:
+        mask = x.new_empty(x.shape, dtype=torch.float64).uniform_(generator=generator) >= p
+    wide = op.acc_dtype(x.dtype)
+    out = residual.to(wide) + x.to(wide) * mask * _scale(p)
+    return out.to(x.dtype).contiguous(), mask
+
+
+@op.reference("dropout_add_backward")
+def reference_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
+    _check_backward(grad_out, mask, p)
+    return (grad_out.to(op.acc_dtype(grad_out.dtype)) * mask * _scale(p)).to(grad_out.dtype).contiguous()
+
+
+@op.batched("dropout_add", random=True)
+def batched(
+    in_dims: Sequence[int | None],
+    x: Tensor,
+    residual: Tensor,
+    p: float,
+    *,
+    vmap: Any,
+    generator: torch.Generator | None = None,
+) -> Any:
+    size = vmap.batch_size()
+    x, residual = (
+        t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((x, residual), in_dims, strict=False)
+    )
+    if vmap.randomness() == "different":
+        return torch.ops.openreg.dropout_add(x, residual, p, generator=generator), (0, 0)
+    one = x.new_zeros(x.shape[1:])
+    mask = torch.ops.openreg.dropout_add(one, one, p, generator=generator)[1].expand(x.shape)
+    return (residual + torch.ops.openreg.dropout_add_backward(x, mask, p), mask), (0, 0)
+
+
+@op.batched("dropout_add_backward")
+def batched_backward(in_dims: Sequence[int | None], grad_out: Tensor, mask: Tensor, p: float) -> Any:
+    return torch.ops.openreg.dropout_add_backward(*op.all_batch_first(in_dims[:2], (grad_out, mask)), p), 0
+
+
+@op.samples("dropout_add")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, p in (((4, 6), 0.0), ((2, 3, 7), 0.0), ((), 1.0)):  # where there is nothing random
+        yield *(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)), p
+
+
+@op.samples("dropout_add_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, p in (((4, 6), 0.5), ((2, 3, 7), 0.1), ((), 1.0)):
+        yield torch.randn(shape, dtype=dtype, device=device), torch.rand(shape, device=device) >= p, p

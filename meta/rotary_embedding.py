@@ -1,0 +1,163 @@
+"""rotary_embedding and its backward, both operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_ops.meta import op
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn the pairs of elements of each row of x by the angles of the row's position.
+
+    (a, b) -> (a * cos - b * sin, b * cos + a * sin)
+
+    The pairs are (x[..., i], x[..., i + D/2]), as Llama and GPT-NeoX have them, or, interleaved,
+    (x[..., 2i], x[..., 2i + 1]), as GPT-J and the paper. Each has one angle, so cos and sin have D/2 columns, as
+    in flash-attention. They broadcast to x by the usual rules:
+
+    - x `[B, H, S, D]`, cos `[S, D/2]`: position s of every batch and head;
+    - x `[B, S, H, D]`, cos `[S, 1, D/2]` (`cos.unsqueeze(-2)`): the same with heads after positions;
+    - x `[B, H, S, D]`, cos `[B, 1, S, D/2]`: positions of their own for each batch, as Hugging Face's
+      `position_ids`. Its tables have the D/2 columns twice: take `cos[..., : D // 2]`.
+
+    Args:
+        x: `[..., D]`, D even, float32, float64, float16 or bfloat16. Rows that are contiguous, such as those of
+            `[B, S, H, D].transpose(1, 2)`, are read where they lie.
+        cos: broadcasts to `[..., D/2]`; dtype of x, or float32 for the half types.
+        sin: shape and dtype of cos.
+        interleaved: which elements are a pair.
+    Returns:
+        Shape and dtype of x, contiguous.
+    Raises:
+        RuntimeError: x has another dtype, no dimension, or an odd number of columns; cos does not broadcast; sin is
+            not like cos; devices differ.
+
+    Linear in x, and differentiable any number of times in x, cos and sin. The half types are computed in float32.
+    Autocast runs it in the widest of the three dtypes.
+    Source: Su et al. 2021, arXiv:2104.09864; flash-attention's `apply_rotary_emb` for the tables' form.
+    """
+    return torch.ops.openreg.rotary_embedding.default(x, cos, sin, interleaved)
+
+
+def rotary_embedding_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The gradient that `rotary_embedding` gives x: grad_y turned back, `rotary_embedding(grad_y, cos, -sin)`.
+
+    Args:
+        grad_y: `[..., D]`, as x of `rotary_embedding`.
+        cos, sin, interleaved: as `rotary_embedding` got them.
+    Returns:
+        Shape and dtype of grad_y, contiguous.
+    Raises:
+        RuntimeError: as `rotary_embedding`.
+
+    Differentiable any number of times in all three tensors.
+    """
+    return torch.ops.openreg.rotary_embedding_backward.default(grad_y, cos, sin, interleaved)
+
+
+def _check(name: str, x_name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    op.check_floating(name, x_name, x)
+    torch._check(
+        x.dim() >= 1,
+        lambda: f"{name}: expected {x_name} of at least one dimension, but got a scalar; use {x_name}.unsqueeze(0)",
+    )
+    d = x.shape[-1]
+    torch._check(
+        d % 2 == 0,
+        lambda: f"{name}: expected {x_name} with a last dimension of even size, but got {d}; rotate a part of it",
+    )
+    op.check_same_device(name, x_name, x, "cos", cos)
+    op.check_same_device(name, x_name, x, "sin", sin)
+    if cos.dtype != op.acc_dtype(x.dtype):
+        op.check_dtype(name, "cos", cos, x.dtype, x_name)
+    op.check_dtype(name, "sin", sin, cos.dtype, "cos")
+    torch._check(
+        cos.dim() >= 1 and cos.shape[-1] == d // 2,
+        lambda: (
+            f"{name}: expected cos with a last dimension of {d // 2}, half that of {x_name}, but got "
+            f"{list(cos.shape)}; of a table for both halves take cos[..., :{d // 2}]"
+        ),
+    )
+    full = (*x.shape[:-1], d // 2)
+    torch._check(
+        cos.dim() <= x.dim() and all(a == b or a == 1 for a, b in zip(cos.shape[::-1], full[::-1], strict=False)),
+        lambda: (
+            f"{name}: expected cos to broadcast to {list(full)}, but got {list(cos.shape)}; "
+            "give it dimensions of size 1 with .unsqueeze()"
+        ),
+    )
+    op.check_shape(name, "sin", sin, cos.shape, "that of cos")
+
+
+@torch.library.register_fake("openreg::rotary_embedding")
+def fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    _check("rotary_embedding", "x", x, cos, sin)
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("openreg::rotary_embedding_backward")
+def fake_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    _check("rotary_embedding_backward", "grad_y", grad_y, cos, sin)
+    return grad_y.new_empty(grad_y.shape)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    wide = op.acc_dtype(x.dtype)
+    x_wide, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
+    a, b = (x_wide[..., 0::2], x_wide[..., 1::2]) if interleaved else x_wide.chunk(2, -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    y = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return y.to(x.dtype).contiguous()
+
+
+@op.reference("rotary_embedding")
+def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    _check("rotary_embedding", "x", x, cos, sin)
+    return _rotate(x, cos, sin, interleaved)
+
+
+@op.reference("rotary_embedding_backward")
+def reference_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    _check("rotary_embedding_backward", "grad_y", grad_y, cos, sin)
+    return _rotate(grad_y, cos, -sin, interleaved)
+
+
+def _batch_first(
+    in_dims: Sequence[int | None], x: Tensor, cos: Tensor, sin: Tensor, *_interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mapped dimension first, with cos and sin of x's rank so that they still broadcast to it."""
+    size = next(t.shape[d] for t, d in zip((x, cos, sin), in_dims, strict=False) if d is not None)
+    x = x.expand(size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    if in_dims[1] is None and in_dims[2] is None:
+        return x, cos, sin
+    cos, sin = op.all_batch_first(in_dims[1:3], (cos, sin))
+    between = (None,) * (x.dim() - cos.dim())
+    return x, cos[(slice(None), *between)], sin[(slice(None), *between)]
+
+
+@op.batched("rotary_embedding")
+def batched(in_dims: Sequence[int | None], *inputs: Any) -> Any:
+    return torch.ops.openreg.rotary_embedding(*_batch_first(in_dims, *inputs), *inputs[3:]), 0
+
+
+@op.batched("rotary_embedding_backward")
+def batched_backward(in_dims: Sequence[int | None], *inputs: Any) -> Any:
+    return torch.ops.openreg.rotary_embedding_backward(*_batch_first(in_dims, *inputs), *inputs[3:]), 0
+
+
+def _samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape, table, *interleaved in (
+        ((2, 3, 5, 8), (5, 4)),
+        ((2, 5, 3, 6), (5, 1, 3), True),
+        ((4,), (2,), False),
+    ):
+        yield *(torch.randn(s, dtype=dtype, device=device) for s in (shape, table, table)), *interleaved
+
+
+op.samples("rotary_embedding")(_samples)
+op.samples("rotary_embedding_backward")(_samples)

@@ -1,0 +1,301 @@
+"""dropout_add and dropout_add_backward."""
+
+import math
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch.testing import assert_close
+
+from openreg_ops import dropout_add, dropout_add_backward
+
+OP = torch.ops.openreg.dropout_add.default
+BACKWARD = torch.ops.openreg.dropout_add_backward.default
+
+
+def generator(seed=0, device=DEVICE):
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def reference(x, residual, mask, p):
+    return residual + x * mask * (1 / (1 - p) if p < 1 else 0)
+
+
+def with_seed(p, seed=0):
+    """out as a function of x and residual, with the same mask each time."""
+    return lambda x, residual: dropout_add(x, residual, p, generator=generator(seed, x.device))[0]
+
+
+def test_by_hand():  # a kept element is doubled, a dropped one is 0
+    x, residual = kit.tensor([1.0, 2.0, 3.0, 4.0]), kit.tensor([10.0, 20.0, 30.0, 40.0])
+    out, mask = dropout_add(x, residual, 0.5)
+    assert out.tolist() == [r + 2 * v * m for v, r, m in zip(x.tolist(), residual.tolist(), mask.tolist(), strict=True)]
+    assert dropout_add_backward(x, kit.tensor([True, False, True, False]), 0.5).tolist() == [2.0, 0.0, 6.0, 0.0]
+
+
+def philox(key, counter):
+    """Philox4x32-10 as the paper writes it."""
+    c, (k0, k1), low = list(counter), key, 2**32 - 1
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k0, p1 & low, (p0 >> 32) ^ c[3] ^ k1, p0 & low]
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return c
+
+
+def test_numbers_are_philox():
+    """Random123's known answers first; then the mask of a seed, from the Mersenne Twister's first numbers."""
+    assert philox((0, 0), (0,) * 4) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    full = 2**32 - 1
+    assert philox((full, full), (full,) * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+    key, high = torch.empty(2, dtype=torch.int64).random_(generator=generator(7, "cpu")).tolist()
+    n, p = 300, 0.3
+
+    def kept(element, key, high):
+        halves = [(each % 2**32, each >> 32) for each in (key, high)]
+        return philox(halves[0], (element // 4, 0, *halves[1]))[element % 4] >= round(p * 2**32)
+
+    # random_() leaves out the highest of the 64 bits, so that each is one of two.
+    tops = [(a << 63, b << 63) for a in (0, 1) for b in (0, 1)]
+    possible = [[kept(i, key + a, high + b) for i in range(n)] for a, b in tops]
+    x = torch.ones(n, device=DEVICE)
+    assert dropout_add(x, x, p, generator=generator(7))[1].tolist() in possible
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (128,), (5, 123), (2, 3, 257), (40, 1000)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matches_reference(shape, dtype):
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
+    for p in (0.0, 0.1, 0.75, 1.0):
+        out, mask = dropout_add(x, residual, p, generator=generator())
+        assert out.dtype == dtype and mask.dtype == torch.bool and mask.shape == shape
+        plain = mask.cpu()
+        kit.check_against(with_seed(p), lambda x, r, m=plain, p=p: reference(x, r, m, p), x, residual, scale=4)
+
+
+def test_the_ends_are_exact():
+    x, residual = random(7, 999), random(7, 999)
+    out, mask = dropout_add(x, residual, 0)
+    assert torch.equal(out, x + residual) and mask.all()
+    out, mask = dropout_add(x, residual, 1)
+    assert torch.equal(out, residual) and not mask.any()
+    assert not dropout_add_backward(x, torch.ones_like(mask), 1).any()
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.97])
+def test_statistics_of_the_mask(p):
+    """Five standard deviations, of: the mean, columns, rows, and the agreement of neighbours near and far."""
+    rows, columns = 2000, 1000
+    x = torch.zeros(rows, columns, device=DEVICE)
+    dropped = ~dropout_add(x, x, p, generator=generator(1))[1].cpu()
+    deviation = math.sqrt(p * (1 - p))
+    assert abs(dropped.double().mean() - p) < 5 * deviation / math.sqrt(rows * columns)
+    assert (dropped.double().mean(0) - p).abs().max() < 6 * deviation / math.sqrt(rows) + 1 / rows
+    assert (dropped.double().mean(1) - p).abs().max() < 6 * deviation / math.sqrt(columns) + 1 / columns
+    centred = dropped.flatten().double() - p
+    for lag in (1, 2, 3, 4, 8, 32, 64, 128, 1000, 4096):  # words, counters, registers, blocks, rows further
+        agreement = (centred[lag:] * centred[:-lag]).mean() / deviation**2
+        assert abs(agreement) < 5 / math.sqrt(rows * columns - lag), lag
+    other = ~dropout_add(x, x, p, generator=generator(2))[1].cpu()
+    agreement = (centred * (other.flatten().double() - p)).mean() / deviation**2
+    assert abs(agreement) < 5 / math.sqrt(rows * columns)
+
+
+def test_a_seed_gives_one_mask():
+    x = random(1000)
+
+    def mask(**options):
+        return dropout_add(x, x, 0.5, **options)[1]
+
+    torch.manual_seed(3)
+    first, second = mask(), mask()
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(mask(), first) and torch.equal(mask(), second)
+    assert torch.equal(mask(generator=generator(3)), first)
+    given = generator(3)
+    assert torch.equal(mask(generator=given), first) and torch.equal(mask(generator=given), second)
+    assert torch.equal(dropout_add(x.double(), x.double(), 0.5, generator=generator(3))[1], first)
+    assert not torch.equal(mask(generator=generator(4)), first)
+
+
+def test_the_cpus_generator_does_not_move():
+    before = torch.get_rng_state()
+    dropout_add(random(10), random(10), 0.5)  # random() draws on the CPU
+    moved = torch.get_rng_state()
+    torch.set_rng_state(before)
+    random(10), random(10)
+    assert torch.equal(torch.get_rng_state(), moved)
+    device = torch.openreg.get_rng_state()
+    x = torch.ones(3, device=DEVICE)
+    dropout_add(x, x, 0.5, generator=generator())
+    assert torch.equal(torch.openreg.get_rng_state(), device)
+
+
+def test_mask_does_not_depend_on_threads():
+    x = random(1000, 257)
+    results = kit.with_threads(lambda: dropout_add(x, x, 0.3, generator=generator()))
+    assert all(torch.equal(out, results[0][0]) and torch.equal(mask, results[0][1]) for out, mask in results[1:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    """The mask belongs to the element's place in the shape, whatever the strides."""
+    x, residual = LAYOUTS[layout](random(6, 5, 12)), LAYOUTS[layout](random(6, 5, 12))
+    out, mask = dropout_add(x, residual, 0.4, generator=generator())
+    assert torch.equal(mask, dropout_add(residual.contiguous(), residual, 0.4, generator=generator())[1])
+    assert_close(out, reference(x, residual, mask, 0.4))
+    kit.check_same_metadata(OP, x, residual, 0.4)
+    kit.check_same_metadata(BACKWARD, x, LAYOUTS[layout](mask), 0.4)
+    assert torch.equal(dropout_add_backward(x, LAYOUTS[layout](mask), 0.5), x * LAYOUTS[layout](mask) * 2)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_derivatives(p):
+    f64 = dict(dtype=torch.float64, grad=True)
+    kit.check_gradients(with_seed(p), random(3, 50, **f64), random(3, 50, **f64))
+    mask = torch.rand(3, 5, device=DEVICE) > 0.5
+    kit.check_gradients(lambda grad: dropout_add_backward(grad, mask, p), random(3, 5, **f64))
+    assert not dropout_add(random(3, **f64), random(3, **f64), p)[1].requires_grad
+
+
+def test_residual_alone_needs_no_backward_operator():
+    x, residual, grad = random(3, 5), random(3, 5, grad=True), random(3, 5)
+    dropout_add(x, residual, 0.5)[0].backward(grad)
+    assert torch.equal(residual.grad, grad)
+
+
+def test_transforms():
+    f64 = dict(dtype=torch.float64)
+    kit.check_transforms(lambda grad, mask: dropout_add_backward(grad, mask, 0.3), random(3, 4), random(3, 4) > 0)
+    x, residual = random(3, 40, **f64), random(3, 40, **f64)
+    mask = dropout_add(x, residual, 0.3, generator=generator())[1]
+    grad = torch.func.grad(lambda x: with_seed(0.3)(x, residual).sum())(x)
+    assert_close(grad, mask.double() / 0.7)
+    out, tangent = torch.func.jvp(with_seed(0.3), (x, residual), (residual, x))
+    assert_close(out, reference(x, residual, mask, 0.3))
+    assert_close(tangent, reference(residual, x, mask, 0.3))
+
+
+@pytest.mark.parametrize("mapped", [(0, 0), (1, None), (None, -1)], ids=str)
+def test_vmap_obeys_randomness(mapped):
+    x, residual = (random(*(3, 1000) if dim in (0, None) else (1000, 3)) for dim in mapped)
+    x, residual = (t[0] if dim is None else t for t, dim in zip((x, residual), mapped, strict=True))
+
+    def sample(x, residual):
+        return dropout_add(x, residual, 0.5)
+
+    with kit.no_vmap_fallback():
+        with pytest.raises(RuntimeError, match="vmap: called random operation while in randomness error mode"):
+            torch.vmap(sample, mapped)(x, residual)
+        same_out, same = torch.vmap(sample, mapped, randomness="same")(x, residual)
+        other_out, other = torch.vmap(sample, mapped, randomness="different")(x, residual)
+    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+    assert not torch.equal(other[0], other[1]) and not torch.equal(other[1], other[2])
+    x, residual = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, residual), mapped, strict=True))
+    assert_close(same_out, reference(x, residual, same, 0.5))
+    assert_close(other_out, reference(x, residual, other, 0.5))
+
+
+def test_vmap_without_mapped_arguments():
+    x, zeros = random(1000), torch.zeros(3, device=DEVICE)
+
+    def sample(z):
+        return dropout_add(x, x, 0.5)[1].double() + z
+
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        torch.vmap(sample)(zeros)
+    same, other = (torch.vmap(sample, randomness=each)(zeros) for each in ("same", "different"))
+    assert torch.equal(same[0], same[1]) and not torch.equal(other[0], other[1])
+
+
+def test_vmap_of_grad():
+    x, residual = random(3, 100), random(3, 100)
+    sample = torch.func.grad(lambda x, r: (dropout_add(x, r, 0.5)[0] * r).sum())
+    grad = torch.vmap(sample, randomness="different")(x, residual)
+    kept = grad != 0
+    assert_close(grad, 2 * residual * kept)
+    assert not torch.equal(kept[0], kept[1]) and 0.3 < kept.double().mean() < 0.7
+
+
+def test_opcheck():
+    for p in (0.0, 1.0):
+        kit.check_operator(OP, random(3, 8, grad=True), random(3, 8, grad=True), p)
+    # Two runs differ, as they should, so that this one cannot compare them.
+    kit.check_operator(OP, random(3, 8, grad=True), random(3, 8, grad=True), 0.5, skip=["test_aot_dispatch_dynamic"])
+    kit.check_operator(BACKWARD, random(3, 8, grad=True), random(3, 8) > 0, 0.5)
+    assert torch.Tag.nondeterministic_seeded in OP.tags and torch.Tag.nondeterministic_seeded not in BACKWARD.tags
+
+
+def test_compiled():
+    kit.check_compiled(lambda x, r: dropout_add(x.mT, r, 0.0)[0] * 2, random(10, 6), random(6, 10))
+    kit.check_compiled(lambda x, r: dropout_add(x, r, 1.0)[0], random(6, 10), random(6, 10))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, r: dropout_add(x, r, 0.5), backend="aot_eager", fullgraph=True)
+    x, residual = random(6, 100, grad=True), random(6, 100)
+    torch.manual_seed(5)
+    out, mask = compiled(x, residual)
+    out.sum().backward()
+    torch.manual_seed(5)
+    assert torch.equal(mask, dropout_add(x, residual, 0.5)[1])
+    assert_close(x.grad, mask * 2.0)
+
+
+def test_exported():
+    program = kit.check_exported(lambda x, r: dropout_add(x, r, 0.0)[0], random(4, 10), random(4, 10))
+    assert any(node.target is OP for node in program.graph.nodes)
+
+
+def test_side_stream(device):
+    kit.check_side_stream(with_seed(0.5), random(6, 10, device=device), random(6, 10, device=device))
+
+
+def test_other_devices():
+    for p in (0.0, 1.0):
+        kit.check_other_devices(lambda x, r, p=p: dropout_add(x, r, p)[0], random(3, 10), random(3, 10))
+    mask = random(3, 10) > 0
+    kit.check_other_devices(lambda g: dropout_add_backward(g, mask.to(g.device), 0.2), random(3, 10))
+    x, residual = random(100, 100, device="cpu"), random(100, 100, device="cpu")
+    out, mask = dropout_add(x, residual, 0.2, generator=generator(0, "cpu"))
+    assert_close(out, reference(x, residual, mask, 0.2))
+    assert abs(mask.double().mean() - 0.8) < 0.02
+    assert torch.equal(mask, dropout_add(x, residual, 0.2, generator=generator(0, "cpu"))[1])
+    f64 = dict(dtype=torch.float64, grad=True, device="cpu")
+    assert torch.autograd.gradgradcheck(with_seed(0.3), (random(3, 5, **f64), random(3, 5, **f64)))
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_promotes(device_type):
+    x = random(3, 8, dtype=torch.bfloat16, device=device_type, grad=True)
+    residual = random(3, 8, device=device_type)
+    with kit.autocast(torch.bfloat16, device_type):
+        out, mask = dropout_add(x, residual, 0.5)
+        assert dropout_add(x, x, 0.5)[0].dtype == torch.bfloat16
+    assert out.dtype == torch.float32
+    out.sum().backward()
+    assert_close(x.grad, (mask * 2).bfloat16())
+
+
+def test_rejects():
+    x, mask = random(2, 3), random(2, 3) > 0
+    kit.check_error(OP, x.long(), x, 0.5, match="dropout_add: expected x of float32, float64, float16 or bfloat16, but")
+    kit.check_error(OP, x, x.double(), 0.5, match="expected residual of float32, the dtype of x, but got float64")
+    kit.check_error(OP, x, random(3), 0.5, match="expected residual of shape [2, 3], that of x, but got [3]")
+    kit.check_error(OP, x, x.cpu(), 0.5, match="dropout_add: x is on openreg:0 but residual is on cpu; move one")
+    for p, text in ((-0.1, "-0.1"), (1.5, "1.5"), (math.inf, "inf"), (math.nan, "nan")):
+        kit.check_error(
+            OP, x, x, p, match=f"dropout_add: expected p from 0 to 1, but got {text}; it is the probability"
+        )
+        kit.check_error(BACKWARD, x, mask, p, match=f"dropout_add_backward: expected p from 0 to 1, but got {text}")
+    for where in ("cpu", "openreg:1"):
+        sentence = f"x is on openreg:0 but generator is on {where}; make it with torch.Generator"
+        with pytest.raises(RuntimeError, match=sentence):
+            dropout_add(x, x, 0.5, generator=generator(0, where))
+    with pytest.raises(RuntimeError, match="x is on cpu but generator is on openreg:0"):
+        dropout_add(x.cpu(), x.cpu(), 0.5, generator=generator())
+    kit.check_error(BACKWARD, x.long(), mask, 0.5, match="dropout_add_backward: expected grad_out of float32, float64")
+    kit.check_error(BACKWARD, x, x, 0.5, match="expected mask of bool, the dtype of its dropout_add output, but got")
+    kit.check_error(BACKWARD, x, mask[0], 0.5, match="expected mask of shape [2, 3], that of grad_out, but got [3]")
+    kit.check_error(BACKWARD, x, mask.cpu(), 0.5, match="grad_out is on openreg:0 but mask is on cpu")

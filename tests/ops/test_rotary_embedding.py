@@ -1,0 +1,218 @@
+"""rotary_embedding and rotary_embedding_backward."""
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch.testing import assert_close
+
+from openreg_ops import rotary_embedding, rotary_embedding_backward
+
+OP = torch.ops.openreg.rotary_embedding.default
+BACKWARD = torch.ops.openreg.rotary_embedding_backward.default
+BOTH = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+
+
+def reference(x, cos, sin, interleaved=False):
+    """As the product of complex numbers."""
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).mT
+    turned = torch.complex(*pairs.unbind(-1)) * torch.complex(cos, sin)
+    return torch.stack([turned.real, turned.imag], -1 if interleaved else -2).flatten(-2)
+
+
+def reference_backward(grad_y, cos, sin, interleaved=False):
+    return reference(grad_y, cos, -sin, interleaved)
+
+
+def tables(length, half, dtype=torch.float32, device=DEVICE):
+    angles = torch.arange(length)[:, None] * 10000 ** (-torch.arange(half, dtype=torch.float64) / max(half, 1))
+    return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
+
+
+def test_by_hand():  # a quarter turn takes (1, 2) to (-2, 1)
+    x, cos, sin = kit.tensor([1.0, 2.0, 3.0, 4.0]), kit.tensor([0.0, 1.0]), kit.tensor([1.0, 0.0])
+    assert rotary_embedding(x, cos, sin).tolist() == [-3.0, 2.0, 1.0, 4.0]
+    assert rotary_embedding(x, cos, sin, interleaved=True).tolist() == [-2.0, 1.0, 3.0, 4.0]
+    assert rotary_embedding_backward(x, cos, sin).tolist() == [3.0, 2.0, -1.0, 4.0]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "shape", [(2,), (3, 4), (2, 3, 5, 64), (0, 4, 6), (2, 0, 8), (2, 3, 7, 70), (1, 2, 3, 2)], ids=str
+)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matches_reference(shape, dtype, interleaved):
+    x, half = random(*shape, dtype=dtype), shape[-1] // 2
+    cos, sin = tables(shape[-2], half, dtype) if len(shape) > 1 else (random(half, dtype=dtype) for _ in range(2))
+    kit.check_against(rotary_embedding, reference, x, cos, sin, interleaved, scale=4)
+    kit.check_against(rotary_embedding_backward, reference_backward, x, cos, sin, interleaved, scale=4)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_without_elements(dtype):
+    x, table = random(3, 0, dtype=dtype), random(3, 0, dtype=dtype)
+    assert rotary_embedding(x, table, table).shape == rotary_embedding(x, table, table, True).shape == (3, 0)
+
+
+@BOTH
+@pytest.mark.parametrize("table", [(6,), (5, 6), (3, 1, 6), (2, 1, 5, 6), (2, 3, 5, 6), (1, 1, 1, 6)], ids=str)
+def test_tables_broadcast(table, interleaved):
+    kit.check_against(rotary_embedding, reference, random(2, 3, 5, 12), random(*table), random(*table), interleaved)
+
+
+@BOTH
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, interleaved):
+    change = LAYOUTS[layout]
+    x, cos, sin = change(random(2, 3, 5, 12)), change(random(5, 6)), change(random(5, 6))
+    kit.check_against(rotary_embedding, reference, x, cos, sin, interleaved)
+    kit.check_same_metadata(OP, x, cos, sin, interleaved)
+    kit.check_same_metadata(BACKWARD, x, cos, sin, interleaved)
+
+
+def test_heads_after_positions():
+    """[B, S, H, D] and its transpose are read where they lie."""
+    x, (cos, sin) = random(2, 5, 3, 8), tables(5, 4)
+    expected = rotary_embedding(x.transpose(1, 2).contiguous(), cos, sin)
+    assert torch.equal(rotary_embedding(x.transpose(1, 2), cos, sin), expected)
+    assert torch.equal(rotary_embedding(x, cos.unsqueeze(-2), sin.unsqueeze(-2)), expected.transpose(1, 2))
+
+
+def test_against_hugging_face():
+    """Its rotate_half with tables that have the columns twice."""
+    x, (cos, sin) = random(2, 3, 5, 16, device="cpu"), tables(5, 8, device="cpu")
+    rotated = torch.cat([-x[..., 8:], x[..., :8]], -1)
+    expected = x * torch.cat([cos, cos], -1) + rotated * torch.cat([sin, sin], -1)
+    assert_close(rotary_embedding(*(each.to(DEVICE) for each in (x, cos, sin))).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@BOTH
+def test_half_types_take_float32_tables(dtype, interleaved):
+    x, (cos, sin) = random(3, 5, 20, dtype=dtype), tables(5, 10)
+    y = rotary_embedding(x, cos, sin, interleaved)
+    assert y.dtype == dtype
+    expected = reference(x.cpu().double(), cos.cpu().double(), sin.cpu().double(), interleaved)
+    assert_close(y.cpu().double(), expected, **kit.TOLERANCE[dtype])
+    # Rounded once: no further from the exact result than half a step, which a bfloat16 product would be.
+    assert_close(y.cpu(), rotary_embedding(x.float(), cos, sin, interleaved).cpu().to(dtype), rtol=0, atol=0)
+    kit.check_same_metadata(OP, x, cos, sin, interleaved)
+
+
+def test_turning_back_gives_x():
+    x, (cos, sin) = random(3, 700, 64, dtype=torch.float64), tables(700, 32, torch.float64)
+    assert_close(rotary_embedding_backward(rotary_embedding(x, cos, sin), cos, sin), x, rtol=0, atol=1e-12)
+
+
+def test_results_do_not_depend_on_threads():
+    x, (cos, sin) = random(40, 30, 50, 32).transpose(1, 2), tables(30, 16)
+    results = kit.with_threads(lambda: rotary_embedding(x, cos, sin))
+    assert all(torch.equal(each, results[0]) for each in results[1:])
+
+
+@BOTH
+def test_derivatives(interleaved):
+    f64 = dict(dtype=torch.float64, grad=True)
+    x, cos, sin = random(2, 3, 6, **f64), random(3, 3, **f64), random(3, 3, **f64)
+    for function in (rotary_embedding, rotary_embedding_backward):
+        kit.check_gradients(lambda *a, f=function: f(*a, interleaved), x, cos, sin)
+        plain = cos.detach(), sin.detach()
+        kit.check_gradients(lambda x, f=function, t=plain: f(x, *t, interleaved), x)
+    kit.check_gradients(lambda c: rotary_embedding(x.detach(), c, sin.detach(), interleaved), cos)
+
+
+def test_x_is_kept_only_for_the_tables_gradient():
+    x, (cos, sin) = random(5, 8, grad=True), tables(5, 4)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        rotary_embedding(x, cos, sin)
+        assert kept == [cos.data_ptr(), sin.data_ptr()]
+        rotary_embedding(x, cos.clone().requires_grad_(), sin)
+        assert x.data_ptr() in kept
+
+
+@BOTH
+def test_transforms(interleaved):
+    f64 = dict(dtype=torch.float64)
+    inputs = random(2, 3, 4, **f64), random(3, 2, **f64), random(3, 2, **f64)
+    kit.check_transforms(rotary_embedding, *inputs, interleaved)
+    kit.check_transforms(rotary_embedding_backward, *inputs, interleaved)
+
+
+def test_opcheck():
+    x, cos, sin = random(2, 3, 8, grad=True), random(3, 4, grad=True), random(3, 4, grad=True)
+    for op in (OP, BACKWARD):
+        kit.check_operator(op, x, cos, sin)
+        kit.check_operator(op, x, cos.detach(), sin.detach(), True)
+
+
+def test_compiled():
+    kit.check_compiled(rotary_embedding, random(2, 6, 10), random(6, 5), random(6, 5))
+    kit.check_compiled(lambda x, c, s: rotary_embedding(x.mT, c, s, True) * 2, random(10, 6), random(5), random(5))
+    kit.check_compiled(rotary_embedding_backward, random(2, 6, 10), random(6, 5), random(6, 5), True)
+
+
+def test_exported():
+    program = kit.check_exported(rotary_embedding, random(4, 6, 10), random(5), random(5))
+    assert any(node.target is OP for node in program.graph.nodes)
+
+
+def test_side_stream(device):
+    inputs = random(2, 6, 10, device=device), random(6, 5, device=device), random(6, 5, device=device)
+    kit.check_side_stream(rotary_embedding, *inputs)
+
+
+def test_other_devices():
+    for function in (rotary_embedding, rotary_embedding_backward):
+        kit.check_other_devices(function, random(2, 3, 10), random(3, 5), random(3, 5))
+        kit.check_other_devices(function, random(2, 3, 10), random(3, 5), random(3, 5), True)
+    bf16 = dict(dtype=torch.bfloat16)
+    kit.check_other_devices(rotary_embedding, random(2, 3, 10, **bf16), random(3, 5, **bf16), random(3, 5, **bf16))
+    f64 = dict(dtype=torch.float64, grad=True, device="cpu")
+    assert torch.autograd.gradgradcheck(rotary_embedding, (random(3, 6, **f64), random(3, **f64), random(3, **f64)))
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_promotes(device_type):
+    x = random(3, 8, dtype=torch.bfloat16, device=device_type, grad=True)
+    cos, sin = (random(3, 4, device=device_type) for _ in range(2))
+    with kit.autocast(torch.bfloat16, device_type):
+        y = rotary_embedding(x, cos, sin)
+        assert rotary_embedding(x, cos.bfloat16(), sin.bfloat16()).dtype == torch.bfloat16
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+
+
+def test_rejects():
+    x, cos, sin = random(2, 3, 8), random(3, 4), random(3, 4)
+    for op, name, of in ((OP, "rotary_embedding", "x"), (BACKWARD, "rotary_embedding_backward", "grad_y")):
+        kit.check_error(op, x.long(), cos, sin, match=f"{name}: expected {of} of float32, float64, float16 or bfloat16")
+        kit.check_error(
+            op, random(), cos, sin, match=f"{name}: expected {of} of at least one dimension, but got a scalar"
+        )
+        kit.check_error(
+            op,
+            x[..., 1:],
+            cos,
+            sin,
+            match=f"expected {of} with a last dimension of even size, but got 7; rotate a part",
+        )
+        kit.check_error(
+            op, x, x, x, match=f"of 4, half that of {of}, but got [2, 3, 8]; of a table for both halves take"
+        )
+        kit.check_error(op, x, random(), sin, match="expected cos with a last dimension of 4, half that of")
+        kit.check_error(
+            op, x, random(2, 4), sin, match="expected cos to broadcast to [2, 3, 4], but got [2, 4]; give it dimensions"
+        )
+        kit.check_error(
+            op, x, random(1, 1, 3, 4), sin, match="expected cos to broadcast to [2, 3, 4], but got [1, 1, 3, 4]"
+        )
+        kit.check_error(op, x[:0], random(2, 3, 4), sin, match="expected cos to broadcast to [0, 3, 4]")
+        kit.check_error(op, x, cos, random(4), match="expected sin of shape [3, 4], that of cos, but got [4]")
+        kit.check_error(op, x, cos.double(), sin, match=f"expected cos of float32, the dtype of {of}, but got float64")
+        kit.check_error(
+            op, x.half(), cos, sin.half(), match="expected sin of float32, the dtype of cos, but got float16"
+        )
+        kit.check_error(op, x, cos.cpu(), sin, match=f"{of} is on openreg:0 but cos is on cpu; move one with .to()")
+        kit.check_error(op, x, cos, sin.to("openreg:1"), match=f"{of} is on openreg:0 but sin is on openreg:1")
