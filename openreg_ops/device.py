@@ -25,9 +25,8 @@ __all__ = [
     "synchronize",
 ]
 
-# torch.cuda's name for "made in a forked child after the parent used the device"; memory here is
-# plain process memory, so a child may go on using its copy.
-_is_in_bad_fork = bool
+# torch.cuda's name for "made by fork() after the parent had used a device".
+_is_in_bad_fork = _C.forked
 
 
 def _index(device: torch.types.Device = None) -> int:
@@ -137,6 +136,7 @@ def register() -> None:
     for name, part in parts.items():
         setattr(module, name, part)
         sys.modules[f"torch.openreg.{name}"] = part
+    module._sleep = streams._sleep
     module.__path__ = []  # so that `import torch.openreg.random` works
     module.__all__ = [name for part in (sys.modules[__name__], *parts.values()) for name in part.__all__]
     module._is_in_bad_fork = _is_in_bad_fork
