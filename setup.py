@@ -66,7 +66,13 @@ WARNINGS = [
 ]
 
 setup(
-    packages=["openreg_ops", "openreg_ops.meta", "openreg_ops.testing", "openreg_ops.tools"],
+    packages=[
+        "openreg_ops",
+        "openreg_ops.meta",
+        "openreg_ops.testing",
+        "openreg_ops.testing.checks",
+        "openreg_ops.tools",
+    ],
     package_dir={"openreg_ops.meta": "meta"},
     py_modules=["pytest_openreg_ops"],
     # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import re
@@ -39,10 +41,22 @@ def define(schema, kernel, fake, key="CPU"):
     return getattr(torch.ops.broken, name).default
 
 
+@contextlib.contextmanager
+def zeroed_memory():
+    """Fresh CPU memory holds zeros, as most of a new process's does; other tests leave NaN in what they freed."""
+    perturb = -6  # glibc's M_PERTURB: malloc fills memory with the complement; 0 is off
+    ctypes.CDLL(None).mallopt(perturb, 0xFF)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).mallopt(perturb, 0)
+
+
 def caught(op, samples, row, *, only=None, device=None, status="fail"):
     """The sentence of a check that must end so, for an operator that opcheck passes."""
-    for sample in samples:
-        assert set(opcheck(op, sample).values()) == {"SUCCESS"}
+    with zeroed_memory():
+        for sample in samples:
+            assert set(opcheck(op, sample).values()) == {"SUCCESS"}
     report = check(
         op, [tuple(x.detach() if isinstance(x, Tensor) else x for x in s) for s in samples], device, only=only or [row]
     )
@@ -201,7 +215,7 @@ def test_undeclared_mutation_within_rounding():
 
     op = define("scales_back(Tensor x) -> Tensor", kernel, lambda x: x.new_empty(x.shape[:-1]))
     sentence = caught(op, [(torch.randn(40, 6),)], "schema")
-    assert "the schema says that x is not written to, but the call changed the memory of a x" in sentence
+    assert "the schema says that x is not written to, but the call changed the memory of x (the sample's" in sentence
 
 
 def test_undeclared_mutation_around_a_view():
@@ -213,7 +227,7 @@ def test_undeclared_mutation_around_a_view():
         return x.clone()
 
     op = define("clears_padding(Tensor x) -> Tensor", kernel, torch.empty_like)
-    assert "changed the memory of a padded x" in caught(op, [(torch.randn(4, 6),)], "schema")
+    assert "changed the memory of x (padded" in caught(op, [(torch.randn(4, 6),)], "schema")
 
 
 def test_undeclared_mutation_of_other_values():
@@ -366,6 +380,96 @@ def test_wrong_on_large_inputs():
     assert "which the reference gives" in sentence
 
 
+def test_wrong_gradient():
+    @torch.library.custom_op("broken::wrong_gradient", mutates_args=())
+    def wrong_gradient(x: Tensor) -> Tensor:
+        return x.sin()
+
+    wrong_gradient.register_fake(torch.empty_like)
+    wrong_gradient.register_autograd(
+        lambda ctx, g: g * ctx.saved_tensors[0].cos() * 2,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    sentence = caught(wrong_gradient, [(torch.randn(4, 6, requires_grad=True),)], "gradcheck")
+    assert "its gradient is not the derivative: Jacobian mismatch for output 0 with respect to input 0" in sentence
+
+
+def test_wrong_forward_mode():
+    op = define("wrong_jvp(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.save_for_forward(x)
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * ctx.saved_tensors[0].sin()
+
+    LIBRARY.impl("wrong_jvp", Sin.apply, "Autograd")
+    sentence = caught(op, [(torch.randn(4, 6, requires_grad=True),)], "forward_ad")
+    assert re.search(r"forward-mode AD gives \S+ where backward gives", sentence)
+
+
+def test_unwritten_gradient():
+    """The forward is right; the backward adds to what torch.empty gave."""
+
+    @torch.library.custom_op("broken::unwritten_gradient", mutates_args=())
+    def unwritten_gradient(x: Tensor) -> Tensor:
+        return x * 2
+
+    unwritten_gradient.register_fake(torch.empty_like)
+    unwritten_gradient.register_autograd(lambda ctx, g: torch.empty_like(g).mul_(0) + 2 * g)
+    _C.set_poison(False)
+    sentence = caught(unwritten_gradient, [(torch.randn(4, 6, requires_grad=True),)], "poison")
+    assert "gradient 0 differs" in sentence
+
+
+def test_another_stream():
+    def kernel(x):
+        return x + torch.accelerator.current_stream().stream_id
+
+    op = define("knows_its_stream(Tensor x) -> Tensor", kernel, torch.empty_like, "PrivateUse1")
+    report = check(op, [(torch.zeros(4, 6),)], "openreg", only=["stream"])
+    assert "on another stream output 0 differs in 24 of 24 elements" in report.failures[0].sentence
+
+
+@pytest.mark.parametrize(
+    "row, kernel, sentence",
+    [
+        ("reference", lambda x: x * 3, "output 0 differs in 24 of 24 elements: 3 instead of 2 at [0, 0], which the reference"),
+        ("empty", lambda x: x * (8 // len(x)), "size 4 are empty it ended in ZeroDivisionError"),
+        ("zero_dim", lambda x: x * [0, 1, 2][x.dim()], "output 0 differs in 1 of 1 elements: 0 instead of 2"),
+        ("opcheck_faketensor", lambda x: x[:2] * 2, "opcheck's test_faketensor says"),
+        ("opcheck_schema", lambda x: x, "opcheck's test_schema says"),
+        ("schema", lambda x: x, "output 0 shares the memory of x, and the schema does not say so"),
+        ("fake_layouts", lambda x: x.double() * 2, "output 0 has dtype float64, but the fake kernel says float32"),
+        ("compile", lambda x: x.double() * 2, "with static shapes zeros like output 0 is float32 instead of float64"),
+        ("export", lambda x: x[:2] * 2, "exported, zeros like output 0 has shape"),
+        ("determinism", lambda x: x + torch.rand(()), "the same call again gives another result"),
+    ],
+)  # fmt: skip
+def test_every_row_fails_where_it_should(row, kernel, sentence):
+    op = define(f"row_{row}(Tensor x) -> Tensor", kernel, torch.empty_like)
+    report = check(op, [(torch.ones(4, 6),)], reference=lambda x: x * 2, only=[row])
+    assert report.failures, str(report)
+    assert sentence in report.failures[0].sentence
+
+
+def test_no_fake_kernel():
+    LIBRARY.define("no_fake(Tensor x) -> Tensor")
+    LIBRARY.impl("no_fake", lambda x: x * 2, "CPU")
+    report = check("broken::no_fake", [(torch.ones(4, 6),)], only=["fake_layouts", "compile", "export"])
+    assert [r.check for r in report.failures] == ["compile", "fake_layouts", "export"]
+
+
 # ---- refusals are no failures ----
 
 
@@ -381,6 +485,34 @@ def test_refusals():
     assert {r.sentence for r in report.results} == {
         "RuntimeError: derivative for openreg::custom_abs is not implemented"
     }
+
+
+def test_gradient_that_only_eager_refuses():
+    """A Python kernel below autograd refuses; while tracing, the fake kernel is all there is."""
+    op = define("half_refuses(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            raise NotImplementedError("half_refuses has no derivative")
+
+    def autograd(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            y = op(x)
+        return Sin.apply(x) if type(x) is Tensor else y
+
+    LIBRARY.impl("half_refuses", autograd, "Autograd")
+    report = check(op, [(torch.randn(4, 6),)], only=["backward", "compile"])
+    assert report.of("refused", "backward")
+    assert (
+        "eager refuses the gradient by an error, but under torch.compile there is neither"
+        in report.failures[0].sentence
+    )
 
 
 def test_second_derivative_refused():
@@ -466,6 +598,7 @@ def test_good_custom_op(good):
     )
     assert report.passed, str(report)
     assert {r.check for r in report.of("warn")} <= {"forward_ad", "zero_dim"}, str(report)
+    assert "silently loses the tangent" in report.of("warn", "forward_ad")[0].sentence  # as every custom_op does
     assert {"vmap", "autocast", "gradgradcheck", "reference", "compile", "export"} <= {
         r.check for r in report.of("pass")
     }
@@ -513,8 +646,8 @@ def test_good_operator_with_lists_and_whole_numbers():
     assert report.passed, str(report)
 
 
-def test_every_operator_of_ours_has_samples():
-    assert set(SAMPLES) == set(openreg_ops.meta.__all__)
+def test_samples_of_our_operators():
+    assert {"rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "custom_abs"} <= set(SAMPLES)
     for name, samples in SAMPLES.items():
         for sample in samples("openreg", torch.float32):
             getattr(torch.ops.openreg, name)(*sample)
@@ -588,6 +721,13 @@ def test_ways_to_name_an_operator(good):
     assert operator("aten::sin.out") is torch.ops.aten.sin.out
     assert operator(good) is torch.ops.good.scaled.default
     assert operator(openreg_ops.rms_norm) is torch.ops.openreg.rms_norm.default
+
+    @torch.library.triton_op("good::triton", mutates_args=())
+    def triton(x: Tensor) -> Tensor:
+        return x + 1
+
+    assert operator(triton) is torch.ops.good.triton.default
+    assert check(triton, [(torch.randn(4, 6),)], only=["runs", "schema", "compile"]).passed
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import faulthandler
 import importlib
 import re
 import sys
@@ -48,11 +49,18 @@ def main(arguments: argparse.Namespace) -> int:
     """0 if nothing failed, 1 if something did, 2 if what was asked for is wrong."""
     if "" not in sys.path and "." not in sys.path:
         sys.path.insert(0, "")  # python -P leaves it out, and my_module is most likely here
-    live = sys.stderr.isatty() and not arguments.quiet
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # an operator that crashes the process says in which check
+    live, said = sys.stderr.isatty(), [""]
 
     def progress(where: str) -> None:
-        if live:
-            print(f"\r{where:<60.60}", end="", file=sys.stderr, flush=True)
+        sample = where.partition(", ")[2]
+        if arguments.quiet or (not live and sample == said[0]):
+            return
+        said[0] = sample
+        print(
+            f"\r{where:<60.60}" if live else f"checking {sample}", end="" if live else "\n", file=sys.stderr, flush=True
+        )
 
     try:
         report = check(
@@ -64,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"check: {error}", file=sys.stderr)
         return 2
     finally:
-        if live:
+        if live and not arguments.quiet:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
     if arguments.json:
         if arguments.json == "-":

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 DOCS = "docs/checker.md"
-MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "refused": "ref", "skip": "-"}
+MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "skip": "-"}
 MEANINGS = {
     "pass": "as it should be",
     "fail": "wrong",
     "warn": "works, and costs or surprises",
+    "known": "wrong, for a known cause",
     "refused": "the operator says in an error that it does not do this",
     "skip": "does not apply",
 }
@@ -116,7 +117,7 @@ class Report:
             lines.append("")
         if hidden := [check for check in self.about if check not in shown]:
             lines += [*_wrapped([f"Skipped for every sample (--verbose says why): {', '.join(hidden)}"]), ""]
-        statuses = ("fail", "warn", "refused", *(("skip", "pass") if verbose else ()))
+        statuses = ("fail", "warn", "known", "refused", *(("skip", "pass") if verbose else ()))
         for result, samples in self.grouped(*statuses):
             if not result.sentence:
                 continue
@@ -124,8 +125,8 @@ class Report:
             lines.append(f"{result.status.upper() if result.status == 'fail' else result.status} {result.check}{where}")
             lines += _wrapped([result.sentence])
             if result.remedy:
-                lines += _wrapped([f"Remedy: {result.remedy}"])
-            if result.status in ("fail", "warn"):
+                lines += _wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {result.remedy}"])
+            if result.status in ("fail", "warn", "known"):
                 lines.append(f"    {result.docs}")
         lines += ["", self.summary()]
         return "\n".join(lines)
@@ -165,7 +166,7 @@ class Report:
                 cells += f'<td class="{status}" title="{text}">{MARKS[status]}</td>'
             rows.append(f'<tr><th><a href="{_docs(check)}" title="{e(about)}">{check}</a></th>{cells}</tr>')
         details = []
-        for result, samples in self.grouped("fail", "warn", "refused", "pass", "skip"):
+        for result, samples in self.grouped("fail", "warn", "known", "refused", "pass", "skip"):
             if not result.sentence:
                 continue
             remedy = f"<p><b>Remedy.</b> {e(result.remedy)}</p>" if result.remedy else ""
@@ -191,7 +192,7 @@ STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}h1{font-size:1.3em}"
     "table{border-collapse:collapse}td,th{padding:.1em .6em;border:1px solid #ddd;font-weight:normal;text-align:left}"
     "td{text-align:center}a{color:#035}details{margin:.5em 0;padding:.3em .8em;border-left:4px solid #bbb}"
-    ".pass{background:#e6f4e6}.fail{background:#f6c8c4}.warn{background:#fbeebc}.refused{background:#dde6f6}"
+    ".pass{background:#e6f4e6}.fail{background:#f6c8c4}.warn,.known{background:#fbeebc}.refused{background:#dde6f6}"
     ".skip{color:#888}summary{cursor:pointer}span{padding:0 .3em}"
 )
 

@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -306,17 +306,23 @@ class Case:
         self.text += f"    out = {self.call_text}\n    return ({''.join(f'{out}, ' for out in [*outs, *written])})\n"
         self.raw_text = f"def function({', '.join(tensors)}):\n    out = {self.call_text}\n"
         self.raw_text += f"    return ({''.join(f'{out}, ' for out in outs)})\n"
+        more = ["out.contiguous()", "torch.zeros(out.shape, dtype=out.dtype, device=out.device)"]
+        self.program_text = self.text.replace("    return ", "    outs = ")
+        self.program_text += f"    return (*outs, {', '.join(f'*[{each} for out in outs]' for each in more)})\n"
         self.constants = constants
         self.written = [int(t[1:]) for t in written]
 
-    def function(self, op: Any = None, raw: bool = False) -> Callable[..., tuple[Tensor, ...]]:
+    def function(self, op: Any = None, raw: bool = False, program: bool = False) -> Callable[..., tuple[Tensor, ...]]:
         """The operator as a function of its tensors that returns a tuple of tensors.
 
         It writes to none of its arguments: those that the schema says it writes to are cloned, and returned too;
-        `raw` leaves that out. Every call makes new code, so that compilers keep nothing from another check.
+        `raw` leaves that out. A `program` returns the outputs, and then contiguous() and zeros of the shape and dtype of
+        each, which a compiler makes of what it believes of the outputs. Every call makes new code, so that compilers keep
+        nothing from another check.
         """
-        scope = {"op": op or self.op, "__name__": __name__, **self.constants}
-        exec(compile(self.raw_text if raw else self.text, f"<{self.name}>", "exec"), scope)
+        text = self.raw_text if raw else self.program_text if program else self.text
+        scope = {"op": op or self.op, "torch": torch, "__name__": __name__, **self.constants}
+        exec(compile(text, f"<{self.name}>", "exec"), scope)
         function = scope["function"]
         if not self.seeded:
             return function
@@ -336,7 +342,8 @@ class Case:
         with torch.no_grad():
             tensors = [_copied(x.detach(), device or self.device, storages) for x in self.leaves]
         if dtype:
-            tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
+            complex_dtype = dtype.to_complex()
+            tensors = [x.to(complex_dtype if x.is_complex() else dtype) if differentiable(x) else x for x in tensors]
         return self.leaf(tensors) if grad else tensors
 
     def leaf(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -380,7 +387,7 @@ class Case:
     @functools.cached_property
     def derivative(self) -> Outcome:
         """Whether it has a derivative: status pass, skip (nothing to differentiate), refused, or fail."""
-        from openreg_ops.testing.checks import derivative
+        from openreg_ops.testing.checks.derivatives import derivative
 
         try:
             derivative(self)
@@ -455,6 +462,7 @@ def check(
     reference: Callable[..., Any] | None = None,
     only: Collection[str] = (),
     skip: Collection[str] = (),
+    known: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> Report:
     """Run every check on every sample.
@@ -468,6 +476,8 @@ def check(
         reference: a plain function of the same arguments, called with copies on the CPU. Without one, and away from
             the CPU, the operator's own CPU kernel.
         only, skip: names of checks.
+        known: checks that this operator is known to fail, each with the cause. They count as passed; one that fails
+            for no sample any more fails the report. By default those that `known_failures` lists for the operator.
         progress: hears what runs next.
     Returns:
         The report; `report.raise_if_failed()` raises an AssertionError.
@@ -477,11 +487,13 @@ def check(
     A sample's tensors that require a gradient are those that derivatives are checked for; if none does, every
     floating one is. Whatever a check changes globally is put back.
     """
-    from openreg_ops.testing.checks import CHECKS
+    from openreg_ops.testing.checks import ANY_LAYOUT, CHECKS
+    from openreg_ops.testing.known_failures import OPERATORS
 
     op = operator(op)
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
-    for name in (*only, *skip):
+    known = OPERATORS.get(name_of(op), {}) if known is None else known
+    for name in (*only, *skip, *known):
         if name not in CHECKS:
             raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}")
     chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
@@ -523,12 +535,21 @@ def check(
                 start = time.perf_counter()
                 if refusal and name != "runs":
                     outcome = Outcome("skip", f"{case.name} refuses this sample")
+                elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
+                    outcome = Outcome("skip", "it is for strided tensors")
                 else:
                     with preserved(target):
                         outcome = _run_check(CHECKS[name], case)
                 result = Result(name, i, outcome.status, outcome.sentence, outcome.remedy)
                 result.seconds = round(time.perf_counter() - start, 4)
+                if name in known and result.status == "fail":
+                    result.status, result.remedy = "known", known[name]
                 report.results.append(result)
+    for name in known:
+        if (row := report.row(name)) and not any(result.status == "known" for result in row):
+            for result in row:
+                result.status, result.remedy = "fail", "take it off the list of known failures"
+                result.sentence = f"{report.operator} was known to fail this, and does not any more: {known[name]}"
     report.seconds = time.perf_counter() - began
     return report
 
