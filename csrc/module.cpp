@@ -13,6 +13,7 @@
 #include "aten/native.h"
 #include "backend/generator.h"
 #include "runtime/device.h"
+#include "runtime/fault.h"
 #include "runtime/memory.h"
 #include "runtime/stream.h"
 
@@ -69,6 +70,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_autograd_fallback", &openreg::set_autograd_fallback);
   m.def("stop_autograd_threads", &stop_autograd_threads);
   m.def("stop_workers", &openreg::stop_workers, py::call_guard<py::gil_scoped_release>());
+  m.def("arm_fault", [](int fault, int device, uint64_t after, uint64_t times, int64_t nanoseconds) {
+    return openreg::arm({static_cast<openreg::Fault>(fault), device, after, times, nanoseconds});
+  });
+  m.def("disarm_fault", &openreg::disarm);
+  m.def("reset_device", [](int64_t device) { openreg::reset_device(openreg::checked_index(device)); });
   m.def("forked", &openreg::forked);
   m.def("launch_mode", [] { return static_cast<int>(openreg::launch_mode()); });
   m.def("set_launch_mode", [](int mode) { openreg::set_launch_mode(static_cast<openreg::LaunchMode>(mode)); });

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "../backend/host_allocator.h"
+#include "../runtime/fault.h"
 #include "../runtime/memory.h"
 #include "native.h"
 
@@ -22,6 +23,11 @@ bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   };
   return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
       from.numel() && !from.is_quantized() && memory(from) && memory(to);
+}
+
+// What an injected fault does to a copy; see Note [Faults].
+void flip_byte(void* data) {
+  static_cast<unsigned char*>(data)[0] ^= 0xFF;
 }
 
 // A wait on one device's stream for what the other's has been given.
@@ -43,11 +49,15 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   const Stream here = current_stream((self.is_privateuseone() ? self : destination).device().index());
   const Stream there = between ? current_stream(destination.device().index()) : here;
   if (between) wait_for(here, there);
+  const bool corrupted = copy_corrupted(here);
   if ((non_blocking || between) && is_plain(self, destination)) {
     const void* from = self.const_data_ptr();
     void* to = destination.mutable_data_ptr();
     const size_t bytes = self.nbytes();
-    const auto work = [from, to, bytes] { std::memmove(to, from, bytes); };
+    const auto work = [from, to, bytes, corrupted] {
+      std::memmove(to, from, bytes);
+      if (corrupted) flip_byte(to);
+    };
     if (bytes >= kQueuedCopy) enqueue(here, work);
     else launch(here, work);
     for (const at::Tensor& x : {self, destination})
@@ -58,7 +68,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   CpuCall call("aten::copy_", CpuCall::kAny);
   const at::Tensor& from = call.alias(self);
   at::Tensor to = call.alias(destination, /*write=*/true);
-  call.run([&] { to.copy_(from); });
+  call.run([&] {
+    to.copy_(from);
+    if (corrupted && to.numel() && to.layout() == at::kStrided) flip_byte(to.mutable_data_ptr());
+  });
   return destination;
 }
 

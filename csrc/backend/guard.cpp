@@ -2,6 +2,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "../runtime/device.h"
+#include "../runtime/fault.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
 
@@ -82,6 +83,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+const bool errors_are_torchs = [] {
+  set_device_error([](const std::string& message) {
+    throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, /*code=*/1, message);
+  });
+  return true;
+}();
 
 } // namespace
 } // namespace openreg

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "device.h"
+#include "fault.h"
 
 // Note [Pages, runs and classes]
 // A device's address range is cut into 64 KiB pages. An allocation of more than 32 KiB is a run of
@@ -61,8 +62,9 @@ class Pool {
     add_run(free_, 0, bytes / kPage);
   }
 
-  void* allocate(std::int64_t stream, std::size_t bytes) {
+  void* allocate(std::int64_t stream, std::size_t bytes, bool fails) {
     std::unique_lock lock(mutex_);
+    if (fails) fail(bytes);
     // Refused before any rounding can overflow.
     if (bytes > device_memory()) fail(bytes);
     if (!waiting_.empty()) [[unlikely]]
@@ -400,10 +402,11 @@ Memory& memory() {
 
 void* allocate(Stream stream, std::size_t bytes) {
   check_not_forked();
+  const bool fails = (detail::attention.load() & detail::kFaultBit) && detail::allocation_fails(stream.device);
   if (!memory().pools)
     throw OutOfMemory("openreg: cannot reserve address space for " + std::to_string(device_count()) + " devices of " +
         format_bytes(device_memory()) + "; lower OPENREG_DEVICE_MEMORY or OPENREG_DEVICE_COUNT, or raise `ulimit -v`");
-  void* pointer = memory().pools[stream.device].allocate(stream.id, bytes);
+  void* pointer = memory().pools[stream.device].allocate(stream.id, bytes, fails);
   if (poison()) {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
     if (stream_idle(stream)) fill();

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "device.h"
+#include "fault.h"
 
 namespace openreg {
 namespace {
@@ -22,10 +23,6 @@ constexpr int kMaxDevices = 64;
 
 thread_local std::array<std::int64_t, kMaxDevices> current{};
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
-
-// In `attention`, above the number of busy streams: the mode is not inline; an error waits to be thrown;
-// Note [Fork].
-constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29;
 
 std::mutex counters_mutex;
 std::vector<detail::LaunchCounter*>& counters() {
@@ -38,26 +35,16 @@ std::uint64_t finished = 0; // of threads that have ended
 std::mutex errors_mutex;
 auto& errors = *new std::array<std::string, kMaxDevices>;
 
-void keep_error(int device, const std::source_location& where, const char* what) {
-  std::lock_guard lock(errors_mutex);
-  auto& first = errors[static_cast<std::size_t>(device)];
-  if (!first.empty()) return;
-  first = std::string(what) + "\nThis was raised by work that had been queued on openreg:" + std::to_string(device) +
-      ", launched at " + where.file_name() + ":" + std::to_string(where.line()) +
-      ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
-  detail::attention.fetch_or(kErrorBit);
-}
-
 void throw_error(int device) {
-  if (!(detail::attention.load() & kErrorBit)) return;
+  if (!(detail::attention.load() & detail::kErrorBit)) return;
   std::string message;
   {
     std::lock_guard lock(errors_mutex);
     message.swap(errors[static_cast<std::size_t>(device)]);
     if (std::all_of(errors.begin(), errors.end(), [](const auto& each) { return each.empty(); }))
-      detail::attention.fetch_and(~kErrorBit);
+      detail::attention.fetch_and(~detail::kErrorBit);
   }
-  if (!message.empty()) throw AsyncError(message);
+  if (!message.empty()) throw_device_error(message);
 }
 
 // Note [Workers]
@@ -126,9 +113,9 @@ class Queue {
       try {
         item.work();
       } catch (const std::exception& error) {
-        keep_error(device_, item.where, error.what());
+        detail::keep_error(device_, item.where, error.what());
       } catch (...) {
-        keep_error(device_, item.where, "a kernel threw what is no std::exception");
+        detail::keep_error(device_, item.where, "a kernel threw what is no std::exception");
       }
       item.work = nullptr; // before the waiter goes on
       lock.lock();
@@ -225,8 +212,8 @@ LaunchMode launch_mode() noexcept {
 void set_launch_mode(LaunchMode to) noexcept {
   const auto from = mode.exchange(to);
   if ((from == LaunchMode::kInline) == (to == LaunchMode::kInline)) return;
-  if (to == LaunchMode::kInline) detail::attention.fetch_and(~kModeBit);
-  else detail::attention.fetch_or(kModeBit);
+  if (to == LaunchMode::kInline) detail::attention.fetch_and(~detail::kModeBit);
+  else detail::attention.fetch_or(detail::kModeBit);
 }
 
 bool stream_idle(Stream stream) noexcept {
@@ -236,12 +223,14 @@ bool stream_idle(Stream stream) noexcept {
 
 void synchronize_stream(Stream stream) {
   check_not_forked();
+  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(stream.device);
   if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted());
   throw_error(stream.device);
 }
 
 void synchronize_device(int device) {
   check_not_forked();
+  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(device);
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
     if (Queue* queue = find_queue({device, id})) queue->wait(queue->submitted());
   throw_error(device);
@@ -317,7 +306,7 @@ void sleep_on(Stream stream, std::int64_t cycles) {
 }
 
 bool forked() noexcept {
-  return detail::attention.load(std::memory_order_relaxed) & kForkBit;
+  return detail::attention.load(std::memory_order_relaxed) & detail::kForkBit;
 }
 
 void check_not_forked() {
@@ -332,7 +321,7 @@ bool used_at_fork = false;
 const bool fork_noticed = [] {
   pthread_atfork([] { used_at_fork = launch_count() != 0; }, nullptr,
       [] {
-        if (used_at_fork) detail::attention.store(kForkBit);
+        if (used_at_fork) detail::attention.store(detail::kForkBit);
       });
   return true;
 }();
@@ -346,26 +335,35 @@ void stop_workers() noexcept {
 
 // ---- launching ----
 
-bool detail::must_queue(Stream stream) {
+detail::Place detail::place(Stream stream, std::source_location where) {
   check_not_forked();
-  switch (launch_mode()) {
-    case LaunchMode::kAsync:
-      return true;
-    case LaunchMode::kSync:
-      synchronize_stream(stream);
-      return false;
-    case LaunchMode::kInline:
-      break;
-  }
-  return !stream_idle(stream);
+  if ((attention.load() & kFaultBit) && kernel_fails(stream, where)) return Place::kNowhere;
+  if (launch_mode() == LaunchMode::kAsync) return Place::kQueue;
+  if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
+  return stream_idle(stream) ? Place::kHere : Place::kQueue;
+}
+
+void detail::catch_up(Stream stream, std::source_location where) {
+  synchronize_stream(stream);
+  // The work still runs, since its caller wants a result; the error says not to use it.
+  if (attention.load() & kFaultBit) kernel_fails(stream, where);
 }
 
 void detail::queue(Stream stream, Task task, std::source_location where) {
   queue_of(stream).push(std::move(task), where);
 }
 
-void detail::catch_up(Stream stream) {
-  synchronize_stream(stream);
+void detail::keep_error(int device, const std::source_location& where, const char* what) {
+  std::lock_guard lock(errors_mutex);
+  auto& first = errors[static_cast<std::size_t>(device)];
+  if (!first.empty()) return;
+  // Without the C++ frames that torch's errors carry.
+  const std::string_view text = what;
+  first = std::string(text.substr(0, text.find("\nException raised from"))) +
+      "\nThis was raised by work that had been queued on openreg:" + std::to_string(device) + ", launched at " +
+      where.file_name() + ":" + std::to_string(where.line()) +
+      ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
+  attention.fetch_or(kErrorBit);
 }
 
 detail::LaunchCounter::LaunchCounter() {

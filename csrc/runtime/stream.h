@@ -47,7 +47,7 @@ enum class LaunchMode { kInline, kAsync, kSync };
 LaunchMode launch_mode() noexcept;
 void set_launch_mode(LaunchMode mode) noexcept;
 
-// What queued work threw, with where it was launched.
+// What queued work threw, with where it was launched; in torch, an AcceleratorError.
 struct AsyncError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -110,13 +110,19 @@ struct LaunchCounter {
 };
 inline thread_local LaunchCounter launches;
 
-// Zero while work may run at once: the mode is inline and no stream has queued work.
+// Zero while work may run at once: the mode is inline and no stream has queued work. Else the number of
+// busy streams, and bits: the mode is not inline; an error waits to be thrown; Note [Fork]; Note [Faults].
 inline std::atomic<std::uint32_t> attention{0};
+constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28;
 
 using Task = std::function<void()>;
-bool must_queue(Stream stream); // false after waiting, where the mode is sync
+enum class Place { kHere, kQueue, kNowhere };
+Place place(Stream stream, std::source_location where); // waits first where the mode is sync
 void queue(Stream stream, Task task, std::source_location where);
-void catch_up(Stream stream); // waits for the stream's queued work; throws as synchronize_stream()
+// Waits for the stream's queued work; throws as synchronize_stream().
+void catch_up(Stream stream, std::source_location where);
+// Keeps an error for the next call that waits for the device, if it is the first.
+void keep_error(int device, const std::source_location& where, const char* what);
 } // namespace detail
 
 // Runs `work`, which owns what it uses, in the order of `stream`, now or later. Order, access to device
@@ -125,26 +131,35 @@ template <class Work>
 void launch(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
   ++detail::launches.value;
   if (detail::attention.load(std::memory_order_acquire) == 0) [[likely]]
-    work();
-  else if (!detail::must_queue(stream)) work();
-  else detail::queue(stream, std::forward<Work>(work), where);
-}
-
-// Runs `work` in the order of `stream` on the calling thread, before it returns.
-template <class Work>
-decltype(auto) run(Stream stream, Work&& work) {
-  ++detail::launches.value;
-  if (detail::attention.load(std::memory_order_acquire) != 0) [[unlikely]]
-    detail::catch_up(stream);
-  return std::forward<Work>(work)();
+    return static_cast<void>(work());
+  switch (detail::place(stream, where)) {
+    case detail::Place::kHere:
+      return static_cast<void>(work());
+    case detail::Place::kQueue:
+      return detail::queue(stream, std::forward<Work>(work), where);
+    case detail::Place::kNowhere:
+      return;
+  }
 }
 
 // launch() for work that takes so long that the host should run ahead also in inline mode.
 template <class Work>
 void enqueue(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
   ++detail::launches.value;
-  if (launch_mode() == LaunchMode::kSync) run(stream, work);
+  const bool plain = detail::attention.load(std::memory_order_acquire) == 0;
+  const auto place = plain ? detail::Place::kQueue : detail::place(stream, where);
+  if (place == detail::Place::kNowhere) return;
+  if (launch_mode() == LaunchMode::kSync) work();
   else detail::queue(stream, std::forward<Work>(work), where);
+}
+
+// Runs `work` in the order of `stream` on the calling thread, before it returns.
+template <class Work>
+decltype(auto) run(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
+  ++detail::launches.value;
+  if (detail::attention.load(std::memory_order_acquire) != 0) [[unlikely]]
+    detail::catch_up(stream, where);
+  return std::forward<Work>(work)();
 }
 
 } // namespace openreg
