@@ -74,6 +74,7 @@ setup(
         "openreg_ops.tools",
     ],
     package_dir={"openreg_ops.meta": "meta"},
+    package_data={"openreg_ops.tools": ["templates/*"]},
     py_modules=["pytest_openreg_ops"],
     # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
     install_requires=[f"torch=={torch.__version__.split('+')[0]}"],

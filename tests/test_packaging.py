@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import openreg_ops
+from openreg_ops.tools.new import FILES
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,8 +64,9 @@ def test_wheel_has_every_module(tmp_path):
     built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*") if path.is_file()}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*.py")}
     meta = {f"openreg_ops/{path.relative_to(ROOT)}" for path in (ROOT / "meta").glob("*.py")}
+    templates = {f"openreg_ops/tools/templates/{each}" for each in FILES}
     outside = {"pytest_openreg_ops.py"}  # pytest imports it in every run
-    assert modules | meta | outside | {"openreg_ops/_build.py"} == built | {"openreg_ops/_build.py"}
+    assert modules | meta | templates | outside | {"openreg_ops/_build.py"} == built | {"openreg_ops/_build.py"}
 
 
 def test_meta_is_part_of_the_package():

@@ -85,13 +85,15 @@ def cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def run(function: Callable[..., Any], *inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
+def run(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and gradients of the floating inputs, which become leaves that keep their strides."""
     inputs = tuple(
-        x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) if isinstance(x, Tensor) else x
+        x.detach().requires_grad_(grads and (x.is_floating_point() or x.is_complex())) if isinstance(x, Tensor) else x
         for x in inputs
     )
     outs = leaves(function(*inputs))
+    if not grads:
+        return outs, []
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     return outs, list(torch.autograd.grad(outs, wanted, cotangents(outs)))
 

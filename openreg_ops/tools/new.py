@@ -1,0 +1,98 @@
+"""``python -m openreg_ops new NAME``: the three files of a new operator, which build and pass their tests as written.
+
+They are a real operator, x * sigmoid(x), to be edited. The templates hold it for all three styles: a comment such as
+``// [separate, function]`` begins lines for these styles only, and the next such comment ends them; ``[end]`` begins
+lines for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+import sys
+from pathlib import Path
+
+TEMPLATES = Path(__file__).parent / "templates"
+STYLES = {
+    "forward-only": "no derivative: asking for one is an error",
+    "separate": "the derivative is an operator of its own, with a kernel of its own",
+    "function": "a torch::autograd::Function whose backward is made of PyTorch's operators",
+}
+FILES = {"NAME.cpp.in": "csrc/ops/{}.cpp", "NAME.py.in": "meta/{}.py", "test_NAME.py.in": "tests/ops/test_{}.py"}
+# Words that C++ keeps and neither Python nor op.h has.
+CPP_WORDS = """asm catch char char8_t char16_t char32_t concept const_cast consteval constinit default delete do
+dynamic_cast extern friend goto long mutable new protected register requires restrict short signed switch this
+throw try typeid union unsigned virtual volatile wchar_t xor""".split()
+
+
+class Wrong(Exception):  # noqa: N818 -- what was asked for is wrong, in a sentence
+    pass
+
+
+def render(template: str, style: str, name: str) -> str:
+    """A template's lines for one style, with the operator's name."""
+    lines, wanted = [], True
+    for line in (TEMPLATES / template).read_text().splitlines(keepends=True):
+        if mark := re.fullmatch(r"\s*(?://|#) \[(.*)\]\n", line):
+            styles = mark[1].split(", ")
+            wanted = styles == ["end"] or style in styles
+        elif wanted:
+            lines.append(line)
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    return "".join(lines).replace("ClassName", class_name).replace("NAME", name)
+
+
+def new(name: str, style: str, root: Path) -> list[Path]:
+    """Write the files of operator `name` into the checkout at `root`; returns them. meta/ exports it by itself."""
+    for part in ("csrc/ops/op.h", "meta/op.py", "tests/ops/kit.py"):
+        if not (root / part).is_file():
+            raise Wrong(f"{root} is no checkout of openreg_ops, as it has no {part}; name one with --root")
+    _check_name(name, root)
+    files = {root / where.format(name): render(template, style, name) for template, where in FILES.items()}
+    for path in files:
+        if path.exists():
+            raise Wrong(f"{path} exists already; choose another name, or remove it")
+    for path, content in files.items():
+        path.write_text(content)
+    return list(files)
+
+
+def _check_name(name: str, root: Path) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise Wrong(f"expected a name of lower-case words with underscores between, such as my_op, but got {name!r}")
+    sources = "".join(path.read_text() for path in (root / "csrc/ops").glob("*.cpp"))
+    for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
+        if taken in (name, f"{name}_backward"):
+            raise Wrong(f"there is an operator {taken} already; choose another name")
+    # The name becomes a C++ function among op.h's, and a Python name of the package.
+    words = (root / "csrc/ops/op.h").read_text() + "".join((TEMPLATES / each).read_text() for each in FILES)
+    if (
+        re.search(rf"\b{name}\b", words)
+        or keyword.iskeyword(name)
+        or name in CPP_WORDS
+        or any((root / "openreg_ops" / each).exists() for each in (name, f"{name}.py"))
+    ):
+        raise Wrong(f"{name} means something else already, in C++, Python, op.h or openreg_ops; choose another name")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the operator: lower case, underscores between words")
+    parser.add_argument(
+        "--style", choices=STYLES, required=True, help="; ".join(f"{s}: {t}" for s, t in STYLES.items())
+    )
+    parser.add_argument("--root", type=Path, default=Path("."), help="the checkout to write into (default: here)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0 if the files are written, 2 if what was asked for is wrong."""
+    try:
+        for path in new(arguments.name, arguments.style, arguments.root):
+            print(path)
+    except Wrong as error:
+        print(f"new: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"Build, then run tests/ops/test_{arguments.name}.py. docs/writing-an-operator.md says what each part is for."
+    )
+    return 0
