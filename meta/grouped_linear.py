@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -289,3 +289,24 @@ def batched_backward(
         stacked(grad_bias),
     )
     return out, (None if grad_x is None else 0, [0] * len(out[1]), [0] * len(out[2]))
+
+
+def _sample(device: str, dtype: torch.dtype, sizes: list[int], features: tuple[int, int]) -> tuple[Any, ...]:
+    inside, out = features
+    shapes = [(sum(sizes), out), (sum(sizes), inside), *[(out, inside), (out,)] * len(sizes)]
+    grad_y, x, *layers = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+    return grad_y, x, layers[::2], layers[1::2], torch.tensor(sizes, device=device)
+
+
+@op.samples("grouped_linear")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for sizes, features, with_bias in [([2, 0, 3], (4, 5), True), ([4, 1], (3, 2), False), ([3], (2, 2), True)]:
+        _, x, weights, bias, group_sizes = _sample(device, dtype, sizes, features)
+        yield x, weights, bias if with_bias else [], group_sizes
+
+
+@op.samples("grouped_linear_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for sizes, features, mask in [([2, 0, 3], (4, 5), [True] * 3), ([4, 1], (3, 2), [True, True, False])]:
+        grad_y, x, weights, _, group_sizes = _sample(device, dtype, sizes, features)
+        yield grad_y, x, weights, group_sizes, mask

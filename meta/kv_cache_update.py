@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -189,3 +189,14 @@ def _one_after_another(slots: Tensor, num_slots: int) -> Tensor:
     end = num_slots * slots.shape[0]
     placed = torch.where(slots < num_slots, slots + first, slots + end)
     return torch.where(slots < 0, -1, placed).flatten()
+
+
+def _samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for row, v_row, slots in [((2, 3), (2, 3), [4, -1, 0]), ((4,), (2,), [0, 1, 2, 3, 4]), ((), (), [3])]:
+        caches = (torch.randn(5, *each, dtype=dtype, device=device) for each in (row, v_row))
+        tokens = (torch.randn(len(slots), *each, dtype=dtype, device=device) for each in (row, v_row))
+        yield *caches, *tokens, torch.tensor(slots, device=device)
+
+
+op.samples("kv_cache_update_")(_samples)
+op.samples("kv_cache_update")(_samples)

@@ -118,25 +118,24 @@ void write(const char* op, const Tensor& k_cache, const Tensor& v_cache, const T
     const Tensor& slots_) {
   const Tensor k = source(k_, k_cache, v_cache), v = source(v_, k_cache, v_cache),
                slots = source(slots_.to(at::kLong), k_cache, v_cache);
-  const Refused refused = launch(current_stream(k_cache.get_device()),
-      [n = slots.numel(), num_slots = k_cache.size(0), slots = slots.const_data_ptr<int64_t>(), k = Rows(k_cache, k),
-          v = Rows(v_cache, v)] {
-        const Refused refused = check_slots(slots, n, num_slots);
-        if (refused.position >= 0) return refused;
-        at::parallel_for(0, n, at::divup(kGrain * 4, k.bytes() + v.bytes() + 1), [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            if (slots[i] < 0) continue;
-            k.write(slots[i], i);
-            v.write(slots[i], i);
-          }
-        });
-        return refused;
-      });
+  const Stream stream = current_stream(k_cache.get_device());
+  const int64_t n = slots.numel();
+  const auto* slot = slots.const_data_ptr<int64_t>();
+  const Refused refused = run(stream, [&] { return check_slots(slot, n, k_cache.size(0)); });
   TORCH_CHECK_INDEX(refused.position < 0 || refused.first >= 0, op, ": expected slots below ", k_cache.size(0),
       ", the number of slots in k_cache, but got slot ", refused.slot, " at position ", refused.position,
       "; give -1 to skip a position");
   TORCH_CHECK_INDEX(refused.position < 0, op, ": expected slots without repetition, but got slot ", refused.slot,
       " at positions ", refused.first, " and ", refused.position, "; give -1 to skip a position");
+  launch(stream, [n, slot, k = Rows(k_cache, k), v = Rows(v_cache, v)] {
+    at::parallel_for(0, n, at::divup(kGrain * 4, k.bytes() + v.bytes() + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (slot[i] < 0) continue;
+        k.write(slot[i], i);
+        v.write(slot[i], i);
+      }
+    });
+  });
 }
 
 void kv_cache_update_(
