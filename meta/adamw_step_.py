@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -227,3 +227,17 @@ def batched(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 batched_tensor_lr = op.batched("adamw_step_.tensor_lr")(batched)
+
+
+@op.samples("adamw_step_")
+def samples(device: str, dtype: torch.dtype) -> Iterator[Any]:
+    from openreg_ops.testing import Sample
+
+    def tensors() -> list[Tensor]:
+        return [torch.rand(shape, dtype=dtype, device=device) for shape in ((4, 6), (5,))]
+
+    for amsgrad in (False, True):
+        steps = [torch.ones((), device=device) for _ in range(2)]
+        options = dict(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.01, eps=1e-8, amsgrad=amsgrad, maximize=False)
+        lists = tensors(), tensors(), tensors(), tensors(), tensors() if amsgrad else [], steps
+        yield Sample(*lists, **options)

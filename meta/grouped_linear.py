@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -289,3 +289,18 @@ def batched_backward(
         stacked(grad_bias),
     )
     return out, (None if grad_x is None else 0, [0] * len(out[1]), [0] * len(out[2]))
+
+
+@op.samples("grouped_linear")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for sizes, has_bias in (([3, 0, 2], True), ([4], False)):
+        x, weights = torch.randn(sum(sizes), 4, dtype=dtype, device=device), torch.randn(len(sizes), 6, 4, dtype=dtype)
+        bias = torch.randn(len(sizes), 6, dtype=dtype, device=device).unbind() if has_bias else ()
+        yield x, list(weights.to(device).unbind()), list(bias), torch.tensor(sizes, device=device)
+
+
+@op.samples("grouped_linear_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for x, weights, bias, sizes in samples(device, dtype):
+        grad_y = torch.randn(x.shape[0], 6, dtype=dtype, device=device)
+        yield grad_y, x, weights, sizes, [True, True, bool(bias)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -189,3 +189,11 @@ def _one_after_another(slots: Tensor, num_slots: int) -> Tensor:
     end = num_slots * slots.shape[0]
     placed = torch.where(slots < num_slots, slots + first, slots + end)
     return torch.where(slots < 0, -1, placed).flatten()
+
+
+@op.samples("kv_cache_update_")
+@op.samples("kv_cache_update")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+    for slots in ([3, 0, -1, 5], [2]):
+        shapes = [(8, 2, 3), (8, 2, 3), (len(slots), 2, 3), (len(slots), 2, 3)]
+        yield (*(torch.randn(s, dtype=dtype, device=device) for s in shapes), torch.tensor(slots, device=device))

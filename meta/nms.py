@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -91,3 +92,10 @@ def batched(_in_dims: Any, *_inputs: Any) -> NoReturn:
         "nms: expected no vmap, because the number of boxes that are kept differs from sample to sample; "
         "call it for each sample, or once with the boxes of each sample moved apart from the others'"
     )
+
+
+@op.samples("nms")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for n, threshold in ((6, 0.5), (1, 0.0), (40, 0.3)):
+        corner, size = torch.rand(n, 2, dtype=dtype, device=device), torch.rand(n, 2, dtype=dtype, device=device)
+        yield torch.cat([corner, corner + size], 1), torch.rand(n, dtype=dtype, device=device), threshold

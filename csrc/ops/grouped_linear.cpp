@@ -122,7 +122,7 @@ Groups groups_of(const int64_t* sizes, int64_t n) {
 
 std::vector<int64_t> read_groups(const char* op, const Tensor& x, const Tensor& group_sizes_) {
   const Tensor group_sizes = group_sizes_.to(at::kLong).contiguous();
-  const Groups groups = launch(current_stream(x.get_device()),
+  const Groups groups = run(current_stream(x.get_device()),
       [n = group_sizes.numel(), sizes = group_sizes.const_data_ptr<int64_t>()] { return groups_of(sizes, n); });
   TORCH_CHECK(groups.negative < 0, op, ": expected group_sizes of at least 0, but got ", groups.sum, " for group ",
       groups.negative);

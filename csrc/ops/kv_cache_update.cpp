@@ -118,7 +118,7 @@ void write(const char* op, const Tensor& k_cache, const Tensor& v_cache, const T
     const Tensor& slots_) {
   const Tensor k = source(k_, k_cache, v_cache), v = source(v_, k_cache, v_cache),
                slots = source(slots_.to(at::kLong), k_cache, v_cache);
-  const Refused refused = launch(current_stream(k_cache.get_device()),
+  const Refused refused = run(current_stream(k_cache.get_device()),
       [n = slots.numel(), num_slots = k_cache.size(0), slots = slots.const_data_ptr<int64_t>(), k = Rows(k_cache, k),
           v = Rows(v_cache, v)] {
         const Refused refused = check_slots(slots, n, num_slots);

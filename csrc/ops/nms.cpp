@@ -130,7 +130,7 @@ Tensor nms(const Tensor& boxes_, const Tensor& scores_, double iou_threshold) {
   std::vector<int64_t> stay;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, boxes.scalar_type(), "nms", [&] {
     using T = scalar_t;
-    stay = launch(stream, [=, boxes = boxes.const_data_ptr<T>(), scores = scores.const_data_ptr<T>()] {
+    stay = run(stream, [=, boxes = boxes.const_data_ptr<T>(), scores = scores.const_data_ptr<T>()] {
       return nms_loop(boxes, scores, n, iou_threshold);
     });
   });
