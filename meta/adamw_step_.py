@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -232,10 +231,13 @@ batched_tensor_lr = op.batched("adamw_step_.tensor_lr")(batched)
 
 @op.samples("adamw_step_")
 def samples(device: str, dtype: torch.dtype) -> Iterator[Any]:
-    options = dict(lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, maximize=False)
-    for shapes, amsgrad in [([(3, 4), (5,)], False), ([(2, 3)], True)]:
-        lists = [[torch.rand(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(5)]
-        steps = [torch.tensor(float(i), device=device) for i in range(len(shapes))]
-        yield SimpleNamespace(
-            args=(*lists[:4], lists[4] if amsgrad else [], steps), kwargs=options | {"amsgrad": amsgrad}
-        )
+    from openreg_ops.testing import Sample
+
+    def tensors() -> list[Tensor]:
+        return [torch.rand(shape, dtype=dtype, device=device) for shape in ((4, 6), (5,))]
+
+    for amsgrad in (False, True):
+        steps = [torch.ones((), device=device) for _ in range(2)]
+        options = dict(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.01, eps=1e-8, amsgrad=amsgrad, maximize=False)
+        lists = tensors(), tensors(), tensors(), tensors(), tensors() if amsgrad else [], steps
+        yield Sample(*lists, **options)

@@ -291,22 +291,16 @@ def batched_backward(
     return out, (None if grad_x is None else 0, [0] * len(out[1]), [0] * len(out[2]))
 
 
-def _sample(device: str, dtype: torch.dtype, sizes: list[int], features: tuple[int, int]) -> tuple[Any, ...]:
-    inside, out = features
-    shapes = [(sum(sizes), out), (sum(sizes), inside), *[(out, inside), (out,)] * len(sizes)]
-    grad_y, x, *layers = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
-    return grad_y, x, layers[::2], layers[1::2], torch.tensor(sizes, device=device)
-
-
 @op.samples("grouped_linear")
 def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for sizes, features, with_bias in [([2, 0, 3], (4, 5), True), ([4, 1], (3, 2), False), ([3], (2, 2), True)]:
-        _, x, weights, bias, group_sizes = _sample(device, dtype, sizes, features)
-        yield x, weights, bias if with_bias else [], group_sizes
+    for sizes, has_bias in (([3, 0, 2], True), ([4], False)):
+        x, weights = torch.randn(sum(sizes), 4, dtype=dtype, device=device), torch.randn(len(sizes), 6, 4, dtype=dtype)
+        bias = torch.randn(len(sizes), 6, dtype=dtype, device=device).unbind() if has_bias else ()
+        yield x, list(weights.to(device).unbind()), list(bias), torch.tensor(sizes, device=device)
 
 
 @op.samples("grouped_linear_backward")
 def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for sizes, features, mask in [([2, 0, 3], (4, 5), [True] * 3), ([4, 1], (3, 2), [True, True, False])]:
-        grad_y, x, weights, _, group_sizes = _sample(device, dtype, sizes, features)
-        yield grad_y, x, weights, group_sizes, mask
+    for x, weights, bias, sizes in samples(device, dtype):
+        grad_y = torch.randn(x.shape[0], 6, dtype=dtype, device=device)
+        yield grad_y, x, weights, sizes, [True, True, bool(bias)]

@@ -191,12 +191,9 @@ def _one_after_another(slots: Tensor, num_slots: int) -> Tensor:
     return torch.where(slots < 0, -1, placed).flatten()
 
 
-def _samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for row, v_row, slots in [((2, 3), (2, 3), [4, -1, 0]), ((4,), (2,), [0, 1, 2, 3, 4]), ((), (), [3])]:
-        caches = (torch.randn(5, *each, dtype=dtype, device=device) for each in (row, v_row))
-        tokens = (torch.randn(len(slots), *each, dtype=dtype, device=device) for each in (row, v_row))
-        yield *caches, *tokens, torch.tensor(slots, device=device)
-
-
-op.samples("kv_cache_update_")(_samples)
-op.samples("kv_cache_update")(_samples)
+@op.samples("kv_cache_update_")
+@op.samples("kv_cache_update")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+    for slots in ([3, 0, -1, 5], [2]):
+        shapes = [(8, 2, 3), (8, 2, 3), (len(slots), 2, 3), (len(slots), 2, 3)]
+        yield (*(torch.randn(s, dtype=dtype, device=device) for s in shapes), torch.tensor(slots, device=device))

@@ -96,6 +96,6 @@ def batched(_in_dims: Any, *_inputs: Any) -> NoReturn:
 
 @op.samples("nms")
 def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for n, threshold in ((12, 0.3), (5, 0.0), (1, 0.5)):
-        corner = 2 * torch.rand(n, 2, dtype=dtype, device=device)
-        yield torch.cat([corner, corner + 1], 1), torch.rand(n, dtype=dtype, device=device), threshold
+    for n, threshold in ((6, 0.5), (1, 0.0), (40, 0.3)):
+        corner, size = torch.rand(n, 2, dtype=dtype, device=device), torch.rand(n, 2, dtype=dtype, device=device)
+        yield torch.cat([corner, corner + size], 1), torch.rand(n, dtype=dtype, device=device), threshold

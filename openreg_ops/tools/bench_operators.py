@@ -107,7 +107,7 @@ def adamw(device: str, dtype: torch.dtype) -> Callable[[], None]:
         parameter.grad = torch.randn_like(parameter)
     if device == "cpu":
         return torch.optim.AdamW(parameters, fused=True).step
-    return openreg_ops.optim.AdamW(parameters).step
+    return openreg_ops.AdamW(parameters).step
 
 
 STREAMS = dict(faster=2.0, bandwidth=0.7)  # what is asked of the memory-bound ones
