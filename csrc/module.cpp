@@ -13,6 +13,7 @@
 #include "aten/native.h"
 #include "backend/generator.h"
 #include "runtime/device.h"
+#include "runtime/fault.h"
 #include "runtime/memory.h"
 #include "runtime/stream.h"
 
@@ -68,6 +69,41 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("route_operator", &openreg::route_operator);
   m.def("set_autograd_fallback", &openreg::set_autograd_fallback);
   m.def("stop_autograd_threads", &stop_autograd_threads);
+  m.def("stop_workers", &openreg::stop_workers, py::call_guard<py::gil_scoped_release>());
+  m.def("arm_fault", [](int fault, int device, uint64_t after, uint64_t times, int64_t nanoseconds) {
+    return openreg::arm({static_cast<openreg::Fault>(fault), device, after, times, nanoseconds});
+  });
+  m.def("disarm_fault", &openreg::disarm);
+  m.def("reset_device", [](int64_t device) { openreg::reset_device(openreg::checked_index(device)); });
+  m.def("forked", &openreg::forked);
+  m.def("launch_mode", [] { return static_cast<int>(openreg::launch_mode()); });
+  m.def("set_launch_mode", [](int mode) { openreg::set_launch_mode(static_cast<openreg::LaunchMode>(mode)); });
+  m.def("sleep", [](int64_t device, int64_t cycles) {
+    const int index = openreg::checked_index(device);
+    py::gil_scoped_release may_wait;
+    openreg::sleep_on(openreg::current_stream(index), cycles);
+  });
+  m.def("launch_failure", [](int64_t device, const std::string& message) { // for tests of recovery
+    const int index = openreg::checked_index(device);
+    openreg::launch(openreg::current_stream(index), [message] { throw std::runtime_error(message); });
+  });
+  m.def("is_stream", [](int device, int64_t id) { return openreg::is_stream({device, id}); });
+  m.def("stream_priority", [](int device, int64_t id) { return openreg::stream_priority({device, id}); });
+  m.def("memory_limit", [](int64_t device) { return openreg::memory_limit(openreg::checked_index(device)); });
+  m.def("set_memory_limit",
+      [](int64_t device, size_t bytes) { openreg::set_memory_limit(openreg::checked_index(device), bytes); });
+  m.def("memory_snapshot", [](int64_t device) {
+    py::list segments;
+    for (const auto& segment : openreg::memory_snapshot(openreg::checked_index(device))) {
+      py::list blocks;
+      for (const auto& block : segment.blocks)
+        blocks.append(
+            py::make_tuple(reinterpret_cast<uintptr_t>(block.address), block.size, static_cast<int>(block.state)));
+      segments.append(py::make_tuple(
+          reinterpret_cast<uintptr_t>(segment.address), segment.size, segment.stream, segment.small, blocks));
+    }
+    return segments;
+  });
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);
 }

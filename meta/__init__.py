@@ -14,7 +14,7 @@ __all__ = []
 
 for _module in pkgutil.iter_modules(__path__):
     for _name, _value in vars(importlib.import_module(f"{__name__}.{_module.name}")).copy().items():
-        if isinstance(_value, FunctionType) and torch._C._jit_get_schemas_for_name(f"openreg::{_name}"):
+        if isinstance(_value, FunctionType) and hasattr(torch.ops.openreg, _name):
             globals()[_name] = _value
             __all__.append(_name)
 __all__.sort()

@@ -40,7 +40,7 @@ def fake_quantize(
     with `scale_gradient(scale, …)`. Differentiable any number of times, in both modes, and linear in dy alone: a
     second derivative in x or scale is 0 but for what comes after y.
 
-    The half types are computed in float32. Autocast leaves the dtype alone.
+    The half types are computed in float32. Autocast runs it in float32.
     Source: Bengio et al. 2013, arXiv:1308.3432; Esser et al. 2020, arXiv:1902.08153.
     """
     return torch.ops.openreg.fake_quantize.default(x, scale, zero_point, quant_min, quant_max, axis)

@@ -6,6 +6,7 @@ reference call the same ones.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -46,9 +47,10 @@ def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _
 def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]:
     """Make a function the batching rule of ``openreg::name``, what `torch.vmap` runs in its place, on every device.
 
-    It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists) and the
-    operator's arguments, and returns the outputs and their out_dims, an int or a tuple of ints as the outputs are a
-    tensor or several; or NotImplemented, and the plain reference is mapped, whose own operators have their rules.
+    It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, those given
+    by keyword last) and the operator's arguments, and returns the outputs and their out_dims, of one structure, an int
+    or None for each tensor; or None where the operator returns nothing; or NotImplemented, and the plain reference is
+    mapped, whose own operators have their rules.
     A `torch.library.register_vmap` that need not import functorch before it is used.
 
     The rule of a ``random`` operator is called when no argument is mapped, too, and with ``vmap``, the interpreter
@@ -60,19 +62,23 @@ def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]
             from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
             from torch._functorch.vmap import _add_batch_dim, unwrap_batched
 
+            overload = operator.attrgetter(name if "." in name else f"{name}.default")(torch.ops.openreg)
             interpreter = retrieve_current_functorch_interpreter()
             level = interpreter.level()
-            plain, in_dims = unwrap_batched(args, level)
+            (plain, keywords), (dims, keyword_dims) = unwrap_batched((args, kwargs), level)
+            in_dims = (*dims, *keyword_dims.values())
             if random:
                 torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
-                kwargs["vmap"] = interpreter
+                keywords["vmap"] = interpreter
             with torch._C._ExcludeDispatchKeyGuard(_VMAP):
                 if not random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
-                    return getattr(torch.ops.openreg, name).default(*args, **kwargs)
-                result = rule(in_dims, *plain, **kwargs)
+                    return overload(*args, **kwargs)
+                result = rule(in_dims, *plain, **keywords)
             if result is NotImplemented:
                 return _references[name](*args, **kwargs)
-            return tree_map(lambda x, dim: _add_batch_dim(x, dim, level), *result)
+            if result is None:
+                return None
+            return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
 
         # Every call inside vmap comes past its mode, one with a mapped argument past FuncTorchBatched.
         _library.impl(name, kernel, "FuncTorchVmapMode" if random else "FuncTorchBatched", with_keyset=True)

@@ -41,11 +41,18 @@ if _build.CPU_CAPABILITY != "DEFAULT" and not getattr(torch.cpu, f"_is_{_build.C
 from openreg_ops import _C  # noqa: E402
 from openreg_ops import device as _device  # noqa: E402
 
+atexit.register(_C.stop_workers)
 atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
 _device.register()
 
-from openreg_ops import autograd, fallback, meta  # noqa: E402
+from openreg_ops import (  # noqa: E402
+    autograd,
+    fallback,
+    meta,
+    optim,  # noqa: E402
+)
 from openreg_ops.meta import *  # noqa: E402, F403
+from openreg_ops.optim import AdamW  # noqa: E402
 
-__all__ = ["autograd", "fallback", "meta", *meta.__all__]
+__all__ = ["AdamW", "autograd", "fallback", "meta", "optim", *meta.__all__]

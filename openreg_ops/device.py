@@ -25,9 +25,8 @@ __all__ = [
     "synchronize",
 ]
 
-# torch.cuda's name for "made in a forked child after the parent used the device"; memory here is
-# plain process memory, so a child may go on using its copy.
-_is_in_bad_fork = bool
+# torch.cuda's name for "made by fork() after the parent had used a device".
+_is_in_bad_fork = _C.forked
 
 
 def _index(device: torch.types.Device = None) -> int:
@@ -127,7 +126,7 @@ class device_of(device):
 
 def register() -> None:
     """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
-    from openreg_ops import amp, memory, random, streams
+    from openreg_ops import amp, faults, memory, random, streams
 
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
     parts = {"amp": amp, "memory": memory, "random": random, "streams": streams}
@@ -137,6 +136,9 @@ def register() -> None:
     for name, part in parts.items():
         setattr(module, name, part)
         sys.modules[f"torch.openreg.{name}"] = part
+    module.faults = sys.modules["torch.openreg.faults"] = faults
+    module.reset_device = faults.reset_device
+    module._sleep = streams._sleep
     module.__path__ = []  # so that `import torch.openreg.random` works
     module.__all__ = [name for part in (sys.modules[__name__], *parts.values()) for name in part.__all__]
     module._is_in_bad_fork = _is_in_bad_fork
@@ -155,3 +157,4 @@ def register() -> None:
         # Typed storages of these cannot be made by PyTorch's generated methods on any device.
         unsupported_dtype=[torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8],
     )
+    faults._from_environment()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
 
+from openreg_ops import _C
 from openreg_ops.device import _index
 
 __all__ = [
     "OutOfMemoryError",
     "empty_cache",
+    "get_per_process_memory_fraction",
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
     "memory_allocated",
     "memory_reserved",
+    "memory_snapshot",
     "memory_stats",
+    "memory_summary",
     "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
 ]
 
 OutOfMemoryError = torch.OutOfMemoryError
@@ -67,3 +73,75 @@ def reset_peak_memory_stats(device: torch.types.Device = None) -> None:
 def reset_accumulated_memory_stats(device: torch.types.Device = None) -> None:
     """Start the counts afresh."""
     torch.accelerator.reset_accumulated_memory_stats(_index(device))
+
+
+def memory_summary(device: torch.types.Device = None, abbreviated: bool = False) -> str:
+    """The statistics of `device` as a table for people: ``torch.cuda.memory_summary``, of this device."""
+    summary = torch.cuda.memory.memory_summary
+    # Its code, with our statistics in the place of CUDA's.
+    names = {
+        **summary.__globals__,
+        "memory_stats": memory_stats,
+        "_get_device_index": lambda device, **_: _index(device),
+    }
+    text = types.FunctionType(summary.__code__, names)(_index(device), abbreviated)
+    return text.replace("PyTorch CUDA memory", "openreg memory     ").replace(
+        "cudaMalloc retries", "allocation retries"
+    )
+
+
+def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
+    """The segments of every device's memory (or of `device` alone) and their blocks, by address.
+
+    The format is that of ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
+    (pytorch.org/memory_viz) reads: ``pickle.dump({"segments": memory_snapshot(), "device_traces": []}, file)``.
+    A block's state is "active_allocated", "active_pending_free" (freed, but work that a stream has been given may
+    still use it) or "inactive".
+    """
+    states = ("active_allocated", "active_pending_free", "inactive")
+    out = []
+    for index in range(_C.device_count()) if device is None else [_index(device)]:
+        for address, size, stream, small, blocks in _C.memory_snapshot(index):
+            of = [
+                {"address": at, "size": n, "requested_size": n, "state": states[state], "frames": []}
+                for at, n, state in blocks
+            ]
+            active = sum(block["size"] for block in of if block["state"] != "inactive")
+            allocated = sum(block["size"] for block in of if block["state"] == "active_allocated")
+            out.append(
+                {
+                    "device": index,
+                    "address": address,
+                    "total_size": size,
+                    "allocated_size": allocated,
+                    "active_size": active,
+                    "requested_size": allocated,
+                    "stream": stream,
+                    "segment_type": "small" if small else "large",
+                    "segment_pool_id": (0, 0),
+                    "is_expandable": False,
+                    "frames": [],
+                    "blocks": of,
+                }
+            )
+    return out
+
+
+def set_per_process_memory_fraction(fraction: float, device: torch.types.Device = None) -> None:
+    """Let tensors occupy no more than this fraction of `device`; beyond it an allocation raises OutOfMemoryError.
+
+    Args:
+        fraction: 0.0 to 1.0.
+    Raises:
+        TypeError: fraction is no float. ValueError: it is not from 0 to 1.
+    """
+    if not isinstance(fraction, float):
+        raise TypeError(f"set_per_process_memory_fraction: expected fraction as a float, but got {fraction!r}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"set_per_process_memory_fraction: expected a fraction from 0 to 1, but got {fraction}")
+    _C.set_memory_limit(_index(device), int(fraction * _C.device_memory()))
+
+
+def get_per_process_memory_fraction(device: torch.types.Device = None) -> float:
+    """The fraction of `device` that tensors may occupy."""
+    return _C.memory_limit(_index(device)) / _C.device_memory()

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
 
+from openreg_ops import _C
 from openreg_ops.device import _index
 
-__all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "set_stream", "stream"]
+__all__ = [
+    "Event",
+    "ExternalStream",
+    "Stream",
+    "StreamContext",
+    "current_stream",
+    "default_stream",
+    "get_launch_mode",
+    "get_stream_from_external",
+    "launch_mode",
+    "set_launch_mode",
+    "set_stream",
+    "stream",
+]
+
+_MODES = ("inline", "async", "sync")
 
 
 class _OfDevice(type):
@@ -83,3 +101,63 @@ class StreamContext:
 def stream(stream: torch.Stream | None) -> StreamContext:
     """``with torch.openreg.stream(s):`` runs its body's work on `s`."""
     return StreamContext(stream)
+
+
+def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -> torch.Stream:
+    """The stream of `device` that another library names by its native handle, ``stream.native_handle``."""
+    index = _index(device)
+    if not _C.is_stream(index, data_ptr):
+        raise ValueError(
+            f"get_stream_from_external: {data_ptr!r} is no stream of openreg:{index}; pass a stream's native_handle"
+        )
+    return torch.Stream(stream_id=data_ptr, device_index=index, device_type=int(DeviceType.PrivateUse1))
+
+
+class ExternalStream(Stream):
+    """A stream that another library made, by its native handle: makes a ``torch.Stream``.
+
+    Args:
+        stream_ptr: the handle, ``stream.native_handle``.
+        device: the device; the current one unless given.
+    """
+
+    def __new__(cls, stream_ptr: int, device: torch.types.Device = None, **_kwargs: Any) -> torch.Stream:
+        return get_stream_from_external(stream_ptr, device)
+
+
+def get_launch_mode() -> str:
+    """Where work runs: "inline", "async" or "sync"; see `set_launch_mode`."""
+    return _MODES[_C.launch_mode()]
+
+
+def set_launch_mode(mode: str) -> None:
+    """Choose where work runs, for the whole process. Work on a stream runs in the stream's order in every mode.
+
+    Args:
+        mode: "inline" (the default) runs work on the calling thread, at once, while its stream is idle, and queues it
+            behind what the stream has queued else. "async" queues copies, and kernels whose results are allocated
+            before they run, for the stream's thread, and the host runs ahead; an error surfaces at the next
+            synchronisation. "sync" waits after each launch, so that an error appears at the line that caused it, as
+            with CUDA_LAUNCH_BLOCKING. OPENREG_LAUNCH_MODE sets it before the process starts.
+    Raises:
+        ValueError: another mode.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"set_launch_mode: expected 'inline', 'async' or 'sync', but got {mode!r}")
+    _C.set_launch_mode(_MODES.index(mode))
+
+
+@contextlib.contextmanager
+def launch_mode(mode: str) -> Iterator[None]:
+    """``with torch.openreg.launch_mode("async"):`` runs its body's work in that mode; see `set_launch_mode`."""
+    before = get_launch_mode()
+    set_launch_mode(mode)
+    try:
+        yield
+    finally:
+        set_launch_mode(before)
+
+
+def _sleep(cycles: int) -> None:
+    """Keep the current stream busy for `cycles` nanoseconds, as ``torch.cuda._sleep`` does, to make races repeat."""
+    _C.sleep(_index(), int(cycles))

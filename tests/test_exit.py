@@ -37,11 +37,38 @@ def test_an_error_keeps_its_exit_status():
 def test_a_forked_child_ends_cleanly():
     code = (
         "import os, torch, openreg_ops\n"
-        "x = torch.ones(3, device='openreg', requires_grad=True); x.sum().backward()\n"
+        "D = 'openreg'; x = torch.ones(3, device=D, requires_grad=True); x.sum().backward()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    assert (x.detach() + 1).tolist() == [2, 2, 2]; os._exit(0)\n"
+        "    assert torch.openreg._is_in_bad_fork(); torch.manual_seed(3)  # what a DataLoader's worker does\n"
+        "    for touch in (lambda: x.detach() + 1, lambda: torch.empty(3, device=D), lambda: torch.openreg.synchronize()):\n"
+        "        try: touch(); os._exit(1)\n"
+        "        except RuntimeError as error: assert 'Cannot re-initialize openreg in forked subprocess' in str(error)\n"
+        "    del x; raise SystemExit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_child_of_a_parent_that_used_no_device_may_use_one():
+    code = (
+        "import os, torch, openreg_ops\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    assert (torch.ones(3, device='openreg') + 1).tolist() == [2, 2, 2]; raise SystemExit(0)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_exit_with_work_in_flight():
+    code = (
+        "import torch, openreg_ops\n"
+        "torch.openreg.set_launch_mode('async')\n"
+        "torch.openreg._sleep(300_000_000)\n"
+        "x = torch.ones(1 << 20).pin_memory().to('openreg', non_blocking=True); y = torch.ops.openreg.custom_abs(x)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,18 +4,74 @@
 #include <ATen/ops/resize.h>
 #include <torch/library.h>
 
+#include <cstring>
+
+#include "../backend/host_allocator.h"
+#include "../runtime/fault.h"
+#include "../runtime/memory.h"
 #include "native.h"
 
 namespace openreg {
 namespace {
 
-// copy_() arrives here when either side is on the device. non_blocking copies finish before the
-// call returns (Note [Launch mode]).
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool /*non_blocking*/) {
+// A copy that need not wait for the host: bytes of one layout, between device memories or with pinned
+// host memory.
+bool is_plain(const at::Tensor& from, const at::Tensor& to) {
+  const auto memory = [](const at::Tensor& x) {
+    return x.layout() == at::kStrided && x.is_non_overlapping_and_dense() && !x.is_conj() && !x.is_neg() &&
+        !x._is_zerotensor() && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr())));
+  };
+  return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
+      from.numel() && !from.is_quantized() && memory(from) && memory(to);
+}
+
+// What an injected fault does to a copy; see Note [Faults].
+void flip_byte(void* data) {
+  static_cast<unsigned char*>(data)[0] ^= 0xFF;
+}
+
+// A wait on one device's stream for what the other's has been given.
+void wait_for(Stream waiting, Stream stream) {
+  if (waiting == stream || stream_idle(stream)) return;
+  Event event(stream.device, /*timed=*/false);
+  event.record(stream);
+  event.block(waiting);
+}
+
+// Smaller ones are sooner done than queued, unless the stream has queued work anyway.
+constexpr size_t kQueuedCopy = 1 << 20;
+
+// copy_() arrives here when either side is on the device. Runs on the current stream of the source's
+// device (the destination's, if the source is on the host), as on CUDA, and in order with the other's.
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  const bool between =
+      self.is_privateuseone() && destination.is_privateuseone() && self.device() != destination.device();
+  const Stream here = current_stream((self.is_privateuseone() ? self : destination).device().index());
+  const Stream there = between ? current_stream(destination.device().index()) : here;
+  if (between) wait_for(here, there);
+  const bool corrupted = copy_corrupted(here);
+  if ((non_blocking || between) && is_plain(self, destination)) {
+    const void* from = self.const_data_ptr();
+    void* to = destination.mutable_data_ptr();
+    const size_t bytes = self.nbytes();
+    const auto work = [from, to, bytes, corrupted] {
+      std::memmove(to, from, bytes);
+      if (corrupted) flip_byte(to);
+    };
+    if (bytes >= kQueuedCopy) enqueue(here, work);
+    else launch(here, work);
+    for (const at::Tensor& x : {self, destination})
+      if (x.is_cpu()) record_pinned_use(x.const_data_ptr(), here);
+    if (between) wait_for(there, here);
+    return destination;
+  }
   CpuCall call("aten::copy_", CpuCall::kAny);
   const at::Tensor& from = call.alias(self);
   at::Tensor to = call.alias(destination, /*write=*/true);
-  call.run([&] { to.copy_(from); });
+  call.run([&] {
+    to.copy_(from);
+    if (corrupted && to.numel() && to.layout() == at::kStrided) flip_byte(to.mutable_data_ptr());
+  });
   return destination;
 }
 

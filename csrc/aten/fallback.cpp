@@ -106,7 +106,7 @@ class Copies {
       part.host =
           c10::Storage(c10::Storage::use_byte_size_t(), bytes, c10::GetAllocator(c10::kCPU), /*resizable=*/true);
       if (!bytes) continue;
-      launch(current_stream(part.device.device().index()), [&, storage = impl] {
+      run(current_stream(part.device.device().index()), [&, storage = impl] {
         std::memcpy(part.host.mutable_data(), static_cast<const char*>(storage->data()) + part.first, bytes);
       });
       bytes_ += bytes;
@@ -131,7 +131,7 @@ class Copies {
   void back() {
     for (auto& [impl, part] : parts_) {
       if (!part.write || part.last == part.first) continue;
-      launch(current_stream(part.device.device().index()), [&, storage = impl] {
+      run(current_stream(part.device.device().index()), [&, storage = impl] {
         LendDeviceMemory here(part.device.device().index());
         std::memcpy(static_cast<char*>(storage->mutable_data()) + part.first, part.host.data(), part.last - part.first);
       });

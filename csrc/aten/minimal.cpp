@@ -8,6 +8,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include "../runtime/memory.h"
 #include "native.h"
 
 namespace openreg {
@@ -104,7 +105,7 @@ at::Tensor& set_empty(at::Tensor& self) {
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(self.numel() > 0, "_local_scalar_dense: expected a tensor of one element, but got an empty one of shape ",
       self.sizes());
-  return launch(current_stream(self.device().index()), [&]() -> at::Scalar {
+  return run(current_stream(self.device().index()), [&]() -> at::Scalar {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();
     at::Scalar out;
@@ -116,8 +117,11 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   });
 }
 
-// The caller runs behind its streams already (Note [Launch mode]), so there is nothing to record.
-void record_stream(at::Tensor&, at::Stream) {}
+void record_stream_of_tensor(at::Tensor& self, at::Stream stream) {
+  TORCH_CHECK(stream.device_type() == c10::kPrivateUse1 && stream.device_index() == self.device().index(),
+      "record_stream: expected a stream on ", self.device(), ", but got one on ", stream.device());
+  record_stream(const_cast<void*>(self.storage().data()), {stream.device_index(), stream.id()});
+}
 
 } // namespace
 
@@ -133,7 +137,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", set_storage_offset);
   m.impl("_local_scalar_dense", local_scalar_dense);
-  m.impl("record_stream", record_stream);
+  m.impl("record_stream", record_stream_of_tensor);
 }
 
 } // namespace openreg

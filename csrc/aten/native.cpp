@@ -469,7 +469,7 @@ void resize_storage(StorageImpl* storage, size_t bytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   c10::DataPtr grown = allocate_on(storage->device().index(), bytes);
   if (storage->nbytes() && bytes)
-    launch(current_stream(storage->device().index()),
+    run(current_stream(storage->device().index()),
         [&] { std::memcpy(grown.get(), storage->data(), std::min(bytes, storage->nbytes())); });
   storage->set_data_ptr_noswap(std::move(grown));
   storage->set_nbytes(bytes);

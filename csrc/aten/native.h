@@ -63,10 +63,10 @@ class CpuCall {
   decltype(auto) run(Kernel&& kernel) {
     const Stream stream = current_stream(device());
     if constexpr (std::is_void_v<decltype(kernel())>) {
-      launch(stream, kernel);
+      openreg::run(stream, kernel);
       carry_back();
     } else {
-      decltype(auto) out = launch(stream, kernel);
+      decltype(auto) out = openreg::run(stream, kernel);
       carry_back();
       return static_cast<decltype(kernel())>(out);
     }

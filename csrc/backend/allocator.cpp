@@ -36,8 +36,11 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t) override {
     for (int device = 0; device < device_count(); ++device) empty_cache(device);
   }
-  // All work is done when the call that launched it returns, so memory is never in use behind the host's back.
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    TORCH_CHECK(stream.device_type() == c10::kPrivateUse1, "openreg: record_stream() of a stream on ", stream.device(),
+        "; pass an openreg stream");
+    record_stream(data.get(), {stream.device_index(), stream.id()});
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const MemoryStats now = memory_stats(checked_index(device));
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -59,8 +62,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void resetAccumulatedStats(c10::DeviceIndex device) override { reset_accumulated_memory(checked_index(device)); }
   void resetPeakStats(c10::DeviceIndex device) override { reset_peak_memory(checked_index(device)); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    const size_t total = device_memory();
-    return {total - std::min(total, memory_stats(checked_index(device)).allocated), total};
+    device = checked_index(device);
+    return {memory_limit(device) - std::min(memory_limit(device), memory_stats(device).allocated), device_memory()};
   }
 };
 
@@ -108,7 +111,7 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
   const c10::Device label(c10::kPrivateUse1, device);
   if (bytes == 0) return {nullptr, label};
   try {
-    void* pointer = allocate(device, bytes);
+    void* pointer = allocate(current_stream(device), bytes);
     return {pointer, pointer, &free_device, label};
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());

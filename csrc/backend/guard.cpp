@@ -2,6 +2,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "../runtime/device.h"
+#include "../runtime/fault.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
 
@@ -48,7 +49,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return wrap(new_stream(checked_index(device), priority));
   }
   DeviceStream exchangeStream(DeviceStream stream) const override { return wrap(exchange_stream(unwrap(stream))); }
-  bool queryStream(const DeviceStream&) const override { return true; }
+  bool queryStream(const DeviceStream& stream) const override { return stream_idle(unwrap(stream)); }
   void synchronizeStream(const DeviceStream& stream) const override { synchronize_stream(unwrap(stream)); }
   void synchronizeDevice(DeviceIndex device) const override { synchronize_device(checked_index(device)); }
   // A stream has no native object; its identity is the handle, as in CUDA, where the default stream's is null.
@@ -61,23 +62,34 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "openreg: an event of device ",
         static_cast<int>(device), " cannot be recorded on a stream of device ", static_cast<int>(stream.device_index()),
         "; create the event on the stream's device");
-    if (!*event) *event = new Event{stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT};
-    static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
+    if (!*event) *event = new Event(stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT);
+    static_cast<Event*>(*event)->record(unwrap(stream));
   }
-  void block(void*, const DeviceStream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void block(void* event, const DeviceStream& stream) const override {
+    if (event) static_cast<Event*>(event)->block(unwrap(stream));
+  }
+  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->query(); }
+  void synchronizeEvent(void* event) const override {
+    if (event) static_cast<Event*>(event)->synchronize();
+  }
   double elapsedTime(void* start, void* end, DeviceIndex) const override {
     TORCH_CHECK(start && end, "openreg: both events must be recorded before elapsed_time(); call record() on each");
     const auto *a = static_cast<Event*>(start), *b = static_cast<Event*>(end);
-    TORCH_CHECK(a->timed && b->timed, "openreg: elapsed_time() needs events created with enable_timing=True");
-    TORCH_CHECK(a->device == b->device, "openreg: elapsed_time() of events on openreg:", a->device,
-        " and openreg:", b->device, "; both must be on one device");
-    return std::chrono::duration<double, std::milli>(b->time - a->time).count();
+    TORCH_CHECK(a->timed() && b->timed(), "openreg: elapsed_time() needs events created with enable_timing=True");
+    TORCH_CHECK(a->device() == b->device(), "openreg: elapsed_time() of events on openreg:", a->device(),
+        " and openreg:", b->device(), "; both must be on one device");
+    return std::chrono::duration<double, std::milli>(b->time() - a->time()).count();
   }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+const bool errors_are_torchs = [] {
+  set_device_error([](const std::string& message) {
+    throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, /*code=*/1, message);
+  });
+  return true;
+}();
 
 } // namespace
 } // namespace openreg

@@ -1,9 +1,13 @@
-// Pinned host memory: page-aligned, and known by address so that is_pinned() is right.
+// Pinned host memory: page-aligned, cached by size, known by address so that is_pinned() is right, and
+// reused only when the copies that use it have run.
 #include <ATen/core/CachingHostAllocator.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "host_allocator.h"
 
@@ -11,40 +15,93 @@ namespace openreg {
 namespace {
 
 constexpr size_t kPage = 4096;
-std::mutex mutex;
-// Start of each pinned allocation and its size. Leaked, since tensors may outlive main().
-std::map<const char*, size_t>& pinned() {
-  static auto* all = new std::map<const char*, size_t>;
-  return *all;
+
+struct Block {
+  size_t bytes; // a power of two, at least kPage
+  bool used;
+  std::vector<Ticket> uses; // queued work that reads or writes it
+};
+
+struct Pool {
+  std::mutex mutex;
+  std::map<const char*, Block> blocks; // by start
+  std::multimap<size_t, const char*> free;
+  std::vector<const char*> waiting; // freed, but in use by queued work
+
+  // The block that holds this address, or blocks.end().
+  std::map<const char*, Block>::iterator find(const void* pointer) {
+    auto after = blocks.upper_bound(static_cast<const char*>(pointer));
+    if (after == blocks.begin()) return blocks.end();
+    const auto found = std::prev(after);
+    return found->second.used && static_cast<const char*>(pointer) < found->first + found->second.bytes ? found
+                                                                                                        : blocks.end();
+  }
+
+  void collect() {
+    std::erase_if(waiting, [&](const char* start) {
+      Block& block = blocks.at(start);
+      if (!std::all_of(block.uses.begin(), block.uses.end(), [](const Ticket& use) { return done(use); })) return false;
+      block.uses.clear();
+      free.emplace(block.bytes, start);
+      return true;
+    });
+  }
+};
+
+// Leaked, since tensors may outlive main().
+Pool& pool() {
+  static auto* instance = new Pool;
+  return *instance;
 }
 
 void free_pinned(void* pointer) {
   if (!pointer) return;
-  {
-    std::lock_guard lock(mutex);
-    pinned().erase(static_cast<const char*>(pointer));
-  }
-  std::free(pointer);
+  auto& [mutex, blocks, free, waiting] = pool();
+  std::lock_guard lock(mutex);
+  blocks.at(static_cast<const char*>(pointer)).used = false;
+  waiting.push_back(static_cast<const char*>(pointer));
+  pool().collect();
 }
 
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
-    void* pointer = nullptr;
-    const int error = posix_memalign(&pointer, kPage, bytes);
-    TORCH_CHECK_WITH(OutOfMemoryError, error == 0, "openreg: cannot allocate ", bytes,
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes < size_t{1} << 62, "openreg: cannot allocate ", bytes,
         " bytes of pinned host memory; use less, or do without pin_memory");
+    const size_t size = std::max(kPage, std::bit_ceil(bytes));
+    auto& [mutex, blocks, free, waiting] = pool();
     std::lock_guard lock(mutex);
-    pinned().emplace(static_cast<const char*>(pointer), bytes);
+    pool().collect();
+    void* pointer = nullptr;
+    if (const auto cached = free.find(size); cached != free.end()) {
+      pointer = const_cast<char*>(cached->second);
+      free.erase(cached);
+    } else {
+      const int error = posix_memalign(&pointer, kPage, size);
+      TORCH_CHECK_WITH(OutOfMemoryError, error == 0, "openreg: cannot allocate ", bytes,
+          " bytes of pinned host memory; use less, or do without pin_memory");
+    }
+    blocks[static_cast<const char*>(pointer)] = {size, true, {}};
     return {pointer, pointer, &free_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     default_copy_data(destination, source, bytes);
   }
-  // Copies have finished when the call returns, so there is nothing to wait for before reuse.
-  bool record_event(void*, void*, c10::Stream) override { return true; }
-  void empty_cache() override {}
+  bool record_event(void* pointer, void*, c10::Stream stream) override {
+    record_pinned_use(pointer, {stream.device_index(), stream.id()});
+    return true;
+  }
+  void empty_cache() override {
+    auto& [mutex, blocks, free, waiting] = pool();
+    std::lock_guard lock(mutex);
+    pool().collect();
+    for (const auto& [bytes, start] : free) {
+      blocks.erase(start);
+      std::free(const_cast<char*>(start));
+    }
+    free.clear();
+  }
   at::HostStats get_stats() override { return {}; }
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}
@@ -56,11 +113,14 @@ REGISTER_HOST_ALLOCATOR(at::kPrivateUse1, &pinned_memory)
 } // namespace
 
 bool is_pinned(const void* pointer) {
-  std::lock_guard lock(mutex);
-  auto after = pinned().upper_bound(static_cast<const char*>(pointer));
-  if (after == pinned().begin()) return false;
-  const auto& [start, bytes] = *std::prev(after);
-  return static_cast<const char*>(pointer) < start + bytes;
+  std::lock_guard lock(pool().mutex);
+  return pool().find(pointer) != pool().blocks.end();
+}
+
+void record_pinned_use(const void* pointer, Stream stream) {
+  std::lock_guard lock(pool().mutex);
+  if (const auto found = pool().find(pointer); found != pool().blocks.end())
+    found->second.uses.push_back(ticket(stream));
 }
 
 } // namespace openreg

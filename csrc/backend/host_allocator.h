@@ -1,9 +1,14 @@
 // Pinned host memory.
 #pragma once
 
+#include "../runtime/stream.h"
+
 namespace openreg {
 
 // Whether an address lies in pinned host memory.
 bool is_pinned(const void* pointer);
+
+// Work that `stream` has been given uses this pinned memory: once freed, it is reused only after that.
+void record_pinned_use(const void* pointer, Stream stream);
 
 } // namespace openreg

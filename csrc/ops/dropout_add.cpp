@@ -2,15 +2,11 @@
 // Srivastava et al. 2014, JMLR 15:1929; fused with the residual's addition as in flash-attention's layer norms.
 // Element i's random number is a function of i and of two numbers drawn from the generator, so that it is the same
 // whatever the number of threads.
-#include "op.h"
+#include "bytes.h"
 
 #include <cmath>
 #include <cstring>
 #include <tuple>
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 namespace openreg::ops {
 namespace {
@@ -84,20 +80,14 @@ double scale_of(double p) {
   return p == 1 ? 0 : 1 / (1 - p);
 }
 
-// A block's mask, with room behind it to read in full registers.
-struct Mask {
-  alignas(64) uint8_t keep[kBlock + at::vec::Vectorized<uint8_t>::size()] = {};
-};
-
 // residual + x * mask * scale, or, without a residual, x * mask * scale, for one block.
 template <class T>
-void multiply_add_block(const T* x, const Mask& mask, Acc<T> scale, const T* residual, T* out) {
+void multiply_add_block(const T* x, const uint8_t* mask, Acc<T> scale, const T* residual, T* out) {
   for (int64_t i = 0; i < kBlock; i += kChunk<T>) {
     Vec<T> y[kChunk<T> / kLanes<T>];
     for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) {
       const int64_t at = i + k * kLanes<T>;
-      const auto keep = at::vec::convert<int32_t>(at::vec::Vectorized<uint8_t>::loadu(mask.keep + at));
-      y[k] = read(x + at) * (at::vec::convert<Acc<T>>(keep) * Vec<T>(scale));
+      y[k] = read(x + at) * (read_bytes<T>(mask + at) * Vec<T>(scale));
       if (residual) y[k] = y[k] + read(residual + at);
     }
     write(y, out + i);
@@ -114,7 +104,7 @@ void for_each_block(int64_t n, F f) {
 
 // multiply_add_block of the first `count` elements.
 template <class T>
-void multiply_add(const T* x, const Mask& mask, Acc<T> scale, const T* residual, T* out, int64_t count) {
+void multiply_add(const T* x, const uint8_t* mask, Acc<T> scale, const T* residual, T* out, int64_t count) {
   if (count == kBlock) return multiply_add_block(x, mask, scale, residual, out);
   T in[2][kBlock] = {}, result[kBlock];
   std::copy_n(x, count, in[0]);
@@ -146,10 +136,10 @@ std::tuple<Tensor, Tensor> dropout_add(
             x = x.const_data_ptr<T>(), residual = residual.const_data_ptr<T>(), out = out.mutable_data_ptr<T>(),
             mask = mask.mutable_data_ptr<bool>()] {
           for_each_block(n, [&](int64_t block, int64_t count) {
-            Mask keep;
-            draw_mask(key, counter, block, least, keep.keep);
+            alignas(64) uint8_t keep[kBlock];
+            draw_mask(key, counter, block, least, keep);
             const int64_t at = block * kBlock;
-            std::copy_n(keep.keep, count, mask + at);
+            std::memcpy(mask + at, keep, static_cast<size_t>(count));
             multiply_add(x + at, keep, scale, residual + at, out + at, count);
           });
         });
@@ -172,9 +162,9 @@ Tensor dropout_add_backward(const Tensor& grad_out_, const Tensor& mask_, double
         [n = grad_out.numel(), scale = static_cast<Acc<T>>(scale_of(p)), grad_out = grad_out.const_data_ptr<T>(),
             mask = mask.const_data_ptr<bool>(), grad_x = grad_x.mutable_data_ptr<T>()] {
           for_each_block(n, [&](int64_t block, int64_t count) {
-            Mask keep;
+            uint8_t keep[kBlock] = {};
             const int64_t at = block * kBlock;
-            std::copy_n(mask + at, count, keep.keep);
+            std::memcpy(keep, mask + at, static_cast<size_t>(count));
             multiply_add<T>(grad_out + at, keep, scale, nullptr, grad_x + at, count);
           });
         });

@@ -192,6 +192,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(
       "fake_quantize_backward(Tensor grad_y, Tensor x, Tensor scale, Tensor zero_point, int quant_min, int quant_max, "
       "int? axis=None) -> (Tensor grad_x, Tensor grad_scale)");
+  autocast(m, "fake_quantize", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("fake_quantize", fake_quantize);

@@ -1,10 +1,11 @@
-// What operators share that is not a template: autocast policies and second derivatives by reference, both boxed, and
-// random numbers.
+// What operators share that is not a template: autocast policies, second derivatives by reference, what stands
+// in for autograd where an operator has no derivative, all boxed, and random numbers.
 #include "op.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <mutex>
@@ -157,7 +158,52 @@ void by_reference_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack
   std::move(results.begin(), results.end(), std::back_inserter(*stack));
 }
 
+// ---- see Note [Operators that change their arguments] ----
+
+void refuse_gradients_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& arguments = schema.arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const variable_list tensors = tensors_of({values[i]});
+    for (size_t k = 0; k < tensors.size(); ++k) {
+      const Tensor& x = tensors[k];
+      const bool gradient = at::GradMode::is_enabled() && x.requires_grad();
+      if (!gradient && !has_tangent(x)) continue;
+      const std::string name = arguments[i].name() + (values[i].isTensor() ? "" : "[" + std::to_string(k) + "]");
+      TORCH_CHECK(!gradient, schema.name().substr(schema.name().rfind(':') + 1), ": expected no gradient, but ", name,
+          " requires one and there is no derivative; call it under torch.no_grad()");
+      TORCH_CHECK(false, schema.name().substr(schema.name().rfind(':') + 1), ": expected no tangent, but ", name,
+          " carries one and there is no derivative; take its primal with torch.autograd.forward_ad.unpack_dual()");
+    }
+  }
+  at::AutoDispatchBelowAutograd below_autograd;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+void count_changes_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  Values written;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (const auto* alias = arguments[i].alias_info(); alias && alias->isWrite())
+      written.push_back(torch::jit::peek(*stack, i, arguments.size()));
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  for (const Tensor& x : tensors_of(std::move(written)))
+    if (!x.is_inference()) torch::autograd::increment_version(x);
+}
+
 } // namespace
+
+torch::CppFunction refuse_gradients() {
+  return torch::CppFunction::makeFromBoxedFunction<&refuse_gradients_kernel>();
+}
+
+torch::CppFunction count_changes() {
+  return torch::CppFunction::makeFromBoxedFunction<&count_changes_kernel>();
+}
 
 void autocast(torch::Library& m, const char* name, Cast policy) {
   switch (policy) {

@@ -149,6 +149,15 @@ inline Tensor with_tangent(const Tensor& y, const Tensor& tangent) {
 // differentiates its reference in meta/, any number of times, when a derivative is asked for.
 torch::CppFunction differentiate_by_reference();
 
+// Note [Operators that change their arguments]
+// Torch's fallbacks for operators without a derivative look at what an operator returns. One that only writes to
+// its arguments would run on, its gradient lost in silence, and leave their version counters as they were, so that
+// a backward which saved them would not notice. Hence, for those that return nothing and have no derivative:
+// at Autograd, refuses arguments that require a gradient or carry a tangent;
+torch::CppFunction refuse_gradients();
+// at ADInplaceOrView, counts the change of every argument that the schema says is written to.
+torch::CppFunction count_changes();
+
 // What autocast does with an operator's floating-point arguments.
 enum class Cast {
   kFloat32, // half types to float32

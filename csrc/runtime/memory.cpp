@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -10,10 +11,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <set>
+#include <unordered_map>
 #include <vector>
 
 #include "device.h"
+#include "fault.h"
 
 // Note [Pages, runs and classes]
 // A device's address range is cut into 64 KiB pages. An allocation of more than 32 KiB is a run of
@@ -54,21 +59,24 @@ class Pool {
     base_ = base;
     // calloc: a page's entry costs memory only once the page is used.
     pages_ = static_cast<Page*>(std::calloc(bytes / kPage, sizeof(Page)));
-    add_free_run(0, bytes / kPage);
+    add_run(free_, 0, bytes / kPage);
   }
 
-  void* allocate(std::size_t bytes) {
-    std::lock_guard lock(mutex_);
+  void* allocate(std::int64_t stream, std::size_t bytes, bool fails) {
+    std::unique_lock lock(mutex_);
+    if (fails) fail(bytes);
     // Refused before any rounding can overflow.
     if (bytes > device_memory()) fail(bytes);
+    if (!waiting_.empty()) [[unlikely]]
+      free_waiting();
     if (bytes <= kSmall) {
       const int index = class_of(bytes);
       const std::size_t size = class_size(index);
-      auto& blocks = blocks_[static_cast<std::size_t>(index)];
-      if (stats_.allocated + size > device_memory()) fail(bytes);
+      auto& blocks = blocks_of(stream)[static_cast<std::size_t>(index)];
+      if (stats_.allocated + size > limit_) fail(bytes);
       if (blocks.empty()) {
-        const std::size_t page = take_run(1, bytes);
-        pages_[page] = Page{index + 1, 0};
+        const std::size_t page = take_run(stream, 1, bytes, lock);
+        pages_[page] = Page{index + 1, 0, stream};
         char* start = base_ + page * kPage;
         for (std::size_t offset = kPage / size * size; offset; offset -= size) blocks.push_back(start + offset - size);
       }
@@ -79,34 +87,91 @@ class Pool {
       return pointer;
     }
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
-    if (stats_.allocated + count_pages * kPage > device_memory()) fail(bytes);
-    const std::size_t page = take_run(count_pages, bytes);
-    pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages)};
+    if (stats_.allocated + count_pages * kPage > limit_) fail(bytes);
+    const std::size_t page = take_run(stream, count_pages, bytes, lock);
+    pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
     count(count_pages * kPage);
     return base_ + page * kPage;
   }
 
   void deallocate(char* pointer) noexcept {
-    const std::size_t page = page_of(pointer);
     std::lock_guard lock(mutex_);
-    std::size_t size;
-    if (pages_[page].kind == kRun) {
-      size = pages_[page].count * kPage;
-      add_free_run(page, pages_[page].count);
-    } else {
-      const int index = pages_[page].kind - 1;
-      size = class_size(index);
-      --pages_[page].count;
-      blocks_[static_cast<std::size_t>(index)].push_back(pointer);
-    }
+    const std::size_t size = size_of(pages_[page_of(pointer)]);
     stats_.allocated -= size;
     stats_.total_freed += size;
     ++stats_.frees;
     --stats_.active;
+    if (!uses_.empty()) [[unlikely]] {
+      if (const auto found = uses_.find(pointer); found != uses_.end()) {
+        std::vector<Ticket> tickets;
+        for (const std::int64_t stream : found->second) tickets.push_back(ticket({device_, stream}));
+        uses_.erase(found);
+        waiting_.push_back({pointer, std::move(tickets)});
+        free_waiting();
+        return;
+      }
+    }
+    give_back(pointer);
+  }
+
+  void record_stream(char* pointer, std::int64_t stream) {
+    std::lock_guard lock(mutex_);
+    if (pages_[page_of(pointer)].stream == stream) return;
+    auto& streams = uses_[pointer];
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+  }
+
+  void set_limit(std::size_t bytes) noexcept {
+    std::lock_guard lock(mutex_);
+    limit_ = bytes;
+  }
+  std::size_t limit() noexcept {
+    std::lock_guard lock(mutex_);
+    return limit_;
+  }
+
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
+  std::vector<MemorySegment> snapshot() {
+    std::lock_guard lock(mutex_);
+    std::set<const char*> free;
+    for (const auto& classes : blocks_)
+      if (classes)
+        for (const auto& blocks : *classes) free.insert(blocks.begin(), blocks.end());
+    std::set<const char*> pending;
+    for (const auto& each : waiting_) pending.insert(each.pointer);
+    std::map<std::size_t, std::size_t> unused = free_;
+    for (const auto& [stream, runs] : cached_) unused.insert(runs.begin(), runs.end());
+    std::vector<MemorySegment> out;
+    for (std::size_t page = 0; page < high_water_;) {
+      const char* start = base_ + page * kPage;
+      if (const auto run = unused.find(page); run != unused.end()) {
+        const std::size_t pages = std::min(run->second, high_water_ - page);
+        out.push_back({start, pages * kPage, pages_[page].stream, false, {{start, pages * kPage, MemoryBlock::kFree}}});
+        page += pages;
+        continue;
+      }
+      const Page& each = pages_[page];
+      const bool small = each.kind != kRun;
+      MemorySegment segment{start, small ? kPage : each.count * kPage, each.stream, small, {}};
+      const std::size_t size = size_of(each);
+      for (std::size_t offset = 0; offset + size <= segment.size; offset += size) {
+        const char* block = start + offset;
+        segment.blocks.push_back({block, size,
+            pending.contains(block)    ? MemoryBlock::kPending
+                : free.contains(block) ? MemoryBlock::kFree
+                                       : MemoryBlock::kAllocated});
+      }
+      page += segment.size / kPage;
+      out.push_back(std::move(segment));
+    }
+    return out;
   }
 
   void empty_cache() noexcept {
     std::lock_guard lock(mutex_);
+    free_waiting();
     reclaim();
     for (const auto& [page, length] : free_)
       if (page < high_water_)
@@ -139,22 +204,69 @@ class Pool {
   struct Page {
     int kind;            // 1 + a size class, or kRun for the first page of a run
     std::uint32_t count; // pages in the run, or blocks of the page in use
+    std::int64_t stream; // whose it is, or was
+  };
+  using Blocks = std::array<std::vector<char*>, kClasses>;
+  using Runs = std::map<std::size_t, std::size_t>; // first page -> pages
+  struct Waiting {
+    char* pointer;
+    std::vector<Ticket> tickets; // of the recorded streams
   };
 
   std::size_t page_of(const char* pointer) const { return static_cast<std::size_t>(pointer - base_) / kPage; }
+  static std::size_t size_of(const Page& page) {
+    return page.kind == kRun ? page.count * kPage : class_size(page.kind - 1);
+  }
 
-  // Gives pages whose blocks are all free back to the runs, for any size class.
+  Blocks& blocks_of(std::int64_t stream) {
+    auto& blocks = blocks_[static_cast<std::size_t>(stream)];
+    if (!blocks) [[unlikely]]
+      blocks = std::make_unique<Blocks>();
+    return *blocks;
+  }
+
+  // Back to the pool: see Note [Stream order].
+  void give_back(char* pointer) {
+    const std::size_t page = page_of(pointer);
+    auto& [kind, count, stream] = pages_[page];
+    if (kind != kRun) {
+      --count;
+      blocks_of(stream)[static_cast<std::size_t>(kind - 1)].push_back(pointer);
+    } else if (stream_idle({device_, stream})) [[likely]] {
+      add_run(free_, page, count);
+    } else {
+      add_run(cached_[stream], page, count);
+    }
+  }
+
+  void free_waiting() {
+    std::erase_if(waiting_, [&](const Waiting& each) {
+      if (!std::all_of(each.tickets.begin(), each.tickets.end(), [](const Ticket& t) { return done(t); })) return false;
+      give_back(each.pointer);
+      return true;
+    });
+  }
+
+  // Gives the free memory of idle streams to all: cached runs, and pages whose blocks are all free.
   void reclaim() {
-    for (auto& blocks : blocks_) {
-      std::erase_if(blocks, [&](char* block) {
-        const std::size_t page = page_of(block);
-        if (pages_[page].count) return false;
-        if (pages_[page].kind != kRun) { // the first of its blocks that we meet
-          pages_[page].kind = kRun;
-          add_free_run(page, 1);
-        }
-        return true;
-      });
+    std::erase_if(cached_, [&](const auto& each) {
+      if (!stream_idle({device_, each.first})) return false;
+      for (const auto& [page, length] : each.second) add_run(free_, page, length);
+      return true;
+    });
+    for (std::size_t stream = 0; stream < blocks_.size(); ++stream) {
+      if (!blocks_[stream] || !stream_idle({device_, static_cast<std::int64_t>(stream)})) continue;
+      for (auto& blocks : *blocks_[stream]) {
+        std::erase_if(blocks, [&](char* block) {
+          const std::size_t page = page_of(block);
+          if (pages_[page].count) return false;
+          if (pages_[page].kind != kRun) { // the first of its blocks that we meet
+            pages_[page].kind = kRun;
+            add_run(free_, page, 1);
+          }
+          return true;
+        });
+      }
     }
   }
 
@@ -168,7 +280,7 @@ class Pool {
 
   [[noreturn]] void fail(std::size_t bytes) {
     ++stats_.failures;
-    const std::size_t total = device_memory();
+    const std::size_t total = limit_;
     throw OutOfMemory("openreg out of memory. Tried to allocate " + format_bytes(bytes) + ". Device " +
         std::to_string(device_) + " has a total capacity of " + format_bytes(total) + " of which " +
         format_bytes(total - std::min(total, stats_.allocated)) + " is free; " + format_bytes(stats_.allocated) +
@@ -176,28 +288,41 @@ class Pool {
         " is reserved by openreg. Free some tensors, or raise OPENREG_DEVICE_MEMORY.");
   }
 
-  // The smallest free run of at least `length` pages.
-  std::map<std::size_t, std::size_t>::iterator find_run(std::size_t length) {
-    auto best = free_.end();
-    for (auto run = free_.begin(); run != free_.end(); ++run)
-      if (run->second >= length && (best == free_.end() || run->second < best->second)) {
+  // The first page of `length` pages of the smallest of `runs` that has as many, taken; or kNone.
+  std::size_t take_from(Runs& runs, std::size_t length) {
+    auto best = runs.end();
+    for (auto run = runs.begin(); run != runs.end(); ++run)
+      if (run->second >= length && (best == runs.end() || run->second < best->second)) {
         best = run;
         if (run->second == length) break;
       }
-    return best;
+    if (best == runs.end()) return kNone;
+    const auto [page, found] = *best;
+    runs.erase(best);
+    if (found > length) runs.emplace(page + length, found - length);
+    return page;
   }
 
-  // The first page of `length` free pages, taken.
-  std::size_t take_run(std::size_t length, std::size_t bytes) {
-    auto best = find_run(length);
-    if (best == free_.end()) {
+  // The first page of `length` free pages for a stream, taken.
+  std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::unique_lock<std::mutex>& lock) {
+    std::size_t page = kNone;
+    if (!cached_.empty()) [[unlikely]]
+      if (const auto own = cached_.find(stream); own != cached_.end()) page = take_from(own->second, length);
+    if (page == kNone) page = take_from(free_, length);
+    if (page == kNone) {
+      free_waiting();
       reclaim();
-      best = find_run(length);
+      page = take_from(free_, length);
     }
-    if (best == free_.end()) fail(bytes);
-    const std::size_t page = best->first, rest = best->second - length;
-    free_.erase(best);
-    if (rest) free_.emplace(page + length, rest);
+    if (page == kNone) { // what queued work still uses
+      lock.unlock();
+      synchronize_device(device_);
+      lock.lock();
+      free_waiting();
+      reclaim();
+      page = take_from(free_, length);
+    }
+    if (page == kNone) fail(bytes);
     if (page + length > high_water_) {
       high_water_ = page + length;
       stats_.reserved = high_water_ * kPage;
@@ -206,31 +331,40 @@ class Pool {
     return page;
   }
 
-  void add_free_run(std::size_t page, std::size_t length) {
-    auto next = free_.lower_bound(page);
-    if (next != free_.end() && next->first == page + length) {
+  static void add_run(Runs& runs, std::size_t page, std::size_t length) {
+    auto next = runs.lower_bound(page);
+    if (next != runs.end() && next->first == page + length) {
       length += next->second;
-      next = free_.erase(next);
+      next = runs.erase(next);
     }
-    if (next != free_.begin()) {
+    if (next != runs.begin()) {
       auto previous = std::prev(next);
       if (previous->first + previous->second == page) {
         previous->second += length;
         return;
       }
     }
-    free_.emplace(page, length);
+    runs.emplace(page, length);
   }
+
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
   std::mutex mutex_;
   int device_ = 0;
   char* base_ = nullptr;
   std::size_t high_water_ = 0; // pages ever handed out since the last empty_cache()
   Page* pages_ = nullptr;
-  std::map<std::size_t, std::size_t> free_; // first page -> pages
-  std::array<std::vector<char*>, kClasses> blocks_;
+  Runs free_;                                      // for any stream
+  std::map<std::int64_t, Runs> cached_;            // freed while their stream had queued work
+  std::array<std::unique_ptr<Blocks>, kStreams> blocks_; // of each stream
+  std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()
+  std::vector<Waiting> waiting_;                   // freed, and used by recorded streams
+  std::size_t limit_ = device_memory();
   MemoryStats stats_{};
 };
+
+struct Memory;
+Memory& memory();
 
 // Every device's range, one after the other, so that an address tells its device by a division.
 struct Memory {
@@ -247,6 +381,12 @@ struct Memory {
     size = stride * count;
     pools = new Pool[count]; // lives as long as the process: a tensor may die after main()
     for (std::size_t i = 0; i < count; ++i) pools[i].reserve(static_cast<int>(i), base + i * stride, stride);
+    // A child inherits the pools as they are, so that no other thread may hold one at that time.
+    pthread_atfork(
+        [] { memory().each(&Pool::lock); }, [] { memory().each(&Pool::unlock); }, [] { memory().each(&Pool::unlock); });
+  }
+  void each(void (Pool::*method)()) {
+    for (int i = 0; i < device_count(); ++i) (pools[i].*method)();
   }
   char* base = nullptr;
   std::size_t size = 0, stride = 1;
@@ -260,12 +400,18 @@ Memory& memory() {
 
 } // namespace
 
-void* allocate(int device, std::size_t bytes) {
+void* allocate(Stream stream, std::size_t bytes) {
+  check_not_forked();
+  const bool fails = (detail::attention.load() & detail::kFaultBit) && detail::allocation_fails(stream.device);
   if (!memory().pools)
     throw OutOfMemory("openreg: cannot reserve address space for " + std::to_string(device_count()) + " devices of " +
         format_bytes(device_memory()) + "; lower OPENREG_DEVICE_MEMORY or OPENREG_DEVICE_COUNT, or raise `ulimit -v`");
-  void* pointer = memory().pools[device].allocate(bytes);
-  if (poison()) std::memset(pointer, 0xFF, bytes);
+  void* pointer = memory().pools[stream.device].allocate(stream.id, bytes, fails);
+  if (poison()) {
+    const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
+    if (stream_idle(stream)) fill();
+    else detail::queue(stream, fill, std::source_location::current());
+  }
   return pointer;
 }
 
@@ -274,6 +420,23 @@ void deallocate(void* pointer) noexcept {
   auto& m = memory();
   m.pools[static_cast<std::size_t>(static_cast<char*>(pointer) - m.base) / m.stride].deallocate(
       static_cast<char*>(pointer));
+}
+
+void record_stream(void* pointer, Stream stream) {
+  if (pointer && device_of(pointer) == stream.device)
+    memory().pools[stream.device].record_stream(static_cast<char*>(pointer), stream.id);
+}
+
+void set_memory_limit(int device, std::size_t bytes) noexcept {
+  if (auto* pools = memory().pools) pools[device].set_limit(bytes);
+}
+std::size_t memory_limit(int device) noexcept {
+  auto* pools = memory().pools;
+  return pools ? pools[device].limit() : device_memory();
+}
+std::vector<MemorySegment> memory_snapshot(int device) {
+  auto* pools = memory().pools;
+  return pools ? pools[device].snapshot() : std::vector<MemorySegment>();
 }
 
 int device_of(const void* pointer) noexcept {

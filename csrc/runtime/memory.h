@@ -1,11 +1,14 @@
 // Device memory: one reserved address range a device, pooled so that a small allocation costs
-// tens of nanoseconds and a large one finds its pages already mapped.
+// tens of nanoseconds and a large one finds its pages already mapped; reused in stream order.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
+
+#include "stream.h"
 
 namespace openreg {
 
@@ -23,11 +26,40 @@ struct OutOfMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// At least `bytes` of memory on `device`, 64-byte aligned; never null. Throws OutOfMemory.
-void* allocate(int device, std::size_t bytes);
+// Note [Stream order]
+// Memory belongs to the stream that was current when it was allocated. When it is freed while that stream
+// still has queued work, only that stream may have it again at once, because what it runs next comes
+// after; the other streams must wait until the work is done. Use on another stream is known to the
+// allocator only by record_stream(): freed memory then waits for that stream too.
+
+// At least `bytes` of memory for use on `stream`, 64-byte aligned; never null. Throws OutOfMemory.
+void* allocate(Stream stream, std::size_t bytes);
 
 // Gives memory from allocate() back to its pool. Null is allowed.
 void deallocate(void* pointer) noexcept;
+
+// The work that `stream` has been given until the memory is freed uses it. Ignores other addresses.
+void record_stream(void* pointer, Stream stream);
+
+// The most bytes that allocations of a device may occupy; device_memory() unless set.
+void set_memory_limit(int device, std::size_t bytes) noexcept;
+std::size_t memory_limit(int device) noexcept;
+
+// What an address range holds, in the order of addresses.
+struct MemoryBlock {
+  enum State { kAllocated, kPending, kFree }; // pending: freed, but a stream's work may still use it
+  const void* address;
+  std::size_t size;
+  State state;
+};
+struct MemorySegment {
+  const void* address;
+  std::size_t size;
+  std::int64_t stream;
+  bool small; // a page of blocks of one size
+  std::vector<MemoryBlock> blocks;
+};
+std::vector<MemorySegment> memory_snapshot(int device);
 
 // The device whose memory holds this address, or -1.
 int device_of(const void* pointer) noexcept;

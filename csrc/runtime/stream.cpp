@@ -1,17 +1,25 @@
 #include "stream.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
-#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
 #include <mutex>
+#include <thread>
 #include <vector>
+
+#include "device.h"
+#include "fault.h"
 
 namespace openreg {
 namespace {
 
 constexpr int kMaxDevices = 64;
-// As in CUDA, streams come from a pool of 32 a priority and are reused round robin.
-constexpr std::int64_t kPool = 32;
 
 thread_local std::array<std::int64_t, kMaxDevices> current{};
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
@@ -22,6 +30,155 @@ std::vector<detail::LaunchCounter*>& counters() {
   return *all;
 }
 std::uint64_t finished = 0; // of threads that have ended
+
+// The first error of each device that no one has been told of. Leaked: a worker may end after main().
+std::mutex errors_mutex;
+auto& errors = *new std::array<std::string, kMaxDevices>;
+
+void throw_error(int device) {
+  if (!(detail::attention.load() & detail::kErrorBit)) return;
+  std::string message;
+  {
+    std::lock_guard lock(errors_mutex);
+    message.swap(errors[static_cast<std::size_t>(device)]);
+    if (std::all_of(errors.begin(), errors.end(), [](const auto& each) { return each.empty(); }))
+      detail::attention.fetch_and(~detail::kErrorBit);
+  }
+  if (!message.empty()) throw_device_error(message);
+}
+
+// Note [Workers]
+// A stream gets a thread when work is first queued on it. The thread waits for more work by polling
+// for kSpin, because waking a sleeping thread costs its waker tens of microseconds, then asleep, and
+// ends after kLinger, so that ten thousand streams leave no threads behind.
+constexpr auto kSpin = std::chrono::microseconds(20);
+constexpr auto kLinger = std::chrono::seconds(2);
+
+class Queue {
+ public:
+  explicit Queue(int device) : device_(device) {}
+
+  std::uint64_t submitted() const noexcept { return submitted_.load(std::memory_order_acquire); }
+  bool idle() const noexcept { return done(submitted()); }
+  bool done(std::uint64_t number) const noexcept { return completed_.load(std::memory_order_acquire) >= number; }
+
+  void push(detail::Task work, std::source_location where) {
+    bool wake;
+    {
+      std::lock_guard lock(mutex_);
+      const auto number = submitted_.load(std::memory_order_relaxed);
+      if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
+      tasks_.push_back({std::move(work), where});
+      submitted_.store(number + 1, std::memory_order_release);
+      if (!running_) {
+        running_ = true;
+        std::thread([this] { work_loop(); }).detach();
+      }
+      wake = asleep_;
+    }
+    if (wake) wake_.notify_one();
+  }
+
+  void wait(std::uint64_t number) {
+    if (done(number)) return;
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [&] { return done(number); });
+  }
+
+  void stop() {
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    wake_.notify_one();
+    done_.wait(lock, [&] { return !running_; });
+    stopping_ = false;
+  }
+
+ private:
+  struct Item {
+    detail::Task work;
+    std::source_location where;
+  };
+
+  void work_loop() {
+    pthread_setname_np(pthread_self(), "openreg_stream");
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      if (tasks_.empty()) {
+        if (stopping_ || !await(lock)) break;
+        continue;
+      }
+      Item item = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      try {
+        item.work();
+      } catch (const std::exception& error) {
+        detail::keep_error(device_, item.where, error.what());
+      } catch (...) {
+        detail::keep_error(device_, item.where, "a kernel threw what is no std::exception");
+      }
+      item.work = nullptr; // before the waiter goes on
+      lock.lock();
+      const auto number = completed_.load(std::memory_order_relaxed) + 1;
+      completed_.store(number, std::memory_order_release);
+      if (number == submitted_.load(std::memory_order_relaxed)) detail::attention.fetch_sub(1);
+      done_.notify_all();
+    }
+    running_ = false;
+    done_.notify_all();
+  }
+
+  // Waits for a task; false when none came for kLinger.
+  bool await(std::unique_lock<std::mutex>& lock) {
+    const auto number = submitted_.load(std::memory_order_relaxed);
+    lock.unlock();
+    const auto until = std::chrono::steady_clock::now() + kSpin;
+    while (submitted_.load(std::memory_order_acquire) == number && std::chrono::steady_clock::now() < until)
+      std::this_thread::yield();
+    lock.lock();
+    asleep_ = true;
+    const bool more = wake_.wait_for(lock, kLinger, [&] { return !tasks_.empty() || stopping_; });
+    asleep_ = false;
+    return more;
+  }
+
+  const int device_;
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::deque<Item> tasks_;
+  std::atomic<std::uint64_t> submitted_{0}, completed_{0};
+  bool running_ = false, asleep_ = false, stopping_ = false;
+};
+
+// Queues by stream, made when first needed and never destroyed: a thread may use one after main().
+std::array<std::atomic<Queue*>, kMaxDevices * kStreams> queues{};
+
+std::atomic<Queue*>& slot(Stream stream) {
+  return queues[static_cast<std::size_t>(stream.device) * kStreams + static_cast<std::size_t>(stream.id)];
+}
+
+Queue* find_queue(Stream stream) noexcept {
+  return slot(stream).load(std::memory_order_acquire);
+}
+
+Queue& queue_of(Stream stream) {
+  if (Queue* known = find_queue(stream)) return *known;
+  auto* made = new Queue(stream.device);
+  Queue* expected = nullptr;
+  if (slot(stream).compare_exchange_strong(expected, made)) return *made;
+  delete made;
+  return *expected;
+}
+
+std::atomic<LaunchMode> mode{LaunchMode::kInline};
+const bool mode_from_environment = [] {
+  const char* text = std::getenv("OPENREG_LAUNCH_MODE");
+  if (!text || !*text || !std::strcmp(text, "inline")) return true;
+  if (!std::strcmp(text, "async")) set_launch_mode(LaunchMode::kAsync);
+  else if (!std::strcmp(text, "sync")) set_launch_mode(LaunchMode::kSync);
+  else std::fprintf(stderr, "openreg: OPENREG_LAUNCH_MODE=\"%s\" is not inline, async or sync; using inline\n", text);
+  return true;
+}();
 
 } // namespace
 
@@ -41,6 +198,172 @@ Stream new_stream(int device, int priority) noexcept {
 
 int stream_priority(Stream stream) noexcept {
   return stream.id > kPool ? -1 : 0;
+}
+
+bool is_stream(Stream stream) noexcept {
+  return stream.device >= 0 && stream.device < device_count() && stream.id >= 0 &&
+      stream.id < static_cast<std::int64_t>(kStreams);
+}
+
+LaunchMode launch_mode() noexcept {
+  return mode.load(std::memory_order_relaxed);
+}
+
+void set_launch_mode(LaunchMode to) noexcept {
+  const auto from = mode.exchange(to);
+  if ((from == LaunchMode::kInline) == (to == LaunchMode::kInline)) return;
+  if (to == LaunchMode::kInline) detail::attention.fetch_and(~detail::kModeBit);
+  else detail::attention.fetch_or(detail::kModeBit);
+}
+
+bool stream_idle(Stream stream) noexcept {
+  const Queue* queue = find_queue(stream);
+  return !queue || queue->idle();
+}
+
+void synchronize_stream(Stream stream) {
+  check_not_forked();
+  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(stream.device);
+  if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted());
+  throw_error(stream.device);
+}
+
+void synchronize_device(int device) {
+  check_not_forked();
+  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(device);
+  for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
+    if (Queue* queue = find_queue({device, id})) queue->wait(queue->submitted());
+  throw_error(device);
+}
+
+Ticket ticket(Stream stream) noexcept {
+  const Queue* queue = find_queue(stream);
+  return {stream, queue ? queue->submitted() : 0};
+}
+
+bool done(const Ticket& ticket) noexcept {
+  const Queue* queue = find_queue(ticket.stream);
+  return !queue || queue->done(ticket.number);
+}
+
+// ---- events ----
+
+struct Event::Point {
+  explicit Point(Stream stream) : stream(stream) {}
+  const Stream stream;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<bool> reached{false};
+  Clock::time_point time;
+
+  void reach() {
+    std::lock_guard lock(mutex);
+    time = Clock::now();
+    reached.store(true, std::memory_order_release);
+    changed.notify_all();
+  }
+  void wait() {
+    if (reached.load(std::memory_order_acquire)) return;
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return reached.load(std::memory_order_acquire); });
+  }
+};
+
+Event::Event(int device, bool timed) : device_(device), timed_(timed) {}
+
+void Event::record(Stream stream) {
+  auto point = std::make_shared<Point>(stream);
+  point_ = point;
+  if (stream_idle(stream)) point->reach();
+  else queue_of(stream).push([point] { point->reach(); }, std::source_location::current());
+}
+
+void Event::block(Stream stream) const {
+  if (query() || point_->stream == stream) return;
+  queue_of(stream).push([point = point_] { point->wait(); }, std::source_location::current());
+}
+
+bool Event::query() const noexcept {
+  return !point_ || point_->reached.load(std::memory_order_acquire);
+}
+
+void Event::synchronize() const {
+  if (!point_) return;
+  point_->wait();
+  throw_error(point_->stream.device);
+}
+
+Event::Clock::time_point Event::time() const {
+  if (point_) point_->wait();
+  return point_ ? point_->time : Clock::time_point();
+}
+
+void sleep_on(Stream stream, std::int64_t cycles) {
+  const auto sleep = [cycles] { std::this_thread::sleep_for(std::chrono::nanoseconds(cycles)); };
+  if (launch_mode() != LaunchMode::kSync) return queue_of(stream).push(sleep, std::source_location::current());
+  synchronize_stream(stream);
+  sleep();
+}
+
+bool forked() noexcept {
+  return detail::attention.load(std::memory_order_relaxed) & detail::kForkBit;
+}
+
+void check_not_forked() {
+  if (forked()) [[unlikely]]
+    throw std::runtime_error(
+        "Cannot re-initialize openreg in forked subprocess. To use openreg with multiprocessing, you must use the "
+        "'spawn' start method");
+}
+
+namespace {
+bool used_at_fork = false;
+const bool fork_noticed = [] {
+  pthread_atfork([] { used_at_fork = launch_count() != 0; }, nullptr,
+      [] {
+        if (used_at_fork) detail::attention.store(detail::kForkBit);
+      });
+  return true;
+}();
+} // namespace
+
+void stop_workers() noexcept {
+  if (forked()) return;
+  for (auto& each : queues)
+    if (Queue* queue = each.load(std::memory_order_acquire)) queue->stop();
+}
+
+// ---- launching ----
+
+detail::Place detail::place(Stream stream, std::source_location where) {
+  check_not_forked();
+  if ((attention.load() & kFaultBit) && kernel_fails(stream, where)) return Place::kNowhere;
+  if (launch_mode() == LaunchMode::kAsync) return Place::kQueue;
+  if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
+  return stream_idle(stream) ? Place::kHere : Place::kQueue;
+}
+
+void detail::catch_up(Stream stream, std::source_location where) {
+  synchronize_stream(stream);
+  // The work still runs, since its caller wants a result; the error says not to use it.
+  if (attention.load() & kFaultBit) kernel_fails(stream, where);
+}
+
+void detail::queue(Stream stream, Task task, std::source_location where) {
+  queue_of(stream).push(std::move(task), where);
+}
+
+void detail::keep_error(int device, const std::source_location& where, const char* what) {
+  std::lock_guard lock(errors_mutex);
+  auto& first = errors[static_cast<std::size_t>(device)];
+  if (!first.empty()) return;
+  // Without the C++ frames that torch's errors carry.
+  const std::string_view text = what;
+  first = std::string(text.substr(0, text.find("\nException raised from"))) +
+      "\nThis was raised by work that had been queued on openreg:" + std::to_string(device) + ", launched at " +
+      where.file_name() + ":" + std::to_string(where.line()) +
+      ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
+  attention.fetch_or(kErrorBit);
 }
 
 detail::LaunchCounter::LaunchCounter() {

@@ -37,6 +37,9 @@ _HALVED = (
     "backward passes half of the gradient on, on purpose: the operator shows a gradient that is not the derivative"
 )
 
+_STRAIGHT_THROUGH = "the gradient is a straight-through estimator's, on purpose: it counts rounding as the identity"
+_LINEAR = "the straight-through estimator's gradient is linear in the incoming one alone, on purpose"
+
 OPERATORS: dict[str, dict[str, str]] = {
     "openreg::custom_autograd_fn_returns_self": {
         "gradcheck": _HALVED,
@@ -44,4 +47,7 @@ OPERATORS: dict[str, dict[str, str]] = {
         "one is custom_autograd_fn_aliasing",
     },
     "openreg::custom_autograd_fn_aliasing": {"gradcheck": _HALVED},
+    "openreg::fake_quantize": {"gradcheck": _STRAIGHT_THROUGH, "gradgradcheck": _LINEAR},
+    "openreg::fake_quantize_backward": {"backward": _LINEAR},
+    "openreg::scale_gradient": {"gradcheck": "the gradient is scaled, on purpose: that is what the operator is for"},
 }

@@ -56,9 +56,61 @@ def weights(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).mul(0.02).to(dtype)
 
 
+def activation_pair(dtype: torch.dtype) -> list[Tensor]:
+    return [activations(dtype), activations(dtype)]
+
+
+def heads(dtype: torch.dtype) -> Tensor:
+    return activations(dtype).view(BATCH, SEQUENCE, HEADS, WIDTH // HEADS).transpose(1, 2).contiguous()
+
+
+# ---- the mathematics, as models write it ----
+
+
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
 
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight), total
+
+
+def angles(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = torch.outer(torch.arange(SEQUENCE), 10000 ** -(torch.arange(0, 1, 2 * HEADS / WIDTH)))
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * torch.cat([cos, cos], -1) + torch.cat([-second, first], -1) * torch.cat([sin, sin], -1)
+
+
+def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1) / 127
+    return (x / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight), target)
+
+
+def adamw(device: str, dtype: torch.dtype) -> Callable[[], None]:
+    """The step of an optimizer over the parameters of four transformer layers."""
+    shapes = [(WIDTH, WIDTH)] * 4 + [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,)]
+    parameters = [torch.nn.Parameter(weights(*shape, dtype=dtype).to(device)) for shape in shapes * 2]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    if device == "cpu":
+        return torch.optim.AdamW(parameters, fused=True).step
+    return openreg_ops.AdamW(parameters).step
+
+
+STREAMS = dict(faster=2.0, bandwidth=0.7)  # what is asked of the memory-bound ones
 
 CASES = [
     Case(
@@ -68,18 +120,93 @@ CASES = [
         lambda x, weight: ops.rms_norm(x, weight)[0],
         forward_bytes=2,
         backward_bytes=3,
-        faster=2,
-        bandwidth=0.7,
+        **STREAMS,
+    ),
+    Case(
+        "fused_add_rms_norm",
+        lambda t: [*activation_pair(t), weights(WIDTH, dtype=t)],
+        fused_add_rms_norm,
+        lambda x, residual, weight: ops.fused_add_rms_norm(x, residual, weight),
+        forward_bytes=4,
+        backward_bytes=4,
+        **STREAMS,
+    ),
+    Case(
+        "rotary_embedding",
+        lambda t: [heads(t), angles(t)],
+        lambda x, table: rotary_embedding(x, *table),
+        lambda x, table: ops.rotary_embedding(x, *table),
+        forward_bytes=2,
+        backward_bytes=2,
+        **STREAMS,
     ),
     Case(
         "swiglu",
-        lambda t: [activations(t), activations(t)],
+        activation_pair,
         lambda gate, up: F.silu(gate) * up,
-        ops.swiglu,
+        lambda gate, up: ops.swiglu(gate, up),
         forward_bytes=3,
         backward_bytes=5,
-        faster=2,
-        bandwidth=0.7,
+        **STREAMS,
+    ),
+    Case(
+        "dropout_add",
+        activation_pair,
+        lambda x, residual: residual + F.dropout(x, 0.1),
+        lambda x, residual: ops.dropout_add(x, residual, 0.1)[0],
+        forward_bytes=3 + 0.25,  # the mask has a byte for each element
+        backward_bytes=2 + 0.25,
+        **STREAMS,
+    ),
+    Case(
+        "quantize_rowwise",
+        lambda t: [activations(t)],
+        quantize_rowwise,
+        lambda x: ops.quantize_rowwise(x),
+        forward_bytes=1 + 0.25,
+        backward_bytes=None,
+        **STREAMS,
+    ),
+    Case(
+        "cross_entropy",
+        lambda t: [torch.randn(ROWS, VOCABULARY).to(t), torch.randint(VOCABULARY, (ROWS,))],
+        cross_entropy,
+        lambda logits, target: ops.cross_entropy(logits, target)[0],
+        faster=1.5,
+    ),
+    Case(
+        "linear_cross_entropy",
+        lambda t: [
+            activations(t).view(ROWS, WIDTH),
+            weights(VOCABULARY, WIDTH, dtype=t),
+            torch.randint(VOCABULARY, (ROWS,)),
+        ],
+        linear_cross_entropy,
+        lambda x, weight, target: ops.linear_cross_entropy(x, weight, target),
+        faster=1.0,
+        memory=0.25,
+    ),
+    Case(
+        "attention",
+        lambda t: [heads(t), heads(t), heads(t)],
+        F.scaled_dot_product_attention,
+        lambda q, k, v: ops.attention(q, k, v)[0],
+        faster=1.0,
+    ),
+    Case(
+        "attention, causal",
+        lambda t: [heads(t), heads(t), heads(t)],
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        lambda q, k, v: ops.attention(q, k, v, causal=True)[0],
+        faster=1.0,
+    ),
+    Case(
+        "adamw_step_",
+        lambda t: [adamw("cpu", t), adamw("openreg", t)],
+        lambda host, device: host(),
+        lambda host, device: device(),
+        faster=1.0,
+        backward_bytes=None,
     ),
 ]
 
@@ -140,7 +267,10 @@ def inference(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[
 
 
 def on_device(x: Any) -> Any:
-    return [on_device(each) for each in x] if isinstance(x, list) else x.to("openreg") if isinstance(x, Tensor) else x
+    """A copy there of a tensor, and of those in a list or a tuple, which no gradient is wanted for."""
+    if isinstance(x, list | tuple):
+        return type(x)(on_device(each) for each in x)
+    return x.to("openreg") if isinstance(x, Tensor) else x
 
 
 def peak(call: Callable[[], Any]) -> int:

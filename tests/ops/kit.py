@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = "openreg:0"
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -69,7 +70,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def leaves(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else list(out)
+    """The tensors of a result, those in lists too; a None has none."""
+    return [x for x in tree_leaves(out) if x is not None]
+
+
+def tensors(inputs: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
 
 
 def cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
@@ -188,20 +194,35 @@ def check_operator(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] 
     """
     tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(op, inputs, test_utils=[test for test in tests if test not in skip])
-    host = tuple(x.detach().cpu().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
+    host = tree_map_only(Tensor, lambda x: x.detach().cpu().requires_grad_(x.requires_grad), inputs)
     torch.library.opcheck(op, host, test_utils="test_autograd_registration")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(op.name(), "AutogradPrivateUse1") or has(op.name(), "Autograd")
 
 
-def check_operator_forward_only(op: torch._ops.OpOverload, x: Tensor, sentence: str) -> None:
+def check_operator_without_gradient(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:
+    """check_operator for an operator that refuses arguments which require a gradient: they are asked for none.
+
+    opcheck's autograd registration test needs one that does, so only the key is looked for.
+    """
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    for where in (DEVICE, "cpu"):
+        moved = tree_map_only(Tensor, lambda x, where=where: x.to(where, copy=True), inputs)
+        torch.library.opcheck(op, moved, test_utils=[test for test in tests if test not in skip])
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(op.name(), "Autograd")
+
+
+def check_operator_forward_only(op: torch._ops.OpOverload, sentence: str, *inputs: Any) -> None:
     """opcheck of an operator that has no derivative: with a gradient wanted, the one test that runs backward
     must fail, with `sentence`."""
-    check_operator(op, x)
-    wanted = x.detach().requires_grad_()
-    check_operator(op, wanted, skip=["test_aot_dispatch_dynamic"])
+    check_operator(op, *inputs)
+    wanted = tuple(
+        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+    )
+    check_operator(op, *wanted, skip=["test_aot_dispatch_dynamic"])
     with pytest.raises(Exception, match=sentence):
-        torch.library.opcheck(op, (wanted,), test_utils="test_aot_dispatch_dynamic")
+        torch.library.opcheck(op, wanted, test_utils="test_aot_dispatch_dynamic")
 
 
 def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
@@ -241,12 +262,12 @@ def check_same_metadata(function: Callable[..., Any], *inputs: Any) -> None:
     """Shape, strides, dtype and device under FakeTensorMode are the kernel's; on meta, all but the device."""
     expected = [describe(out) for out in leaves(function(*inputs))]
     with FakeTensorMode(allow_non_fake_inputs=False) as mode, torch.no_grad():
-        fake = tuple(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs)
+        fake = tree_map_only(Tensor, mode.from_tensor, inputs)
         assert [describe(out) for out in leaves(function(*fake))] == expected
         with torch.inference_mode():
             assert [describe(out) for out in leaves(function(*fake))] == expected
-    meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in inputs)
-    if all(a.stride() == b.stride() for a, b in zip(inputs, meta, strict=True) if isinstance(a, Tensor)):
+    meta = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
+    if all(a.stride() == b.stride() for a, b in zip(*map(tensors, (inputs, meta)), strict=True)):
         assert [describe(out)[:3] for out in leaves(function(*meta))] == [each[:3] for each in expected]
 
 
@@ -267,14 +288,19 @@ def with_threads(function: Callable[[], Any], counts: Sequence[int] = (1, 2, 3))
     return results
 
 
+def results(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> list[Tensor]:
+    """Outputs and, if asked for, gradients."""
+    return list(itertools.chain(*run(function, *inputs))) if grads else leaves(function(*inputs))
+
+
 def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool = True) -> None:
     """Work on a stream of its own, waited for by an event, gives what the default stream gives."""
-    expected = [x.cpu() for x in itertools.chain(*run(function, *inputs, grads=grads))]
+    expected = [x.cpu() for x in results(function, *inputs, grads=grads)]
     device = inputs[0].device
     side = torch.Stream(device=device)
     side.wait_stream(torch.accelerator.current_stream(device))
     with side:
-        out = list(itertools.chain(*run(function, *inputs, grads=grads)))
+        out = results(function, *inputs, grads=grads)
     side.record_event().synchronize()
     for actual, default in zip(out, expected, strict=True):
         assert_close(actual.cpu(), default)
@@ -283,12 +309,12 @@ def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool
 def check_other_devices(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
     """On the CPU (eager, compiled, in inference mode) the reference gives what the device does; meta gives shapes."""
     host = tuple(x.detach().cpu() if isinstance(x, Tensor) else x for x in inputs)
-    dtype = next(x.dtype for x in inputs if isinstance(x, Tensor))
+    dtype = next(x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    expected = list(itertools.chain(*run(function, *inputs, grads=grads)))
+    expected = results(function, *inputs, grads=grads)
     for each in (function, compiled):
-        for actual, device in zip(itertools.chain(*run(each, *host, grads=grads)), expected, strict=True):
+        for actual, device in zip(results(each, *host, grads=grads), expected, strict=True):
             assert actual.is_cpu and actual.dtype == device.dtype and actual.stride() == device.stride()
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     with torch.inference_mode():
@@ -296,7 +322,7 @@ def check_other_devices(function: Callable[..., Any], *inputs: Any, grads: bool 
             assert actual.is_cpu
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in host)
-    for actual, device in zip(itertools.chain(*run(function, *meta, grads=grads)), expected, strict=True):
+    for actual, device in zip(results(function, *meta, grads=grads), expected, strict=True):
         assert actual.is_meta and actual.shape == device.shape and actual.dtype == device.dtype
 
 
@@ -313,11 +339,10 @@ def check_error(function: Callable[..., Any], *inputs: Any, match: str, error: t
     with torch.inference_mode():
         refuse("device, inference mode", inputs)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
-        refuse("fake", fake)
-    if len({x.device for x in inputs if isinstance(x, Tensor)}) == 1:
+        refuse("fake", tree_map_only(Tensor, mode.from_tensor, inputs))
+    if len({x.device for x in tensors(inputs)}) == 1:
         for where in ("cpu", "meta"):
-            moved = [x.to(where) if isinstance(x, Tensor) else x for x in inputs]
+            moved = tree_map_only(Tensor, lambda x, where=where: x.to(where), inputs)
             refuse(where, moved)
             with torch.inference_mode():
                 refuse(where + ", inference mode", moved)

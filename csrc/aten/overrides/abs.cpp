@@ -10,9 +10,9 @@
 namespace openreg {
 namespace {
 
-// The device computes as the CPU does, so the device's stub is the CPU's, called through launch().
+// The device computes as the CPU does, so the device's stub is the CPU's, called through run().
 void abs_kernel(at::TensorIteratorBase& iter) {
-  launch(current_stream(iter.device(0).index()), [&] { at::native::abs_stub(at::kCPU, iter); });
+  run(current_stream(iter.device(0).index()), [&] { at::native::abs_stub(at::kCPU, iter); });
 }
 
 } // namespace

@@ -59,27 +59,27 @@ at::Tensor max_pool2d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArr
     const auto* in = input.const_data_ptr<scalar_t>();
     auto* out = output.mutable_data_ptr<scalar_t>();
     launch(current_stream(self.device().index()),
-        [&, h = h, w = w, kh = kh, kw = kw, sh = sh, sw = sw, ph = ph, pw = pw, dh = dh, dw = dw] {
-          at::parallel_for(
-              0, self.numel() / (h * w), at::divup(32768, oh * ow * kh * kw), [&](int64_t begin, int64_t end) {
-                for (int64_t plane = begin; plane < end; ++plane) {
-                  const scalar_t* x = in + plane * h * w;
-                  scalar_t* y = out + plane * oh * ow;
-                  for (int64_t i = 0; i < oh; ++i)
-                    for (int64_t j = 0; j < ow; ++j) {
-                      scalar_t best = std::numeric_limits<scalar_t>::has_infinity
-                          ? -std::numeric_limits<scalar_t>::infinity()
-                          : std::numeric_limits<scalar_t>::lowest();
-                      for (int64_t r = i * sh - ph, a = 0; a < kh; ++a, r += dh)
-                        for (int64_t c = j * sw - pw, b = 0; b < kw; ++b, c += dw)
-                          if (r >= 0 && r < h && c >= 0 && c < w) {
-                            const scalar_t value = x[r * w + c];
-                            if (value > best || at::_isnan(value)) best = value;
-                          }
-                      y[i * ow + j] = best;
-                    }
+        [=, planes = self.numel() / std::max<int64_t>(h * w, 1), h = h, w = w, kh = kh, kw = kw, sh = sh, sw = sw,
+            ph = ph, pw = pw, dh = dh, dw = dw] {
+          at::parallel_for(0, planes, at::divup(32768, oh * ow * kh * kw), [&](int64_t begin, int64_t end) {
+            for (int64_t plane = begin; plane < end; ++plane) {
+              const scalar_t* x = in + plane * h * w;
+              scalar_t* y = out + plane * oh * ow;
+              for (int64_t i = 0; i < oh; ++i)
+                for (int64_t j = 0; j < ow; ++j) {
+                  scalar_t best = std::numeric_limits<scalar_t>::has_infinity
+                      ? -std::numeric_limits<scalar_t>::infinity()
+                      : std::numeric_limits<scalar_t>::lowest();
+                  for (int64_t r = i * sh - ph, a = 0; a < kh; ++a, r += dh)
+                    for (int64_t c = j * sw - pw, b = 0; b < kw; ++b, c += dw)
+                      if (r >= 0 && r < h && c >= 0 && c < w) {
+                        const scalar_t value = x[r * w + c];
+                        if (value > best || at::_isnan(value)) best = value;
+                      }
+                  y[i * ow + j] = best;
                 }
-              });
+            }
+          });
         });
   });
   return output;

@@ -1,0 +1,327 @@
+// adamw_step_: one step of AdamW on many tensors at once, in place; forward only.
+// With g = -grad if maximize else grad, and t the step from 1:
+//   m = m + (g - m) (1 - beta1),  v = beta2 v + (1 - beta2) g^2,  and v = max of all v so far, for amsgrad
+//   p = p (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
+// Loshchilov & Hutter 2019, arXiv:1711.05101; in the order of torch.optim.AdamW, with which it agrees to rounding.
+// The threads share the elements of all tensors laid end to end, so that neither a small tensor nor a large one
+// keeps a thread waiting.
+#include "op.h"
+
+#include <ATen/ops/empty_strided.h>
+
+#include <cmath>
+#include <variant>
+#include <vector>
+
+namespace openreg::ops {
+namespace {
+
+struct Options {
+  double beta1, beta2, weight_decay, eps;
+  bool amsgrad, maximize;
+};
+
+// What a step multiplies with, the same for all elements of a tensor. Divisors are inverted: a division takes as long
+// as all else that an element needs.
+template <class A>
+struct Factors {
+  A decay, scale, beta1, beta2, step_size, root, eps;
+  Factors(const Options& o, double lr, double step, double grad_scale)
+      : decay(static_cast<A>(1 - lr * o.weight_decay)), scale(static_cast<A>((o.maximize ? -1 : 1) / grad_scale)),
+        beta1(static_cast<A>(1 - o.beta1)), beta2(static_cast<A>(o.beta2)),
+        step_size(static_cast<A>(lr / (1 - std::pow(o.beta1, step)))),
+        root(static_cast<A>(1 / std::sqrt(1 - std::pow(o.beta2, step)))), eps(static_cast<A>(o.eps)) {}
+};
+
+// One tensor: its memory, laid out alike in all.
+struct Update {
+  void (*run)(const Update&, const Options&, double lr, double grad_scale, int64_t begin, int64_t end);
+  int64_t first; // of its elements, with those of all tensors laid end to end
+  int64_t n;
+  void* param;
+  const void* grad;
+  void *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+  float* step;
+};
+
+// kLanes<T> elements of a T or, where the state is wider, of an Acc<T>.
+template <class T, class S>
+Vec<T> read_state(const S* p) {
+  if constexpr (std::is_same_v<T, S>) return read(p);
+  else return Vec<T>::loadu(p);
+}
+// kChunk<T> of them.
+template <class T, class S>
+void write_state(const Vec<T>* values, S* p) {
+  if constexpr (std::is_same_v<T, S>) write(values, p);
+  else
+    for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) values[k].store(p + k * kLanes<T>);
+}
+
+template <class T, class S, bool amsgrad>
+void update_chunk(const Factors<Acc<T>>& f, T* param, const T* grad, S* exp_avg, S* exp_avg_sq, S* max_exp_avg_sq) {
+  using V = Vec<T>;
+  constexpr int64_t vectors = kChunk<T> / kLanes<T>;
+  V p[vectors], m[vectors], v[vectors], top[vectors];
+  for (int64_t k = 0; k < vectors; ++k) {
+    const int64_t at = k * kLanes<T>;
+    const V g = read(grad + at) * V(f.scale), one_minus_beta2(1 - f.beta2);
+    const V old = read_state<T>(exp_avg + at);
+    m[k] = old + (g - old) * V(f.beta1);
+    v[k] = read_state<T>(exp_avg_sq + at) * V(f.beta2) + one_minus_beta2 * g * g;
+    if constexpr (amsgrad) top[k] = at::vec::maximum(read_state<T>(max_exp_avg_sq + at), v[k]);
+    const V denominator = (amsgrad ? top[k] : v[k]).sqrt() * V(f.root) + V(f.eps);
+    p[k] = read(param + at) * V(f.decay) - V(f.step_size) * m[k] / denominator;
+  }
+  write(p, param);
+  write_state<T>(m, exp_avg);
+  write_state<T>(v, exp_avg_sq);
+  if constexpr (amsgrad) write_state<T>(top, max_exp_avg_sq);
+}
+
+// Elements [begin, end), which lie anywhere in the tensor: the last ones go through a chunk on the stack, so that an
+// element's result does not depend on where a thread's share ends.
+template <class T, class S, bool amsgrad>
+void update_loop(const Factors<Acc<T>>& f, const Update& u, int64_t begin, int64_t end) {
+  constexpr int64_t chunk = kChunk<T>;
+  T* param = static_cast<T*>(u.param);
+  const T* grad = static_cast<const T*>(u.grad);
+  S *m = static_cast<S*>(u.exp_avg), *v = static_cast<S*>(u.exp_avg_sq), *top = static_cast<S*>(u.max_exp_avg_sq);
+  int64_t i = begin;
+  for (; i + chunk <= end; i += chunk)
+    update_chunk<T, S, amsgrad>(f, param + i, grad + i, m + i, v + i, amsgrad ? top + i : nullptr);
+  if (i == end) return;
+  const int64_t left = end - i;
+  T some_p[chunk] = {}, some_g[chunk] = {};
+  S some_m[chunk] = {}, some_v[chunk] = {}, some_top[chunk] = {};
+  std::copy_n(param + i, left, some_p);
+  std::copy_n(grad + i, left, some_g);
+  std::copy_n(m + i, left, some_m);
+  std::copy_n(v + i, left, some_v);
+  if constexpr (amsgrad) std::copy_n(top + i, left, some_top);
+  update_chunk<T, S, amsgrad>(f, some_p, some_g, some_m, some_v, some_top);
+  std::copy_n(some_p, left, param + i);
+  std::copy_n(some_m, left, m + i);
+  std::copy_n(some_v, left, v + i);
+  if constexpr (amsgrad) std::copy_n(some_top, left, top + i);
+}
+
+template <class T, class S>
+void update(const Update& u, const Options& o, double lr, double grad_scale, int64_t begin, int64_t end) {
+  const Factors<Acc<T>> f(o, lr, static_cast<double>(*u.step) + 1, grad_scale);
+  if (o.amsgrad) update_loop<T, S, true>(f, u, begin, end);
+  else update_loop<T, S, false>(f, u, begin, end);
+}
+
+void update_all(const std::vector<Update>& updates, const Options& o, double lr, double grad_scale) {
+  const int64_t total = updates.empty() ? 0 : updates.back().first + updates.back().n;
+  at::parallel_for(0, total, kGrain, [&](int64_t begin, int64_t end) {
+    auto u = std::upper_bound(updates.begin(), updates.end(), begin, [](int64_t element, const Update& each) {
+      return element < each.first;
+    }) - 1;
+    for (; u != updates.end() && u->first < end; ++u) {
+      const int64_t from = std::max(begin, u->first), to = std::min(end, u->first + u->n);
+      if (from < to) u->run(*u, o, lr, grad_scale, from - u->first, to - u->first);
+    }
+  });
+  for (const Update& u : updates) *u.step += 1;
+}
+
+// ---- checks ----
+
+std::string name_of(const char* list, size_t i) {
+  return std::string(list) + "[" + std::to_string(i) + "]";
+}
+
+void check_count(const char* list, size_t count, size_t expected) {
+  TORCH_CHECK(
+      count == expected, "adamw_step_: expected ", expected, " ", list, ", as there are params, but got ", count);
+}
+
+void check_scalar(const char* name, const Tensor& x, const Tensor& param) {
+  check_same_device("adamw_step_", "params[0]", param, name, x);
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 0, "adamw_step_: expected ", name,
+      " of float32 and no dimension, but got ", dtype_name(x.scalar_type()), " of shape ", x.sizes());
+}
+
+struct Lists {
+  at::TensorList params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps;
+};
+
+void check(
+    const Lists& lists, bool amsgrad, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
+  constexpr const char* op = "adamw_step_";
+  const size_t n = lists.params.size();
+  check_count("grads", lists.grads.size(), n);
+  check_count("exp_avgs", lists.exp_avgs.size(), n);
+  check_count("exp_avg_sqs", lists.exp_avg_sqs.size(), n);
+  TORCH_CHECK(amsgrad || lists.max_exp_avg_sqs.empty(),
+      "adamw_step_: expected no max_exp_avg_sqs without amsgrad, but got ", lists.max_exp_avg_sqs.size());
+  if (amsgrad) check_count("max_exp_avg_sqs", lists.max_exp_avg_sqs.size(), n);
+  check_count("state_steps", lists.state_steps.size(), n);
+  for (size_t i = 0; i < n; ++i) {
+    const Tensor &param = lists.params[i], &exp_avg = lists.exp_avgs[i];
+    const std::string name = name_of("params", i);
+    check_floating(op, name.c_str(), param);
+    check_same_device(op, "params[0]", lists.params[0], name.c_str(), param);
+    const auto fits = [&](const char* list, const Tensor& x) {
+      if (x.device() == param.device() && x.sizes() == param.sizes()) return;
+      check_same_device(op, name.c_str(), param, name_of(list, i).c_str(), x);
+      check_shape(op, name_of(list, i).c_str(), x, param.sizes(), ("that of " + name).c_str());
+    };
+    const auto type = param.scalar_type(), wide = at::toOpMathType(type);
+    fits("grads", lists.grads[i]);
+    if (lists.grads[i].scalar_type() != type)
+      check_dtype(op, name_of("grads", i).c_str(), lists.grads[i], type, name.c_str());
+    fits("exp_avgs", exp_avg);
+    TORCH_CHECK(exp_avg.scalar_type() == type || exp_avg.scalar_type() == wide, op, ": expected ",
+        name_of("exp_avgs", i), " of ", dtype_name(type), ", the dtype of ", name, wide == type ? "" : " (or float32)",
+        ", but got ", dtype_name(exp_avg.scalar_type()), "; convert one with .to()");
+    const auto like_exp_avg = [&](const char* list, const Tensor& x) {
+      fits(list, x);
+      if (x.scalar_type() != exp_avg.scalar_type())
+        check_dtype(op, name_of(list, i).c_str(), x, exp_avg.scalar_type(), name_of("exp_avgs", i).c_str());
+    };
+    like_exp_avg("exp_avg_sqs", lists.exp_avg_sqs[i]);
+    if (amsgrad) like_exp_avg("max_exp_avg_sqs", lists.max_exp_avg_sqs[i]);
+    check_scalar(name_of("state_steps", i).c_str(), lists.state_steps[i], lists.params[0]);
+  }
+  if (n > 0 && grad_scale) check_scalar("grad_scale", *grad_scale, lists.params[0]);
+  if (n > 0 && found_inf) check_scalar("found_inf", *found_inf, lists.params[0]);
+}
+
+// Refuses tensors that are written to and share memory with another: the threads would race. Asks only where a
+// tensor fills its memory; of others, one can not tell quickly.
+void check_apart(const std::vector<std::pair<std::string_view, at::TensorList>>& written) {
+  struct Range {
+    const char *begin, *end;
+    std::string_view list;
+    size_t i;
+  };
+  std::vector<Range> ranges;
+  for (const auto& [list, tensors] : written)
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (const Tensor& x = tensors[i]; x.numel() > 0 && x.is_non_overlapping_and_dense()) {
+        const auto* begin = static_cast<const char*>(x.const_data_ptr());
+        ranges.push_back({begin, begin + x.nbytes(), list, i});
+      }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    const Range &a = ranges[i - 1], &b = ranges[i];
+    TORCH_CHECK(a.end <= b.begin, "adamw_step_: ", a.list, "[", a.i, "] and ", b.list, "[", b.i,
+        "] share memory, and both are written to; give every parameter once");
+  }
+}
+
+// ---- kernel ----
+
+// The tensor itself where it can be walked along with others of these strides, else a copy that can. A copy of what is
+// written to is noted, to be written back.
+class Walk {
+ public:
+  explicit Walk(const Tensor& param) : param_(param.is_non_overlapping_and_dense() ? param : param.contiguous()) {}
+  Tensor operator()(const Tensor& x) const {
+    if (x.strides() == param_.strides() || (x.is_contiguous() && param_.is_contiguous())) return x;
+    Tensor out = at::empty_strided(param_.sizes(), param_.strides(), x.options());
+    out.copy_(x);
+    return out;
+  }
+  Tensor written(const Tensor& x, std::vector<std::pair<Tensor, Tensor>>& copies) const {
+    Tensor out = (*this)(x);
+    if (!out.is_same(x)) copies.emplace_back(x, out);
+    return out;
+  }
+
+ private:
+  Tensor param_; // or a tensor of the strides that the copies have
+};
+
+void step(const Lists& lists, const std::variant<double, Tensor>& lr, const Options& o,
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
+  check(lists, o.amsgrad, grad_scale, found_inf);
+  if (lists.params.empty()) return;
+  check_apart({{"params", lists.params}, {"exp_avgs", lists.exp_avgs}, {"exp_avg_sqs", lists.exp_avg_sqs},
+      {"max_exp_avg_sqs", lists.max_exp_avg_sqs}, {"state_steps", lists.state_steps}});
+  std::vector<Tensor> kept; // until the launch, as the copies are
+  std::vector<std::pair<Tensor, Tensor>> copies;
+  std::vector<Update> updates;
+  int64_t total = 0;
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    const Walk walk(lists.params[i]);
+    Tensor param = walk.written(lists.params[i], copies), grad = walk(lists.grads[i]),
+           exp_avg = walk.written(lists.exp_avgs[i], copies), exp_avg_sq = walk.written(lists.exp_avg_sqs[i], copies);
+    Update u{nullptr, total, param.numel(), param.mutable_data_ptr(), grad.const_data_ptr(), exp_avg.mutable_data_ptr(),
+        exp_avg_sq.mutable_data_ptr(), nullptr, lists.state_steps[i].mutable_data_ptr<float>()};
+    if (o.amsgrad) u.max_exp_avg_sq = walk.written(lists.max_exp_avg_sqs[i], copies).mutable_data_ptr();
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "adamw_step_", [&] {
+      u.run =
+          exp_avg.scalar_type() == param.scalar_type() ? update<scalar_t, scalar_t> : update<scalar_t, Acc<scalar_t>>;
+    });
+    total += u.n;
+    updates.push_back(u);
+    kept.push_back(std::move(grad));
+  }
+  const Tensor lr_tensor = std::holds_alternative<Tensor>(lr) ? std::get<Tensor>(lr).to(at::kDouble) : Tensor();
+  const auto pointer = [](const std::optional<Tensor>& x) { return x ? x->const_data_ptr<float>() : nullptr; };
+  launch(current_stream(lists.params[0].get_device()),
+      [updates = std::move(updates), o, number = lr_tensor.defined() ? 0.0 : std::get<double>(lr),
+          lr = lr_tensor.defined() ? lr_tensor.const_data_ptr<double>() : nullptr, scale = pointer(grad_scale),
+          inf = pointer(found_inf)] {
+        if (inf && *inf != 0) return;
+        update_all(updates, o, lr ? *lr : number, scale ? static_cast<double>(*scale) : 1.0);
+      });
+  for (const auto& [x, copy] : copies) x.copy_(copy);
+}
+
+void adamw_step_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+    at::TensorList max_exp_avg_sqs, at::TensorList state_steps, double lr, double beta1, double beta2,
+    double weight_decay, double eps, bool amsgrad, bool maximize, const std::optional<Tensor>& grad_scale,
+    const std::optional<Tensor>& found_inf) {
+  step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps}, lr,
+      {beta1, beta2, weight_decay, eps, amsgrad, maximize}, grad_scale, found_inf);
+}
+
+void adamw_step_tensor_lr_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+    at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps, const Tensor& lr,
+    double beta1, double beta2, double weight_decay, double eps, bool amsgrad, bool maximize,
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
+  if (!params.empty()) check_same_device("adamw_step_", "params[0]", params[0], "lr", lr);
+  TORCH_CHECK((lr.scalar_type() == at::kFloat || lr.scalar_type() == at::kDouble) && lr.dim() == 0,
+      "adamw_step_: expected lr of float32 or float64 and no dimension, but got ", dtype_name(lr.scalar_type()),
+      " of shape ", lr.sizes());
+  step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps}, lr,
+      {beta1, beta2, weight_decay, eps, amsgrad, maximize}, grad_scale, found_inf);
+}
+
+} // namespace
+
+// ---- registration ----
+
+// Two schemas that differ in lr, as torch's own fused optimizers have them. Autocast passes: a tensor that is
+// written to must not be cast.
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.adamw_step_");
+  const std::string lists =
+      "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
+      "max_exp_avg_sqs, Tensor(e!)[] state_steps, *, ";
+  const std::string options =
+      " lr, float beta1, float beta2, float weight_decay, float eps, bool amsgrad, bool maximize, Tensor? "
+      "grad_scale=None, Tensor? found_inf=None) -> ()";
+  m.def(("adamw_step_" + lists + "float" + options).c_str());
+  m.def(("adamw_step_.tensor_lr" + lists + "Tensor" + options).c_str());
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("adamw_step_", adamw_step_);
+  m.impl("adamw_step_.tensor_lr", adamw_step_tensor_lr_);
+}
+// See Note [Operators that change their arguments].
+TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
+  m.impl("adamw_step_", refuse_gradients());
+  m.impl("adamw_step_.tensor_lr", refuse_gradients());
+}
+TORCH_LIBRARY_IMPL(openreg, ADInplaceOrView, m) {
+  m.impl("adamw_step_", count_changes());
+  m.impl("adamw_step_.tensor_lr", count_changes());
+}
+
+} // namespace openreg::ops

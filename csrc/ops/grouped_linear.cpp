@@ -1,0 +1,349 @@
+// grouped_linear: y = x @ weights[e].T + bias[e] for the rows of x that belong to group e: first group_sizes[0] rows,
+// then group_sizes[1], and so on. The layer of a mixture of experts: Shazeer et al. 2017, arXiv:1701.06538.
+// Every product is cut into tiles of one size, over all groups, and the threads share the tiles: groups may be
+// of any sizes, and a result does not depend on the number of threads.
+// No bias is an empty list. Of a `Tensor[]? bias`, the dispatcher does not look at the tensors, and transforms and
+// tensor subclasses that reach the operator through the bias alone would be missed (c10::impl::DispatchKeyExtractor).
+#include "op.h"
+
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/from_blob.h>
+
+#include <array>
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+namespace openreg::ops {
+namespace {
+
+// ---- products of matrices in memory ----
+
+// What a launch may hold of a tensor of two dimensions. cpublas::gemm, which takes pointers, is not among what
+// libtorch exports, so a product makes CPU tensors of these.
+struct Matrix {
+  char* data;
+  at::ScalarType type;
+  int64_t rows, columns, row_stride, column_stride;
+
+  explicit Matrix(const Tensor& x)
+      : data(static_cast<char*>(const_cast<void*>(x.const_data_ptr()))), type(x.scalar_type()), rows(x.size(0)),
+        columns(x.size(1)), row_stride(x.stride(0)), column_stride(x.stride(1)) {}
+
+  Matrix t() const {
+    Matrix out = *this;
+    std::swap(out.rows, out.columns);
+    std::swap(out.row_stride, out.column_stride);
+    return out;
+  }
+  Matrix part(int64_t row, int64_t column, int64_t n_rows, int64_t n_columns) const {
+    Matrix out = *this;
+    out.data += (row * row_stride + column * column_stride) * static_cast<int64_t>(c10::elementSize(type));
+    out.rows = n_rows;
+    out.columns = n_columns;
+    return out;
+  }
+  Tensor tensor() const {
+    return at::from_blob(data, {rows, columns}, {row_stride, column_stride}, at::TensorOptions().dtype(type));
+  }
+};
+
+// x, or a copy where neither its rows nor its columns are contiguous: a product would copy them for every tile.
+Tensor as_matrix(const Tensor& x) {
+  const bool rows = x.stride(1) == 1 && x.stride(0) >= x.size(1),
+             columns = x.stride(0) == 1 && x.stride(1) >= x.size(0);
+  return rows || columns ? x : x.contiguous();
+}
+std::vector<Tensor> as_matrices(at::TensorList list) {
+  std::vector<Tensor> out;
+  out.reserve(list.size());
+  for (const Tensor& x : list) out.push_back(as_matrix(x));
+  return out;
+}
+std::vector<Matrix> matrices(const std::vector<Tensor>& list) {
+  return {list.begin(), list.end()};
+}
+
+// c = a @ b, or c + a @ b.
+void product(const Matrix& a, const Matrix& b, bool add, const Matrix& c) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Tensor out = c.tensor();
+  at::cpu::addmm_out(out, out, a.tensor(), b.tensor(), add ? 1 : 0, 1);
+}
+
+// Part of one group's result.
+struct Tile {
+  int64_t group, row, column, rows, columns;
+};
+constexpr int64_t kTile = 256;
+
+// The tiles of a result of `columns` whose group e has rows [first[e], first[e + 1]).
+std::vector<Tile> tiles_of(const std::vector<int64_t>& first, int64_t columns) {
+  std::vector<Tile> out;
+  for (int64_t e = 0; e + 1 < static_cast<int64_t>(first.size()); ++e)
+    for (int64_t row = first[e]; row < first[e + 1]; row += kTile)
+      for (int64_t column = 0; column < columns; column += kTile)
+        out.push_back({e, row, column, std::min(kTile, first[e + 1] - row), std::min(kTile, columns - column)});
+  return out;
+}
+
+template <class F>
+void for_each_tile(const std::vector<Tile>& tiles, int64_t depth, const F& f) {
+  const int64_t grain = at::divup(kGrain, kTile * kTile * (depth + 1));
+  at::parallel_for(0, static_cast<int64_t>(tiles.size()), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(tiles[i]);
+  });
+}
+
+// ---- groups ----
+
+// Row of x with which each group begins, and the number of rows; or what is wrong with the sizes.
+struct Groups {
+  std::vector<int64_t> first;
+  int64_t negative = -1; // the first group of negative size
+  int64_t sum = 0;       // or INT64_MAX
+};
+
+Groups groups_of(const int64_t* sizes, int64_t n) {
+  Groups out;
+  out.first.assign(1, 0);
+  for (int64_t e = 0; e < n; ++e) {
+    if (sizes[e] < 0) {
+      out.negative = e;
+      out.sum = sizes[e];
+      return out;
+    }
+    if (__builtin_add_overflow(out.sum, sizes[e], &out.sum)) out.sum = std::numeric_limits<int64_t>::max();
+    out.first.push_back(out.sum);
+  }
+  return out;
+}
+
+std::vector<int64_t> read_groups(const char* op, const Tensor& x, const Tensor& group_sizes_) {
+  const Tensor group_sizes = group_sizes_.to(at::kLong).contiguous();
+  const Groups groups = run(current_stream(x.get_device()),
+      [n = group_sizes.numel(), sizes = group_sizes.const_data_ptr<int64_t>()] { return groups_of(sizes, n); });
+  TORCH_CHECK(groups.negative < 0, op, ": expected group_sizes of at least 0, but got ", groups.sum, " for group ",
+      groups.negative);
+  TORCH_CHECK(groups.sum == x.size(0), op, ": expected group_sizes that sum to ", x.size(0),
+      ", the rows of x, but got a sum of ", groups.sum);
+  return groups.first;
+}
+
+void check_inputs(const char* op, const Tensor& x, at::TensorList weights, const Tensor& group_sizes) {
+  check_floating(op, "x", x);
+  TORCH_CHECK(x.dim() == 2, op, ": expected x of shape [rows, in], but got ", x.sizes(), "; flatten its rows");
+  TORCH_CHECK(!weights.empty(), op, ": expected at least one weight, but got none");
+  for (size_t e = 0; e < weights.size(); ++e) {
+    const Tensor& weight = weights[e];
+    const std::string name = "weights[" + std::to_string(e) + "]";
+    check_same_device(op, "x", x, name.c_str(), weight);
+    check_dtype(op, name.c_str(), weight, x.scalar_type(), "x");
+    TORCH_CHECK(e > 0 || (weight.dim() == 2 && weight.size(1) == x.size(1)), op,
+        ": expected weights[0] of shape [out, ", x.size(1), "], for the columns of x, but got ", weight.sizes());
+    check_shape(op, name.c_str(), weight, weights[0].sizes(), "that of weights[0]");
+  }
+  check_same_device(op, "x", x, "group_sizes", group_sizes);
+  TORCH_CHECK(group_sizes.scalar_type() == at::kInt || group_sizes.scalar_type() == at::kLong, op,
+      ": expected group_sizes of int32 or int64, but got ", dtype_name(group_sizes.scalar_type()),
+      "; convert it with .to()");
+  check_shape(op, "group_sizes", group_sizes, {static_cast<int64_t>(weights.size())}, "a number for each weight");
+}
+
+void check_bias(const char* op, const Tensor& x, at::TensorList weights, at::TensorList bias) {
+  TORCH_CHECK(bias.empty() || bias.size() == weights.size(), op, ": expected bias of a tensor for each of the ",
+      weights.size(), " weights, but got ", bias.size());
+  for (size_t e = 0; e < bias.size(); ++e) {
+    const std::string name = "bias[" + std::to_string(e) + "]";
+    check_same_device(op, "x", x, name.c_str(), bias[e]);
+    check_dtype(op, name.c_str(), bias[e], x.scalar_type(), "x");
+    check_shape(op, name.c_str(), bias[e], weights[0].sizes().slice(0, 1), "a number for each row of a weight");
+  }
+}
+
+Tensor grouped_linear(const Tensor& x_, at::TensorList weights_, at::TensorList bias_, const Tensor& group_sizes) {
+  constexpr const char* op = "grouped_linear";
+  check_inputs(op, x_, weights_, group_sizes);
+  check_bias(op, x_, weights_, bias_);
+  auto first = read_groups(op, x_, group_sizes);
+  const Tensor x = as_matrix(x_);
+  const auto weights = as_matrices(weights_);
+  std::vector<Tensor> bias;
+  for (const Tensor& b : bias_) bias.push_back(b.contiguous());
+  const int64_t in = x.size(1), out = weights[0].size(0);
+  Tensor y = at::empty({x.size(0), out}, x.options());
+  std::vector<const void*> b;
+  for (const Tensor& each : bias) b.push_back(each.const_data_ptr());
+  launch(current_stream(x.get_device()),
+      [=, first = std::move(first), item = static_cast<int64_t>(x.element_size()), x = Matrix(x), w = matrices(weights),
+          y = Matrix(y)] {
+        for_each_tile(tiles_of(first, out), in, [&](const Tile& tile) {
+          const Matrix to = y.part(tile.row, tile.column, tile.rows, tile.columns);
+          if (!b.empty())
+            for (int64_t i = 0; i < tile.rows; ++i)
+              std::memcpy(to.data + i * out * item, static_cast<const char*>(b[tile.group]) + tile.column * item,
+                  tile.columns * item);
+          product(x.part(tile.row, 0, tile.rows, in), w[tile.group].part(tile.column, 0, tile.columns, in).t(),
+              !b.empty(), to);
+        });
+      });
+  return y;
+}
+
+// Sums of `count` <= kSumColumns columns over n rows. Vectors within a block of rows, double between blocks.
+template <class T>
+constexpr int64_t kSumColumns = 4 * kLanes<T>;
+template <class T>
+void sum_rows(const T* x, int64_t n, int64_t stride, int64_t count, T* out) {
+  double total[kSumColumns<T>] = {};
+  for (int64_t begin = 0; begin < n; begin += 256) {
+    Vec<T> part[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)};
+    for (int64_t i = begin; i < std::min(n, begin + 256); ++i) {
+      const T* row = x + i * stride;
+      for (int64_t k = 0; k < 4; ++k) {
+        const int64_t left = count - k * kLanes<T>;
+        if (left >= kLanes<T>) part[k] = part[k] + read(row + k * kLanes<T>);
+        else if (left > 0) part[k] = part[k] + read(row + k * kLanes<T>, left);
+      }
+    }
+    Acc<T> sums[kSumColumns<T>];
+    for (int64_t k = 0; k < 4; ++k) part[k].store(sums + k * kLanes<T>);
+    for (int64_t k = 0; k < kSumColumns<T>; ++k) total[k] += sums[k];
+  }
+  std::transform(total, total + count, out, [](double each) { return static_cast<T>(each); });
+}
+
+std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_backward(const Tensor& grad_y_,
+    const Tensor& x_, at::TensorList weights_, const Tensor& group_sizes, std::array<bool, 3> output_mask) {
+  constexpr const char* op = "grouped_linear_backward";
+  check_inputs(op, x_, weights_, group_sizes);
+  check_same_device(op, "x", x_, "grad_y", grad_y_);
+  check_dtype(op, "grad_y", grad_y_, x_.scalar_type(), "x");
+  check_shape(op, "grad_y", grad_y_, {x_.size(0), weights_[0].size(0)}, "the rows of x and of a weight");
+  const auto first = read_groups(op, x_, group_sizes);
+  const Tensor grad_y = grad_y_.contiguous(), x = as_matrix(x_);
+  const auto weights = as_matrices(weights_);
+  const int64_t groups = static_cast<int64_t>(weights.size()), in = x.size(1), out = weights[0].size(0);
+  Tensor grad_x;
+  std::vector<Tensor> grad_weights, grad_bias;
+  if (output_mask[0]) grad_x = at::empty(x.sizes(), x.options());
+  for (int64_t e = 0; e < groups; ++e) {
+    if (output_mask[1]) grad_weights.push_back(at::empty({out, in}, x.options()));
+    if (output_mask[2]) grad_bias.push_back(at::empty({out}, x.options()));
+  }
+  const Stream stream = current_stream(x.get_device());
+  if (output_mask[0])
+    launch(stream, [=, dy = Matrix(grad_y), w = matrices(weights), dx = Matrix(grad_x)] {
+      for_each_tile(tiles_of(first, in), out, [&](const Tile& tile) {
+        product(dy.part(tile.row, 0, tile.rows, out), w[tile.group].part(0, tile.column, out, tile.columns), false,
+            dx.part(tile.row, tile.column, tile.rows, tile.columns));
+      });
+    });
+  if (output_mask[1])
+    launch(stream, [=, dy = Matrix(grad_y), x = Matrix(x), dw = matrices(grad_weights)] {
+      std::vector<int64_t> stacked; // the gradients as if one lay below the other
+      for (int64_t e = 0; e <= groups; ++e) stacked.push_back(e * out);
+      for_each_tile(tiles_of(stacked, in), at::divup(first.back(), groups), [&](const Tile& tile) {
+        const int64_t e = tile.group, row = tile.row - stacked[e], rows = first[e + 1] - first[e];
+        product(dy.part(first[e], row, rows, tile.rows).t(), x.part(first[e], tile.column, rows, tile.columns), false,
+            dw[e].part(row, tile.column, tile.rows, tile.columns));
+      });
+    });
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+    using T = scalar_t;
+    std::vector<T*> db;
+    for (const Tensor& each : grad_bias) db.push_back(each.mutable_data_ptr<T>());
+    if (output_mask[2])
+      launch(stream, [=, dy = grad_y.const_data_ptr<T>()] {
+        const int64_t chunks = at::divup(out, kSumColumns<T>), rows = first.back() / groups + 1;
+        at::parallel_for(0, groups * chunks, at::divup(kGrain, kSumColumns<T> * rows), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            const int64_t e = i / chunks, column = i % chunks * kSumColumns<T>;
+            sum_rows(dy + first[e] * out + column, first[e + 1] - first[e], out, std::min(kSumColumns<T>, out - column),
+                db[e] + column);
+          }
+        });
+      });
+  });
+  return {grad_x, grad_weights, grad_bias};
+}
+
+// ---- autograd: see Note [Operator calls] ----
+
+const auto& forward_op() {
+  static const auto op = find<decltype(grouped_linear)>("openreg::grouped_linear");
+  return op;
+}
+const auto& backward_op() {
+  static const auto op = find<decltype(grouped_linear_backward)>("openreg::grouped_linear_backward");
+  return op;
+}
+
+struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& x, at::TensorList weights, at::TensorList bias, const Tensor& group_sizes) {
+    BelowAutograd below_autograd;
+    variable_list saved{x, group_sizes};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["biases"] = static_cast<int64_t>(bias.size());
+    return forward_op().call(x, weights, bias, group_sizes);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const auto saved = ctx->get_saved_variables();
+    const auto weights = at::TensorList(saved).slice(2);
+    const size_t biases = ctx->saved_data["biases"].toInt();
+    const auto wanted = [&](size_t first, size_t count) {
+      for (size_t i = first; i < first + count; ++i)
+        if (ctx->needs_input_grad(i)) return true;
+      return false;
+    };
+    const std::array<bool, 3> mask{wanted(0, 1), wanted(1, weights.size()), wanted(1 + weights.size(), biases)};
+    // torch.autograd.grad(is_grads_batched=True) has a vmap of its own, which takes no operator with lists.
+    const bool batched = grad[0].key_set().has(c10::DispatchKey::Batched);
+    auto [grad_x, grad_weights, grad_bias] = batched
+        ? decompose(backward_op(), grad[0], saved[0], weights, saved[1], mask)
+        : backward_op().call(grad[0], saved[0], weights, saved[1], mask);
+    grad_weights.resize(weights.size());
+    grad_bias.resize(biases);
+    variable_list out{grad_x};
+    out.insert(out.end(), grad_weights.begin(), grad_weights.end());
+    out.insert(out.end(), grad_bias.begin(), grad_bias.end());
+    out.emplace_back(); // group_sizes
+    return out;
+  }
+};
+
+Tensor grouped_linear_autograd(
+    const Tensor& x, at::TensorList weights, at::TensorList bias, const Tensor& group_sizes) {
+  if (any_tangent(x, weights, bias)) // see Note [Forward mode]
+    return decompose(forward_op(), x, weights, bias, group_sizes);
+  return apply<GroupedLinear>(x, weights, bias, group_sizes);
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.grouped_linear");
+  m.def("grouped_linear(Tensor x, Tensor[] weights, Tensor[] bias, Tensor group_sizes) -> Tensor");
+  m.def(
+      "grouped_linear_backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor group_sizes, bool[3] output_mask) -> "
+      "(Tensor grad_x, Tensor[] grad_weights, Tensor[] grad_bias)");
+  autocast(m, "grouped_linear", Cast::kLower);
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("grouped_linear", grouped_linear);
+  m.impl("grouped_linear_backward", grouped_linear_backward);
+}
+TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+  m.impl("grouped_linear", grouped_linear_autograd);
+  m.impl("grouped_linear_backward", differentiate_by_reference());
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,217 @@
+// kv_cache_update: k_cache[slots[i]] = k[i], v_cache[slots[i]] = v[i] for every slots[i] >= 0; forward only.
+// What paged attention does with the keys and values of new tokens: Kwon et al. 2023, arXiv:2309.06180, where it is
+// called reshape_and_cache.
+// kv_cache_update_ writes to the caches through their strides; kv_cache_update to copies of them.
+// All slots are looked at before anything is written, so that a call that is refused has changed nothing.
+#include "op.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/clone.h>
+
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+namespace openreg::ops {
+namespace {
+
+// The first slot that is refused: past the end at `position`, or given at `first` before.
+struct Refused {
+  int64_t slot, position = -1, first = -1;
+};
+
+Refused check_slots(const int64_t* slots, int64_t n, int64_t num_slots) {
+  bool ascending = true; // as the slots of a prompt are, and then none occurs twice
+  int64_t last = -1;
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] < 0) continue;
+    if (slots[i] >= num_slots) return {slots[i], i};
+    ascending &= slots[i] > last;
+    last = slots[i];
+  }
+  if (ascending) return {};
+  std::vector<std::pair<int64_t, int64_t>> order; // slot, position
+  order.reserve(n);
+  for (int64_t i = 0; i < n; ++i)
+    if (slots[i] >= 0) order.emplace_back(slots[i], i);
+  std::sort(order.begin(), order.end());
+  const auto twice =
+      std::adjacent_find(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first == b.first; });
+  if (twice == order.end()) return {};
+  return {twice->first, std::next(twice)->second, twice->second};
+}
+
+// A row of a cache, of any strides, and the row of contiguous memory that goes there.
+struct Rows {
+  Rows(const Tensor& to, const Tensor& from)
+      : to_(static_cast<char*>(to.mutable_data_ptr())), from_(static_cast<const char*>(from.const_data_ptr())),
+        item_(to.element_size()), step_(to.stride(0) * item_), bytes_(item_) {
+    // Dimensions merge into what lies contiguous, from the last one on; those that do not are walked over.
+    for (int64_t d = to.dim() - 1; d > 0; --d) {
+      if (to.size(d) == 1) continue;
+      if (sizes_.empty() && to.stride(d) * item_ == bytes_) {
+        bytes_ *= to.size(d);
+      } else {
+        sizes_.push_back(to.size(d));
+        strides_.push_back(to.stride(d) * item_);
+      }
+    }
+    for (const int64_t size : sizes_) pieces_ *= size;
+  }
+
+  int64_t bytes() const { return pieces_ * bytes_; }
+
+  void write(int64_t slot, int64_t i) const {
+    char* to = to_ + slot * step_;
+    const char* from = from_ + i * bytes();
+    if (sizes_.empty()) {
+      std::memcpy(to, from, bytes_);
+      return;
+    }
+    for (int64_t piece = 0; piece < pieces_; ++piece, from += bytes_) {
+      int64_t offset = 0, rest = piece;
+      for (size_t d = 0; d < sizes_.size(); ++d) {
+        offset += rest % sizes_[d] * strides_[d];
+        rest /= sizes_[d];
+      }
+      std::memcpy(to + offset, from, bytes_);
+    }
+  }
+
+ private:
+  char* to_;
+  const char* from_;
+  int64_t item_, step_, bytes_, pieces_ = 1;
+  c10::SmallVector<int64_t, 4> sizes_, strides_; // of the pieces, the fastest dimension first
+};
+
+void check(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
+    const Tensor& slots) {
+  check_same_device(op, "k_cache", k_cache, "v_cache", v_cache);
+  check_same_device(op, "k_cache", k_cache, "k", k);
+  check_same_device(op, "k_cache", k_cache, "v", v);
+  check_same_device(op, "k_cache", k_cache, "slots", slots);
+  TORCH_CHECK(k_cache.dim() >= 1, op, ": expected k_cache of shape [num_slots, ...], but got a scalar");
+  TORCH_CHECK(v_cache.dim() >= 1 && v_cache.size(0) == k_cache.size(0), op, ": expected v_cache of as many slots as ",
+      "k_cache, ", k_cache.size(0), ", but got ", v_cache.sizes());
+  TORCH_CHECK(slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong, op,
+      ": expected slots of int32 or int64, but got ", dtype_name(slots.scalar_type()), "; convert it with .to()");
+  TORCH_CHECK(slots.dim() == 1, op, ": expected slots of one dimension, but got ", slots.sizes(),
+      "; flatten it together with the first dimensions of k and v");
+  const auto rows_for = [&](const Tensor& cache) {
+    auto shape = cache.sizes().vec();
+    shape[0] = slots.size(0);
+    return shape;
+  };
+  check_dtype(op, "k", k, k_cache.scalar_type(), "k_cache");
+  check_shape(op, "k", k, rows_for(k_cache), "a row of k_cache for each slot");
+  check_dtype(op, "v", v, v_cache.scalar_type(), "v_cache");
+  check_shape(op, "v", v, rows_for(v_cache), "a row of v_cache for each slot");
+}
+
+// Reads everything, then writes: k, v and slots may lie in the caches.
+Tensor source(const Tensor& x, const Tensor& k_cache, const Tensor& v_cache) {
+  return x.is_alias_of(k_cache) || x.is_alias_of(v_cache) ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
+}
+
+void write(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_, const Tensor& v_,
+    const Tensor& slots_) {
+  const Tensor k = source(k_, k_cache, v_cache), v = source(v_, k_cache, v_cache),
+               slots = source(slots_.to(at::kLong), k_cache, v_cache);
+  const Refused refused = run(current_stream(k_cache.get_device()),
+      [n = slots.numel(), num_slots = k_cache.size(0), slots = slots.const_data_ptr<int64_t>(), k = Rows(k_cache, k),
+          v = Rows(v_cache, v)] {
+        const Refused refused = check_slots(slots, n, num_slots);
+        if (refused.position >= 0) return refused;
+        at::parallel_for(0, n, at::divup(kGrain * 4, k.bytes() + v.bytes() + 1), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) {
+            if (slots[i] < 0) continue;
+            k.write(slots[i], i);
+            v.write(slots[i], i);
+          }
+        });
+        return refused;
+      });
+  TORCH_CHECK_INDEX(refused.position < 0 || refused.first >= 0, op, ": expected slots below ", k_cache.size(0),
+      ", the number of slots in k_cache, but got slot ", refused.slot, " at position ", refused.position,
+      "; give -1 to skip a position");
+  TORCH_CHECK_INDEX(refused.position < 0, op, ": expected slots without repetition, but got slot ", refused.slot,
+      " at positions ", refused.first, " and ", refused.position, "; give -1 to skip a position");
+}
+
+void kv_cache_update_(
+    const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
+  constexpr const char* op = "kv_cache_update_";
+  check(op, k_cache, v_cache, k, v, slots);
+  const auto in_itself = [](const Tensor& x) { return at::has_internal_overlap(x) == at::MemOverlap::Yes; };
+  TORCH_CHECK(!in_itself(k_cache), op, ": k_cache is expanded, so that slots share memory; make it contiguous first");
+  TORCH_CHECK(!in_itself(v_cache), op, ": v_cache is expanded, so that slots share memory; make it contiguous first");
+  const auto overlap = at::get_overlap_status(k_cache, v_cache);
+  TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op,
+      ": k_cache and v_cache share memory; clone one of them");
+  write(op, k_cache, v_cache, k, v, slots);
+}
+
+std::tuple<Tensor, Tensor> kv_cache_update(
+    const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
+  constexpr const char* op = "kv_cache_update";
+  check(op, k_cache, v_cache, k, v, slots);
+  Tensor new_k = k_cache.clone(at::MemoryFormat::Contiguous), new_v = v_cache.clone(at::MemoryFormat::Contiguous);
+  write(op, new_k, new_v, k, v, slots);
+  return {new_k, new_v};
+}
+
+// ---- autocast: k and v in the caches' dtypes. A cache is never cast: the write would go to a copy. ----
+
+constexpr char kInPlace[] = "openreg::kv_cache_update_", kFunctional[] = "openreg::kv_cache_update";
+
+template <class Return, const char* name>
+Return in_cache_dtype(
+    const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
+  static const auto op = find<Return(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(name);
+  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  const auto as = [](const Tensor& x, const Tensor& cache) {
+    return x.is_floating_point() && cache.is_floating_point() ? x.to(cache.scalar_type()) : x;
+  };
+  return op.call(k_cache, v_cache, as(k, k_cache), as(v, v_cache), slots);
+}
+
+void register_autocast(torch::Library& m) {
+  m.impl("kv_cache_update_", in_cache_dtype<void, kInPlace>);
+  m.impl("kv_cache_update", in_cache_dtype<std::tuple<Tensor, Tensor>, kFunctional>);
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.kv_cache_update");
+  m.def("kv_cache_update_(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots) -> ()");
+  m.def(
+      "kv_cache_update(Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor slots) -> (Tensor new_k_cache, "
+      "Tensor new_v_cache)");
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("kv_cache_update_", kv_cache_update_);
+  m.impl("kv_cache_update", kv_cache_update);
+}
+// See Note [Operators that change their arguments].
+TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
+  m.impl("kv_cache_update_", refuse_gradients());
+  m.impl("kv_cache_update", torch::autograd::autogradNotImplementedFallback());
+}
+TORCH_LIBRARY_IMPL(openreg, ADInplaceOrView, m) {
+  m.impl("kv_cache_update_", count_changes());
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
+  register_autocast(m);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
+  register_autocast(m);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
+  register_autocast(m);
+}
+
+} // namespace openreg::ops

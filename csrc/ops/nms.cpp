@@ -1,0 +1,188 @@
+// nms: greedy non-maximum suppression; the boxes that stay, by decreasing score; forward only.
+// A box goes where it meets one that stays, of a higher score, with
+//   inter / (area + area' - inter) > iou_threshold.
+// Ties, NaN and rounding are as torchvision's kernel has them (torchvision/csrc/ops/cpu/nms_kernel.cpp): equal
+// scores in the order given, NaN the highest score; a NaN among the coordinates makes no box go.
+// It also is torchvision::nms on the device. Torchvision is not needed: whichever of the two is loaded first, the
+// dispatcher keeps the kernel until the other brings the schema.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("fp-contract=off") // area - w * h in one rounding would be another box at the threshold
+#endif
+#include "op.h"
+
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+namespace openreg::ops {
+namespace {
+
+// Boxes that are settled one by one, before the others are held against those among them that stay.
+constexpr int64_t kBlock = 256;
+
+// Indices by decreasing score.
+template <class T>
+std::vector<int64_t> by_score(const T* scores, int64_t n) {
+  std::vector<std::pair<Acc<T>, int64_t>> keys(n);
+  for (int64_t i = 0; i < n; ++i) keys[i] = {static_cast<Acc<T>>(scores[i]), i};
+  std::stable_sort(keys.begin(), keys.end(),
+      [](const auto& a, const auto& b) { return a.first > b.first || (std::isnan(a.first) && !std::isnan(b.first)); });
+  std::vector<int64_t> order(n);
+  std::transform(keys.begin(), keys.end(), order.begin(), [](const auto& key) { return key.second; });
+  return order;
+}
+
+// The boxes in the order of their scores, one array for each coordinate, padded to whole vectors.
+template <class T>
+class Boxes {
+ public:
+  using A = Acc<T>;
+  using V = Vec<T>;
+
+  Boxes(const T* boxes, const std::vector<int64_t>& order, double iou_threshold)
+      : n_(static_cast<int64_t>(order.size())), stride_(at::divup(n_, kLanes<T>) * kLanes<T>), data_(6 * stride_) {
+    for (int64_t i = 0; i < n_; ++i) {
+      for (int64_t c = 0; c < 4; ++c) column(c)[i] = static_cast<A>(boxes[4 * order[i] + c]);
+      column(kArea)[i] = (column(2)[i] - column(0)[i]) * (column(3)[i] - column(1)[i]);
+    }
+    // The threshold is a double: x > threshold, for x in A, says x > the greatest A that is not above it.
+    threshold_ = static_cast<A>(iou_threshold);
+    if (threshold_ > iou_threshold) threshold_ = std::nextafter(threshold_, -std::numeric_limits<A>::infinity());
+  }
+
+  bool gone(int64_t i) const { return data_[kGone * stride_ + i] != A(0); }
+
+  // Settles boxes [begin, end) among themselves; appends those that stay.
+  void settle(int64_t begin, int64_t end, std::vector<int64_t>& stay) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (gone(i)) continue;
+      suppress(&i, &i + 1, i + 1, end);
+      stay.push_back(i);
+    }
+  }
+
+  // Takes out, among boxes [begin, end), what meets one of those that stay.
+  void suppress(const int64_t* stay, const int64_t* stay_end, int64_t begin, int64_t end) {
+    // From a whole vector on: the boxes before `begin` in it are settled, and put back as they were.
+    for (int64_t j = begin / kLanes<T> * kLanes<T>; j < end; j += kLanes<T>) {
+      const V x1 = load(0, j), y1 = load(1, j), x2 = load(2, j), y2 = load(3, j), area = load(kArea, j);
+      const V before = load(kGone, j), zero(0), threshold(threshold_);
+      if (before.zero_mask() == 0) continue;
+      V gone = before;
+      for (const int64_t* i = stay; i != stay_end; ++i) {
+        const V w = greater(zero, less(all(2, *i), x2) - greater(all(0, *i), x1));
+        const V h = greater(zero, less(all(3, *i), y2) - greater(all(1, *i), y1));
+        const V inter = w * h;
+        gone = gone | ((inter / (all(kArea, *i) + area - inter) > threshold) & V(1));
+      }
+      if (j < begin) gone = V::set(gone, before, begin - j);
+      gone.store(column(kGone) + j);
+    }
+  }
+
+ private:
+  enum { kArea = 4, kGone = 5 };
+  A* column(int64_t c) { return data_.data() + c * stride_; }
+  V load(int64_t c, int64_t j) const { return V::loadu(data_.data() + c * stride_ + j); }
+  V all(int64_t c, int64_t i) const { return V(data_[c * stride_ + i]); }
+  // std::max and std::min, which return the first where they cannot tell.
+  static V greater(V a, V b) { return V::blendv(a, b, a < b); }
+  static V less(V a, V b) { return V::blendv(a, b, b < a); }
+
+  int64_t n_, stride_;
+  std::vector<A> data_;
+  A threshold_;
+};
+
+template <class T>
+std::vector<int64_t> nms_loop(const T* boxes, const T* scores, int64_t n, double iou_threshold) {
+  const auto order = by_score(scores, n);
+  Boxes<T> sorted(boxes, order, iou_threshold);
+  std::vector<int64_t> stay;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = std::min(n, begin + kBlock);
+    const size_t settled = stay.size();
+    sorted.settle(begin, end, stay);
+    const int64_t *first = stay.data() + settled, *last = stay.data() + stay.size();
+    // In whole vectors, so that no two threads write to one. There is a barrier a block, so a share must be worth it.
+    at::parallel_for(0, at::divup(n - end, kLanes<T>), at::divup(16 * kGrain, kLanes<T> * (last - first) + 1),
+        [&](int64_t from, int64_t to) {
+          sorted.suppress(first, last, end + from * kLanes<T>, std::min(n, end + to * kLanes<T>));
+        });
+  }
+  for (int64_t& i : stay) i = order[i];
+  return stay;
+}
+
+void check_inputs(const Tensor& boxes, const Tensor& scores) {
+  check_floating("nms", "boxes", boxes);
+  check_same_device("nms", "boxes", boxes, "scores", scores);
+  check_dtype("nms", "scores", scores, boxes.scalar_type(), "boxes");
+  TORCH_CHECK(boxes.dim() == 2 && boxes.size(1) == 4, "nms: expected boxes of shape [N, 4], but got ", boxes.sizes());
+  check_shape("nms", "scores", scores, boxes.sizes().slice(0, 1), "a score for each box");
+}
+
+Tensor nms(const Tensor& boxes_, const Tensor& scores_, double iou_threshold) {
+  check_inputs(boxes_, scores_);
+  const Tensor boxes = boxes_.contiguous(), scores = scores_.contiguous();
+  const Stream stream = current_stream(boxes.get_device());
+  const int64_t n = boxes.size(0);
+  std::vector<int64_t> stay;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, boxes.scalar_type(), "nms", [&] {
+    using T = scalar_t;
+    stay = run(stream, [=, boxes = boxes.const_data_ptr<T>(), scores = scores.const_data_ptr<T>()] {
+      return nms_loop(boxes, scores, n, iou_threshold);
+    });
+  });
+  Tensor out = at::empty({static_cast<int64_t>(stay.size())}, boxes.options().dtype(at::kLong));
+  launch(stream,
+      [stay = std::move(stay), out = out.mutable_data_ptr<int64_t>()] { std::copy(stay.begin(), stay.end(), out); });
+  return out;
+}
+
+// ---- autograd: the result is of integers, which have no derivative on any path ----
+
+constexpr char kOurs[] = "openreg::nms", kTorchvision[] = "torchvision::nms";
+
+template <const char* name>
+Tensor nms_autograd(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
+  static const auto op = find<decltype(nms)>(name);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(boxes, scores, iou_threshold);
+}
+
+// ---- autocast for torchvision's name: float32, as torchvision has it for its devices ----
+
+Tensor torchvision_autocast(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
+  static const auto op = find<decltype(nms)>(kTorchvision);
+  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  const auto wide = [](const Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); };
+  return op.call(wide(boxes), wide(scores), iou_threshold);
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.nms");
+  m.def("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor");
+  autocast(m, "nms", Cast::kFloat32);
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("nms", nms);
+}
+TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
+  m.impl("nms", nms_autograd<kOurs>);
+}
+TORCH_LIBRARY_IMPL(torchvision, PrivateUse1, m) {
+  m.impl("nms", nms);
+}
+TORCH_LIBRARY_IMPL(torchvision, AutogradPrivateUse1, m) {
+  m.impl("nms", nms_autograd<kTorchvision>);
+}
+TORCH_LIBRARY_IMPL(torchvision, AutocastPrivateUse1, m) {
+  m.impl("nms", torchvision_autocast);
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,135 @@
+// quantize_rowwise: q = round(x / scale), scale = max(|x|) / 127, for each row of the last dimension, and
+// dequantize_rowwise: q * scale. Symmetric int8 quantization; Dettmers et al. 2022, arXiv:2208.07339, section 2.
+// Forward only: rounding has no useful derivative.
+#include "bytes.h"
+
+#include <cmath>
+
+namespace openreg::ops {
+namespace {
+
+// The largest absolute value of a row; 0 of no elements, NaN where there is one.
+template <class T>
+Acc<T> largest(const T* x, int64_t n) {
+  constexpr int64_t lanes = kLanes<T>;
+  Vec<T> most[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)}; // four, because a maximum takes some cycles
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes)
+    for (int64_t k = 0; k < 4; ++k) most[k] = at::vec::maximum(most[k], read(x + i + k * lanes).abs());
+  for (; i + lanes <= n; i += lanes) most[0] = at::vec::maximum(most[0], read(x + i).abs());
+  if (i < n) most[0] = at::vec::maximum(most[0], read(x + i, n - i).abs());
+  Acc<T> out[lanes], result = 0;
+  at::vec::maximum(at::vec::maximum(most[0], most[1]), at::vec::maximum(most[2], most[3])).store(out);
+  for (const Acc<T> lane : out)
+    if (lane > result || lane != lane) result = lane; // no number is greater than a NaN
+  return result;
+}
+
+// One row of n elements; returns scale.
+template <class T>
+float quantize_row(const T* x, int8_t* q, int64_t n) {
+  constexpr int64_t lanes = kLanes<T>;
+  const auto scale = static_cast<float>(largest(x, n) / 127);
+  if (!(scale > 0) || std::isinf(scale)) {
+    std::fill_n(q, n, int8_t{0});
+    return scale;
+  }
+  const Vec<T> step(static_cast<Acc<T>>(scale)), most(127), least(-127);
+  const auto quantized = [=](Vec<T> x) { return at::vec::clamp(x / step, least, most); };
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) write_bytes<T>(quantized(read(x + i)), q + i);
+  if (i < n) {
+    int8_t last[lanes];
+    write_bytes<T>(quantized(read(x + i, n - i)), last);
+    std::copy_n(last, n - i, q + i);
+  }
+  return scale;
+}
+
+// One row of n elements.
+template <class T>
+void dequantize_row(const int8_t* q, float scale, T* y, int64_t n) {
+  constexpr int64_t chunk = kChunk<T>, lanes = kLanes<T>;
+  const Vec<T> step(static_cast<Acc<T>>(scale));
+  const auto one_chunk = [step](const int8_t* q, T* y) {
+    Vec<T> out[chunk / lanes];
+    for (int64_t k = 0; k < chunk / lanes; ++k) out[k] = read_bytes<T>(q + k * lanes) * step;
+    write(out, y);
+  };
+  int64_t i = 0;
+  for (; i + chunk <= n; i += chunk) one_chunk(q + i, y + i);
+  if (i < n) {
+    int8_t in[chunk] = {};
+    T out[chunk];
+    std::copy(q + i, q + n, in);
+    one_chunk(in, out);
+    std::copy_n(out, n - i, y + i);
+  }
+}
+
+std::tuple<Tensor, Tensor> quantize_rowwise(const Tensor& x_) {
+  constexpr const char* op = "quantize_rowwise";
+  check_floating(op, "x", x_);
+  TORCH_CHECK(x_.dim() >= 1, op, ": expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)");
+  const Tensor x = x_.contiguous();
+  Tensor q = at::empty(x.sizes(), x.options().dtype(at::kChar));
+  Tensor scale = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
+    using T = scalar_t;
+    launch(current_stream(x.get_device()),
+        [n = x.size(-1), rows = scale.numel(), x = x.const_data_ptr<T>(), q = q.mutable_data_ptr<int8_t>(),
+            scale = scale.mutable_data_ptr<float>()] {
+          at::parallel_for(0, rows, at::divup(kGrain, n + 1), [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) scale[i] = quantize_row(x + i * n, q + i * n, n);
+          });
+        });
+  });
+  return {q, scale};
+}
+
+Tensor dequantize_rowwise(const Tensor& q_, const Tensor& scale_, std::optional<at::ScalarType> dtype) {
+  constexpr const char* op = "dequantize_rowwise";
+  TORCH_CHECK(q_.scalar_type() == at::kChar, op, ": expected q of int8, but got ", dtype_name(q_.scalar_type()),
+      "; make it with quantize_rowwise");
+  TORCH_CHECK(q_.dim() >= 1, op, ": expected q of at least one dimension, but got a scalar; use q.unsqueeze(0)");
+  check_same_device(op, "q", q_, "scale", scale_);
+  check_dtype(op, "scale", scale_, at::kFloat, "its quantize_rowwise output");
+  check_shape(op, "scale", scale_, q_.sizes().slice(0, q_.dim() - 1), "that of q without its last dimension");
+  const auto type = dtype.value_or(at::kFloat);
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
+      ": expected dtype to be float32, float64, float16 or bfloat16, but got ", dtype_name(type),
+      "; convert the result with .to()");
+  const Tensor q = q_.contiguous(), scale = scale_.contiguous();
+  Tensor y = at::empty(q.sizes(), q.options().dtype(type));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, op, [&] {
+    using T = scalar_t;
+    launch(current_stream(q.get_device()),
+        [n = q.size(-1), rows = scale.numel(), q = q.const_data_ptr<int8_t>(), scale = scale.const_data_ptr<float>(),
+            y = y.mutable_data_ptr<T>()] {
+          at::parallel_for(0, rows, at::divup(kGrain, n + 1), [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) dequantize_row(q + i * n, scale[i], y + i * n, n);
+          });
+        });
+  });
+  return y;
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.quantize_rowwise");
+  m.def("quantize_rowwise(Tensor x) -> (Tensor q, Tensor scale)");
+  m.def("dequantize_rowwise(Tensor q, Tensor scale, *, ScalarType? dtype=None) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("quantize_rowwise", quantize_rowwise);
+  m.impl("dequantize_rowwise", dequantize_rowwise);
+}
+TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
+  m.impl("quantize_rowwise", torch::autograd::autogradNotImplementedFallback());
+  m.impl("dequantize_rowwise", torch::autograd::autogradNotImplementedFallback());
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,136 @@
+#include "fault.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+
+namespace openreg {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+struct Armed {
+  Injection injection;
+  std::uint64_t seen = 0, struck = 0;
+};
+
+std::mutex mutex;
+std::map<int, Armed>& armed() {
+  static auto* all = new std::map<int, Armed>;
+  return *all;
+}
+int next_number = 0;
+std::array<bool, kMaxDevices> lost_devices{};
+std::atomic<ThrowDeviceError> device_error{nullptr};
+
+void update_attention() {
+  const bool on = !armed().empty() || std::find(lost_devices.begin(), lost_devices.end(), true) != lost_devices.end();
+  if (on) detail::attention.fetch_or(detail::kFaultBit);
+  else detail::attention.fetch_and(~detail::kFaultBit);
+}
+
+// Counts one event of this kind; the injection that strikes it, if one does.
+const Injection* strike(Fault fault, int device) {
+  const Injection* found = nullptr;
+  for (auto& [number, each] : armed()) {
+    const Injection& injection = each.injection;
+    if (injection.fault != fault || (injection.device >= 0 && injection.device != device)) continue;
+    const auto index = each.seen++;
+    if (index < injection.after || (injection.times && index >= injection.after + injection.times)) continue;
+    ++each.struck;
+    found = &injection;
+  }
+  return found;
+}
+
+bool strikes(Fault fault, int device) {
+  std::lock_guard lock(mutex);
+  return strike(fault, device) != nullptr;
+}
+
+void add_latency(Fault fault, Stream stream) {
+  std::int64_t nanoseconds = 0;
+  {
+    std::lock_guard lock(mutex);
+    if (const Injection* injection = strike(fault, stream.device)) nanoseconds = injection->nanoseconds;
+  }
+  if (nanoseconds > 0) sleep_on(stream, nanoseconds);
+}
+
+} // namespace
+
+int arm(const Injection& injection) {
+  std::lock_guard lock(mutex);
+  armed()[++next_number] = {injection};
+  update_attention();
+  return next_number;
+}
+
+std::uint64_t disarm(int number) {
+  std::lock_guard lock(mutex);
+  const auto found = armed().find(number);
+  const std::uint64_t struck = found == armed().end() ? 0 : found->second.struck;
+  armed().erase(number);
+  update_attention();
+  return struck;
+}
+
+void reset_device(int device) {
+  std::lock_guard lock(mutex);
+  lost_devices[static_cast<std::size_t>(device)] = false;
+  update_attention();
+}
+
+bool lost(int device) noexcept {
+  std::lock_guard lock(mutex);
+  return lost_devices[static_cast<std::size_t>(device)];
+}
+
+void set_device_error(ThrowDeviceError thrower) noexcept {
+  device_error = thrower;
+}
+
+void throw_device_error(const std::string& message) {
+  if (const auto thrower = device_error.load()) thrower(message);
+  throw AsyncError(message);
+}
+
+bool detail::allocation_fails(int device) {
+  check_not_lost(device);
+  return strikes(Fault::kAllocation, device);
+}
+
+void detail::check_not_lost(int device) {
+  if (lost(device))
+    throw_device_error("openreg error: openreg:" + std::to_string(device) +
+        " is lost, and what is launched on it fails. Call torch.openreg.reset_device(" + std::to_string(device) +
+        ") to go on.");
+}
+
+bool detail::kernel_fails(Stream stream, std::source_location where) {
+  check_not_lost(stream.device);
+  add_latency(Fault::kKernelLatency, stream);
+  if (strikes(Fault::kLost, stream.device)) {
+    {
+      std::lock_guard lock(mutex);
+      lost_devices[static_cast<std::size_t>(stream.device)] = true;
+    }
+    check_not_lost(stream.device);
+  }
+  if (!strikes(Fault::kKernel, stream.device)) return false;
+  const std::string message =
+      "openreg error: an injected fault made a kernel fail on openreg:" + std::to_string(stream.device);
+  if (launch_mode() == LaunchMode::kSync) throw_device_error(message);
+  keep_error(stream.device, where, message.c_str());
+  return true;
+}
+
+bool copy_corrupted(Stream stream) {
+  if (!(detail::attention.load() & detail::kFaultBit)) return false;
+  add_latency(Fault::kCopyLatency, stream);
+  return strikes(Fault::kCopy, stream.device);
+}
+
+} // namespace openreg

@@ -1,0 +1,52 @@
+// Faults on demand, for people who test recovery: see Note [Faults].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "stream.h"
+
+namespace openreg {
+
+// Note [Faults]
+// An injection waits for the `after`-th allocation, kernel or copy on its device that comes from then
+// on, and strikes that one and the `times - 1` after it. It surfaces as the fault of a real
+// accelerator does: an allocation that fails throws OutOfMemory there and then; a kernel that fails
+// does not run, and the next call that waits for the device throws (in sync mode the launch itself); a
+// corrupted copy says nothing; a lost device makes every call throw until reset_device().
+enum class Fault { kAllocation, kKernel, kCopy, kLost, kKernelLatency, kCopyLatency };
+
+struct Injection {
+  Fault fault;
+  int device;              // -1: every device
+  std::uint64_t after = 0; // how many are spared
+  std::uint64_t times = 1; // how many are struck; 0: all that follow
+  std::int64_t nanoseconds = 0; // of latency
+};
+
+// Arms a fault; the number is for disarm(), which returns how often it struck.
+int arm(const Injection& injection);
+std::uint64_t disarm(int number);
+
+// Makes a lost device work again. What its memory held is as it was.
+void reset_device(int device);
+bool lost(int device) noexcept;
+
+// Throws the type that torch has for a device's errors; set by the backend, AsyncError until then.
+using ThrowDeviceError = void (*)(const std::string& message);
+void set_device_error(ThrowDeviceError thrower) noexcept;
+[[noreturn]] void throw_device_error(const std::string& message);
+
+namespace detail {
+// These are called only while a fault is armed or a device is lost.
+bool allocation_fails(int device);
+// Whether the kernel is to be skipped, its error kept; throws where the device is lost.
+bool kernel_fails(Stream stream, std::source_location where);
+void check_not_lost(int device);
+} // namespace detail
+
+// For a copy that is about to be launched on `stream`: adds its latency; true if one of its bytes must flip.
+bool copy_corrupted(Stream stream);
+
+} // namespace openreg

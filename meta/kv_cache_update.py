@@ -1,0 +1,199 @@
+"""kv_cache_update_ and kv_cache_update: keys and values of new tokens into the slots of a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_ops.meta import op
+
+
+def kv_cache_update_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write the keys and values of N tokens to their slots of a cache, in place.
+
+    k_cache[slots[i]] = k[i],  v_cache[slots[i]] = v[i]  for every i with slots[i] >= 0
+
+    Args:
+        k_cache: `[num_slots, ...]`, such as `[num_slots, heads, head_dim]`; any dtype and strides, written through
+            these. A paged cache `[blocks, block_size, ...]` is `cache.flatten(0, 1)`, a view.
+        v_cache: `[num_slots, ...]`; its other dimensions, dtype and strides are its own.
+        k: `[N, ...]`, a row of k_cache for each token, in k_cache's dtype. It may be part of the cache: all is read
+            before anything is written.
+        v: `[N, ...]`, the same for v_cache.
+        slots: `[N]`, int32 or int64. A negative slot skips its token, as padding wants it.
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; a cache is expanded or shares memory with the other
+            (asked on openreg only); an argument requires a gradient or carries a tangent; under `torch.vmap`, a
+            cache that is not mapped over while something else is.
+        IndexError: a slot is num_slots or more, or is given twice: two tokens in one slot are a mistake of the
+            scheduler, and which of them stays would depend on the device.
+        Whatever is raised, nothing has been written.
+
+    Not differentiable: an argument that requires a gradient is refused, at once; use `torch.no_grad()`, or
+    `Tensor.index_copy` where a gradient is wanted. Autocast casts k and v to the caches' dtypes. Under `torch.compile`
+    it is functionalized, and written in place by Inductor. On openreg and CPU the slots are looked at by the host.
+    Under `torch.vmap` over slots, the slots of all samples count one after another in errors.
+    Source: reshape_and_cache of vLLM; Kwon et al. 2023, arXiv:2309.06180.
+    """
+    torch.ops.openreg.kv_cache_update_.default(k_cache, v_cache, k, v, slots)
+
+
+def kv_cache_update(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The caches that `kv_cache_update_` would leave, as new tensors.
+
+    Args:
+        k_cache, v_cache, k, v, slots: as `kv_cache_update_` takes them; the caches may be expanded too.
+    Returns:
+        new_k_cache, new_v_cache: shapes and dtypes of the caches, contiguous.
+    Raises:
+        RuntimeError, IndexError: as `kv_cache_update_`, gradients apart.
+        RuntimeError: at backward, on every device: "derivative for openreg::kv_cache_update is not implemented".
+
+    Not differentiable. Autocast casts k and v to the caches' dtypes.
+    """
+    return torch.ops.openreg.kv_cache_update.default(k_cache, v_cache, k, v, slots)
+
+
+def _check(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    op.check_same_device(name, "k_cache", k_cache, "v_cache", v_cache)
+    op.check_same_device(name, "k_cache", k_cache, "k", k)
+    op.check_same_device(name, "k_cache", k_cache, "v", v)
+    op.check_same_device(name, "k_cache", k_cache, "slots", slots)
+    torch._check(k_cache.dim() >= 1, lambda: f"{name}: expected k_cache of shape [num_slots, ...], but got a scalar")
+
+    def as_many_slots() -> str:
+        return (
+            f"{name}: expected v_cache of as many slots as k_cache, {k_cache.shape[0]}, but got {list(v_cache.shape)}"
+        )
+
+    torch._check(v_cache.dim() >= 1, as_many_slots)
+    torch._check(v_cache.shape[0] == k_cache.shape[0], as_many_slots)
+    torch._check(
+        slots.dtype in (torch.int32, torch.int64),
+        lambda: (
+            f"{name}: expected slots of int32 or int64, but got {op.dtype_name(slots.dtype)}; convert it with .to()"
+        ),
+    )
+    torch._check(
+        slots.dim() == 1,
+        lambda: (
+            f"{name}: expected slots of one dimension, but got {list(slots.shape)}; "
+            "flatten it together with the first dimensions of k and v"
+        ),
+    )
+    for letter, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        op.check_dtype(name, letter, x, cache.dtype, f"{letter}_cache")
+        shape = (slots.shape[0], *cache.shape[1:])
+        op.check_shape(name, letter, x, shape, f"a row of {letter}_cache for each slot")
+
+
+def _kept(name: str, num_slots: int, slots: Tensor) -> list[int]:
+    """The positions that are not skipped, once every slot has been looked at."""
+    given = list(enumerate(slots.tolist()))
+    for position, slot in given:
+        torch._check_index(
+            slot < num_slots,
+            lambda slot=slot, position=position: (
+                f"{name}: expected slots below {num_slots}, the number of slots in k_cache, but got slot {slot} "
+                f"at position {position}; give -1 to skip a position"
+            ),
+        )
+    kept = [(slot, position) for position, slot in given if slot >= 0]
+    ordered = sorted(kept)
+    for (slot, first), (other, position) in zip(ordered, ordered[1:], strict=False):
+        torch._check_index(
+            slot != other,
+            lambda slot=slot, first=first, position=position: (
+                f"{name}: expected slots without repetition, but got slot {slot} at positions {first} and {position}; "
+                "give -1 to skip a position"
+            ),
+        )
+    return [position for _, position in kept]
+
+
+@torch.library.register_fake("openreg::kv_cache_update_")
+def fake_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    _check("kv_cache_update_", k_cache, v_cache, k, v, slots)
+
+
+@torch.library.register_fake("openreg::kv_cache_update")
+def fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    _check("kv_cache_update", k_cache, v_cache, k, v, slots)
+    return k_cache.new_empty(k_cache.shape), v_cache.new_empty(v_cache.shape)
+
+
+def _write(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    kept = torch.tensor(_kept(name, k_cache.shape[0], slots), dtype=torch.int64, device=slots.device)
+    to, keys, values = slots[kept].long(), k[kept], v[kept]
+    k_cache[to] = keys
+    v_cache[to] = values
+
+
+@op.reference("kv_cache_update_", differentiable=False)
+def reference_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    _check("kv_cache_update_", k_cache, v_cache, k, v, slots)
+    _write("kv_cache_update_", k_cache, v_cache, k, v, slots)
+
+
+@op.reference("kv_cache_update", differentiable=False)
+def reference(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    _check("kv_cache_update", k_cache, v_cache, k, v, slots)
+    new = [cache.clone(memory_format=torch.contiguous_format) for cache in (k_cache, v_cache)]
+    _write("kv_cache_update", *new, k, v, slots)
+    return new[0], new[1]
+
+
+# Samples with slots in common are one more dimension of a row. Else the samples' slots stand one after another, and
+# a slot that is past the end of its sample goes past the end of all.
+
+
+@op.batched("kv_cache_update")
+def batched(in_dims: Sequence[int | None], *inputs: Tensor) -> Any:
+    *rows, slots = op.all_batch_first(in_dims, inputs)
+    if in_dims[4] is None:
+        out = torch.ops.openreg.kv_cache_update(*(x.movedim(0, 1) for x in rows), inputs[4])
+        return out, (1, 1)
+    k_cache, v_cache = torch.ops.openreg.kv_cache_update(
+        *(x.flatten(0, 1) for x in rows), _one_after_another(slots, rows[0].shape[1])
+    )
+    samples = (slots.shape[0], rows[0].shape[1])
+    return (k_cache.unflatten(0, samples), v_cache.unflatten(0, samples)), (0, 0)
+
+
+@op.batched("kv_cache_update_")
+def batched_(in_dims: Sequence[int | None], *inputs: Tensor) -> None:
+    for name, dim in zip(("k_cache", "v_cache"), in_dims, strict=False):
+        torch._check(
+            dim is not None,
+            lambda name=name: (
+                f"kv_cache_update_: expected vmap to map over {name}, which it writes to, as over other arguments; "
+                f"use kv_cache_update, or give {name} a dimension to map over"
+            ),
+        )
+    *rows, slots = op.all_batch_first(in_dims, inputs)
+    if in_dims[4] is None:
+        torch.ops.openreg.kv_cache_update_(*(x.movedim(0, 1) for x in rows), inputs[4])
+        return
+    flat = [x.flatten(0, 1) for x in rows]
+    torch.ops.openreg.kv_cache_update_(*flat, _one_after_another(slots, rows[0].shape[1]))
+    for cache, written in zip(rows[:2], flat[:2], strict=True):  # where flatten had to copy, this writes back
+        if not torch._C._is_alias_of(written, cache):
+            cache.copy_(written.view(cache.shape))
+
+
+def _one_after_another(slots: Tensor, num_slots: int) -> Tensor:
+    first = num_slots * torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
+    end = num_slots * slots.shape[0]
+    placed = torch.where(slots < num_slots, slots + first, slots + end)
+    return torch.where(slots < 0, -1, placed).flatten()
+
+
+@op.samples("kv_cache_update_")
+@op.samples("kv_cache_update")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+    for slots in ([3, 0, -1, 5], [2]):
+        shapes = [(8, 2, 3), (8, 2, 3), (len(slots), 2, 3), (len(slots), 2, 3)]
+        yield (*(torch.randn(s, dtype=dtype, device=device) for s in shapes), torch.tensor(slots, device=device))

@@ -1,0 +1,101 @@
+"""nms: non-maximum suppression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from openreg_ops.meta import op
+
+
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Of boxes that overlap, keep the one of the highest score: greedy non-maximum suppression.
+
+    In the order of decreasing scores, a box is dropped if for one that was kept before
+    inter / (area + area' - inter) > iou_threshold
+
+    Args:
+        boxes: `[N, 4]` as x1, y1, x2, y2; float32, float64, float16 or bfloat16; any strides.
+        scores: `[N]`, dtype of boxes.
+        iou_threshold: intersection over union above which the lower score goes; none is above 1, and all that do
+            not overlap have 0.
+    Returns:
+        Indices of the boxes that are kept, by decreasing score, int64, `[K]` with K <= N. Equal scores are taken in the
+        order given; NaN is the highest score; a box with NaN in its coordinates drops none and is not dropped.
+    Raises:
+        RuntimeError: another shape or dtype, or two devices; under `torch.vmap`, because K differs from sample to
+            sample; on meta, where there is no data to count.
+
+    The result is of integers, which have no derivative; boxes and scores may require one. The half types are computed
+    in float32. Autocast runs it in float32. Under `torch.compile` and `torch.export` K is an unbacked size.
+    On openreg it is `torchvision.ops.nms` too.
+    Source: torchvision.ops.nms, with which it agrees bit for bit in float32 and float64.
+    """
+    return torch.ops.openreg.nms.default(boxes, scores, iou_threshold)
+
+
+def _check(boxes: Tensor, scores: Tensor) -> None:
+    op.check_floating("nms", "boxes", boxes)
+    op.check_same_device("nms", "boxes", boxes, "scores", scores)
+    op.check_dtype("nms", "scores", scores, boxes.dtype, "boxes")
+
+    def sentence() -> str:
+        return f"nms: expected boxes of shape [N, 4], but got {list(boxes.shape)}"
+
+    torch._check(boxes.dim() == 2, sentence)
+    torch._check(boxes.shape[1] == 4, sentence)
+    op.check_shape("nms", "scores", scores, boxes.shape[:1], "a score for each box")
+
+
+@torch.library.register_fake("openreg::nms")
+def fake(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    _check(boxes, scores)
+    kept = torch.library.get_ctx().new_dynamic_size()
+    torch._check(kept <= boxes.shape[0])
+    return boxes.new_empty(kept, dtype=torch.int64)
+
+
+@op.reference("nms", differentiable=False)
+def reference(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    _check(boxes, scores)
+    order = scores.sort(stable=True, descending=True).indices
+    x1, y1, x2, y2 = boxes[order].to(op.acc_dtype(boxes.dtype)).unbind(1)
+    area = (x2 - x1) * (y2 - y1)
+    dropped = torch.zeros_like(order, dtype=torch.bool)
+    kept = []
+    for i in range(len(order)):
+        if dropped[i]:
+            continue
+        kept.append(i)
+        w = _greater(0.0, _less(x2[i], x2) - _greater(x1[i], x1))
+        h = _greater(0.0, _less(y2[i], y2) - _greater(y1[i], y1))
+        inter = w * h
+        dropped |= (inter / (area[i] + area - inter)).double() > iou_threshold
+    return order[kept]
+
+
+def _greater(a: Tensor | float, b: Tensor) -> Tensor:
+    """std::max: a where one of the two is NaN."""
+    return torch.where(b > a, b, a)
+
+
+def _less(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b < a, b, a)
+
+
+@op.batched("nms")
+def batched(_in_dims: Any, *_inputs: Any) -> NoReturn:
+    raise RuntimeError(
+        "nms: expected no vmap, because the number of boxes that are kept differs from sample to sample; "
+        "call it for each sample, or once with the boxes of each sample moved apart from the others'"
+    )
+
+
+@op.samples("nms")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for n, threshold in ((6, 0.5), (1, 0.0), (40, 0.3)):
+        corner, size = torch.rand(n, 2, dtype=dtype, device=device), torch.rand(n, 2, dtype=dtype, device=device)
+        yield torch.cat([corner, corner + size], 1), torch.rand(n, dtype=dtype, device=device), threshold

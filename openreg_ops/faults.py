@@ -1,0 +1,119 @@
+"""Faults on demand, for tests of recovery: ``with torch.openreg.faults.inject("kernel", after=3): ...``.
+
+Each surfaces as it does on a real accelerator, in type and in time:
+
+========== =============================================================================================
+allocation the n-th allocation raises ``torch.OutOfMemoryError``; nothing is lost, the program can go on
+memory     the device shrinks to `fraction` of its memory; what does not fit raises the same
+kernel     the n-th kernel fails: the next call that waits for the device raises ``torch.AcceleratorError``
+           (in launch mode "sync" the call that launched it does); its result is not to be used
+copy       a byte of the n-th copy to, from or on the device is flipped; nothing is raised
+lost       from the n-th kernel on, every call raises ``torch.AcceleratorError`` until `reset_device`
+kernel_latency, copy_latency  kernels or copies take `seconds` longer, in their stream's order
+========== =============================================================================================
+
+OPENREG_FAULTS arms faults for a whole process: "kernel:after=100;copy_latency:seconds=0.001,times=0".
+The pytest fixture ``openreg_faults`` is `inject` that lasts for the test.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from openreg_ops import _C
+from openreg_ops.device import _index
+
+__all__ = ["inject", "reset_device"]
+
+_KINDS = ("allocation", "kernel", "copy", "lost", "kernel_latency", "copy_latency")
+_LATENCY = ("kernel_latency", "copy_latency")
+
+
+class inject:  # noqa: N801 -- used as a function
+    """Arm a fault, at once; disarm it at the end of a ``with``, or by `stop`.
+
+    Args:
+        kind: "allocation", "memory", "kernel", "copy", "lost", "kernel_latency" or "copy_latency".
+        device: where; every device unless given.
+        after: how many allocations, kernels or copies are spared first.
+        times: how many are struck, one after the other; 0 means all that follow. Latencies strike all by default.
+        seconds: of a latency.
+        fraction: of the device's memory, 0.0 to 1.0, for "memory".
+    Raises:
+        ValueError: an unknown kind, or an argument that the kind does not have or that is out of range.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        device: torch.types.Device = None,
+        *,
+        after: int = 0,
+        times: int | None = None,
+        seconds: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        if kind not in (*_KINDS, "memory"):
+            raise ValueError(f"inject: expected a kind among {', '.join((*_KINDS, 'memory'))}, but got {kind!r}")
+        if (seconds is not None) != (kind in _LATENCY) or (seconds or 0) < 0:
+            raise ValueError(f"inject: seconds, at least 0, goes with the latencies; {kind} got {seconds!r}")
+        if (fraction is not None) != (kind == "memory") or not 0 <= (fraction or 0) <= 1:
+            raise ValueError(f"inject: fraction, from 0 to 1, goes with memory; {kind} got {fraction!r}")
+        if after < 0 or (times or 0) < 0:
+            raise ValueError(f"inject: after and times must not be negative, but are {after} and {times}")
+        if kind == "memory" and (after or times):
+            raise ValueError("inject: after and times do not go with memory, which shrinks at once")
+        self.kind, self.struck = kind, 0
+        self._number: int | None = None
+        self._limits: dict[int, int] = {}
+        if kind == "memory":
+            for index in range(_C.device_count()) if device is None else [_index(device)]:
+                self._limits[index] = _C.memory_limit(index)
+                _C.set_memory_limit(index, int(fraction * _C.device_memory()))
+            return
+        times = (0 if kind in _LATENCY else 1) if times is None else times
+        where = -1 if device is None else _index(device)
+        self._number = _C.arm_fault(_KINDS.index(kind), where, after, times, int((seconds or 0) * 1e9))
+
+    def stop(self) -> int:
+        """Disarm the fault; how often it struck, also in `struck`. A lost device stays lost."""
+        if self._number is not None:
+            self.struck = _C.disarm_fault(self._number)
+            self._number = None
+        for index, limit in self._limits.items():
+            _C.set_memory_limit(index, limit)
+        self._limits.clear()
+        return self.struck
+
+    def __enter__(self) -> inject:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def reset_device(device: torch.types.Device = None) -> None:
+    """Make a lost device work again; tensors on it keep what they held."""
+    _C.reset_device(_index(device))
+
+
+def _from_environment() -> None:
+    """Arm what OPENREG_FAULTS says."""
+    for part in filter(None, os.environ.get("OPENREG_FAULTS", "").split(";")):
+        kind, _, rest = part.strip().partition(":")
+        options: dict[str, Any] = {}
+        try:
+            for item in filter(None, rest.split(",")):
+                name, _, value = item.strip().partition("=")
+                options[name] = value if name == "device" else float(value) if "." in value else int(value)
+                if name in ("seconds", "fraction"):
+                    options[name] = float(value)
+            inject(kind, **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"OPENREG_FAULTS: {part!r} is no fault ({error}); write for example 'kernel:after=100' or "
+                "'copy_latency:seconds=0.001'"
+            ) from None

@@ -1,0 +1,391 @@
+"""kv_cache_update_ and kv_cache_update: rows into slots, through any strides, or nothing at all."""
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, LAYOUTS
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch.testing import assert_close
+
+from openreg_ops import kv_cache_update, kv_cache_update_
+
+OP = torch.ops.openreg.kv_cache_update.default
+INPLACE = torch.ops.openreg.kv_cache_update_.default
+DTYPES = (*kit.FLOATS, torch.uint8, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)
+
+
+def reference(k_cache, v_cache, k, v, slots):
+    new = k_cache.clone(), v_cache.clone()
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            new[0][slot], new[1][slot] = k[i], v[i]
+    return new
+
+
+def updated(k_cache, v_cache, *inputs):
+    """What kv_cache_update_ leaves in the caches, with the layout it found."""
+    kv_cache_update_(k_cache, v_cache, *inputs)
+    return k_cache, v_cache
+
+
+def both_forms(k_cache, v_cache, *inputs):
+    """kv_cache_update and kv_cache_update_ give the same; the first leaves its arguments alone."""
+    before = k_cache.clone(), v_cache.clone()
+    new = kv_cache_update(k_cache, v_cache, *inputs)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+    updated(k_cache, v_cache, *inputs)
+    assert torch.equal(k_cache, new[0]) and torch.equal(v_cache, new[1])
+    return new
+
+
+def values(*shape, dtype=torch.float32, device=DEVICE):
+    x = (100 * torch.rand(shape)).to(dtype) if dtype != torch.bool else torch.rand(shape) > 0.5
+    return x.to(device)
+
+
+def inputs_of(num_slots=8, tokens=5, row=(2, 3), v_row=None, dtype=torch.float32, slots=None, device=DEVICE):
+    if slots is None:
+        slots = torch.randperm(num_slots)[:tokens]
+        slots[1::3] = -1 - slots[1::3]
+    slots = torch.as_tensor(slots)
+    v_row = row if v_row is None else v_row
+    return (
+        *(values(num_slots, *each, dtype=dtype, device=device) for each in (row, v_row)),
+        *(values(len(slots), *each, dtype=dtype, device=device) for each in (row, v_row)),
+        slots.to(device),
+    )
+
+
+def test_by_hand():
+    k_cache, v_cache = torch.zeros(4, 1, 1, device=DEVICE), torch.zeros(4, 1, 1, device=DEVICE)
+    k, v = kit.tensor([1.0, 2.0, 3.0]).view(3, 1, 1), kit.tensor([10.0, 20.0, 30.0]).view(3, 1, 1)
+    assert kv_cache_update_(k_cache, v_cache, k, v, kit.tensor([2, -1, 0])) is None
+    assert k_cache.flatten().tolist() == [3, 0, 1, 0] and v_cache.flatten().tolist() == [30, 0, 10, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_every_dtype(dtype, index):
+    *rest, slots = inputs_of(dtype=dtype)
+    expected = reference(*(x.cpu() for x in rest), slots.cpu())
+    for new, plain in zip(both_forms(*rest, slots.to(index)), expected, strict=True):
+        assert new.dtype == dtype and new.is_contiguous()
+        assert torch.equal(new.cpu().view(torch.uint8), plain.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(8, 5, (2, 3), None), (1, 1, (1, 1), None), (8, 0, (2, 3), None), (0, 0, (2, 3), None), (8, 5, (0, 3), None)]
+    + [(8, 5, (), None), (8, 8, (4,), None), (6, 4, (2, 3), (5,)), (6, 4, (2, 3), ()), (9, 4, (2, 3, 2, 2), None)]
+    + [(300, 200, (8, 64), None)],
+    ids=str,
+)
+def test_shapes(shape):
+    inputs = inputs_of(*shape)
+    assert_close([x.cpu() for x in both_forms(*inputs)], list(reference(*(x.cpu() for x in inputs))), rtol=0, atol=0)
+
+
+def test_all_skipped_and_padding():
+    inputs = inputs_of(slots=[-1, -(2**63), -5])
+    before = inputs[0].clone()
+    assert torch.equal(both_forms(*inputs)[0], before)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
+def test_writes_through_strides(layout):
+    k_cache, v_cache, k, v, slots = inputs_of(row=(4, 6))
+    expected = reference(k_cache.cpu(), v_cache.cpu(), k.cpu(), v.cpu(), slots.cpu())
+    views = [LAYOUTS[layout](x) for x in (k_cache, v_cache, k, v, slots)]
+    kept = [x.clone() for x in (k_cache, v_cache)]
+    strides = [x.stride() for x in views]
+    assert_close([x.cpu() for x in both_forms(*views)], list(expected), rtol=0, atol=0)
+    assert [x.stride() for x in views] == strides
+    if layout != "contiguous":
+        assert torch.equal(k_cache, kept[0]) and torch.equal(v_cache, kept[1]), "the base of another copy changed"
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["one after the other", "interleaved"])
+def test_one_tensor_holds_both_caches(dim):
+    cache = values(2, 12, 2, 5) if dim == 0 else values(12, 2, 2, 5)
+    inputs = values(3, 2, 5), values(3, 2, 5), kit.tensor([7, 0, 11])
+    expected = reference(*cache.cpu().unbind(dim), *(x.cpu() for x in inputs))
+    kv_cache_update_(*cache.unbind(dim), *inputs)
+    assert torch.equal(cache.cpu(), torch.stack(expected, dim))
+
+
+def test_values_from_the_cache_itself():
+    """Moving slots within a cache: everything is read before anything is written."""
+    k_cache, v_cache = values(6, 2, 3), values(6, 2, 3)
+    inputs = k_cache[:5], v_cache[:5], kit.tensor([1, 2, 3, 4, 5])
+    expected = reference(k_cache.cpu(), v_cache.cpu(), *(x.cpu() for x in inputs))
+    assert_close([x.cpu() for x in updated(k_cache, v_cache, *inputs)], list(expected))
+    whole = torch.arange(4, device=DEVICE)  # slots that lie in the cache
+    kv_cache_update_(whole, values(4), kit.tensor([9, 9, 9, 9]), values(4), whole)
+    assert whole.tolist() == [9, 9, 9, 9]
+
+
+def test_does_not_depend_on_threads():
+    inputs = inputs_of(3000, 2000, (4, 32))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = kv_cache_update(*inputs)
+        torch.set_num_threads(3)
+        assert all(torch.equal(a, b) for a, b in zip(kv_cache_update(*inputs), expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- refused: and nothing written ----
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+@pytest.mark.parametrize(
+    ("slots", "sentence"),
+    [
+        ([0, 8], "expected slots below 8, the number of slots in k_cache, but got slot 8 at position 1; give -1"),
+        ([2**31 + 1, 0], "but got slot 2147483649 at position 0"),
+        ([2**63 - 1], "but got slot 9223372036854775807"),
+        ([3, 1, -1, 1], "expected slots without repetition, but got slot 1 at positions 1 and 3; give -1 to skip"),
+        ([5, 5, 2, 2, 2], "but got slot 2 at positions 2 and 3"),
+    ],
+    ids=str,
+)
+def test_refused_slots_write_nothing(slots, sentence, where):
+    inputs = inputs_of(slots=slots, device=where)
+    before = [x.clone() for x in inputs]
+    for name in ("kv_cache_update_", "kv_cache_update"):
+        with pytest.raises(IndexError) as caught:
+            getattr(torch.ops.openreg, name)(*inputs)
+        assert str(caught.value).startswith(f"{name}: ") and sentence in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def test_rejects():
+    k_cache, v_cache, k, v, slots = inputs_of()
+    for op in (OP, INPLACE):
+        name = op.name().removeprefix("openreg::") + ": "
+        for inputs, match in [
+            ((k_cache, v_cache, k[1:], v, slots), "expected k of shape [5, 2, 3], a row of k_cache for each slot"),
+            ((k_cache, v_cache, k, v.mT, slots), "expected v of shape [5, 2, 3], a row of v_cache for each slot"),
+            ((k_cache, v_cache, k[:, 0], v, slots), "but got [5, 3]"),
+            ((k_cache, v_cache, k.double(), v, slots), "expected k of float32, the dtype of k_cache, but got float64"),
+            ((k_cache, v_cache.half(), k, v, slots), "expected v of float16, the dtype of v_cache, but got float32"),
+            ((k_cache, v_cache[1:], k, v, slots), "expected v_cache of as many slots as k_cache, 8, but got [7, 2, 3]"),
+            ((k_cache, v_cache[0, 0, 0], k, v, slots), "expected v_cache of as many slots as k_cache, 8, but got []"),
+            ((k_cache[0, 0, 0], v_cache, k, v, slots), "expected k_cache of shape [num_slots, ...], but got a scalar"),
+            ((k_cache, v_cache, k, v, slots.float()), "expected slots of int32 or int64, but got float32"),
+            ((k_cache, v_cache, k, v, slots.view(1, -1)), "expected slots of one dimension, but got [1, 5]; flatten"),
+            ((k_cache, v_cache.cpu(), k, v, slots), "k_cache is on openreg:0 but v_cache is on cpu"),
+            ((k_cache, v_cache, k.cpu(), v, slots), "k_cache is on openreg:0 but k is on cpu; move one with .to()"),
+            ((k_cache, v_cache, k, v.to("openreg:1"), slots), "k_cache is on openreg:0 but v is on openreg:1"),
+            ((k_cache, v_cache, k, v, slots.cpu()), "k_cache is on openreg:0 but slots is on cpu"),
+        ]:
+            kit.check_error(op, *inputs, match=name + match if match.startswith(("exp", "k_")) else match)
+
+
+def test_rejects_caches_that_share_memory():
+    k_cache, v_cache, k, v, slots = inputs_of()
+    for inputs, match in [
+        ((k_cache[:1].expand(8, 2, 3), v_cache), "k_cache is expanded, so that slots share memory; make it contiguous"),
+        ((k_cache, v_cache[:, :1].expand(8, 2, 3)), "v_cache is expanded"),
+        ((k_cache, k_cache), "kv_cache_update_: k_cache and v_cache share memory; clone one of them"),
+        ((k_cache[:6], k_cache[2:]), "k_cache and v_cache share memory"),
+    ]:
+        with pytest.raises(RuntimeError, match=match):
+            kv_cache_update_(*inputs, k, v, kit.tensor([-1] * 5))
+    out = kv_cache_update(k_cache[:1].expand(8, 2, 3), k_cache, k, v, slots)
+    assert_close(
+        [x.cpu() for x in out],
+        list(reference(k_cache.cpu()[:1].expand(8, 2, 3), k_cache.cpu(), *(x.cpu() for x in (k, v, slots)))),
+    )
+
+
+# ---- autograd ----
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu", "meta"])
+def test_gradients_are_refused(where):
+    inputs = [x.to(where) for x in inputs_of()]
+    for i, name in enumerate(["k_cache", "v_cache", "k", "v"]):
+        wanted = [x.clone().requires_grad_(i == j) for j, x in enumerate(inputs)]
+        sentence = f"kv_cache_update_: expected no gradient, but {name} requires one and there is no derivative; call"
+        before = [x.detach().clone() for x in inputs]
+        with pytest.raises(RuntimeError, match=sentence):
+            kv_cache_update_(*wanted)
+        with pytest.raises(RuntimeError, match=sentence), torch._subclasses.FakeTensorMode() as mode:
+            kv_cache_update_(*(mode.from_tensor(x) for x in wanted))
+        if where != "meta":
+            assert all(torch.equal(a, b) for a, b in zip(before, wanted, strict=True))
+            with torch.no_grad():
+                kv_cache_update_(*wanted)
+            assert_close(wanted[0].detach(), reference(*inputs)[0])
+            with pytest.raises(RuntimeError, match="derivative for openreg::kv_cache_update is not implemented"):
+                sum(x.sum() for x in kv_cache_update(*wanted)).backward()
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_tangents_are_refused(where):
+    inputs = [x.to(where) for x in inputs_of()]
+    with pytest.raises(RuntimeError, match="kv_cache_update_: expected no tangent, but k carries one"):
+        torch.func.jvp(lambda k: kv_cache_update_(*inputs[:2], k, *inputs[3:]), (inputs[2],), (inputs[2],))
+    with pytest.raises(RuntimeError, match="kv_cache_update_: expected no gradient, but k requires one"):
+        torch.func.grad(lambda k: kv_cache_update_(*inputs[:2], k, *inputs[3:]))(inputs[2])
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_counts_as_a_change(where):
+    """A backward that saved the cache notices; so do inference tensors that may not be changed outside."""
+    k_cache, v_cache, k, v, slots = (x.to(where) for x in inputs_of())
+    leaf = torch.ones_like(k_cache, requires_grad=True)
+    y = (leaf * k_cache).sum()
+    versions = [x._version for x in (k_cache, v_cache, k, v, slots)]
+    kv_cache_update_(k_cache, v_cache, k, v, slots)
+    assert [x._version - n for x, n in zip((k_cache, v_cache, k, v, slots), versions, strict=True)] == [1, 1, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        kv_cache_update_(k_cache.clone(), v_cache, k, v, slots)
+
+
+# ---- transforms, compilation, devices ----
+
+
+def test_transforms():
+    *rest, slots = inputs_of(5, 3, slots=[2, -1, 0])
+    kit.check_transforms(OP, *rest, slots, grads=False)
+    for dims in ((0, 0, 0, 0, None), (0, 0, 0, 0, 0), (0, 0, None, None, 0), (1, 2, 0, 1, 0), (-1, 0, None, 2, 1)):
+        caches = [torch.stack([x, x + 100, x + 200], d) for x, d in zip(rest[:2], dims, strict=False)]
+        kv = [x if d is None else torch.stack([x, x + 1, x + 2], d) for x, d in zip(rest[2:], dims[2:], strict=False)]
+        all_slots = slots if dims[4] is None else torch.stack([slots, slots.flip(0), slots + 1], dims[4])
+        inputs = [*caches, *kv, all_slots]
+        expected = [torch.stack([c.select(d, i) for i in range(3)]) for c, d in zip(caches, dims, strict=False)]
+        for i in range(3):
+            sample = [x if d is None else x.select(d, i) for x, d in zip(inputs[2:], dims[2:], strict=True)]
+            expected[0][i], expected[1][i] = kv_cache_update(expected[0][i], expected[1][i], *sample)
+        with kit.no_vmap_fallback():
+            torch.vmap(updated, in_dims=dims)(*inputs)
+        for cache, d, plain in zip(caches, dims, expected, strict=False):
+            assert torch.equal(cache.movedim(d, 0), plain)
+
+
+def test_vmap_refuses():
+    k_cache, v_cache, k, v, slots = inputs_of(slots=[1, 2])
+    with pytest.raises(RuntimeError, match="kv_cache_update_: expected vmap to map over v_cache, which it writes to"):
+        torch.vmap(kv_cache_update_, in_dims=(0, None, 0, None, None))(
+            torch.stack([k_cache, k_cache]), v_cache, torch.stack([k, k]), v, slots
+        )
+    # A slot past the end of its sample never lands in the next one.
+    caches = torch.stack([k_cache, k_cache]), torch.stack([v_cache, v_cache])
+    with pytest.raises(IndexError, match="kv_cache_update_: expected slots below 16"):
+        torch.vmap(kv_cache_update_, in_dims=(0, 0, None, None, 0))(*caches, k, v, kit.tensor([[1, 8], [2, 3]]))
+
+
+def test_opcheck():
+    inputs = inputs_of()
+    for op in (OP, INPLACE):
+        kit.check_operator_without_gradient(op, *inputs)
+    wanted = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    with pytest.raises(Exception, match="derivative for openreg::kv_cache_update is not implemented"):
+        torch.library.opcheck(OP, wanted, test_utils="test_aot_dispatch_dynamic")
+    with pytest.raises(Exception, match="expected no gradient, but k_cache requires one"):
+        torch.library.opcheck(INPLACE, wanted, test_utils="test_aot_dispatch_dynamic")
+
+
+def test_metadata():
+    kit.check_same_metadata(OP, *inputs_of())
+    kit.check_same_metadata(OP, *inputs_of(row=(), v_row=(4,)))
+    k_cache, *rest = inputs_of()
+    kit.check_same_metadata(OP, k_cache.permute(0, 2, 1).contiguous().permute(0, 2, 1), *rest)
+
+
+def test_compiled():
+    kit.check_compiled(kv_cache_update, *inputs_of(), grads=False)
+    for dynamic in (False, True):
+        for base in (values(8, 2, 3), values(8, 3, 2).mT):
+            k_cache, v_cache, k, v, slots = inputs_of()
+            k_cache = base
+
+            def step(k_cache, v_cache, k, v, slots):
+                kv_cache_update_(k_cache, v_cache, 2 * k, v, slots)
+                kv_cache_update_(v_cache, k_cache, k, v + 1, slots)
+                return k_cache + v_cache
+
+            eager = [x.clone() for x in (k_cache, v_cache)]
+            expected = step(*eager, k, v, slots)
+            torch._dynamo.reset()
+            actual = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)(
+                k_cache, v_cache, k, v, slots
+            )
+            assert torch.equal(actual, expected)
+            assert torch.equal(k_cache, eager[0]) and torch.equal(v_cache, eager[1])
+
+
+def test_graph_is_functional():
+    """AOTAutograd sees auto_functionalized, not a mutation."""
+    graphs = EagerAndRecordGraphs()
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=graphs)
+    torch._dynamo.reset()
+    torch.compile(kv_cache_update_, backend=backend, fullgraph=True)(*inputs_of())
+    targets = [str(node.target) for node in graphs.graphs[0].graph.nodes if node.op == "call_function"]
+    assert any("auto_functionalized" in target for target in targets) and INPLACE.name() not in targets
+
+
+def test_exported():
+    inputs = inputs_of()
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return kv_cache_update(*args)
+
+    tokens = torch.export.Dim("tokens", min=2)
+    shapes = (({}, {}, {0: tokens}, {0: tokens}, {0: tokens}),)
+    program = torch.export.export(Module(), inputs, dynamic_shapes=shapes)
+    assert any(node.target is OP for node in program.graph.nodes)
+    other = (*inputs[:2], *inputs_of(tokens=7)[2:])
+    assert_close(program.module()(*other), kv_cache_update(*other))
+    torch.export.export(_InPlace(), inputs).run_decompositions().module()(*inputs)
+    assert_close(inputs[0], kv_cache_update(*inputs)[0])
+
+
+class _InPlace(torch.nn.Module):
+    def forward(self, *args):
+        kv_cache_update_(*args)
+        return args[0] + 1
+
+
+def test_side_stream(device):
+    inputs = inputs_of(device=device)
+    expected = reference(*(x.cpu() for x in inputs))
+    side = torch.Stream(device=device)
+    side.wait_stream(torch.accelerator.current_stream(torch.device(device)))
+    with side:
+        kv_cache_update_(*inputs)
+    side.synchronize()
+    assert_close([x.cpu() for x in inputs[:2]], list(expected))
+
+
+def test_other_devices():
+    inputs = [x.cpu() for x in inputs_of()]
+    expected = reference(*inputs)
+    assert_close(kv_cache_update(*inputs), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(updated, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_close(compiled(inputs[0].clone(), inputs[1].clone(), *inputs[2:]), expected)
+    with torch.inference_mode():
+        assert_close(kv_cache_update(*inputs), expected)
+    permuted = [x.permute(0, 2, 1).contiguous().permute(0, 2, 1) for x in inputs[:2]]
+    assert_close(updated(*permuted, *inputs[2:]), expected)
+    meta = kv_cache_update(*(x.to("meta") for x in inputs))
+    assert all(x.is_meta and x.shape == y.shape for x, y in zip(meta, expected, strict=True))
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_casts_to_the_caches(device_type):
+    k_cache, v_cache, k, v, slots = inputs_of(device=device_type)
+    k_cache, v_cache = k_cache.bfloat16(), v_cache.double()
+    expected = reference(*(x.cpu() for x in (k_cache, v_cache, k.bfloat16(), v.double(), slots)))
+    with kit.autocast(torch.float16, device_type):
+        assert_close([x.cpu() for x in kv_cache_update(k_cache, v_cache, k.half().float(), v, slots)][1], expected[1])
+        kv_cache_update_(k_cache, v_cache, k, v, slots)
+    assert_close([x.cpu() for x in (k_cache, v_cache)], list(expected))

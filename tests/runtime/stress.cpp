@@ -1,0 +1,227 @@
+// The runtime alone, without torch: every byte of memory that streams share is checked, from many
+// threads, in every launch mode. `stress [seconds]`; tests/test_runtime.py runs it under sanitizers.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "../../csrc/runtime/device.h"
+#include "../../csrc/runtime/memory.h"
+#include "../../csrc/runtime/stream.h"
+
+using namespace openreg;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+std::atomic<std::uint64_t> wrong{0}, checked{0};
+
+#define EXPECT(condition)                                                           \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition); \
+      ++wrong;                                                                      \
+    }                                                                               \
+  } while (false)
+
+void check_bytes(const unsigned char* data, std::size_t bytes, unsigned char value) {
+  for (std::size_t i = 0; i < bytes; ++i)
+    if (data[i] != value) {
+      ++wrong;
+      return;
+    }
+  checked += bytes;
+}
+
+struct Block {
+  unsigned char* data;
+  std::size_t bytes;
+  unsigned char value;
+  Stream stream;
+};
+
+// Allocates, fills on a stream, checks there or on another stream behind an event, and frees while all
+// of it may still be queued.
+void work(unsigned seed, Clock::time_point until) {
+  std::mt19937 random(seed);
+  const int devices = device_count();
+  std::vector<Stream> streams;
+  for (int i = 0; i < 4; ++i) streams.push_back(new_stream(i % devices, i % 2 ? -1 : 0));
+  std::vector<Block> blocks;
+  while (Clock::now() < until) {
+    const Stream stream = streams[random() % streams.size()];
+    const std::size_t bytes = random() % 4 ? random() % 5000 + 1 : random() % 300000 + 1;
+    const auto value = static_cast<unsigned char>(random());
+    auto* data = static_cast<unsigned char*>(allocate(stream, bytes));
+    EXPECT(reinterpret_cast<std::uintptr_t>(data) % 64 == 0 && device_of(data) == stream.device);
+    launch(stream, [=] { std::memset(data, value, bytes); });
+    blocks.push_back({data, bytes, value, stream});
+    if (blocks.size() < 16) continue;
+    std::swap(blocks[random() % blocks.size()], blocks.back());
+    const Block block = blocks.back();
+    blocks.pop_back();
+    const auto check = [=] { check_bytes(block.data, block.bytes, block.value); };
+    if (random() % 3 == 0) { // on another stream of the device
+      const Stream other = new_stream(block.stream.device, 0);
+      Event event(block.stream.device, false);
+      event.record(block.stream);
+      event.block(other);
+      launch(other, check);
+      record_stream(block.data, other);
+    } else if (random() % 7 == 0) {
+      run(block.stream, check);
+    } else {
+      launch(block.stream, check);
+    }
+    deallocate(block.data);
+    if (random() % 500 == 0) empty_cache(block.stream.device);
+    if (random() % 100 == 0) sleep_on(stream, 100000);
+  }
+  for (const Block& block : blocks) {
+    run(block.stream, [&] { check_bytes(block.data, block.bytes, block.value); });
+    deallocate(block.data);
+  }
+}
+
+void stress(double seconds) {
+  for (const LaunchMode mode : {LaunchMode::kInline, LaunchMode::kAsync, LaunchMode::kSync}) {
+    set_launch_mode(mode);
+    const auto until =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds / 3));
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < 4; ++i) threads.emplace_back(work, 10 * static_cast<unsigned>(mode) + i, until);
+    for (auto& thread : threads) thread.join();
+    for (int device = 0; device < device_count(); ++device) {
+      synchronize_device(device);
+      empty_cache(device);
+      EXPECT(memory_stats(device).allocated == 0);
+    }
+  }
+  set_launch_mode(LaunchMode::kInline);
+}
+
+void order() {
+  for (const LaunchMode mode : {LaunchMode::kInline, LaunchMode::kAsync, LaunchMode::kSync}) {
+    set_launch_mode(mode);
+    const Stream a = new_stream(0, 0), b = new_stream(0, 0);
+    std::vector<int> seen;
+    sleep_on(a, 3'000'000);
+    EXPECT(stream_idle(a) == (mode == LaunchMode::kSync));
+    launch(a, [&] { seen.push_back(1); });
+    Event event(0, true);
+    event.record(a);
+    event.block(b);
+    launch(b, [&] { seen.push_back(2); });
+    EXPECT(stream_idle(b) == (mode == LaunchMode::kSync));
+    EXPECT(run(b, [&] { return seen.size(); }) == 2);
+    EXPECT((seen == std::vector<int>{1, 2}) && event.query());
+  }
+  set_launch_mode(LaunchMode::kInline);
+}
+
+void errors() {
+  const Stream stream = new_stream(0, 0);
+  set_launch_mode(LaunchMode::kAsync);
+  launch(stream, [] { throw std::runtime_error("the first"); });
+  launch(stream, [] { throw std::runtime_error("the second"); });
+  std::string message;
+  try {
+    synchronize_stream(stream);
+  } catch (const AsyncError& error) {
+    message = error.what();
+  }
+  EXPECT(message.starts_with("the first") && message.find("stress.cpp:") != std::string::npos);
+  synchronize_stream(stream); // told once
+  set_launch_mode(LaunchMode::kSync);
+  bool at_once = false;
+  try {
+    launch(stream, [] { throw std::logic_error("here"); });
+  } catch (const std::logic_error&) {
+    at_once = true;
+  }
+  EXPECT(at_once);
+  set_launch_mode(LaunchMode::kInline);
+}
+
+void reuse() { // Note [Stream order]
+  const Stream a = new_stream(0, 0), b = new_stream(0, 0);
+  constexpr std::size_t kBytes = 1 << 20;
+  void* first = allocate(a, kBytes);
+  sleep_on(a, 20'000'000);
+  deallocate(first);
+  void* other = allocate(b, kBytes);
+  EXPECT(other != first); // b must not have what a's work may still use
+  void* same = allocate(a, kBytes);
+  EXPECT(same == first); // a itself may
+  deallocate(same);
+  synchronize_stream(a);
+  deallocate(other);
+  void* recorded = allocate(a, kBytes);
+  sleep_on(b, 20'000'000);
+  record_stream(recorded, b);
+  deallocate(recorded);
+  const auto pending = [] {
+    int count = 0;
+    for (const auto& segment : memory_snapshot(0))
+      for (const auto& block : segment.blocks) count += block.state == MemoryBlock::kPending;
+    return count;
+  };
+  EXPECT(pending() == 1);
+  void* meanwhile = allocate(a, kBytes);
+  EXPECT(meanwhile != recorded && pending() == 1);
+  deallocate(meanwhile);
+  synchronize_stream(b);
+  deallocate(allocate(a, kBytes));
+  EXPECT(pending() == 0);
+}
+
+void bounded() {
+  for (int i = 0; i < 10000; ++i) {
+    const Stream stream = new_stream(0, i % 2 ? -1 : 0);
+    EXPECT(is_stream(stream));
+    Event event(0, true);
+    event.record(stream);
+    if (i % 100 == 0) sleep_on(stream, 1000);
+  }
+  synchronize_device(0);
+  stop_workers();
+}
+
+void bench() {
+  const Stream stream = new_stream(0, 0);
+  std::vector<double> queueing, memory;
+  set_launch_mode(LaunchMode::kAsync);
+  for (int round = 0; round < 51; ++round) {
+    const auto begin = Clock::now();
+    for (int i = 0; i < 1000; ++i) launch(stream, [] {});
+    queueing.push_back(std::chrono::duration<double, std::nano>(Clock::now() - begin).count() / 1000);
+    synchronize_stream(stream);
+  }
+  set_launch_mode(LaunchMode::kInline);
+  for (int round = 0; round < 51; ++round) {
+    const auto begin = Clock::now();
+    for (int i = 0; i < 1000; ++i) deallocate(allocate(stream, 256));
+    memory.push_back(std::chrono::duration<double, std::nano>(Clock::now() - begin).count() / 1000);
+  }
+  std::sort(queueing.begin(), queueing.end());
+  std::sort(memory.begin(), memory.end());
+  std::printf("queueing a kernel %.0f ns, allocating and freeing %.0f ns (medians)\n", queueing[25], memory[25]);
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 1 && !std::strcmp(argv[1], "bench")) {
+    bench();
+    return 0;
+  }
+  order();
+  errors();
+  reuse();
+  bounded();
+  stress(argc > 1 ? std::atof(argv[1]) : 3);
+  std::printf("%llu bytes checked, %llu wrong\n", static_cast<unsigned long long>(checked),
+      static_cast<unsigned long long>(wrong));
+  return wrong != 0 || checked == 0;
+}

@@ -1,0 +1,149 @@
+"""Injected faults surface as a real accelerator's: the type of the exception, and when it comes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from openreg_ops.faults import inject
+
+DEVICE = "openreg"
+
+
+def test_the_nth_allocation_fails_and_nothing_is_lost():
+    x = torch.ones(1000, device=DEVICE)
+    before = torch.openreg.memory_allocated()
+    with inject("allocation", after=1) as fault:
+        y = torch.empty(1000, device=DEVICE)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 3.91 KiB.* is allocated and .* reserved"):
+            torch.empty(1000, device=DEVICE)
+        z = x + 1  # once only
+    assert fault.struck == 1 and z.sum().item() == 2000
+    del y, z
+    assert torch.openreg.memory_allocated() == before
+
+
+def test_memory_shrinks():
+    with inject("memory", DEVICE, fraction=0.0):
+        with pytest.raises(torch.openreg.OutOfMemoryError, match="total capacity of 0 bytes"):
+            torch.empty(10, device=DEVICE)
+    assert torch.empty(10, device=DEVICE).shape == (10,)
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_a_failing_kernel_surfaces_at_synchronisation(mode):
+    x = torch.ones(1000, device=DEVICE)
+    with torch.openreg.launch_mode(mode), inject("kernel") as fault:
+        torch.ops.openreg.custom_abs(x)
+        torch.ops.openreg.custom_abs(x)
+        with pytest.raises(
+            torch.AcceleratorError, match="injected fault made a kernel fail on openreg:0(.|\n)*custom_abs"
+        ):
+            torch.openreg.synchronize()
+        torch.openreg.synchronize()
+    assert fault.struck == 1
+
+
+def test_a_failing_kernel_surfaces_at_item():
+    x = torch.ones(1000, device=DEVICE)
+    with inject("kernel"):
+        y = x + 1
+        with pytest.raises(torch.AcceleratorError, match="injected fault"):
+            y.sum().item()
+
+
+def test_in_sync_mode_a_kernel_fails_at_its_line():
+    x = torch.ones(1000, device=DEVICE)
+    with torch.openreg.launch_mode("sync"), inject("kernel"), pytest.raises(torch.AcceleratorError, match="injected"):
+        torch.ops.openreg.custom_abs(x)
+
+
+@pytest.mark.parametrize("where", ["to", "from", "on", "non_blocking"])
+def test_a_copy_is_corrupted(where):
+    x = torch.ones(1000)
+    y = x.to(DEVICE)
+    pinned = x.pin_memory()
+    with inject("copy") as fault:
+        if where == "to":
+            got = x.to(DEVICE)
+        elif where == "from":
+            got = y.cpu()
+        elif where == "on":
+            got = torch.empty_like(y).copy_(y)
+        else:
+            got = pinned.to(DEVICE, non_blocking=True)
+    assert fault.struck == 1
+    assert (got.cpu() != x).nonzero().tolist() == [[0]]
+
+
+def test_a_lost_device_stays_lost_until_it_is_reset():
+    x, other = torch.ones(10, device="openreg:0"), torch.ones(10, device="openreg:1")
+    try:
+        with inject("lost", "openreg:0", after=1):
+            x + 1
+            for touch in (lambda: x + 1, lambda: x.cpu(), lambda: torch.empty(3, device="openreg:0"),
+                          lambda: torch.openreg.synchronize(0)):  # fmt: skip
+                with pytest.raises(torch.AcceleratorError, match=r"openreg:0 is lost.*reset_device\(0\)"):
+                    touch()
+            assert (other + 1).sum().item() == 20
+        with pytest.raises(torch.AcceleratorError, match="is lost"):
+            x + 1
+    finally:
+        torch.openreg.reset_device(0)
+    assert (x + 1).sum().item() == 20
+
+
+@pytest.mark.parametrize("kind", ["kernel_latency", "copy_latency"])
+def test_latency(kind):
+    x = torch.ones(10, device=DEVICE)
+    stream = torch.openreg.Stream()
+    start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
+    with inject(kind, seconds=0.02), stream:
+        start.record()
+        torch.ops.openreg.custom_abs(x) if kind == "kernel_latency" else torch.empty_like(x).copy_(x)
+        end.record()
+    end.synchronize()
+    assert 19 <= start.elapsed_time(end) < 1000
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (dict(kind="fire"), "expected a kind among allocation"),
+        (dict(kind="kernel", seconds=1), "goes with the latencies"),
+        (dict(kind="kernel_latency"), "goes with the latencies"),
+        (dict(kind="memory"), "goes with memory"),
+        (dict(kind="memory", fraction=2.0), "from 0 to 1"),
+        (dict(kind="copy", after=-1), "must not be negative"),
+        (dict(kind="memory", fraction=0.5, after=1), "do not go with memory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rejects(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        inject(**arguments)
+
+
+@pytest.mark.parametrize(
+    "faults, expected",
+    [("allocation:after=1", "OutOfMemoryError"), ("kernel:after=1;copy_latency:seconds=0.001", "AcceleratorError"),
+     ("kernel:often=1", "OPENREG_FAULTS: 'kernel:often=1' is no fault"), ("", "")],
+)  # fmt: skip
+def test_environment(faults, expected):
+    code = (
+        "import torch, openreg_ops\n"
+        "x = torch.ones(10, device='openreg'); y = torch.ones(10, device='openreg'); torch.openreg.synchronize()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={**os.environ, "OPENREG_FAULTS": faults}, capture_output=True, text=True
+    )
+    assert expected in done.stderr and (done.returncode != 0) == bool(expected)
+
+
+def test_fixture(openreg_faults):
+    fault = openreg_faults("allocation")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(10, device=DEVICE)
+    assert fault.stop() == 1

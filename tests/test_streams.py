@@ -1,0 +1,264 @@
+"""Streams, events and launch modes: work runs in its stream's order wherever it runs."""
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+
+from openreg_ops import _C
+
+MS = 1_000_000  # cycles: a cycle is a nanosecond
+MODES = ["inline", "async", "sync"]
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    with torch.openreg.launch_mode(request.param):
+        yield request.param
+        torch.openreg.synchronize()
+
+
+def test_sleep_keeps_a_stream_busy(mode):
+    stream = torch.openreg.Stream()
+    with stream:
+        torch.openreg._sleep(30 * MS)
+    assert stream.query() == (mode == "sync")
+    assert torch.openreg.default_stream().query()
+    stream.synchronize()
+    assert stream.query()
+
+
+def test_work_queues_behind_a_sleep(mode):
+    x = torch.zeros(4, device="openreg")
+    stream = torch.openreg.Stream()
+    with stream:
+        torch.openreg._sleep(20 * MS)
+        y = torch.ops.openreg.custom_abs(x - 1)
+        assert y.tolist() == [1, 1, 1, 1]
+    assert stream.query()
+
+
+def test_event_orders_two_streams(mode):
+    a, b = torch.openreg.Stream(), torch.openreg.Stream()
+    x = torch.zeros(1000, device="openreg")
+    with a:
+        torch.openreg._sleep(20 * MS)
+        x.add_(1)
+        event = a.record_event()
+    with b:
+        b.wait_event(event)
+        y = x * 2
+        assert y.sum().item() == 2000
+    assert event.query()
+
+
+def test_wait_stream_and_record_event(mode):
+    a, b = torch.openreg.Stream(), torch.openreg.Stream()
+    x = torch.zeros(300_000, pin_memory=True)
+    with a:
+        torch.openreg._sleep(10 * MS)
+        y = x.to("openreg", non_blocking=True)
+        x_again = y.cpu()
+    b.wait_stream(a)
+    with b:
+        z = y + 1
+    b.synchronize()
+    assert x_again.sum() == 0 and z.sum().item() == 300_000
+
+
+def test_elapsed_time_is_real(mode):
+    start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.openreg._sleep(20 * MS)
+    end.record()
+    end.synchronize()
+    assert 19 <= start.elapsed_time(end) < 500
+
+
+def test_elapsed_time_of_unreached_events():
+    start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
+    stream = torch.openreg.Stream()
+    with stream:
+        start.record()
+        torch.openreg._sleep(50 * MS)
+        end.record()
+    with pytest.raises(RuntimeError, match="[Bb]oth events must be completed"):
+        start.elapsed_time(end)
+    stream.synchronize()
+    assert start.elapsed_time(end) >= 49
+
+
+def test_non_blocking_copy_runs_behind_the_host():
+    """In inline mode too: the host goes on, and what it reads too early is not there yet."""
+    x = torch.ones(1 << 20, device="openreg")
+    stream = torch.openreg.Stream()
+    host = torch.zeros(1 << 20, pin_memory=True)
+    with stream:
+        torch.openreg._sleep(50 * MS)
+        host.copy_(x, non_blocking=True)
+        assert not stream.query() and host[0] == 0
+    stream.synchronize()
+    assert host.sum() == 1 << 20
+
+
+def test_blocking_and_pageable_copies_wait():
+    x = torch.ones(1 << 20, device="openreg")
+    with torch.openreg.Stream():
+        torch.openreg._sleep(10 * MS)
+        assert x.to("cpu", non_blocking=True).sum() == 1 << 20  # pageable
+        torch.openreg._sleep(10 * MS)
+        assert x.cpu().sum() == 1 << 20
+
+
+def test_pinned_memory_is_reused_only_when_its_copies_are_done():
+    with torch.openreg.Stream() as stream:
+        torch.openreg._sleep(30 * MS)
+        host = torch.ones(1 << 19, pin_memory=True)
+        address = host.data_ptr()
+        x = host.to("openreg", non_blocking=True)
+        del host
+        other = torch.full((1 << 19,), 7.0).pin_memory()
+        assert other.data_ptr() != address
+    stream.synchronize()
+    assert x.sum().item() == 1 << 19
+    again = torch.empty(1 << 19, pin_memory=True)
+    assert again.data_ptr() == address
+
+
+def test_copy_between_devices_is_ordered_on_both(mode):
+    x = torch.zeros(1 << 19, device="openreg:0")
+    with torch.openreg.Stream(device="openreg:0") as source, torch.openreg.Stream(device="openreg:1") as target:
+        torch.accelerator.set_device_index(0)
+        torch.openreg._sleep(20 * MS)
+        torch.ops.openreg.custom_abs(x)
+        x.add_(1)
+        y = x.to("openreg:1", non_blocking=True)
+        x.zero_()
+        y.add_(1)
+        assert y.sum().item() == 2 << 19 and x.sum().item() == 0
+        assert source.device.index == 0 and target.device.index == 1
+
+
+def test_async_errors_surface_at_synchronisation():
+    x = torch.ones(4, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        _C.launch_failure(0, "a kernel's own message")
+        y = torch.ops.openreg.custom_abs(x)  # the host runs ahead
+        with pytest.raises(RuntimeError, match="a kernel's own message(.|\n)*launched at .*module.cpp") as caught:
+            torch.openreg.synchronize()
+        assert "OPENREG_LAUNCH_MODE=sync" in str(caught.value)
+        torch.openreg.synchronize()  # told once
+        assert y.tolist() == [1, 1, 1, 1]
+
+
+def test_sync_mode_raises_at_the_line():
+    with torch.openreg.launch_mode("sync"), pytest.raises(RuntimeError, match="a kernel's own message"):
+        _C.launch_failure(0, "a kernel's own message")
+
+
+def test_current_stream_is_per_thread_and_device():
+    stream = torch.openreg.Stream(device="openreg:0")
+    seen = []
+    with stream:
+        assert torch.openreg.current_stream() == stream
+        assert torch.openreg.current_stream("openreg:1") == torch.openreg.default_stream("openreg:1")
+        thread = threading.Thread(target=lambda: seen.append(torch.openreg.current_stream()))
+        thread.start()
+        thread.join()
+    assert seen == [torch.openreg.default_stream()]
+
+
+def test_a_stream_can_be_used_by_another_thread(mode):
+    stream = torch.openreg.Stream()
+    x = torch.zeros(1000, device="openreg")
+
+    def work():
+        with stream:
+            torch.openreg._sleep(10 * MS)
+            x.add_(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.openreg.current_stream().wait_stream(stream)
+    assert x.sum().item() == 1000
+
+
+def test_external_streams():
+    stream = torch.openreg.Stream()
+    same = torch.openreg.ExternalStream(stream.native_handle)
+    assert same == stream and isinstance(same, torch.openreg.Stream)
+    with pytest.raises(ValueError, match="12345 is no stream of openreg:0"):
+        torch.openreg.ExternalStream(12345)
+
+
+def test_priorities():
+    assert _C.stream_priority(0, torch.openreg.Stream(priority=-1).stream_id) == -1
+    assert torch.openreg.Stream(priority=-1) != torch.openreg.Stream(priority=0)
+
+
+def test_launch_mode_of_the_environment_and_errors():
+    with pytest.raises(ValueError, match="expected 'inline', 'async' or 'sync', but got 'eager'"):
+        torch.openreg.set_launch_mode("eager")
+    assert torch.openreg.get_launch_mode() == "inline"
+
+
+def test_training_is_the_same_in_every_mode():
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.GELU(), torch.nn.Linear(40, 3)).to("openreg")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(10):
+            x = torch.randn(16, 20).pin_memory().to("openreg", non_blocking=True)
+            loss = (
+                torch.ops.openreg.rms_norm(model(x), torch.ones(3, device="openreg"))[0].square().mean()
+                + model(x).square().mean()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = train()
+    for mode in MODES:
+        with torch.openreg.launch_mode(mode):
+            assert train() == expected
+
+
+def test_freed_memory_is_reused_in_stream_order():
+    """What a sleeping stream's work uses is not given to another stream, though the tensor is gone."""
+    with torch.openreg.launch_mode("async"):
+        stream = torch.openreg.Stream()
+        with stream:
+            torch.openreg._sleep(30 * MS)
+            x = torch.full((1 << 18,), 3.0).pin_memory().to("openreg", non_blocking=True)
+            y = torch.ops.openreg.custom_abs(x)
+            address = x.data_ptr()
+            del x
+        other = torch.empty(1 << 18, device="openreg")
+        assert other.data_ptr() != address
+        other.zero_()
+        stream.synchronize()
+        assert y.sum().item() == 3 << 18
+
+
+def test_ten_thousand_streams_and_events_leave_no_threads():
+    before = threading.active_count()
+    for i in range(10_000):
+        stream = torch.openreg.Stream(priority=-(i % 2))
+        event = stream.record_event()
+        if i % 200 == 0:
+            with stream:
+                torch.openreg._sleep(1000)
+        del event
+    torch.openreg.synchronize()
+    gc.collect()
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    assert names.count("openreg_stream") <= 64 and threading.active_count() == before
