@@ -126,7 +126,7 @@ def batched(in_dims: Sequence[int | None], x: Tensor) -> Any:
 def batched_dequantize(
     in_dims: Sequence[int | None], q: Tensor, scale: Tensor, *, dtype: torch.dtype | None = None
 ) -> Any:
-    return torch.ops.openreg.dequantize_rowwise(*op.all_batch_first(in_dims, (q, scale)), dtype=dtype), 0
+    return torch.ops.openreg.dequantize_rowwise(*op.all_batch_first(in_dims[:2], (q, scale)), dtype=dtype), 0
 
 
 @op.samples("quantize_rowwise")

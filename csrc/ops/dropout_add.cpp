@@ -17,8 +17,10 @@ namespace {
 // registers take.
 #ifdef __AVX512F__
 constexpr int64_t kWords = 8, kGroups = 4;
-#else
+#elif defined(__AVX2__)
 constexpr int64_t kWords = 4, kGroups = 2;
+#else
+constexpr int64_t kWords = 2, kGroups = 2;
 #endif
 typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
 typedef int64_t Signed __attribute__((vector_size(8 * kWords)));
