@@ -51,7 +51,7 @@ def dequantize_rowwise(q: Tensor, scale: Tensor, *, dtype: torch.dtype | None = 
         RuntimeError: q is not int8 or has no dimension; scale is not like q's rows; another dtype; at backward, on
             every device: "derivative for openreg::dequantize_rowwise is not implemented".
 
-    Not differentiable. Autocast leaves the dtype alone.
+    Not differentiable. Autocast takes the scale in float32.
     """
     return torch.ops.openreg.dequantize_rowwise.default(q, scale, dtype=dtype)
 

@@ -86,6 +86,15 @@ Tensor int8_linear(
   return y;
 }
 
+// Autocast leaves x, and with it the result, alone; scales and bias are used in float32.
+Tensor int8_linear_autocast(
+    const Tensor& x, const Tensor& weight_q, const Tensor& weight_scale, const std::optional<Tensor>& bias) {
+  static const auto op = find<decltype(int8_linear)>("openreg::int8_linear");
+  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  const auto wide = [](const Tensor& x) { return c10::isReducedFloatingType(x.scalar_type()) ? x.to(at::kFloat) : x; };
+  return op.call(x, weight_q, wide(weight_scale), bias ? std::optional(wide(*bias)) : bias);
+}
+
 } // namespace
 
 // ---- registration ----
@@ -96,6 +105,15 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("int8_linear", int8_linear);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
+  m.impl("int8_linear", int8_linear_autocast);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
+  m.impl("int8_linear", int8_linear_autocast);
+}
+TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
+  m.impl("int8_linear", int8_linear_autocast);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
   m.impl("int8_linear", torch::autograd::autogradNotImplementedFallback());

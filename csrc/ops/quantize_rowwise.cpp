@@ -122,6 +122,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.quantize_rowwise");
   m.def("quantize_rowwise(Tensor x) -> (Tensor q, Tensor scale)");
   m.def("dequantize_rowwise(Tensor q, Tensor scale, *, ScalarType? dtype=None) -> Tensor");
+  autocast(m, "dequantize_rowwise", Cast::kFloat32); // of the scale
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("quantize_rowwise", quantize_rowwise);

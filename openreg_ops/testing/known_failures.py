@@ -50,4 +50,13 @@ OPERATORS: dict[str, dict[str, str]] = {
     "openreg::fake_quantize": {"gradcheck": _STRAIGHT_THROUGH, "gradgradcheck": _LINEAR},
     "openreg::fake_quantize_backward": {"backward": _LINEAR},
     "openreg::scale_gradient": {"gradcheck": "the gradient is scaled, on purpose: that is what the operator is for"},
+    "openreg::adamw_step_": {
+        "autocast": "autocast cannot cast what an operator writes: parameters and state keep their dtypes",
+        "jit_trace": "torch.jit.trace drops a call that writes lists and returns nothing as dead code, that of "
+        "torch._fused_adamw_ too",
+    },
+    "openreg::grouped_linear_backward": {
+        "jit_trace": "torch.jit.trace does not support arguments of bool[3], which PyTorch's own backward operators "
+        "have for their output_mask",
+    },
 }
