@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -255,6 +258,60 @@ def reference_backward(
         g = torch.where(valid, grad_loss / count, 0).unsqueeze(-1)
         index = torch.where(valid, target, 0).long().unsqueeze(-1)
         classes = torch.arange(logits.shape[-1], device=logits.device)
-        smooth = (1 - label_smoothing) * (classes == index) + label_smoothing / logits.shape[-1]
+        smooth = (1 - label_smoothing) * (classes == index).to(p.dtype) + label_smoothing / logits.shape[-1]
         grad = grad + g * ((1 + 2 * z_loss * logsumexp).unsqueeze(-1) * p - smooth)
     return grad.to(logits.dtype).contiguous()
+
+
+# Batching: a reduction is of one sample's rows, so the kernels run without one and it is made here.
+
+
+@op.batched("cross_entropy")
+def batched(
+    in_dims: Sequence[int | None], logits: Tensor, target: Tensor, *, reduction: str = "mean", **options: Any
+) -> Any:
+    logits, target = op.all_batch_first(in_dims, (logits, target))
+    loss, logsumexp = torch.ops.openreg.cross_entropy(logits, target, reduction="none", **options)
+    if reduction != "none":
+        loss = loss.unsqueeze(-1).flatten(1).sum(-1)
+        if reduction == "mean":
+            loss = loss / count_of(target, **options)
+    return (loss, logsumexp), (0, 0)
+
+
+@op.batched("cross_entropy_backward")
+def batched_backward(
+    in_dims: Sequence[int | None], *inputs: Tensor | None, reduction: str = "mean", **options: Any
+) -> Any:
+    given = [(x, dim) for x, dim in zip(inputs, in_dims, strict=True) if x is not None]
+    moved = iter(op.all_batch_first([dim for _, dim in given], [x for x, _ in given]))
+    grad_loss, grad_logsumexp, logits, target, logsumexp = (x if x is None else next(moved) for x in inputs)
+    if grad_loss is not None and reduction != "none":
+        if reduction == "mean":
+            grad_loss = grad_loss / count_of(target, **options).clamp_min(1)
+        grad_loss = grad_loss.reshape(-1, *[1] * (target.dim() - 1)).expand(target.shape)
+    grad = torch.ops.openreg.cross_entropy_backward(
+        grad_loss, grad_logsumexp, logits, target, logsumexp, reduction="none", **options
+    )
+    return grad, 0
+
+
+def count_of(target: Tensor, ignore_index: int = -100, **_: Any) -> Tensor:
+    """How many targets of each sample count."""
+    return (target != ignore_index).unsqueeze(-1).flatten(1).sum(-1)
+
+
+# ---- samples ----
+
+
+@op.samples("cross_entropy")
+def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((4, 6), (5,), (2, 3, 7)):
+        yield torch.randn(shape, dtype=dtype, device=device), torch.randint(shape[-1], shape[:-1]).to(device)
+
+
+@op.samples("cross_entropy_backward")
+def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for logits, target in samples(device, dtype):
+        logsumexp = logits.to(op.acc_dtype(dtype)).logsumexp(-1)
+        yield torch.randn_like(logsumexp.sum()), torch.randn_like(logsumexp), logits, target, logsumexp

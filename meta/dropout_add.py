@@ -145,7 +145,8 @@ def batched(
         return torch.ops.openreg.dropout_add(x, residual, p, generator=generator), (0, 0)
     one = x.new_zeros(x.shape[1:])
     mask = torch.ops.openreg.dropout_add(one, one, p, generator=generator)[1].expand(x.shape)
-    return (residual + torch.ops.openreg.dropout_add_backward(x, mask, p), mask), (0, 0)
+    out = residual + x.to(op.acc_dtype(x.dtype)) * mask * _scale(p)  # rounded once, as the kernel does
+    return (out.to(x.dtype), mask), (0, 0)
 
 
 @op.batched("dropout_add_backward")

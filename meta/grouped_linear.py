@@ -243,6 +243,8 @@ def batched(
     x_dim, weight_dims, bias_dims, sizes_dim = in_dims
     layers = [*zip(weight_dims, weights, strict=True), *zip(bias_dims, bias, strict=True), (sizes_dim, group_sizes)]
     samples = _samples((x_dim, x), *layers)
+    if samples == 0:
+        return NotImplemented
     if all(dim is None for dim, _ in layers):  # the same layers for every sample: its rows go to theirs
         rows = x.movedim(x_dim, 1).flatten(0, 1)
         y = torch.ops.openreg.grouped_linear(rows, weights, bias, group_sizes * samples)
@@ -270,6 +272,8 @@ def batched_backward(
     samples = _samples(
         (grad_dim, grad_y), (x_dim, x), *zip(weight_dims, weights, strict=True), (sizes_dim, group_sizes)
     )
+    if samples == 0:
+        return NotImplemented
     rows = _rows(x_dim, x, samples)
     grad_x, grad_weights, grad_bias = torch.ops.openreg.grouped_linear_backward(
         _rows(grad_dim, grad_y, samples),

@@ -47,8 +47,8 @@ def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _
 def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]:
     """Make a function the batching rule of ``openreg::name``, what `torch.vmap` runs in its place, on every device.
 
-    It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, those given
-    by keyword last) and the operator's arguments, and returns the outputs and their out_dims, of one structure, an int
+    It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, mapped
+    ones given by keyword last) and the operator's arguments, and returns the outputs and their out_dims, of one structure, an int
     or None for each tensor; or None where the operator returns nothing; or NotImplemented, and the plain reference is
     mapped, whose own operators have their rules.
     A `torch.library.register_vmap` that need not import functorch before it is used.
@@ -66,7 +66,7 @@ def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]
             interpreter = retrieve_current_functorch_interpreter()
             level = interpreter.level()
             (plain, keywords), (dims, keyword_dims) = unwrap_batched((args, kwargs), level)
-            in_dims = (*dims, *keyword_dims.values())
+            in_dims = (*dims, *(dim for dim in keyword_dims.values() if dim is not None))
             if random:
                 torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
                 keywords["vmap"] = interpreter

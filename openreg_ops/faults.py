@@ -18,6 +18,7 @@ The pytest fixture ``openreg_faults`` is `inject` that lasts for the test.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -30,6 +31,19 @@ __all__ = ["inject", "reset_device"]
 
 _KINDS = ("allocation", "kernel", "copy", "lost", "kernel_latency", "copy_latency")
 _LATENCY = ("kernel_latency", "copy_latency")
+
+
+# The limits that live injections set, by device; the lowest holds.
+_shrinks: dict[int, list[int]] = {}
+_limit_before: dict[int, int] = {}
+
+
+def _shrink(index: int) -> None:
+    limits = _shrinks[index]
+    before = _limit_before.setdefault(index, _C.memory_limit(index))
+    _C.set_memory_limit(index, min([*limits, before]))
+    if not limits:
+        del _limit_before[index]
 
 
 class inject:  # noqa: N801 -- used as a function
@@ -62,6 +76,10 @@ class inject:  # noqa: N801 -- used as a function
             raise ValueError(f"inject: seconds, at least 0, goes with the latencies; {kind} got {seconds!r}")
         if (fraction is not None) != (kind == "memory") or not 0 <= (fraction or 0) <= 1:
             raise ValueError(f"inject: fraction, from 0 to 1, goes with memory; {kind} got {fraction!r}")
+        if not math.isfinite(seconds or 0):
+            raise ValueError(f"inject: expected finite seconds, but got {seconds}")
+        if not (isinstance(after, int) and isinstance(times, int | None) and max(after, times or 0) < 2**63):
+            raise ValueError(f"inject: expected after and times as integers, but got {after!r} and {times!r}")
         if after < 0 or (times or 0) < 0:
             raise ValueError(f"inject: after and times must not be negative, but are {after} and {times}")
         if kind == "memory" and (after or times):
@@ -71,8 +89,9 @@ class inject:  # noqa: N801 -- used as a function
         self._limits: dict[int, int] = {}
         if kind == "memory":
             for index in range(_C.device_count()) if device is None else [_index(device)]:
-                self._limits[index] = _C.memory_limit(index)
-                _C.set_memory_limit(index, int(fraction * _C.device_memory()))
+                self._limits[index] = int(fraction * _C.device_memory())
+                _shrinks.setdefault(index, []).append(self._limits[index])
+                _shrink(index)
             return
         times = (0 if kind in _LATENCY else 1) if times is None else times
         where = -1 if device is None else _index(device)
@@ -84,7 +103,8 @@ class inject:  # noqa: N801 -- used as a function
             self.struck = _C.disarm_fault(self._number)
             self._number = None
         for index, limit in self._limits.items():
-            _C.set_memory_limit(index, limit)
+            _shrinks[index].remove(limit)
+            _shrink(index)
         self._limits.clear()
         return self.struck
 

@@ -118,6 +118,8 @@ def test_latency(kind):
         (dict(kind="memory", fraction=2.0), "from 0 to 1"),
         (dict(kind="copy", after=-1), "must not be negative"),
         (dict(kind="memory", fraction=0.5, after=1), "do not go with memory"),
+        (dict(kind="kernel", after=1.5), "as integers"),
+        (dict(kind="kernel_latency", seconds=float("inf")), "finite seconds"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -147,3 +149,15 @@ def test_fixture(openreg_faults):
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(10, device=DEVICE)
     assert fault.stop() == 1
+
+
+def test_overlapping_shrinks_leave_no_limit_behind():
+    first, second = inject("memory", "openreg:1", fraction=0.5), inject("memory", "openreg:1", fraction=0.2)
+    assert torch.openreg.get_per_process_memory_fraction(1) == pytest.approx(0.2)
+    second.stop()
+    assert torch.openreg.get_per_process_memory_fraction(1) == pytest.approx(0.5)
+    third = inject("memory", "openreg:1", fraction=0.3)
+    first.stop()
+    assert torch.openreg.get_per_process_memory_fraction(1) == pytest.approx(0.3)
+    third.stop()
+    assert torch.openreg.get_per_process_memory_fraction(1) == 1.0

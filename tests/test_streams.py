@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import threading
 
 import pytest
@@ -262,3 +263,34 @@ def test_ten_thousand_streams_and_events_leave_no_threads():
         with open(f"/proc/self/task/{task}/comm") as file:
             names.append(file.read().strip())
     assert names.count("openreg_stream") <= 64 and threading.active_count() == before
+
+
+@pytest.mark.parametrize("stream_id, index", [(9999, 0), (65, 0), (-1, 0), (0, 63), (0, 100)])
+def test_streams_that_do_not_exist_are_refused(stream_id, index):
+    kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+    stream = torch.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+    for use in (stream.query, stream.synchronize, stream.record_event):
+        with pytest.raises(RuntimeError, match=f"there is no stream {stream_id} on"):
+            use()
+
+
+def test_an_event_recorded_again_while_another_thread_waits():
+    a, b = torch.openreg.Stream(), torch.openreg.Stream()
+    for _ in range(20):
+        event = torch.openreg.Event()
+        with a:
+            torch.openreg._sleep(MS)
+        event.record(a)
+        thread = threading.Thread(target=event.synchronize)
+        thread.start()
+        event.record(b)
+        thread.join()
+        assert event.query()
+
+
+def test_a_reused_pinned_buffer_keeps_one_use_a_stream():
+    host, x = torch.empty(16).pin_memory(), torch.empty(16, device="openreg")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(300_000):
+        x.copy_(host, non_blocking=True)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096, "KiB"

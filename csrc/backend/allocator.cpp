@@ -8,6 +8,7 @@
 
 #include "../runtime/device.h"
 #include "../runtime/memory.h"
+#include "streams.h"
 
 // Note [Lent memory]
 // A CPU kernel allocates its results with c10's CPU allocator. Ours stands in front of it and, on a
@@ -37,9 +38,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     for (int device = 0; device < device_count(); ++device) empty_cache(device);
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    TORCH_CHECK(stream.device_type() == c10::kPrivateUse1, "openreg: record_stream() of a stream on ", stream.device(),
-        "; pass an openreg stream");
-    record_stream(data.get(), {stream.device_index(), stream.id()});
+    record_stream(data.get(), checked_stream(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const MemoryStats now = memory_stats(checked_index(device));

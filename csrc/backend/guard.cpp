@@ -5,6 +5,7 @@
 #include "../runtime/fault.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
+#include "streams.h"
 
 namespace openreg {
 namespace {
@@ -16,10 +17,6 @@ using DeviceStream = c10::Stream;
 DeviceStream wrap(Stream s) {
   return DeviceStream(DeviceStream::UNSAFE, Device(c10::kPrivateUse1, static_cast<DeviceIndex>(s.device)), s.id);
 }
-Stream unwrap(const DeviceStream& s) {
-  return {s.device_index(), s.id()};
-}
-
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
@@ -48,9 +45,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceStream getNewStream(Device device, int priority) const override {
     return wrap(new_stream(checked_index(device), priority));
   }
-  DeviceStream exchangeStream(DeviceStream stream) const override { return wrap(exchange_stream(unwrap(stream))); }
-  bool queryStream(const DeviceStream& stream) const override { return stream_idle(unwrap(stream)); }
-  void synchronizeStream(const DeviceStream& stream) const override { synchronize_stream(unwrap(stream)); }
+  DeviceStream exchangeStream(DeviceStream stream) const override {
+    return wrap(exchange_stream(checked_stream(stream)));
+  }
+  bool queryStream(const DeviceStream& stream) const override { return stream_idle(checked_stream(stream)); }
+  void synchronizeStream(const DeviceStream& stream) const override { synchronize_stream(checked_stream(stream)); }
   void synchronizeDevice(DeviceIndex device) const override { synchronize_device(checked_index(device)); }
   // A stream has no native object; its identity is the handle, as in CUDA, where the default stream's is null.
   void* getStreamNativeHandle(const DeviceStream stream) const override {
@@ -63,10 +62,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         static_cast<int>(device), " cannot be recorded on a stream of device ", static_cast<int>(stream.device_index()),
         "; create the event on the stream's device");
     if (!*event) *event = new Event(stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT);
-    static_cast<Event*>(*event)->record(unwrap(stream));
+    static_cast<Event*>(*event)->record(checked_stream(stream));
   }
   void block(void* event, const DeviceStream& stream) const override {
-    if (event) static_cast<Event*>(event)->block(unwrap(stream));
+    if (event) static_cast<Event*>(event)->block(checked_stream(stream));
   }
   bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->query(); }
   void synchronizeEvent(void* event) const override {
@@ -92,4 +91,11 @@ const bool errors_are_torchs = [] {
 }();
 
 } // namespace
+Stream checked_stream(const c10::Stream& stream) {
+  const Stream ours{stream.device_index(), stream.id()};
+  TORCH_CHECK(stream.device_type() == c10::kPrivateUse1 && is_stream(ours), "openreg: there is no stream ", stream.id(),
+      " on ", stream.device(), "; make one with torch.openreg.Stream()");
+  return ours;
+}
+
 } // namespace openreg

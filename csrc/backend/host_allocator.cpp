@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "host_allocator.h"
+#include "streams.h"
 
 namespace openreg {
 namespace {
@@ -55,7 +56,7 @@ Pool& pool() {
 }
 
 void free_pinned(void* pointer) {
-  if (!pointer) return;
+  if (!pointer || forked()) return; // another thread of the parent may have held the lock
   auto& [mutex, blocks, free, waiting] = pool();
   std::lock_guard lock(mutex);
   blocks.at(static_cast<const char*>(pointer)).used = false;
@@ -89,7 +90,7 @@ struct PinnedMemory final : at::HostAllocator {
     default_copy_data(destination, source, bytes);
   }
   bool record_event(void* pointer, void*, c10::Stream stream) override {
-    record_pinned_use(pointer, {stream.device_index(), stream.id()});
+    record_pinned_use(pointer, checked_stream(stream));
     return true;
   }
   void empty_cache() override {
@@ -119,8 +120,11 @@ bool is_pinned(const void* pointer) {
 
 void record_pinned_use(const void* pointer, Stream stream) {
   std::lock_guard lock(pool().mutex);
-  if (const auto found = pool().find(pointer); found != pool().blocks.end())
-    found->second.uses.push_back(ticket(stream));
+  const auto found = pool().find(pointer);
+  if (found == pool().blocks.end()) return;
+  auto& uses = found->second.uses; // the latest of each stream
+  std::erase_if(uses, [&](const Ticket& use) { return use.stream == stream || done(use); });
+  uses.push_back(ticket(stream));
 }
 
 } // namespace openreg

@@ -4,9 +4,6 @@
 // lse is an output: backward needs no other tensor of the rows, and no softmax is kept.
 #include "cross_entropy.h"
 
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
-
 #include <optional>
 #include <tuple>
 
@@ -112,114 +109,40 @@ std::optional<Tensor> if_defined(const Tensor& x) {
   return x.defined() ? std::optional(x) : std::nullopt;
 }
 
-// The arguments after the tensors, kept for backward.
-struct Saved {
-  static constexpr const char *kIgnore = "ignore_index", *kSmoothing = "label_smoothing", *kZ = "z_loss",
-                              *kReduction = "reduction";
-  static void save(
-      AutogradContext* ctx, int64_t ignore_index, double label_smoothing, double z_loss, std::string_view reduction) {
-    ctx->saved_data[kIgnore] = ignore_index;
-    ctx->saved_data[kSmoothing] = label_smoothing;
-    ctx->saved_data[kZ] = z_loss;
-    ctx->saved_data[kReduction] = std::string(reduction);
-  }
-  explicit Saved(AutogradContext* ctx)
-      : ignore_index(ctx->saved_data[kIgnore].toInt()), label_smoothing(ctx->saved_data[kSmoothing].toDouble()),
-        z_loss(ctx->saved_data[kZ].toDouble()), reduction(ctx->saved_data[kReduction].toStringRef()) {}
-
-  int64_t ignore_index;
-  double label_smoothing, z_loss;
-  std::string reduction;
-};
-
 struct CrossEntropyForward : torch::autograd::Function<CrossEntropyForward> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target, int64_t ignore_index,
       double label_smoothing, double z_loss, std::string_view reduction) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    BelowAutograd below_autograd;
     auto [loss, logsumexp] = forward_op().call(logits, target, ignore_index, label_smoothing, z_loss, reduction);
     ctx->save_for_backward({logits, target, logsumexp});
     ctx->set_materialize_grads(false);
-    Saved::save(ctx, ignore_index, label_smoothing, z_loss, reduction);
+    ctx->saved_data["ignore_index"] = ignore_index;
+    ctx->saved_data["label_smoothing"] = label_smoothing;
+    ctx->saved_data["z_loss"] = z_loss;
+    ctx->saved_data["reduction"] = std::string(reduction);
     return {loss, logsumexp};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
     const auto saved = ctx->get_saved_variables();
-    const Saved o(ctx);
+    const auto option = [&](const char* name) -> const c10::IValue& { return ctx->saved_data[name]; };
     Tensor grad_logits;
     if (grad[0].defined() || grad[1].defined())
       grad_logits = backward_op().call(if_defined(grad[0]), if_defined(grad[1]), saved[0], saved[1], saved[2],
-          o.ignore_index, o.label_smoothing, o.z_loss, o.reduction);
+          option("ignore_index").toInt(), option("label_smoothing").toDouble(), option("z_loss").toDouble(),
+          option("reduction").toStringView());
     return {grad_logits, Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 std::tuple<Tensor, Tensor> cross_entropy_autograd(const Tensor& logits, const Tensor& target, int64_t ignore_index,
     double label_smoothing, double z_loss, std::string_view reduction) {
-  auto out = CrossEntropyForward::apply(logits, target, ignore_index, label_smoothing, z_loss, reduction);
+  if (any_tangent(logits)) // see Note [Forward mode]
+    return decompose(forward_op(), logits, target, ignore_index, label_smoothing, z_loss, reduction);
+  auto out = apply<CrossEntropyForward>(logits, target, ignore_index, label_smoothing, z_loss, reduction);
   return {out[0], out[1]};
-}
-
-// The derivative of cross_entropy_backward, of ATen operators, so that it can be differentiated again.
-// Row by row, with p = exp(x - lse), q the smoothed target, u = 1 + 2 * z * lse, a the gradient of dx:
-//   <a, dx> = (g * u + h) * sum(a * p) - g * sum(a * q)
-struct CrossEntropyBackward : torch::autograd::Function<CrossEntropyBackward> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const std::optional<Tensor>& grad_loss,
-      const std::optional<Tensor>& grad_logsumexp, const Tensor& logits, const Tensor& target, const Tensor& logsumexp,
-      int64_t ignore_index, double label_smoothing, double z_loss, std::string_view reduction) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->save_for_backward(
-        {grad_loss.value_or(Tensor()), grad_logsumexp.value_or(Tensor()), logits, target, logsumexp});
-    Saved::save(ctx, ignore_index, label_smoothing, z_loss, reduction);
-    return backward_op().call(
-        grad_loss, grad_logsumexp, logits, target, logsumexp, ignore_index, label_smoothing, z_loss, reduction);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const Saved o(ctx);
-    const Tensor &grad_loss = saved[0], &grad_logsumexp = saved[1], &target = saved[3], &lse = saved[4];
-    const auto half = saved[2].scalar_type(), type = lse.scalar_type(); // half types in float32
-    const Tensor a = grad[0].to(type), p = (saved[2].to(type) - lse.unsqueeze(-1)).exp(),
-                 valid = target.ne(o.ignore_index);
-    const Tensor ap = (a * p).sum(-1), u = 1 + 2 * o.z_loss * lse;
-    Tensor of_loss, of_logsumexp, w = at::zeros_like(lse), of_lse = at::zeros_like(lse);
-    if (grad_loss.defined()) {
-      Tensor scale = valid.to(type);
-      if (o.reduction == "mean") scale = scale / scale.sum().clamp_min(1);
-      const Tensor index = at::where(valid, target, 0).to(at::kLong).unsqueeze(-1), g = grad_loss * scale;
-      const Tensor aq = (1 - o.label_smoothing) * a.gather(-1, index).squeeze(-1) + o.label_smoothing * a.mean(-1);
-      of_loss = (u * ap - aq) * scale;
-      if (o.reduction != "none") of_loss = of_loss.sum();
-      w = g * u;
-      of_lse = 2 * o.z_loss * g * ap;
-    }
-    if (grad_logsumexp.defined()) {
-      of_logsumexp = ap;
-      w = w + grad_logsumexp;
-    }
-    return {of_loss, of_logsumexp, (a * p * w.unsqueeze(-1)).to(half), Tensor(), of_lse - w * ap, Tensor(), Tensor(),
-        Tensor(), Tensor()};
-  }
-};
-
-Tensor cross_entropy_backward_autograd(const std::optional<Tensor>& grad_loss,
-    const std::optional<Tensor>& grad_logsumexp, const Tensor& logits, const Tensor& target, const Tensor& logsumexp,
-    int64_t ignore_index, double label_smoothing, double z_loss, std::string_view reduction) {
-  return CrossEntropyBackward::apply(
-      grad_loss, grad_logsumexp, logits, target, logsumexp, ignore_index, label_smoothing, z_loss, reduction);
-}
-
-// Autocast runs it in float32, as it runs torch's own losses.
-std::tuple<Tensor, Tensor> cross_entropy_autocast(const Tensor& logits, const Tensor& target, int64_t ignore_index,
-    double label_smoothing, double z_loss, std::string_view reduction) {
-  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  const Tensor wide = c10::isReducedFloatingType(logits.scalar_type()) ? logits.to(at::kFloat) : logits;
-  return forward_op().call(wide, target, ignore_index, label_smoothing, z_loss, reduction);
 }
 
 } // namespace
@@ -235,6 +158,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
       "cross_entropy_backward(Tensor? grad_loss, Tensor? grad_logsumexp, Tensor logits, Tensor target, "
       "Tensor logsumexp, *, int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
       "str reduction=\"mean\") -> Tensor");
+  autocast(m, "cross_entropy", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("cross_entropy", cross_entropy);
@@ -242,16 +166,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
   m.impl("cross_entropy", cross_entropy_autograd);
-  m.impl("cross_entropy_backward", cross_entropy_backward_autograd);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
-  m.impl("cross_entropy", cross_entropy_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
-  m.impl("cross_entropy", cross_entropy_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
-  m.impl("cross_entropy", cross_entropy_autocast);
+  m.impl("cross_entropy_backward", differentiate_by_reference());
 }
 
 } // namespace openreg::ops

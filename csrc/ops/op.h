@@ -26,6 +26,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -264,6 +265,22 @@ double sum(int64_t n, F f, const P*... a) {
     for (const Acc<T> lane : out) total += lane;
   }
   return total;
+}
+
+// The largest of n elements, -inf of none; NaN if any is.
+template <class T>
+Acc<T> max_of(const T* x, int64_t n) {
+  using V = Vec<T>;
+  constexpr int64_t lanes = kLanes<T>;
+  const V least(-std::numeric_limits<Acc<T>>::infinity());
+  V part[4] = {least, least, least, least};
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes)
+    for (int64_t k = 0; k < 4; ++k) part[k] = at::vec::maximum(part[k], read(x + i + k * lanes));
+  for (; i + lanes <= n; i += lanes) part[0] = at::vec::maximum(part[0], read(x + i));
+  if (i < n) part[1] = at::vec::maximum(part[1], V::set(least, read(x + i, n - i), n - i));
+  return at::vec::vec_reduce_all<Acc<T>>([](V a, V b) { return at::vec::maximum(a, b); },
+      at::vec::maximum(at::vec::maximum(part[0], part[1]), at::vec::maximum(part[2], part[3])));
 }
 
 } // namespace openreg::ops

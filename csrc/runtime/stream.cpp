@@ -66,14 +66,14 @@ class Queue {
     bool wake;
     {
       std::lock_guard lock(mutex_);
+      if (!running_) { // may throw; nothing has changed then
+        std::thread([this] { work_loop(); }).detach();
+        running_ = true;
+      }
+      tasks_.push_back({std::move(work), where});
       const auto number = submitted_.load(std::memory_order_relaxed);
       if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
-      tasks_.push_back({std::move(work), where});
       submitted_.store(number + 1, std::memory_order_release);
-      if (!running_) {
-        running_ = true;
-        std::thread([this] { work_loop(); }).detach();
-      }
       wake = asleep_;
     }
     if (wake) wake_.notify_one();
@@ -271,31 +271,37 @@ struct Event::Point {
 
 Event::Event(int device, bool timed) : device_(device), timed_(timed) {}
 
+// Another thread may record() again at any time, so that a reader keeps the point that it saw.
 void Event::record(Stream stream) {
   auto point = std::make_shared<Point>(stream);
-  point_ = point;
+  std::atomic_store(&point_, point);
   if (stream_idle(stream)) point->reach();
   else queue_of(stream).push([point] { point->reach(); }, std::source_location::current());
 }
 
 void Event::block(Stream stream) const {
-  if (query() || point_->stream == stream) return;
-  queue_of(stream).push([point = point_] { point->wait(); }, std::source_location::current());
+  const auto point = std::atomic_load(&point_);
+  if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
+  queue_of(stream).push([point] { point->wait(); }, std::source_location::current());
 }
 
 bool Event::query() const noexcept {
-  return !point_ || point_->reached.load(std::memory_order_acquire);
+  const auto point = std::atomic_load(&point_);
+  return !point || point->reached.load(std::memory_order_acquire);
 }
 
 void Event::synchronize() const {
-  if (!point_) return;
-  point_->wait();
-  throw_error(point_->stream.device);
+  const auto point = std::atomic_load(&point_);
+  if (!point) return;
+  point->wait();
+  throw_error(point->stream.device);
 }
 
 Event::Clock::time_point Event::time() const {
-  if (point_) point_->wait();
-  return point_ ? point_->time : Clock::time_point();
+  const auto point = std::atomic_load(&point_);
+  if (!point) return {};
+  point->wait();
+  return point->time;
 }
 
 void sleep_on(Stream stream, std::int64_t cycles) {
@@ -319,7 +325,12 @@ void check_not_forked() {
 namespace {
 bool used_at_fork = false;
 const bool fork_noticed = [] {
-  pthread_atfork([] { used_at_fork = launch_count() != 0; }, nullptr,
+  pthread_atfork(
+      [] {
+        used_at_fork =
+            launch_count() != 0 || std::any_of(queues.begin(), queues.end(), [](auto& each) { return each.load(); });
+      },
+      nullptr,
       [] {
         if (used_at_fork) detail::attention.store(detail::kForkBit);
       });

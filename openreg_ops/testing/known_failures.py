@@ -59,4 +59,10 @@ OPERATORS: dict[str, dict[str, str]] = {
         "jit_trace": "torch.jit.trace does not support arguments of bool[3], which PyTorch's own backward operators "
         "have for their output_mask",
     },
+    "openreg::linear_cross_entropy_gradients": {
+        "autocast": "linear_cross_entropy calls it below autocast, with arguments that its own policy has cast",
+        "jit_trace": "torch.jit.trace does not support arguments of bool[3], as for grouped_linear_backward",
+        "large": "the reference is what differs: over 87,381 rows eager's float32 product is wrong by 3e-4 of the "
+        "largest element, the operator's by 3e-6, both against float64",
+    },
 }

@@ -312,10 +312,12 @@ def check_other_devices(function: Callable[..., Any], *inputs: Any, grads: bool 
     dtype = next(x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    expected = results(function, *inputs, grads=grads)
+    expected, outs = results(function, *inputs, grads=grads), len(leaves(function(*inputs)))
     for each in (function, compiled):
-        for actual, device in zip(results(each, *host, grads=grads), expected, strict=True):
-            assert actual.is_cpu and actual.dtype == device.dtype and actual.stride() == device.stride()
+        for i, (actual, device) in enumerate(zip(results(each, *host, grads=grads), expected, strict=True)):
+            assert actual.is_cpu and actual.dtype == device.dtype
+            # How the reference's operators lay out a gradient is their affair.
+            assert i >= outs or actual.stride() == device.stride()
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     with torch.inference_mode():
         for actual, device in zip(leaves(function(*host)), leaves(function(*inputs)), strict=True):

@@ -162,6 +162,20 @@ def test_derivatives():
     kit.check_gradients(lambda x: cross_entropy(x, target)[1], random(3, 5, **f64))
 
 
+def test_transforms():
+    f64 = dict(dtype=torch.float64)
+    target = kit.tensor([0, 3, 1])
+    for options in OPTIONS:
+        kit.check_transforms(lambda x, t, o=options: cross_entropy(x, t, **o), random(3, 4, **f64), target)
+    kit.check_transforms(cross_entropy, random(4, **f64), target[1])
+    for options in OPTIONS:
+        shape = (3,) if options.get("reduction") == "none" else ()
+        kit.check_transforms(
+            lambda a, b, x, t, lse, o=options: cross_entropy_backward(a, b, x, t, lse, **o),
+            *(random(*shape, **f64), random(3, **f64), random(3, 4, **f64), target, random(3, **f64)),
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_second_derivative_of_half_types(dtype):
     target = targets(3, classes=40)

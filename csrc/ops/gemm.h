@@ -1,0 +1,163 @@
+// Products of matrix blocks, on the calling thread: what attention and linear_cross_entropy are made of.
+//
+// torch keeps its BLAS to itself (at::native::cpublas::gemm is not exported), and calling at::mm on blocks this
+// small costs as much as the smallest of them. The scheme is that of BLIS (Van Zee & van de Geijn 2015): the right
+// factor is packed once into panels of kPanel columns, [panel][k][kPanel], and a tile of C of kTile rows by one
+// panel stays in registers while k runs. Packing also widens the half types and takes any strides.
+// An element of C is one sum in the order of k: it depends neither on the tile that it falls in nor on threads.
+#pragma once
+
+#include "op.h"
+
+#include <cstring>
+#include <memory>
+#include <new>
+
+namespace openreg::ops {
+
+// Columns of a panel: two registers.
+template <class A>
+constexpr int64_t kPanel = 2 * at::vec::Vectorized<A>::size();
+
+// Rows of a tile, so that its sums fill the registers but for the factors: 12 of 16 in AVX2, 24 of 32 in AVX-512.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int64_t kTile = 12;
+#else
+constexpr int64_t kTile = 6;
+#endif
+
+template <class A>
+constexpr int64_t padded(int64_t n) {
+  return at::divup(n, kPanel<A>) * kPanel<A>;
+}
+
+// Uninitialised memory of one thread, aligned to cache lines: a vector that lies across two costs two loads.
+template <class A>
+class Scratch {
+ public:
+  explicit Scratch(int64_t n) : memory_(static_cast<A*>(::operator new(sizeof(A) * static_cast<size_t>(n), kLine))) {}
+  operator A*() const { return memory_.get(); }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(A* memory) const { ::operator delete(memory, kLine); }
+  };
+  std::unique_ptr<A, Free> memory_;
+};
+
+// f(i, count) for each register's worth of n elements: `count` of them from i on.
+template <class A, class F>
+void each_register(int64_t n, F f) {
+  constexpr int64_t lanes = at::vec::Vectorized<A>::size();
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) f(i, std::integral_constant<int64_t, lanes>());
+  if (i < n) f(i, n - i);
+}
+
+// to = x, whose elements are `col` apart, widened to Acc<T>.
+template <class T>
+void widen(const T* x, int64_t col, int64_t n, Acc<T>* to) {
+  if (col != 1) {
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<Acc<T>>(x[i * col]);
+    return;
+  }
+  each_register<Acc<T>>(n, [&](int64_t i, auto count) {
+    if constexpr (std::is_same_v<decltype(count), int64_t>) read(x + i, count).store(to + i, static_cast<int>(count));
+    else read(x + i).store(to + i);
+  });
+}
+
+// to = by * x, rounded to T, its elements `col` apart.
+template <class T>
+void narrow(const Acc<T>* x, Acc<T> by, int64_t n, T* to, int64_t col) {
+  int64_t i = 0;
+  for (; col == 1 && i + kChunk<T> <= n; i += kChunk<T>) {
+    Vec<T> part[kChunk<T> / kLanes<T>];
+    for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) part[k] = Vec<T>::loadu(x + i + k * kLanes<T>) * Vec<T>(by);
+    write(part, to + i);
+  }
+  for (; i < n; ++i) to[i * col] = static_cast<T>(x[i] * by);
+}
+
+// Packs B, of k by n elements at b[i * row + j * col], into padded(n) / kPanel panels of `stride` rows each, from
+// row 0 of `to`; columns from n on are 0.
+template <class T>
+void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Acc<T>* to, int64_t stride) {
+  constexpr int64_t panel = kPanel<Acc<T>>;
+  for (int64_t j = 0; j < n; j += panel, to += stride * panel) {
+    const int64_t columns = std::min(panel, n - j);
+    const T* from = b + j * col;
+    if (columns < panel) std::fill_n(to, k * panel, Acc<T>(0));
+    if (col == 1 && columns == panel) {
+      for (int64_t i = 0; i < k; ++i)
+        for (int64_t l = 0; l < panel; l += kLanes<T>) read(from + i * row + l).store(to + i * panel + l);
+      continue;
+    }
+    constexpr int64_t block = 16; // rows at a time, so that what is read and what is written stay in cache
+    for (int64_t i = 0; i < k; i += block) {
+      const int64_t end = std::min(k, i + block);
+      for (int64_t l = 0; l < columns; ++l)
+        for (int64_t r = i; r < end; ++r) to[r * panel + l] = static_cast<Acc<T>>(from[r * row + l * col]);
+    }
+  }
+}
+
+// A tile of `rows` rows: c (+)= a * b over one panel. The compiler's own vectors, because it keeps an array of
+// at::vec's in memory.
+template <class A, int64_t rows>
+void gemm_tile(
+    int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, A* c, int64_t c_row, int64_t columns, bool add) {
+  typedef A Vector __attribute__((vector_size(sizeof(A) * kPanel<A> / 2)));
+  constexpr int64_t lanes = kPanel<A> / 2;
+  const auto load = [](const A* p) {
+    Vector v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  };
+  const auto store = [](A* p, Vector v) { std::memcpy(p, &v, sizeof v); };
+  Vector sum[rows][2];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < rows; ++i) sum[i][0] = sum[i][1] = Vector{};
+  for (int64_t p = 0; p < k; ++p, b += 2 * lanes, a += a_col) {
+    const Vector first = load(b), second = load(b + lanes);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < rows; ++i) {
+      const A x = a[i * a_row];
+      sum[i][0] += x * first;
+      sum[i][1] += x * second;
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < rows; ++i, c += c_row) {
+    if (columns == 2 * lanes) {
+      store(c, add ? load(c) + sum[i][0] : sum[i][0]);
+      store(c + lanes, add ? load(c + lanes) + sum[i][1] : sum[i][1]);
+    } else {
+      A row[2 * lanes];
+      store(row, sum[i][0]);
+      store(row + lanes, sum[i][1]);
+      for (int64_t j = 0; j < columns; ++j) c[j] = add ? c[j] + row[j] : row[j];
+    }
+  }
+}
+
+template <class A, int64_t rows = kTile>
+void gemm_rows(int64_t count, int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, A* c, int64_t c_row,
+    int64_t columns, bool add) {
+  if (count == rows) gemm_tile<A, rows>(k, a, a_row, a_col, b, c, c_row, columns, add);
+  else if constexpr (rows > 1) gemm_rows<A, rows - 1>(count, k, a, a_row, a_col, b, c, c_row, columns, add);
+}
+
+// C = A * B, or C += A * B: m by n from k terms. A is at a[i * a_row + p * a_col], B in panels of `stride` rows,
+// and C has rows of consecutive elements, c_row apart.
+template <class A>
+void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, int64_t stride, A* c,
+    int64_t c_row, bool add) {
+  for (int64_t j = 0; j < n; j += kPanel<A>, b += stride * kPanel<A>)
+    for (int64_t i = 0; i < m; i += kTile)
+      gemm_rows<A>(std::min(kTile, m - i), k, a + i * a_row, a_row, a_col, b, c + i * c_row + j, c_row,
+          std::min(kPanel<A>, n - j), add);
+}
+
+} // namespace openreg::ops

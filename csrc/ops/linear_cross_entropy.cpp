@@ -1,0 +1,509 @@
+// linear_cross_entropy: cross_entropy of x weight^T + bias, without the matrix of logits.
+// Chunks of rows, as Hsu et al. 2024, arXiv:2410.10989: forward computes a chunk's logits and, where gradients are
+// wanted, turns them into the logits' gradient in place and that into its part of the gradients, at once; backward
+// only multiplies by the gradient of the loss. An operator of its own does it, so that compilers see it.
+// Rows with ignore_index take no part in any product.
+#include "cross_entropy.h"
+#include "gemm.h"
+
+#include <ATen/ops/alias.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace openreg::ops {
+namespace {
+
+// Rows of a chunk, whose logits are held for all classes; classes of a tile, whose weights a thread holds in cache;
+// classes of a block, whose logits and weights all threads hold in theirs.
+constexpr int64_t kRows = 512, kClasses = 96, kBlock = 16 * kClasses;
+// Columns of grad_x that a thread computes at a time, from so many classes.
+template <class A>
+constexpr int64_t kColumns = 4 * kPanel<A>;
+constexpr int64_t kDepth = 256;
+
+// What gradients are rounded to: T, but float for float16, in whose range those of a mean over rows need not lie.
+template <class T>
+using Grad = std::conditional_t<std::is_same_v<T, at::Half>, float, T>;
+
+template <class T>
+struct Arguments {
+  int64_t rows, width, classes;
+  const T *x, *weight, *bias; // bias may be null
+  const int64_t* target;
+  const Acc<T>* grad_loss; // of the loss, or of each row's; null for 1
+  CrossEntropy options;
+};
+
+template <class T>
+struct Results {
+  Acc<T>* losses; // of each row
+  Acc<T>* loss;   // null without a reduction
+  Grad<T>* x;     // the gradients; null where not wanted
+  Acc<T>*weight, *bias;
+};
+
+// A chunk of rows that count. Logits lie transposed, a row of memory for each class: maxima and sums over classes are
+// then elementwise, and products take weight as it lies.
+template <class T>
+class Chunk {
+  using A = Acc<T>;
+  using V = at::vec::Vectorized<A>;
+
+ public:
+  Chunk(const Arguments<T>& in, const Results<T>& out, bool gradients, A* memory)
+      : in_(in), out_(out), gradients_(gradients) {
+    lay_out(memory);
+  }
+
+  // Elements of memory that a chunk takes.
+  static int64_t size(const Arguments<T>& in, bool gradients) {
+    Chunk chunk(in, {}, gradients, nullptr);
+    return chunk.size_;
+  }
+
+  // rows: n rows of x that count; scale: what their losses are multiplied by.
+  void run(const int64_t* rows, int64_t n, double scale, bool first) {
+    rows_ = rows;
+    n_ = n;
+    first_ = first;
+    take_rows();
+    split(tiles_, kClasses * n_ * in_.width, [&](int64_t begin, int64_t end) { exponentials(begin, end); });
+    for (int64_t t = 0; t < row_; t += V::size()) combine(t);
+    for (int64_t t = 0; t < n_; ++t) finish_row(t, scale);
+    if (!gradients_) return;
+    for (int64_t v = 0; v < in_.classes; v += kBlock) {
+      const int64_t end = std::min(in_.classes, v + kBlock);
+      split(at::divup(end - v, kClasses), kClasses * n_ * in_.width,
+          [&](int64_t first, int64_t last) { gradients_of_logits(v / kClasses + first, v / kClasses + last); });
+      if (out_.x != nullptr) multiply_by_weight(v, end);
+    }
+    if (out_.x == nullptr) return;
+    split(n_, in_.width, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t)
+        narrow(grad_x_ + t * in_.width, A(1), in_.width, out_.x + rows_[t] * in_.width, 1);
+    });
+  }
+
+ private:
+  // Where everything lies, and how much it is.
+  void lay_out(A* memory) {
+    const int64_t most = std::min(kRows, in_.rows);
+    row_ = padded<A>(most) + kPanel<A>; // not a power of 2, for the caches' sake
+    tiles_ = at::divup(in_.classes, kClasses);
+    const auto take = [&](int64_t n) {
+      A* at = memory == nullptr ? nullptr : memory + size_;
+      size_ += at::divup(n, kPanel<A>) * kPanel<A>;
+      return at;
+    };
+    x_ = take(most * in_.width);
+    x_columns_ = take(padded<A>(most) * in_.width);
+    x_rows_ = take(gradients_ ? most * padded<A>(in_.width) : 0);
+    grad_x_ = take(gradients_ ? most * in_.width : 0);
+    logits_ = take(gradients_ ? in_.classes * row_ : 0);
+    for (A** each : {&tile_max_, &tile_sum_, &tile_total_}) *each = take(tiles_ * row_);
+    for (A** each : {&max_, &sum_, &total_, &logsumexp_, &at_target_, &factor_, &least_, &of_target_})
+      *each = take(row_);
+  }
+
+  // parallel_for over tasks of so many elements' work.
+  template <class F>
+  static void split(int64_t tasks, int64_t work, F f) {
+    at::parallel_for(0, tasks, at::divup(kGrain, work + 1), f);
+  }
+
+  void take_rows() {
+    constexpr int64_t panel = kPanel<A>;
+    split(n_, in_.width, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) widen(in_.x + rows_[t] * in_.width, 1, in_.width, x_ + t * in_.width);
+    });
+    split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin * panel; p < end * panel; p += panel)
+        pack(x_ + p * in_.width, 1, in_.width, in_.width, std::min(panel, n_ - p), x_columns_ + p * in_.width,
+            in_.width);
+    });
+    if (out_.weight == nullptr) return;
+    split(at::divup(in_.width, panel), panel * n_, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin * panel; p < end * panel; p += panel)
+        pack(x_ + p, in_.width, 1, n_, std::min(panel, in_.width - p), x_rows_ + p * n_, n_);
+    });
+  }
+
+  // f(t, class) for each row whose target is a class of the tile.
+  template <class F>
+  void each_target(int64_t begin, int64_t end, F f) const {
+    for (int64_t t = 0; t < n_; ++t) {
+      const int64_t target = in_.target[rows_[t]];
+      if (begin <= target && target < end) f(t, target - begin);
+    }
+  }
+
+  // Logits of tiles, then their exponentials relative to the tile's maximum, and the tile's sums.
+  void exponentials(int64_t first, int64_t last) {
+    const int64_t weight_row = in_.width + kPanel<A>; // not a power of 2
+    Scratch<A> weight(kClasses * weight_row), own(gradients_ ? 0 : kClasses * row_);
+    for (int64_t tile = first; tile < last; ++tile) {
+      const int64_t begin = tile * kClasses, end = std::min(begin + kClasses, in_.classes), m = end - begin;
+      A* logits = gradients_ ? logits_ + begin * row_ : static_cast<A*>(own);
+      A *max = tile_max_ + tile * row_, *sum = tile_sum_ + tile * row_, *total = tile_total_ + tile * row_;
+      for (int64_t c = 0; c < m; ++c)
+        widen(in_.weight + (begin + c) * in_.width, 1, in_.width, weight + c * weight_row);
+      gemm<A>(m, n_, in_.width, weight, weight_row, 1, x_columns_, in_.width, logits, row_, false);
+      std::fill_n(max, row_, -std::numeric_limits<A>::infinity());
+      std::fill_n(sum, row_, A(0));
+      std::fill_n(total, row_, A(0));
+      for (int64_t c = 0; c < m; ++c) {
+        A* row = logits + c * row_;
+        const V bias(in_.bias == nullptr ? A(0) : static_cast<A>(in_.bias[begin + c]));
+        for (int64_t t = 0; t < n_; t += V::size()) {
+          const V x = V::loadu(row + t) + bias;
+          x.store(row + t);
+          at::vec::maximum(V::loadu(max + t), x).store(max + t);
+          (V::loadu(total + t) + x).store(total + t);
+        }
+      }
+      each_target(begin, end, [&](int64_t t, int64_t c) { at_target_[t] = logits[c * row_ + t]; });
+      for (int64_t c = 0; c < m; ++c) {
+        A* row = logits + c * row_;
+        for (int64_t t = 0; t < n_; t += V::size()) {
+          const V by = V::loadu(max + t), least(-std::numeric_limits<A>::infinity());
+          // Of a tile of -inf alone, the exponentials are 0.
+          const V e = (V::loadu(row + t) - V::blendv(by, V(0), by == least)).exp_u20();
+          if (gradients_) e.store(row + t);
+          (V::loadu(sum + t) + e).store(sum + t);
+        }
+      }
+    }
+  }
+
+  // Rows t to t + V::size(): the maximum and the sums of the tiles', in the order of tiles.
+  void combine(int64_t t) {
+    V max(-std::numeric_limits<A>::infinity()), sum(0), total(0);
+    for (int64_t i = t; i < tiles_ * row_; i += row_) max = at::vec::maximum(max, V::loadu(tile_max_ + i));
+    for (int64_t i = t; i < tiles_ * row_; i += row_) {
+      sum = sum + V::loadu(tile_sum_ + i) * (V::loadu(tile_max_ + i) - max).exp_u20();
+      total = total + V::loadu(tile_total_ + i);
+    }
+    max.store(max_ + t);
+    sum.store(sum_ + t);
+    total.store(total_ + t);
+  }
+
+  // See cross_entropy_row and cross_entropy_backward_row.
+  void finish_row(int64_t t, double scale) {
+    const auto& o = in_.options;
+    const double max = max_[t], lse = std::isfinite(max) ? max + std::log(static_cast<double>(sum_[t])) : max;
+    const double s = o.label_smoothing, classes = static_cast<double>(in_.classes);
+    double loss = lse + o.z_loss * lse * lse - (1 - s) * at_target_[t];
+    if (s != 0) loss -= s * total_[t] / classes;
+    out_.losses[rows_[t]] = static_cast<A>(loss);
+    const double of_loss = in_.grad_loss == nullptr ? 1 : in_.grad_loss[o.reduction == Reduction::kNone ? rows_[t] : 0];
+    const double g = scale * of_loss;
+    // An infinite or NaN logit leaves no gradient, which exp_u20 would lose.
+    factor_[t] =
+        std::isfinite(lse) ? static_cast<A>(g * (1 + 2 * o.z_loss * lse)) : std::numeric_limits<A>::quiet_NaN();
+    least_[t] = static_cast<A>(g * s / classes);
+    of_target_[t] = static_cast<A>(g * (1 - s));
+    logsumexp_[t] = static_cast<A>(lse);
+  }
+
+  // Exponentials of tiles become the gradients of their logits, and give weight and bias their own.
+  void gradients_of_logits(int64_t first, int64_t last) {
+    Scratch<A> by(row_);
+    for (int64_t tile = first; tile < last; ++tile) {
+      const int64_t begin = tile * kClasses, end = std::min(begin + kClasses, in_.classes), m = end - begin;
+      A *logits = logits_ + begin * row_, *max = tile_max_ + tile * row_;
+      for (int64_t t = 0; t < n_; t += V::size())
+        (V::loadu(factor_ + t) * (V::loadu(max + t) - V::loadu(logsumexp_ + t)).exp_u20()).store(by + t);
+      for (int64_t c = 0; c < m; ++c) {
+        A* row = logits + c * row_;
+        for (int64_t t = 0; t < n_; t += V::size())
+          at::vec::fmsub(V::loadu(row + t), V::loadu(by + t), V::loadu(least_ + t)).store(row + t);
+      }
+      each_target(begin, end, [&](int64_t t, int64_t c) { logits[c * row_ + t] -= of_target_[t]; });
+      if (out_.weight != nullptr)
+        gemm<A>(m, in_.width, n_, logits, row_, 1, x_rows_, n_, out_.weight + begin * in_.width, in_.width, !first_);
+      for (int64_t c = 0; out_.bias != nullptr && c < m; ++c) {
+        const double total = sum<A>(n_, [](V x) { return x; }, logits + c * row_);
+        out_.bias[begin + c] = static_cast<A>(total + (first_ ? 0 : out_.bias[begin + c]));
+      }
+    }
+  }
+
+  // grad_x (+)= gradients of the logits of classes [begin, end) times their weights.
+  void multiply_by_weight(int64_t begin, int64_t end) {
+    const int64_t blocks = at::divup(in_.width, kColumns<A>);
+    const int64_t parts = std::min(at::divup(at::get_num_threads(), blocks), at::divup(n_, kTile));
+    split(blocks * parts, kColumns<A> * n_ / parts * (end - begin), [&](int64_t first, int64_t last) {
+      Scratch<A> weight(kDepth * kColumns<A>);
+      for (int64_t task = first; task < last; ++task) {
+        const int64_t column = task / parts * kColumns<A>, columns = std::min(kColumns<A>, in_.width - column);
+        const int64_t row = task % parts * n_ / parts, rows = (task % parts + 1) * n_ / parts - row;
+        for (int64_t v = begin; v < end; v += kDepth) {
+          const int64_t depth = std::min(kDepth, end - v);
+          pack(in_.weight + v * in_.width + column, in_.width, 1, depth, columns, weight, depth);
+          gemm<A>(rows, columns, depth, logits_ + v * row_ + row, 1, row_, weight, depth,
+              grad_x_ + row * in_.width + column, in_.width, v > 0);
+        }
+      }
+    });
+  }
+
+  const Arguments<T> in_;
+  const Results<T> out_;
+  const bool gradients_;
+  const int64_t* rows_ = nullptr;
+  int64_t n_ = 0, row_ = 0, tiles_ = 0, size_ = 0; // rows now, elements from a class to the next
+  bool first_ = true;
+  A *x_, *x_columns_, *x_rows_, *grad_x_, *logits_; // x as it is, and packed as right factors
+  A *tile_max_, *tile_sum_, *tile_total_;           // [tile][row_]
+  A *max_, *sum_, *total_, *logsumexp_, *at_target_, *factor_, *least_, *of_target_;
+};
+
+template <class T>
+void linear_cross_entropy_loop(
+    const char* op, const Arguments<T>& in, const Results<T>& out, bool gradients, Acc<T>* memory) {
+  const int64_t ignored = in.options.ignore_index;
+  const int64_t count = count_targets(op, in.target, in.rows, in.classes, ignored);
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < in.rows; ++i) {
+    if (in.target[i] != ignored) {
+      rows.push_back(i);
+      continue;
+    }
+    out.losses[i] = 0;
+    if (out.x != nullptr) std::fill_n(out.x + i * in.width, in.width, Grad<T>(0));
+  }
+  Chunk<T> chunk(in, out, gradients, memory);
+  for (int64_t begin = 0; begin < count; begin += kRows)
+    chunk.run(rows.data() + begin, std::min(kRows, count - begin), row_scale(in.options, count), begin == 0);
+  if (count == 0 && out.weight != nullptr) std::fill_n(out.weight, in.classes * in.width, Acc<T>(0));
+  if (count == 0 && out.bias != nullptr) std::fill_n(out.bias, in.classes, Acc<T>(0));
+  if (out.loss != nullptr) *out.loss = reduce_losses(in.options, out.losses, in.rows, count);
+}
+
+// ---- torch ----
+
+void check_arguments(
+    const char* op, const Tensor& x, const Tensor& weight, const Tensor& target, const std::optional<Tensor>& bias) {
+  check_floating(op, "x", x);
+  TORCH_CHECK(x.dim() >= 1, op, ": expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)");
+  check_same_device(op, "x", x, "weight", weight);
+  check_dtype(op, "weight", weight, x.scalar_type(), "x");
+  TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(-1) && weight.size(0) > 0, op,
+      ": expected weight of shape [classes, ", x.size(-1), "], at least one class by the last dimension of x, but got ",
+      weight.sizes());
+  check_target(op, "x", x, target);
+  if (!bias) return;
+  check_same_device(op, "x", x, "bias", *bias);
+  check_dtype(op, "bias", *bias, x.scalar_type(), "x");
+  check_shape(op, "bias", *bias, weight.sizes().slice(0, 1), "the classes of weight");
+}
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Gradients compute(const char* op, const Tensor& x_, const Tensor& weight_, const Tensor& target_,
+    const std::optional<Tensor>& bias_, const std::optional<Tensor>& grad_loss_, const CrossEntropy& options,
+    std::array<bool, 3> wanted) {
+  const Tensor x = x_.contiguous(), weight = weight_.contiguous(), target = target_.to(at::kLong).contiguous(),
+               bias = bias_ ? bias_->contiguous() : Tensor(),
+               grad_loss = grad_loss_ ? grad_loss_->contiguous() : Tensor();
+  const auto type = x.scalar_type(), wide = at::toOpMathType(type), rounded = type == at::kHalf ? at::kFloat : type;
+  const auto options_of = [&](at::ScalarType dtype) { return x.options().dtype(dtype); };
+  const bool none = options.reduction == Reduction::kNone, gradients = wanted[0] || wanted[1] || wanted[2];
+  Tensor losses = at::empty(target.sizes(), options_of(wide)), loss = none ? losses : at::empty({}, options_of(wide));
+  const auto result = [&](bool want, const Tensor& like, at::ScalarType dtype) {
+    return want ? at::empty(like.sizes(), options_of(dtype)) : at::empty({0}, options_of(dtype));
+  };
+  // weight and bias are summed over chunks in the wide type; x is written once.
+  Tensor grad_x = result(wanted[0], x, rounded), grad_weight = result(wanted[1], weight, wide),
+         grad_bias = bias.defined() ? result(wanted[2], bias, wide) : result(false, x, wide);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, "linear_cross_entropy", [&] {
+    using T = scalar_t;
+    using A = Acc<T>;
+    const Arguments<T> in{target.numel(), x.size(-1), weight.size(0), x.const_data_ptr<T>(), weight.const_data_ptr<T>(),
+        bias.defined() ? bias.const_data_ptr<T>() : nullptr, target.const_data_ptr<int64_t>(),
+        grad_loss.defined() ? grad_loss.const_data_ptr<A>() : nullptr, options};
+    const Results<T> out{losses.mutable_data_ptr<A>(), none ? nullptr : loss.mutable_data_ptr<A>(),
+        wanted[0] ? grad_x.mutable_data_ptr<Grad<T>>() : nullptr,
+        wanted[1] ? grad_weight.mutable_data_ptr<A>() : nullptr,
+        wanted[2] && bias.defined() ? grad_bias.mutable_data_ptr<A>() : nullptr};
+    const Tensor memory = at::empty({Chunk<T>::size(in, gradients)}, options_of(wide));
+    launch(current_stream(x.get_device()), [op, in, out, gradients, memory = memory.mutable_data_ptr<A>()] {
+      linear_cross_entropy_loop(op, in, out, gradients, memory);
+    });
+  });
+  return {loss, grad_x, grad_weight.to(rounded), grad_bias.to(rounded)};
+}
+
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+    const std::optional<Tensor>& bias, int64_t ignore_index, double label_smoothing, double z_loss,
+    std::string_view reduction) {
+  constexpr const char* op = "linear_cross_entropy";
+  check_arguments(op, x, weight, target, bias);
+  const auto options = check_options(op, ignore_index, label_smoothing, z_loss, reduction);
+  return std::get<0>(compute(op, x, weight, target, bias, std::nullopt, options, {}));
+}
+
+Gradients linear_cross_entropy_gradients(const Tensor& x, const Tensor& weight, const Tensor& target,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& grad_loss, int64_t ignore_index,
+    double label_smoothing, double z_loss, std::string_view reduction, std::array<bool, 3> wanted) {
+  constexpr const char* op = "linear_cross_entropy_gradients";
+  check_arguments(op, x, weight, target, bias);
+  const auto options = check_options(op, ignore_index, label_smoothing, z_loss, reduction);
+  TORCH_CHECK(bias || !wanted[2], op, ": wanted asks for the gradient of a bias, but got none; pass bias");
+  if (grad_loss) {
+    check_same_device(op, "x", x, "grad_loss", *grad_loss);
+    check_dtype(op, "grad_loss", *grad_loss, at::toOpMathType(x.scalar_type()), "its loss");
+    check_shape(op, "grad_loss", *grad_loss, options.reduction == Reduction::kNone ? target.sizes() : at::IntArrayRef(),
+        "that of its loss");
+  }
+  return compute(op, x, weight, target, bias, grad_loss, options, wanted);
+}
+
+// ---- autograd: see Note [Operator calls] ----
+
+const auto& forward_op() {
+  static const auto op = find<decltype(linear_cross_entropy)>("openreg::linear_cross_entropy");
+  return op;
+}
+const auto& gradients_op() {
+  static const auto op = find<decltype(linear_cross_entropy_gradients)>("openreg::linear_cross_entropy_gradients");
+  return op;
+}
+
+[[noreturn]] void no_second_derivative() {
+  TORCH_CHECK(false,
+      "linear_cross_entropy: has no second derivative, because forward computes the first and keeps no logits; use "
+      "cross_entropy of torch.nn.functional.linear");
+}
+
+// The gradients as forward computed them, for a backward that is recorded: to differentiate them is an error.
+struct Computed : torch::autograd::Function<Computed> {
+  static variable_list forward(AutogradContext*, at::TensorList gradients, at::TensorList /*inputs*/) {
+    BelowAutograd below_autograd;
+    variable_list out;
+    for (const Tensor& x : gradients) out.push_back(at::alias(x));
+    return out;
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) { no_second_derivative(); }
+};
+
+struct LinearCrossEntropyGradients : torch::autograd::Function<LinearCrossEntropyGradients> {
+  static variable_list forward(AutogradContext*, const Tensor& x, const Tensor& weight, const Tensor& target,
+      const std::optional<Tensor>& bias, const std::optional<Tensor>& grad_loss, int64_t ignore_index,
+      double label_smoothing, double z_loss, std::string_view reduction, std::array<bool, 3> wanted) {
+    BelowAutograd below_autograd;
+    auto [loss, grad_x, grad_weight, grad_bias] = gradients_op().call(
+        x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted);
+    return {loss, grad_x, grad_weight, grad_bias};
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) { no_second_derivative(); }
+};
+
+Gradients linear_cross_entropy_gradients_autograd(const Tensor& x, const Tensor& weight, const Tensor& target,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& grad_loss, int64_t ignore_index,
+    double label_smoothing, double z_loss, std::string_view reduction, std::array<bool, 3> wanted) {
+  if (any_tangent(x, weight, bias, grad_loss)) // see Note [Forward mode]
+    return decompose(
+        gradients_op(), x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted);
+  auto out = apply<LinearCrossEntropyGradients>(
+      x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted);
+  return {out[0], out[1], out[2], out[3]};
+}
+
+struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& target,
+      const std::optional<Tensor>& bias, int64_t ignore_index, double label_smoothing, double z_loss,
+      std::string_view reduction) {
+    BelowAutograd below_autograd;
+    const bool record = at::GradMode::is_enabled();
+    const std::array<bool, 3> wanted{
+        record && x.requires_grad(), record && weight.requires_grad(), record && bias && bias->requires_grad()};
+    ctx->saved_data["wanted"] = std::vector<bool>(wanted.begin(), wanted.end());
+    if (wanted == std::array<bool, 3>() || reduction == "none") {
+      // The gradients of single rows' losses are not those of their sum: backward computes the logits again.
+      ctx->save_for_backward({x, weight, bias.value_or(Tensor()), target});
+      ctx->saved_data["ignore_index"] = ignore_index;
+      ctx->saved_data["label_smoothing"] = label_smoothing;
+      ctx->saved_data["z_loss"] = z_loss;
+      return forward_op().call(x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
+    }
+    auto [loss, grad_x, grad_weight, grad_bias] = gradients_op().call(
+        x, weight, target, bias, std::nullopt, ignore_index, label_smoothing, z_loss, reduction, wanted);
+    ctx->save_for_backward({x, weight, bias.value_or(Tensor()), grad_x, grad_weight, grad_bias});
+    return loss;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
+    const auto saved = ctx->get_saved_variables();
+    const auto list = ctx->saved_data["wanted"].toBoolList();
+    const std::array<bool, 3> wanted{list[0], list[1], list[2]};
+    const std::array<Tensor, 3> inputs{saved[0], saved[1], saved[2]};
+    variable_list gradients;
+    Tensor by;
+    if (saved.size() == 4) {
+      const auto bias = inputs[2].defined() ? std::optional(inputs[2]) : std::nullopt;
+      auto [loss, grad_x, grad_weight, grad_bias] =
+          gradients_op().call(inputs[0], inputs[1], saved[3], bias, grad[0], ctx->saved_data["ignore_index"].toInt(),
+              ctx->saved_data["label_smoothing"].toDouble(), ctx->saved_data["z_loss"].toDouble(), "none", wanted);
+      gradients = {grad_x, grad_weight, grad_bias};
+    } else {
+      gradients = {saved[3], saved[4], saved[5]};
+      by = grad[0];
+      if (at::GradMode::is_enabled()) {
+        variable_list differentiable;
+        for (const Tensor& x : inputs)
+          if (x.defined()) differentiable.push_back(x);
+        gradients = ops::apply<Computed>(at::TensorList(gradients), at::TensorList(differentiable));
+      }
+    }
+    variable_list out(8);
+    constexpr std::array<size_t, 3> places{0, 1, 3};
+    for (size_t i = 0; i < 3; ++i) {
+      if (!wanted[i]) continue;
+      const Tensor& x = gradients[i];
+      out[places[i]] = (by.defined() ? x * by : x).to(inputs[i].scalar_type());
+    }
+    return out;
+  }
+};
+
+Tensor linear_cross_entropy_autograd(const Tensor& x, const Tensor& weight, const Tensor& target,
+    const std::optional<Tensor>& bias, int64_t ignore_index, double label_smoothing, double z_loss,
+    std::string_view reduction) {
+  if (any_tangent(x, weight, bias)) // see Note [Forward mode]
+    return decompose(forward_op(), x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
+  return apply<LinearCrossEntropy>(x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
+}
+
+} // namespace
+
+// ---- registration ----
+
+TORCH_LIBRARY_FRAGMENT(openreg, m) {
+  m.set_python_module("openreg_ops.meta.linear_cross_entropy");
+  m.def(
+      "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, int ignore_index=-100, "
+      "float label_smoothing=0.0, float z_loss=0.0, str reduction=\"mean\") -> Tensor");
+  m.def(
+      "linear_cross_entropy_gradients(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? grad_loss, *, "
+      "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction=\"mean\", "
+      "bool[3] wanted=True) -> (Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  autocast(m, "linear_cross_entropy", Cast::kLower);
+}
+TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+  m.impl("linear_cross_entropy", linear_cross_entropy);
+  m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients);
+}
+TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+  m.impl("linear_cross_entropy", linear_cross_entropy_autograd);
+  m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients_autograd);
+}
+
+} // namespace openreg::ops

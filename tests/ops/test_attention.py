@@ -1,0 +1,397 @@
+"""attention and attention_backward."""
+
+import math
+import subprocess
+import sys
+
+import kit
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+
+from openreg_ops import attention, attention_backward
+
+OP = torch.ops.openreg.attention.default
+BACKWARD = torch.ops.openreg.attention_backward.default
+
+
+def reference(q, k, v, bias=None, *, causal=False, scale=None):
+    """torch's own attention; logsumexp of the scores written out."""
+    mask = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+    if causal:
+        mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), -math.inf)
+    if bias is not None:
+        mask = mask + bias
+    with sdpa_kernel(SDPBackend.MATH):  # which is differentiable twice
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scores = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT + mask
+    blind = (scores == -math.inf).all(-1)
+    logsumexp = scores.masked_fill(blind.unsqueeze(-1), 0).logsumexp(-1).masked_fill(blind, -math.inf)
+    return out, logsumexp
+
+
+def qkv(batch, heads, kv_heads, queries, keys, width, value_width, **options):
+    return (
+        random(batch, heads, queries, width, **options),
+        random(batch, kv_heads, keys, width, **options),
+        random(batch, kv_heads, keys, value_width, **options),
+    )
+
+
+def check(*inputs, scale_tolerance=1.0, **options):
+    kit.check_against(
+        lambda *x: attention(*x, **options), lambda *x: reference(*x, **options), *inputs, scale=scale_tolerance
+    )
+
+
+def test_by_hand():  # scores 0 and log 3: weights 1/4 and 3/4
+    k = kit.tensor([0.0, math.log(3)]).view(1, 1, 2, 1)
+    v = kit.tensor([[4.0, 0.0], [8.0, 4.0]]).view(1, 1, 2, 2)
+    out, logsumexp = attention(kit.tensor([1.0, 0.0]).view(1, 1, 2, 1), k, v)
+    assert_close(out.cpu().view(2, 2), torch.tensor([[7.0, 3.0], [6.0, 2.0]]))
+    assert_close(logsumexp.cpu().view(2), torch.tensor([math.log(4), math.log(2)]))
+    out, _ = attention(kit.tensor([1.0, 0.0]).view(1, 1, 2, 1), k, v, causal=True)
+    assert_close(out.cpu().view(2, 2), torch.tensor([[4.0, 0.0], [6.0, 2.0]]))
+
+
+# batch, heads, kv_heads, queries, keys, width, value_width; the last four cross blocks of queries and of keys.
+SIZES = [
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 4, 2, 5, 7, 3, 4),
+    (1, 3, 1, 9, 4, 8, 20),
+    (0, 2, 2, 3, 3, 4, 4),
+    (2, 2, 2, 0, 3, 4, 4),
+    (2, 2, 1, 3, 4, 5, 0),
+    (1, 2, 1, 130, 300, 16, 8),
+    (2, 2, 2, 300, 130, 33, 17),
+    (1, 2, 2, 100, 600, 64, 64),
+    (1, 4, 2, 257, 257, 16, 16),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_matches_torch(sizes, dtype, causal):
+    q, k, v = qkv(*sizes, dtype=dtype)
+    tolerance = 4 if dtype.itemsize == 2 else 2
+    check(q, k, v, causal=causal, scale_tolerance=tolerance)
+    out, logsumexp = attention(q, k, v, causal=causal)
+    assert out.dtype == dtype and logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+BIASES = [(1,), (7,), (5, 1), (5, 7), (4, 1, 1), (2, 1, 5, 7), (2, 4, 5, 7), (2, 1, 1, 7), (1, 4, 5, 1), ()]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+def test_bias(shape, causal):
+    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
+    check(q, k, v, random(*shape), causal=causal, scale_tolerance=2)
+
+
+@pytest.mark.parametrize("shape", [(130, 300), (2, 1, 300), (1, 130, 1)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bias_across_blocks(shape, dtype):
+    q, k, v = qkv(2, 2, 1, 130, 300, 8, 8, dtype=dtype)
+    check(q, k, v, random(*shape, dtype=dtype), causal=True, scale_tolerance=8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    q, k, v = (LAYOUTS[layout](x) for x in qkv(2, 4, 2, 5, 7, 3, 4))
+    bias = LAYOUTS[layout](random(4, 5, 7))
+    check(q, k, v, bias, scale_tolerance=2)
+    check(q.mT.contiguous().mT, k, v, causal=True, scale=-0.7, scale_tolerance=2)
+    for arguments in ((q, k, v), (q, k, v, bias)):
+        kit.check_same_metadata(OP, *arguments)
+    out, logsumexp = attention(q, k, v, bias)
+    for bias_grad in (False, True):
+        kit.check_same_metadata(
+            lambda *x, b=bias_grad: BACKWARD(*x, bias_grad=b), out, logsumexp, q, k, v, bias, out, logsumexp
+        )
+
+
+def test_memory_order_is_what_layers_want():
+    """out can be viewed as [batch, length, heads * width], and a gradient lies as what it is the gradient of."""
+    inputs = [x.requires_grad_() for x in qkv(2, 4, 2, 5, 7, 3, 4)]
+    inputs[0] = random(2, 5, 4, 3, grad=True).transpose(1, 2)
+    out, _ = attention(*inputs)
+    assert out.transpose(1, 2).is_contiguous()
+    for grad, x in zip(torch.autograd.grad(out.sum(), inputs), inputs, strict=True):
+        assert grad.stride() == x.stride()
+
+
+def test_rows_that_see_nothing():
+    """Output and gradients 0, logsumexp -inf, even where logsumexp gets a gradient of inf or NaN."""
+    q, k, v = qkv(1, 2, 1, 4, 5, 3, 3)
+    bias = torch.zeros(4, 5, device=DEVICE)
+    bias[1] = -math.inf
+    bias[2, 3] = -math.inf
+    check(q, k, v, bias)
+    check(q, k, v, bias, causal=True)
+    q, k, v, bias = (x.requires_grad_() for x in (q, k, v, bias))
+    out, logsumexp = attention(q, k, v, bias)
+    assert out[:, :, 1].count_nonzero() == 0 and (logsumexp[:, :, 1] == -math.inf).all()
+    grads = torch.ones_like(logsumexp)
+    grads[:, :, 1] = math.nan
+    for grad in torch.autograd.grad((out, logsumexp), (q, k, v, bias), (torch.ones_like(out), grads)):
+        assert grad.isfinite().all()
+    # No keys at all.
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 1, 4, 0, 3, 3))
+    out, logsumexp = attention(q, k, v)
+    assert out.count_nonzero() == 0 and (logsumexp == -math.inf).all()
+    out.sum().backward()
+    assert q.grad.shape == q.shape and q.grad.count_nonzero() == 0 and k.grad.shape == k.shape
+
+
+def test_a_block_of_minus_infinity():
+    """Rows that see nothing in their first block of keys, and something later."""
+    q, k, v = qkv(1, 1, 1, 3, 600, 4, 4)
+    bias = torch.zeros(3, 600, device=DEVICE)
+    bias[0, :300] = bias[1, 300:] = bias[2, 1:] = -math.inf
+    check(q, k, v, bias)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_special_scores_are_not_lost(value):
+    """A score of NaN or inf gives a row of NaN, as in torch, and leaves the other rows alone."""
+    q, k, v = qkv(1, 1, 1, 3, 300, 4, 4)
+    bias = torch.zeros(3, 300, device=DEVICE)
+    bias[1, 7] = value
+    out, logsumexp = attention(q, k, v, bias)
+    assert out[0, 0, 1].isnan().all() and out[0, 0, [0, 2]].isfinite().all()
+    assert_close(logsumexp[0, 0, 1].item(), value, equal_nan=True)
+    q = q.requires_grad_()
+    attention(q, k, v, bias)[0].sum().backward()
+    assert q.grad[0, 0, 1].isnan().all() and q.grad[0, 0, [0, 2]].isfinite().all()
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = qkv(1, 1, 1, 5, 300, 8, 4)
+    check(100 * q, k, v, scale_tolerance=20)
+
+
+def test_backward_operator():
+    """It is a function of independent tensors: out and logsumexp need not be those of q, k and v."""
+    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
+    bias, out, grad_out, logsumexp, grad_logsumexp = (
+        random(*s) for s in [(4, 5, 1), (2, 4, 5, 4), (2, 4, 5, 4), (2, 4, 5), (2, 4, 5)]
+    )
+    logsumexp = logsumexp + 4
+
+    def expected(grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        p = (0.5 * q @ k.mT + bias - logsumexp.unsqueeze(-1)).exp()
+        ds = p * (grad_out @ v.mT - ((grad_out * out).sum(-1) - grad_logsumexp).unsqueeze(-1))
+
+        def shared(x):
+            return x.unflatten(1, (2, 2)).sum(2)
+
+        return 0.5 * ds @ k, shared(0.5 * ds.mT @ q), shared(p.mT @ grad_out), ds.sum((0, 3), keepdim=True)[0]
+
+    inputs = (grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp)
+    kit.check_against(
+        lambda *x: attention_backward(*x, scale=0.5, bias_grad=True), expected, *inputs, scale=10, grads=False
+    )
+    *_, grad_bias = attention_backward(grad_out, None, q, k, v, bias, out, logsumexp, scale=0.5)
+    assert grad_bias.shape == (0,)
+
+
+def test_derivatives():
+    f64 = dict(dtype=torch.float64, grad=True)
+    q, k, v = qkv(1, 2, 1, 2, 3, 2, 2, **f64)
+    kit.check_gradients(attention, q, k, v)
+    kit.check_gradients(lambda *x: attention(*x, causal=True, scale=0.3), q, k, v, random(2, 1, 3, **f64))
+    # Through one output alone.
+    kit.check_gradients(lambda *x: attention(*x)[0], q, k, v)
+    kit.check_gradients(lambda q, k: attention(q, k, v.detach())[1], q, k)
+    outs, grads = ((random(1, 2, 2, 2, **f64), random(1, 2, 2, **f64)) for _ in range(2))
+    kit.check_gradients(
+        lambda *x: attention_backward(*x, causal=True, bias_grad=True),
+        *(*grads, q, k, v, random(2, 3, **f64), *outs),
+        twice=False,
+    )
+
+
+def test_second_derivative_of_rows_that_see_nothing():
+    q, k, v = (x.requires_grad_() for x in qkv(1, 1, 1, 2, 3, 2, 2))
+    bias = kit.tensor([[0.0, 0.0, 0.0], [-math.inf] * 3])
+    out, logsumexp = attention(q, k, v, bias)
+    grads = torch.autograd.grad(out.square().sum() + logsumexp[:, :, 0].sum(), (q, k, v), create_graph=True)
+    for grad in torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v)):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_second_derivative_of_half_types(dtype):
+    def penalty(function):
+        def of(q, k, v):
+            out, logsumexp = function(q, k, v)
+            return torch.autograd.grad(out.square().sum() + logsumexp.sum(), [q, k, v], create_graph=True)
+
+        return of
+
+    kit.check_against(penalty(attention), penalty(reference), *qkv(1, 2, 1, 3, 4, 8, 8, dtype=dtype), scale=8)
+
+
+def test_transforms():
+    f64 = dict(dtype=torch.float64)
+    q, k, v = qkv(1, 2, 1, 2, 3, 2, 2, **f64)
+    kit.check_transforms(lambda *x: attention(*x, causal=True), q, k, v)
+    kit.check_transforms(attention, q, k, v, random(1, 1, 2, 3, **f64))
+    kit.check_transforms(attention, *qkv(2, 2, 1, 2, 3, 2, 2, **f64), random(3, **f64), grads=False)
+    out, logsumexp = random(2, 2, 2, 2, **f64), random(2, 2, 2, **f64)
+    for shape in ((3,), (2, 1, 1, 3)):
+        kit.check_transforms(
+            lambda *x: attention_backward(*x, bias_grad=True),
+            *(out, logsumexp, *qkv(2, 2, 1, 2, 3, 2, 2, **f64), random(*shape, **f64), out, logsumexp),
+            grads=False,
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_results_do_not_depend_on_threads(causal):
+    """Neither the share of a thread nor the choice between its two ways to go backward shows."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 4, 2, 300, 400, 16, 16))
+    bias = random(300, 1, grad=True)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            out, logsumexp = attention(q, k, v, bias, causal=causal)
+            results.append((out, logsumexp, *torch.autograd.grad((out.sin().sum() + logsumexp.sum()), (q, k, v, bias))))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_memory_is_linear():
+    """8192 queries by 8192 keys would be 256 MiB of scores; forward and backward take a few."""
+    program = """
+import resource, torch, openreg_ops
+def run(length):
+    q, k, v = (torch.randn(1, 1, length, 8, device="openreg", requires_grad=True) for _ in range(3))
+    openreg_ops.attention(q, k, v)[0].sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+small = run(64)
+print(run(8192) - small)
+"""
+    kibibytes = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    assert kibibytes < 64 * 1024
+
+
+def test_opcheck():
+    q, k, v = qkv(1, 2, 1, 3, 4, 2, 2, grad=True)
+    bias = random(3, 4, grad=True)
+    kit.check_operator(OP, q, k, v)
+    kit.check_operator(OP, q, k, v, bias)
+    out, logsumexp = random(1, 2, 3, 2, grad=True), random(1, 2, 3, grad=True)
+    kit.check_operator(BACKWARD, out, logsumexp, q, k, v, bias, out, logsumexp)
+    torch.library.opcheck(
+        BACKWARD,
+        (out, None, q, k, v, bias, out, logsumexp),
+        dict(causal=True, scale=0.3, bias_grad=True),
+        test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"],
+    )
+
+
+def test_compiled():
+    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
+    kit.check_compiled(lambda *x: attention(*x, causal=True), q, k, v)
+    kit.check_compiled(lambda *x: attention(*x, scale=0.3), q, k, v, random(2, 1, 1, 7))
+    kit.check_compiled(lambda q, k, v: attention(q.mT, k.mT, v)[0] * 2, q.mT.contiguous(), k.mT.contiguous(), v)
+
+
+def test_graph_holds_both_operators():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    torch._dynamo.reset()
+    inputs = qkv(1, 2, 1, 3, 4, 2, 2, grad=True)
+    torch.compile(attention, backend=backend, fullgraph=True)(*inputs)[0].sum().backward()
+    targets = {node.target for graph in graphs for node in graph.graph.nodes}
+    assert {OP, BACKWARD} <= targets
+
+
+def test_exported():
+    program = kit.check_exported(lambda *x: attention(*x, causal=True), *qkv(2, 4, 2, 5, 7, 3, 4))
+    assert any(node.target is OP for node in program.graph.nodes)
+
+
+def test_side_stream(device):
+    kit.check_side_stream(attention, *qkv(1, 2, 1, 3, 4, 2, 2, device=device), random(3, 4, device=device))
+
+
+def test_other_devices():
+    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4, dtype=torch.bfloat16)
+    kit.check_other_devices(lambda *x: attention(*x, causal=True), q, k, v, random(4, 1, 7, dtype=torch.bfloat16))
+    inputs = qkv(1, 2, 1, 2, 3, 2, 2, dtype=torch.float64, grad=True, device="cpu")
+    assert torch.autograd.gradgradcheck(attention, inputs)
+    # The backward operator alone, and where queries lie in another order.
+    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
+    q = random(2, 5, 4, 3).transpose(1, 2)
+    others = random(5, 1), random(2, 4, 5, 4), random(2, 4, 5)
+    arguments = (others[1], others[2], q, k, v, *others)
+    on_device = attention_backward(*arguments, bias_grad=True)
+    on_host = attention_backward(*(x.cpu() for x in arguments), bias_grad=True)
+    for actual, device in zip(on_host, on_device, strict=True):
+        assert actual.stride() == device.stride()
+        assert_close(actual, device.cpu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+def test_autocast_runs_in_lower_precision(device_type):
+    q, k, v = qkv(1, 2, 1, 3, 4, 8, 8, device=device_type, grad=True)
+    with kit.autocast(torch.bfloat16, device_type):
+        out, logsumexp = attention(q, k, v.half(), random(3, 4, device=device_type))
+    assert out.dtype == torch.bfloat16 and logsumexp.dtype == torch.float32
+    out.sum().backward()
+    assert q.grad.dtype == k.grad.dtype == torch.float32
+
+
+def test_rejects():
+    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
+    out, logsumexp = random(2, 4, 5, 4), random(2, 4, 5)
+    kit.check_error(OP, q.long(), k, v, match="attention: expected q of float32, float64, float16 or bfloat16")
+    kit.check_error(OP, q[0], k, v, match="expected q of shape [batch, heads, length, width], but got [4, 5, 3]")
+    kit.check_error(OP, q, k, v[0, 0], match="expected v of shape [batch, heads, length, width], but got [7, 4]")
+    kit.check_error(OP, q, k.cpu(), v, match="attention: q is on openreg:0 but k is on cpu; move one with .to()")
+    kit.check_error(OP, q, k, v.double(), match="expected v of float32, the dtype of q, but got float64")
+    kit.check_error(OP, q, v, v, match="expected k of batch 2 and width 3, those of q, but got shape [2, 2, 7, 4]")
+    kit.check_error(
+        OP, q, k, v[:, :, 1:], match="batch, heads and length [2, 2, 7], those of k, but got shape [2, 2, 6"
+    )
+    kit.check_error(OP, q[:, :3], k, v, match="expected heads of q a multiple of 2, those of k and v, but got 3")
+    kit.check_error(OP, q, k, v, random(5, 6), match="broadcastable to [2, 4, 5, 7], the scores, but got [5, 6]")
+    kit.check_error(OP, q, k, v, random(1, 1, 1, 1, 1), match="the scores, but got [1, 1, 1, 1, 1]")
+    kit.check_error(OP, q, k, v, random(5, 7) > 0, match="expected bias of float32, the dtype of q, but got bool")
+    kit.check_error(BACKWARD, q, None, q, k, v, None, out, logsumexp, match="grad_out of shape [2, 4, 5, 4], that of")
+    kit.check_error(
+        BACKWARD, out, None, q, k, v, None, out, logsumexp.double(), match="logsumexp of float32, the dtype of its"
+    )
+    kit.check_error(
+        BACKWARD, out, logsumexp[0], q, k, v, None, out, logsumexp, match="expected grad_logsumexp of shape [2, 4, 5]"
+    )
+    kit.check_error(
+        lambda *x: BACKWARD(*x, bias_grad=True),
+        out,
+        None,
+        q,
+        k,
+        v,
+        None,
+        out,
+        logsumexp,
+        match="but got none; pass bias",
+    )
