@@ -180,6 +180,24 @@ void register_autocast(torch::Library& m) {
   m.impl("kv_cache_update", in_cache_dtype<std::tuple<Tensor, Tensor>, kFunctional>);
 }
 
+// A cache with a lazy conjugation or negation is written through a view without one. torch's fallback for these bits
+// would read the returns of an operator that writes, and this one has none: it wrote beyond the stack.
+void kv_cache_update_lazy(
+    const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
+  static const auto op = find<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
+      "openreg::kv_cache_update_");
+  const auto memory = [](Tensor cache) {
+    if (cache.is_conj()) cache = cache.conj();
+    return cache.is_neg() ? cache._neg_view() : cache;
+  };
+  const auto value = [](Tensor x, const Tensor& cache) {
+    if (cache.is_conj()) x = x.conj();
+    if (cache.is_neg()) x = x._neg_view();
+    return x.resolve_conj().resolve_neg();
+  };
+  op.call(memory(k_cache), memory(v_cache), value(k, k_cache), value(v, v_cache), slots.resolve_neg());
+}
+
 } // namespace
 
 // ---- registration ----
@@ -194,6 +212,12 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("kv_cache_update_", kv_cache_update_);
   m.impl("kv_cache_update", kv_cache_update);
+}
+TORCH_LIBRARY_IMPL(openreg, Conjugate, m) {
+  m.impl("kv_cache_update_", kv_cache_update_lazy);
+}
+TORCH_LIBRARY_IMPL(openreg, Negative, m) {
+  m.impl("kv_cache_update_", kv_cache_update_lazy);
 }
 // See Note [Operators that change their arguments].
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {

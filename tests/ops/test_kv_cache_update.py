@@ -130,7 +130,8 @@ def test_conjugate_views():
     k, v = torch.complex(k.real, v.real), torch.complex(v.real, k.real)
     new, _ = kv_cache_update(k_cache, v_cache, k.conj(), v, slots)
     assert torch.equal(new[slots], k.conj().resolve_conj())
-    kv_cache_update_(k_cache.conj(), v_cache, k, v.conj(), slots)
+    for _ in range(300):  # torch's fallback for conjugate views corrupted the heap a little each time
+        kv_cache_update_(k_cache.conj(), v_cache, k, v.conj(), slots)
     assert torch.equal(k_cache.conj()[slots], k) and torch.equal(v_cache[slots], v.conj().resolve_conj())
 
 
