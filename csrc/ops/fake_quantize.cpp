@@ -67,6 +67,11 @@ struct Pieces {
   }
 };
 
+// The axis, if rows of one scale are too short for vectors along it and a transposed x may have longer ones; else 0.
+int64_t axis_to_move(const Tensor& x, std::optional<int64_t> axis) {
+  return axis && Pieces(x, axis).inner < 16 ? c10::maybe_wrap_dim(*axis, x.dim()) : 0;
+}
+
 void check_arguments(const char* op, const Tensor& x, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
     int64_t quant_max, std::optional<int64_t> axis) {
   check_floating(op, "x", x);
@@ -90,6 +95,8 @@ void check_arguments(const char* op, const Tensor& x, const Tensor& scale, const
 Tensor fake_quantize(const Tensor& x_, const Tensor& scale_, const Tensor& zero_point_, int64_t quant_min,
     int64_t quant_max, std::optional<int64_t> axis) {
   check_arguments("fake_quantize", x_, scale_, zero_point_, quant_min, quant_max, axis);
+  if (const int64_t at = axis_to_move(x_, axis))
+    return fake_quantize(x_.movedim(at, 0), scale_, zero_point_, quant_min, quant_max, 0).movedim(0, at).contiguous();
   const Tensor x = x_.contiguous(), scale = scale_.contiguous(), zero_point = zero_point_.contiguous();
   Tensor y = at::empty(x.sizes(), x.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "fake_quantize", [&] {
@@ -112,6 +119,11 @@ std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_y_, const T
   check_same_device(op, "x", x_, "grad_y", grad_y_);
   check_dtype(op, "grad_y", grad_y_, x_.scalar_type(), "x");
   check_shape(op, "grad_y", grad_y_, x_.sizes(), "that of x");
+  if (const int64_t at = axis_to_move(x_, axis)) {
+    auto [grad_x, grad_scale] =
+        fake_quantize_backward(grad_y_.movedim(at, 0), x_.movedim(at, 0), scale_, zero_point_, quant_min, quant_max, 0);
+    return {grad_x.movedim(0, at).contiguous(), grad_scale};
+  }
   const Tensor grad_y = grad_y_.contiguous(), x = x_.contiguous(), scale = scale_.contiguous(),
                zero_point = zero_point_.contiguous();
   Tensor grad_x = at::empty(x.sizes(), x.options()), grad_scale = at::empty(scale.sizes(), scale.options());
