@@ -106,6 +106,9 @@ def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
                 {"address": at, "size": n, "requested_size": n, "state": states[state], "frames": []}
                 for at, n, state in blocks
             ]
+            if rest := size - sum(block["size"] for block in of):  # of a page that its blocks do not fill
+                end = {"address": address + size - rest, "size": rest, "requested_size": rest}
+                of.append({**end, "state": "inactive", "frames": []})
             active = sum(block["size"] for block in of if block["state"] != "inactive")
             allocated = sum(block["size"] for block in of if block["state"] == "active_allocated")
             out.append(

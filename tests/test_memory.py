@@ -46,7 +46,7 @@ def test_snapshot_shows_memory_that_waits_for_a_stream():
     x = torch.empty(1 << 18, device=DEVICE)
     address = x.data_ptr()
     with stream:
-        torch.openreg._sleep(30_000_000)
+        torch.openreg._sleep(300_000_000)
     x.record_stream(stream)
     del x
 

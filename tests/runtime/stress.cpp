@@ -106,7 +106,7 @@ void order() {
     set_launch_mode(mode);
     const Stream a = new_stream(0, 0), b = new_stream(0, 0);
     std::vector<int> seen;
-    sleep_on(a, 3'000'000);
+    sleep_on(a, 100'000'000);
     EXPECT(stream_idle(a) == (mode == LaunchMode::kSync));
     launch(a, [&] { seen.push_back(1); });
     Event event(0, true);
@@ -148,7 +148,7 @@ void reuse() { // Note [Stream order]
   const Stream a = new_stream(0, 0), b = new_stream(0, 0);
   constexpr std::size_t kBytes = 1 << 20;
   void* first = allocate(a, kBytes);
-  sleep_on(a, 20'000'000);
+  sleep_on(a, 300'000'000);
   deallocate(first);
   void* other = allocate(b, kBytes);
   EXPECT(other != first); // b must not have what a's work may still use
@@ -158,7 +158,7 @@ void reuse() { // Note [Stream order]
   synchronize_stream(a);
   deallocate(other);
   void* recorded = allocate(a, kBytes);
-  sleep_on(b, 20'000'000);
+  sleep_on(b, 300'000'000);
   record_stream(recorded, b);
   deallocate(recorded);
   const auto pending = [] {
