@@ -152,8 +152,11 @@ def reference(
     low, high = quant_min - z, quant_max - z
     # Into the range and one step beyond: an infinity would make NaN of the difference, and bounds get no gradient.
     steps = (x.to(s.dtype) * s.reciprocal()).clamp(low - 1, high + 1)
-    straight_through = steps + (steps.round() - steps).detach()  # exact, and has the gradient of steps
-    return (straight_through.clamp(low, high) * s).to(x.dtype).contiguous()
+    rounded = steps.detach().round()
+    inside = (rounded >= low) & (rounded <= high)  # by a mask: what clamp's gradient is at a bound depends on the torch
+    straight_through = steps + (rounded - steps).detach()  # exact, and has the gradient of steps
+    kept = straight_through.where(inside, rounded.clamp(low, high))
+    return (kept * s).to(x.dtype).contiguous()
 
 
 @op.reference("fake_quantize_backward")
