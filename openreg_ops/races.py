@@ -33,7 +33,7 @@ __all__ = ["OpenregSanitizerErrors", "Races", "SynchronizationError", "Unsynchro
 READ, WRITE = AccessType.READ, AccessType.WRITE
 Stream = tuple[int, int]  # device, id
 
-# The innermost frames of a trace: this file, and torch's way to a dispatch mode.
+# Frames that a trace leaves out: this file's, and torch's way to a dispatch mode.
 _OURS = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 
@@ -49,7 +49,7 @@ class Trace:
 
     def __init__(self, caller: int) -> None:
         self.here = CapturedTraceback.extract()
-        self.above: list[str] = []
+        self.above: list[traceback.FrameSummary] = []
         if node := torch._C._current_autograd_node():
             self.node = node.name()
             if caller != threading.get_ident() and (frame := sys._current_frames().get(caller)):
@@ -62,8 +62,8 @@ class Trace:
 
     def format(self) -> list[str]:
         """The lines, the innermost last; a backward's begin with the call of backward()."""
-        here = [frame for frame in self.here.summary() if not frame.filename.endswith(_OURS)]
-        lines = traceback.format_list([*self.above, *here])
+        frames = [frame for frame in (*self.above, *self.here.summary()) if not frame.filename.endswith(_OURS)]
+        lines = traceback.format_list(frames)
         if self.node:
             lines.append(f"  in the backward of {self.node}\n")
         if self.forward:
