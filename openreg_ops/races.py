@@ -23,7 +23,7 @@ from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType, SynchronizationError
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._traceback import CapturedTraceback
 
 from openreg_ops import _C
@@ -35,6 +35,10 @@ Stream = tuple[int, int]  # device, id
 
 # Frames that a trace leaves out: this file's, and torch's way to a dispatch mode.
 _OURS = (__file__, "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+
+
+def _current_stream(index: int) -> Stream:
+    return index, torch.accelerator.current_stream(index).stream_id
 
 
 def _stream_name(stream: Stream | None) -> str:
@@ -80,7 +84,8 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Span:
-        item, start = x.element_size(), x.data_ptr()
+        item = x.element_size()
+        start = _base(x) + item * x.storage_offset()
         end = start + item * (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)))
         if x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x):
             return cls(start, end, None)
@@ -212,13 +217,13 @@ def _dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
     elif x.is_nested:
         parts = (torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()),)
     else:
-        parts = (x,)
+        parts = (x,) if x.layout == torch.strided else ()
     return [part for part in parts if part.device.type in ("openreg", "cpu") and part.numel() and _base(part)]
 
 
 def _base(x: torch.Tensor) -> int:
-    """The address of a tensor's storage."""
-    return 0 if x._is_zerotensor() else x.data_ptr() - x.storage_offset() * x.element_size()
+    """The address of a tensor's storage; unlike data_ptr(), asking for it copies no memory that is copied on write."""
+    return 0 if x._is_zerotensor() else torch._C._data_address(x)
 
 
 class _Traits(NamedTuple):
@@ -345,7 +350,7 @@ class Races:
             self.memory[base] = Memory(base, base + x.untyped_storage().nbytes(), (x.device.index, 0))
         return self.memory[base]
 
-    def _watch(self, x: torch.Tensor) -> None:
+    def watch(self, x: torch.Tensor) -> None:
         """Keep what happens to the memory of a host tensor, while a copy uses it and until it is freed."""
         for key, (storage, memory) in list(self.host.items()):
             memory.accesses = [each for each in memory.accesses if not self.after(None, each)]
@@ -354,12 +359,16 @@ class Races:
         storage = x.untyped_storage()
         self.host.setdefault(storage._cdata, (StorageWeakRef(storage), Memory(_base(x), _base(x) + storage.nbytes())))
 
-    def check(self, accesses: list[tuple[torch.Tensor, Access]], *, harmless: bool = False) -> None:
-        """Raise if one of the accesses, which come at the same time, is out of order; else keep them."""
-        errors = []
-        found = [(self._memory_of(x), access) for x, access in accesses]
-        for memory, access in found:
-            for previous in memory.accesses if memory and not harmless else ():
+    def check(
+        self, accesses: Iterable[tuple[torch.Tensor, Access]], made_only: bool = False
+    ) -> list[tuple[Memory, Access]]:
+        """Raise if one of the accesses, which come at the same time, is out of order; return those to be kept."""
+        errors, found = [], []
+        for x, access in accesses:
+            if (memory := self._memory_of(x)) is None:
+                continue
+            found.append((memory, access))
+            for previous in () if made_only else memory.accesses:
                 if (
                     WRITE in (access.type, previous.type)
                     and not self.after(access.stream, previous)
@@ -368,9 +377,7 @@ class Races:
                     errors.append(UnsynchronizedAccessError(memory, access, previous))
         if errors:
             raise OpenregSanitizerErrors(errors)
-        for memory, access in found:
-            if memory and access.stream is not None:
-                self.keep(memory, access)
+        return [each for each in found if each[1].stream is not None]
 
     def keep(self, memory: Memory, access: Access) -> None:
         """Add an access, for those before it that it makes needless: whoever waits for it has waited for them."""
@@ -401,72 +408,77 @@ class _Call:
     def run(self) -> Any:
         arguments = _Arguments()
         arguments.parse_inputs(self.func._schema, self.args, self.kwargs, is_factory=not self.traits.reads)
-        found = arguments.found
-        on_host = [each for each in found if each[0].device.type == "cpu"]
-        if on_host and len(on_host) == len(found) and not self.traits.copies and not self.races.host:
+        inputs = arguments.found
+        on_host = [each for each in inputs if each[0].device.type == "cpu"]
+        if on_host and len(on_host) == len(inputs) and not self.traits.copies and not self.races.host:
             return self.func(*self.args, **self.kwargs)
+        in_flight = on_host if self.non_blocking else []  # whether they are is known when the outputs are
         with self.races.lock:
             self.trace = Trace(self.races.caller)
             if self.trace.node is None:
                 self.races.caller = threading.get_ident()
             self.races.drain()
             self.races.seq_num += 1
-            # A copy between devices runs on its source's, as on CUDA.
-            for x, _, _ in sorted(found, key=lambda each: each[1] is WRITE):
-                self.runs_on(x)
-            later = on_host if self.non_blocking else []
-            self.access([each for each in found if not (later and each[0].device.type == "cpu")])
+            self.seq_num = self.races.seq_num
+            # A copy between devices runs on its source's stream, as on CUDA.
+            self.runs_on(sorted(inputs, key=lambda each: each[1] is WRITE))
+            accesses = self.check([each for each in inputs if each[0].device.type != "cpu" or not in_flight])
+            written = {access.span for _, access in accesses if access.type is WRITE}
         out = self.func(*self.args, **self.kwargs)
         with self.races.lock:
             self.races.drain(self.trace)
             arguments.found = []
             arguments.parse_outputs(self.func._schema, out, is_factory=False)
-            written = {x.data_ptr() for x, kind, _ in found if kind is WRITE}
-            outputs = [each for each in arguments.found if each[0].data_ptr() not in written]
-            for x, _, _ in outputs:
-                self.runs_on(x)
-            self.access(later)
-            self.access(outputs, is_output=True)
-            copied = self.traits.copies and any(x.device.type == "cpu" for x, _, _ in (*found, *outputs))
-            if self.waits(found) or (copied and not self.non_blocking):
+            outputs = [each for each in arguments.found if Span.of(each[0]) not in written]
+            self.runs_on(outputs)
+            accesses += self.check(in_flight)
+            accesses += self.check(outputs, is_output=True)
+            for memory, access in accesses:
+                self.races.keep(memory, access)
+            with_host = on_host or any(x.device.type == "cpu" for x, _, _ in outputs)
+            if self.waits(inputs) or (self.traits.copies and with_host and not self.non_blocking):
                 for stream in self.streams:
                     self.races.syncs.all_streams_wait_for_stream(stream)
             for other in self.streams[1:]:
                 self.races.wait(other, self.streams[0])
         return out
 
-    def runs_on(self, x: torch.Tensor) -> None:
-        """The operator runs on the stream of the first device, and waits for those of the others before."""
-        if x.device.type == "cpu":
-            return
-        stream = (x.device.index, torch.accelerator.current_stream(x.device.index).stream_id)
-        if not self.streams:
-            self.races.syncs.update_seq_num(stream, self.races.seq_num)
-        elif stream not in self.streams:
-            self.races.wait(self.streams[0], stream)
-        if stream not in self.streams:
-            self.streams.append(stream)
+    def runs_on(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> None:
+        """The operator runs on the current stream of the first tensor's device; it waits for those of the others."""
+        for index in dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg"):
+            stream = _current_stream(index)
+            if not self.streams:
+                self.races.syncs.update_seq_num(stream, self.seq_num)
+                self.streams.append(stream)
+            elif stream not in self.streams:
+                self.races.wait(self.streams[0], stream)
+                self.streams.append(stream)
 
-    def access(self, found: list[tuple[torch.Tensor, AccessType, str | None]], is_output: bool = False) -> None:
+    def check(
+        self, found: list[tuple[torch.Tensor, AccessType, str | None]], is_output: bool = False
+    ) -> list[tuple[Memory, Access]]:
         accesses: dict[tuple[Span, AccessType, bool], tuple[torch.Tensor, Access]] = {}
         for x, kind, name in found:
-            on_host = x.device.type == "cpu"
-            # What a copy reads from pageable memory it has read when it returns. What it writes, PyTorch does not say.
-            in_flight = self.non_blocking and bool(self.streams) and (kind is WRITE or x.is_pinned())
-            if on_host and in_flight:
-                self.races._watch(x)
-            elif on_host and (is_output or not self.races.host):
-                continue
-            stream = None if on_host and not in_flight else self.streams[0]
+            stream = self.streams[0] if self.streams else None
+            if x.device.type == "cpu":
+                # What a copy reads from pageable memory it has read when it returns; PyTorch does not promise that of
+                # what it writes there.
+                if self.non_blocking and stream and (kind is WRITE or x.is_pinned()):
+                    self.races.watch(x)
+                elif is_output or not self.races.host:
+                    continue
+                else:
+                    stream = None
+            elif kind is WRITE and torch._C._is_cow_tensor(x):
+                kind = READ  # of the memory that it shares; it writes its own
             key = (Span.of(x), kind, stream is None)
             if key not in accesses:
-                operator = self.func._schema
-                new = Access(kind, self.races.seq_num, stream, operator, [], is_output, self.trace, key[0])
+                new = Access(kind, self.seq_num, stream, self.func._schema, [], is_output, self.trace, key[0])
                 accesses[key] = (x, new)
             if name is not None:
                 accesses[key][1].aliases.append(name)
         # A tensor made without values is checked when it gets some.
-        self.races.check(list(accesses.values()), harmless=is_output and self.traits.allocates)
+        return self.races.check(accesses.values(), made_only=is_output and self.traits.allocates)
 
     def waits(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
         """Whether the host waits for the result: for a value, or for a size that depends on values."""
@@ -483,11 +495,11 @@ class SanitizerDispatchMode(TorchDispatchMode):
         self.races = races
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(map(_is_plain, types)):  # a tensor subclass comes back with the tensors in it
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # comes back with the tensors in it
             return NotImplemented
         kwargs = kwargs or {}
         traits = _traits(func)
-        if traits.ignored or not self.races.on:
+        if traits.ignored or not self.races.on or not all(map(_is_plain, types)):  # fake tensors
             return func(*args, **kwargs)
         return _Call(self.races, func, traits, args, kwargs).run()
 
@@ -504,26 +516,20 @@ class SanitizerFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.READERS and self.races.on and _is_plain(type(args[0])):
             if not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
-                with torch._C._DisableTorchDispatch():
-                    self.read(func, args[0])
+                self.read(f"Tensor.{func.__name__}", args[0])
         return func(*args, **(kwargs or {}))
 
-    def read(self, func: Any, x: torch.Tensor) -> None:
-        with self.races.lock:
+    def read(self, name: str, x: torch.Tensor) -> None:
+        with self.races.lock, torch._C._DisableTorchDispatch():
             self.races.drain()
-            name = f"Tensor.{func.__name__}"
+            self.races.seq_num += 1
             for part in _dense_parts(x):
                 stream = None
                 if part.device.type == "openreg":
-                    index = part.device.index
-                    stream = (index, torch.accelerator.current_stream(index).stream_id)
-                    self.races.seq_num += 1
+                    stream = _current_stream(part.device.index)
                     self.races.syncs.update_seq_num(stream, self.races.seq_num)
-                elif not self.races.host:
-                    continue
-                access = Access(
-                    READ, self.races.seq_num, stream, name, ["self"], False, Trace(self.races.caller), Span.of(part)
-                )
+                trace = Trace(self.races.caller)
+                access = Access(READ, self.races.seq_num, stream, name, ["self"], False, trace, Span.of(part))
                 self.races.check([(part, access)])
                 if stream:
                     self.races.syncs.all_streams_wait_for_stream(stream)
