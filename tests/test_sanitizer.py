@@ -687,8 +687,16 @@ def test_openreg_operators(name):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend):
-    net = torch.compile(model(), backend=backend)
-    net(torch.randn(8, 16, device=DEVICE)).sum().backward()
+    torch._dynamo.reset()
+    compiled = []
+    counting = lambda graph, inputs: compiled.append(graph) or torch._dynamo.lookup_backend(backend)(graph, inputs)  # noqa: E731
+    net = torch.compile(model(), backend=counting, fullgraph=True)
+    x = torch.randn(8, 16, device=DEVICE)
+    net(x).sum().backward()
+    assert compiled
+    side = torch.openreg.Stream()
+    with side, caught():
+        net(x)
     torch._dynamo.reset()
 
 
