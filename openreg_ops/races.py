@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,20 +54,19 @@ class Trace:
 
     def __init__(self, caller: int) -> None:
         self.here = CapturedTraceback.extract()
-        self.above: list[traceback.FrameSummary] = []
+        self.above: list[tuple[types.CodeType, int]] = []
         if node := torch._C._current_autograd_node():
             self.node = node.name()
             if caller != threading.get_ident() and (frame := sys._current_frames().get(caller)):
-                self.above = traceback.StackSummary.extract(
-                    reversed([*traceback.walk_stack(frame)]), lookup_lines=False
-                )
+                self.above = [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
             self.forward = node.metadata.get("traceback_", [])
         else:
             self.node, self.forward = None, []
 
     def format(self) -> list[str]:
         """The lines, the innermost last; a backward's begin with the call of backward()."""
-        frames = [frame for frame in (*self.above, *self.here.summary()) if not frame.filename.endswith(_OURS)]
+        above = [traceback.FrameSummary(code.co_filename, line, code.co_name) for code, line in reversed(self.above)]
+        frames = [frame for frame in (*above, *self.here.summary()) if not frame.filename.endswith(_OURS)]
         lines = traceback.format_list(frames)
         if self.node:
             lines.append(f"  in the backward of {self.node}\n")
@@ -499,12 +499,12 @@ class SanitizerDispatchMode(TorchDispatchMode):
         """torch.compile compiles as without the mode; the compiled operators are checked when they run."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):  # comes back with the tensors in it
+    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, classes)):  # comes back with the tensors in it
             return NotImplemented
         kwargs = kwargs or {}
         traits = _traits(func)
-        if traits.ignored or not self.races.on or not all(map(_is_plain, types)):  # fake tensors
+        if traits.ignored or not self.races.on or not all(map(_is_plain, classes)):  # fake tensors
             return func(*args, **kwargs)
         return _Call(self.races, func, traits, args, kwargs).run()
 
@@ -518,7 +518,7 @@ class SanitizerFunctionMode(TorchFunctionMode):
         super().__init__()
         self.races = races
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # traced with the program
             return func(*args, **(kwargs or {}))
         if func in self.READERS and self.races.on and _is_plain(type(args[0])):

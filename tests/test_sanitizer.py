@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from openreg_ops import _C
+from openreg_ops import _C, races
 from openreg_ops.meta import op
 
 DEVICE = "openreg"
@@ -305,20 +305,20 @@ def test_idle_memory_of_another_stream_is_in_order():
         stream.synchronize()
 
 
-def test_what_autograd_passes_between_streams_is_recorded():
-    """The engine calls recordDataPtrOnStream for a gradient that another stream goes on with."""
+def test_what_autograd_passes_between_streams_is_recorded(monkeypatch):
+    """The engine records, through the device guard, the stream that goes on with another's gradient."""
+    recorded = []
+    monkeypatch.setattr(races.Races, "stream_recorded", lambda self, address, stream: recorded.append(stream))
     side = torch.openreg.Stream()
     x = torch.ones(N, device=DEVICE, requires_grad=True)
-    for _ in range(3):
-        y = x * 2
-        side.wait_stream(current())
-        with side:
-            y.record_stream(side)
-            z = (y * y).sum()
-        current().wait_stream(side)
-        z.backward()
-        assert x.grad[0] == 8
-        x.grad = None
+    y = x * 2
+    side.wait_stream(current())
+    with side:
+        z = (y * y).sum()
+    current().wait_stream(side)
+    z.backward()
+    assert x.grad[0] == 8
+    assert {(0, 0), (0, side.stream_id)} <= set(recorded)
 
 
 def test_backward_is_checked_on_autograds_threads():
