@@ -97,6 +97,18 @@ def test_use_on_another_stream_without_a_wait():
     assert "call its wait_stream() with the default stream of openreg:0, or its wait_event()" in text
 
 
+def test_the_report_in_the_documentation():
+    text = (Path(__file__).parents[1] / "docs/streams.md").read_text().partition("## A report")[2]
+    _, code, _, report, _ = text.split("```", 4)
+    with caught() as error:
+        exec(compile(code.removeprefix("python"), "example.py", "exec"), {})
+    (race,) = error.value.errors
+    report = report.replace("stream 1", f"stream {race.current_access.stream[1]}")
+    for line in report.splitlines():
+        if not any(each in line for each in ("0x", "…", " = ")):  # an address, what is left out, a line of the file
+            assert " ".join(line.split()) in message(error)
+
+
 @pytest.mark.parametrize("wait", ["stream", "event", "host", "host, event", "device", "value", "poll"])
 def test_use_on_another_stream_with_a_wait(wait):
     assert use_without_wait(wait)[-1] == 2
