@@ -490,6 +490,8 @@ class _Call:
 class SanitizerDispatchMode(TorchDispatchMode):
     """Checks each operator of a thread, and of the backward passes that it starts."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, races: Races) -> None:
         super().__init__()
         self.races = races
@@ -503,6 +505,8 @@ class SanitizerDispatchMode(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, classes)):  # comes back with the tensors in it
             return NotImplemented
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **kwargs)
         traits = _traits(func)
         if traits.ignored or not self.races.on or not all(map(_is_plain, classes)):  # fake tensors
             return func(*args, **kwargs)

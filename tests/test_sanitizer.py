@@ -101,7 +101,7 @@ def test_the_report_in_the_documentation():
     text = (Path(__file__).parents[1] / "docs/streams.md").read_text().partition("## A report")[2]
     _, code, _, report, _ = text.split("```", 4)
     with caught() as error:
-        exec(compile(code.removeprefix("python"), "example.py", "exec"), {})
+        exec(compile(code.removeprefix("python\n"), "example.py", "exec"), {})
     (race,) = error.value.errors
     report = report.replace("stream 1", f"stream {race.current_access.stream[1]}")
     for line in report.splitlines():
@@ -709,6 +709,16 @@ def test_compiled(backend):
     side = torch.openreg.Stream()
     with side, caught():
         net(x)
+    torch._dynamo.reset()
+
+
+def test_higher_order_operators():
+    """They pass: torch.cond, and what torch.compile makes of a mutation. What is in them is not checked."""
+    cache, new = (torch.zeros(2, 4, 1, 3, device=DEVICE) for _ in range(2))
+    add = torch.compile(lambda x, y: torch.ops.aten.add_(x, y) * 2, backend="aot_eager", fullgraph=True)
+    assert add(cache, new).sum().item() == 0
+    out = torch.cond(torch.tensor(True, device=DEVICE), lambda x: x + 1, lambda x: x - 1, (cache,))
+    assert out.sum().item() == cache.numel()
     torch._dynamo.reset()
 
 
