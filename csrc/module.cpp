@@ -15,6 +15,7 @@
 #include "runtime/device.h"
 #include "runtime/fault.h"
 #include "runtime/memory.h"
+#include "runtime/observer.h"
 #include "runtime/stream.h"
 
 namespace {
@@ -103,6 +104,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           reinterpret_cast<uintptr_t>(segment.address), segment.size, segment.stream, segment.small, blocks));
     }
     return segments;
+  });
+  m.def("observe", &openreg::observe);
+  m.def("take_notices", [] {
+    py::list notices;
+    for (const auto& each : openreg::take_notices())
+      notices.append(py::make_tuple(each.what, each.thread, reinterpret_cast<uintptr_t>(each.object),
+          py::make_tuple(each.stream.device, each.stream.id), each.bytes));
+    return notices;
   });
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);

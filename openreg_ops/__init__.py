@@ -41,6 +41,7 @@ if _build.CPU_CAPABILITY != "DEFAULT" and not getattr(torch.cpu, f"_is_{_build.C
 from openreg_ops import _C  # noqa: E402
 from openreg_ops import device as _device  # noqa: E402
 
+atexit.register(_C.observe, False)
 atexit.register(_C.stop_workers)
 atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 

@@ -126,7 +126,7 @@ class device_of(device):
 
 def register() -> None:
     """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
-    from openreg_ops import amp, faults, memory, random, streams
+    from openreg_ops import _sanitizer, amp, faults, memory, random, streams
 
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
     parts = {"amp": amp, "memory": memory, "random": random, "streams": streams}
@@ -137,6 +137,7 @@ def register() -> None:
         setattr(module, name, part)
         sys.modules[f"torch.openreg.{name}"] = part
     module.faults = sys.modules["torch.openreg.faults"] = faults
+    module._sanitizer = sys.modules["torch.openreg._sanitizer"] = _sanitizer
     module.reset_device = faults.reset_device
     module._sleep = streams._sleep
     module.__path__ = []  # so that `import torch.openreg.random` works
@@ -158,3 +159,4 @@ def register() -> None:
         unsupported_dtype=[torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8],
     )
     faults._from_environment()
+    _sanitizer._from_environment()

@@ -3,6 +3,8 @@
 
 #include "../runtime/device.h"
 #include "../runtime/fault.h"
+#include "../runtime/memory.h"
+#include "../runtime/observer.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
 #include "streams.h"
@@ -48,28 +50,54 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceStream exchangeStream(DeviceStream stream) const override {
     return wrap(exchange_stream(checked_stream(stream)));
   }
-  bool queryStream(const DeviceStream& stream) const override { return stream_idle(checked_stream(stream)); }
-  void synchronizeStream(const DeviceStream& stream) const override { synchronize_stream(checked_stream(stream)); }
-  void synchronizeDevice(DeviceIndex device) const override { synchronize_device(checked_index(device)); }
+  bool queryStream(const DeviceStream& stream) const override {
+    const bool idle = stream_idle(checked_stream(stream));
+    if (idle) notice("stream_synchronized", nullptr, checked_stream(stream));
+    return idle;
+  }
+  void synchronizeStream(const DeviceStream& stream) const override {
+    synchronize_stream(checked_stream(stream));
+    notice("stream_synchronized", nullptr, checked_stream(stream));
+  }
+  void synchronizeDevice(DeviceIndex device) const override {
+    synchronize_device(checked_index(device));
+    notice("device_synchronized", nullptr, {checked_index(device), 0});
+  }
+  // Autograd calls this for a gradient that another stream goes on with.
+  void recordDataPtrOnStream(const c10::DataPtr& data, const DeviceStream& stream) const override {
+    record_stream(data.get(), checked_stream(stream));
+  }
   // A stream has no native object; its identity is the handle, as in CUDA, where the default stream's is null.
   void* getStreamNativeHandle(const DeviceStream stream) const override {
     return reinterpret_cast<void*>(static_cast<intptr_t>(stream.id()));
   }
 
-  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override {
+    notice("event_destroyed", event, {});
+    delete static_cast<Event*>(event);
+  }
   void record(void** event, const DeviceStream& stream, DeviceIndex device, c10::EventFlag flag) const override {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "openreg: an event of device ",
         static_cast<int>(device), " cannot be recorded on a stream of device ", static_cast<int>(stream.device_index()),
         "; create the event on the stream's device");
     if (!*event) *event = new Event(stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT);
     static_cast<Event*>(*event)->record(checked_stream(stream));
+    notice("event_recorded", *event, checked_stream(stream));
   }
   void block(void* event, const DeviceStream& stream) const override {
-    if (event) static_cast<Event*>(event)->block(checked_stream(stream));
+    if (!event) return;
+    static_cast<Event*>(event)->block(checked_stream(stream));
+    notice("event_waited_for", event, checked_stream(stream));
   }
-  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->query(); }
+  bool queryEvent(void* event) const override {
+    const bool reached = !event || static_cast<Event*>(event)->query();
+    if (event && reached) notice("event_synchronized", event, {});
+    return reached;
+  }
   void synchronizeEvent(void* event) const override {
-    if (event) static_cast<Event*>(event)->synchronize();
+    if (!event) return;
+    static_cast<Event*>(event)->synchronize();
+    notice("event_synchronized", event, {});
   }
   double elapsedTime(void* start, void* end, DeviceIndex) const override {
     TORCH_CHECK(start && end, "openreg: both events must be recorded before elapsed_time(); call record() on each");

@@ -19,6 +19,7 @@
 
 #include "device.h"
 #include "fault.h"
+#include "observer.h"
 
 // Note [Pages, runs and classes]
 // A device's address range is cut into 64 KiB pages. An allocation of more than 32 KiB is a run of
@@ -407,6 +408,7 @@ void* allocate(Stream stream, std::size_t bytes) {
     throw OutOfMemory("openreg: cannot reserve address space for " + std::to_string(device_count()) + " devices of " +
         format_bytes(device_memory()) + "; lower OPENREG_DEVICE_MEMORY or OPENREG_DEVICE_COUNT, or raise `ulimit -v`");
   void* pointer = memory().pools[stream.device].allocate(stream.id, bytes, fails);
+  notice("allocated", pointer, stream, bytes);
   if (poison()) {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
     if (stream_idle(stream)) fill();
@@ -417,14 +419,16 @@ void* allocate(Stream stream, std::size_t bytes) {
 
 void deallocate(void* pointer) noexcept {
   if (!pointer) return;
+  notice("freed", pointer, {}); // first: afterwards another thread may have it
   auto& m = memory();
   m.pools[static_cast<std::size_t>(static_cast<char*>(pointer) - m.base) / m.stride].deallocate(
       static_cast<char*>(pointer));
 }
 
 void record_stream(void* pointer, Stream stream) {
-  if (pointer && device_of(pointer) == stream.device)
-    memory().pools[stream.device].record_stream(static_cast<char*>(pointer), stream.id);
+  if (!pointer || device_of(pointer) != stream.device) return;
+  memory().pools[stream.device].record_stream(static_cast<char*>(pointer), stream.id);
+  notice("stream_recorded", pointer, stream);
 }
 
 void set_memory_limit(int device, std::size_t bytes) noexcept {

@@ -1,0 +1,32 @@
+#include "observer.h"
+
+#include <pthread.h>
+
+#include <mutex>
+#include <utility>
+
+namespace openreg {
+namespace {
+
+std::mutex mutex;
+auto& notices = *new std::vector<Notice>; // leaked: memory may be freed after main()
+
+} // namespace
+
+void detail::keep_notice(const char* what, const void* object, Stream stream, std::size_t bytes) noexcept {
+  std::lock_guard lock(mutex);
+  notices.push_back({what, static_cast<std::uintptr_t>(pthread_self()), object, stream, bytes});
+}
+
+void observe(bool on) {
+  std::lock_guard lock(mutex);
+  notices.clear();
+  detail::observed.store(on);
+}
+
+std::vector<Notice> take_notices() {
+  std::lock_guard lock(mutex);
+  return std::exchange(notices, {});
+}
+
+} // namespace openreg
