@@ -59,7 +59,7 @@ def fake_quantize_backward(
 
     With t = round(x / scale) and k = clamp(t, quant_min - zero_point, quant_max - zero_point):
     grad_x = grad_y where t == k, else 0
-    grad_scale = sum(grad_y * (k - (x / scale where t == k, else 0))) over all x of one scale
+    grad_scale = sum(grad_y * (k - (x / scale where t == k, else 0))) over all x of one scale; 0 if it is not finite
 
     Args:
         grad_y: shape and dtype of x.
@@ -150,13 +150,16 @@ def reference(
     _check("fake_quantize", x, scale, zero_point, quant_min, quant_max, axis)
     s, z = _along(scale, x, axis), _along(zero_point, x, axis).to(scale.dtype)
     low, high = quant_min - z, quant_max - z
-    # Into the range and one step beyond: an infinity would make NaN of the difference, and bounds get no gradient.
-    steps = (x.to(s.dtype) * s.reciprocal()).clamp(low - 1, high + 1)
-    rounded = steps.detach().round()
-    inside = (rounded >= low) & (rounded <= high)  # by a mask: what clamp's gradient is at a bound depends on the torch
-    straight_through = steps + (rounded - steps).detach()  # exact, and has the gradient of steps
-    kept = straight_through.where(inside, rounded.clamp(low, high))
-    return (kept * s).to(x.dtype).contiguous()
+    wide = x.to(s.dtype)
+    steps = wide.detach() * s.detach().reciprocal()
+    kept = steps.round().clamp(low, high)
+    inside = kept == steps.round()
+    # The value as a constant, and zeros that have the gradients: none comes of dividing by a scale of zero.
+    zero = wide - wide.detach()
+    zero_of_scale = (s - s.detach()).where(s.isfinite(), 0)
+    to_scale = (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
+    y = kept * s.detach() + zero.where(inside, 0) + zero_of_scale * to_scale
+    return y.to(x.dtype).contiguous()
 
 
 @op.reference("fake_quantize_backward")
@@ -174,7 +177,7 @@ def reference_backward(
     steps = x.detach().to(s.dtype) * s.reciprocal()
     kept = steps.round().clamp(quant_min - z, quant_max - z)
     inside = kept == steps.round()
-    to_scale = grad_y.to(s.dtype) * (kept - steps.where(inside, 0))
+    to_scale = grad_y.to(s.dtype) * (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
     return grad_y.where(inside, 0).contiguous(), to_scale.sum_to_size(s.shape).reshape(scale.shape)
 
 

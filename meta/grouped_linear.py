@@ -212,15 +212,13 @@ def reference_backward(
 
 
 def _sizes_of_all(name: str, dim: int | None, group_sizes: Tensor, samples: int, rows: int) -> Tensor:
-    if dim is None:
-        return group_sizes.repeat(samples)
-    sizes = group_sizes.movedim(dim, 0)
+    sizes = group_sizes.unsqueeze(0) if dim is None else group_sizes.movedim(dim, 0)
     # The operator sees their sum over all samples only.
     torch._assert_async(
         (sizes.sum(1) == rows).all(),
         f"{name}: expected group_sizes that sum to {rows}, the rows of x, for each sample",
     )
-    return sizes.flatten()
+    return sizes.expand(samples, -1).flatten()
 
 
 def _for_each_sample(dims: Sequence[int | None], tensors: Sequence[Tensor], samples: int) -> list[Tensor]:
@@ -247,7 +245,8 @@ def batched(
         return NotImplemented
     if all(dim is None for dim, _ in layers):  # the same layers for every sample: its rows go to theirs
         rows = x.movedim(x_dim, 1).flatten(0, 1)
-        y = torch.ops.openreg.grouped_linear(rows, weights, bias, group_sizes * samples)
+        sizes = _sizes_of_all("grouped_linear", None, group_sizes, samples, rows.shape[0] // samples)
+        y = torch.ops.openreg.grouped_linear(rows, weights, bias, sizes.view(samples, -1).sum(0))
         return y.view(rows.shape[0] // samples, samples, y.shape[1]), 1
     rows = _rows(x_dim, x, samples)
     y = torch.ops.openreg.grouped_linear(

@@ -119,7 +119,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_tensor(op: str, name: str, x: Tensor) -> None:
+    torch._check(x is not None, lambda: f"{op}: expected {name} to be a tensor, but got None")
+
+
 def check_floating(op: str, name: str, x: Tensor) -> None:
+    check_tensor(op, name, x)
     torch._check(
         x.dtype in (torch.float32, torch.float64, *_HALF),
         lambda: (
@@ -130,6 +135,8 @@ def check_floating(op: str, name: str, x: Tensor) -> None:
 
 
 def check_same_device(op: str, x_name: str, x: Tensor, name: str, y: Tensor) -> None:
+    check_tensor(op, x_name, x)
+    check_tensor(op, name, y)
     torch._check(
         x.device == y.device,
         lambda: f"{op}: {x_name} is on {x.device} but {name} is on {y.device}; move one with .to()",

@@ -88,7 +88,7 @@ def _check(name: str, x_name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         cos.dim() <= x.dim() and all(a == b or a == 1 for a, b in zip(cos.shape[::-1], full[::-1], strict=False)),
         lambda: (
             f"{name}: expected cos to broadcast to {list(full)}, but got {list(cos.shape)}; "
-            "give it dimensions of size 1 with .unsqueeze()"
+            "give it at most as many dimensions, each of that size or 1"
         ),
     )
     op.check_shape(name, "sin", sin, cos.shape, "that of cos")

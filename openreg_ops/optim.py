@@ -106,13 +106,21 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what this optimizer or `torch.optim.AdamW` saved; steps move to the parameters' device."""
-        super().load_state_dict(state_dict)
-        # torch has cast the moments to the parameters' dtype: those that are wider, once more from what was saved.
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        # A hook that comes after all others sees what they have made of the dict.
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: setattr(self, "_loaded", loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            vars(self).pop("_loaded", None)
+
+    def _restore_moments(self, loaded: StateDict) -> None:
+        """Those that are wider than the parameters, to whose dtype torch has cast them, once more from the dict."""
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             if group["state_dtype"] is None:
                 continue
             for p, key in zip(group["params"], saved["params"], strict=True):
-                for name, value in state_dict["state"].get(key, {}).items():
+                for name, value in loaded["state"].get(key, {}).items():
                     if name != "step":
                         self.state[p][name] = value.to(device=p.device, dtype=op.acc_dtype(p.dtype))
 
@@ -124,6 +132,8 @@ class AdamW(torch.optim.AdamW):
             for p in group["params"]:
                 if "step" in self.state.get(p, ()):  # which torch.optim.AdamW keeps on the CPU
                     self.state[p]["step"] = self.state[p]["step"].to(device=p.device, dtype=torch.float32)
+        if "_loaded" in vars(self):  # before torch runs the hooks that come after loading
+            self._restore_moments(vars(self).pop("_loaded"))
 
 
 def _initial_state(p: Tensor, amsgrad: bool) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@
 // The threads share the elements of all tensors laid end to end, so that neither a small tensor nor a large one
 // keeps a thread waiting.
 #include "op.h"
+#include "overlap.h"
 
 #include <ATen/ops/empty_strided.h>
 
@@ -190,29 +191,6 @@ void check(
   if (n > 0 && found_inf) check_scalar("found_inf", *found_inf, lists.params[0]);
 }
 
-// Refuses tensors that are written to and share memory with another: the threads would race. Asks only where a
-// tensor fills its memory; of others, one can not tell quickly.
-void check_apart(const std::vector<std::pair<std::string_view, at::TensorList>>& written) {
-  struct Range {
-    const char *begin, *end;
-    std::string_view list;
-    size_t i;
-  };
-  std::vector<Range> ranges;
-  for (const auto& [list, tensors] : written)
-    for (size_t i = 0; i < tensors.size(); ++i)
-      if (const Tensor& x = tensors[i]; x.numel() > 0 && x.is_non_overlapping_and_dense()) {
-        const auto* begin = static_cast<const char*>(x.const_data_ptr());
-        ranges.push_back({begin, begin + x.nbytes(), list, i});
-      }
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  for (size_t i = 1; i < ranges.size(); ++i) {
-    const Range &a = ranges[i - 1], &b = ranges[i];
-    TORCH_CHECK(a.end <= b.begin, "adamw_step_: ", a.list, "[", a.i, "] and ", b.list, "[", b.i,
-        "] share memory, and both are written to; give every parameter once");
-  }
-}
-
 // ---- kernel ----
 
 // The tensor itself where it can be walked along with others of these strides, else a copy that can. A copy of what is
@@ -240,8 +218,13 @@ void step(const Lists& lists, const std::variant<double, Tensor>& lr, const Opti
     const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
   check(lists, o.amsgrad, grad_scale, found_inf);
   if (lists.params.empty()) return;
-  check_apart({{"params", lists.params}, {"exp_avgs", lists.exp_avgs}, {"exp_avg_sqs", lists.exp_avg_sqs},
-      {"max_exp_avg_sqs", lists.max_exp_avg_sqs}, {"state_steps", lists.state_steps}});
+  WrittenTo written("adamw_step_");
+  written.add("params", lists.params);
+  written.add("exp_avgs", lists.exp_avgs);
+  written.add("exp_avg_sqs", lists.exp_avg_sqs);
+  written.add("max_exp_avg_sqs", lists.max_exp_avg_sqs);
+  written.add("state_steps", lists.state_steps);
+  written.check();
   std::vector<Tensor> kept; // until the launch, as the copies are
   std::vector<std::pair<Tensor, Tensor>> copies;
   std::vector<Update> updates;

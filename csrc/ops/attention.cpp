@@ -593,7 +593,9 @@ struct Attention : torch::autograd::Function<Attention> {
     ctx->save_for_backward({q, k, v, bias.value_or(Tensor()), out, logsumexp});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["scale"] = scale;
-    ctx->saved_data["bias_grad"] = bias && bias->requires_grad();
+    const bool bias_grad = bias && bias->requires_grad();
+    ctx->saved_data["bias_grad"] = bias_grad;
+    if (!q.requires_grad() && !k.requires_grad() && !bias_grad) ctx->mark_non_differentiable({logsumexp});
     ctx->set_materialize_grads(false);
     return {out, logsumexp};
   }

@@ -1,10 +1,13 @@
-// custom_abs: y = |x|, forward only.
+// custom_abs: y = |x|, forward only; with custom_abs_, in place, and an out= form.
 // Every dtype and layout that torch.abs takes, with its output strides; the modulus of a complex x is real.
 // Not differentiable by design: autogradNotImplementedFallback makes backward through it an error, on
 // every device, where torch's default would warn and give partial gradients.
 #include "op.h"
 
 #include <ATen/Dispatch_v2.h>
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/clone.h>
 
 namespace openreg::ops {
@@ -25,15 +28,17 @@ void abs_loop(const T* x, Real* y, int64_t n) {
   }
 }
 
-Tensor custom_abs(const Tensor& input) {
+void check_input(const char* op, const Tensor& input) {
+  check_tensor(op, "input", input);
   const auto type = input.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(type != at::kBool && !c10::isBarebonesUnsignedType(type) && !c10::isBitsType(type) &&
           type != at::kFloat8_e8m0fnu && type != at::kFloat4_e2m1fn_x2,
-      "custom_abs: not implemented for ", dtype_name(type), "; convert input with .to()");
-  // Elementwise over memory as it lies: a dense input of any order of dimensions needs no copy.
-  const Tensor x = input.is_non_overlapping_and_dense() ? input : input.clone(at::MemoryFormat::Preserve);
-  Tensor y = at::empty_like(x, x.options().dtype(c10::toRealValueType(type)));
-  AT_DISPATCH_V2(type, "custom_abs", AT_WRAP([&] {
+      op, ": not implemented for ", dtype_name(type), "; convert input with .to()");
+}
+
+// x is dense, and y, which may be x, has its strides.
+void abs_into(const Tensor& x, const Tensor& y) {
+  AT_DISPATCH_V2(x.scalar_type(), "custom_abs", AT_WRAP([&] {
     using Real = typename c10::scalar_value_type<scalar_t>::type;
     launch(current_stream(x.get_device()),
         [from = x.const_data_ptr<scalar_t>(), to = y.mutable_data_ptr<Real>(), n = x.numel()] {
@@ -43,7 +48,79 @@ Tensor custom_abs(const Tensor& input) {
   }),
       AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBFloat16,
       at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz);
+}
+
+Tensor custom_abs(const Tensor& input) {
+  check_input("custom_abs", input);
+  // Elementwise over memory as it lies: a dense input of any order of dimensions needs no copy.
+  const Tensor x = input.is_non_overlapping_and_dense() ? input : input.clone(at::MemoryFormat::Preserve);
+  Tensor y = at::empty_like(x, x.options().dtype(c10::toRealValueType(x.scalar_type())));
+  abs_into(x, y);
   return y;
+}
+
+Tensor& custom_abs_(Tensor& input) {
+  constexpr const char* op = "custom_abs_";
+  check_input(op, input);
+  TORCH_CHECK(!input.is_complex(), op, ": expected input of a real dtype, in which the result is stored, but got ",
+      dtype_name(input.scalar_type()), "; use custom_abs");
+  at::assert_no_internal_overlap(input);
+  if (input.is_non_overlapping_and_dense()) abs_into(input, input);
+  else input.copy_(custom_abs(input));
+  return input;
+}
+
+Tensor& custom_abs_out(const Tensor& input, Tensor& out) {
+  constexpr const char* op = "custom_abs";
+  check_input(op, input);
+  check_same_device(op, "input", input, "out", out);
+  const auto type = c10::toRealValueType(input.scalar_type());
+  TORCH_CHECK(out.scalar_type() == type, op, ": expected out of ", dtype_name(type),
+      ", the dtype of the result, but got ", dtype_name(out.scalar_type()), "; convert it with .to()");
+  at::assert_no_internal_overlap(out);
+  at::assert_no_partial_overlap(out, input);
+  at::native::resize_output(out, input.sizes());
+  if (input.is_non_overlapping_and_dense() && input.strides() == out.strides()) abs_into(input, out);
+  else out.copy_(custom_abs(input));
+  return out;
+}
+
+// ---- functionalization ----
+
+// Graphs hold no writes: each form that writes becomes the one that does not, whose result then stands for what was
+// written to. Torch does this by itself for an operator that returns nothing; these return their argument.
+Tensor& write_functional(const Tensor& input, Tensor& out) {
+  static const auto op = find<decltype(custom_abs)>("openreg::custom_abs");
+  namespace functional = at::functionalization::impl;
+  const auto result_of = [](const Tensor& x) {
+    at::AutoDispatchSkipFunctionalize below;
+    return op.call(x);
+  };
+  if (!functional::isFunctionalTensor(out)) {
+    TORCH_CHECK(!functional::isFunctionalTensor(input),
+        "custom_abs: out is a constant of the graph that is being traced, "
+        "and input is not; make out inside the traced function, or pass it in");
+    at::AutoDispatchSkipFunctionalize below;
+    return out.copy_(op.call(input));
+  }
+  Tensor x = input;
+  if (functional::isFunctionalTensor(input)) {
+    functional::sync(input);
+    x = functional::from_functional_tensor(input);
+  }
+  functional::sync(out);
+  functional::replace_(out, result_of(x));
+  functional::commit_update(out);
+  functional::sync(out);
+  return out;
+}
+
+Tensor& custom_abs_functionalize(Tensor& input) {
+  return write_functional(input, input);
+}
+
+Tensor& custom_abs_out_functionalize(const Tensor& input, Tensor& out) {
+  return write_functional(input, out);
 }
 
 } // namespace
@@ -53,12 +130,26 @@ Tensor custom_abs(const Tensor& input) {
 TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.custom_abs");
   m.def("custom_abs(Tensor input) -> Tensor");
+  m.def("custom_abs_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("custom_abs.out(Tensor input, *, Tensor(a!) out) -> Tensor(a!)");
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("custom_abs", custom_abs);
+  m.impl("custom_abs_", custom_abs_);
+  m.impl("custom_abs.out", custom_abs_out);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
   m.impl("custom_abs", torch::autograd::autogradNotImplementedFallback());
+  m.impl("custom_abs_", torch::autograd::autogradNotImplementedFallback());
+  m.impl("custom_abs.out", refuse_gradients()); // as torch's own out= forms do
+}
+TORCH_LIBRARY_IMPL(openreg, ADInplaceOrView, m) {
+  m.impl("custom_abs_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+  m.impl("custom_abs.out", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+}
+TORCH_LIBRARY_IMPL(openreg, Functionalize, m) {
+  m.impl("custom_abs_", custom_abs_functionalize);
+  m.impl("custom_abs.out", custom_abs_out_functionalize);
 }
 
 } // namespace openreg::ops

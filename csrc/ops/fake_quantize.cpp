@@ -4,6 +4,7 @@
 // x's passes where x is in range; scale's is that of LSQ (Esser et al. 2020, arXiv:1902.08153).
 #include "op.h"
 
+#include <cmath>
 #include <tuple>
 
 namespace openreg::ops {
@@ -144,7 +145,7 @@ std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_y_, const T
               double total = 0;
               for (int64_t row = c; row < pieces.rows; row += pieces.channels)
                 for (int64_t i = 0; i < pieces.in_row(); ++i) total += part[row * pieces.in_row() + i];
-              ds[c] = static_cast<Acc<T>>(total);
+              ds[c] = std::isfinite(s[c]) ? static_cast<Acc<T>>(total) : 0;
             }
           });
         });

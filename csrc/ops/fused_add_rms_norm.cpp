@@ -142,6 +142,7 @@ struct FusedAddRmsNorm : torch::autograd::Function<FusedAddRmsNorm> {
     BelowAutograd below_autograd;
     auto [y, sum] = forward_op().call(x, residual, weight, eps);
     ctx->save_for_backward({sum, weight});
+    if (!x.requires_grad() && !residual.requires_grad()) ctx->mark_non_differentiable({sum});
     ctx->saved_data["eps"] = eps;
     ctx->set_materialize_grads(false);
     return {y, sum};

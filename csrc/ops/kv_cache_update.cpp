@@ -4,8 +4,8 @@
 // kv_cache_update_ writes to the caches through their strides; kv_cache_update to copies of them.
 // All slots are looked at before anything is written, so that a call that is refused has changed nothing.
 #include "op.h"
+#include "overlap.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/clone.h>
 
 #include <cstring>
@@ -142,12 +142,10 @@ void kv_cache_update_(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
   constexpr const char* op = "kv_cache_update_";
   check(op, k_cache, v_cache, k, v, slots);
-  const auto in_itself = [](const Tensor& x) { return at::has_internal_overlap(x) == at::MemOverlap::Yes; };
-  TORCH_CHECK(!in_itself(k_cache), op, ": k_cache is expanded, so that slots share memory; make it contiguous first");
-  TORCH_CHECK(!in_itself(v_cache), op, ": v_cache is expanded, so that slots share memory; make it contiguous first");
-  const auto overlap = at::get_overlap_status(k_cache, v_cache);
-  TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op,
-      ": k_cache and v_cache share memory; clone one of them");
+  WrittenTo written(op);
+  written.add("k_cache", k_cache);
+  written.add("v_cache", v_cache);
+  written.check();
   write(op, k_cache, v_cache, k, v, slots);
 }
 

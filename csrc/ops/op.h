@@ -83,10 +83,20 @@ class BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView guard_;
 };
 
-// F::apply, also under torch.func.
+template <class Arg>
+bool is_given(const Arg& arg) {
+  if constexpr (std::is_same_v<Arg, Tensor>) return arg.defined();
+  else return true;
+}
+
+// F::apply, also under torch.func. Where it got None for a tensor, the operator's kernel says so: apply would not.
 template <class F, class... Args>
 auto apply(Args&&... args) {
   HiddenLayers hidden;
+  if (!(is_given(args) && ...)) [[unlikely]] {
+    AutogradContext unused;
+    F::forward(&unused, args...);
+  }
   return F::apply(std::forward<Args>(args)...);
 }
 
@@ -179,7 +189,12 @@ inline std::string_view dtype_name(at::ScalarType type) {
   return c10::getDtypeNames(type).first;
 }
 
+inline void check_tensor(const char* op, const char* name, const Tensor& x) {
+  TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
+}
+
 inline void check_floating(const char* op, const char* name, const Tensor& x) {
+  check_tensor(op, name, x);
   const auto type = x.scalar_type();
   TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
       ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(type),
@@ -187,6 +202,8 @@ inline void check_floating(const char* op, const char* name, const Tensor& x) {
 }
 
 inline void check_same_device(const char* op, const char* x_name, const Tensor& x, const char* name, const Tensor& y) {
+  check_tensor(op, x_name, x);
+  check_tensor(op, name, y);
   TORCH_CHECK(x.device() == y.device(), op, ": ", x_name, " is on ", x.device(), " but ", name, " is on ", y.device(),
       "; move one with .to()");
 }

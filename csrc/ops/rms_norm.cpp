@@ -136,6 +136,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
     BelowAutograd below_autograd;
     auto [y, rstd] = forward_op().call(x, weight, eps);
     ctx->save_for_backward({x, weight, rstd});
+    if (!x.requires_grad()) ctx->mark_non_differentiable({rstd});
     ctx->set_materialize_grads(false);
     return {y, rstd};
   }

@@ -103,7 +103,7 @@ void check_tables(const char* op, const char* name, const Tensor& x, const Tenso
       ", half that of ", name, ", but got ", cos.sizes(), "; of a table for both halves take cos[..., :", d / 2, "]");
   const auto full = table_shape(x);
   TORCH_CHECK(at::is_expandable_to(cos.sizes(), full), op, ": expected cos to broadcast to ", at::IntArrayRef(full),
-      ", but got ", cos.sizes(), "; give it dimensions of size 1 with .unsqueeze()");
+      ", but got ", cos.sizes(), "; give it at most as many dimensions, each of that size or 1");
   check_shape(op, "sin", sin, cos.sizes(), "that of cos");
 }
 

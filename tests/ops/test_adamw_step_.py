@@ -374,6 +374,29 @@ def test_rejects_shared_memory():
     adamw_step_(p, [g[0], g[0]], m, v, [], s, **OPTIONS)  # gradients are only read
 
 
+def test_rejects_strided_views_that_share_memory():
+    _, g, m, v, _, s = lists_of([(6,), (6,)])
+    whole = random(40)
+    every = torch.as_strided
+    for params, match in [
+        ([whole[0:12:2], whole[0:12:2]], "share memory"),
+        ([whole[0:12:2], whole[1:17:3][:6]], "share memory"),  # at 4 and 10
+        ([whole[0:12:2], every(whole, (6,), (4,), 2)], "share memory"),
+        ([whole[0].expand(6), whole[20:26]], r"params\[0\] is expanded or overlaps itself, and is written to"),
+    ]:
+        params = [p if p.shape == (6,) else every(whole, (6,), (3,), 1) for p in params]
+        before = whole.clone()
+        with pytest.raises(RuntimeError, match=f"adamw_step_: .*{match}"):
+            adamw_step_(params, g, m, v, [], s, **OPTIONS)
+        assert torch.equal(whole, before)
+    apart = [whole[0:12:2], whole[1:12:2]]
+    expected = [p.clone() for p in apart]
+    state = [[x.clone() for x in each] for each in (m, v, s)]
+    adamw_step_(apart, g, m, v, [], s, **OPTIONS)
+    adamw_step_(expected, g, state[0], state[1], [], state[2], **OPTIONS)
+    assert all(torch.equal(a, b) for a, b in zip(apart, expected, strict=True))
+
+
 # ---- the optimizer ----
 
 
@@ -529,6 +552,29 @@ def test_state_dtype(dtype):
     wide.grad = torch.ones_like(wide)
     optimizer.step()
     assert optimizer.state[wide]["exp_avg"].dtype == torch.float64
+
+
+def test_hooks_of_loading():
+    """What a hook before loading makes of the dict is what is loaded, and one after loading has the last word."""
+    p = torch.ones(2, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    optimizer = AdamW([p], state_dtype=torch.float32)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+
+    def halve(_optimizer, state_dict):
+        state = {key: {**each, "exp_avg": each["exp_avg"] / 3} for key, each in state_dict["state"].items()}
+        return {**state_dict, "state": state}
+
+    def fill(optimizer):
+        optimizer.state[p]["exp_avg_sq"].fill_(7)
+
+    again = AdamW([p], state_dtype=torch.float32)
+    again.register_load_state_dict_pre_hook(halve)
+    again.register_load_state_dict_post_hook(fill)
+    again.load_state_dict(optimizer.state_dict())
+    assert torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"] / 3)
+    assert again.state[p]["exp_avg_sq"].tolist() == [7, 7] and again.state[p]["exp_avg_sq"].dtype == torch.float32
+    assert len(again._optimizer_load_state_dict_pre_hooks) == 1
 
 
 def test_grad_scaler():

@@ -6,7 +6,7 @@ import torch
 from kit import DEVICE, LAYOUTS, random
 from torch.testing import assert_close
 
-from openreg_ops import custom_abs
+from openreg_ops import custom_abs, custom_abs_
 
 OP = torch.ops.openreg.custom_abs.default
 NO_DERIVATIVE = "derivative for openreg::custom_abs is not implemented"
@@ -143,6 +143,102 @@ def test_other_devices():
 def test_autocast_leaves_the_dtype_alone(device_type):
     with kit.autocast(torch.bfloat16, device_type):
         assert custom_abs(random(3, device=device_type)).dtype == torch.float32
+
+
+FORMS = {
+    "in place": lambda x: custom_abs_(x.clone()),
+    "out": lambda x: custom_abs(x, out=torch.empty_like(x)),
+    "out of another layout": lambda x: custom_abs(x, out=torch.empty(x.shape[::-1], device=x.device, dtype=x.dtype).mT),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_forms_that_write(form, layout, where):
+    x = LAYOUTS[layout](random(6, 5, device=where))
+    x = x if x.dim() == 2 else x.reshape(6, 5)
+    assert_close(FORMS[form](x), x.abs())
+    y = x.clone()
+    assert custom_abs_(y) is y and custom_abs(x, out=y) is y and torch.equal(y, x.abs())
+
+
+def test_out_is_resized_and_aliases():
+    x = random(4, 3)
+    out = torch.empty(0, device=DEVICE)
+    assert custom_abs(x, out=out) is out and torch.equal(out, x.abs())
+    assert custom_abs(x, out=torch.empty(2, device=DEVICE)).shape == (4, 3)
+    assert torch.equal(custom_abs(torch.complex(x, x), out=x.clone()).cpu(), torch.complex(x, x).abs().cpu())
+    rows = x.clone()
+    assert torch.equal(custom_abs(rows, out=rows), x.abs()) and torch.equal(rows, x.abs())
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        custom_abs(rows[1:], out=rows[:-1])
+    with pytest.raises(RuntimeError, match="unsupported operation"):
+        custom_abs_(rows[0].expand(4, 3))
+
+
+def test_writing_is_counted_and_refused_for_leaves():
+    x = random(3, grad=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        custom_abs_(x)
+    with pytest.raises(RuntimeError, match="custom_abs: expected no gradient, but input requires one"):
+        custom_abs(x, out=torch.empty_like(x))
+    y = x * 2
+    custom_abs_(y)
+    with pytest.raises(RuntimeError, match="derivative for openreg::custom_abs_ is not implemented"):
+        y.sum().backward()
+    saved = x * 2
+    z = saved.square()
+    custom_abs_(saved.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_forms_that_write_compiled(where, backend):
+    """Functionalized, also through a view, and the arguments hold the result afterwards."""
+
+    def program(x, out):
+        y = x * 2
+        custom_abs_(y[1:])
+        custom_abs_(x[0])
+        custom_abs(y - 1, out=out)
+        return y + out
+
+    torch._dynamo.reset()
+    results = []
+    for f in (program, torch.compile(program, backend=backend, fullgraph=True)):
+        torch.manual_seed(0)
+        x, out = random(4, 3, device=where), random(4, 3, device=where)
+        results.append((f(x, out), x, out))
+    assert_close(*results)
+    functional = torch.func.functionalize(program)
+    torch.manual_seed(0)
+    x, out = random(4, 3, device=where), random(4, 3, device=where)
+    assert_close(functional(x, out), results[0][0])
+    assert_close((x, out), results[0][1:])
+
+
+def test_forms_that_write_vmapped():
+    x, out = random(3, 4), random(4, 3)
+    assert_close(torch.vmap(custom_abs_, in_dims=1, out_dims=1)(x.clone()), x.abs())
+    torch.vmap(lambda x, out: custom_abs(x, out=out), in_dims=(0, 1))(x, out)
+    assert_close(out, x.abs().mT)
+    with pytest.raises(RuntimeError, match="expected vmap to map over both input and out"):
+        torch.vmap(lambda x: custom_abs(x, out=out), in_dims=0)(x)
+
+
+def test_rejects_for_forms_that_write():
+    x, z = random(3), torch.complex(random(3), random(3))
+    into, out = torch.ops.openreg.custom_abs_.default, lambda x, out: torch.ops.openreg.custom_abs.out(x, out=out)
+    kit.check_error(
+        into, z, match="custom_abs_: expected input of a real dtype, in which the result is stored, but got"
+    )
+    kit.check_error(into, x > 0, match="custom_abs_: not implemented for bool", error=NotImplementedError)
+    kit.check_error(out, x, x.double(), match="custom_abs: expected out of float32, the dtype of the result, but got")
+    kit.check_error(out, z, z, match="custom_abs: expected out of float32, the dtype of the result, but got complex64")
+    kit.check_error(out, x, x.cpu(), match="custom_abs: input is on openreg:0 but out is on cpu; move one")
 
 
 @pytest.mark.parametrize("dtype", REFUSED, ids=str)

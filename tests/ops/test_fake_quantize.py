@@ -1,5 +1,7 @@
 """fake_quantize and fake_quantize_backward."""
 
+import math
+
 import kit
 import pytest
 import torch
@@ -138,6 +140,22 @@ def test_not_finite(where):
     assert_close(y.cpu(), torch.tensor([torch.nan, 3.5, -4.0, 3.5]), equal_nan=True)
     grad_x, grad_scale = torch.autograd.grad(y.sum(), [x, scale])
     assert grad_x.tolist() == [0, 0, 0, 0] and grad_scale.isnan()
+
+
+@pytest.mark.parametrize("scale", [0.0, torch.inf, torch.nan, -0.5])
+def test_scale_that_is_no_scale(scale):
+    """One that is zero, not finite or negative: the device and the reference agree, in values and gradients."""
+    results = []
+    for where in (DEVICE, "cpu"):
+        x = torch.tensor([0.0, 1.0, -3.0, torch.inf], device=where, requires_grad=True)
+        s = torch.tensor(scale, device=where, requires_grad=True)
+        y = fake_quantize(x, s, torch.tensor(1, dtype=torch.int32, device=where), -8, 7)
+        grads = torch.autograd.grad(y.sum(), [x, s])
+        results.append([each.cpu() for each in (y.detach(), *grads)])
+    assert_close(*results, equal_nan=True)
+    assert results[0][1].isfinite().all()
+    if not math.isfinite(scale):
+        assert results[0][2] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

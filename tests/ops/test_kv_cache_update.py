@@ -195,13 +195,35 @@ def test_rejects():
             kit.check_error(op, *inputs, match=name + match if match.startswith(("exp", "k_")) else match)
 
 
+def test_interleaved_caches():
+    """The halves of one cache [slots, 2, heads, head_dim], in vLLM's layout, lie among each other and share nothing."""
+    (_, _, k, v, slots), both = inputs_of(), kit.random(8, 2, 2, 3)
+    expected = both.clone()
+    for half, rows in ((0, k), (1, v)):
+        expected[slots[slots >= 0], half] = rows[slots >= 0]
+    kv_cache_update_(both[:, 0], both[:, 1], k, v, slots)
+    assert torch.equal(both, expected)
+
+
 def test_rejects_caches_that_share_memory():
     k_cache, v_cache, k, v, slots = inputs_of()
+    whole = kit.random(100)
     for inputs, match in [
-        ((k_cache[:1].expand(8, 2, 3), v_cache), "k_cache is expanded, so that slots share memory; make it contiguous"),
+        (
+            (k_cache[:1].expand(8, 2, 3), v_cache),
+            "k_cache is expanded or overlaps itself, and is written to; make it contiguous first",
+        ),
         ((k_cache, v_cache[:, :1].expand(8, 2, 3)), "v_cache is expanded"),
-        ((k_cache, k_cache), "kv_cache_update_: k_cache and v_cache share memory; clone one of them"),
+        (
+            (k_cache, k_cache),
+            "kv_cache_update_: k_cache and v_cache share memory, and both are written to; clone one of them",
+        ),
         ((k_cache[:6], k_cache[2:]), "k_cache and v_cache share memory"),
+        ((torch.as_strided(k_cache, (8, 2, 3), (4, 2, 1)), v_cache), "k_cache is expanded or overlaps itself"),
+        (
+            (whole[:48].view(8, 2, 3), torch.as_strided(whole, (8, 2, 3), (12, 3, 1), 6)),
+            "k_cache and v_cache share memory",
+        ),
     ]:
         with pytest.raises(RuntimeError, match=match):
             kv_cache_update_(*inputs, k, v, kit.tensor([-1] * 5))
