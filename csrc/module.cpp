@@ -1,4 +1,5 @@
 // Python bindings: what openreg_ops needs of C++ that torch does not offer already.
+#include <ATen/core/CachingHostAllocator.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/extension.h>
 
@@ -113,6 +114,32 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::make_tuple(each.stream.device, each.stream.id), each.bytes));
     return notices;
   });
+  m.def("host_memory_stats", [] {
+    const auto stats = at::getHostAllocator(at::kPrivateUse1)->get_stats();
+    py::dict out;
+    const auto amount = [&](const char* name, const auto& stat) {
+      using namespace py::literals;
+      out[name] = py::dict(
+          "current"_a = stat.current, "peak"_a = stat.peak, "allocated"_a = stat.allocated, "freed"_a = stat.freed);
+    };
+    const auto time = [&](const char* name, const auto& stat) {
+      using namespace py::literals;
+      out[name] = py::dict("total"_a = stat.total, "max"_a = stat.max, "min"_a = stat.min, "count"_a = stat.count,
+          "avg"_a = stat.count ? stat.total / stat.count : 0);
+    };
+    amount("active_requests", stats.active_requests);
+    amount("active_bytes", stats.active_bytes);
+    amount("allocations", stats.allocations);
+    amount("allocated_bytes", stats.allocated_bytes);
+    time("host_alloc_time", stats.host_alloc_time);
+    time("host_free_time", stats.host_free_time);
+    out["num_host_alloc"] = stats.num_host_alloc;
+    out["num_host_free"] = stats.num_host_free;
+    return out;
+  });
+  m.def("reset_peak_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_peak_stats(); });
+  m.def(
+      "reset_accumulated_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_accumulated_stats(); });
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);
 }

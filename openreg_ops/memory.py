@@ -14,6 +14,8 @@ __all__ = [
     "OutOfMemoryError",
     "empty_cache",
     "get_per_process_memory_fraction",
+    "host_memory_stats",
+    "host_memory_stats_as_nested_dict",
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
@@ -22,7 +24,9 @@ __all__ = [
     "memory_snapshot",
     "memory_stats",
     "memory_summary",
+    "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
+    "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
 ]
@@ -38,6 +42,29 @@ def empty_cache() -> None:
 def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
     """The allocator's statistics for `device`, with the keys of ``torch.cuda.memory_stats``."""
     return torch.accelerator.memory_stats(_index(device))
+
+
+def host_memory_stats_as_nested_dict() -> dict[str, Any]:
+    """`host_memory_stats` as a nested dictionary."""
+    return _C.host_memory_stats()
+
+
+def host_memory_stats() -> dict[str, Any]:
+    """The statistics of pinned host memory, with the keys of ``torch.cuda.host_memory_stats``; bytes, microseconds."""
+    flat = {}
+    for name, value in host_memory_stats_as_nested_dict().items():
+        flat.update({f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
+    return dict(sorted(flat.items()))
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Start the peaks of `host_memory_stats` afresh."""
+    _C.reset_peak_host_memory_stats()
+
+
+def reset_accumulated_host_memory_stats() -> None:
+    """Start what `host_memory_stats` has counted afresh: all of its "allocated" and "freed"."""
+    _C.reset_accumulated_host_memory_stats()
 
 
 def memory_allocated(device: torch.types.Device = None) -> int:

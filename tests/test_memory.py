@@ -7,8 +7,11 @@ import torch
 
 DEVICE = "openreg:0"
 
+POOLS = ("all", "small_pool", "large_pool")
+
 
 def test_summary_is_the_table_of_cuda_with_our_numbers():
+    torch.openreg.reset_accumulated_memory_stats()  # CUDA's table does not fit all numbers
     x = torch.empty(1 << 20, device=DEVICE)
     text = torch.openreg.memory_summary(DEVICE)
     assert "openreg memory" in text and "CUDA" not in text.replace("CUDA OOMs", "")
@@ -83,3 +86,54 @@ def test_fraction_limits_a_process():
 def test_fraction_rejects(fraction, error):
     with pytest.raises(error, match="set_per_process_memory_fraction"):
         torch.openreg.set_per_process_memory_fraction(fraction)
+
+
+def test_statistics_tell_small_from_large():
+    """Blocks up to 32 KiB share pages, larger ones are runs of pages; the two add up, and peaks stay."""
+    torch.openreg.reset_peak_memory_stats()
+    torch.openreg.reset_accumulated_memory_stats()
+
+    def stat(name):
+        stats = torch.openreg.memory_stats()
+        return {pool: stats[name.replace("*", pool)] for pool in POOLS}
+
+    bytes_before, blocks_before = stat("allocated_bytes.*.current"), stat("allocation.*.current")
+    small = torch.empty(1000, dtype=torch.uint8, device="openreg")
+    large = torch.empty(100_000, dtype=torch.uint8, device="openreg")
+    grown = {pool: n - bytes_before[pool] for pool, n in stat("allocated_bytes.*.current").items()}
+    assert grown == {"all": 1024 + 131072, "small_pool": 1024, "large_pool": 131072}
+    assert {p: n - blocks_before[p] for p, n in stat("allocation.*.current").items()} == {
+        "all": 2,
+        "small_pool": 1,
+        "large_pool": 1,
+    }
+    peak = stat("allocated_bytes.*.current")
+    del small, large
+    assert stat("allocated_bytes.*.current") == bytes_before
+    assert all(n >= peak[pool] for pool, n in stat("allocated_bytes.*.peak").items())
+    assert stat("allocated_bytes.*.freed")["large_pool"] == 131072
+    for name in ("reserved_bytes.*.current", "segment.*.current", "active.*.current"):
+        assert (found := stat(name))["all"] == found["small_pool"] + found["large_pool"], name
+    torch.openreg.reset_accumulated_memory_stats()
+    torch.openreg.reset_peak_memory_stats()
+    assert stat("allocation.*.allocated") == dict.fromkeys(POOLS, 0)
+    assert stat("allocated_bytes.*.peak") == stat("allocated_bytes.*.current")
+
+
+def test_statistics_of_pinned_memory():
+    torch.accelerator.synchronize()
+    before = torch.openreg.host_memory_stats()
+    x = torch.empty(5000, dtype=torch.uint8, pin_memory=True)
+    during = torch.openreg.host_memory_stats()
+    assert during["active_bytes.current"] - before["active_bytes.current"] == 8192
+    assert during["active_requests.current"] - before["active_requests.current"] == 1
+    del x
+    after = torch.openreg.host_memory_stats()
+    assert after["active_bytes.current"] == before["active_bytes.current"]
+    assert after["allocated_bytes.current"] == during["allocated_bytes.current"] >= 8192  # kept for reuse
+    assert after["num_host_alloc"] == during["num_host_alloc"]
+    assert set(after) >= {"host_alloc_time.avg", "host_free_time.total", "num_host_free", "allocations.peak"}
+    torch.openreg.reset_accumulated_host_memory_stats()
+    torch.openreg.reset_peak_host_memory_stats()
+    now = torch.openreg.host_memory_stats()
+    assert now["allocations.allocated"] == 0 and now["active_bytes.peak"] == now["active_bytes.current"]

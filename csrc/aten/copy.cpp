@@ -10,6 +10,7 @@
 #include "../runtime/fault.h"
 #include "../runtime/memory.h"
 #include "native.h"
+#include "queued.h"
 
 namespace openreg {
 namespace {
@@ -65,6 +66,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     if (between) wait_for(there, here);
     return destination;
   }
+  if (queueing() && !corrupted && queue_copy(self, destination)) return destination;
   CpuCall call("aten::copy_", CpuCall::kAny);
   const at::Tensor& from = call.alias(self);
   at::Tensor to = call.alias(destination, /*write=*/true);

@@ -517,6 +517,7 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
+    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
     CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
@@ -635,6 +636,16 @@ c10::RegistrationHandleRAII register_native_kernel(const c10::OperatorHandle& op
   return c10::Dispatcher::singleton().registerImpl(op.operator_name(), device,
       c10::KernelFunction::makeFromBoxedFunctor<NativeKernel>(std::make_unique<NativeKernel>(op, cpu)), std::nullopt,
       nullptr, "csrc/aten/native.cpp, sharing the CPU's kernel");
+}
+
+const c10::BoxedKernel& native_kernel() {
+  struct Any final : c10::OperatorKernel {
+    void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+      NativeKernel(op, DispatchKey::CPU)(op, keys, stack);
+    }
+  };
+  static const auto kernel = c10::BoxedKernel::makeFromFunctor(std::make_unique<Any>());
+  return kernel;
 }
 
 int64_t register_native_kernels() {

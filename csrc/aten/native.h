@@ -18,6 +18,7 @@
 #include "../backend/allocator.h"
 #include "../backend/generator.h"
 #include "../runtime/stream.h"
+#include "queued.h"
 
 namespace openreg {
 
@@ -116,6 +117,9 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes);
 c10::RegistrationHandleRAII register_native_kernel(
     const c10::OperatorHandle& op, c10::DispatchKey cpu, c10::DispatchKey device);
 
+// The boxed kernel for any operator, which queues it if it can.
+const c10::BoxedKernel& native_kernel();
+
 // Registers the boxed kernel for every operator of the installed torch that has a CPU kernel and no
 // device kernel yet, once for each layout; returns how many.
 int64_t register_native_kernels();
@@ -172,6 +176,11 @@ struct Native;
 template <class Op, class R, class... A>
 struct Native<Op, R(A...)> {
   static R call(A... arguments) {
+    if (queueing()) [[unlikely]] {
+      static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+      return c10::impl::BoxedKernelWrapper<R(A...)>::call(
+          native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<A>(arguments)...);
+    }
     CpuCall call(Op::name);
     // Braces: left to right, so that a tensor has set the device before a Generator asks for it.
     std::tuple<decltype(map(call, std::forward<A>(arguments)))...> mapped{map(call, std::forward<A>(arguments))...};

@@ -43,18 +43,24 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const MemoryStats now = memory_stats(checked_index(device));
     c10::CachingDeviceAllocator::DeviceStats stats;
-    auto set = [](c10::CachingAllocator::StatArray& array, size_t current, size_t peak, size_t in, size_t out) {
-      auto& all = array[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-      all.current = static_cast<int64_t>(current);
-      all.peak = static_cast<int64_t>(peak);
-      all.allocated = static_cast<int64_t>(in);
-      all.freed = static_cast<int64_t>(out);
+    const auto set = [](c10::CachingAllocator::StatArray& to, const std::array<Usage, MemoryStats::kPools>& from) {
+      using Type = c10::CachingAllocator::StatType;
+      for (const auto& [type, pool] : {std::pair(Type::AGGREGATE, MemoryStats::kAll),
+               std::pair(Type::SMALL_POOL, MemoryStats::kSmall), std::pair(Type::LARGE_POOL, MemoryStats::kLarge)}) {
+        auto& stat = to[static_cast<size_t>(type)];
+        stat.current = static_cast<int64_t>(from[pool].current);
+        stat.peak = static_cast<int64_t>(from[pool].peak);
+        stat.allocated = static_cast<int64_t>(from[pool].in);
+        stat.freed = static_cast<int64_t>(from[pool].out);
+      }
     };
-    set(stats.allocated_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
-    set(stats.active_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
-    set(stats.requested_bytes, now.allocated, now.peak_allocated, now.total_allocated, now.total_freed);
-    set(stats.reserved_bytes, now.reserved, now.peak_reserved, now.reserved, 0);
-    set(stats.allocation, now.active, now.peak_active, now.allocations, now.frees);
+    set(stats.allocated_bytes, now.bytes);
+    set(stats.active_bytes, now.bytes);
+    set(stats.requested_bytes, now.bytes); // as rounded: what was asked for is not kept
+    set(stats.reserved_bytes, now.reserved);
+    set(stats.allocation, now.blocks);
+    set(stats.active, now.blocks);
+    set(stats.segment, now.segments);
     stats.num_ooms = static_cast<int64_t>(now.failures);
     return stats;
   }
@@ -62,7 +68,9 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex device) override { reset_peak_memory(checked_index(device)); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     device = checked_index(device);
-    return {memory_limit(device) - std::min(memory_limit(device), memory_stats(device).allocated), device_memory()};
+    return {
+        memory_limit(device) - std::min(memory_limit(device), memory_stats(device).bytes[MemoryStats::kAll].current),
+        device_memory()};
   }
 };
 

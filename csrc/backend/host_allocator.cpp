@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -28,6 +29,7 @@ struct Pool {
   std::map<const char*, Block> blocks; // by start
   std::multimap<size_t, const char*> free;
   std::vector<const char*> waiting; // freed, but in use by queued work
+  at::HostStats stats;
 
   // The block that holds this address, or blocks.end().
   std::map<const char*, Block>::iterator find(const void* pointer) {
@@ -44,6 +46,8 @@ struct Pool {
       if (!std::all_of(block.uses.begin(), block.uses.end(), [](const Ticket& use) { return done(use); })) return false;
       block.uses.clear();
       free.emplace(block.bytes, start);
+      stats.active_requests.decrease(1);
+      stats.active_bytes.decrease(block.bytes);
       return true;
     });
   }
@@ -55,9 +59,13 @@ Pool& pool() {
   return *instance;
 }
 
+int64_t microseconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin).count();
+}
+
 void free_pinned(void* pointer) {
   if (!pointer || forked()) return; // another thread of the parent may have held the lock
-  auto& [mutex, blocks, free, waiting] = pool();
+  auto& [mutex, blocks, free, waiting, stats] = pool();
   std::lock_guard lock(mutex);
   blocks.at(static_cast<const char*>(pointer)).used = false;
   waiting.push_back(static_cast<const char*>(pointer));
@@ -70,7 +78,7 @@ struct PinnedMemory final : at::HostAllocator {
     TORCH_CHECK_WITH(OutOfMemoryError, bytes < size_t{1} << 62, "openreg: cannot allocate ", bytes,
         " bytes of pinned host memory; use less, or do without pin_memory");
     const size_t size = std::max(kPage, std::bit_ceil(bytes));
-    auto& [mutex, blocks, free, waiting] = pool();
+    auto& [mutex, blocks, free, waiting, stats] = pool();
     std::lock_guard lock(mutex);
     pool().collect();
     void* pointer = nullptr;
@@ -78,10 +86,16 @@ struct PinnedMemory final : at::HostAllocator {
       pointer = const_cast<char*>(cached->second);
       free.erase(cached);
     } else {
+      const auto begin = std::chrono::steady_clock::now();
       const int error = posix_memalign(&pointer, kPage, size);
       TORCH_CHECK_WITH(OutOfMemoryError, error == 0, "openreg: cannot allocate ", bytes,
           " bytes of pinned host memory; use less, or do without pin_memory");
+      stats.host_alloc_time.increase(microseconds_since(begin));
+      stats.allocations.increase(1);
+      stats.allocated_bytes.increase(size);
     }
+    stats.active_requests.increase(1);
+    stats.active_bytes.increase(size);
     blocks[static_cast<const char*>(pointer)] = {size, true, {}};
     return {pointer, pointer, &free_pinned, c10::Device(c10::kCPU)};
   }
@@ -94,18 +108,41 @@ struct PinnedMemory final : at::HostAllocator {
     return true;
   }
   void empty_cache() override {
-    auto& [mutex, blocks, free, waiting] = pool();
+    auto& [mutex, blocks, free, waiting, stats] = pool();
     std::lock_guard lock(mutex);
     pool().collect();
     for (const auto& [bytes, start] : free) {
+      const auto begin = std::chrono::steady_clock::now();
       blocks.erase(start);
       std::free(const_cast<char*>(start));
+      stats.host_free_time.increase(microseconds_since(begin));
+      stats.allocations.decrease(1);
+      stats.allocated_bytes.decrease(bytes);
     }
     free.clear();
   }
-  at::HostStats get_stats() override { return {}; }
-  void reset_accumulated_stats() override {}
-  void reset_peak_stats() override {}
+  at::HostStats get_stats() override {
+    std::lock_guard lock(pool().mutex);
+    at::HostStats stats = pool().stats;
+    stats.num_host_alloc = stats.allocations.allocated;
+    stats.num_host_free = stats.allocations.freed;
+    return stats;
+  }
+  void reset_accumulated_stats() override {
+    std::lock_guard lock(pool().mutex);
+    auto& s = pool().stats;
+    for (auto* each : {&s.active_requests, &s.active_bytes, &s.allocations, &s.allocated_bytes})
+      each->reset_accumulated();
+    s.host_alloc_time.reset_accumulated();
+    s.host_free_time.reset_accumulated();
+  }
+  void reset_peak_stats() override {
+    std::lock_guard lock(pool().mutex);
+    auto& s = pool().stats;
+    for (auto* each : {&s.active_requests, &s.active_bytes, &s.allocations, &s.allocated_bytes}) each->reset_peak();
+    s.host_alloc_time.reset_peak();
+    s.host_free_time.reset_peak();
+  }
 };
 
 PinnedMemory pinned_memory;

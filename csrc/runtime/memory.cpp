@@ -74,34 +74,38 @@ class Pool {
       const int index = class_of(bytes);
       const std::size_t size = class_size(index);
       auto& blocks = blocks_of(stream)[static_cast<std::size_t>(index)];
-      if (stats_.allocated + size > limit_) fail(bytes);
+      if (allocated() + size > limit_) fail(bytes);
       if (blocks.empty()) {
         const std::size_t page = take_run(stream, 1, bytes, lock);
         pages_[page] = Page{index + 1, 0, stream};
+        count_segments(MemoryStats::kSmall, 1, true);
         char* start = base_ + page * kPage;
         for (std::size_t offset = kPage / size * size; offset; offset -= size) blocks.push_back(start + offset - size);
       }
       char* pointer = blocks.back();
       blocks.pop_back();
       ++pages_[page_of(pointer)].count;
-      count(size);
+      count(MemoryStats::kSmall, size);
       return pointer;
     }
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
-    if (stats_.allocated + count_pages * kPage > limit_) fail(bytes);
+    if (allocated() + count_pages * kPage > limit_) fail(bytes);
     const std::size_t page = take_run(stream, count_pages, bytes, lock);
     pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
-    count(count_pages * kPage);
+    count(MemoryStats::kLarge, count_pages * kPage);
+    count_segments(MemoryStats::kLarge, count_pages, true);
     return base_ + page * kPage;
   }
 
   void deallocate(char* pointer) noexcept {
     std::lock_guard lock(mutex_);
-    const std::size_t size = size_of(pages_[page_of(pointer)]);
-    stats_.allocated -= size;
-    stats_.total_freed += size;
-    ++stats_.frees;
-    --stats_.active;
+    const Page& page = pages_[page_of(pointer)];
+    const auto pool = page.kind == kRun ? MemoryStats::kLarge : MemoryStats::kSmall;
+    for (const auto each : {pool, MemoryStats::kAll}) {
+      stats_.bytes[each].remove(size_of(page));
+      stats_.blocks[each].remove(1);
+    }
+    if (pool == MemoryStats::kLarge) count_segments(pool, page.count, false);
     if (!uses_.empty()) [[unlikely]] {
       if (const auto found = uses_.find(pointer); found != uses_.end()) {
         std::vector<Ticket> tickets;
@@ -179,7 +183,7 @@ class Pool {
         madvise(base_ + page * kPage, std::min(length, high_water_ - page) * kPage, MADV_DONTNEED);
     if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second >= high_water_)
       high_water_ = std::min(high_water_, free_.rbegin()->first);
-    stats_.reserved = high_water_ * kPage;
+    note_reserved();
   }
 
   MemoryStats stats() noexcept {
@@ -189,15 +193,13 @@ class Pool {
 
   void reset_peak() noexcept {
     std::lock_guard lock(mutex_);
-    stats_.peak_allocated = stats_.allocated;
-    stats_.peak_reserved = stats_.reserved;
-    stats_.peak_active = stats_.active;
+    each_usage([](Usage& usage) { usage.peak = usage.current; });
   }
 
   void reset_accumulated() noexcept {
     std::lock_guard lock(mutex_);
-    stats_.total_allocated = stats_.total_freed = 0;
-    stats_.allocations = stats_.frees = stats_.failures = 0;
+    each_usage([](Usage& usage) { usage.in = usage.out = 0; });
+    stats_.failures = 0;
   }
 
  private:
@@ -263,6 +265,7 @@ class Pool {
           if (pages_[page].count) return false;
           if (pages_[page].kind != kRun) { // the first of its blocks that we meet
             pages_[page].kind = kRun;
+            count_segments(MemoryStats::kSmall, 1, false);
             add_run(free_, page, 1);
           }
           return true;
@@ -271,12 +274,38 @@ class Pool {
     }
   }
 
-  void count(std::size_t size) {
-    stats_.allocated += size;
-    stats_.total_allocated += size;
-    ++stats_.allocations;
-    stats_.peak_active = std::max(stats_.peak_active, ++stats_.active);
-    stats_.peak_allocated = std::max(stats_.peak_allocated, stats_.allocated);
+  std::size_t allocated() const { return stats_.bytes[MemoryStats::kAll].current; }
+
+  void count(MemoryStats::Pool pool, std::size_t size) {
+    for (const auto each : {pool, MemoryStats::kAll}) {
+      stats_.bytes[each].add(size);
+      stats_.blocks[each].add(1);
+    }
+  }
+
+  // A segment of so many pages comes into use or goes out of it. All that is not small blocks' counts as the large
+  // pool's reserve, free memory too: it can become either.
+  void count_segments(MemoryStats::Pool pool, std::size_t pages, bool more) {
+    for (const auto each : {pool, MemoryStats::kAll})
+      more ? stats_.segments[each].add(1) : stats_.segments[each].remove(1);
+    if (pool == MemoryStats::kSmall)
+      more ? stats_.reserved[pool].add(pages * kPage) : stats_.reserved[pool].remove(pages * kPage);
+    note_reserved();
+  }
+
+  void note_reserved() {
+    const auto set = [](Usage& usage, std::size_t to) {
+      to > usage.current ? usage.add(to - usage.current) : usage.remove(usage.current - to);
+    };
+    const std::size_t all = high_water_ * kPage;
+    set(stats_.reserved[MemoryStats::kAll], all);
+    set(stats_.reserved[MemoryStats::kLarge], all - stats_.reserved[MemoryStats::kSmall].current);
+  }
+
+  template <class F>
+  void each_usage(const F& f) {
+    for (auto* kind : {&stats_.bytes, &stats_.blocks, &stats_.reserved, &stats_.segments})
+      for (Usage& usage : *kind) f(usage);
   }
 
   [[noreturn]] void fail(std::size_t bytes) {
@@ -284,8 +313,8 @@ class Pool {
     const std::size_t total = limit_;
     throw OutOfMemory("openreg out of memory. Tried to allocate " + format_bytes(bytes) + ". Device " +
         std::to_string(device_) + " has a total capacity of " + format_bytes(total) + " of which " +
-        format_bytes(total - std::min(total, stats_.allocated)) + " is free; " + format_bytes(stats_.allocated) +
-        " is allocated and " + format_bytes(stats_.reserved) +
+        format_bytes(total - std::min(total, allocated())) + " is free; " + format_bytes(allocated()) +
+        " is allocated and " + format_bytes(stats_.reserved[MemoryStats::kAll].current) +
         " is reserved by openreg. Free some tensors, or raise OPENREG_DEVICE_MEMORY.");
   }
 
@@ -326,8 +355,7 @@ class Pool {
     if (page == kNone) fail(bytes);
     if (page + length > high_water_) {
       high_water_ = page + length;
-      stats_.reserved = high_water_ * kPage;
-      stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
+      note_reserved();
     }
     return page;
   }

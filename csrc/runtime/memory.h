@@ -2,6 +2,7 @@
 // tens of nanoseconds and a large one finds its pages already mapped; reused in stream order.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -12,13 +13,28 @@
 
 namespace openreg {
 
-// What a device holds, in bytes; the peaks since start or reset_peak_memory().
+// An amount now; its peak since start or reset_peak_memory(), and what came and went since start or
+// reset_accumulated_memory().
+struct Usage {
+  std::size_t current = 0, peak = 0, in = 0, out = 0;
+  void add(std::size_t amount) noexcept {
+    current += amount;
+    in += amount;
+    if (current > peak) peak = current;
+  }
+  void remove(std::size_t amount) noexcept {
+    current -= amount;
+    out += amount;
+  }
+};
+
+// What a device holds: of small blocks, which share pages, of large ones, and of both.
 struct MemoryStats {
-  std::size_t allocated, peak_allocated;
-  std::size_t reserved, peak_reserved;
-  std::size_t total_allocated, total_freed;
-  std::uint64_t allocations, frees, failures;
-  std::uint64_t active, peak_active; // allocations that live
+  enum Pool { kSmall, kLarge, kAll, kPools };
+  std::array<Usage, kPools> bytes, blocks; // allocated
+  std::array<Usage, kPools> reserved;      // bytes that have been taken from the operating system
+  std::array<Usage, kPools> segments;      // pages of small blocks, and runs of pages
+  std::uint64_t failures = 0;
 };
 
 // Thrown when a device cannot hold an allocation; nothing has changed.

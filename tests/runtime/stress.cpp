@@ -95,7 +95,7 @@ void stress(double seconds) {
     for (int device = 0; device < device_count(); ++device) {
       synchronize_device(device);
       empty_cache(device);
-      EXPECT(memory_stats(device).allocated == 0);
+      EXPECT(memory_stats(device).bytes[MemoryStats::kAll].current == 0);
     }
   }
   set_launch_mode(LaunchMode::kInline);

@@ -1,0 +1,300 @@
+#include "queued.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/COW.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace openreg {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using torch::jit::Stack;
+
+// Autograd and autocast have had their turn.
+const DispatchKeySet kExcluded = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+    DispatchKeySet(DispatchKey::AutocastPrivateUse1) | DispatchKeySet(DispatchKey::AutocastCPU);
+
+// Leaked, as all that a thread may use after main().
+auto& meta_kernels() {
+  static auto* kernels = new std::unordered_map<std::string, c10::KernelFunction>;
+  return *kernels;
+}
+
+// How one operator is queued.
+struct Plan {
+  bool possible = false, fills = false;
+  const c10::KernelFunction* meta = nullptr; // or the one that the dispatcher has
+  std::vector<bool> written;              // by argument
+  std::optional<c10::OperatorHandle> out; // of one that returns new tensors: its out= form
+};
+
+// Operators that write to their first argument, whatever its shape, and can be given nothing that a Meta kernel
+// refuses.
+const std::unordered_set<std::string> kFills = {
+    "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_", "aten::relu_"};
+
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() && argument.alias_info()->isWrite();
+}
+
+bool is_tensor(const c10::Argument& argument) {
+  return argument.type()->kind() == c10::TypeKind::TensorType;
+}
+
+// The form of `schema` with as many tensors to write to, after its own arguments, as it returns.
+std::optional<c10::OperatorHandle> out_form(const c10::FunctionSchema& schema) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const auto& ours = schema.arguments();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name != schema.name()) continue;
+    const auto op = dispatcher.findSchema(name);
+    if (!op || !op->hasKernelForDispatchKey(DispatchKey::CPU)) continue;
+    const auto& theirs = op->schema().arguments();
+    if (theirs.size() != ours.size() + schema.returns().size()) continue;
+    const bool same = std::equal(ours.begin(), ours.end(), theirs.begin(),
+        [](const auto& a, const auto& b) { return a.name() == b.name() && *a.type() == *b.type(); });
+    if (same && std::all_of(theirs.begin() + static_cast<std::ptrdiff_t>(ours.size()), theirs.end(), is_written))
+      return op;
+  }
+  return std::nullopt;
+}
+
+Plan make_plan(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  Plan plan;
+  bool writes = false;
+  for (const auto& argument : schema.arguments()) {
+    plan.written.push_back(is_written(argument));
+    writes |= plan.written.back();
+    const auto kind = argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())) ||
+        argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::DeviceObjType::get()));
+    if (kind) return plan;
+  }
+  for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
+           at::Tag::dynamic_output_shape, at::Tag::inplace_view})
+    if (op.hasTag(tag)) return plan;
+  const auto& returns = schema.returns();
+  if (returns.empty() || !std::all_of(returns.begin(), returns.end(), is_tensor)) return plan;
+  plan.fills = kFills.count(c10::toString(op.operator_name())) > 0;
+  if (const auto known = meta_kernels().find(c10::toString(op.operator_name())); known != meta_kernels().end()) {
+    plan.meta = &known->second;
+  } else if (!plan.fills) { // only one that torch generated is in C++ and gives the CPU's strides
+    const std::string state = op.dumpState();
+    const auto meta = state.find("\nMeta: registered at ");
+    if (meta == std::string::npos || state.find("RegisterMeta", meta) > state.find('\n', meta + 1)) return plan;
+  }
+  if (writes) {
+    plan.possible = std::all_of(returns.begin(), returns.end(), [](const auto& each) { return is_written(each); }) &&
+        op.hasKernelForDispatchKey(DispatchKey::CPU);
+  } else if (std::none_of(returns.begin(), returns.end(), [](const auto& each) { return each.alias_info(); })) {
+    plan.out = out_form(schema);
+    plan.possible = plan.out.has_value();
+  }
+  return plan;
+}
+
+const Plan& plan_of(const c10::OperatorHandle& op) {
+  static std::mutex mutex;
+  static auto* plans = new std::unordered_map<c10::OperatorName, Plan>;
+  std::lock_guard lock(mutex);
+  auto it = plans->find(op.operator_name());
+  if (it == plans->end()) it = plans->emplace(op.operator_name(), make_plan(op)).first;
+  return it->second;
+}
+
+// One tensor argument and what stands for it: in the Meta kernel, and in the task.
+struct Argument {
+  at::Tensor real, meta, host;
+  bool written = false;
+};
+
+at::Tensor over(const at::Tensor& real) {
+  auto* storage = real.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  auto alias = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage->nbytes(),
+      c10::DataPtr(storage->_mutable_data_ptr_no_checks().get(), c10::kCPU), nullptr, /*resizable=*/false);
+  auto host = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(alias)), DispatchKeySet(DispatchKey::CPU), real.dtype());
+  host.unsafeGetTensorImpl()->set_sizes_and_strides(real.sizes(), real.strides(), real.storage_offset());
+  return host;
+}
+
+class Arguments {
+ public:
+  // Whether the tensor can take part in queued work.
+  bool add(const at::Tensor& x, bool written) {
+    if (!x.defined()) return true;
+    if (Argument* known = find(x)) {
+      known->written |= written;
+      return true;
+    }
+    Argument each{x, {}, {}, written};
+    const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
+    if (x.is_cpu()) { // a number: by value
+      if (x.dim() != 0 || written || x.layout() != at::kStrided || !x.has_storage() || x.is_conj() || x.is_neg() ||
+          x._is_zerotensor())
+        return false;
+      each.host = x.detach().clone();
+    } else {
+      const auto refused =
+          DispatchKeySet({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor, DispatchKey::Python});
+      if (!impl->key_set().has(DispatchKey::PrivateUse1) || impl->key_set().has_any(refused) || !x.has_storage())
+        return false;
+      auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+      if (c10::impl::cow::is_cow_data_ptr(storage->data_ptr())) return false;
+      if (!storage->data_ptr().get() && x.numel()) return false;
+      if (device_ >= 0 && device_ != x.get_device()) return false;
+      device_ = x.get_device();
+      each.host = over(x);
+    }
+    each.meta = at::Tensor(at::detail::empty_strided_meta(x.sizes(), x.strides(), x.scalar_type()));
+    if (impl->is_wrapped_number()) {
+      each.meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+      each.host.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    all_.push_back(std::move(each));
+    return true;
+  }
+
+  // A written tensor that shares memory with another must meet it in the kernel's own check for overlap.
+  bool apart() const {
+    for (const Argument& a : all_)
+      for (const Argument& b : all_)
+        if (a.written && &a != &b && a.real.is_alias_of(b.real)) return false;
+    return true;
+  }
+
+  Argument* find(const at::Tensor& x) {
+    for (Argument& each : all_)
+      if (each.real.is_same(x)) return &each;
+    return nullptr;
+  }
+  const std::vector<Argument>& all() const { return all_; }
+  int device() const { return device_; } // -1: no tensor is on one
+
+ private:
+  std::vector<Argument> all_;
+  int device_ = -1;
+};
+
+// Calls f with each tensor of an argument, in lists too.
+template <class F>
+bool each_tensor(const c10::IValue& value, const F& f) {
+  if (value.isTensor()) return f(value.toTensor());
+  if (value.isTensorList()) {
+    for (const at::Tensor& x : value.toTensorVector())
+      if (!f(x)) return false;
+  } else if (value.isOptionalTensorList()) {
+    for (const auto& x : value.toOptionalTensorVector())
+      if (x && !f(*x)) return false;
+  }
+  return true;
+}
+
+template <class F>
+c10::IValue map_tensors(const c10::IValue& value, const F& f) {
+  if (value.isTensor()) return f(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& x : value.toTensorVector()) list.push_back(f(x));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& x : value.toOptionalTensorVector()) list.push_back(x ? std::optional(f(*x)) : std::nullopt);
+    return list;
+  }
+  return value;
+}
+
+// Runs `kernel` on the stream's worker, with as many threads as the caller has: each thread has a number of its own.
+template <class Kernel>
+void queue_kernel(int device, const char* name, Kernel kernel) {
+  launch(current_stream(device), [name, kernel = std::move(kernel), threads = at::get_num_threads()]() mutable {
+    if (at::get_num_threads() != threads) at::set_num_threads(threads);
+    c10::impl::ExcludeDispatchKeyGuard below_autograd(kExcluded);
+    try {
+      kernel();
+    } catch (const std::exception& error) { // where it was launched is here; which operator, only this says
+      const std::string_view what = error.what();
+      throw std::runtime_error(std::string(what.substr(0, what.find("\nException raised from"))) + "\nIn " + name);
+    }
+  });
+}
+
+} // namespace
+
+void set_meta_kernel(const std::string& name, c10::KernelFunction kernel) {
+  meta_kernels().insert_or_assign(name, std::move(kernel));
+}
+
+bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
+  const Plan& plan = plan_of(op);
+  if (!plan.possible) return false;
+  const size_t count = plan.written.size(), first = stack->size() - count;
+  Arguments arguments;
+  for (size_t i = 0; i < count; ++i)
+    if (!each_tensor((*stack)[first + i], [&](const at::Tensor& x) { return arguments.add(x, plan.written[i]); }))
+      return false;
+  if (arguments.device() < 0 || !arguments.apart()) return false;
+
+  c10::impl::ExcludeDispatchKeyGuard below_autograd(kExcluded);
+  Stack meta, host;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = (*stack)[first + i];
+    meta.push_back(map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->meta : x; }));
+    host.push_back(map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
+  }
+  if (plan.fills) {
+    const at::Tensor& self = arguments.all().front().meta;
+    at::assert_no_internal_overlap(self);
+    for (const Argument& each : arguments.all())
+      TORCH_CHECK(each.written || each.real.dim() == 0,
+          "fill_ only supports 0-dimension value tensor but got tensor with ", each.real.dim(), " dimensions.");
+  } else if (plan.meta) plan.meta->callBoxed(op, DispatchKeySet(DispatchKey::Meta), &meta);
+  else op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta);
+
+  Stack results;
+  if (plan.out) {
+    for (const c10::IValue& value : meta) {
+      const at::Tensor& y = value.toTensor();
+      results.emplace_back(at::empty_strided(y.sizes(), y.strides(),
+          y.options().device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(arguments.device()))));
+      host.emplace_back(over(results.back().toTensor()));
+    }
+  } else {
+    for (const Argument& each : arguments.all()) // an out= tensor that would be resized waits
+      if (each.written && each.meta.sizes() != each.real.sizes()) return false;
+    for (size_t i = 0; i < count; ++i)
+      if (plan.written[i]) results.push_back((*stack)[first + i]);
+  }
+  queue_kernel(arguments.device(), op.operator_name().name.c_str(),
+      [op = plan.out.value_or(op), host = std::move(host)]() mutable {
+        op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &host);
+        host.clear();
+      });
+  torch::jit::drop(*stack, count);
+  std::move(results.begin(), results.end(), std::back_inserter(*stack));
+  return true;
+}
+
+bool queue_copy(const at::Tensor& from, const at::Tensor& to) {
+  Arguments arguments;
+  if (!from.is_privateuseone() || !to.is_privateuseone() || !arguments.add(from, false) || !arguments.add(to, true) ||
+      !arguments.apart() || from.is_same(to))
+    return false;
+  queue_kernel(arguments.device(), "aten::copy_",
+      [from = arguments.find(from)->host, to = arguments.find(to)->host]() mutable { to.copy_(from); });
+  return true;
+}
+
+} // namespace openreg

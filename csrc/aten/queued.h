@@ -1,0 +1,37 @@
+// Queues ATen's operators on their stream in async mode, so that the host runs ahead. See Note [Queued operators].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+
+#include "../runtime/stream.h"
+
+namespace openreg {
+
+// Note [Queued operators]
+// A kernel can be queued when its results are known before it has run: of a structured operator, whose Meta kernel
+// tells their shapes, strides and dtypes, and refuses bad arguments at once. The results are allocated, and what is
+// queued is the out= form on CPU tensors over raw memory, made here: the task holds none of the caller's
+// tensors, whose last reference might drop on the worker, and the allocator's stream order keeps their memory.
+// In-place and out= forms, fills and copies go the same way. All else runs as CpuCall::run() does, after a wait.
+// Torch puts Meta kernels in Python, which take up to a millisecond, over most of its own ones in C++; those that
+// unboxed.cpp names are called past them.
+
+inline bool queueing() noexcept {
+  return (detail::attention.load(std::memory_order_relaxed) & detail::kModeBit) != 0 &&
+      launch_mode() == LaunchMode::kAsync;
+}
+
+// The C++ Meta kernel of an operator, "aten::add.Tensor".
+void set_meta_kernel(const std::string& name, c10::KernelFunction kernel);
+
+// Queues an operator on its device's current stream and puts the results in the place of the arguments on the stack;
+// false, with nothing changed, where it must run now.
+bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// The same for a copy within one device.
+bool queue_copy(const at::Tensor& from, const at::Tensor& to);
+
+} // namespace openreg

@@ -1,0 +1,138 @@
+"""ATen's operators in async mode: queued where their results are known before they run, equal to the CPU's."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+MS = 1_000_000
+
+CASES = {
+    "add": lambda x, y: x + y,
+    "add scalar": lambda x, y: x + 2.5,
+    "add cpu number": lambda x, y: x + torch.tensor(2),
+    "mul broadcast": lambda x, y: x * y[0],
+    "promotion": lambda x, y: x.to(torch.int64) * 1.5 + (x > 0),
+    "transposed": lambda x, y: (x.mT + y.mT).contiguous(),
+    "mm": lambda x, y: x @ y.mT,
+    "addmm": lambda x, y: torch.addmm(y[:, :4], x, y.mT[:, :4]),
+    "bmm": lambda x, y: torch.bmm(x.unsqueeze(0), y.mT.unsqueeze(0)),
+    "sum": lambda x, y: (x.sum(), x.sum(1), x.mean(0, keepdim=True), x.argmax(1), x.amax()),
+    "softmax": lambda x, y: (x.softmax(1), y.log_softmax(0)),
+    "activations": lambda x, y: (x.relu(), torch.nn.functional.gelu(x), torch.nn.functional.silu(y), x.tanh()),
+    "cat": lambda x, y: torch.cat([x, y, x], 1),
+    "two outputs": lambda x, y: torch.sort(x, stable=True, dim=1),
+    "max": lambda x, y: torch.max(x, 1),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "in place": lambda x, y: x.clone().add_(y).mul_(2).clamp_(-1, 1),
+    "in place on a view": lambda x, y: (z := x.clone(), z[1:].sub_(y[1:]), z.mT.exp_())[0],
+    "with itself": lambda x, y: (z := x.clone()).mul_(z),
+    "fill": lambda x, y: (z := x.clone(), z[:2].zero_(), z[2].fill_(3), z[3].fill_(y[0, 0]))[0],
+    "out": lambda x, y: torch.add(x, y, out=torch.empty_like(x)),
+    "copies": lambda x, y: (x.double(), x.clone()[:, ::2].contiguous(), torch.empty_like(y).copy_(x[0])),
+    "cumsum": lambda x, y: x.cumsum(1),
+    "empty": lambda x, y: (x[:0] + y[:0], x[:0].sum()),
+    "not structured": lambda x, y: (
+        torch.nn.functional.layer_norm(x, (4,)),
+        x[x > 0],
+        x.nonzero(),
+        x.index_select(1, (y[0] > 0).long()),
+    ),
+}
+
+
+# Of these a part has its Meta kernel in Python only, or none, and so waits for the stream.
+WAIT = {"not structured", "in place", "max", "sum", "two outputs", "where", "activations"}
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(5, 4, generator=generator), torch.randn(5, 4, generator=generator)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_the_cpu(name):
+    """Behind a sleep, so that all of it is queued at once."""
+    x, y = inputs()
+    expected = CASES[name](x, y)
+    there = x.to("openreg"), y.to("openreg")
+    with torch.openreg.launch_mode("async"):
+        torch.openreg._sleep(20 * MS)
+        actual = CASES[name](*there)
+        torch.openreg.synchronize()
+    for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (actual, expected)), strict=True):
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype and a.stride() == b.stride()
+            assert_close(a.cpu(), b)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - WAIT))
+def test_the_host_runs_ahead(name):
+    x, y = (each.to("openreg") for each in inputs())
+    CASES[name](x, y)
+    torch.openreg.synchronize()
+    with torch.openreg.launch_mode("async"):
+        torch.openreg._sleep(200 * MS)
+        CASES[name](x, y)
+        assert not torch.openreg.current_stream().query()
+        torch.openreg.synchronize()
+
+
+def test_what_frees_its_inputs_is_right():
+    """Inputs die while their reader is queued; memory that comes after them is another's only behind it."""
+    with torch.openreg.launch_mode("async"):
+        total = torch.zeros(1000, device="openreg")
+        torch.openreg._sleep(20 * MS)
+        for i in range(200):
+            x = torch.full((1000,), float(i), device="openreg")
+            total += x * 2 - x
+            del x
+        assert torch.equal(total.cpu(), torch.full((1000,), 199 * 100.0))
+
+
+def test_shape_errors_are_raised_at_once_and_kernel_errors_at_synchronisation():
+    x = torch.ones(3, 4, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        torch.openreg._sleep(300 * MS)
+        with pytest.raises(RuntimeError, match="The size of tensor a"):
+            x + torch.ones(3, 5, device="openreg")
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+            x @ x
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3, 4)
+        assert not torch.openreg.current_stream().query()
+        loss = torch.nn.functional.nll_loss(x, torch.tensor([0, 1, 9], device="openreg"))
+        assert loss.shape == ()
+        with pytest.raises(torch.AcceleratorError, match="(?s)Target 9 is out of bounds.*nll_loss_forward.*openreg:0"):
+            torch.openreg.synchronize()
+    assert torch.equal((x + x).cpu(), torch.full((3, 4), 2.0))
+
+
+def test_overlap_is_still_refused():
+    x = torch.arange(6.0, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        with pytest.raises(RuntimeError, match="unsupported operation"):
+            x[1:].add_(x[:-1])
+        with pytest.raises(RuntimeError, match="unsupported operation"):
+            x[:1].expand(6).add_(1)
+        out = torch.empty(0, device="openreg")
+        torch.add(x, 1, out=out)
+        assert out.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_training_on_two_streams_is_the_same():
+    results = []
+    for mode in ("inline", "async"):
+        torch.manual_seed(0)
+        with torch.openreg.launch_mode(mode):
+            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to("openreg")
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            x, target = torch.randn(32, 8, device="openreg"), torch.randint(4, (32,), device="openreg")
+            with torch.openreg.Stream():
+                torch.openreg.current_stream().wait_stream(torch.openreg.default_stream())
+                for _ in range(5):
+                    optimizer.zero_grad()
+                    torch.nn.functional.cross_entropy(net(x), target).backward()
+                    optimizer.step()
+                torch.openreg.current_stream().synchronize()
+            results.append([p.detach().cpu() for p in net.parameters()])
+    assert_close(*results, rtol=0, atol=0)
