@@ -15,6 +15,7 @@
 #include "backend/generator.h"
 #include "runtime/device.h"
 #include "runtime/fault.h"
+#include "runtime/isolation.h"
 #include "runtime/memory.h"
 #include "runtime/observer.h"
 #include "runtime/stream.h"
@@ -78,6 +79,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("disarm_fault", &openreg::disarm);
   m.def("reset_device", [](int64_t device) { openreg::reset_device(openreg::checked_index(device)); });
   m.def("forked", &openreg::forked);
+  openreg::set_host_thread([] { return PyGILState_GetThisThreadState() != nullptr; });
+  m.def("isolation_mode", [] {
+    constexpr const char* names[] = {"off", "strict", "keys"};
+    return names[static_cast<int>(openreg::isolation())];
+  });
   m.def("launch_mode", [] { return static_cast<int>(openreg::launch_mode()); });
   m.def("set_launch_mode", [](int mode) { openreg::set_launch_mode(static_cast<openreg::LaunchMode>(mode)); });
   m.def("sleep", [](int64_t device, int64_t cycles) {

@@ -16,6 +16,7 @@ __all__ = [
     "get_per_process_memory_fraction",
     "host_memory_stats",
     "host_memory_stats_as_nested_dict",
+    "isolation_mode",
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
@@ -32,6 +33,17 @@ __all__ = [
 ]
 
 OutOfMemoryError = torch.OutOfMemoryError
+
+
+def isolation_mode() -> str:
+    """What keeps the host from device memory: "keys", "strict" or "off"; the environment variable OPENREG_ISOLATION.
+
+    While it is "keys" or "strict", host code that dereferences device memory (ctypes, NumPy over ``data_ptr()``, C++)
+    ends the process with a message that names the address, its allocation and the remedy. "keys" are the processor's
+    protection keys and cost tens of nanoseconds an operator; "strict" changes the pages' protection and costs
+    microseconds.
+    """
+    return _C.isolation_mode()
 
 
 def empty_cache() -> None:

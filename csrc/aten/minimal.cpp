@@ -28,7 +28,9 @@ c10::DeviceIndex checked_options(const char* name, std::optional<c10::Layout> la
 struct OnDevice final : c10::Allocator {
   explicit OnDevice(c10::DeviceIndex device) : device(device) {}
   c10::DataPtr allocate(size_t bytes) override { return allocate_on(device, bytes); }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    device_allocator()->copy_data(to, from, bytes);
+  }
   c10::DeviceIndex device;
 };
 

@@ -71,7 +71,7 @@ void relabel_storage(StorageImpl* storage, c10::DeviceIndex device) {
   if (data.get() && device_of(data.get()) < 0) {
     // A worker thread, or a mapped file, allocated this outside the lending scope.
     c10::DataPtr copy = allocate_on(device, storage->nbytes());
-    std::memcpy(copy.get(), data.get(), storage->nbytes());
+    run(current_stream(device), [&] { std::memcpy(copy.get(), data.get(), storage->nbytes()); });
     storage->set_data_ptr_noswap(std::move(copy));
   } else {
     data.unsafe_set_device(c10::Device(c10::kPrivateUse1, device));
@@ -575,7 +575,7 @@ class NativeKernel final : public c10::OperatorKernel {
       c10::IValue& value = (*stack)[stack->size() - returns + i];
       if (value.isTensor()) {
         at::Tensor out = std::move(value).toTensor();
-        value = C10_UNLIKELY(i == host_result_) ? to_host(std::move(out)) : own(call, std::move(out));
+        value = C10_UNLIKELY(i == host_result_) ? to_host(call, std::move(out)) : own(call, std::move(out));
       } else if (value.isTensorList()) {
         auto list = value.toTensorList();
         c10::List<at::Tensor> out;
@@ -594,14 +594,16 @@ class NativeKernel final : public c10::OperatorKernel {
   // stays theirs: ours is a view where it views an argument, else a copy.
   static at::Tensor own(CpuCall& call, at::Tensor tensor) {
     if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor)))
-      tensor = call.views_argument(tensor) ? tensor.alias() : tensor.clone();
+      tensor = call.views_argument(tensor)
+          ? tensor.alias()
+          : openreg::run(current_stream(call.device()), [&] { return tensor.clone(); });
     return call.result(std::move(tensor));
   }
-  static at::Tensor to_host(at::Tensor tensor) {
+  static at::Tensor to_host(CpuCall& call, at::Tensor tensor) {
     StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     LendDeviceMemory none(-1);
     c10::DataPtr copy = c10::GetAllocator(c10::kCPU)->allocate(storage->nbytes());
-    std::memcpy(copy.get(), storage->data(), storage->nbytes());
+    run(current_stream(call.device()), [&] { std::memcpy(copy.get(), storage->data(), storage->nbytes()); });
     storage->set_data_ptr_noswap(std::move(copy));
     return tensor;
   }

@@ -4,6 +4,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "../runtime/device.h"
@@ -22,6 +23,13 @@ void free_device(void* pointer) {
   deallocate(pointer);
 }
 
+// Copy-on-write memory becomes a storage's own, in the order of its device's stream.
+void copy_memory(void* to, const void* from, size_t bytes) {
+  const int device = std::max(device_of(to), device_of(from));
+  if (device < 0) std::memcpy(to, from, bytes);
+  else run(current_stream(device), [&] { std::memcpy(to, from, bytes); });
+}
+
 // The device allocator, with the statistics that torch.accelerator.memory asks for.
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
@@ -31,7 +39,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
-    default_copy_data(destination, source, bytes);
+    copy_memory(destination, source, bytes);
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
@@ -87,7 +95,7 @@ struct CpuMemory final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return host_raw_deleter ? &free_either : nullptr; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
-    default_copy_data(destination, source, bytes);
+    copy_memory(destination, source, bytes);
   }
 
  private:

@@ -19,6 +19,7 @@
 
 #include "device.h"
 #include "fault.h"
+#include "isolation.h"
 #include "observer.h"
 
 // Note [Pages, runs and classes]
@@ -172,6 +173,37 @@ class Pool {
       out.push_back(std::move(segment));
     }
     return out;
+  }
+
+  // Fills what find_owner() gives.
+  void find(const char* address, MemoryOwner& owner) noexcept {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    owner.busy = !lock;
+    if (owner.busy) return;
+    // What lies between unused runs is in use: go there from the end of the nearest run before the address.
+    const std::size_t target = page_of(address);
+    std::size_t page = 0;
+    const auto pass = [&](const Runs& runs) {
+      const auto after = runs.upper_bound(target);
+      if (after != runs.begin()) page = std::max(page, std::prev(after)->first + std::prev(after)->second);
+    };
+    pass(free_);
+    for (const auto& [stream, runs] : cached_) pass(runs);
+    const auto length = [&] { return pages_[page].kind == kRun ? pages_[page].count : 1; };
+    while (page + length() <= target) page += length();
+    if (page > target) return; // in an unused run
+    const char* start = base_ + page * kPage;
+    const std::size_t size = size_of(pages_[page]);
+    const char* block = start + static_cast<std::size_t>(address - start) / size * size;
+    if (block + size > start + length() * kPage) return; // in the rest of a page that its blocks do not fill
+    owner.block = {block, size, MemoryBlock::kAllocated};
+    owner.stream = pages_[page].stream;
+    for (const auto& each : waiting_)
+      if (each.pointer == block) owner.block.state = MemoryBlock::kPending;
+    if (pages_[page].kind == kRun) return;
+    const auto& blocks =
+        (*blocks_[static_cast<std::size_t>(owner.stream)])[static_cast<std::size_t>(pages_[page].kind - 1)];
+    if (std::find(blocks.begin(), blocks.end(), block) != blocks.end()) owner.block.state = MemoryBlock::kFree;
   }
 
   void empty_cache() noexcept {
@@ -408,6 +440,7 @@ struct Memory {
     madvise(range, stride * count, MADV_HUGEPAGE);
     base = static_cast<char*>(range);
     size = stride * count;
+    isolate(base, size);
     pools = new Pool[count]; // lives as long as the process: a tensor may die after main()
     for (std::size_t i = 0; i < count; ++i) pools[i].reserve(static_cast<int>(i), base + i * stride, stride);
     // A child inherits the pools as they are, so that no other thread may hold one at that time.
@@ -439,8 +472,10 @@ void* allocate(Stream stream, std::size_t bytes) {
   notice("allocated", pointer, stream, bytes);
   if (poison()) {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
-    if (stream_idle(stream)) fill();
-    else detail::queue(stream, fill, std::source_location::current());
+    if (stream_idle(stream)) {
+      const detail::Access access;
+      fill();
+    } else detail::queue(stream, fill, std::source_location::current());
   }
   return pointer;
 }
@@ -475,6 +510,12 @@ int device_of(const void* pointer) noexcept {
   auto& m = memory();
   const auto offset = static_cast<std::size_t>(static_cast<const char*>(pointer) - m.base);
   return offset < m.size ? static_cast<int>(offset / m.stride) : -1;
+}
+
+MemoryOwner find_owner(const void* address) noexcept {
+  MemoryOwner owner{device_of(address), false, {}, 0};
+  memory().pools[owner.device].find(static_cast<const char*>(address), owner);
+  return owner;
 }
 
 void empty_cache(int device) noexcept {

@@ -80,6 +80,16 @@ std::vector<MemorySegment> memory_snapshot(int device);
 // The device whose memory holds this address, or -1.
 int device_of(const void* pointer) noexcept;
 
+// The block of a device's memory that holds an address, of size 0 where none does.
+struct MemoryOwner {
+  int device;
+  bool busy; // another thread is at work in the pool; nothing else is known
+  MemoryBlock block;
+  std::int64_t stream;
+};
+// Safe in a signal handler: it waits for no lock and allocates nothing.
+MemoryOwner find_owner(const void* address) noexcept;
+
 // Returns all pages that hold nothing to the operating system.
 void empty_cache(int device) noexcept;
 

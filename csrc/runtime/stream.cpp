@@ -62,7 +62,8 @@ class Queue {
   bool idle() const noexcept { return done(submitted()); }
   bool done(std::uint64_t number) const noexcept { return completed_.load(std::memory_order_acquire) >= number; }
 
-  void push(detail::Task work, std::source_location where) {
+  // `kernel`: the work may touch device memory, other than a wait or a sleep.
+  void push(detail::Task work, std::source_location where, bool kernel = false) {
     bool wake;
     {
       std::lock_guard lock(mutex_);
@@ -70,7 +71,7 @@ class Queue {
         std::thread([this] { work_loop(); }).detach();
         running_ = true;
       }
-      tasks_.push_back({std::move(work), where});
+      tasks_.push_back({std::move(work), where, kernel});
       const auto number = submitted_.load(std::memory_order_relaxed);
       if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
       submitted_.store(number + 1, std::memory_order_release);
@@ -97,6 +98,7 @@ class Queue {
   struct Item {
     detail::Task work;
     std::source_location where;
+    bool kernel;
   };
 
   void work_loop() {
@@ -111,6 +113,7 @@ class Queue {
       tasks_.pop_front();
       lock.unlock();
       try {
+        const detail::Access access(item.kernel && isolation() != Isolation::kOff);
         item.work();
       } catch (const std::exception& error) {
         detail::keep_error(device_, item.where, error.what());
@@ -332,7 +335,7 @@ const bool fork_noticed = [] {
       },
       nullptr,
       [] {
-        if (used_at_fork) detail::attention.store(detail::kForkBit);
+        if (used_at_fork) detail::attention.store(detail::kForkBit | (detail::attention & detail::kIsolationBit));
       });
   return true;
 }();
@@ -361,7 +364,7 @@ void detail::catch_up(Stream stream, std::source_location where) {
 }
 
 void detail::queue(Stream stream, Task task, std::source_location where) {
-  queue_of(stream).push(std::move(task), where);
+  queue_of(stream).push(std::move(task), where, /*kernel=*/true);
 }
 
 void detail::keep_error(int device, const std::source_location& where, const char* what) {

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "isolation.h"
+
 namespace openreg {
 
 // Of a device: the default stream and, as in CUDA, 32 of either priority, which are reused round robin.
@@ -112,8 +114,10 @@ inline thread_local LaunchCounter launches;
 
 // Zero while work may run at once: the mode is inline and no stream has queued work. Else the number of
 // busy streams, and bits: the mode is not inline; an error waits to be thrown; Note [Fork]; Note [Faults].
+// Note [Isolation] has one too, which alone is no reason to wait.
 inline std::atomic<std::uint32_t> attention{0};
-constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28;
+constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28,
+                        kIsolationBit = 1u << 27;
 
 using Task = std::function<void()>;
 enum class Place { kHere, kQueue, kNowhere };
@@ -130,11 +134,13 @@ void keep_error(int device, const std::source_location& where, const char* what)
 template <class Work>
 void launch(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
   ++detail::launches.value;
-  if (detail::attention.load(std::memory_order_acquire) == 0) [[likely]]
-    return static_cast<void>(work());
-  switch (detail::place(stream, where)) {
-    case detail::Place::kHere:
+  const auto attention = detail::attention.load(std::memory_order_acquire);
+  const bool plain = (attention & ~detail::kIsolationBit) == 0;
+  switch (plain ? detail::Place::kHere : detail::place(stream, where)) {
+    case detail::Place::kHere: {
+      const detail::Access access(attention & detail::kIsolationBit);
       return static_cast<void>(work());
+    }
     case detail::Place::kQueue:
       return detail::queue(stream, std::forward<Work>(work), where);
     case detail::Place::kNowhere:
@@ -146,19 +152,23 @@ void launch(Stream stream, Work&& work, std::source_location where = std::source
 template <class Work>
 void enqueue(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
   ++detail::launches.value;
-  const bool plain = detail::attention.load(std::memory_order_acquire) == 0;
+  const bool plain = (detail::attention.load(std::memory_order_acquire) & ~detail::kIsolationBit) == 0;
   const auto place = plain ? detail::Place::kQueue : detail::place(stream, where);
   if (place == detail::Place::kNowhere) return;
-  if (launch_mode() == LaunchMode::kSync) work();
-  else detail::queue(stream, std::forward<Work>(work), where);
+  if (launch_mode() == LaunchMode::kSync) {
+    const detail::Access access;
+    work();
+  } else detail::queue(stream, std::forward<Work>(work), where);
 }
 
 // Runs `work` in the order of `stream` on the calling thread, before it returns.
 template <class Work>
 decltype(auto) run(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
   ++detail::launches.value;
-  if (detail::attention.load(std::memory_order_acquire) != 0) [[unlikely]]
+  const auto attention = detail::attention.load(std::memory_order_acquire);
+  if (attention & ~detail::kIsolationBit) [[unlikely]]
     detail::catch_up(stream, where);
+  const detail::Access access(attention & detail::kIsolationBit);
   return std::forward<Work>(work)();
 }
 

@@ -1,0 +1,247 @@
+#include "isolation.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "memory.h"
+#include "stream.h"
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
+namespace openreg {
+namespace {
+
+char* range = nullptr; // of all devices' memory, once it is reserved
+std::size_t range_bytes = 0;
+int key = -1;
+
+Isolation mode = Isolation::kOff;
+const bool mode_from_environment = [] {
+  const char* text = std::getenv("OPENREG_ISOLATION");
+  if (text && !std::strcmp(text, "off")) return true;
+  if (text && !std::strcmp(text, "strict")) {
+    mode = Isolation::kStrict;
+  } else {
+    if (text && *text && std::strcmp(text, "auto") != 0)
+      std::fprintf(stderr, "openreg: OPENREG_ISOLATION=\"%s\" is not auto, strict or off; using auto\n", text);
+#ifdef __x86_64__
+    key = pkey_alloc(0, PKEY_DISABLE_ACCESS); // fails where the processor or the kernel has none
+    if (key < 0) return true;
+    detail::key_bits = 3u << (2 * key);
+    mode = Isolation::kKeys;
+#else
+    return true;
+#endif
+  }
+  detail::attention.fetch_or(detail::kIsolationBit);
+  return true;
+}();
+
+// ---- strict ----
+
+std::mutex mutex;
+int inside = 0; // threads that run work
+thread_local bool this_inside = false;
+
+void protect(int rights) noexcept {
+  if (range && mprotect(range, range_bytes, rights) != 0) {
+    std::fprintf(
+        stderr, "openreg: mprotect() of device memory failed: %s; set OPENREG_ISOLATION=off\n", std::strerror(errno));
+    std::abort();
+  }
+}
+
+// A child inherits the rights as they are; of the threads that it had, it has one.
+const bool fork_noticed = [] {
+  if (mode != Isolation::kStrict) return true;
+  pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
+      [] {
+        const bool open = inside > 0;
+        inside = this_inside;
+        if (open && !inside) protect(PROT_NONE);
+        mutex.unlock();
+      });
+  return true;
+}();
+
+// ---- the fault handler: only what is safe in a signal handler ----
+
+struct sigaction previous;
+std::atomic<char*> reported{nullptr}; // the latest address: a handler that returns would see it again for ever
+IsHostThread is_host_thread = [] { return gettid() == getpid(); };
+
+// A text of bounded length, made without allocating.
+class Text {
+ public:
+  Text& operator<<(const char* text) {
+    while (*text && size_ < sizeof text_) text_[size_++] = *text++;
+    return *this;
+  }
+  Text& operator<<(std::uint64_t number) { return digits(number, 10); }
+  Text& operator<<(const void* address) {
+    return (*this << "0x").digits(reinterpret_cast<std::uintptr_t>(address), 16);
+  }
+  void print() const {
+    if (write(STDERR_FILENO, text_, size_) < 0) return; // nobody is left to tell
+  }
+
+ private:
+  Text& digits(std::uint64_t number, unsigned base) {
+    char reversed[20];
+    int count = 0;
+    do reversed[count++] = "0123456789abcdef"[number % base];
+    while (number /= base);
+    while (count && size_ < sizeof text_) text_[size_++] = reversed[--count];
+    return *this;
+  }
+  char text_[1024];
+  std::size_t size_ = 0;
+};
+
+const char* verb(const void* context) {
+#ifdef __x86_64__
+  return static_cast<const ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2 ? "wrote to" : "read";
+#else
+  return "touched";
+#endif
+}
+
+void report(const char* address, const void* context) {
+  Text text;
+  const MemoryOwner owner = find_owner(address);
+  text << "openreg: the host " << verb(context) << " device memory: address " << static_cast<const void*>(address)
+       << " on openreg:" << static_cast<std::uint64_t>(owner.device);
+  const MemoryBlock& block = owner.block;
+  if (owner.busy) {
+    text << ", in an allocation that cannot be told, because the allocator is busy";
+  } else if (!block.size) {
+    text << ", in memory that has been freed or was never allocated";
+  } else {
+    const auto offset = static_cast<std::uint64_t>(address - static_cast<const char*>(block.address));
+    text << ", byte " << offset << " of "
+         << (block.state == MemoryBlock::kAllocated ? "an allocation" : "a freed allocation") << " of "
+         << static_cast<std::uint64_t>(block.size) << " bytes at " << block.address << ", made on stream "
+         << static_cast<std::uint64_t>(owner.stream);
+  }
+  text << ".\nOn a real accelerator the host cannot reach it. Copy the tensor with .cpu() or .to(\"cpu\"), or do the "
+          "work in a kernel, through launch(). (OPENREG_ISOLATION=off permits it.)\n";
+  text.print();
+}
+
+#ifdef __x86_64__
+// Where XSAVE keeps PKRU, the processor's state component 9.
+constexpr std::uint64_t kPkruComponent = std::uint64_t{1} << 9;
+std::uint32_t pkru_offset = 0;
+
+// Lets the interrupted thread touch device memory from now on, by the registers that sigreturn restores.
+bool grant(void* context) {
+  auto* state = reinterpret_cast<char*>(static_cast<ucontext_t*>(context)->uc_mcontext.fpregs);
+  // The kernel's words about the frame: a magic number, its size, which components it has.
+  constexpr std::size_t kWords = 464, kHeader = 512;
+  constexpr std::uint32_t kMagic = 0x46505853;
+  std::uint32_t magic;
+  std::uint64_t components, present;
+  std::memcpy(&magic, state + kWords, sizeof magic);
+  std::memcpy(&components, state + kWords + 8, sizeof components);
+  if (magic != kMagic || !(components & kPkruComponent) || !pkru_offset) return false;
+  std::memcpy(&present, state + kHeader, sizeof present);
+  present |= kPkruComponent;
+  std::memcpy(state + kHeader, &present, sizeof present);
+  std::uint32_t rights;
+  std::memcpy(&rights, state + pkru_offset, sizeof rights);
+  rights &= ~detail::key_bits;
+  std::memcpy(state + pkru_offset, &rights, sizeof rights);
+  return true;
+}
+#endif
+
+// Hands the signal to the handler that was there before us.
+void chain(int signal, siginfo_t* info, void* context) {
+  if (previous.sa_flags & SA_SIGINFO) return previous.sa_sigaction(signal, info, context);
+  const bool sent = info->si_code <= 0; // by raise() or kill(), so that it does not come again by itself
+  if (previous.sa_handler == SIG_IGN && sent) return;
+  if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) return previous.sa_handler(signal);
+  struct sigaction end{};
+  end.sa_handler = SIG_DFL;
+  sigaction(signal, &end, nullptr);
+  if (sent) raise(signal); // arrives when this returns
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  const int error = errno;
+  auto* address = static_cast<char*>(info->si_addr);
+  if (info->si_code > 0 && static_cast<std::size_t>(address - range) < range_bytes) {
+#ifdef __x86_64__
+    if (info->si_code == SEGV_PKUERR && !is_host_thread() && grant(context)) {
+      errno = error;
+      return;
+    }
+#endif
+    if (reported.exchange(address) != address) report(address, context);
+    else previous = {}; // SIG_DFL
+  }
+  chain(signal, info, context);
+  errno = error;
+}
+
+} // namespace
+
+Isolation isolation() noexcept {
+  return mode;
+}
+
+void set_host_thread(IsHostThread is_host) noexcept {
+  is_host_thread = is_host;
+}
+
+void isolate(void* base, std::size_t bytes) noexcept {
+  if (mode == Isolation::kOff) return;
+  std::lock_guard lock(mutex);
+  range = static_cast<char*>(base);
+  range_bytes = bytes;
+#ifdef __x86_64__
+  if (mode == Isolation::kKeys) {
+    if (pkey_mprotect(base, bytes, PROT_READ | PROT_WRITE, key) != 0) {
+      std::fprintf(stderr, "openreg: pkey_mprotect() of device memory failed: %s; set OPENREG_ISOLATION=off\n",
+          std::strerror(errno));
+      std::abort();
+    }
+    std::uint32_t size, supervisor, unused;
+    __cpuid_count(0xD, 9, size, pkru_offset, supervisor, unused);
+  }
+#endif
+  // The first allocation may come from work that runs.
+  if (mode == Isolation::kStrict && !inside) protect(PROT_NONE);
+  struct sigaction ours{};
+  ours.sa_sigaction = on_fault;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &ours, &previous);
+}
+
+// One system call for all of the range: it costs what the pages in use cost, since the kernel skips the others.
+bool detail::open_strict() noexcept {
+  if (this_inside) return false;
+  std::lock_guard lock(mutex);
+  if (inside++ == 0) protect(PROT_READ | PROT_WRITE);
+  return this_inside = true;
+}
+
+void detail::close_strict() noexcept {
+  std::lock_guard lock(mutex);
+  this_inside = false;
+  if (--inside == 0) protect(PROT_NONE);
+}
+
+} // namespace openreg
