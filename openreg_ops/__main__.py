@@ -11,6 +11,7 @@ COMMANDS = {
     "bench": ("openreg_ops.tools.bench", "time small and large operators and a training step against the CPU"),
     "check": ("openreg_ops.testing.check_command", "find what is wrong with a custom operator of any library"),
     "conformance": ("openreg_ops.testing.conformance", "run PyTorch's OpInfo database against the CPU"),
+    "info": ("openreg_ops.tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
     "new": ("openreg_ops.tools.new", "write the three files of a new operator into a checkout"),
 }
 

@@ -8,23 +8,20 @@ import faulthandler
 import importlib
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from openreg_ops.testing.checker import Sample, check
 from openreg_ops.testing.checks import CHECKS
+from openreg_ops.tools import forms
+from openreg_ops.tools.forms import Wrong
 
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
     "c64": torch.complex64, "c128": torch.complex128, "b8": torch.bool, "u8": torch.uint8,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8,
 }  # fmt: skip
-
-
-class Wrong(Exception):  # noqa: N818 -- what was asked for is wrong, in a sentence
-    pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="of samples that are made (default float32)")
     parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - is stdout, in the table's place")
-    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+    forms.add_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="say too why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -74,15 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         if live and not arguments.quiet:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
-    if arguments.json:
-        if arguments.json == "-":
-            print(report.json())
-        else:
-            Path(arguments.json).write_text(report.json() + "\n")
-    if arguments.html:
-        Path(arguments.html).write_text(report.html())
-    if arguments.json != "-":
-        print(report.text(arguments.verbose))
+    forms.write(report, arguments, verbose=arguments.verbose)
     return 0 if report.passed else 1
 
 

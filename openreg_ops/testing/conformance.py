@@ -31,6 +31,7 @@ import torch
 
 from openreg_ops.testing import opinfo
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
+from openreg_ops.tools import forms
 
 Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, failures, notes, seconds
 
@@ -277,9 +278,7 @@ def summarize(records: list[Record], thorough: bool = True) -> bool:
     rows = [["dtype", "compared", "cases", *verdicts, *kinds, *(f"({note})" for note in notes)]]
     rows += [row(dtype, [r for r in records if r["dtype"] == dtype]) for dtype in dtypes]
     rows.append(row("all", records))
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        print("  ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+    print(*forms.table(rows), sep="\n")
     print(
         "\nA case is an operator and a dtype; columns after `fixed` count cases in which something of that class"
         "\ndiffered, those in brackets what is allowed to: strides, and values equal only within tolerance.",
