@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
@@ -12,11 +13,21 @@ COMMANDS = {
     "check": ("openreg_ops.testing.check_command", "find what is wrong with a custom operator of any library"),
     "conformance": ("openreg_ops.testing.conformance", "run PyTorch's OpInfo database against the CPU"),
     "info": ("openreg_ops.tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
+    "operators": ("openreg_ops.tools.operators", "list torch's operators by class, and what a device has for each"),
     "new": ("openreg_ops.tools.new", "write the three files of a new operator into a checkout"),
 }
 
 
+def _other_backend(words: list[str]) -> bool:
+    """Whether the command asks for a device that another package brings, whose key may be the one openreg has."""
+    device = next((b for a, b in zip(words, words[1:], strict=False) if a == "--device"), "")
+    elsewhere = not device.startswith("openreg") if device else "--key" in words
+    return "--import" in words and elsewhere and "_C" in vars(sys.modules["openreg_ops"])
+
+
 def main() -> int:
+    if _other_backend(sys.argv[1:]):  # see openreg_tools.py
+        os.execv(sys.executable, [sys.executable, "-m", "openreg_tools", *sys.argv[1:]])
     parser = argparse.ArgumentParser(prog="python -m openreg_ops", description="Tools for the openreg device.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
