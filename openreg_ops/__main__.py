@@ -12,6 +12,7 @@ COMMANDS = {
     "bench": ("openreg_ops.tools.bench", "time small and large operators and a training step against the CPU"),
     "check": ("openreg_ops.testing.check_command", "find what is wrong with a custom operator of any library"),
     "conformance": ("openreg_ops.testing.conformance", "run PyTorch's OpInfo database against the CPU"),
+    "explain": ("openreg_ops.tools.explain", "show the path of one call through the dispatcher, key by key"),
     "info": ("openreg_ops.tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
     "operators": ("openreg_ops.tools.operators", "list torch's operators by class, and what a device has for each"),
     "new": ("openreg_ops.tools.new", "write the three files of a new operator into a checkout"),

@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import fnmatch
 import importlib
-import os
 import re
 import sys
 from pathlib import Path
@@ -152,19 +151,14 @@ def registrations(key: str) -> dict[str, str]:
     return found
 
 
-# Where torch's own binary was built, and where the checkout stands.
-_ROOTS = ("/__w/pytorch/pytorch/", "/pytorch/", f"{Path(__file__).resolve().parents[2]}{os.sep}")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _where(text: str) -> str:
-    """The place of a registration, relative where it lies in torch's source, site-packages or this one."""
-    text = text.removeprefix("registered at ")
-    for root in _ROOTS:
-        text = text.removeprefix(root)
-    text = re.sub(r"^.*/site-packages/", "", text)
-    return (
-        re.sub(r"^/.*?/((csrc|openreg_ops|meta)/)", r"\1", text) if not os.path.exists(text.partition(":")[0]) else text
-    )
+    """The place of a registration, relative where it lies in torch's source, in site-packages or in this checkout."""
+    text = re.sub(r"^(/__w/pytorch|/pytorch|.*/site-packages)/(pytorch/)?", "", text.removeprefix("registered at "))
+    ours = re.search(r"/((csrc|openreg_ops|meta|tests)/[^:]*)", text)  # built elsewhere, perhaps
+    return text[ours.start(1) :] if ours and text.startswith("/") and (ROOT / ours[1]).exists() else text
 
 
 # ---- what a device has ----
