@@ -156,7 +156,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _where(text: str) -> str:
     """The place of a registration, relative where it lies in torch's source, in site-packages or in this checkout."""
-    text = re.sub(r"^(/__w/pytorch|/pytorch|.*/site-packages)/(pytorch/)?", "", text.removeprefix("registered at "))
+    text = re.sub(
+        r"^(/__w/pytorch|/pytorch|.*/site-packages)/(pytorch/)?(build/aten/src/)?",
+        "",
+        text.removeprefix("registered at "),
+    )
     ours = re.search(r"/((csrc|openreg_ops|meta|tests)/[^:]*)", text)  # built elsewhere, perhaps
     return text[ours.start(1) :] if ours and text.startswith("/") and (ROOT / ours[1]).exists() else text
 
