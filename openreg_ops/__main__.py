@@ -15,6 +15,7 @@ COMMANDS = {
     "explain": ("openreg_ops.tools.explain", "show the path of one call through the dispatcher, key by key"),
     "info": ("openreg_ops.tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
     "operators": ("openreg_ops.tools.operators", "list torch's operators by class, and what a device has for each"),
+    "trace": ("openreg_ops.tools.trace", "run a program, and say what it ran on a device and which kernels to write"),
     "new": ("openreg_ops.tools.new", "write the three files of a new operator into a checkout"),
 }
 

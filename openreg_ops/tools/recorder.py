@@ -123,6 +123,7 @@ class Call:
     start: float  # seconds since the recording began
     seconds: float = 0.0  # with the calls inside
     own: float = 0.0  # without
+    part: float = 0.0  # of the longest call inside that is no composite itself
     bytes: int = 0  # of the tensors that it reads and writes
     wait: str = ""  # why the host waits for the device
     where: str = ""  # the program's line, of what waits or falls back
@@ -131,7 +132,10 @@ class Call:
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
 _COMPOSITES = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-_COPIES = {"aten::_copy_from", "aten::copy_", "aten::_to_copy", "aten::_copy_from_and_resize"}
+# Copies, and which arguments are the source and the target.
+_COPIES = {
+    "aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_copy_from_and_resize": (0, 1), "aten::_to_copy": (0, None)
+}  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):
@@ -190,30 +194,36 @@ class Recorder(TorchDispatchMode):
         call = Call(
             name, self._has(name, key), names, len(local.stack), self._threads.setdefault(threading.get_ident(), len(self._threads)), 0.0
         )  # fmt: skip
-        call.wait = self._waits(func, call, args, kwargs, tensors)
-        if call.wait or call.has == "fallback":
+        call.wait = self._waits(func, call, args, kwargs)
+        if call.wait:
             call.where = _program_line()
         enter = call.has == "composite" and not _view(func) and all(frame[1] != name for frame in local.stack)
-        local.stack.append([call if enter else None, name, 0.0, []])  # what of it is the children's: time, calls
+        local.stack.append([call if enter else None, name, 0.0, [], False])  # and of its parts: time, calls, waits
         self.calls.append(call)
         call.start = time.perf_counter() - self.origin
+        function = functools.partial(func._op_dk, _composite_key(name)) if enter else func
         begin = self._event()
+        if enter:
+            self.__enter__()
         started = time.perf_counter()
         try:
-            if enter:
-                with self:
-                    out = func._op_dk(_composite_key(name), *args, **kwargs)
-            else:
-                out = func(*args, **kwargs)
+            out = function(*args, **kwargs)
         except Exception as error:
             call.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise
         finally:
             ended = time.perf_counter()
+            if enter:
+                self.__exit__(None, None, None)
             end = self._event()
-            *_, inside, children = local.stack.pop()
+            *_, inside, children, waited = local.stack.pop()
             call.own = max(0.0, ended - started - inside)
             call.seconds = call.own + sum(child.seconds for child in children)
+            call.part = _part(children)
+            if waited:  # a part has said so
+                call.wait = call.where = ""
+            if local.stack:
+                local.stack[-1][4] |= waited or bool(call.wait)
             if begin is not None and end is not None:
                 self._pairs.append((call, begin, end, children))
         if not _view(func):
@@ -238,24 +248,28 @@ class Recorder(TorchDispatchMode):
             end.synchronize()
             call.seconds = begin.elapsed_time(end) / 1e3
             call.own = max(0.0, call.seconds - sum(child.seconds for child in children))
+            call.part = _part(children)
         self._pairs.clear()
 
-    def _waits(self, func: OpOverload, call: Call, args: tuple, kwargs: dict, tensors: list[torch.Tensor]) -> str:
-        """Why the host waits for the device in this call, or an empty string; a composite's parts say it themselves."""
+    def _waits(self, func: OpOverload, call: Call, args: tuple, kwargs: dict) -> str:
+        """Why the host waits for the device in this call, or an empty string."""
         if call.has == "fallback":
             return "fallback"
-        if call.has == "composite":
-            return ""
         if call.name == "aten::_local_scalar_dense":
             return "item"
         if call.name in _COPIES:
-            to = args[0 if call.name == "aten::copy_" else -1] if len(tensors) > 1 else None
-            out = args[1] if call.name.startswith("aten::_copy_from") else to
-            asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)
-            return "copy to host" if out is not None and out.device.type == "cpu" and not asynchronous else ""
+            source, target = _COPIES[call.name]
+            to = kwargs.get("device") if target is None else args[target].device
+            asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            from_here = args[source].device.type == self.type
+            return "copy to host" if from_here and to and torch.device(to).type == "cpu" and not asynchronous else ""
         if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
             return "shape from data"
         return ""
+
+
+def _part(children: list[Call]) -> float:
+    return max((child.part if child.has == "composite" else child.seconds for child in children), default=0.0)
 
 
 def _keys(raw: int) -> torch._C.DispatchKeySet:
@@ -277,7 +291,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _program_line() -> str:
     """The line of the program that runs: the innermost frame that is neither torch's nor of these tools."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "backward"
