@@ -12,6 +12,7 @@ COMMANDS = {
     "bench": ("openreg_ops.tools.bench", "time small and large operators and a training step against the CPU"),
     "check": ("openreg_ops.testing.check_command", "find what is wrong with a custom operator of any library"),
     "conformance": ("openreg_ops.testing.conformance", "run PyTorch's OpInfo database against the CPU"),
+    "drift": ("openreg_ops.tools.drift", "compare two versions of torch, and say which registrations break"),
     "explain": ("openreg_ops.tools.explain", "show the path of one call through the dispatcher, key by key"),
     "info": ("openreg_ops.tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
     "operators": ("openreg_ops.tools.operators", "list torch's operators by class, and what a device has for each"),
@@ -38,7 +39,11 @@ def main() -> int:
         if name == chosen:
             importlib.import_module(module).add_arguments(sub)
     arguments = parser.parse_args()
-    return importlib.import_module(COMMANDS[arguments.command][0]).main(arguments)
+    try:
+        return importlib.import_module(COMMANDS[arguments.command][0]).main(arguments)
+    except BrokenPipeError:  # head has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ _LINE = re.compile(r"^(\w+): (fallthrough )?(.*) \[([a-z ]+)\]$", re.M)
 def kernels(op: str) -> dict[str, Kernel]:
     """The dispatch table of an operator: what each run-time key resolves to. A key that is missing has nothing."""
     return {
-        key: Kernel(key, source, _where(where), bool(fallthrough))
+        key: Kernel(key, source, place(where), bool(fallthrough))
         for key, fallthrough, where, source in _LINE.findall(torch._C._dispatch_dump_table(op))
     }
 
@@ -138,23 +138,13 @@ def kernels(op: str) -> dict[str, Kernel]:
 def kernel(op: str, key: str) -> Kernel | None:
     """One line of the table."""
     found = re.search(rf"^{key}: (fallthrough )?(.*) \[([a-z ]+)\]$", torch._C._dispatch_dump_table(op), re.M)
-    return Kernel(key, found[3], _where(found[2]), bool(found[1])) if found else None
-
-
-def registrations(key: str) -> dict[str, str]:
-    """Every operator with a kernel registered for exactly this key, and where."""
-    found = {}
-    pattern = re.compile(rf"^{key}: (.*?) :: ", re.M)
-    for op in names():
-        if match := pattern.search(torch._C._dispatch_dump(op)):
-            found[op] = _where(match[1])
-    return found
+    return Kernel(key, found[3], place(found[2]), bool(found[1])) if found else None
 
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _where(text: str) -> str:
+def place(text: str) -> str:
     """The place of a registration, relative where it lies in torch's source, in site-packages or in this checkout."""
     text = re.sub(
         r"^(/__w/pytorch|/pytorch|.*/site-packages)/(pytorch/)?(build/aten/src/)?",
