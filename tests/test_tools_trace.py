@@ -150,7 +150,7 @@ def test_an_error_passes_and_is_recorded():
     x = torch.ones(4, device="openreg")
     with pytest.raises(RuntimeError, match="mat1"), openreg_ops.trace() as recorded:
         x.view(2, 2) @ x.view(4, 1)
-    assert recorded.calls[-1].error.startswith("RuntimeError: mat1")
+    assert "mat1 and mat2" in recorded.calls[-1].error
 
 
 def test_the_cpu():

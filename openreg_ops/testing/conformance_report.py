@@ -88,15 +88,15 @@ class Results:
     # ---- text ----
 
     def text(self, verbose: bool = False) -> str:
-        lines = [*forms.table(self._by_dtype(), left=1), ""]
+        lines = forms.table(self._by_dtype(), left=1)
         kinds = collections.Counter(kind for r in self.records for kind in {f["kind"] for f in r["failures"]})
         notes = collections.Counter(note for r in self.records for note in r["notes"])
         if kinds:
-            lines += ["Cases in which something differed:"]
+            lines += ["", "Cases in which something differed:"]
             lines += [f"  {count:5} {kind}: {opinfo.KINDS[kind]}" for kind, count in kinds.most_common()]
         if notes:
             said = ", ".join(f"{count} {note}" for note, count in notes.most_common())
-            lines += forms.wrapped([f"Differences that are allowed, in cases: {said}"], 0)
+            lines += ["", *forms.wrapped([f"Differences that are allowed, in cases: {said}"], 0)]
         lines += self._grid(verbose) + self._failures()
         for record in self.records:
             if self.verdict(record) == "fixed":

@@ -116,7 +116,7 @@ def _package(info: Info) -> bool:
     build: dict[str, str] = {}
     if (folder / "_build.py").exists():
         exec((folder / "_build.py").read_text(), build)
-        info.add("package", built_for=f"torch {build['TORCH_VERSION']}, {build['CPU_CAPABILITY']}")
+        info.add("package", built_for=f"torch {build['TORCH_VERSION']}, {build.get('CPU_CAPABILITY', 'unknown')}")
     try:
         distribution = importlib.metadata.distribution("openreg_ops")
         info.add("package", installed=f"{distribution.version}, {_origin(distribution)}")

@@ -71,7 +71,8 @@ class Operators:
         rows = [["", *HAS, "all"]]
         totals = self.totals()
         for kind, counts in [*totals.items(), ("all", sum(totals.values(), Counter()))]:
-            rows.append([kind, *(counts[each] for each in HAS), counts.total()])
+            if counts.total() or kind == "all":
+                rows.append([kind, *(counts[each] for each in HAS), counts.total()])
         return rows
 
     def text(self, totals: bool = False) -> str:

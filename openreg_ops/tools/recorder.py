@@ -143,15 +143,17 @@ class Recorder(TorchDispatchMode):
 
     Times are the host's clock around the call, without waiting for the device: what the kernel took where it ran on
     the calling thread. With `events` the device's own events are recorded around each call instead, which is right
-    where work is queued. Composites are entered, so that `own` of a call excludes the calls inside, and the time that
-    recording those takes.
+    where work is queued. Composites are entered, so that `own` of a call excludes the calls inside. `overhead` is taken
+    off the host's times: the seconds that a call takes longer from here, and those that each part costs a composite.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, target: dispatch.Target, events: bool = False) -> None:
+    def __init__(
+        self, target: dispatch.Target, events: bool = False, overhead: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         super().__init__()
-        self.target, self.events = target, events
+        self.target, self.events, self.overhead = target, events, overhead
         self.type = torch.device(target.device).type
         self.calls: list[Call] = []
         self.elsewhere = 0  # calls that touched no tensor of the device
@@ -217,7 +219,8 @@ class Recorder(TorchDispatchMode):
                 self.__exit__(None, None, None)
             end = self._event()
             *_, inside, children, waited = local.stack.pop()
-            call.own = max(0.0, ended - started - inside)
+            each, part = self.overhead
+            call.own = max(0.0, ended - started - inside - each - part * len(children))
             call.seconds = call.own + sum(child.seconds for child in children)
             call.part = _part(children)
             if waited:  # a part has said so

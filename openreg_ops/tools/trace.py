@@ -15,6 +15,7 @@ import runpy
 import statistics
 import sys
 import time
+import timeit
 from collections import Counter
 from typing import Any
 
@@ -65,7 +66,7 @@ class Trace:
         self.seconds = 0.0
 
     def __enter__(self) -> Trace:
-        self._recorder = Recorder(self.target, events=_queues(self.target.device))
+        self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target))
         self._patched = _Synchronize(self.target.device, self.synchronised)
         self._patched.__enter__()
         self._recorder.__enter__()
@@ -78,7 +79,7 @@ class Trace:
         self._patched.__exit__()
         self._recorder.finish()
         self.calls, self.elsewhere = self._recorder.calls, self._recorder.elsewhere
-        self.candidates = _candidates(self.rows(), self.target)
+        self.candidates = _candidates(self.rows(), self.target, sum(self._recorder.overhead))
 
     # ---- what is asked of it ----
 
@@ -258,10 +259,29 @@ class _Synchronize:
         return synchronize
 
 
+def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
+    """What recording adds to the host's time of a call, and to a composite's for each part, in seconds."""
+    x = torch.zeros(1, device=target.device)
+    each, part = [], []
+    for _ in range(rounds):
+        calls = (lambda: x + x, lambda: torch.empty_like(x))  # a kernel, and a composite of one part
+        direct = [timeit.timeit(call, number=20) / 20 for call in calls]
+        recorded = []
+        for call in calls:
+            with Recorder(target) as recorder:
+                for _ in range(20):
+                    call()
+            recorded.append(statistics.median(c.seconds for c in recorder.calls if not c.depth))
+        each.append(recorded[0] - direct[0])
+        part.append(recorded[1] - direct[1] - 2 * each[-1])
+    return max(0.0, statistics.median(each)), max(0.0, statistics.median(part))
+
+
 # ---- what a kernel would save ----
 
 
-def _candidates(rows: list[Row], target: dispatch.Target) -> list[Candidate]:
+def _candidates(rows: list[Row], target: dispatch.Target, least: float) -> list[Candidate]:
+    """The operators whose calls a kernel would make shorter by more than `least` seconds, which recording blurs."""
     wanted = [row for row in rows if row.has in ("composite", "fallback") and row.bytes and row.total]
     if not wanted:
         return []
@@ -269,7 +289,7 @@ def _candidates(rows: list[Row], target: dispatch.Target) -> list[Candidate]:
     out = []
     for row in wanted:
         kernel = max(row.calls * launch + row.bytes / bandwidth, row.part)
-        if row.total > kernel:
+        if row.total > kernel + least * row.calls:
             out.append(Candidate(row.operator, row.has, row.calls, row.total, kernel, row.total - kernel))
     return sorted(out, key=lambda c: -c.saved)
 
@@ -277,7 +297,7 @@ def _candidates(rows: list[Row], target: dispatch.Target) -> list[Candidate]:
 def _speeds(target: dispatch.Target, size: int = 1 << 22) -> tuple[float, float]:
     """Seconds of the smallest call, and bytes a second of a large copy, as the recorder sees them."""
     device = torch.device(target.device)
-    recorder = Recorder(target, events=_queues(target.device))
+    recorder = Recorder(target, _queues(target.device), _overhead(target))
     with torch.no_grad():
         x, y = torch.ones(1, device=device), torch.empty(size, device=device)
         z = torch.empty_like(y)
