@@ -57,9 +57,9 @@ def check(
     name: str, dtype: str, device: str, samples: int, checks: tuple[str, ...], at: Callable[[str], None]
 ) -> opinfo.Report:
     """Check one case."""
-    if name in training.modules():
+    if name.startswith("nn.") and not name.startswith("nn.functional."):
         return training.check_module(training.modules()[name], getattr(torch, dtype), device, checks, at)
-    if name in training.optimizers():
+    if name.startswith("optim."):
         return training.check_optimizer(training.optimizers()[name], getattr(torch, dtype), device, checks, at)
     checks = tuple(each for each in checks if each in opinfo.CHECKS)
     return opinfo.check(opinfo.database()[name], getattr(torch, dtype), device, samples, checks, at)
@@ -68,13 +68,13 @@ def check(
 # ---- the worker: reads "operator dtype" lines, answers with JSON lines ----
 
 
-def work(device: str, samples: int, checks: tuple[str, ...], threads: int) -> None:
+def work(device: str, suites: tuple[str, ...], samples: int, checks: tuple[str, ...], threads: int) -> None:
     """Serve cases from stdin until it closes. What operators print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()
     torch.set_num_threads(threads)
-    opinfo.database()  # which takes seconds
+    dtypes_of(suites)  # which takes seconds
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
@@ -106,7 +106,16 @@ class Worker:
         self.stderr = tempfile.TemporaryFile()
         package = "openreg_ops" if "_C" in vars(sys.modules["openreg_ops"]) else "openreg_tools"
         command = [sys.executable, "-P", "-m", package, "conformance", "--worker", "--device", a.device]
-        command += ["--samples", str(a.samples), "--checks", *a.checks, "--threads", str(a.threads)]
+        command += [
+            "--suites",
+            *a.suites,
+            "--samples",
+            str(a.samples),
+            "--checks",
+            *a.checks,
+            "--threads",
+            str(a.threads),
+        ]
         command += [word for module in a.modules for word in ("--import", module)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
         self.selector = selectors.DefaultSelector()
@@ -303,7 +312,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.against and not arguments.against.is_file():
             raise Wrong(f"there is no results file {arguments.against}")
         if arguments.worker:
-            work(arguments.device, arguments.samples, tuple(arguments.checks), arguments.threads)
+            work(arguments.device, arguments.suites, arguments.samples, tuple(arguments.checks), arguments.threads)
             return 0
         return _run(arguments)
     except Wrong as error:

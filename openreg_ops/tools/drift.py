@@ -71,10 +71,9 @@ class Drift:
         if not self.backend:
             return ""
         watch = len(self.troubles) - len(self.broken)
-        return (
-            f"{self.backend}: {f'{len(self.broken)} registrations break' if self.broken else 'no registration breaks'}"
-            + (f", {watch} to look at" if watch else "")
-        )
+        number = len(self.broken)
+        breaks = f"{number or 'no'} registration{'s break' if number > 1 else ' breaks'}"
+        return f"{self.backend}: {breaks}" + (f", {watch} to look at" if watch else "")
 
     def text(self, verbose: bool = False) -> str:
         lines = forms.wrapped([self.summary()], 0)
