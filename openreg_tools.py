@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
 import types
 
 
 def main() -> int:
+    folders = list(importlib.util.find_spec("openreg_ops").submodule_search_locations)
+    if sys.argv[1:] == ["info"]:  # which says why openreg_ops itself cannot be imported
+        runpy.run_path(os.path.join(folders[0], "tools", "info.py"), run_name="__main__")
+        return 0
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # worker processes too
     package = types.ModuleType("openreg_ops", "The package without its device.")
-    package.__path__ = list(importlib.util.find_spec("openreg_ops").submodule_search_locations)
+    package.__path__ = folders
     sys.modules["openreg_ops"] = package
     from openreg_ops import __main__
 

@@ -73,8 +73,11 @@ def test_runs_where_the_package_cannot_be_imported(tmp_path):
     (package / "tools").mkdir(parents=True)
     for part in ("__init__.py", "tools/info.py"):
         (package / part).write_text((ROOT / "openreg_ops" / part).read_text())
+    (tmp_path / "openreg_tools.py").write_text((ROOT / "openreg_tools.py").read_text())
     (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\nCPU_CAPABILITY = "DEFAULT"\n')
-    result = subprocess.run([sys.executable, package / "tools/info.py"], capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "openreg_tools", "info"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     said = " ".join(result.stdout.split())
     assert "import openreg_ops fails: ImportError: openreg_ops was built for torch 2.0.0+cpu" in said

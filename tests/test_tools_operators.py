@@ -247,16 +247,18 @@ def test_another_device():
 
 BACKEND = """
 import torch
-torch.utils.rename_privateuse1_backend("toy")
+torch.utils.rename_privateuse1_backend("NAME")
 library = torch.library.Library("aten", "IMPL")
 library.impl("relu", lambda x: x, "PrivateUse1")
 """
 
 
-def test_another_backend_of_private_use_1(tmp_path):
-    (tmp_path / "toy_backend.py").write_text(textwrap.dedent(BACKEND))
+@pytest.mark.parametrize("package, name", [("openreg_ops", "toy"), ("openreg_tools", "openreg")])
+def test_another_backend_of_private_use_1(tmp_path, package, name):
+    """Started by itself in openreg's place; also one that bears openreg's name."""
+    (tmp_path / "toy_backend.py").write_text(textwrap.dedent(BACKEND.replace("NAME", name)))
     result = subprocess.run(
-        [sys.executable, "-m", "openreg_ops", "operators", "--import", "toy_backend", "--device", "toy",
+        [sys.executable, "-m", package, "operators", "--import", "toy_backend", "--device", name,
          "--ops", "^aten::(relu|mm.out)$", "--json", "-"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip

@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser, device: str | None = "openreg
                         help="import it first: another backend, or a library of operators")  # fmt: skip
 
 
+def loaded() -> bool:
+    """Whether openreg_ops has brought its device, which it does not under openreg_tools."""
+    return "_C" in vars(sys.modules["openreg_ops"])
+
+
 def load(modules: list[str]) -> None:
     """Import what --import names."""
     if "" not in sys.path and "." not in sys.path:
@@ -170,7 +175,7 @@ def has(op: str, key: str) -> Has:
             return Has("composite", f"structured: runs {delegate}, which is {below.kind} here", found.where)
         how = "Implicit" if found.source == "math kernel" else "Explicit"
         return Has("composite", f"decomposes (Composite{how}Autograd)", found.where)
-    ours = key.endswith("PrivateUse1") and "openreg" == torch._C._get_privateuse1_backend_name()
+    ours = key.endswith("PrivateUse1") and loaded()
     if found.source == "backend fallback":
         return _fallen(op, key, found, ours)
     if ours and "by openreg_ops.fallback" in found.where:  # denied, or forced

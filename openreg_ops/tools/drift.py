@@ -332,7 +332,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise Wrong("give OLD and NEW, or OLD and --save FILE")
         dispatch.load(arguments.modules)
         device = arguments.device
-        if not (device or arguments.key or arguments.sources) and hasattr(torch, "openreg"):
+        if not (device or arguments.key or arguments.sources) and dispatch.loaded():
             device = "openreg"
         report = drift(arguments.old, arguments.new, device=device, key=arguments.key, sources=arguments.sources)
     except Wrong as error:

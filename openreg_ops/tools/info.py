@@ -1,7 +1,7 @@
 """``python -m openreg_ops info``: versions, devices, what is switched on, what is wrong and how to mend it.
 
-The first thing to ask of a bug report. Where `import openreg_ops` itself fails, run this file by its path: it imports
-the package only inside `collect`, and reports the failure.
+The first thing to ask of a bug report. Where `import openreg_ops` itself fails, `python -m openreg_tools info` runs this
+file alone: it imports the package only inside `collect`, and reports the failure.
 """
 
 from __future__ import annotations

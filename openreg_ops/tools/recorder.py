@@ -258,6 +258,8 @@ class Recorder(TorchDispatchMode):
         """Why the host waits for the device in this call, or an empty string."""
         if call.has == "fallback":
             return "fallback"
+        if self.type == "cpu":
+            return ""
         if call.name == "aten::_local_scalar_dense":
             return "item"
         if call.name in _COPIES:

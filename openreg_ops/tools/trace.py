@@ -194,14 +194,15 @@ class Trace:
         if not longest:
             return ""
         width, height = 3000, 14
-        scale = width / max(call.start + call.seconds for call in longest)
+        first = min(call.start for call in longest)
+        scale = width / max(call.start + call.seconds - first for call in longest)
         deepest = {t: max(c.depth for c in longest if c.thread == t) for t in sorted({c.thread for c in longest})}
         tops, y = {}, 0
         for thread, depth in deepest.items():
             tops[thread] = y
             y += (depth + 1) * height + 8
         boxes = "".join(
-            f'<rect x="{c.start * scale:.1f}" y="{tops[c.thread] + c.depth * height}" '
+            f'<rect x="{(c.start - first) * scale:.1f}" y="{tops[c.thread] + c.depth * height}" '
             f'width="{max(c.seconds * scale, 0.5):.1f}" height="{height - 2}" fill="{COLOURS[c.has]}">'
             f"<title>{html.escape(f'{c.name} {c.has} {forms.seconds(c.seconds)} {c.where}')}</title></rect>"
             for c in longest
@@ -223,7 +224,7 @@ def _queues(device: str) -> bool:
     kind = torch.device(device).type
     if kind in ("cpu", "meta"):
         return False
-    if kind == "openreg" and hasattr(torch, "openreg"):
+    if kind == "openreg" and dispatch.loaded():
         return torch.openreg.get_launch_mode() == "async"
     return True
 
