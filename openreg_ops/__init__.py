@@ -7,6 +7,7 @@ torch's backend autoload (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off).
 from __future__ import annotations
 
 import atexit
+from typing import Any
 
 
 def _autoload() -> None:
@@ -52,3 +53,11 @@ from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
 
 __all__ = ["AdamW", "autograd", "fallback", "meta", "optim", *meta.__all__]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "trace":  # a tool, imported when first asked for
+        from openreg_ops.tools.trace import trace
+
+        return trace
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,23 +8,20 @@ import faulthandler
 import importlib
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from openreg_ops.testing.checker import Sample, check
 from openreg_ops.testing.checks import CHECKS
+from openreg_ops.tools import forms
+from openreg_ops.tools.forms import Wrong
 
 DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
     "c64": torch.complex64, "c128": torch.complex128, "b8": torch.bool, "u8": torch.uint8,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8,
 }  # fmt: skip
-
-
-class Wrong(Exception):  # noqa: N818 -- what was asked for is wrong, in a sentence
-    pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="of samples that are made (default float32)")
     parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - is stdout, in the table's place")
-    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+    forms.add_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="say too why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -74,15 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         if live and not arguments.quiet:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
-    if arguments.json:
-        if arguments.json == "-":
-            print(report.json())
-        else:
-            Path(arguments.json).write_text(report.json() + "\n")
-    if arguments.html:
-        Path(arguments.html).write_text(report.html())
-    if arguments.json != "-":
-        print(report.text(arguments.verbose))
+    forms.write(report, arguments, verbose=arguments.verbose)
     return 0 if report.passed else 1
 
 
@@ -133,22 +121,23 @@ def _dtype(text: str) -> torch.dtype:
 
 # ---- inputs as text ----
 
-_TENSOR = re.compile(r"([a-z]+\d+)\[([\d, ]*)\](?:@\(([\d, ]*)\))?$")
+_TENSOR = re.compile(r"([a-z]+\d+)\[([\d, ]*)\](?:@\(([\d, ]*)\))?(?:@([a-z_\d]+(?::\d+)?))?$")
 
 
-def parse(text: str) -> Sample:
-    """A sample from ``f32[3,4], bf16[4]@(2), [f32[2], f32[2]], 1e-5, dim=-1``.
+def parse(text: str, device: str = "cpu") -> Sample:
+    """A sample from ``f32[3,4]@openreg, bf16[4]@(2), [f32[2], f32[2]], 1e-5, dim=-1``.
 
-    A tensor is its dtype and shape, with ``@(strides)`` where they matter; everything else is a Python literal.
+    A tensor is its dtype and shape, with ``@(strides)`` where they matter and ``@device`` where it is not on `device`;
+    everything else is a Python literal.
     """
     numbers = torch.Generator().manual_seed(0)
     args, kwargs = [], {}
     for piece in _split(text):
         name, equals, value = piece.partition("=")
         if equals and name.strip().isidentifier():
-            kwargs[name.strip()] = _value(value.strip(), numbers)
+            kwargs[name.strip()] = _value(value.strip(), numbers, device)
         else:
-            args.append(_value(piece, numbers))
+            args.append(_value(piece, numbers, device))
     return Sample(*args, **kwargs)
 
 
@@ -166,8 +155,12 @@ def _split(text: str) -> list[str]:
     return [piece for piece in [*pieces, current.strip()] if piece]
 
 
-def _value(text: str, numbers: torch.Generator) -> Any:
+def _value(text: str, numbers: torch.Generator, device: str) -> Any:
     if match := _TENSOR.match(text):
+        try:
+            place = torch.device(match[4] or device)
+        except RuntimeError as error:
+            raise Wrong(f"{text}: {str(error).splitlines()[0]}") from None
         shape = [int(size) for size in match[2].split(",") if size.strip()]
         dtype = _dtype(match[1])
         if dtype.is_floating_point or dtype.is_complex:
@@ -175,13 +168,13 @@ def _value(text: str, numbers: torch.Generator) -> Any:
         else:
             x = torch.randint(0, 2 if dtype == torch.bool else 4, shape, generator=numbers).to(dtype)
         if match[3] is None:
-            return x
+            return x.to(place)
         strides = [int(stride) for stride in match[3].split(",") if stride.strip()]
         if len(strides) != len(shape):
             raise Wrong(f"{text}: there are {len(strides)} strides for {len(shape)} dimensions")
-        return torch.empty_strided(shape, strides, dtype=dtype).copy_(x)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=place).copy_(x)
     if text.startswith("[") and text.endswith("]") and any(_TENSOR.match(piece) for piece in _split(text[1:-1])):
-        return [_value(piece, numbers) for piece in _split(text[1:-1])]
+        return [_value(piece, numbers, device) for piece in _split(text[1:-1])]
     if text.startswith("torch.") and hasattr(torch, text.removeprefix("torch.")):
         return getattr(torch, text.removeprefix("torch."))
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from openreg_ops.tools.forms import page, wrapped
 
 DOCS = "docs/checker.md"
 MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "skip": "-"}
@@ -99,7 +100,7 @@ class Report:
         """The table for a terminal of 80 columns; verbose adds why checks were skipped and what passed."""
         lines = [f"{self.schema}", f"on {self.device}, torch {self.torch}", ""]
         lines += [f"  {i}  {text}" for i, text in enumerate(self.samples)]
-        lines += [*_wrapped(self.notes), ""]
+        lines += [*wrapped(self.notes), ""]
         shown = [check for check in self.about if verbose or any(r.status != "skip" for r in self.row(check))]
         name = max(map(len, shown), default=0)
         narrow = 5 * len(self.samples) <= 78 - name  # else one letter a sample
@@ -116,16 +117,16 @@ class Report:
                     lines.append(f"{check:{name}}{'' if narrow else '  '}{row}")
             lines.append("")
         if hidden := [check for check in self.about if check not in shown]:
-            lines += [*_wrapped([f"Skipped for every sample (--verbose says why): {', '.join(hidden)}"]), ""]
+            lines += [*wrapped([f"Skipped for every sample (--verbose says why): {', '.join(hidden)}"]), ""]
         statuses = ("fail", "warn", "known", "refused", *(("skip", "pass") if verbose else ()))
         for result, samples in self.grouped(*statuses):
             if not result.sentence:
                 continue
             where = "" if len(samples) == len(self.samples) else f" (sample {', '.join(map(str, samples))})"
             lines.append(f"{result.status.upper() if result.status == 'fail' else result.status} {result.check}{where}")
-            lines += _wrapped([result.sentence])
+            lines += wrapped([result.sentence])
             if result.remedy:
-                lines += _wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {result.remedy}"])
+                lines += wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {result.remedy}"])
             if result.status in ("fail", "warn", "known"):
                 lines.append(f"    {result.docs}")
         lines += ["", self.summary()]
@@ -179,33 +180,16 @@ class Report:
         samples = "".join(f"<li><code>{e(text)}</code></li>" for text in self.samples)
         notes = "".join(f"<p>{e(note)}</p>" for note in self.notes)
         legend = " ".join(f'<span class="{s}">{m}</span> {MEANINGS[s]}' for s, m in MARKS.items())
-        return (
-            f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{e(self.operator)}</title>'
-            f"<style>{STYLE}</style><h1>{e(self.summary())}</h1>"
+        return page(
+            self.operator,
+            self.summary(),
             f"<p><code>{e(self.schema)}</code> on {e(self.device)}, torch {e(self.torch)}</p>"
             f'<ol start="0">{samples}</ol>{notes}<p>{legend}</p>'
-            f"<table><tr><th>check</th>{head}</tr>{''.join(rows)}</table>{''.join(details)}</html>\n"
+            f"<table><tr><th>check</th>{head}</tr>{''.join(rows)}</table>{''.join(details)}",
         )
-
-
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}h1{font-size:1.3em}"
-    "table{border-collapse:collapse}td,th{padding:.1em .6em;border:1px solid #ddd;font-weight:normal;text-align:left}"
-    "td{text-align:center}a{color:#035}details{margin:.5em 0;padding:.3em .8em;border-left:4px solid #bbb}"
-    ".pass{background:#e6f4e6}.fail{background:#f6c8c4}.warn,.known{background:#fbeebc}.refused{background:#dde6f6}"
-    ".skip{color:#888}summary{cursor:pointer}span{padding:0 .3em}"
-)
 
 
 def _docs(check: str) -> str:
     """The section's address: the checkout's file where there is one."""
     path = Path(__file__).resolve().parents[2] / DOCS
     return html.escape(f"{path.as_uri() if path.exists() else DOCS}#{check}")
-
-
-def _wrapped(texts: list[str]) -> list[str]:
-    return [
-        line
-        for text in texts
-        for line in textwrap.wrap(text, 80, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-    ]

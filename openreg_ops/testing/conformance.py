@@ -1,17 +1,16 @@
-"""Run PyTorch's OpInfo database on the device against the CPU, one operator and dtype at a time.
+"""Run PyTorch's operator, module and optimizer databases on any device against the CPU, one case at a time.
 
-Operators run in worker processes, so that one which crashes or hangs costs only itself. Results go to
+A case is an operator, module or optimizer, and a dtype. Cases run in worker processes, so that one which crashes or hangs costs only itself. Results go to
 a JSON-lines file as they come; a run that was interrupted goes on where it stopped. What is known to
-fail stands in `known_failures`, and the run fails when a listed operator passes.
+fail on openreg stands in `known_failures`, and the run fails when a listed operator passes. With --against, it fails
+where a case that was good in an earlier run is not.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import faulthandler
-import functools
 import hashlib
 import json
 import os
@@ -23,28 +22,59 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from openreg_ops.testing import opinfo
+from openreg_ops.testing import opinfo, training
+from openreg_ops.testing.conformance_report import Case, Record, Results
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
+from openreg_ops.tools import dispatch, forms
+from openreg_ops.tools.forms import Wrong
 
-Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, failures, notes, seconds
+SUITES = ("operators", "modules", "optimizers")
+CHECKS = (*opinfo.CHECKS, *training.CHECKS)
+
+
+def dtypes_of(suites: Iterable[str] = SUITES) -> dict[str, list[str]]:
+    """Everything that can be checked, by name, and the dtypes that the CPU supports for it."""
+    found: dict[str, list[str]] = {}
+    if "operators" in suites:
+        found |= {name: opinfo.dtypes_of(op) for name, op in opinfo.database().items()}
+    if "modules" in suites:
+        found |= {
+            name: [dtype for dtype in training.DTYPES if getattr(torch, dtype) in info.dtypes]
+            for name, info in training.modules().items()
+        }
+    if "optimizers" in suites:
+        found |= {name: list(training.DTYPES) for name in training.optimizers()}
+    return found
+
+
+def check(
+    name: str, dtype: str, device: str, samples: int, checks: tuple[str, ...], at: Callable[[str], None]
+) -> opinfo.Report:
+    """Check one case."""
+    if name.startswith("nn.") and not name.startswith("nn.functional."):
+        return training.check_module(training.modules()[name], getattr(torch, dtype), device, checks, at)
+    if name.startswith("optim."):
+        return training.check_optimizer(training.optimizers()[name], getattr(torch, dtype), device, checks, at)
+    checks = tuple(each for each in checks if each in opinfo.CHECKS)
+    return opinfo.check(opinfo.database()[name], getattr(torch, dtype), device, samples, checks, at)
 
 
 # ---- the worker: reads "operator dtype" lines, answers with JSON lines ----
 
 
-def work(device: str, samples: int, checks: tuple[str, ...], threads: int) -> None:
+def work(device: str, suites: tuple[str, ...], samples: int, checks: tuple[str, ...], threads: int) -> None:
     """Serve cases from stdin until it closes. What operators print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()
     torch.set_num_threads(threads)
-    database = opinfo.database()
+    dtypes_of(suites)  # which takes seconds
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
@@ -53,9 +83,7 @@ def work(device: str, samples: int, checks: tuple[str, ...], threads: int) -> No
     for line in sys.stdin:
         name, dtype = line.split()
         start = time.perf_counter()
-        report = opinfo.check(
-            database[name], getattr(torch, dtype), device, samples, checks, at=lambda where: answer(at=where)
-        )
+        report = check(name, dtype, device, samples, checks, at=lambda where: answer(at=where))
         answer(
             operator=name,
             dtype=dtype,
@@ -76,8 +104,19 @@ class Worker:
     def start(self) -> None:
         a = self.arguments
         self.stderr = tempfile.TemporaryFile()
-        command = [sys.executable, "-P", "-m", "openreg_ops.testing.conformance", "--worker", "--device", a.device]
-        command += ["--samples", str(a.samples), "--checks", *a.checks, "--threads", str(a.threads)]
+        package = "openreg_ops" if dispatch.loaded() else "openreg_tools"
+        command = [sys.executable, "-P", "-m", package, "conformance", "--worker", "--device", a.device]
+        command += [
+            "--suites",
+            *a.suites,
+            "--samples",
+            str(a.samples),
+            "--checks",
+            *a.checks,
+            "--threads",
+            str(a.threads),
+        ]
+        command += [word for module in a.modules for word in ("--import", module)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -143,11 +182,13 @@ class Worker:
 
 
 def fingerprint(arguments: argparse.Namespace) -> Record:
-    """What must be equal for earlier results to count: the build, the checker, torch, and what was asked."""
+    """What must be equal for earlier results to count: the backend, the checker, torch, and what was asked."""
     digest = hashlib.sha256()
-    package = Path(__file__).parent.parent
-    for path in (*sorted(package.glob("_C*.so")), Path(opinfo.__file__)):
-        digest.update(path.read_bytes())
+    package = Path(opinfo.__file__).parents[1]
+    backend = [Path(sys.modules[name].__file__ or "") for name in arguments.modules]
+    for path in (*sorted(package.glob("_C*.so")), *backend, Path(opinfo.__file__), Path(training.__file__)):
+        if path.is_file():
+            digest.update(path.read_bytes())
     return {
         "torch": torch.__version__,
         "build": digest.hexdigest()[:16],
@@ -157,8 +198,8 @@ def fingerprint(arguments: argparse.Namespace) -> Record:
     }
 
 
-def load(path: Path, header: Record) -> dict[tuple[str, str], Record]:
-    """Earlier results of the same fingerprint, by operator and dtype."""
+def load(path: Path, header: Record | None) -> dict[Case, Record]:
+    """Earlier results by operator and dtype; none where a `header` is given that is not theirs."""
     if not path.exists():
         return {}
     lines = []
@@ -166,7 +207,7 @@ def load(path: Path, header: Record) -> dict[tuple[str, str], Record]:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run
                 lines.append(json.loads(line))
-    if not lines or lines[0] != header:
+    if not lines or header not in (None, lines[0]):
         return {}
     return {(record["operator"], record["dtype"]): record for record in lines[1:]}
 
@@ -197,9 +238,9 @@ class Progress:
             print(file=self.out)
 
 
-def run(cases: Iterable[tuple[str, str]], arguments: argparse.Namespace, results: TextIO) -> list[Record]:
+def run(cases: Iterable[Case], arguments: argparse.Namespace, results: TextIO) -> list[Record]:
     """Run the cases on `arguments.jobs` workers, writing each record as it comes."""
-    todo: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    todo: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in cases:
         todo.put(case)
     records: list[Record] = []
@@ -232,98 +273,21 @@ def run(cases: Iterable[tuple[str, str]], arguments: argparse.Namespace, results
     return records
 
 
-# ---- the summary ----
-
+# ---- the command ----
 
 DEFAULT_SAMPLES = 6
 
 
-def fixed(records: list[Record]) -> set[str]:
-    """The listed operators that pass in every dtype they are listed for, all of those having run."""
-    passed = {(r["operator"], r["dtype"]) for r in records if not r["failures"] and r["ran"]}
-    return {
-        name
-        for name, known in KNOWN_FAILURES.items()
-        if all((name, dtype) in passed for dtype in opinfo.dtypes_of(opinfo.database()[name]) if dtype in known.dtypes)
-    }
-
-
-def judge(record: Record, fixed: Collection[str] = ()) -> str:
-    """pass, fail, known, or fixed: a known failure of an operator that passes."""
-    known = KNOWN_FAILURES.get(record["operator"])
-    listed = known is not None and record["dtype"] in known.dtypes
-    if record["failures"]:
-        return "known" if listed and {f["check"] for f in record["failures"]} <= set(known.checks) else "fail"
-    return "fixed" if listed and record["operator"] in fixed else "pass"
-
-
-def summarize(records: list[Record], thorough: bool = True) -> bool:
-    """Print the table by dtype and the ranked failures; whether the run is good."""
-    verdict = functools.partial(judge, fixed=fixed(records) if thorough else ())
-    verdicts = ("pass", "known", "fail", "fixed")
-    kinds = [kind for kind in opinfo.KINDS if any(f["kind"] == kind for r in records for f in r["failures"])]
-    notes = sorted({note for r in records for note in r["notes"]})
-    dtypes = [dtype for dtype in opinfo.DTYPES if any(r["dtype"] == dtype for r in records)]
-
-    def row(name: str, chosen: list[Record]) -> list[Any]:
-        judged = collections.Counter(map(verdict, chosen))
-        failing = [{f["kind"] for f in r["failures"]} for r in chosen]
-        return [
-            name, sum(sum(r["ran"].values()) for r in chosen), len(chosen), *(judged[v] for v in verdicts),
-            *(sum(kind in each for each in failing) for kind in kinds),
-            *(sum(note in r["notes"] for r in chosen) for note in notes),
-        ]  # fmt: skip
-
-    rows = [["dtype", "compared", "cases", *verdicts, *kinds, *(f"({note})" for note in notes)]]
-    rows += [row(dtype, [r for r in records if r["dtype"] == dtype]) for dtype in dtypes]
-    rows.append(row("all", records))
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        print("  ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-    print(
-        "\nA case is an operator and a dtype; columns after `fixed` count cases in which something of that class"
-        "\ndiffered, those in brackets what is allowed to: strides, and values equal only within tolerance.",
-    )
-    if kinds:
-        print(*(f"  {kind}: {opinfo.KINDS[kind]}" for kind in kinds), sep="\n")
-
-    groups: dict[tuple[str, str, str], list[tuple[Record, Record]]] = collections.defaultdict(list)
-    for record in records:
-        if verdict(record) == "fail":
-            for failure in record["failures"]:
-                groups[record["operator"], failure["check"], failure["kind"]].append((record, failure))
-    if groups:
-        print("\nFailures, most frequent first:")
-    for (name, check, kind), found in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        dtypes_hit = sorted({record["dtype"] for record, _ in found}, key=opinfo.DTYPES.index)
-        record, failure = found[0]
-        print(
-            f"  {len(found):4} {name} {check} [{kind}] {','.join(dtypes_hit)}; "
-            f"{record['dtype']} sample {failure['sample']}: {failure['message']}",
-        )
-    for record in records:
-        if verdict(record) == "fixed":
-            print(
-                f"  {record['operator']} {record['dtype']} is a known failure but passes: take it off the list",
-            )
-    judged = collections.Counter(map(verdict, records))
-    operators = {r["operator"] for r in records}
-    bad = {r["operator"] for r in records if verdict(r) in ("fail", "fixed")}
-    print(
-        f"\n{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} not; {len(records)} cases: "
-        + ", ".join(f"{judged[v]} {v}" for v in verdicts),
-    )
-    return not bad
-
-
-# ---- the command ----
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="openreg", help="device under test (default openreg)")
-    parser.add_argument("--ops", default="", metavar="REGEX", help="only operators whose full name matches")
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                        help="import it first: the device's package")  # fmt: skip
+    parser.add_argument("--suites", nargs="+", default=SUITES, choices=SUITES, metavar="SUITE",
+                        help=f"of {', '.join(SUITES)} (default all)")  # fmt: skip
+    parser.add_argument("--ops", default="", metavar="REGEX", help="only cases whose full name matches")
     parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE")
-    parser.add_argument("--checks", nargs="+", default=opinfo.CHECKS, choices=opinfo.CHECKS, metavar="CHECK")
+    parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS, metavar="CHECK",
+                        help=f"of {', '.join(CHECKS)} (default all)")  # fmt: skip
     parser.add_argument(
         "--samples", type=int, default=DEFAULT_SAMPLES, help="sample inputs a case, spread over all (default 6)"
     )
@@ -333,25 +297,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="results file (default out/conformance-DEVICE.jsonl)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results instead of going on")
     parser.add_argument("--retry", action="store_true", help="run again the cases that failed")
+    parser.add_argument("--against", type=Path, metavar="FILE",
+                        help="an earlier results file: fail where a case is worse than there, and only there")  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="list every operator, also those that pass")
+    forms.add_arguments(parser)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.worker:
-        work(arguments.device, arguments.samples, tuple(arguments.checks), arguments.threads)
-        return 0
-    pattern = re.compile(arguments.ops)
-    cases = [
-        (name, dtype)
-        for name, op in opinfo.database().items()
-        if pattern.search(name)
-        for dtype in opinfo.dtypes_of(op)
-        if dtype in arguments.dtypes
-    ]
-    if not cases:
-        print(f"no operator matches --ops {arguments.ops!r} with dtypes {', '.join(arguments.dtypes)}", file=sys.stderr)
+    """0 if all is good, 1 if not, 2 if what was asked for is wrong, 130 if interrupted."""
+    try:
+        dispatch.load(arguments.modules)
+        dispatch.target(arguments.device)
+        if arguments.against and not arguments.against.is_file():
+            raise Wrong(f"there is no results file {arguments.against}")
+        if arguments.worker:
+            work(arguments.device, arguments.suites, arguments.samples, tuple(arguments.checks), arguments.threads)
+            return 0
+        return _run(arguments)
+    except Wrong as error:
+        print(f"conformance: {error}", file=sys.stderr)
         return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites)
+    cases = [(name, d) for name, each in dtypes.items() if pattern.search(name) for d in each if d in arguments.dtypes]
+    if not cases:
+        raise Wrong(f"nothing matches --ops {arguments.ops!r} with dtypes {', '.join(arguments.dtypes)}")
     path = arguments.out or Path("out") / f"conformance-{arguments.device.replace(':', '')}.jsonl"
+    against = load(arguments.against, None) if arguments.against else None  # before it is written, if it is `path`
     header = fingerprint(arguments)
     earlier = {} if arguments.fresh else load(path, header)
     if arguments.retry:
@@ -373,14 +348,15 @@ def main(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"\nstopped; the same command goes on from {path}", file=sys.stderr)
             return 130
-    # Fewer samples or checks can miss a known failure.
-    thorough = arguments.samples >= DEFAULT_SAMPLES and set(arguments.checks) == set(opinfo.CHECKS)
-    good = summarize([earlier[case] for case in cases if case in earlier] + records, thorough)
-    print(f"results in {path}")
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
-    sys.exit(main(parser.parse_args()))
+    report = Results(
+        header,
+        [earlier[case] for case in cases if case in earlier] + records,
+        dtypes,
+        KNOWN_FAILURES if arguments.device.startswith("openreg") and dispatch.loaded() else {},
+        thorough=arguments.samples >= DEFAULT_SAMPLES and set(arguments.checks) == set(CHECKS),
+        against=against,
+    )
+    forms.write(report, arguments, verbose=arguments.verbose)
+    if arguments.json != "-":
+        print(f"results in {path}")
+    return 0 if report.good else 1

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional as F
 
 import openreg_ops
+from openreg_ops.tools.forms import seconds
 
 __all__ = ["add_arguments", "main"]
 
@@ -100,12 +101,6 @@ def import_seconds(rounds: int) -> float:
         float(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
         for _ in range(rounds)
     )
-
-
-def seconds(value: float) -> str:
-    """12.3 ns, us, ms or s."""
-    unit, scale = next(((u, s) for u, s in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)) if value < 1e3 * s), ("s", 1.0))
-    return f"{value / scale:.4g} {unit}"
 
 
 def verdict(value: float, target: float) -> str:

@@ -13,6 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+from openreg_ops.tools.forms import Wrong
+
 TEMPLATES = Path(__file__).parent / "templates"
 STYLES = {
     "forward-only": "no derivative: asking for one is an error",
@@ -24,10 +26,6 @@ FILES = {"NAME.cpp.in": "csrc/ops/{}.cpp", "NAME.py.in": "meta/{}.py", "test_NAM
 CPP_WORDS = """asm catch char char8_t char16_t char32_t concept const_cast consteval constinit default delete do
 dynamic_cast extern friend goto long mutable new protected register requires restrict short signed switch this
 throw try typeid union unsigned virtual volatile wchar_t xor""".split()
-
-
-class Wrong(Exception):  # noqa: N818 -- what was asked for is wrong, in a sentence
-    pass
 
 
 def render(template: str, style: str, name: str) -> str:

@@ -1,0 +1,217 @@
+"""What the dispatcher does with an operator at a key, read from its own tables; for every device.
+
+`kernels(op)` is the dispatch table of an operator. `has(op, key)` says what a device has for it:
+
+========= ==========================================================================
+own       a kernel registered for the device's key
+shared    a kernel that runs the CPU's on device memory (openreg's; without copies)
+composite the operator decomposes into others, which the device must have
+fallback  the key's fallback runs it, on most devices by copies to the CPU and back
+refused   the call raises an error
+========= ==========================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from openreg_ops.tools import manifest
+from openreg_ops.tools.forms import Wrong
+
+__all__ = ["HAS", "Has", "Kernel", "Target", "has", "kernels", "names", "schema"]
+
+HAS = ("own", "shared", "composite", "fallback", "refused")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A device and the dispatch key of its dense tensors."""
+
+    device: str
+    key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one key of an operator's dispatch table resolves to."""
+
+    key: str
+    source: str  # "kernel", "backend fallback", "default backend kernel", "math kernel", "autograd kernel"
+    where: str  # "csrc/ops/rms_norm.cpp:175", or what the registration says of itself
+    fallthrough: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Has:
+    """What a device has for an operator, and why."""
+
+    kind: str  # one of HAS
+    why: str
+    where: str = ""
+
+
+# ---- the command line's device ----
+
+
+def add_arguments(parser: argparse.ArgumentParser, device: str | None = "openreg") -> None:
+    """The options --device, --key and --import."""
+    default = f" (default {device})" if device else ""
+    parser.add_argument("--device", help=f"device, such as openreg or cuda{default}")
+    parser.add_argument("--key", help="dispatch key in the device's place, such as PrivateUse1 or SparseCPU")
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                        help="import it first: another backend, or a library of operators")  # fmt: skip
+
+
+def loaded() -> bool:
+    """Whether openreg_ops has brought its device, which it does not under openreg_tools."""
+    return "_C" in vars(sys.modules["openreg_ops"])
+
+
+def load(modules: list[str]) -> None:
+    """Import what --import names."""
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.insert(0, "")  # python -P leaves it out
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise Wrong(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def target(device: str | None = None, key: str | None = None) -> Target:
+    """The device and its dispatch key, from either; openreg unless given.
+
+    Raises:
+        Wrong: there is no such device, or no such dispatch key.
+    """
+    if key:
+        if key not in torch._C.DispatchKey.__members__:
+            raise Wrong(
+                f"there is no dispatch key {key}; there are PrivateUse1, CUDA, SparseCPU, AutogradXPU and others"
+            )
+        private = torch._C._get_privateuse1_backend_name()
+        return Target(device or (private if key == "PrivateUse1" else key.lower()), key)
+    device = device or "openreg"
+    try:
+        return Target(device, torch._C._dispatch_key_for_device(torch.device(device).type))
+    except RuntimeError as error:
+        raise Wrong(f"there is no device {device}: {str(error).splitlines()[0]}") from None
+
+
+# ---- the dispatcher's tables ----
+
+
+def names() -> list[str]:
+    """Every operator that is defined, as "aten::add.Tensor", in order; kernels may wait for the library of another."""
+    found = torch._C._dispatch_get_all_op_names()
+    return sorted(name for name in found if torch._C._get_operation_overload(*_parts(name)))
+
+
+def schema(op: str) -> torch._C.FunctionSchema:
+    """The schema of an operator."""
+    return torch._C._get_schema(*_parts(op))
+
+
+def tags(op: str) -> list[torch.Tag]:
+    return torch._C._get_operation_overload(*_parts(op))[2]
+
+
+def _parts(op: str) -> tuple[str, str]:
+    name, _, overload = op.partition(".")
+    return name, overload
+
+
+_LINE = re.compile(r"^(\w+): (fallthrough )?(.*) \[([a-z ]+)\]$", re.M)
+
+
+def kernels(op: str) -> dict[str, Kernel]:
+    """The dispatch table of an operator: what each run-time key resolves to. A key that is missing has nothing."""
+    return {
+        key: Kernel(key, source, place(where), bool(fallthrough))
+        for key, fallthrough, where, source in _LINE.findall(torch._C._dispatch_dump_table(op))
+    }
+
+
+def kernel(op: str, key: str) -> Kernel | None:
+    """One line of the table."""
+    found = re.search(rf"^{key}: (fallthrough )?(.*) \[([a-z ]+)\]$", torch._C._dispatch_dump_table(op), re.M)
+    return Kernel(key, found[3], place(found[2]), bool(found[1])) if found else None
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def place(text: str) -> str:
+    """The place of a registration, relative where it lies in torch's source, in site-packages or in this checkout."""
+    text = re.sub(
+        r"^(/__w/pytorch|/pytorch|.*/site-packages)/(pytorch/)?(build/aten/src/)?",
+        "",
+        text.removeprefix("registered at "),
+    )
+    ours = re.search(r"/((csrc|openreg_ops|meta|tests)/[^:]*)", text)  # built elsewhere, perhaps
+    return text[ours.start(1) :] if ours and text.startswith("/") and (ROOT / ours[1]).exists() else text
+
+
+# ---- what a device has ----
+
+
+def has(op: str, key: str) -> Has:
+    """What the device of `key` has for an operator, under the fallback policy in force."""
+    found = kernel(op, key)
+    if found is None:
+        return Has("refused", f"nothing is registered for {key}, it does not decompose, and {key} has no fallback")
+    if found.source in ("math kernel", "default backend kernel"):
+        delegate = _delegate(op)
+        if delegate:
+            below = has(delegate, key)
+            return Has("composite", f"structured: runs {delegate}, which is {below.kind} here", found.where)
+        how = "Implicit" if found.source == "math kernel" else "Explicit"
+        return Has("composite", f"decomposes (Composite{how}Autograd)", found.where)
+    ours = key.endswith("PrivateUse1") and loaded()
+    if found.source == "backend fallback":
+        return _fallen(op, key, found, ours)
+    if ours and "by openreg_ops.fallback" in found.where:  # denied, or forced
+        return _fallen(op, "PrivateUse1", found, ours)
+    if ours and ("sharing the CPU's kernel" in found.where or "csrc/aten/unboxed.cpp" in found.where):
+        return Has("shared", "runs the CPU's kernel on device memory", found.where)
+    return Has("own", f"a kernel for {key}", found.where)
+
+
+def _delegate(op: str) -> str:
+    """The out variant that a structured operator runs through."""
+    native = manifest.installed().operators.get(op.removeprefix("aten::")) if op.startswith("aten::") else None
+    return f"aten::{native.delegate}" if native and native.kind == "structured" else ""
+
+
+def _fallen(op: str, key: str, found: Kernel, ours: bool) -> Has:
+    """What the fallback does with an operator: csrc/aten/fallback.cpp says the same in C++, and a test holds it equal."""
+    if found.fallthrough:
+        return Has("refused", f"the fallback of {key} falls through to nothing", found.where)
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema(op).returns)
+    if not ours:
+        # at::native::cpu_fallback copies a view, with a warning, unless the backend asked for an error.
+        return Has("fallback", f"the fallback of {key}" + (", whose result is no view" if view else ""), found.where)
+    from openreg_ops import fallback
+
+    if key != "PrivateUse1":
+        return Has("refused", f"openreg has no kernel for {key}", found.where)
+    matches = lambda patterns: any(  # noqa: E731
+        fnmatch.fnmatchcase(op, p) or fnmatch.fnmatchcase(op.partition(".")[0], p) for p in patterns
+    )
+    if matches(fallback._deny):
+        return Has("refused", "it is on the deny list of openreg_ops.fallback", found.where)
+    if fallback.get_policy() == "error" and not matches(fallback._allow):
+        return Has("refused", 'it would run on the CPU, and the fallback policy is "error"', found.where)
+    if view:
+        return Has("refused", "it returns a view, which copies cannot give", found.where)
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, "CPU"):
+        return Has("refused", "it has no kernel for openreg and none for the CPU to fall back to", found.where)
+    return Has("fallback", "copies to the CPU and back", found.where)

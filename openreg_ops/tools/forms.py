@@ -1,0 +1,112 @@
+"""The forms that the tools report in: text for a terminal of 80 columns, JSON, and one self-contained HTML page.
+
+A report has `text()`, `dict()` and, where a picture helps, `html()`; `add_arguments` and `write` bring the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+WIDTH = 80
+
+
+class Wrong(Exception):  # noqa: N818 -- what was asked for is wrong, in a sentence
+    pass
+
+
+def wrapped(texts: Iterable[str], indent: int = 4) -> list[str]:
+    """The texts as lines of at most 80 columns."""
+    margin = " " * indent
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(
+            text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False, break_long_words=False
+        )
+    ]
+
+
+def table(rows: Sequence[Sequence[Any]], left: int = 0) -> list[str]:
+    """Rows as lines: columns of equal width two spaces apart, the first `left` of them flush left, the others right."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell!s:{'<' if i < left else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def cut(text: str, width: int) -> str:
+    """The text, or its beginning and three dots."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def size(count: float) -> str:
+    """A number of bytes: 12.3 GiB."""
+    power = next((p for p in range(4) if abs(count) < 1024 ** (p + 1)), 4)
+    return f"{count / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def seconds(value: float) -> str:
+    """12.3 ns, us, ms or s."""
+    unit, scale = next(((u, s) for u, s in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)) if value < 1e3 * s), ("s", 1.0))
+    return f"{value / scale:.4g} {unit}"
+
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}h1{font-size:1.3em}"
+    "table{border-collapse:collapse}td,th{padding:.1em .6em;border:1px solid #ddd;font-weight:normal;text-align:left}"
+    "td{text-align:center}a{color:#035}details{margin:.5em 0;padding:.3em .8em;border-left:4px solid #bbb}"
+    ".pass{background:#e6f4e6}.fail{background:#f6c8c4}.warn,.known{background:#fbeebc}.refused{background:#dde6f6}"
+    ".skip{color:#888}summary{cursor:pointer}span{padding:0 .3em}"
+)
+
+
+def page(title: str, heading: str, body: str, style: str = "") -> str:
+    """One HTML page that needs no other file."""
+    return (
+        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}{style}</style><h1>{html.escape(heading)}</h1>{body}</html>\n"
+    )
+
+
+def html_table(rows: Sequence[Sequence[Any]], left: int = 1) -> str:
+    """Rows as an HTML table; the first is its head, the first `left` columns are flush left."""
+    e = html.escape
+    head = "".join(f"<th>{e(str(cell))}</th>" for cell in rows[0])
+    lines = (
+        "".join(
+            f"<{'th' if i < left else 'td'}>{e(str(cell))}</{'th' if i < left else 'td'}>" for i, cell in enumerate(row)
+        )
+        for row in rows[1:]
+    )
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def add_arguments(parser: argparse.ArgumentParser, page: bool = True) -> None:
+    """The options --json and --html."""
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - is stdout, in the table's place")
+    if page:
+        parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+
+
+def write(report: Any, arguments: argparse.Namespace, **options: Any) -> None:
+    """Print the report and write the forms that were asked for; `options` go to `text()`."""
+    if arguments.json:
+        text = json.dumps(report.dict(), indent=1)
+        if arguments.json == "-":
+            print(text)
+        else:
+            Path(arguments.json).write_text(text + "\n")
+    if getattr(arguments, "html", None):
+        Path(arguments.html).write_text(report.html())
+    if arguments.json != "-":
+        print(report.text(**options))

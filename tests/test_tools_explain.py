@@ -1,0 +1,152 @@
+"""`python -m openreg_ops explain`: the path it gives is the one that kernels see."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+import openreg_ops
+from openreg_ops.tools import dispatch
+from openreg_ops.tools.explain import add_arguments, explain, main
+from openreg_ops.tools.forms import Wrong
+
+log = []
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Operators whose kernels write down that they ran."""
+    library = torch.library.Library("test_explain", "DEF")
+
+    def logs(name, key, below=None):
+        def kernel(*args):
+            log.append(f"{name} {key}")
+            if below is None:
+                return args[0].clone()
+            with torch._C._ExcludeDispatchKeyGuard(below):
+                return getattr(torch.ops.test_explain, name)(*args)
+
+        return kernel
+
+    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse1)
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    for name in ("own", "fallen", "cast", "bare"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    library.define("parts(Tensor x) -> Tensor")
+    library.define("part(Tensor x) -> Tensor")
+    for name in ("own", "cast"):
+        library.impl(name, logs(name, "PrivateUse1"), "PrivateUse1")
+        library.impl(name, logs(name, "AutogradPrivateUse1", autograd), "AutogradPrivateUse1")
+    library.impl("cast", logs("cast", "AutocastPrivateUse1", autocast), "AutocastPrivateUse1")
+    library.impl("fallen", logs("fallen", "CPU"), "CPU")
+    library.impl(
+        "parts", lambda x: torch.ops.test_explain.own(torch.ops.test_explain.part(x)), "CompositeImplicitAutograd"
+    )
+    library.impl("part", logs("part", "CompositeExplicitAutograd"), "CompositeExplicitAutograd")
+    yield library
+    library._destroy()
+
+
+@pytest.fixture
+def x():
+    log.clear()
+    return torch.ones(2, 3, device="openreg")
+
+
+def keys(explanation):
+    return [step.key for step in explanation.steps]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", ["own", "cast"])
+def test_the_kernels_run_in_the_order_given(library, x, name, autocast, inference):
+    with torch.inference_mode(inference), torch.autocast("openreg", enabled=autocast):
+        x = torch.ones(2, 3, device="openreg")  # an inference tensor has no autograd keys
+        explained = explain(f"test_explain::{name}", x)
+        getattr(torch.ops.test_explain, name)(x)
+    assert [f"{name} {key}" for key in keys(explained)] == log
+    assert len(log) == 1 + (not inference) + (autocast and name == "cast")
+
+
+def test_implicit_composite_decomposes_at_autograd(library, x):
+    explained = explain("test_explain::parts", x, run=True)
+    assert keys(explained) == ["AutogradPrivateUse1"]
+    assert [call.name for call in explained.calls if call.name.startswith("test")] == [
+        "test_explain::part",
+        "test_explain::own",
+    ]
+    assert "decomposes at AutogradPrivateUse1" in explained.conclusion()
+    assert log[0] == "part CompositeExplicitAutograd" and log[-1] == "own PrivateUse1"
+
+
+def test_fallback_and_refusal(library, x):
+    explained = explain("test_explain::fallen", x, run=True)
+    assert (explained.has.kind, log) == ("fallback", ["fallen CPU"])
+    assert 'TORCH_LIBRARY_IMPL(test_explain, PrivateUse1, m) { m.impl("fallen", kernel); }' in explained.conclusion()
+    with openreg_ops.fallback.policy("error"):
+        explained = explain("test_explain::fallen", x, run=True)
+        assert explained.has.kind == "refused" and explained.outcome.startswith("raised NotImplementedError")
+    explained = explain("test_explain::bare", x, run=True)
+    assert explained.has.kind == "refused" and explained.outcome.startswith("raised NotImplementedError")
+
+
+def test_where(x):
+    explained = explain("openreg::rms_norm", x, torch.ones(3, device="openreg"))
+    assert [step.where.partition(":")[0] for step in explained.steps] == ["csrc/ops/rms_norm.cpp"] * 2
+    if (dispatch.ROOT / "csrc").exists():
+        source, _, line = explained.steps[-1].where.partition(":")
+        assert (
+            "TORCH_LIBRARY_IMPL(openreg, PrivateUse1"
+            in (dispatch.ROOT / source).read_text().splitlines()[int(line) - 1]
+        )
+
+
+def test_views_writes_factories_conjugates(x):
+    assert keys(explain("t", x)) == ["AutogradPrivateUse1", "ADInplaceOrView", "PrivateUse1"]
+    assert keys(explain("add_", x, x)) == ["AutogradPrivateUse1", "ADInplaceOrView", "PrivateUse1"]
+    assert keys(explain("empty", [2], device="openreg")) == ["BackendSelect", "PrivateUse1"]
+    assert "Conjugate" in keys(explain("exp", torch.ones(2, dtype=torch.cfloat, device="openreg").conj()))
+    assert keys(explain("add", torch._to_functional_tensor(x), 1))[1] == "Functionalize"
+    assert keys(explain("relu", x.cpu()))[-1] == "CPU"
+    assert keys(explain("sum", x.to_sparse()))[-1] == "SparsePrivateUse1"
+
+
+def test_overloads():
+    x = torch.ones(2, device="openreg")
+    assert explain("add", x, 1).operator == explain("aten::add", x, x).operator == "aten::add.Tensor"
+    assert explain("sum", x, [0]).operator == "aten::sum.dim_IntList"
+    assert explain("aten::relu.default").operator == "aten::relu"
+    with pytest.raises(Wrong, match="there is no operator aten::ad; for one of another library, import that first"):
+        explain("ad", x)
+    with pytest.raises(Wrong, match=r"there is no operator aten::add.Ten; there are aten::add.Scalar, "):
+        explain("add.Ten", x, x)
+    with pytest.raises(Wrong, match=r"no overload of aten::mm takes float32\[2\]@openreg:0"):
+        explain("mm", x)
+
+
+def command(capsys, *words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    status = main(parser.parse_args(words))
+    return status, capsys.readouterr()
+
+
+def test_command(capsys):
+    status, said = command(capsys, "linear", "--input", "f32[2,3], f32[4,3]@cpu", "--grad", "--autocast", "bf16")
+    assert status == 1 and "raised RuntimeError" in said.out  # two devices
+    status, said = command(
+        capsys, "linear", "--input", "f32[2,3], f32[4,3]@(1,4)@openreg:0", "--grad", "--autocast", "bf16"
+    )
+    assert status == 0, said
+    assert "[call] op=[aten::linear], key=[AutocastPrivateUse1]" in said.out
+    assert " [redispatch] op=[aten::linear], key=[AutogradPrivateUse1]" in said.out
+    assert "\n  [call] op=[aten::mm], key=[AutogradPrivateUse1]" in said.out or "addmm" in said.out
+    assert all(len(line) <= 80 for line in said.out.splitlines())
+    status, said = command(capsys, "_cudnn_rnn", "--json", "-")
+    assert status == 1 and json.loads(said.out)["has"] == "refused"
+    status, said = command(capsys, "mm", "--device", "cuda")
+    assert status == 0 and "CUDA" in said.out
+    status, said = command(capsys, "mm", "--input", "f32[2]@nowhere")
+    assert status == 2 and "nowhere" in said.err

@@ -1,0 +1,93 @@
+"""`python -m openreg_ops info`: what it says is so, and what is wrong is found and mended by its own remedy."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import openreg_ops
+from openreg_ops.tools import info
+
+ROOT = Path(__file__).parents[1]
+
+
+def command(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "openreg_ops", "info", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def problems(report):
+    return [what for what, _ in report.problems]
+
+
+def test_says_what_is_so():
+    kept = torch.empty(3 << 20, dtype=torch.uint8, device="openreg:1")
+    report = info.collect()
+    assert report.sections["devices"]["count"] == str(torch.openreg.device_count())
+    assert f"{kept.nbytes >> 20} MiB in tensors" in report.sections["devices"]["openreg:1"]
+    assert report.sections["devices"]["works"].startswith("yes")
+    assert torch.__version__ in report.sections["software"]["torch"]
+    assert report.sections["switched on"]["poison"].startswith("on")  # conftest.py fills memory
+    with openreg_ops.fallback.policy("warn"):
+        assert info.collect().sections["switched on"]["fallback"].startswith("warn")
+    assert all(len(line) <= 80 or " " not in line[24:] for line in report.text().splitlines())
+
+
+def test_command():
+    result = command("--json", "-", OPENREG_DEVICE_COUNT="3", OPENREG_FALBACK="error", OPENREG_FAULTS="copy:after=9999")
+    assert result.returncode == 1, result.stderr
+    report = json.loads(result.stdout)
+    assert report["devices"]["count"] == "3"
+    found = [each["problem"] for each in report["problems"]]
+    assert "OPENREG_FALBACK means nothing here" in found
+    assert "OPENREG_FAULTS makes the device fail on purpose" in found
+    assert "there is no device" in command(OPENREG_DEVICE_COUNT="0").stdout
+
+
+def test_a_device_that_computes_wrongly_is_found(monkeypatch):
+    monkeypatch.setattr(torch, "softmax", lambda x, dim: x if x.is_openreg else torch.nn.functional.softmax(x, dim))
+    report = info.collect()
+    assert report.sections["devices"]["works"] == "no"
+    assert any(what.startswith("a small forward and backward fails") for what in problems(report))
+
+
+def test_isolation_is_asked_of_the_extension(monkeypatch):
+    monkeypatch.setattr(openreg_ops._C, "isolation_mode", lambda: "keys", raising=False)
+    assert info.collect().sections["devices"]["isolation"] == "keys"
+    monkeypatch.delattr(openreg_ops._C, "isolation_mode")
+    assert info.collect().sections["devices"]["isolation"] == "off"
+
+
+def test_runs_where_the_package_cannot_be_imported(tmp_path):
+    package = tmp_path / "openreg_ops"
+    (package / "tools").mkdir(parents=True)
+    for part in ("__init__.py", "tools/info.py"):
+        (package / part).write_text((ROOT / "openreg_ops" / part).read_text())
+    (tmp_path / "openreg_tools.py").write_text((ROOT / "openreg_tools.py").read_text())
+    (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\nCPU_CAPABILITY = "DEFAULT"\n')
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "openreg_tools", "info"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    said = " ".join(result.stdout.split())
+    assert "import openreg_ops fails: ImportError: openreg_ops was built for torch 2.0.0+cpu" in said
+    assert info.REBUILD in said
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the source tree")
+def test_every_variable_is_documented_and_read():
+    documented = set(re.findall(r"`(OPENREG_\w+)`", (ROOT / "README.md").read_text()))
+    assert documented == set(info.VARIABLES)
+    sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("openreg_ops/*.py")]
+    read = {name for path in sources for name in re.findall(r'"(OPENREG_[A-Z_]+)"', path.read_text())}
+    assert read == set(info.VARIABLES)
