@@ -1,5 +1,6 @@
 """`python -m openreg_ops info`: what it says is so, and what is wrong is found and mended by its own remedy."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -91,3 +92,11 @@ def test_every_variable_is_documented_and_read():
     sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("openreg_ops/*.py")]
     read = {name for path in sources for name in re.findall(r'"(OPENREG_[A-Z_]+)"', path.read_text())}
     assert read == set(info.VARIABLES)
+
+
+def test_another_copy_than_the_installed_one(monkeypatch, tmp_path):
+    installed = importlib.metadata.Distribution.at(tmp_path / "openreg_ops-9.dist-info")
+    (tmp_path / "openreg_ops-9.dist-info").mkdir()
+    (tmp_path / "openreg_ops-9.dist-info" / "METADATA").write_text("Name: openreg_ops\nVersion: 9\n")
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    assert any(f"not the installed one in {tmp_path}/openreg_ops" in what for what in problems(info.collect()))

@@ -119,7 +119,12 @@ def _package(info: Info) -> bool:
         info.add("package", built_for=f"torch {build['TORCH_VERSION']}, {build.get('CPU_CAPABILITY', 'unknown')}")
     try:
         distribution = importlib.metadata.distribution("openreg_ops")
-        info.add("package", installed=f"{distribution.version}, {_origin(distribution)}")
+        info.add("package", installed=f"{distribution.version}, {_origin(distribution)[0]}")
+        if (other := _origin(distribution)[1].resolve()) != folder.resolve():
+            info.problem(
+                f"Python imports the openreg_ops in {folder}, not the installed one in {other}",
+                "start Python in another folder, take it off PYTHONPATH, or install that one",
+            )
         installed = any(entry.group == "torch.backends" for entry in distribution.entry_points)
     except importlib.metadata.PackageNotFoundError:
         info.add("package", installed="no: it is on the path only")
@@ -151,10 +156,13 @@ def _package(info: Info) -> bool:
     return True
 
 
-def _origin(distribution: importlib.metadata.Distribution) -> str:
+def _origin(distribution: importlib.metadata.Distribution) -> tuple[str, Path]:
+    """How the package was installed, and the folder of its modules."""
     url = json.loads(distribution.read_text("direct_url.json") or "{}")
-    editable = url.get("dir_info", {}).get("editable", False)
-    return f"editable, from {url['url'].removeprefix('file://')}" if editable else "a copy in site-packages"
+    if url.get("dir_info", {}).get("editable", False):
+        source = url["url"].removeprefix("file://")
+        return f"editable, from {source}", Path(source) / "openreg_ops"
+    return "a copy in site-packages", Path(str(distribution.locate_file("openreg_ops")))
 
 
 def _devices(info: Info) -> None:
