@@ -85,6 +85,17 @@ def test_fallbacks_are_those_of_the_report(library):
     assert {name: row.calls for name, row in rows(recorded).items() if row.has == "fallback"} == fell
 
 
+def test_policies_that_change_meanwhile(library):
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        torch.ops.test_trace.quick(x)
+        with openreg_ops.fallback.share("test_trace::quick"):
+            torch.ops.test_trace.quick(x)
+        with openreg_ops.fallback.policy("error"), pytest.raises(NotImplementedError):
+            torch.ops.test_trace.quick(x)
+    assert [call.has for call in recorded.calls if call.depth == 0] == ["fallback", "shared", "refused"]
+
+
 def test_waits():
     x = torch.ones(4, device="openreg")
     with openreg_ops.trace() as recorded:

@@ -228,12 +228,12 @@ class Progress:
             return
         self.shown = now
         left = (now - self.start) / self.done * (self.total - self.done)
-        filled = 30 * self.done // self.total
+        filled = 20 * self.done // self.total
         text = (
-            f"[{'#' * filled}{'.' * (30 - filled)}] {self.done}/{self.total} {self.failed} failed, "
+            f"[{'#' * filled}{'.' * (20 - filled)}] {self.done}/{self.total} {self.failed} failed, "
             f"{left / 60:.0f} min left  {record['operator']} {record['dtype']}"
         )
-        print(f"\r{text:<110.110}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)
+        print(f"\r{text:<79.79}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)
         if self.live and self.done == self.total:
             print(file=self.out)
 

@@ -185,6 +185,16 @@ def has(op: str, key: str) -> Has:
     return Has("own", f"a kernel for {key}", found.where)
 
 
+def policies() -> tuple[str, ...]:
+    """What may change the answers of `has` while a program runs."""
+    if not loaded():
+        return ()
+    from openreg_ops import fallback
+
+    f = fallback
+    return (f.get_policy(), *f._allow, "", *f._deny, "", *f._force, "", *f._share)
+
+
 def _delegate(op: str) -> str:
     """The out variant that a structured operator runs through."""
     native = manifest.installed().operators.get(op.removeprefix("aten::")) if op.startswith("aten::") else None

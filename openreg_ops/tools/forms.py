@@ -45,8 +45,9 @@ def table(rows: Sequence[Sequence[Any]], left: int = 0) -> list[str]:
 
 
 def cut(text: str, width: int) -> str:
-    """The text, or its beginning and three dots."""
-    return text if len(text) <= width else text[: width - 3] + "..."
+    """The text, or its beginning, three dots and its end, which often tells operators apart."""
+    end = (width - 3) // 3
+    return text if len(text) <= width else f"{text[: width - 3 - end]}...{text[-end:]}"
 
 
 def size(count: float) -> str:

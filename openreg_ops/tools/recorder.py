@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
         self._local = threading.local()
         self._threads: dict[int, int] = {}
         self._pairs: list[tuple[Call, torch.Event, torch.Event, list[Call]]] = []
-        self._has = functools.cache(lambda op, key: dispatch.has(op, key).kind)
+        self._has = functools.cache(lambda op, key, policies: dispatch.has(op, key).kind)
         self._backend = functools.cache(lambda raw: next((k for k in listed(_keys(raw)) if not about(k)), ""))
         self._names = functools.cache(lambda raw: listed(_keys(raw)))
 
@@ -193,13 +193,13 @@ class Recorder(TorchDispatchMode):
             names = [each for each in names if not each.startswith(("Auto", "AD"))]
         elif not torch.is_autocast_enabled(self.type):
             names = [each for each in names if not each.startswith("Autocast")]
-        call = Call(
-            name, self._has(name, key), names, len(local.stack), self._threads.setdefault(threading.get_ident(), len(self._threads)), 0.0
-        )  # fmt: skip
+        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+        call = Call(name, self._has(name, key, dispatch.policies()), names, len(local.stack), thread, 0.0)
         call.wait = self._waits(func, call, args, kwargs)
         if call.wait:
             call.where = _program_line()
-        enter = call.has == "composite" and not _view(func) and all(frame[1] != name for frame in local.stack)
+        enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
+        enter = enter and all(frame[1] != name for frame in local.stack)  # a mode makes detach() call itself
         local.stack.append([call if enter else None, name, 0.0, [], False])  # and of its parts: time, calls, waits
         self.calls.append(call)
         call.start = time.perf_counter() - self.origin
