@@ -100,6 +100,8 @@ def test_shape_errors_are_raised_at_once_and_kernel_errors_at_synchronisation():
         with pytest.raises(RuntimeError, match="same device"):
             x + torch.ones(3, 4)
         assert not torch.openreg.current_stream().query()
+        with pytest.raises(RuntimeError, match="must match"):
+            torch.empty(2, 2, device="openreg").copy_(x.double())
         loss = torch.nn.functional.nll_loss(x, torch.tensor([0, 1, 9], device="openreg"))
         assert loss.shape == ()
         with pytest.raises(torch.AcceleratorError, match="(?s)Target 9 is out of bounds.*nll_loss_forward.*openreg:0"):

@@ -1,6 +1,7 @@
 #include "queued.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
@@ -290,7 +291,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
 bool queue_copy(const at::Tensor& from, const at::Tensor& to) {
   Arguments arguments;
   if (!from.is_privateuseone() || !to.is_privateuseone() || !arguments.add(from, false) || !arguments.add(to, true) ||
-      !arguments.apart() || from.is_same(to))
+      !arguments.apart() || from.is_same(to) || !at::is_expandable_to(from.sizes(), to.sizes()))
     return false;
   queue_kernel(arguments.device(), "aten::copy_",
       [from = arguments.find(from)->host, to = arguments.find(to)->host]() mutable { to.copy_(from); });
