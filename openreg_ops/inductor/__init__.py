@@ -4,6 +4,7 @@ Nothing here is called by users. Importing this package loads neither Dynamo nor
 register themselves when PyTorch loads those.
 
     dynamo.py    what Dynamo asks a device: streams, events, current device
+    operators.py what becomes of custom operators
     codegen.py   what Inductor generates for the device: kernels that go through launch(), and the wrappers
     adapt.py     where Inductor's own code must be adapted, one function each, pinned to versions of torch
 """
@@ -19,6 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from openreg_ops import _C
+
+# The operators that Inductor takes apart and fuses with what stands around them; of the others, and in eager mode,
+# the device's own kernel runs. May be changed at any time, for the graphs compiled from then on.
+decompositions: set[str] = {"rms_norm", "rotary_embedding", "swiglu"}
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -55,9 +60,10 @@ def _register_context_manager() -> None:
 
 
 def _register_inductor() -> None:
-    from openreg_ops.inductor import codegen
+    from openreg_ops.inductor import codegen, operators
 
     codegen.register()
+    operators.register()
 
 
 def register() -> None:

@@ -22,7 +22,7 @@ from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
-from openreg_ops import _build
+from openreg_ops import _build, inductor
 from openreg_ops.inductor import adapt
 
 CPU = torch.device("cpu")
@@ -199,12 +199,16 @@ class CacheKey(CustomGraphModulePass):
     def __call__(self, graph_module: torch.fx.GraphModule) -> None:
         pass
 
-    @functools.cache  # noqa: B019
     def uuid(self) -> str:
-        digest = hashlib.sha256(_build.TORCH_VERSION.encode())
-        for path in sorted(Path(__file__).parent.glob("*.py")):
-            digest.update(path.read_bytes())
-        return digest.hexdigest()
+        return ",".join([_source_digest(), *sorted(inductor.decompositions)])
+
+
+@functools.cache
+def _source_digest() -> str:
+    digest = hashlib.sha256(_build.TORCH_VERSION.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def register() -> None:
