@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.codegen import common, cpp, wrapper
+from torch._inductor.codegen import common, cpp, cpp_utils, cpp_wrapper_cpu, wrapper
 from torch._inductor.custom_graph_pass import CustomGraphModulePass
 from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
 from torch._inductor.utils import Placeholder
@@ -139,10 +139,7 @@ class _Wrapper:
         )
 
     def generate_fallback_kernel(self, node: Any) -> None:
-        # What comes before, in order: the scheduler flushes before a node of another device, not before one of none,
-        # such as the recording of an event.
-        for backend in V.graph.scheduler.backends.values():
-            backend.flush()
+        _flush()
         super().generate_fallback_kernel(node)
 
     def codegen_cuda_stream_enter(self, stream_idx: int) -> Any:
@@ -172,6 +169,75 @@ class PythonWrapper(_Wrapper, wrapper.PythonWrapperCodegen):
 
 class SubgraphPythonWrapper(_Wrapper, wrapper.SubgraphPythonWrapperCodegen):
     """The same for the body of a `cond` or `while_loop`."""
+
+
+# See Note [C shims] in csrc/backend/aot_inductor.cpp.
+SHIMS = (
+    *("mm_out", "addmm_out", "bmm_out", "baddbmm_out", "_int_mm_out", "convolution", "randint_low_out"),
+    *("scatter_src_out", "scatter_value_out", "scatter_reduce_two_out"),
+)
+
+
+class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
+    """The C++ code that does the same, with the config `cpp_wrapper` and for AOTInductor."""
+
+    @staticmethod
+    def create(*_args: Any) -> CppWrapper:
+        return CppWrapper()
+
+    def device_index(self, device: torch.device) -> str:
+        return self.codegen_device_idx(device, str(device.index))
+
+    @staticmethod
+    def get_device_include_path_jit(device: str) -> str:
+        line = cpp_wrapper_cpu.CppWrapperCpu.get_device_include_path_jit("cpu")
+        return line if device == "cpu" else f"{line}\n{_declarations()}"
+
+    @staticmethod
+    def get_device_include_path_aot(device: str) -> str:
+        """A model's runtime (model_base.h) reads the name "cpu" as this device; see Runner in aot_inductor.cpp."""
+        line = cpp_wrapper_cpu.CppWrapperCpu.get_device_include_path_aot("cpu")
+        if device == "cpu":
+            return line
+        return (
+            "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
+            "#define aoti_torch_device_type_cpu aoti_torch_device_type_privateuse1\n"
+            "#include <torch/csrc/inductor/aoti_runtime/model_base.h>\n"
+            "#undef aoti_torch_device_type_cpu\n"
+            f"{line}\n{_declarations()}"
+        )
+
+    def codegen_model_constructor(self) -> None:
+        self.device = "openreg"  # of the constants
+        try:
+            super().codegen_model_constructor()
+        finally:
+            self.device = "cpu"
+
+    def generate_fallback_kernel(self, node: Any) -> None:
+        """Through the dispatcher: there are C shims for PyTorch's own devices only."""
+        _flush()
+        node.use_runtime_dispatch = True
+        arguments = node.export_extern_kernel_node()
+        self.generate_fallback_kernel_with_runtime_lookup(
+            node.get_name(),
+            node.python_kernel_name,
+            lambda: [*node.codegen_args(), *node.codegen_kwargs()],
+            node.op_overload,
+            arguments,
+            node.outputs or node.mutation_outputs,
+        )
+
+
+def _declarations() -> str:
+    return "\n".join(f'extern "C" decltype(aoti_torch_cpu_{name}) aoti_torch_openreg_{name};' for name in SHIMS)
+
+
+def _flush() -> None:
+    """Write the kernels collected so far: the scheduler does it before a node of another device, not before one of none,
+    such as the recording of an event."""
+    for backend in V.graph.scheduler.backends.values():
+        backend.flush()
 
 
 class DeviceOverrides(common.DeviceOpOverrides):
@@ -215,4 +281,5 @@ def register() -> None:
     """Make the device known to Inductor."""
     adapt.apply()
     common.register_device_op_overrides("openreg", DeviceOverrides())
-    common.register_backend_for_device("openreg", Scheduling, PythonWrapper, None, device_custom_pass=CacheKey())
+    cpp_utils.DEVICE_TO_ATEN["openreg"] = "at::kPrivateUse1"
+    common.register_backend_for_device("openreg", Scheduling, PythonWrapper, CppWrapper, device_custom_pass=CacheKey())
