@@ -103,6 +103,7 @@ class Runner final : public torch::inductor::AOTIModelContainerRunner {
 std::unique_ptr<torch::inductor::AOTIModelContainerRunner> make_runner(
     const std::string& path, size_t models, const std::string& device, const std::string& directory, bool single) {
   const auto index = checked_index(std::optional(c10::Device(device)));
+  AdoptHostMemory weights(index);
   return std::make_unique<Runner>(path, models, index, directory, single);
 }
 
