@@ -10,6 +10,7 @@ import sys
 COMMANDS = {
     "bench": ("openreg_ops.tools.bench", "time small and large operators and a training step against the CPU"),
     "check": ("openreg_ops.testing.check_command", "find what is wrong with a custom operator of any library"),
+    "compiled": ("openreg_ops.testing.compiled", "run PyTorch's OpInfo database through torch.compile"),
     "conformance": ("openreg_ops.testing.conformance", "run PyTorch's OpInfo database against the CPU"),
     "new": ("openreg_ops.tools.new", "write the three files of a new operator into a checkout"),
 }

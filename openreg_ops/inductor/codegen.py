@@ -255,6 +255,9 @@ class DeviceOverrides(common.DeviceOpOverrides):
     def device_guard(self, device_idx: int) -> str:
         return f"torch.openreg.device({device_idx})"
 
+    def aten_device_type(self) -> str:  # asked for by torch 2.15; see register() for earlier ones
+        return "at::kPrivateUse1"
+
     def current_stream(self) -> str:
         return "torch.openreg.current_stream()"
 
@@ -281,5 +284,6 @@ def register() -> None:
     """Make the device known to Inductor."""
     adapt.apply()
     common.register_device_op_overrides("openreg", DeviceOverrides())
-    cpp_utils.DEVICE_TO_ATEN["openreg"] = "at::kPrivateUse1"
+    if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14
+        cpp_utils.DEVICE_TO_ATEN["openreg"] = DeviceOverrides().aten_device_type()
     common.register_backend_for_device("openreg", Scheduling, PythonWrapper, CppWrapper, device_custom_pass=CacheKey())

@@ -63,14 +63,17 @@ def test_pad_in_one_kernel():
     assert_same_only_with("pad_in_one_kernel", lambda x: F.pad(x, (0, 3)), torch.randn(8, 10))
 
 
-def test_conv_layout():
-    x, weight = torch.randn(2, 3, 8, 8, device="openreg"), torch.randn(4, 3, 3, 3, device="openreg")
+@pytest.mark.parametrize("adaptation, size", [("conv_backend", 32), ("conv_memory_format", 4)])
+def test_convolution(adaptation, size):
+    """The smaller one runs another kernel than oneDNN's."""
+    x, weight = torch.randn(1, 3, size, size, device="openreg"), torch.randn(3, 3, 3, 3, device="openreg")
+    x = x.to(memory_format=torch.channels_last)
 
     def function(x):
         return F.conv2d(x, weight).relu()
 
     assert_close(torch.compile(function)(x), function(x))
-    with without("conv_layout"), pytest.raises(AssertionError, match="expected size"):
+    with without(adaptation), pytest.raises(AssertionError, match="expected size"):
         torch.compile(function)(x)
 
 
