@@ -68,6 +68,7 @@ WARNINGS = [
 setup(
     packages=[
         "openreg_ops",
+        "openreg_ops.inductor",
         "openreg_ops.meta",
         "openreg_ops.testing",
         "openreg_ops.testing.checks",

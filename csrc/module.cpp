@@ -13,6 +13,7 @@
 #include "aten/fallback.h"
 #include "aten/native.h"
 #include "backend/generator.h"
+#include "backend/inductor.h"
 #include "runtime/device.h"
 #include "runtime/fault.h"
 #include "runtime/isolation.h"
@@ -46,6 +47,26 @@ void stop_autograd_threads() {
   while (has_autograd_threads() && std::chrono::steady_clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
+
+// empty_strided(size, stride, dtype, device index), for code that Inductor generates: tuples of int, nothing
+// checked. pybind11 would take twice as long as the allocation.
+at::DimVector dims(PyObject* tuple) {
+  at::DimVector out(static_cast<size_t>(PyTuple_GET_SIZE(tuple)));
+  for (size_t i = 0; i < out.size(); ++i)
+    out[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(i)));
+  return out;
+}
+PyObject* empty_strided(PyObject*, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const auto size = dims(args[0]), stride = dims(args[1]);
+  if (PyErr_Occurred()) return nullptr;
+  const auto index = static_cast<c10::DeviceIndex>(PyLong_AsLong(args[3]));
+  return THPVariable_Wrap(
+      openreg::empty_strided_on(index, size, stride, reinterpret_cast<THPDtype*>(args[2])->scalar_type));
+  END_HANDLE_TH_ERRORS
+}
+PyMethodDef empty_strided_method = {
+    "empty_strided", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&empty_strided)), METH_FASTCALL, nullptr};
 
 } // namespace
 
@@ -146,6 +167,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_peak_stats(); });
   m.def(
       "reset_accumulated_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_accumulated_stats(); });
+  m.attr("empty_strided") = py::reinterpret_steal<py::object>(PyCFunction_New(&empty_strided_method, nullptr));
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);
 }

@@ -44,6 +44,11 @@ def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _
     return register
 
 
+def reference_of(name: str) -> Callable[..., Any]:
+    """The reference of ``openreg::name``."""
+    return _references[name]
+
+
 def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]:
     """Make a function the batching rule of ``openreg::name``, what `torch.vmap` runs in its place, on every device.
 

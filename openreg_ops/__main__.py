@@ -11,6 +11,7 @@ import sys
 COMMANDS = {
     "bench": ("openreg_ops.tools.bench", "time small and large operators and a training step against the CPU"),
     "check": ("openreg_ops.testing.check_command", "find what is wrong with a custom operator of any library"),
+    "compiled": ("openreg_ops.testing.compiled", "run PyTorch's OpInfo database through torch.compile"),
     "conformance": ("openreg_ops.testing.conformance", "run PyTorch's test databases on a device against the CPU"),
     "drift": ("openreg_ops.tools.drift", "compare two versions of torch, and say which registrations break"),
     "explain": ("openreg_ops.tools.explain", "show the path of one call through the dispatcher, key by key"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,23 +31,36 @@ __all__ = [
 _is_in_bad_fork = _C.forked
 
 
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call `function` while it traces; ``torch.compiler.assume_constant_result`` without importing Dynamo."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant
+def _checked(index: int) -> int:
+    return _C.checked_index(index)
+
+
 def _index(device: torch.types.Device = None) -> int:
     """The checked index for a device given in any of PyTorch's forms; None or no index is the current one."""
     if device is None:
-        return _C.checked_index(-1)
+        return _checked(current_device())
     if isinstance(device, int):
-        return _C.checked_index(device)
+        return current_device() if device == -1 else _checked(device)
     device = torch.device(device)
     if device.type != "openreg":
         raise ValueError(f"expected an openreg device, but got {device}; pass an index, 'openreg' or 'openreg:N'")
-    return _C.checked_index(-1 if device.index is None else device.index)
+    return _checked(current_device() if device.index is None else device.index)
 
 
+@_constant
 def is_available() -> bool:
     """Whether there is at least one device."""
     return _C.device_count() > 0
 
 
+@_constant
 def device_count() -> int:
     """The number of devices; set by the environment variable OPENREG_DEVICE_COUNT, 2 by default."""
     return _C.device_count()
@@ -53,7 +68,7 @@ def device_count() -> int:
 
 def current_device() -> int:
     """The index of the calling thread's current device."""
-    return _C.current_device()
+    return torch.accelerator.current_device_index()  # what a compiled graph is guarded on
 
 
 def set_device(device: torch.types.Device) -> None:
@@ -89,10 +104,16 @@ def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
     return torch.accelerator.get_device_capability(_index(device))
 
 
+@_constant
 def get_device_properties(device: torch.types.Device = None) -> types.SimpleNamespace:
-    """Name and total memory (bytes) of `device`."""
+    """Name, total memory (bytes) and number of processors of `device`."""
     index = _index(device)
-    return types.SimpleNamespace(name=get_device_name(index), index=index, total_memory=_C.device_memory())
+    return types.SimpleNamespace(
+        name=get_device_name(index),
+        index=index,
+        total_memory=_C.device_memory(),
+        multi_processor_count=os.cpu_count(),
+    )
 
 
 class device:
@@ -126,7 +147,7 @@ class device_of(device):
 
 def register() -> None:
     """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
-    from openreg_ops import _sanitizer, amp, faults, memory, random, streams
+    from openreg_ops import _sanitizer, amp, faults, inductor, memory, random, streams
 
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
     parts = {"amp": amp, "memory": memory, "random": random, "streams": streams}
@@ -158,5 +179,6 @@ def register() -> None:
         # Typed storages of these cannot be made by PyTorch's generated methods on any device.
         unsupported_dtype=[torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8],
     )
+    inductor.register()
     faults._from_environment()
     _sanitizer._from_environment()

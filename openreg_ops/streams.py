@@ -98,9 +98,9 @@ class StreamContext:
             self.stream.__exit__(*exception)
 
 
-def stream(stream: torch.Stream | None) -> StreamContext:
+def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager:
     """``with torch.openreg.stream(s):`` runs its body's work on `s`."""
-    return StreamContext(stream)
+    return contextlib.nullcontext() if stream is None else stream  # a stream is one itself, and Dynamo knows it
 
 
 def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -> torch.Stream:

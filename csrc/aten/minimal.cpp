@@ -8,6 +8,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include "../backend/inductor.h"
 #include "../runtime/memory.h"
 #include "native.h"
 
@@ -51,10 +52,8 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  return make_on(checked_options("empty_strided", layout, device, pin_memory), [&](c10::Allocator* allocator) {
-    return at::Tensor(
-        at::detail::empty_strided_generic(size, stride, allocator, kDevice, c10::dtype_or_default(dtype)));
-  });
+  return empty_strided_on(
+      checked_options("empty_strided", layout, device, pin_memory), size, stride, c10::dtype_or_default(dtype));
 }
 
 // Grows `storage` to hold this geometry. Comes before the geometry is set: where memory runs out,
@@ -126,6 +125,13 @@ void record_stream_of_tensor(at::Tensor& self, at::Stream stream) {
 }
 
 } // namespace
+
+at::Tensor empty_strided_on(
+    c10::DeviceIndex device, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) {
+  return make_on(device, [&](c10::Allocator* allocator) {
+    return at::Tensor(at::detail::empty_strided_generic(size, stride, allocator, kDevice, dtype));
+  });
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);

@@ -30,6 +30,20 @@ class LendDeviceMemory {
   c10::DeviceIndex previous_;
 };
 
+// While one lives, memory of the host passes for the device's on this thread, where a tensor is made from an address.
+class AdoptHostMemory {
+ public:
+  explicit AdoptHostMemory(c10::DeviceIndex device) : previous_(adopted_) { adopted_ = device; }
+  ~AdoptHostMemory() { adopted_ = previous_; }
+  AdoptHostMemory(const AdoptHostMemory&) = delete;
+  AdoptHostMemory& operator=(const AdoptHostMemory&) = delete;
+  static c10::DeviceIndex device() { return adopted_; } // -1: none
+
+ private:
+  static inline thread_local c10::DeviceIndex adopted_ = -1;
+  c10::DeviceIndex previous_;
+};
+
 // A device index as the user gave it, -1 meaning the current one; throws if there is no such device.
 c10::DeviceIndex checked_index(int64_t index);
 c10::DeviceIndex checked_index(std::optional<c10::Device> device);

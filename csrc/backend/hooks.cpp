@@ -36,7 +36,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return at::getHostAllocator(at::kPrivateUse1); }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   at::Device getDeviceFromPtr(void* pointer) const override {
-    const int device = device_of(pointer);
+    int device = device_of(pointer);
+    if (device < 0) device = AdoptHostMemory::device();
     TORCH_CHECK(device >= 0, "openreg: ", pointer, " is not an address in openreg memory");
     return at::Device(at::kPrivateUse1, static_cast<c10::DeviceIndex>(device));
   }

@@ -110,9 +110,9 @@ def verdict(value: float, target: float) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     names = [*CASES, "step", "import"]
-    parser.add_argument("suite", nargs="?", choices=["device", "operators"], default="device",
+    parser.add_argument("suite", nargs="?", choices=["device", "operators", "compiled"], default="device",
                         help="what the device adds to torch's operators (default), or the openreg:: operators against "
-                        "eager PyTorch at transformer sizes")  # fmt: skip
+                        "eager PyTorch at transformer sizes, or torch.compile against that on the CPU")  # fmt: skip
     parser.add_argument("--only", metavar="NAME", nargs="+", help=f"device: {', '.join(names)}; operators: their names")
     parser.add_argument("--rounds", type=int, default=101, help="device: batches for each side (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="operators: for each case (default %(default)s)")
@@ -131,11 +131,17 @@ def main(options: argparse.Namespace) -> int:
         from openreg_ops.tools import bench_operators
 
         cases = {case.name for case in bench_operators.CASES}
+    elif options.suite == "compiled":
+        from openreg_ops.tools import bench_compiled
+
+        cases = set(bench_compiled.NAMES)
     if unknown := set(options.only or ()) - cases:
         print(f"bench: no case {', '.join(sorted(unknown))}; there are {', '.join(sorted(cases))}", file=sys.stderr)
         return 2
     if options.suite == "operators":
         return bench_operators.run(options)
+    if options.suite == "compiled":
+        return bench_compiled.run(options)
     options.only = options.only or cases
     log = sys.stderr if options.json == "-" else sys.stdout
 

@@ -1,0 +1,81 @@
+"""torch.compile for the device: Dynamo's device interface, and Inductor's C++ kernels run on device memory.
+
+Nothing here is called by users. Importing this package loads neither Dynamo nor Inductor (two seconds): the parts
+register themselves when PyTorch loads those.
+
+    dynamo.py    what Dynamo asks a device: streams, events, current device
+    operators.py what becomes of custom operators
+    codegen.py   what Inductor generates for the device: kernels that go through launch(), and the wrappers
+    adapt.py     where Inductor's own code must be adapted, one function each, pinned to versions of torch
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from openreg_ops import _C
+
+# The operators that Inductor takes apart and fuses with what stands around them; of the others, and in eager mode,
+# the device's own kernel runs. May be changed at any time, for the graphs compiled from then on.
+decompositions: set[str] = {"rms_norm", "rotary_embedding", "swiglu"}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function when a module has been imported by whoever needs it."""
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self.name, self.call = name, call
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            self.call()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _register_interface() -> None:
+    from openreg_ops.inductor import dynamo
+
+    dynamo.register_interface()
+
+
+def _register_context_manager() -> None:
+    from openreg_ops.inductor import dynamo
+
+    dynamo.register_context_manager()
+
+
+def _register_inductor() -> None:
+    from openreg_ops.inductor import codegen, operators
+
+    codegen.register()
+    operators.register()
+
+
+def register() -> None:
+    """Arrange that the device is known to Dynamo and Inductor as soon as they are there."""
+    for name, call in (
+        ("torch._dynamo.device_interface", _register_interface),
+        ("torch._dynamo.variables.ctx_manager", _register_context_manager),
+        ("torch._inductor.compile_fx", _register_inductor),
+    ):
+        if name in sys.modules:
+            call()
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, call))
+    # Generated code calls openreg_launch; csrc/backend/inductor.h.
+    ctypes.CDLL(_C.__file__, ctypes.RTLD_GLOBAL)

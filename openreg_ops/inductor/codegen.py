@@ -1,0 +1,289 @@
+"""What Inductor generates for the device: the CPU's vectorised C++, run by launch() (csrc/backend/inductor.h).
+
+Note [Generated kernels]
+A kernel of CPU Inductor is one function, `extern "C" void kernel(const float* in_ptr0, ..., const int64_t ks0)`.
+Here its body is a function of that signature, and the kernel, which takes the device's index too, packs its
+arguments in a struct and gives both to openreg_launch(). So order on a stream, the launch mode, and faults act on
+generated kernels as on all others, whoever calls them: the Python wrapper, the C++ wrapper or AOTInductor.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen import common, cpp, cpp_utils, cpp_wrapper_cpu, wrapper
+from torch._inductor.custom_graph_pass import CustomGraphModulePass
+from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
+from torch._inductor.utils import Placeholder
+from torch._inductor.virtualized import V
+
+from openreg_ops import _build, inductor
+from openreg_ops.inductor import adapt
+
+CPU = torch.device("cpu")
+
+
+class KernelArgs(common.KernelArgs):
+    """A kernel's arguments, with the device's index last once `device` is set."""
+
+    device: torch.device | None = None
+
+    def cpp_argdefs(self, *args: Any) -> tuple[list[str], list[str], list[str]]:
+        definitions, values, types = super().cpp_argdefs(*args)
+        if self.device is None:
+            return definitions, values, types
+        return (
+            [*definitions, "const int64_t device"],
+            [*values, V.graph.wrapper_code.device_index(self.device)],
+            [*types, "const int64_t"],
+        )
+
+    def host_scalars(self) -> set[str]:
+        """The arguments that are 0-dim CPU tensors; their values are read at the launch, as in eager mode."""
+        return {
+            inner
+            for outer, inner in self.input_buffers.items()
+            if (buffer := V.graph.try_get_buffer(outer)) is not None and ir.get_device_type(buffer) == "cpu"
+        }
+
+
+class KernelGroup(cpp.KernelGroup):
+    """Kernels fused into one function; see Note [Generated kernels]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.args = KernelArgs()
+        self.device: torch.device | None = None
+
+    def codegen_group(self, name: str | None = None) -> str:
+        source = super().codegen_group(name)
+        if not source:
+            return ""
+        kernel = str(Placeholder.KERNEL_NAME) if name is None else name
+        parameters = self.args.cpp_argdefs()[0]
+        self.args.device = self.device
+        return as_body(source, kernel) + launcher(kernel, parameters, self.args.host_scalars())
+
+    def call_kernel(self, wrapper: Any, kernel_name: str) -> None:
+        _, call_args, arg_types = self.args.cpp_argdefs()
+        # As a CPU kernel: wrappers know how to call those.
+        wrapper.generate_kernel_call(kernel_name, call_args, triton=False, arg_types=arg_types, device=CPU)
+
+
+def as_body(source: str, kernel: str) -> str:
+    """The source of a kernel of CPU Inductor as that of the function that is launched."""
+    export = f'extern "C" {cpp.get_export_declaration()} void'
+    return source.replace(export, "static void", 1).replace(f" {kernel}(", f" {kernel}_body(", 1)
+
+
+def launcher(kernel: str, parameters: list[str], host_scalars: set[str]) -> str:
+    """The source of the function `kernel`, which launches ``{kernel}_body``."""
+    fields, values, uses = [], [], []
+    for parameter in parameters:
+        type_, name = parameter.rsplit(" ", 1)
+        scalar = name in host_scalars
+        fields.append(f"{type_.removeprefix('const ').removesuffix('*') if scalar else type_} {name};")
+        values.append(f"*{name}" if scalar else name)
+        uses.append(f"&a.{name}" if scalar else f"a.{name}")
+    return f"""
+extern "C" void openreg_launch(int64_t, void (*)(const void*), const void*, size_t);
+extern "C" {cpp.get_export_declaration()} void {kernel}({", ".join([*parameters, "const int64_t device"])})
+{{
+    struct Arguments {{ {" ".join(fields)} }} arguments{{{", ".join(values)}}};
+    openreg_launch(device, [](const void* pointer) {{
+        const auto& a = *static_cast<const Arguments*>(pointer);
+        {kernel}_body({", ".join(uses)});
+    }}, &arguments, sizeof(arguments));
+}}
+"""
+
+
+class Scheduling(cpp.CppScheduling):
+    """CPU Inductor's scheduling with the kernels of this file."""
+
+    def reset_kernel_group(self) -> None:
+        self.kernel_group = KernelGroup()
+
+    def codegen_node(self, node: Any) -> None:
+        self.kernel_group.device = node.get_device()
+        with V.graph.set_current_device(CPU):
+            super().codegen_node(node)
+
+
+class _Wrapper:
+    """What the Python wrappers of whole graphs and of subgraphs share."""
+
+    def device_index(self, device: torch.device) -> str:
+        return str(device.index)
+
+    def make_allocation(
+        self,
+        name: str,
+        device: torch.device,
+        dtype: Any,
+        shape: Any,
+        stride: Any,
+        allocation_shape: Any = None,
+        *rest: Any,
+    ) -> str:
+        line = super().make_allocation(name, device, dtype, shape, stride, allocation_shape, *rest)
+        if device.type != "openreg":
+            return line
+        return line.replace("= empty_strided(", "= empty_strided_openreg(", 1).replace(
+            f"device='openreg', dtype={dtype}", f"{dtype}, {device.index}", 1
+        )
+
+    def generate_fallback_kernel(self, node: Any) -> None:
+        _flush()
+        super().generate_fallback_kernel(node)
+
+    def codegen_cuda_stream_enter(self, stream_idx: int) -> Any:
+        # Inductor declares streams where it enters a device guard, of which CPU code has none.
+        if stream_idx == DEFAULT_STREAM_IDX:
+            stream = V.graph.device_ops.current_stream()
+        else:
+            self.add_import_once("from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index")
+            stream = f"get_external_object_by_index({V.graph.scheduler.stream_idx_to_user_obj_idx[stream_idx]})"
+        self.writeline(f"{get_stream_name(stream_idx)} = {stream}")
+        return super().codegen_cuda_stream_enter(stream_idx)
+
+
+class PythonWrapper(_Wrapper, wrapper.PythonWrapperCodegen):
+    """The Python code that allocates buffers and calls kernels."""
+
+    @staticmethod
+    def create(is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, partition_signatures: Any = None) -> Any:
+        if is_subgraph:
+            return SubgraphPythonWrapper(subgraph_name, parent_wrapper, partition_signatures)
+        return PythonWrapper()
+
+    def write_header(self) -> None:
+        super().write_header()
+        self.imports.writeline("from openreg_ops._C import empty_strided as empty_strided_openreg")
+
+
+class SubgraphPythonWrapper(_Wrapper, wrapper.SubgraphPythonWrapperCodegen):
+    """The same for the body of a `cond` or `while_loop`."""
+
+
+# See Note [C shims] in csrc/backend/aot_inductor.cpp.
+SHIMS = (
+    *("mm_out", "addmm_out", "bmm_out", "baddbmm_out", "_int_mm_out", "convolution", "randint_low_out"),
+    *("scatter_src_out", "scatter_value_out", "scatter_reduce_two_out"),
+)
+
+
+class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
+    """The C++ code that does the same, with the config `cpp_wrapper` and for AOTInductor."""
+
+    @staticmethod
+    def create(*_args: Any) -> CppWrapper:
+        return CppWrapper()
+
+    def device_index(self, device: torch.device) -> str:
+        return self.codegen_device_idx(device, str(device.index))
+
+    @staticmethod
+    def get_device_include_path_jit(device: str) -> str:
+        line = cpp_wrapper_cpu.CppWrapperCpu.get_device_include_path_jit("cpu")
+        return line if device == "cpu" else f"{line}\n{_declarations()}"
+
+    @staticmethod
+    def get_device_include_path_aot(device: str) -> str:
+        """A model's runtime (model_base.h) reads the name "cpu" as this device; see Runner in aot_inductor.cpp."""
+        line = cpp_wrapper_cpu.CppWrapperCpu.get_device_include_path_aot("cpu")
+        if device == "cpu":
+            return line
+        return (
+            "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
+            "#define aoti_torch_device_type_cpu aoti_torch_device_type_privateuse1\n"
+            "#include <torch/csrc/inductor/aoti_runtime/model_base.h>\n"
+            "#undef aoti_torch_device_type_cpu\n"
+            f"{line}\n{_declarations()}"
+        )
+
+    def codegen_model_constructor(self) -> None:
+        self.device = "openreg"  # of the constants
+        try:
+            super().codegen_model_constructor()
+        finally:
+            self.device = "cpu"
+
+    def generate_fallback_kernel(self, node: Any) -> None:
+        """Through the dispatcher: there are C shims for PyTorch's own devices only."""
+        _flush()
+        node.use_runtime_dispatch = True
+        arguments = node.export_extern_kernel_node()
+        self.generate_fallback_kernel_with_runtime_lookup(
+            node.get_name(),
+            node.python_kernel_name,
+            lambda: [*node.codegen_args(), *node.codegen_kwargs()],
+            node.op_overload,
+            arguments,
+            node.outputs or node.mutation_outputs,
+        )
+
+
+def _declarations() -> str:
+    return "\n".join(f'extern "C" decltype(aoti_torch_cpu_{name}) aoti_torch_openreg_{name};' for name in SHIMS)
+
+
+def _flush() -> None:
+    """Write the kernels collected so far: the scheduler does it before a node of another device, not before one of none,
+    such as the recording of an event."""
+    for backend in V.graph.scheduler.backends.values():
+        backend.flush()
+
+
+class DeviceOverrides(common.DeviceOpOverrides):
+    """Lines that Inductor writes into wrappers for a device."""
+
+    def import_get_raw_stream_as(self, name: str) -> str:
+        return f"def {name}(_):\n    return 0\n"
+
+    def set_device(self, device_idx: int) -> str:
+        return f"torch.openreg.set_device({device_idx})"
+
+    def synchronize(self) -> str:
+        return "torch.openreg.synchronize()"
+
+    def device_guard(self, device_idx: int) -> str:
+        return f"torch.openreg.device({device_idx})"
+
+    def aten_device_type(self) -> str:  # asked for by torch 2.15; see register() for earlier ones
+        return "at::kPrivateUse1"
+
+    def current_stream(self) -> str:
+        return "torch.openreg.current_stream()"
+
+
+class CacheKey(CustomGraphModulePass):
+    """A pass that does nothing, whose identity is this code generator's: caches of compiled graphs ask for it."""
+
+    def __call__(self, graph_module: torch.fx.GraphModule) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return ",".join([_source_digest(), *sorted(inductor.decompositions)])
+
+
+@functools.cache
+def _source_digest() -> str:
+    digest = hashlib.sha256(_build.TORCH_VERSION.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def register() -> None:
+    """Make the device known to Inductor."""
+    adapt.apply()
+    common.register_device_op_overrides("openreg", DeviceOverrides())
+    if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14
+        cpp_utils.DEVICE_TO_ATEN["openreg"] = DeviceOverrides().aten_device_type()
+    common.register_backend_for_device("openreg", Scheduling, PythonWrapper, CppWrapper, device_custom_pass=CacheKey())

@@ -1,0 +1,35 @@
+"""Custom operators as Inductor sees them: as one call, or as the reference in meta/, which it fuses with its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor import decomposition, lowering
+from torch._library.utils import get_layout_constraint_tag
+
+from openreg_ops import inductor
+from openreg_ops.meta import op
+
+DECOMPOSABLE = ("rms_norm", "rotary_embedding", "swiglu")
+
+
+def _decomposition(name: str, overload: str) -> Callable[..., Any]:
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        if name not in inductor.decompositions:
+            return NotImplemented
+        return op.reference_of(overload)(*args, **kwargs)
+
+    return decompose
+
+
+def register() -> None:
+    """Let Inductor ask, for each graph, whether an operator is to be decomposed."""
+    for name in DECOMPOSABLE:
+        for overload in (name, f"{name}_backward"):
+            target = getattr(torch.ops.openreg, overload).default
+            decomposition.decompositions[target] = _decomposition(name, overload)
+            # What Inductor does at the first call of an operator, which it refuses for those that may decompose.
+            constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(target, with_default=True))
+            lowering.make_fallback(target, constraint, warn=False, override_decomp=True)

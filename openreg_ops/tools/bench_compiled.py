@@ -1,0 +1,145 @@
+"""``python -m openreg_ops bench compiled``: torch.compile on the device against torch.compile on the CPU.
+
+Each number is a ratio of medians of alternating rounds in one process. Compiled graphs are called several times for
+each synchronisation, as a program does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from openreg_ops.tools.bench import compare, seconds, verdict
+
+ROW = 1024  # 1M elements are 1024 rows of 1024
+
+
+def function(body: Callable[..., Any], *shapes: tuple[int, ...]) -> Callable[[str], Callable[[], Any]]:
+    """Calls of a compiled function on random arguments."""
+
+    def make(device: str) -> Callable[[], Any]:
+        torch.manual_seed(0)
+        arguments = [torch.randn(shape).to(device) for shape in shapes]
+        graph = torch.compile(body, fullgraph=True)
+        return lambda: graph(*arguments)
+
+    return make
+
+
+class Transformer(nn.Module):
+    """Two blocks of width 128 on 64 tokens, with causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            128, 4, 512, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.embedding, self.head = nn.Embedding(96, 128), nn.Linear(128, 96)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(x), mask=self.mask, is_causal=True))
+
+
+def step_of(make: Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]], compiled: bool = True) -> Callable[[str], Callable[[], None]]:  # fmt: skip
+    """Training steps of a model: compiled forward, backward and SGD."""
+
+    def make_step(device: str) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model, x, target = make()
+        model, x, target = model.to(device), x.to(device), target.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        compile = torch.compile if compiled else lambda f: f
+        loss_of = compile(lambda: F.cross_entropy(model(x).flatten(0, -2), target.flatten()))
+        update = compile(optimizer.step)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss_of().backward()
+            update()
+
+        return step
+
+    return make_step
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """784-512-512-10 with ReLU, batch 128."""
+    net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return net, torch.randn(128, 784), torch.randint(10, (128,))
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    return Transformer(), torch.randint(96, (8, 64)), torch.randint(96, (8, 64))
+
+
+MATRIX = (ROW, ROW)
+# name: (what is timed on a device, the largest ratio to reach)
+CASES: dict[str, tuple[Callable[[str], Callable[[], Any]], float]] = {
+    "pointwise-1k": (function(lambda x, y: (x * y + 1).relu().tanh() * 2 - y, (1000,), (1000,)), 1.3),
+    "pointwise": (function(lambda x, y: (x * y + 1).relu() * 2 - y, MATRIX, MATRIX), 1.05),
+    "softmax": (function(lambda x: torch.softmax(x, -1), MATRIX), 1.05),
+    "layer_norm": (function(lambda x, w, b: F.layer_norm(x, (ROW,), w, b), MATRIX, (ROW,), (ROW,)), 1.05),
+    "linear+gelu": (function(lambda x, w, b: F.gelu(F.linear(x, w, b)), MATRIX, MATRIX, (ROW,)), 1.05),
+    "sum": (function(lambda x: x.sum(), MATRIX), 1.05),
+    "sum-columns": (function(lambda x: x.sum(0), MATRIX), 1.05),
+    "mlp-step": (step_of(mlp), 1.05),
+    "transformer-step": (step_of(transformer), 1.05),
+}
+NAMES = (*CASES, "compile-time", "against-eager")
+
+
+def compile_time(rounds: int) -> tuple[float, float]:
+    """Median seconds to compile the MLP's training step on the CPU and on the device, nothing cached."""
+    from torch._inductor.utils import fresh_cache
+
+    times: dict[str, list[float]] = {"cpu": [], "openreg": []}
+    for i in range(rounds + 1):
+        for device in ("cpu", "openreg") if i % 2 else ("openreg", "cpu"):
+            torch._dynamo.reset()
+            with fresh_cache():
+                step = step_of(mlp)(device)
+                start = time.perf_counter()
+                step()
+                times[device].append(time.perf_counter() - start)
+    return tuple(statistics.median(each[1:]) for each in times.values())  # the first loads the compiler
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    chosen = options.only or NAMES
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {options.rounds} rounds")
+    print(f"{'':18} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
+
+    def row(name: str, cpu: float, device: float, target: float) -> None:
+        ratio = device / cpu
+        print(
+            f"{name:18} {seconds(cpu):>10} {seconds(device):>10} {ratio:7.2f}   "
+            f"target {target:.2f}: {verdict(ratio, target)}",
+            flush=True,
+        )
+
+    for name, (make, target) in CASES.items():
+        if name in chosen:
+            torch._dynamo.reset()
+            calls = make("cpu"), make("openreg")
+            gc.disable()
+            row(name, *compare(*calls, options.rounds), target)
+            gc.enable()
+    if "compile-time" in chosen:
+        row("compile-time", *compile_time(max(options.rounds // 20, 3)), 1.1)
+    if "against-eager" in chosen:
+        torch._dynamo.reset()
+        eager, compiled = step_of(transformer, compiled=False)("openreg"), step_of(transformer)("openreg")
+        print("transformer's step on the device, eager (first column) and compiled:")
+        row("against-eager", *compare(eager, compiled, options.rounds), 1.0)
+    return 0

@@ -1,0 +1,106 @@
+"""Each adaptation of Inductor's own code: what is right with it, and that this is wrong without it.
+
+Generated kernels are compared with CPU Inductor's, as an alarm for new versions of torch.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import calls, kernels, on, source, without
+from torch.testing import assert_close
+
+
+def same_as_cpu(function, *args):
+    ours, theirs = source(function, *on("openreg", args)), source(function, *args)
+    return kernels(ours) == kernels(theirs) and calls(ours) == calls(theirs)
+
+
+def assert_same_only_with(adaptation, function, *args):
+    assert same_as_cpu(function, *args)
+    with without(adaptation):
+        assert not same_as_cpu(function, *args)
+
+
+def test_cpu_heuristics():
+    assert_same_only_with("cpu_heuristics", lambda x: torch.softmax(x, -1), torch.randn(32, 100))
+
+
+def test_no_loop_reordering():
+    def function(x):
+        return (x.t() + 1).contiguous().sin(), x.sum(1)
+
+    x = torch.randn(64, 48, device="openreg")
+    assert_close(torch.compile(function)(x), function(x))
+    with without("no_loop_reordering"), pytest.raises(Exception, match="can't multiply sequence"):
+        torch.compile(function)(x)
+
+
+def test_two_step_variance():
+    assert_same_only_with("two_step_variance", lambda x: F.layer_norm(x, (100,)), torch.randn(32, 100))
+
+
+def test_logical_argmax():
+    def function(x):
+        return x.t().argmax(), x.t().argmin()
+
+    x = torch.randn(5, 7, device="openreg")
+    assert_close(torch.compile(function)(x), function(x))
+    with without("logical_argmax"):
+        assert torch.compile(function)(x) != function(x)
+
+
+def test_exact_division():
+    assert_same_only_with("exact_division", lambda x: x.sin() / 3, torch.randn(100))
+
+
+def test_vectorised_cat():
+    assert_same_only_with(
+        "vectorised_cat", lambda x, y: torch.cat([x * 2, y], 1), torch.randn(32, 10), torch.randn(32, 20)
+    )
+
+
+def test_pad_in_one_kernel():
+    assert_same_only_with("pad_in_one_kernel", lambda x: F.pad(x, (0, 3)), torch.randn(8, 10))
+
+
+@pytest.mark.parametrize("adaptation, size", [("conv_backend", 32), ("conv_memory_format", 4)])
+def test_convolution(adaptation, size):
+    """The smaller one runs another kernel than oneDNN's."""
+    x, weight = torch.randn(1, 3, size, size, device="openreg"), torch.randn(3, 3, 3, 3, device="openreg")
+    x = x.to(memory_format=torch.channels_last)
+
+    def function(x):
+        return F.conv2d(x, weight).relu()
+
+    assert_close(torch.compile(function)(x), function(x))
+    with without(adaptation), pytest.raises(AssertionError, match="expected size"):
+        torch.compile(function)(x)
+
+
+BODIES = {
+    "log_softmax": (lambda x: torch.log_softmax(x, -1), torch.randn(32, 100)),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), torch.randn(8, 4, 6, 6)),
+    "group_norm": (lambda x: F.group_norm(x, 2), torch.randn(8, 4, 6, 6)),
+    "linear_gelu": (lambda x, w: F.gelu(F.linear(x, w)), torch.randn(32, 64), torch.randn(16, 64)),
+    "sum": (lambda x: x.sum(), torch.randn(1000)),
+    "sum of columns": (lambda x: x.sum(0), torch.randn(100, 90)),
+    "transpose": (lambda x: x.t().contiguous() * 2, torch.randn(64, 48)),
+    "embedding": (lambda i, w: F.embedding(i, w) * 2, torch.randint(10, (4, 5)), torch.randn(10, 8)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), torch.randn(2, 3, 8, 8)),
+    "bfloat16": (lambda x: torch.softmax(x * x, -1), torch.randn(8, 64, dtype=torch.bfloat16)),
+    "integers": (lambda x: (x // 3) % 2, torch.randint(100, (1000,))),
+    "cumsum": (lambda x: x.cumsum(0) * 2, torch.randn(100)),
+    "index_add": (
+        lambda x, i: torch.zeros(10, 3, device=x.device).index_add(0, i, x),
+        torch.randn(20, 3),
+        torch.randint(10, (20,)),
+    ),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), torch.randn(1, 3, 8, 8)),
+    "cross_entropy": (lambda x, t: F.cross_entropy(x, t), torch.randn(32, 100), torch.randint(100, (32,))),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_kernels_are_those_of_the_cpu(name):
+    function, *args = BODIES[name]
+    assert same_as_cpu(function, *args)

@@ -1,0 +1,112 @@
+"""Inductor's modes and options, compiled optimizers, compiled autograd and activation checkpointing."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._inductor import config
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import openreg_ops
+
+
+@pytest.fixture
+def model():
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+    return net.to("openreg")
+
+
+@pytest.fixture
+def x():
+    return torch.randn(8, 16, device="openreg")
+
+
+def trained(function, model, x):
+    """The loss and the gradients."""
+    model.zero_grad()
+    loss = function(x).square().mean()
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"memory_planning": True}}],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_a_mode_or_option_changes_no_result(options, model, x):
+    graph = torch.compile(model, **options)
+    for _ in range(2):
+        assert_close(trained(graph, model, x), trained(model, model, x))
+
+
+def test_freezing(x):
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(56, 2)).to("openreg").eval()
+    with torch.no_grad(), config.patch(freezing=True):
+        assert_close(torch.compile(model)(x.unsqueeze(1)), model(x.unsqueeze(1)))
+
+
+def test_compiled_autograd(model, x):
+    _, expected = trained(model, model, x)
+    model.zero_grad()
+
+    def step(x):
+        model(x).square().mean().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step)(x)
+    assert_close([p.grad for p in model.parameters()], expected)
+
+
+def test_checkpointing(x):
+    """The dropout of the recomputed forward is that of the first."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)).to("openreg")
+    graph = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True)
+    plain = torch.compile(model, fullgraph=True)
+    for seed in range(2):
+        results = []
+        for function in (graph, plain):
+            torch.manual_seed(seed)
+            results.append(trained(function, model, x))
+        assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, openreg_ops.AdamW])
+def test_compiled_optimizers(optimizer):
+    start, grad = torch.randn(5, 5, device="openreg"), torch.randn(5, 5, device="openreg")
+    results = []
+    for compile in (lambda f: f, torch.compile):
+        p = start.clone().requires_grad_()
+        p.grad = grad.clone()
+        step = compile(optimizer([p], lr=0.1).step)
+        for _ in range(3):
+            step()
+        results.append(p.detach())
+    assert_close(results[1], results[0])
+
+
+def test_half_types():
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.randn(8, 40, dtype=dtype, device="openreg")
+        function = torch.compile(lambda x: F.layer_norm(x * x, (40,)).sigmoid(), fullgraph=True)
+        assert_close(function(x), F.layer_norm(x * x, (40,)).sigmoid())
+
+
+def test_the_transformer_of_the_examples_trains_as_in_eager_mode():
+    """Forward and backward compiled; every loss is eager mode's but for rounding, and nothing falls back."""
+    path = Path(__file__).parents[2] / "examples" / "train_char_transformer.py"
+    spec = importlib.util.spec_from_file_location("train_char_transformer", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    eager, compiled = (example.Run(64, "openreg", torch.float32) for _ in range(2))
+    compiled.model.compile(fullgraph=True)
+    with openreg_ops.fallback.policy("error"):
+        for _ in range(6):
+            tokens = torch.randint(64, (example.BATCH, example.CONTEXT + 1))
+            eager.step(tokens)
+            compiled.step(tokens)
+    assert_close(compiled.losses, eager.losses, rtol=0, atol=example.TOLERANCE[torch.float32])
