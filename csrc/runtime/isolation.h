@@ -17,8 +17,10 @@ namespace openreg {
 enum class Isolation { kOff, kStrict, kKeys };
 Isolation isolation() noexcept;
 
-// Isolates the range of all devices' memory, from its reservation on.
+// Isolates the range of all devices' memory, when it is reserved.
 void isolate(void* base, std::size_t bytes) noexcept;
+// The first `bytes` of a device's memory, and no more, may be in use from now on.
+void isolate_used(int device, void* base, std::size_t bytes) noexcept;
 
 // Whether the calling thread may be host code, asked in a signal handler. With keys, a thread which is not (a worker
 // of OpenMP or MKL that is older than the launch it works for) gets its rights when it first needs them.

@@ -30,6 +30,7 @@ namespace openreg {
 namespace {
 
 constexpr std::size_t kPage = 64 * 1024;
+constexpr std::size_t kHugePage = 2 << 20; // the processor's
 constexpr std::size_t kSmall = 32 * 1024;
 constexpr int kClasses = 32;
 
@@ -358,6 +359,7 @@ class Pool {
     if (page + length > high_water_) {
       high_water_ = page + length;
       stats_.reserved = high_water_ * kPage;
+      isolate_used(device_, base_, (stats_.reserved + kHugePage - 1) / kHugePage * kHugePage);
       stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
     }
     return page;
@@ -403,7 +405,7 @@ struct Memory {
   Memory() {
     const auto count = static_cast<std::size_t>(device_count());
     // Twice the capacity: fragmentation must not end what the capacity allows.
-    stride = (2 * device_memory() + (1u << 30)) / kPage * kPage;
+    stride = (2 * device_memory() + (1u << 30)) / kHugePage * kHugePage;
     if (!count) return;
     void* range =
         mmap(nullptr, stride * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
