@@ -18,9 +18,11 @@ def test_stress_under_sanitizers(sanitizers, tmp_path):
     assert built.returncode == 0, built.stderr
     environment = {**os.environ, "OPENREG_DEVICE_MEMORY": "2GiB", "OPENREG_DEVICE_COUNT": "2"}
     seconds = os.environ.get("OPENREG_STRESS_SECONDS", "6")
-    ran = subprocess.run([program, seconds], capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "0 wrong" in ran.stdout and "WARNING" not in ran.stderr and "ERROR" not in ran.stderr
+    for isolation in ("auto", "strict"):
+        environment["OPENREG_ISOLATION"] = isolation
+        ran = subprocess.run([program, seconds], capture_output=True, text=True, env=environment)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert "0 wrong" in ran.stdout and "WARNING" not in ran.stderr and "ERROR" not in ran.stderr
 
 
 def test_runtime_includes_no_torch_header():

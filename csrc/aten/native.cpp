@@ -79,6 +79,17 @@ void relabel_storage(StorageImpl* storage, c10::DeviceIndex device) {
   storage->set_allocator(device_allocator());
 }
 
+// Copies a storage's memory to the host, if it is the device's.
+void move_to_host(StorageImpl* storage) {
+  const void* data = storage->data();
+  if (!data || device_of(data) < 0) return;
+  LendDeviceMemory none(-1);
+  c10::DataPtr copy = c10::GetAllocator(c10::kCPU)->allocate(storage->nbytes());
+  const detail::Access access;
+  std::memcpy(copy.get(), data, storage->nbytes());
+  storage->set_data_ptr_noswap(std::move(copy));
+}
+
 } // namespace
 
 // One alias, and the tensor it stands for.
@@ -110,10 +121,13 @@ CpuCall::CpuCall(const char* name, Devices devices)
     : slots_(slots()), base_(slots_.top), devices_(devices), name_(name), lend_(LendDeviceMemory::lent()),
       below_autograd_(kExcluded) {}
 
-// Gives the slots back. An alias that somebody kept (or that went to Python) is left to them, with
-// its storage keeping the real one alive; the slot starts afresh.
+// Gives the slots back. An alias that somebody kept (or that went to Python) is left to them, with a
+// copy of its memory on the host, where a CPU tensor is read; the slot starts afresh.
 CpuCall::~CpuCall() {
-  for (size_t i = base_; i < slots_.top; ++i) {
+  for (size_t i = base_; i < slots_.top; ++i)
+    if (C10_UNLIKELY(!slots_.all[i]->dense)) slots_.all[i]->special.reset();
+  // Last to first: an alias that shares an earlier one's storage lets go of it before that is looked at.
+  for (size_t i = slots_.top; i-- > base_;) {
     Slot& slot = *slots_.all[i];
     if (slot.dense) {
       TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
@@ -122,20 +136,13 @@ CpuCall::~CpuCall() {
           alias->is_wrapped_number();
       if (C10_UNLIKELY(kept || (own && slot.storage.use_count() != 2) ||
               alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
-        if (own && slot.storage.use_count() > 1 && slot.real && slot.real->has_storage()) {
-          auto* keep = new c10::Storage(slot.real->unsafe_storage());
-          if (slot.storage->data_ptr().get() == slot.data)
-            slot.storage->set_data_ptr_noswap(
-                c10::DataPtr(slot.data, keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, kHost));
-          else delete keep;
-        }
+        if (own && (slot.pooled.use_count() != 1 || slot.storage.use_count() != 2)) move_to_host(slot.storage.get());
         slot.pooled.reset();
         slot.storage.reset();
       } else if (!own) {
         alias->*(&Access::storage_) = c10::Storage(slot.storage);
       }
     }
-    if (!slot.dense) slot.special.reset();
     slot.real = nullptr;
   }
   slots_.top = base_;
@@ -575,7 +582,7 @@ class NativeKernel final : public c10::OperatorKernel {
       c10::IValue& value = (*stack)[stack->size() - returns + i];
       if (value.isTensor()) {
         at::Tensor out = std::move(value).toTensor();
-        value = C10_UNLIKELY(i == host_result_) ? to_host(call, std::move(out)) : own(call, std::move(out));
+        value = C10_UNLIKELY(i == host_result_) ? to_host(std::move(out)) : own(call, std::move(out));
       } else if (value.isTensorList()) {
         auto list = value.toTensorList();
         c10::List<at::Tensor> out;
@@ -593,18 +600,14 @@ class NativeKernel final : public c10::OperatorKernel {
   // A tensor that a kernel returns and somebody keeps (a quantizer its scales, Python its objects)
   // stays theirs: ours is a view where it views an argument, else a copy.
   static at::Tensor own(CpuCall& call, at::Tensor tensor) {
-    if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor)))
-      tensor = call.views_argument(tensor)
-          ? tensor.alias()
-          : openreg::run(current_stream(call.device()), [&] { return tensor.clone(); });
+    if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor))) {
+      if (call.views_argument(tensor)) tensor = tensor.alias();
+      else tensor = openreg::run(current_stream(call.device()), [&] { return to_host(tensor).clone(); });
+    }
     return call.result(std::move(tensor));
   }
-  static at::Tensor to_host(CpuCall& call, at::Tensor tensor) {
-    StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    LendDeviceMemory none(-1);
-    c10::DataPtr copy = c10::GetAllocator(c10::kCPU)->allocate(storage->nbytes());
-    run(current_stream(call.device()), [&] { std::memcpy(copy.get(), storage->data(), storage->nbytes()); });
-    storage->set_data_ptr_noswap(std::move(copy));
+  static at::Tensor to_host(at::Tensor tensor) {
+    if (tensor.has_storage()) move_to_host(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     return tensor;
   }
 

@@ -6,6 +6,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -30,12 +31,13 @@ int key = -1;
 Isolation mode = Isolation::kOff;
 const bool mode_from_environment = [] {
   const char* text = std::getenv("OPENREG_ISOLATION");
-  if (text && !std::strcmp(text, "off")) return true;
-  if (text && !std::strcmp(text, "strict")) {
+  if (!text || !*text || !std::strcmp(text, "off")) return true;
+  if (!std::strcmp(text, "strict")) {
     mode = Isolation::kStrict;
+  } else if (std::strcmp(text, "auto") != 0) {
+    std::fprintf(stderr, "openreg: OPENREG_ISOLATION=\"%s\" is not auto, strict or off; using off\n", text);
+    return true;
   } else {
-    if (text && *text && std::strcmp(text, "auto") != 0)
-      std::fprintf(stderr, "openreg: OPENREG_ISOLATION=\"%s\" is not auto, strict or off; using auto\n", text);
 #ifdef __x86_64__
     key = pkey_alloc(0, PKEY_DISABLE_ACCESS); // fails where the processor or the kernel has none
     if (key < 0) return true;
@@ -55,12 +57,27 @@ std::mutex mutex;
 int inside = 0; // threads that run work
 thread_local bool this_inside = false;
 
-void protect(int rights) noexcept {
-  if (range && mprotect(range, range_bytes, rights) != 0) {
-    std::fprintf(
-        stderr, "openreg: mprotect() of device memory failed: %s; set OPENREG_ISOLATION=off\n", std::strerror(errno));
-    std::abort();
-  }
+// What a device has in use. The rest of its range stays closed: the wider a range, the longer mprotect() takes.
+struct Used {
+  char* base;
+  std::size_t bytes;
+};
+std::array<Used, 64> used{};
+
+void check(bool success, const char* what) noexcept {
+  if (success) return;
+  std::fprintf(
+      stderr, "openreg: %s of device memory failed: %s; set OPENREG_ISOLATION=off\n", what, std::strerror(errno));
+  std::abort();
+}
+
+void protect(char* base, std::size_t bytes, int rights) noexcept {
+  check(mprotect(base, bytes, rights) == 0, "mprotect()");
+}
+
+void protect_used(int rights) noexcept {
+  for (const auto& [base, bytes] : used)
+    if (bytes) protect(base, bytes, rights);
 }
 
 // A child inherits the rights as they are; of the threads that it had, it has one.
@@ -70,7 +87,7 @@ const bool fork_noticed = [] {
       [] {
         const bool open = inside > 0;
         inside = this_inside;
-        if (open && !inside) protect(PROT_NONE);
+        if (open && !inside) protect_used(PROT_NONE);
         mutex.unlock();
       });
   return true;
@@ -213,35 +230,43 @@ void isolate(void* base, std::size_t bytes) noexcept {
   range_bytes = bytes;
 #ifdef __x86_64__
   if (mode == Isolation::kKeys) {
-    if (pkey_mprotect(base, bytes, PROT_READ | PROT_WRITE, key) != 0) {
-      std::fprintf(stderr, "openreg: pkey_mprotect() of device memory failed: %s; set OPENREG_ISOLATION=off\n",
-          std::strerror(errno));
-      std::abort();
-    }
+    check(pkey_mprotect(base, bytes, PROT_READ | PROT_WRITE, key) == 0, "pkey_mprotect()");
     std::uint32_t size, supervisor, unused;
     __cpuid_count(0xD, 9, size, pkru_offset, supervisor, unused);
   }
 #endif
-  // The first allocation may come from work that runs.
-  if (mode == Isolation::kStrict && !inside) protect(PROT_NONE);
+  if (mode == Isolation::kStrict) {
+    protect(range, bytes, PROT_NONE);
+    // No core dump needs it; and what differs in this the kernel does not join on closing, to split it on opening.
+    madvise(base, bytes, MADV_DONTDUMP);
+  }
   struct sigaction ours{};
   ours.sa_sigaction = on_fault;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &ours, &previous);
 }
 
-// One system call for all of the range: it costs what the pages in use cost, since the kernel skips the others.
+void isolate_used(int device, void* base, std::size_t bytes) noexcept {
+  if (mode != Isolation::kStrict) return;
+  std::lock_guard lock(mutex);
+  auto& now = used[static_cast<std::size_t>(device)];
+  if (bytes <= now.bytes) return;
+  now = {static_cast<char*>(base), bytes};
+  madvise(base, bytes, MADV_DODUMP);
+  if (inside) protect(now.base, bytes, PROT_READ | PROT_WRITE);
+}
+
 bool detail::open_strict() noexcept {
   if (this_inside) return false;
   std::lock_guard lock(mutex);
-  if (inside++ == 0) protect(PROT_READ | PROT_WRITE);
+  if (inside++ == 0) protect_used(PROT_READ | PROT_WRITE);
   return this_inside = true;
 }
 
 void detail::close_strict() noexcept {
   std::lock_guard lock(mutex);
   this_inside = false;
-  if (--inside == 0) protect(PROT_NONE);
+  if (--inside == 0) protect_used(PROT_NONE);
 }
 
 } // namespace openreg

@@ -12,13 +12,15 @@ namespace openreg {
 //   register, in tens of nanoseconds.
 // strict: mprotect() opens it for all threads while any of them runs work, in microseconds.
 // A touch from outside ends the process with a message that names the memory and the remedy, after which the
-// signal handler that was there before has its turn. OPENREG_ISOLATION: "auto" (keys, where the processor has
-// them), "strict" or "off".
+// signal handler that was there before has its turn. OPENREG_ISOLATION: "off" (the default), "auto" (keys, where the
+// processor has them, else off) or "strict".
 enum class Isolation { kOff, kStrict, kKeys };
 Isolation isolation() noexcept;
 
-// Isolates the range of all devices' memory, from its reservation on.
+// Isolates the range of all devices' memory, when it is reserved.
 void isolate(void* base, std::size_t bytes) noexcept;
+// The first `bytes` of a device's memory, and no more, may be in use from now on.
+void isolate_used(int device, void* base, std::size_t bytes) noexcept;
 
 // Whether the calling thread may be host code, asked in a signal handler. With keys, a thread which is not (a worker
 // of OpenMP or MKL that is older than the launch it works for) gets its rights when it first needs them.

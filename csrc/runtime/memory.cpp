@@ -31,6 +31,7 @@ namespace openreg {
 namespace {
 
 constexpr std::size_t kPage = 64 * 1024;
+constexpr std::size_t kHugePage = 2 << 20; // the processor's
 constexpr std::size_t kSmall = 32 * 1024;
 constexpr int kClasses = 32;
 
@@ -387,6 +388,7 @@ class Pool {
     if (page == kNone) fail(bytes);
     if (page + length > high_water_) {
       high_water_ = page + length;
+      isolate_used(device_, base_, (high_water_ * kPage + kHugePage - 1) / kHugePage * kHugePage);
       note_reserved();
     }
     return page;
@@ -432,7 +434,7 @@ struct Memory {
   Memory() {
     const auto count = static_cast<std::size_t>(device_count());
     // Twice the capacity: fragmentation must not end what the capacity allows.
-    stride = (2 * device_memory() + (1u << 30)) / kPage * kPage;
+    stride = (2 * device_memory() + (1u << 30)) / kHugePage * kHugePage;
     if (!count) return;
     void* range =
         mmap(nullptr, stride * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -176,6 +176,30 @@ void reuse() { // Note [Stream order]
   EXPECT(pending() == 0);
 }
 
+void helpers() { // Note [Isolation]: a thread that is older than the launch it works for has no rights from it
+  void* memory = allocate({0, 0}, 4096);
+  std::atomic<int> step{0};
+  const auto wait_for = [&](int value) {
+    while (step != value) std::this_thread::yield();
+  };
+  std::thread helper([&] {
+    for (int i = 0; i < 3; ++i) {
+      wait_for(2 * i + 1);
+      std::memset(memory, i, 4096);
+      ++step;
+    }
+  });
+  for (int i = 0; i < 3; ++i) {
+    launch({0, 0}, [&] {
+      ++step;
+      wait_for(2 * i + 2);
+    });
+    run({0, 0}, [&] { launch({0, 0}, [&] { check_bytes(static_cast<unsigned char*>(memory), 4096, i); }); });
+  }
+  helper.join();
+  deallocate(memory);
+}
+
 void bounded() {
   for (int i = 0; i < 10000; ++i) {
     const Stream stream = new_stream(0, i % 2 ? -1 : 0);
@@ -219,6 +243,7 @@ int main(int argc, char** argv) {
   order();
   errors();
   reuse();
+  helpers();
   bounded();
   stress(argc > 1 ? std::atof(argv[1]) : 3);
   std::printf("%llu bytes checked, %llu wrong\n", static_cast<unsigned long long>(checked),
