@@ -19,6 +19,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from openreg_ops import _C
 
 # The operators that Inductor takes apart and fuses with what stands around them; of the others, and in eager mode,
@@ -59,6 +61,35 @@ def _register_context_manager() -> None:
     dynamo.register_context_manager()
 
 
+def _register_random_state() -> None:
+    """Let graphs save and restore the device's random state, as checkpointing does: PyTorch knows its own devices only."""
+    rng_prims = sys.modules["torch._prims.rng_prims"]
+    save, restore = rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
+    key = torch._C.DispatchKey.BackendSelect
+    save_elsewhere, restore_elsewhere = save.py_kernels[key], restore.py_kernels[key]
+
+    def device_of(args: Any, kwargs: Any) -> torch.device | None:
+        devices = [getattr(x, "device", x) for x in (kwargs.get("device"), *args)]
+        return next((x for x in devices if isinstance(x, torch.device) and x.type == "openreg"), None)
+
+    def save_state(op: Any, *args: Any, **kwargs: Any) -> Any:
+        if (device := device_of(args, kwargs)) is None:
+            return save_elsewhere(op, *args, **kwargs)
+        return torch.openreg.get_rng_state(device), op(*args, **kwargs)
+
+    def with_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if (device := device_of(args, kwargs)) is None:
+            return restore_elsewhere(state, op, *args, **kwargs)
+        now = torch.openreg.get_rng_state(device)
+        torch.openreg.set_rng_state(state, device)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            torch.openreg.set_rng_state(now, device)
+
+    save.py_kernels[key], restore.py_kernels[key] = save_state, with_state
+
+
 def _register_inductor() -> None:
     from openreg_ops.inductor import codegen, operators
 
@@ -71,6 +102,7 @@ def register() -> None:
     for name, call in (
         ("torch._dynamo.device_interface", _register_interface),
         ("torch._dynamo.variables.ctx_manager", _register_context_manager),
+        ("torch._prims.rng_prims", _register_random_state),
         ("torch._inductor.compile_fx", _register_inductor),
     ):
         if name in sys.modules:

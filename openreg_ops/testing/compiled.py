@@ -137,15 +137,29 @@ def check(batch: Sequence[Case], device: str = "openreg") -> tuple[dict[str, str
         if len(batch) > 1:
             parts = [check([case], device) for case in batch]
             return {k: v for part, _ in parts for k, v in part.items()}, set().union(*(breaks for _, breaks in parts))
-        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.exc import Unsupported, UserError
 
         name = batch[0].name
-        if isinstance(error, Unsupported):
+        if _eager_fails(batch[0], device):
+            return {}, set()
+        if isinstance(error, (Unsupported, UserError)):
             try:
                 return compare(batch, device, fullgraph=False), {name}
             except Exception as second:
                 error = second
         return {name: f"{type(error).__name__}: {' '.join(str(error).split())}"}, set()
+
+
+def _eager_fails(case: Case, device: str) -> bool:
+    """Whether the sample is an error in eager mode too: an operator of CUDA's, a gradient that does not exist."""
+    arguments = _move(case.arguments, device, case.name)
+    try:
+        with torch.set_grad_enabled(case.grad):
+            args, kwargs = arguments
+            _gradients([case.function(*args, **kwargs)], [arguments])
+    except Exception:
+        return True
+    return False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -62,11 +62,12 @@ def test_compiled_autograd(model, x):
     assert_close([p.grad for p in model.parameters()], expected)
 
 
-def test_checkpointing(x):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_checkpointing(backend, x):
     """The dropout of the recomputed forward is that of the first."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)).to("openreg")
-    graph = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True)
-    plain = torch.compile(model, fullgraph=True)
+    graph = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend=backend, fullgraph=True)
+    plain = torch.compile(model, backend=backend, fullgraph=True)
     for seed in range(2):
         results = []
         for function in (graph, plain):
