@@ -1,7 +1,7 @@
 """torch.compile for the device: Dynamo's device interface, and Inductor's C++ kernels run on device memory.
 
-Nothing here is called by users. Importing this package loads neither Dynamo nor Inductor (two seconds): the parts
-register themselves when PyTorch loads those.
+Users need nothing of it but `decompositions`. Importing this package loads neither Dynamo nor Inductor (two seconds):
+the parts register themselves when PyTorch loads those.
 
     dynamo.py    what Dynamo asks a device: streams, events, current device
     operators.py what becomes of custom operators
@@ -88,6 +88,11 @@ def _register_random_state() -> None:
             torch.openreg.set_rng_state(now, device)
 
     save.py_kernels[key], restore.py_kernels[key] = save_state, with_state
+    # The other implementations of `save` call the one replaced as a variable of the function around them.
+    for traced in save.python_key_table.values():
+        names = getattr(getattr(traced, "__code__", None), "co_freevars", ())
+        if save_elsewhere.__name__ in names:
+            traced.__closure__[names.index(save_elsewhere.__name__)].cell_contents = save_state
 
 
 def _register_inductor() -> None:
