@@ -132,7 +132,15 @@ def batched_out(in_dims: Sequence[int | None], input: Tensor, *, out: Tensor) ->
         len(in_dims) == 2 and in_dims[0] is not None,
         lambda: "custom_abs: expected vmap to map over both input and out; call it without out",
     )
-    torch.ops.openreg.custom_abs.out(input.movedim(in_dims[0], 0), out=out.movedim(in_dims[1], 0))
+    x, y = input.movedim(in_dims[0], 0), out.movedim(in_dims[1], 0)
+    torch._check(
+        x.shape == y.shape,
+        lambda: (
+            f"custom_abs: expected out of shape {list(x.shape[1:])} under vmap, where it cannot be resized, but got "
+            f"{list(y.shape[1:])}; call it without out"
+        ),
+    )
+    torch.ops.openreg.custom_abs.out(x, out=y)
     return out, in_dims[1]
 
 

@@ -121,7 +121,7 @@ class AdamW(torch.optim.AdamW):
                 continue
             for p, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in loaded["state"].get(key, {}).items():
-                    if name != "step":
+                    if name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
                         self.state[p][name] = value.to(device=p.device, dtype=op.acc_dtype(p.dtype))
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """ATen's operators in async mode: queued where their results are known before they run, equal to the CPU's."""
 
+import threading
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -41,7 +43,7 @@ CASES = {
 
 
 # Of these a part has its Meta kernel in Python only, or none, and so waits for the stream.
-WAIT = {"not structured", "in place", "max", "sum", "two outputs", "where", "activations"}
+WAIT = {"promotion", "not structured", "in place", "max", "sum", "two outputs", "where", "activations"}
 
 
 def inputs():
@@ -107,6 +109,63 @@ def test_shape_errors_are_raised_at_once_and_kernel_errors_at_synchronisation():
         with pytest.raises(torch.AcceleratorError, match="(?s)Target 9 is out of bounds.*nll_loss_forward.*openreg:0"):
             torch.openreg.synchronize()
     assert torch.equal((x + x).cpu(), torch.full((3, 4), 2.0))
+
+
+def test_the_default_dtype_is_that_of_the_call():
+    a = torch.arange(1000, device="openreg")
+    results = []
+    try:
+        with torch.openreg.launch_mode("async"):
+            torch.openreg._sleep(20 * MS)
+            results = [a / 3, a * 1.1, a.sin(), a < 2.5]
+            torch.set_default_dtype(torch.bfloat16)
+            torch.openreg.synchronize()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x = torch.arange(1000)
+    assert_close([each.cpu() for each in results], [x / 3, x * 1.1, x.sin(), x < 2.5])
+
+
+def test_converted_arguments_give_the_layout_of_the_cpu():
+    def program(device):
+        a = torch.ones(2, 3, dtype=torch.float64, device=device)
+        return (a * torch.ones(2, 2, 1, device=device).as_strided((2, 2, 1), (1, 0, 2))).stride()
+
+    with torch.openreg.launch_mode("async"):
+        assert program("openreg") == program("cpu")
+
+
+def test_fills_and_copies_say_at_once_what_they_refuse():
+    with torch.openreg.launch_mode("async"):
+        assert torch.zeros(1, device="openreg").expand(4).fill_(2.0).tolist() == [2, 2, 2, 2]
+        assert torch.ones(3, 1, device="openreg").expand(3, 4).zero_().sum() == 0
+        for wrong in (
+            lambda: torch.zeros(3, dtype=torch.uint8, device="openreg").fill_(300),
+            lambda: torch.zeros(3, device="openreg").fill_(1j),
+            lambda: torch.zeros(3, dtype=torch.bool, device="openreg").relu_(),
+            lambda: torch.zeros(1, device="openreg").expand(4).copy_(torch.ones(4, device="openreg")),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                wrong()
+            assert not isinstance(caught.value, torch.AcceleratorError)
+        torch.openreg.synchronize()
+
+
+def test_threads_of_the_process_stay_as_they_are():
+    x, threads, seen = torch.ones(4, device="openreg"), torch.get_num_threads(), []
+    try:
+        with torch.openreg.launch_mode("async"):
+            torch.openreg._sleep(20 * MS)
+            torch.set_num_threads(1)
+            x + x
+            torch.set_num_threads(threads)
+            torch.openreg.synchronize()
+        new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        new.start()
+        new.join()
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [threads]
 
 
 def test_overlap_is_still_refused():

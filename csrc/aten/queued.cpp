@@ -8,6 +8,8 @@
 #include <c10/core/impl/COW.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <omp.h>
+
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
@@ -39,8 +41,7 @@ struct Plan {
   std::optional<c10::OperatorHandle> out; // of one that returns new tensors: its out= form
 };
 
-// Operators that write to their first argument, whatever its shape, and can be given nothing that a Meta kernel
-// refuses.
+// Operators that write to their first argument, whatever its shape; their Meta kernels are in Python.
 const std::unordered_set<std::string> kFills = {
     "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_", "aten::relu_"};
 
@@ -138,6 +139,7 @@ class Arguments {
       known->written |= written;
       return true;
     }
+    if (all_.size() == kMost) return false;
     Argument each{x, {}, {}, written};
     const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
     if (x.is_cpu()) { // a number: by value
@@ -168,6 +170,7 @@ class Arguments {
 
   // A written tensor that shares memory with another must meet it in the kernel's own check for overlap.
   bool apart() const {
+    if (std::none_of(all_.begin(), all_.end(), [](const Argument& a) { return a.written; })) return true;
     for (const Argument& a : all_)
       for (const Argument& b : all_)
         if (a.written && &a != &b && a.real.is_alias_of(b.real)) return false;
@@ -183,6 +186,7 @@ class Arguments {
   int device() const { return device_; } // -1: no tensor is on one
 
  private:
+  static constexpr size_t kMost = 64; // more take longer to look up than they would run
   std::vector<Argument> all_;
   int device_ = -1;
 };
@@ -217,11 +221,45 @@ c10::IValue map_tensors(const c10::IValue& value, const F& f) {
   return value;
 }
 
-// Runs `kernel` on the stream's worker, with as many threads as the caller has: each thread has a number of its own.
+bool is_integral(const at::Tensor& x) {
+  return c10::isIntegralType(x.scalar_type(), /*includeBool=*/true);
+}
+
+// Whether the kernel may convert its arguments to another dtype. It would do so by the default dtype of when it runs,
+// and, on the CPU, the layout of a result then follows from that of the converted arguments.
+bool may_convert(
+    const c10::FunctionSchema& schema, const Arguments& arguments, const Stack& stack, const Stack& results) {
+  if (schema.name().starts_with("aten::nll_loss")) return false; // its integers are indices
+  bool integral = false, other = false;
+  std::optional<at::ScalarType> type;
+  for (const Argument& each : arguments.all()) {
+    const at::Tensor& x = each.real;
+    (is_integral(x) ? integral : other) = true;
+    if (x.dim() == 0) continue;
+    if (type && *type != x.scalar_type()) return true;
+    type = x.scalar_type();
+  }
+  for (size_t i = stack.size() - schema.arguments().size(); i < stack.size(); ++i)
+    other |= stack[i].isDouble() || stack[i].isComplexDouble();
+  for (const c10::IValue& y : results) other |= !is_integral(y.toTensor());
+  return (type ? c10::isIntegralType(*type, /*includeBool=*/true) : integral) && other;
+}
+
+// Whether a fill can say nothing against its value.
+bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
+  const at::Tensor& self = arguments.all().front().real;
+  if (zero) return true;
+  return self.is_floating_point() && at::has_internal_overlap(self) == at::MemOverlap::No &&
+      std::none_of(stack.begin(), stack.end(), [](const c10::IValue& value) { return value.isComplexDouble(); }) &&
+      std::all_of(arguments.all().begin(), arguments.all().end(),
+          [&](const Argument& each) { return each.written || (each.real.dim() == 0 && !each.real.is_complex()); });
+}
+
+// Runs `kernel` on the stream's worker, with as many threads as the caller has: OpenMP keeps a number for each thread.
 template <class Kernel>
 void queue_kernel(int device, const char* name, Kernel kernel) {
   launch(current_stream(device), [name, kernel = std::move(kernel), threads = at::get_num_threads()]() mutable {
-    if (at::get_num_threads() != threads) at::set_num_threads(threads);
+    if (at::get_num_threads() != threads) omp_set_num_threads(threads);
     c10::impl::ExcludeDispatchKeyGuard below_autograd(kExcluded);
     try {
       kernel();
@@ -256,15 +294,12 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
     host.push_back(map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
   }
   if (plan.fills) {
-    const at::Tensor& self = arguments.all().front().meta;
-    at::assert_no_internal_overlap(self);
-    for (const Argument& each : arguments.all())
-      TORCH_CHECK(each.written || each.real.dim() == 0,
-          "fill_ only supports 0-dimension value tensor but got tensor with ", each.real.dim(), " dimensions.");
+    if (!fits(arguments, *stack, op.operator_name().name == "aten::zero_")) return false;
   } else if (plan.meta) plan.meta->callBoxed(op, DispatchKeySet(DispatchKey::Meta), &meta);
   else op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta);
 
   Stack results;
+  if (!plan.fills && may_convert(op.schema(), arguments, *stack, meta)) return false;
   if (plan.out) {
     for (const c10::IValue& value : meta) {
       const at::Tensor& y = value.toTensor();
@@ -291,7 +326,8 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
 bool queue_copy(const at::Tensor& from, const at::Tensor& to) {
   Arguments arguments;
   if (!from.is_privateuseone() || !to.is_privateuseone() || !arguments.add(from, false) || !arguments.add(to, true) ||
-      !arguments.apart() || from.is_same(to) || !at::is_expandable_to(from.sizes(), to.sizes()))
+      !arguments.apart() || from.is_same(to) || !at::is_expandable_to(from.sizes(), to.sizes()) ||
+      at::has_internal_overlap(to) == at::MemOverlap::Yes || (from.is_complex() && !to.is_complex()))
     return false;
   queue_kernel(arguments.device(), "aten::copy_",
       [from = arguments.find(from)->host, to = arguments.find(to)->host]() mutable { to.copy_(from); });

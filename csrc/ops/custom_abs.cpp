@@ -59,11 +59,24 @@ Tensor custom_abs(const Tensor& input) {
   return y;
 }
 
-Tensor& custom_abs_(Tensor& input) {
+void check_in_place(const Tensor& input) {
   constexpr const char* op = "custom_abs_";
   check_input(op, input);
   TORCH_CHECK(!input.is_complex(), op, ": expected input of a real dtype, in which the result is stored, but got ",
       dtype_name(input.scalar_type()), "; use custom_abs");
+}
+
+void check_out(const Tensor& input, const Tensor& out) {
+  constexpr const char* op = "custom_abs";
+  check_input(op, input);
+  check_same_device(op, "input", input, "out", out);
+  const auto type = c10::toRealValueType(input.scalar_type());
+  TORCH_CHECK(out.scalar_type() == type, op, ": expected out of ", dtype_name(type),
+      ", the dtype of the result, but got ", dtype_name(out.scalar_type()), "; convert it with .to()");
+}
+
+Tensor& custom_abs_(Tensor& input) {
+  check_in_place(input);
   at::assert_no_internal_overlap(input);
   if (input.is_non_overlapping_and_dense()) abs_into(input, input);
   else input.copy_(custom_abs(input));
@@ -71,12 +84,7 @@ Tensor& custom_abs_(Tensor& input) {
 }
 
 Tensor& custom_abs_out(const Tensor& input, Tensor& out) {
-  constexpr const char* op = "custom_abs";
-  check_input(op, input);
-  check_same_device(op, "input", input, "out", out);
-  const auto type = c10::toRealValueType(input.scalar_type());
-  TORCH_CHECK(out.scalar_type() == type, op, ": expected out of ", dtype_name(type),
-      ", the dtype of the result, but got ", dtype_name(out.scalar_type()), "; convert it with .to()");
+  check_out(input, out);
   at::assert_no_internal_overlap(out);
   at::assert_no_partial_overlap(out, input);
   at::native::resize_output(out, input.sizes());
@@ -116,10 +124,12 @@ Tensor& write_functional(const Tensor& input, Tensor& out) {
 }
 
 Tensor& custom_abs_functionalize(Tensor& input) {
+  check_in_place(input);
   return write_functional(input, input);
 }
 
 Tensor& custom_abs_out_functionalize(const Tensor& input, Tensor& out) {
+  check_out(input, out);
   return write_functional(input, out);
 }
 

@@ -366,7 +366,7 @@ class Pool {
     return page;
   }
 
-  // The first page of `length` free pages for a stream, taken.
+  // The first page of `length` free pages for a stream, taken; count_segments() comes after.
   std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::unique_lock<std::mutex>& lock) {
     std::size_t page = kNone;
     if (!cached_.empty()) [[unlikely]]
@@ -389,7 +389,6 @@ class Pool {
     if (page + length > high_water_) {
       high_water_ = page + length;
       isolate_used(device_, base_, (high_water_ * kPage + kHugePage - 1) / kHugePage * kHugePage);
-      note_reserved();
     }
     return page;
   }

@@ -575,6 +575,10 @@ def test_hooks_of_loading():
     assert torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"] / 3)
     assert again.state[p]["exp_avg_sq"].tolist() == [7, 7] and again.state[p]["exp_avg_sq"].dtype == torch.float32
     assert len(again._optimizer_load_state_dict_pre_hooks) == 1
+    saved = optimizer.state_dict()
+    saved["state"][0]["skipped"] = 3  # a user's own
+    again.load_state_dict(saved)
+    assert again.state[p]["skipped"] == 3
 
 
 def test_grad_scaler():

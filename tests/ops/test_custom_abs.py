@@ -225,8 +225,18 @@ def test_forms_that_write_vmapped():
     assert_close(torch.vmap(custom_abs_, in_dims=1, out_dims=1)(x.clone()), x.abs())
     torch.vmap(lambda x, out: custom_abs(x, out=out), in_dims=(0, 1))(x, out)
     assert_close(out, x.abs().mT)
+    with pytest.raises(RuntimeError, match=r"custom_abs: expected out of shape \[4\] under vmap.*but got \[5\]"):
+        torch.vmap(lambda x, out: custom_abs(x, out=out))(x, random(3, 5))
     with pytest.raises(RuntimeError, match="expected vmap to map over both input and out"):
         torch.vmap(lambda x: custom_abs(x, out=out), in_dims=0)(x)
+
+
+def test_rejects_under_functionalize():
+    z = torch.complex(random(3), random(3))
+    with pytest.raises(RuntimeError, match="custom_abs_: expected input of a real dtype"):
+        torch.func.functionalize(lambda z: custom_abs_(z))(z)
+    with pytest.raises(RuntimeError, match="custom_abs: expected out of float32"):
+        torch.func.functionalize(lambda x: custom_abs(x, out=x.double()))(random(3))
 
 
 def test_rejects_for_forms_that_write():
