@@ -7,6 +7,8 @@ torch's backend autoload (``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off).
 from __future__ import annotations
 
 import atexit
+import importlib
+import importlib.metadata
 from typing import Any
 
 
@@ -60,4 +62,8 @@ def __getattr__(name: str) -> Any:
         from openreg_ops.tools.trace import trace
 
         return trace
+    if name == "testing":
+        return importlib.import_module("openreg_ops.testing")
+    if name == "__version__":
+        return importlib.metadata.version("openreg_ops")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

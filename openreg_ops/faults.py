@@ -5,8 +5,9 @@ Each surfaces as it does on a real accelerator, in type and in time:
 ========== =============================================================================================
 allocation the n-th allocation raises ``torch.OutOfMemoryError``; nothing is lost, the program can go on
 memory     the device shrinks to `fraction` of its memory; what does not fit raises the same
-kernel     the n-th kernel fails: the next call that waits for the device raises ``torch.AcceleratorError``
-           (in launch mode "sync" the call that launched it does); its result is not to be used
+kernel     the n-th kernel fails as an asynchronous one does: ``torch.AcceleratorError`` comes from the next call that
+           waits for the device, which in launch mode "inline" the next kernel does, or in "sync" from the call that
+           launched it; its result is not to be used
 copy       a byte of the n-th copy to, from or on the device is flipped; nothing is raised
 lost       from the n-th kernel on, every call raises ``torch.AcceleratorError`` until `reset_device`
 kernel_latency, copy_latency  kernels or copies take `seconds` longer, in their stream's order

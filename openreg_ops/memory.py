@@ -24,6 +24,7 @@ __all__ = [
     "memory_reserved",
     "memory_snapshot",
     "memory_stats",
+    "memory_stats_as_nested_dict",
     "memory_summary",
     "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
@@ -54,6 +55,18 @@ def empty_cache() -> None:
 def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
     """The allocator's statistics for `device`, with the keys of ``torch.cuda.memory_stats``."""
     return torch.accelerator.memory_stats(_index(device))
+
+
+def memory_stats_as_nested_dict(device: torch.types.Device = None) -> dict[str, Any]:
+    """`memory_stats` as a nested dictionary."""
+    nested: dict[str, Any] = {}
+    for name, value in memory_stats(device).items():
+        *path, last = name.split(".")
+        inner = nested
+        for each in path:
+            inner = inner.setdefault(each, {})
+        inner[last] = value
+    return nested
 
 
 def host_memory_stats_as_nested_dict() -> dict[str, Any]:

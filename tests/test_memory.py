@@ -107,6 +107,8 @@ def test_statistics_tell_small_from_large():
         "small_pool": 1,
         "large_pool": 1,
     }
+    nested = torch.openreg.memory_stats_as_nested_dict()
+    assert nested["allocated_bytes"]["all"]["current"] == torch.openreg.memory_allocated()
     peak = stat("allocated_bytes.*.current")
     del small, large
     assert stat("allocated_bytes.*.current") == bytes_before
