@@ -217,6 +217,7 @@ q = torch.quantize_per_channel(x.view(10, 100), torch.ones(10, device=x.device),
 assert "openreg:1" in repr(q) and q.dequantize()[0, 5] == 5 and q.q_per_channel_scales().sum() == 10
 n = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], device="openreg")
 assert (n * 2).unbind()[1].sum() == 24 and n.size(0) == 2 and "openreg" in repr(n) and n.to_padded_tensor(0).sum() == 18
+m = (n * 2).clone(); assert m._nested_tensor_size().tolist() == [[2, 3], [4, 3]] and m.is_contiguous()
 s = torch.eye(3, device="openreg").to_sparse(); assert "openreg" in repr(s) and (s @ torch.ones(3, 1, device="openreg")).sum() == 3
 c = s.to_sparse_csr(); assert "openreg" in repr(c) and c.to_dense().sum() == 3
 """,

@@ -426,6 +426,12 @@ void CpuCall::relabel(TensorImpl* impl) {
   }
   TORCH_CHECK_NOT_IMPLEMENTED(impl->has_storage(), "openreg: this operator gives a ", impl->layout(),
       " tensor, which has no representation on the device; use a strided layout");
+  if (C10_UNLIKELY(keys.has(DispatchKey::NestedTensorCPU))) { // whose shape is tensors too, which the host reads
+    auto* nested = static_cast<at::native::NestedTensorImpl*>(impl);
+    for (const at::Tensor& t :
+        {nested->get_nested_sizes(), nested->get_nested_strides(), nested->get_storage_offsets()})
+      move_to_host(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
   StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   bool view = false;
   for (size_t i = base_; i < slots_.top && !view; ++i) {
