@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-import openreg_ops  # noqa: F401
+import openreg_ops
 
 
 def compile_model(path: Path) -> Path:
@@ -51,7 +51,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         package = Path(sys.argv[1]) if len(sys.argv) > 1 else compile_model(Path(directory, "model.pt2"))
         program = build(Path(directory, "run_package"))
-        path = os.pathsep.join(path for path in sys.path if path)  # the interpreter inside finds what this one does
+        # The interpreter inside finds what this one does, an editable install too, which is on no path.
+        found = [str(Path(openreg_ops.__file__).parents[1]), *sys.path]
+        path = os.pathsep.join(each for each in found if each)
         return subprocess.run([str(program), str(package)], env={**os.environ, "PYTHONPATH": path}).returncode
 
 
