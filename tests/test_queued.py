@@ -151,6 +151,14 @@ def test_fills_and_copies_say_at_once_what_they_refuse():
         torch.openreg.synchronize()
 
 
+def test_an_operator_that_writes_to_more_than_it_returns():
+    """_amp_update_scale_ writes to the growth tracker too."""
+    scale, tracker = torch.full((1,), 4.0, device="openreg"), torch.ones(1, dtype=torch.int32, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        out = torch._amp_update_scale_(scale, tracker, torch.zeros(1, device="openreg"), 2.0, 0.5, 2)
+        assert out is scale and scale.tolist() == [8.0] and tracker.tolist() == [0]
+
+
 def test_threads_of_the_process_stay_as_they_are():
     x, threads, seen = torch.ones(4, device="openreg"), torch.get_num_threads(), []
     try:

@@ -95,8 +95,9 @@ Plan make_plan(const c10::OperatorHandle& op) {
     const auto meta = state.find("\nMeta: registered at ");
     if (meta == std::string::npos || state.find("RegisterMeta", meta) > state.find('\n', meta + 1)) return plan;
   }
-  if (writes) {
-    plan.possible = std::all_of(returns.begin(), returns.end(), [](const auto& each) { return is_written(each); }) &&
+  if (writes) { // and returns what it writes to, all of it
+    plan.possible = std::count(plan.written.begin(), plan.written.end(), true) == std::ssize(returns) &&
+        std::all_of(returns.begin(), returns.end(), [](const auto& each) { return is_written(each); }) &&
         op.hasKernelForDispatchKey(DispatchKey::CPU);
   } else if (std::none_of(returns.begin(), returns.end(), [](const auto& each) { return each.alias_info(); })) {
     plan.out = out_form(schema);
