@@ -854,7 +854,8 @@ def test_every_check_has_its_section():
 
 
 def command(*arguments, cwd):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{cwd}"}
+    installed = Path(openreg_ops.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{installed}{os.pathsep}{cwd}"}
     return subprocess.run(
         [sys.executable, "-m", "openreg_ops", "check", *arguments],
         cwd=cwd,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 def command(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "openreg_ops", "info", *arguments],
+        [sys.executable, "-P", "-m", "openreg_ops", "info", *arguments],
         cwd=ROOT,
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
         capture_output=True,

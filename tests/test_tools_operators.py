@@ -260,7 +260,7 @@ def test_another_backend_of_private_use_1(tmp_path, package, name):
     result = subprocess.run(
         [sys.executable, "-m", package, "operators", "--import", "toy_backend", "--device", name,
          "--ops", "^aten::(relu|mm.out)$", "--json", "-"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(openreg_ops.__file__).parents[1])}, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)

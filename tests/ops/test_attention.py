@@ -283,7 +283,9 @@ def run(length):
 small = run(64)
 print(run(8192) - small)
 """
-    kibibytes = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    kibibytes = int(
+        subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True).stdout
+    )
     assert kibibytes < 64 * 1024
 
 

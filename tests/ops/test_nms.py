@@ -312,5 +312,7 @@ def test_serves_torchvision(order):
         print("served")
     """
     source = f"ORDER = {order!r}\n" + textwrap.dedent(program)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", source], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0 and done.stdout.endswith("served\n"), done.stderr
