@@ -111,7 +111,7 @@ def test_what_breaks(saved, backend):
 
 def test_registrations_of_this_process():
     found = {r.operator: r for r in drift.registered("PrivateUse1")}
-    assert found["empty.memory_format"].where.startswith("csrc/aten/minimal.cpp:") and not found["mm"].boxed
+    assert "csrc/aten/minimal.cpp:" in found["empty.memory_format"].where and not found["mm"].boxed
     assert "softmax.int_out" not in found, "shared kernels follow torch by themselves"
     if (Path(__file__).parents[1] / "csrc").exists():
         file, _, line = found["view"].where.partition(":")

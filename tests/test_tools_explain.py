@@ -94,7 +94,8 @@ def test_fallback_and_refusal(library, x):
 
 def test_where(x):
     explained = explain("openreg::rms_norm", x, torch.ones(3, device="openreg"))
-    assert [step.where.partition(":")[0] for step in explained.steps] == ["csrc/ops/rms_norm.cpp"] * 2
+    places = [step.where.partition(":")[0] for step in explained.steps]  # of an installed copy absolute
+    assert len(places) == 2 and all(place.endswith("csrc/ops/rms_norm.cpp") for place in places)
     if (dispatch.ROOT / "csrc").exists():
         source, _, line = explained.steps[-1].where.partition(":")
         assert (
