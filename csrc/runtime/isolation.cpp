@@ -14,6 +14,7 @@
 #include <mutex>
 
 #include "memory.h"
+#include "shared.h"
 #include "stream.h"
 
 #ifdef __x86_64__
@@ -228,6 +229,18 @@ void isolate(void* base, std::size_t bytes) noexcept {
   ours.sa_sigaction = on_fault;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &ours, &previous);
+}
+
+bool remap(void* pages, std::size_t bytes, int file) noexcept {
+  std::lock_guard lock(mutex); // in strict mode another thread may open or close the memory
+  const int rights = mode == Isolation::kStrict && !inside ? PROT_NONE : PROT_READ | PROT_WRITE;
+  const int kind = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
+  if (mmap(pages, bytes, rights, kind | MAP_FIXED, file, 0) == MAP_FAILED) return false;
+  if (file < 0) madvise(pages, bytes, MADV_HUGEPAGE);
+#ifdef __x86_64__
+  if (mode == Isolation::kKeys) return pkey_mprotect(pages, bytes, rights, key) == 0;
+#endif
+  return true;
 }
 
 // One system call for all of the range: it costs what the pages in use cost, since the kernel skips the others.
