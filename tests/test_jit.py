@@ -66,6 +66,13 @@ def test_saved_and_loaded(how, to):
     torch.testing.assert_close(loaded(x.to(device)).cpu(), model(x).cpu())
 
 
+def test_a_loaded_script_moves_when_it_is_loaded():
+    scripted = torch.jit.script(Block().openreg())
+    assert scripted.to("cpu").weight.device.type == "cpu"
+    with pytest.raises(AssertionError, match="param must be a Parameter"):  # CHANGELOG.md, known limits
+        again(scripted).to("openreg")
+
+
 @pytest.mark.parametrize("how", ["trace", "script"])
 def test_gradients(how):
     model, x = Block().openreg(), torch.randn(3, 4, device="openreg")
