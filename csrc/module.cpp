@@ -14,6 +14,8 @@
 #include "aten/native.h"
 #include "backend/generator.h"
 #include "backend/inductor.h"
+#include "backend/serialization.h"
+#include "backend/sharing.h"
 #include "runtime/device.h"
 #include "runtime/fault.h"
 #include "runtime/isolation.h"
@@ -168,6 +170,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "reset_accumulated_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_accumulated_stats(); });
   m.attr("empty_strided") = py::reinterpret_steal<py::object>(PyCFunction_New(&empty_strided_method, nullptr));
+  m.def("tag", &openreg::tag);
+  m.def("set_tag", &openreg::set_tag);
+  m.def("share_storage", &openreg::share_storage, py::call_guard<py::gil_scoped_release>());
+  m.def("open_storage", &openreg::open_storage, py::call_guard<py::gil_scoped_release>());
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);
 }

@@ -1,5 +1,8 @@
 """Random numbers: the device's own, reproducible, equal to the CPU's under one seed, never the CPU's own."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,13 @@ WITHOUT_GENERATOR = {
     "gamma": lambda d: torch.distributions.Gamma(torch.ones(5, device=d), torch.ones(5, device=d)).sample(),
     "dirichlet": lambda d: torch.distributions.Dirichlet(torch.ones(5, device=d)).sample(),
     "binomial": lambda d: torch.distributions.Binomial(10, torch.full((5,), 0.3, device=d)).sample(),
+    "dropout2d": lambda d: F.dropout2d(torch.ones(2, 40, 3, 3, device=d), 0.4),
+    "alpha_dropout": lambda d: F.alpha_dropout(torch.ones(64, device=d), 0.4, training=True),
+    "randint_like": lambda d: torch.randint_like(torch.ones(17, device=d), 1000),
+    "bernoulli_": lambda d: torch.empty(64, device=d).bernoulli_(torch.full((64,), 0.3, device=d)),
+    "complex": lambda d: torch.randn(17, dtype=torch.complex64, device=d),
+    "attention": lambda d: F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4, device=d), dropout_p=0.4),
+    "trunc_normal_": lambda d: torch.nn.init.trunc_normal_(torch.empty(4, 4, device=d)),
     "init": lambda d: torch.nn.init.kaiming_uniform_(torch.empty(4, 4, device=d)),
 }
 
@@ -63,17 +73,56 @@ def test_generators(name):
         DRAWS[name]("openreg:1", generator=torch.Generator())
 
 
+def draws(generator):
+    return torch.rand(3, device=generator.device, generator=generator).tolist()
+
+
 def test_generator_interface():
     generator = torch.Generator(device="openreg:1")
     assert generator.device == torch.device("openreg:1")
     assert generator.manual_seed(7).initial_seed() == 7
     state = generator.get_state()
-    first = torch.rand(3, device="openreg:1", generator=generator)
-    clone = generator.clone_state() if hasattr(generator, "clone_state") else None
-    assert clone is None or torch.rand(3, device="openreg:1", generator=clone) is not None
+    first = draws(generator)
     generator.set_state(state)
-    assert torch.rand(3, device="openreg:1", generator=generator).equal(first)
+    assert draws(generator) == first
     assert generator.seed() != 7
+    assert torch.Generator("openreg").device == torch.device("openreg:0")
+    with pytest.raises(RuntimeError, match="invalid device ordinal 7; there are 2 devices"):
+        torch.Generator(device="openreg:7")
+
+
+COPIES = {
+    "clone_state": lambda g: g.clone_state(),
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_generators_go_their_own_way(name):
+    generator = torch.Generator(device="openreg:1").manual_seed(7)
+    draws(generator)
+    clone = COPIES[name](generator)
+    assert clone.device == generator.device and clone.initial_seed() == 7
+    first = draws(generator)
+    assert draws(clone) == first
+    draws(clone)
+    assert draws(clone) != draws(generator)
+
+
+def test_graph_safe_state_is_shared():
+    one, two = torch.Generator(device="openreg").manual_seed(7), torch.Generator(device="openreg")
+    two.graphsafe_set_state(one.graphsafe_get_state())
+    first, second = draws(one), draws(two)
+    one.manual_seed(7)
+    assert first != second and [draws(two), draws(one)] == [first, second]
+
+
+def test_the_engine_has_no_offset():
+    generator = torch.Generator(device="openreg")
+    assert generator.get_offset() == 0 and generator.set_offset(0) is generator
+    with pytest.raises(RuntimeError, match=r"no offset .its engine is Mersenne Twister., but got 4; use set_state"):
+        generator.set_offset(4)
 
 
 def test_each_device_has_its_own_default_generator():
@@ -99,15 +148,25 @@ def test_states():
     torch.openreg.seed()
 
 
-def test_fork_rng_and_checkpoint():
-    before = torch.rand(1, device="openreg")
-    torch.manual_seed(2)
-    expected = torch.rand(3, device="openreg")
-    torch.manual_seed(2)
-    with torch.random.fork_rng(devices=[0], device_type="openreg"):
+@pytest.mark.parametrize("devices", [[0], [0, 1], None], ids=str)
+def test_fork_rng(devices):
+    states = torch.get_rng_state(), torch.openreg.get_rng_state(0), torch.openreg.get_rng_state(1)
+    with torch.random.fork_rng(devices=devices, device_type="openreg"):
+        torch.manual_seed(2)
         torch.rand(100, device="openreg")
-    assert torch.rand(3, device="openreg").equal(expected) and before is not None
-    x = torch.ones(64, device="openreg", requires_grad=True)
-    out = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=False)
+    restored = torch.get_rng_state(), torch.openreg.get_rng_state(0), torch.openreg.get_rng_state(1)
+    assert [a.equal(b) for a, b in zip(states, restored, strict=True)] == [True, True, devices != [0]]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_checkpoint(use_reentrant, preserve):
+    x = torch.ones(64, device="openreg:1", requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(
+        lambda x: F.dropout(x, 0.5), x, use_reentrant=use_reentrant, preserve_rng_state=preserve
+    )
+    torch.rand(5, device="openreg:1")
+    state = torch.openreg.get_rng_state(1)
     out.sum().backward()
-    assert x.grad.equal(out.detach())
+    assert x.grad.equal(out.detach()) == preserve  # the same elements were dropped
+    assert torch.openreg.get_rng_state(1).equal(state) == preserve

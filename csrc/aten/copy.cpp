@@ -1,5 +1,6 @@
 // Copies between every pair of host, pinned host and devices: ATen's CPU copy over aliases, which
 // brings every dtype conversion, layout, overlap check and conj/neg bit with it.
+#include <ATen/NestedTensorImpl.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/resize.h>
 #include <torch/library.h>
@@ -82,8 +83,23 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destin
   return copy_from(self, destination, false);
 }
 
+// Between any devices: the sizes of a nested tensor stay on the host, its buffer moves.
+at::Tensor nested_to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pin_memory, bool non_blocking,
+    std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "_to_copy: a nested tensor cannot become ", *layout);
+  const auto* nested = at::native::get_nested_tensor_impl(self);
+  const auto options = at::TensorOptions().dtype(dtype).device(device).pinned_memory(pin_memory);
+  return at::detail::make_tensor<at::native::NestedTensorImpl>(
+      nested->get_unsafe_storage_as_tensor().to(options, non_blocking, /*copy=*/true, format),
+      nested->get_nested_sizes(), nested->get_nested_strides(), nested->get_storage_offsets());
+}
+
 } // namespace
 
+TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
+  m.impl("_to_copy", nested_to_copy);
+}
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);

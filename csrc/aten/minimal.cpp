@@ -148,4 +148,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream_of_tensor);
 }
 
+// The boxed kernel passes a Storage as it is, and ATen's kernel of this name asks nothing of its device.
+TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, m) {
+  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_quantized_);
+}
+
 } // namespace openreg

@@ -15,6 +15,7 @@
 #include <mutex>
 
 #include "memory.h"
+#include "shared.h"
 #include "stream.h"
 
 #ifdef __x86_64__
@@ -256,6 +257,19 @@ void isolate_used(int device, void* base, std::size_t bytes) noexcept {
   if (inside) protect(now.base, bytes, PROT_READ | PROT_WRITE);
 }
 
+bool remap(void* pages, std::size_t bytes, int file) noexcept {
+  std::lock_guard lock(mutex); // in strict mode another thread may open or close the memory
+  const int rights = mode == Isolation::kStrict && !inside ? PROT_NONE : PROT_READ | PROT_WRITE;
+  const int kind = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
+  if (mmap(pages, bytes, rights, kind | MAP_FIXED, file, 0) == MAP_FAILED) return false;
+  if (file < 0) madvise(pages, bytes, MADV_HUGEPAGE);
+#ifdef __x86_64__
+  if (mode == Isolation::kKeys) return pkey_mprotect(pages, bytes, rights, key) == 0;
+#endif
+  return true;
+}
+
+// One system call for all of the range: it costs what the pages in use cost, since the kernel skips the others.
 bool detail::open_strict() noexcept {
   if (this_inside) return false;
   std::lock_guard lock(mutex);

@@ -30,9 +30,9 @@
 namespace openreg {
 namespace {
 
-constexpr std::size_t kPage = 64 * 1024;
+constexpr std::size_t kPage = kMemoryPage;
 constexpr std::size_t kHugePage = 2 << 20; // the processor's
-constexpr std::size_t kSmall = 32 * 1024;
+constexpr std::size_t kSmall = kPage / 2;
 constexpr int kClasses = 32;
 
 // Sizes 64, 128, 192, 256, 320, 384, 448, 512, 640, …: multiples of 64, then four to an octave.

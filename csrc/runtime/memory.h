@@ -48,6 +48,9 @@ struct OutOfMemory : std::runtime_error {
 // after; the other streams must wait until the work is done. Use on another stream is known to the
 // allocator only by record_stream(): freed memory then waits for that stream too.
 
+// An allocation of more than half a page has pages of its own.
+inline constexpr std::size_t kMemoryPage = 64 * 1024;
+
 // At least `bytes` of memory for use on `stream`, 64-byte aligned; never null. Throws OutOfMemory.
 void* allocate(Stream stream, std::size_t bytes);
 

@@ -1,0 +1,33 @@
+"""Every block of docs/integration.md is a program that runs as it stands."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"^## ([^\n]+)|^```python\n(.*?)^```", (ROOT / "docs/integration.md").read_text(), re.M | re.S)
+TITLES = [title for title, _ in BLOCKS]
+PROGRAMS = [
+    pytest.param(code, id=next(title for title in reversed(TITLES[:i]) if title))
+    for i, (_, code) in enumerate(BLOCKS)
+    if code
+]
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_a_block_runs(code, tmp_path):
+    # Loaded as `import torch` does it for a user; the tests' own environment may have turned that off.
+    (tmp_path / "program.py").write_text("import openreg_ops\n" + code)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
