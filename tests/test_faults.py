@@ -99,6 +99,7 @@ def test_a_lost_device_stays_lost_until_it_is_reset():
 def test_latency(kind):
     x = torch.ones(10, device=DEVICE)
     stream = torch.openreg.Stream()
+    stream.wait_stream(torch.openreg.current_stream())
     start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
     with inject(kind, seconds=0.02), stream:
         start.record()

@@ -1,5 +1,6 @@
 """Streams, events and launch modes: work runs in its stream's order wherever it runs."""
 
+import ctypes
 import gc
 import os
 import resource
@@ -21,6 +22,13 @@ def mode(request):
         torch.openreg.synchronize()
 
 
+def side_stream():
+    """A stream that may use what the current stream has made."""
+    stream = torch.openreg.Stream()
+    stream.wait_stream(torch.openreg.current_stream())
+    return stream
+
+
 def test_sleep_keeps_a_stream_busy(mode):
     stream = torch.openreg.Stream()
     with stream:
@@ -33,7 +41,7 @@ def test_sleep_keeps_a_stream_busy(mode):
 
 def test_work_queues_behind_a_sleep(mode):
     x = torch.zeros(4, device="openreg")
-    stream = torch.openreg.Stream()
+    stream = side_stream()
     with stream:
         torch.openreg._sleep(100 * MS)
         y = torch.ops.openreg.custom_abs(x - 1)
@@ -42,8 +50,8 @@ def test_work_queues_behind_a_sleep(mode):
 
 
 def test_event_orders_two_streams(mode):
-    a, b = torch.openreg.Stream(), torch.openreg.Stream()
     x = torch.zeros(1000, device="openreg")
+    a, b = side_stream(), torch.openreg.Stream()
     with a:
         torch.openreg._sleep(100 * MS)
         x.add_(1)
@@ -94,21 +102,23 @@ def test_elapsed_time_of_unreached_events():
 def test_non_blocking_copy_runs_behind_the_host():
     """In inline mode too: the host goes on, and what it reads too early is not there yet."""
     x = torch.ones(1 << 20, device="openreg")
-    stream = torch.openreg.Stream()
+    stream = side_stream()
     host = torch.zeros(1 << 20, pin_memory=True)
+    seen = host.numpy()  # which reads too early unseen by the sanitizer
     with stream:
         torch.openreg._sleep(300 * MS)
         host.copy_(x, non_blocking=True)
-        assert not stream.query() and host[0] == 0
+        assert not stream.query() and seen[0] == 0
     stream.synchronize()
     assert host.sum() == 1 << 20
 
 
 def test_blocking_and_pageable_copies_wait():
     x = torch.ones(1 << 20, device="openreg")
-    with torch.openreg.Stream():
+    with side_stream():
         torch.openreg._sleep(60 * MS)
-        assert x.to("cpu", non_blocking=True).sum() == 1 << 20  # pageable
+        pageable = x.to("cpu", non_blocking=True)
+        assert ctypes.c_float.from_address(pageable.data_ptr() + 4 * ((1 << 20) - 1)).value == 1
         torch.openreg._sleep(60 * MS)
         assert x.cpu().sum() == 1 << 20
 
@@ -132,6 +142,7 @@ def test_copy_between_devices_is_ordered_on_both(mode):
     x = torch.zeros(1 << 19, device="openreg:0")
     with torch.openreg.Stream(device="openreg:0") as source, torch.openreg.Stream(device="openreg:1") as target:
         torch.accelerator.set_device_index(0)
+        source.wait_stream(torch.openreg.default_stream("openreg:0"))
         torch.openreg._sleep(100 * MS)
         torch.ops.openreg.custom_abs(x)
         x.add_(1)
