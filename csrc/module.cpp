@@ -14,6 +14,7 @@
 #include "aten/native.h"
 #include "backend/generator.h"
 #include "backend/inductor.h"
+#include "backend/memory_history.h"
 #include "backend/serialization.h"
 #include "backend/sharing.h"
 #include "runtime/device.h"
@@ -22,6 +23,12 @@
 #include "runtime/memory.h"
 #include "runtime/observer.h"
 #include "runtime/stream.h"
+
+// Of torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.
+namespace torch {
+TORCH_PYTHON_API std::vector<py::object> py_symbolize(std::vector<CapturedTraceback*>& tracebacks);
+TORCH_PYTHON_API void installCapturedTracebackPython();
+} // namespace torch
 
 namespace {
 
@@ -48,6 +55,18 @@ void stop_autograd_threads() {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
   while (has_autograd_threads() && std::chrono::steady_clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
+// Each traceback's frames as dictionaries, the innermost first; None for null.
+py::list symbolized(const std::vector<openreg::Traceback>& tracebacks) {
+  std::vector<torch::CapturedTraceback*> known;
+  for (const auto& each : tracebacks)
+    if (each) known.push_back(each.get());
+  const auto frames = torch::py_symbolize(known);
+  py::list out;
+  auto next = frames.begin();
+  for (const auto& each : tracebacks) out.append(each ? *next++ : py::none());
+  return out;
 }
 
 // empty_strided(size, stride, dtype, device index), for code that Inductor generates: tuples of int, nothing
@@ -128,12 +147,42 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const auto& segment : openreg::memory_snapshot(openreg::checked_index(device))) {
       py::list blocks;
       for (const auto& block : segment.blocks)
-        blocks.append(
-            py::make_tuple(reinterpret_cast<uintptr_t>(block.address), block.size, static_cast<int>(block.state)));
+        blocks.append(py::make_tuple(
+            reinterpret_cast<uintptr_t>(block.address), block.size, static_cast<int>(block.state), block.requested));
       segments.append(py::make_tuple(
           reinterpret_cast<uintptr_t>(segment.address), segment.size, segment.stream, segment.small, blocks));
     }
     return segments;
+  });
+  m.def("record_memory_history", [](bool on, bool events, int context, bool cpp, size_t max_entries) {
+    static const bool installed = [] {
+      torch::installCapturedTracebackPython();
+      return true;
+    }();
+    static_cast<void>(installed);
+    using Options = openreg::HistoryOptions;
+    openreg::record_memory_history(
+        on ? std::optional(Options{events, static_cast<Options::Context>(context), cpp, max_entries}) : std::nullopt);
+  });
+  m.def("clear_memory_history", &openreg::clear_memory_history);
+  m.def("memory_history_recorded", &openreg::memory_history_recorded);
+  m.def("memory_history", [](int64_t device) {
+    const auto entries = openreg::memory_history(openreg::checked_index(device));
+    std::vector<openreg::Traceback> tracebacks;
+    for (const auto& entry : entries) tracebacks.push_back(entry.traceback);
+    const py::list frames = symbolized(tracebacks);
+    py::list out;
+    for (size_t i = 0; i < entries.size(); ++i)
+      out.append(py::make_tuple(static_cast<int>(entries[i].action), reinterpret_cast<uintptr_t>(entries[i].address),
+          entries[i].size, entries[i].free, entries[i].stream.id, entries[i].time_us, frames[i]));
+    return out;
+  });
+  // The frames of who allocated the memory at each address, None where that is not known.
+  m.def("allocation_tracebacks", [](const std::vector<uintptr_t>& addresses) {
+    std::vector<openreg::Traceback> tracebacks;
+    for (const auto address : addresses)
+      tracebacks.push_back(openreg::allocation_traceback(reinterpret_cast<void*>(address)));
+    return symbolized(tracebacks);
   });
   m.def("observe", &openreg::observe);
   m.def("take_notices", [] {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -146,17 +149,18 @@ def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
     """The segments of every device's memory (or of `device` alone) and their blocks, by address.
 
     The format is that of ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
-    (pytorch.org/memory_viz) reads: ``pickle.dump({"segments": memory_snapshot(), "device_traces": []}, file)``.
-    A block's state is "active_allocated", "active_pending_free" (freed, but work that a stream has been given may
+    (pytorch.org/memory_viz) reads; `_dump_snapshot` writes a file for it. The frames of a block are those of the code
+    that allocated it, where `_record_memory_history` was called before. A block's state is "active_allocated", "active_pending_free" (freed, but work that a stream has been given may
     still use it) or "inactive".
     """
     states = ("active_allocated", "active_pending_free", "inactive")
     out = []
     for index in range(_C.device_count()) if device is None else [_index(device)]:
         for address, size, stream, small, blocks in _C.memory_snapshot(index):
+            frames = _C.allocation_tracebacks([at for at, *_ in blocks])
             of = [
-                {"address": at, "size": n, "requested_size": n, "state": states[state], "frames": []}
-                for at, n, state in blocks
+                {"address": at, "size": n, "requested_size": asked, "state": states[state], "frames": of_block or []}
+                for (at, n, state, asked), of_block in zip(blocks, frames, strict=True)
             ]
             if rest := size - sum(block["size"] for block in of):  # of a page that its blocks do not fill
                 end = {"address": address + size - rest, "size": rest, "requested_size": rest}
@@ -170,7 +174,9 @@ def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
                     "total_size": size,
                     "allocated_size": allocated,
                     "active_size": active,
-                    "requested_size": allocated,
+                    "requested_size": sum(
+                        block["requested_size"] for block in of if block["state"] == "active_allocated"
+                    ),
                     "stream": stream,
                     "segment_type": "small" if small else "large",
                     "segment_pool_id": (0, 0),
@@ -180,6 +186,76 @@ def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
                 }
             )
     return out
+
+
+_ACTIONS = ("alloc", "free_requested", "free_completed", "oom")
+_history: dict[str, Any] = {"skip_actions": ()}
+
+
+def _record_memory_history(
+    enabled: str | None = "all",
+    context: str | None = "all",
+    stacks: str = "all",
+    max_entries: int = sys.maxsize,
+    *,
+    clear_history: bool = False,
+    skip_actions: Sequence[str] | None = None,
+) -> None:
+    """Keep what befalls device memory from now on, and the stack traces: ``torch.cuda.memory._record_memory_history``.
+
+    Args:
+        enabled: "all" keeps every allocation and free, "state" only who allocated what is in use, None ends recording
+            and forgets.
+        context: What gets a stack trace: "all", "alloc" (allocations), "state" (what is in use), None (nothing).
+        stacks: "python", or "all" for the frames of C++ as well, which cost more.
+        max_entries: The most entries that a device's history keeps, the latest ones.
+        clear_history: Forget what was recorded before.
+        skip_actions: Actions that `_snapshot` leaves out: "alloc", "free_requested", "free_completed", "oom".
+    Raises:
+        ValueError: An argument is none of these.
+    """
+    contexts = (None, "state", "alloc", "all")
+    for name, value, allowed in (
+        ("enabled", enabled, (None, "state", "all")),
+        ("context", context, contexts),
+        ("stacks", stacks, ("python", "all")),
+        *(("an action to skip", action, _ACTIONS) for action in skip_actions or ()),
+    ):
+        if value not in allowed:
+            raise ValueError(f"_record_memory_history: expected {name} among {allowed}, but got {value!r}")
+    if max_entries < 0:
+        raise ValueError(f"_record_memory_history: expected max_entries of at least 0, but got {max_entries}")
+    _history["skip_actions"] = tuple(skip_actions or ())
+    if clear_history:
+        _C.clear_memory_history()
+    on = enabled is not None
+    _C.record_memory_history(on, enabled == "all", contexts.index(context), stacks == "all", max_entries)
+
+
+def _snapshot(device: torch.types.Device = None) -> dict[str, Any]:
+    """The state of device memory and its recorded history, in the format of ``torch.cuda.memory._snapshot``."""
+    traces: list[list[dict[str, Any]]] = []
+    for index in range(_C.device_count()):
+        trace = []
+        if device is None or index == _index(device):
+            for action, address, size, free, stream, time_us, frames in _C.memory_history(index):
+                entry = {"action": _ACTIONS[action], "size": size, "stream": stream, "time_us": time_us}
+                entry |= {"device_free": free} if _ACTIONS[action] == "oom" else {"addr": address}
+                if entry["action"] not in _history["skip_actions"]:
+                    trace.append(entry | {"frames": frames or [], "segment_pool_id": (0, 0)})
+        traces.append(trace)
+    return {
+        "segments": memory_snapshot(device),
+        "device_traces": traces,
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
+    """Write `_snapshot` to a file that pytorch.org/memory_viz draws."""
+    with open(filename, "wb") as file:
+        pickle.dump(_snapshot(), file)
 
 
 def set_per_process_memory_fraction(fraction: float, device: torch.types.Device = None) -> None:

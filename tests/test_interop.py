@@ -57,7 +57,7 @@ def test_dlpack_copies_and_devices():
 
 def test_dlpack_takes_a_stream():
     x, stream = torch.ones(3, device="openreg"), torch.openreg.Stream()
-    for argument in (None, -1, stream.stream_id):
+    for argument in (None, -1, stream.native_handle):
         assert torch.from_dlpack(x.__dlpack__(stream=argument)).equal(x)
     with pytest.raises(TypeError, match="stream must be"):
         x.__dlpack__(stream="default")
@@ -69,8 +69,6 @@ def test_what_dlpack_refuses():
         x.clone().requires_grad_().__dlpack__()
     with pytest.raises(BufferError, match="conjugate"):
         x.to(torch.complex64).conj().__dlpack__()
-    with pytest.raises(ValueError, match="Unknown device type openreg for Dlpack"):
-        torch.from_dlpack(x)  # CHANGELOG.md, known limits
     with pytest.raises((RuntimeError, BufferError), match="Unsupported device"):
         np.from_dlpack(x)
 
@@ -193,9 +191,9 @@ def test_modules_move(swap):
         model.to(target)
         assert all(x.device.type == torch.device(target).type for x in (*model.parameters(), *model.buffers()))
     assert all(isinstance(p, torch.nn.Parameter) and p.device == ONE for p in model.parameters())
-    assert all(p is q for p, q in zip(before, model.parameters(), strict=True)) == swap
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
     assert model[0].weight.cpu().equal(expected["0.weight"]) and model[1].num_batches_tracked.device == ONE
-    assert (optimizer.param_groups[0]["params"][0] is model[0].weight) == swap
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
     model.load_state_dict(expected)
     assert model[0].weight.device == ONE
     assert (
@@ -217,7 +215,7 @@ def test_tied_parameters(swap):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
     model.openreg()
-    assert (model[1].weight is model[0].weight) == swap  # CHANGELOG.md, known limits
+    assert model[1].weight is model[0].weight
 
 
 def test_the_default_device():

@@ -139,3 +139,143 @@ def test_statistics_of_pinned_memory():
     torch.openreg.reset_peak_host_memory_stats()
     now = torch.openreg.host_memory_stats()
     assert now["allocations.allocated"] == 0 and now["active_bytes.peak"] == now["active_bytes.current"]
+
+
+def test_requested_bytes_are_what_was_asked_for():
+    def requested():
+        stats = torch.openreg.memory_stats(DEVICE)
+        return [stats[f"requested_bytes.{pool}.current"] for pool in POOLS]
+
+    before = requested()
+    small, large = torch.empty(3, device=DEVICE), torch.empty(1_000_001, dtype=torch.int8, device=DEVICE)
+    assert [a - b for a, b in zip(requested(), before, strict=True)] == [12 + 1_000_001, 12, 1_000_001]
+    blocks = {b["address"]: b for s in torch.openreg.memory_snapshot(DEVICE) for b in s["blocks"]}
+    assert [blocks[x.data_ptr()]["requested_size"] for x in (small, large)] == [12, 1_000_001]
+    del small, large
+    assert requested() == before
+
+
+@pytest.fixture
+def history():
+    memory = torch.openreg.memory
+    yield memory
+    memory._record_memory_history(None)
+    assert memory._snapshot()["device_traces"] == [[], []]
+
+
+def names(frames):
+    return [frame["name"] for frame in frames]
+
+
+def test_history_tells_who_allocated_and_freed(history, tmp_path):
+    history._record_memory_history()
+
+    def allocates():
+        return torch.empty(1000, device=DEVICE)
+
+    def frees(tensors):
+        tensors.clear()
+
+    x = allocates()
+    address = x.data_ptr()
+    snapshot = history._snapshot()
+    block = next(b for s in snapshot["segments"] for b in s["blocks"] if b["address"] == address)
+    assert "allocates" in names(block["frames"]) and block["requested_size"] == 4000
+    holder = [x]
+    del x
+    frees(holder)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 50, device=DEVICE)
+    trace, other_device = history._snapshot()["device_traces"]
+    assert not other_device
+    assert [e["action"] for e in trace] == ["alloc", "free_requested", "free_completed", "oom"]
+    alloc, free, freed, oom = trace
+    assert {e["addr"] for e in (alloc, free, freed)} == {address} and {e["size"] for e in trace[:3]} == {4000}
+    assert "allocates" in names(alloc["frames"]) and "frees" in names(free["frames"])
+    assert any(frame["filename"] == __file__ for frame in alloc["frames"])
+    assert oom["size"] == 4 << 50 and 0 < oom["device_free"] <= torch.openreg.mem_get_info(DEVICE)[1]
+    assert [e["time_us"] for e in trace] == sorted(e["time_us"] for e in trace)
+    # What PyTorch's own reader makes of the file.
+    from torch.cuda import _memory_viz
+
+    history._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    data = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    assert "<script" in _memory_viz.trace_plot(data)
+    text = _memory_viz.trace(data)
+    assert f"{address:x}" in text or "alloc" in text, text
+
+
+def test_history_of_memory_that_waits_for_a_stream(history):
+    history._record_memory_history(context=None)
+    stream = torch.openreg.Stream()
+    x = torch.empty(1 << 18, device=DEVICE)
+    with stream:
+        torch.openreg._sleep(100_000_000)
+    x.record_stream(stream)
+    del x
+
+    def actions():
+        return [e["action"] for e in history._snapshot(0)["device_traces"][0]]
+
+    assert actions() == ["alloc", "free_requested"]
+    stream.synchronize()
+    torch.openreg.empty_cache()
+    assert actions() == ["alloc", "free_requested", "free_completed"]
+
+
+def test_history_keeps_what_it_is_asked_to(history):
+    def record(**options):
+        history._record_memory_history(clear_history=True, **options)
+        kept = torch.empty(10, device=DEVICE)
+        for _ in range(5):
+            torch.empty(20, device=DEVICE)
+        snapshot = history._snapshot()
+        block = next(b for s in snapshot["segments"] for b in s["blocks"] if b["address"] == kept.data_ptr())
+        return snapshot["device_traces"][0], block["frames"]
+
+    trace, frames = record(enabled="state")
+    assert trace == [] and "record" in names(frames)
+    trace, frames = record(context=None)
+    assert len(trace) == 16 and not frames and not any(e["frames"] for e in trace)
+    trace, _ = record(context="alloc")
+    assert all(bool(e["frames"]) == (e["action"] == "alloc") for e in trace)
+    assert len(record(max_entries=4)[0]) == 4
+    trace, _ = record(skip_actions=["free_requested", "free_completed"])
+    assert [e["action"] for e in trace] == ["alloc"] * 6
+    trace, _ = record(stacks="python")
+    assert all(frame["filename"].endswith(".py") for e in trace for frame in e["frames"])
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (dict(enabled="some"), "expected enabled among .* but got 'some'"),
+        (dict(context="python"), "expected context among"),
+        (dict(stacks="cpp"), "expected stacks among"),
+        (dict(skip_actions=["frees"]), "an action to skip among .* but got 'frees'"),
+        (dict(max_entries=-1), "max_entries of at least 0"),
+    ],
+)
+def test_history_refuses_what_it_does_not_know(history, arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        history._record_memory_history(**arguments)
+
+
+def test_history_of_a_training_step_on_autograds_threads(history):
+    """Allocations with and without Python, on several threads: no deadlock, and every free has its allocation."""
+    history._record_memory_history(stacks="python")
+    model = torch.nn.Linear(64, 64, device=DEVICE)
+    for mode in ("inline", "async"):
+        with torch.openreg.launch_mode(mode):
+            for _ in range(3):
+                model(torch.randn(8, 64, device=DEVICE)).sum().backward()
+            torch.openreg.synchronize()
+    trace = history._snapshot()["device_traces"][0]
+    live = set()
+    for entry in trace:
+        if entry["action"] == "alloc":
+            assert entry["addr"] not in live
+            live.add(entry["addr"])
+        elif entry["action"] == "free_completed":
+            live.discard(entry["addr"])
+    assert len(trace) > 50

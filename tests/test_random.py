@@ -118,11 +118,25 @@ def test_graph_safe_state_is_shared():
     assert first != second and [draws(two), draws(one)] == [first, second]
 
 
-def test_the_engine_has_no_offset():
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 1])
+def test_offsets_count_what_was_drawn(seed):
+    generator = torch.Generator(device="openreg").manual_seed(seed)
+    assert generator.get_offset() == 0
+    reached = []
+    for count in (1, 622, 1, 1, 623, 5000):
+        torch.rand(count, device="openreg", generator=generator)
+        reached.append(generator.get_offset())
+    assert reached == [1, 623, 624, 625, 1248, 6248]
+    following = draws(generator)
+    for offset in (6248, 0, 624, 6248):
+        assert generator.set_offset(offset) is generator and generator.get_offset() == offset
+    assert draws(generator) == following and generator.initial_seed() == seed
+
+
+def test_offsets_that_cannot_be_had():
     generator = torch.Generator(device="openreg")
-    assert generator.get_offset() == 0 and generator.set_offset(0) is generator
-    with pytest.raises(RuntimeError, match=r"no offset .its engine is Mersenne Twister., but got 4; use set_state"):
-        generator.set_offset(4)
+    with pytest.raises(RuntimeError, match="set_offset.. takes at most 8589934592, but got 8589934593"):
+        generator.set_offset((1 << 33) + 1)
 
 
 def test_each_device_has_its_own_default_generator():

@@ -38,11 +38,7 @@ struct Access : TensorImpl {
   using TensorImpl::storage_;
 };
 
-constexpr DispatchKeySet kAutocast =
-    DispatchKeySet(DispatchKey::AutocastPrivateUse1) | DispatchKeySet(DispatchKey::AutocastCPU);
 constexpr DispatchKeySet kPython = DispatchKeySet(DispatchKey::Python) | DispatchKeySet(DispatchKey::PythonTLSSnapshot);
-// Autograd and autocast have had their turn when a backend kernel runs.
-const DispatchKeySet kExcluded = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
 
 DispatchKeySet cpu_keys(DispatchKeySet keys) {
   return (keys - kAutocast - kPython).remove_backend(BackendComponent::PrivateUse1Bit) |
@@ -119,7 +115,7 @@ CpuCall::Slots& CpuCall::slots() {
 
 CpuCall::CpuCall(const char* name, Devices devices)
     : slots_(slots()), base_(slots_.top), devices_(devices), name_(name), lend_(LendDeviceMemory::lent()),
-      below_autograd_(kExcluded) {}
+      below_autograd_(kAboveBackend) {}
 
 // Gives the slots back. An alias that somebody kept (or that went to Python) is left to them, with a
 // copy of its memory on the host, where a CPU tensor is read; the slot starts afresh.

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/COW.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
 
 #include <omp.h>
 
@@ -16,16 +17,14 @@
 #include <unordered_set>
 #include <vector>
 
+#include "values.h"
+
 namespace openreg {
 namespace {
 
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 using torch::jit::Stack;
-
-// Autograd and autocast have had their turn.
-const DispatchKeySet kExcluded = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-    DispatchKeySet(DispatchKey::AutocastPrivateUse1) | DispatchKeySet(DispatchKey::AutocastCPU);
 
 // Leaked, as all that a thread may use after main().
 auto& meta_kernels() {
@@ -206,22 +205,6 @@ bool each_tensor(const c10::IValue& value, const F& f) {
   return true;
 }
 
-template <class F>
-c10::IValue map_tensors(const c10::IValue& value, const F& f) {
-  if (value.isTensor()) return f(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& x : value.toTensorVector()) list.push_back(f(x));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const auto& x : value.toOptionalTensorVector()) list.push_back(x ? std::optional(f(*x)) : std::nullopt);
-    return list;
-  }
-  return value;
-}
-
 bool is_integral(const at::Tensor& x) {
   return c10::isIntegralType(x.scalar_type(), /*includeBool=*/true);
 }
@@ -246,6 +229,11 @@ bool may_convert(
   return (type ? c10::isIntegralType(*type, /*includeBool=*/true) : integral) && other;
 }
 
+struct KeptWarnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { all.push_back(warning); }
+  std::vector<c10::Warning> all;
+};
+
 // Whether a fill can say nothing against its value.
 bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
   const at::Tensor& self = arguments.all().front().real;
@@ -261,7 +249,7 @@ template <class Kernel>
 void queue_kernel(int device, const char* name, Kernel kernel) {
   launch(current_stream(device), [name, kernel = std::move(kernel), threads = at::get_num_threads()]() mutable {
     if (at::get_num_threads() != threads) omp_set_num_threads(threads);
-    c10::impl::ExcludeDispatchKeyGuard below_autograd(kExcluded);
+    c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
     try {
       kernel();
     } catch (const std::exception& error) { // where it was launched is here; which operator, only this says
@@ -287,16 +275,18 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
       return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
 
-  c10::impl::ExcludeDispatchKeyGuard below_autograd(kExcluded);
+  c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
   Stack meta, host;
   for (size_t i = 0; i < count; ++i) {
     const c10::IValue& value = (*stack)[first + i];
     meta.push_back(map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->meta : x; }));
     host.push_back(map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
   }
+  KeptWarnings warnings; // if the call is not queued, its kernel warns
   if (plan.fills) {
     if (!fits(arguments, *stack, op.operator_name().name == "aten::zero_")) return false;
-  } else if (plan.meta) plan.meta->callBoxed(op, DispatchKeySet(DispatchKey::Meta), &meta);
+  } else if (c10::WarningUtils::WarningHandlerGuard keep(&warnings); plan.meta)
+    plan.meta->callBoxed(op, DispatchKeySet(DispatchKey::Meta), &meta);
   else op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta);
 
   Stack results;
@@ -319,6 +309,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
         op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &host);
         host.clear();
       });
+  for (const c10::Warning& each : warnings.all) c10::warn(each);
   torch::jit::drop(*stack, count);
   std::move(results.begin(), results.end(), std::back_inserter(*stack));
   return true;

@@ -10,6 +10,11 @@
 
 namespace openreg {
 
+inline constexpr c10::DispatchKeySet kAutocast =
+    c10::DispatchKeySet(c10::DispatchKey::AutocastPrivateUse1) | c10::DispatchKeySet(c10::DispatchKey::AutocastCPU);
+// Autograd and autocast have had their turn when a backend kernel runs.
+inline constexpr c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
+
 // Note [Queued operators]
 // A kernel can be queued when its results are known before it has run: of a structured operator, whose Meta kernel
 // tells their shapes, strides and dtypes, and refuses bad arguments at once. The results are allocated, and what is

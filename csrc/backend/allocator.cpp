@@ -64,7 +64,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     };
     set(stats.allocated_bytes, now.bytes);
     set(stats.active_bytes, now.bytes);
-    set(stats.requested_bytes, now.bytes); // as rounded: what was asked for is not kept
+    set(stats.requested_bytes, now.requested);
     set(stats.reserved_bytes, now.reserved);
     set(stats.allocation, now.blocks);
     set(stats.active, now.blocks);

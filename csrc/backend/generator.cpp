@@ -23,12 +23,33 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
   uint64_t current_seed() const override { return inner.current_seed(); }
   uint64_t seed() override { return inner.seed(); }
-  // Mersenne Twister has a state and no offset; 0 stands for it, since pickling asks for one.
+  // The offset is the 32-bit numbers drawn since seeding. Mersenne Twister does not keep it, so that both replay
+  // the engine from its seed, a second for a billion numbers.
   void set_offset(uint64_t offset) override {
-    TORCH_CHECK(offset == 0, "openreg: a Generator has no offset (its engine is Mersenne Twister), but got ", offset,
-        "; use set_state()");
+    TORCH_CHECK(offset <= kMostDraws, "openreg: Generator.set_offset() takes at most ", kMostDraws, ", but got ",
+        offset, "; use set_state()");
+    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
+    at::mt19937 engine(cpu->current_seed());
+    while (offset--) engine();
+    std::lock_guard lock(cpu->mutex_);
+    cpu->set_engine(engine);
+    cpu->set_next_float_normal_sample(std::nullopt);
+    cpu->set_next_double_normal_sample(std::nullopt);
   }
-  uint64_t get_offset() const override { return 0; }
+  uint64_t get_offset() const override {
+    const auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
+    const at::mt19937_data_pod now = const_cast<at::CPUGeneratorImpl*>(cpu)->engine().data();
+    at::mt19937 engine(now.seed_);
+    if (!now.next_) return 0;
+    const auto reached = [&] { return engine.data().state_ == now.state_; };
+    for (uint64_t drawn = 0; drawn <= kMostDraws; drawn += at::MERSENNE_STATE_N) {
+      engine(); // the first of a block makes all of its state
+      if (reached()) return drawn + static_cast<uint64_t>(now.next_);
+      for (int i = 1; i < at::MERSENNE_STATE_N; ++i) engine();
+    }
+    TORCH_CHECK(false, "openreg: Generator.get_offset() found no offset up to ", kMostDraws,
+        " at which the seed gives the generator's state; use get_state()");
+  }
   void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
@@ -44,6 +65,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   at::Generator inner;
 
  private:
+  static constexpr uint64_t kMostDraws = uint64_t{1} << 33;
   DeviceGenerator* clone_impl() const override { return new DeviceGenerator(device().index(), inner.clone()); }
 };
 

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../aten/values.h"
 #include "../backend/generator.h"
 
 namespace openreg::ops {
@@ -18,34 +19,21 @@ namespace {
 
 using Values = torch::jit::Stack;
 
-// Replaces every tensor among the values, those in lists too, by what `f` makes of it.
 template <class F>
-void map_tensors(Values& values, const F& f) {
-  for (auto& value : values) {
-    if (value.isTensor() && value.toTensor().defined()) {
-      value = f(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& x : value.toTensorVector()) list.push_back(f(x));
-      value = std::move(list);
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> list;
-      for (const auto& x : value.toOptionalTensorVector()) list.push_back(x ? std::optional(f(*x)) : x);
-      value = std::move(list);
-    }
-  }
+void replace_tensors(Values& values, const F& f) {
+  for (auto& value : values) value = map_tensors(value, [&](const Tensor& x) { return x.defined() ? f(x) : x; });
 }
 
 variable_list tensors_of(Values values) {
   variable_list out;
-  map_tensors(values, [&](const Tensor& x) { return out.emplace_back(x); });
+  replace_tensors(values, [&](const Tensor& x) { return out.emplace_back(x); });
   return out;
 }
 
 // `values` with `tensors`, in order, in the places of its own.
 Values with_tensors(Values values, const variable_list& tensors) {
   auto next = tensors.begin();
-  map_tensors(values, [&](const Tensor&) { return *next++; });
+  replace_tensors(values, [&](const Tensor&) { return *next++; });
   return values;
 }
 
@@ -70,7 +58,7 @@ void autocast_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (x.is_floating_point()) widest = c10::promoteTypes(widest.value_or(x.scalar_type()), x.scalar_type());
     type = widest.value_or(type);
   }
-  map_tensors(arguments, [&](const Tensor& x) {
+  replace_tensors(arguments, [&](const Tensor& x) {
     const bool wide = x.scalar_type() == at::kDouble; // which autocast leaves alone, but a promotion may want
     if (!x.is_floating_point() || (policy != Cast::kPromote && wide)) return x;
     return wide || type == at::kDouble ? x.to(type) : at::autocast::cached_cast(type, x, device);

@@ -33,6 +33,7 @@ namespace {
 constexpr std::size_t kPage = kMemoryPage;
 constexpr std::size_t kHugePage = 2 << 20; // the processor's
 constexpr std::size_t kSmall = kPage / 2;
+constexpr std::size_t kGrain = 64; // what addresses and the smallest class are multiples of
 constexpr int kClasses = 32;
 
 // Sizes 64, 128, 192, 256, 320, 384, 448, 512, 640, …: multiples of 64, then four to an octave.
@@ -55,6 +56,13 @@ std::atomic<bool> poisoned{[] {
   return text && *text && std::strcmp(text, "0") != 0;
 }()};
 
+std::atomic<MemoryWatcher> memory_watcher{nullptr};
+
+void tell(MemoryAction action, const void* pointer, std::size_t bytes, Stream stream) {
+  if (const auto watcher = memory_watcher.load(std::memory_order_relaxed)) [[unlikely]]
+    watcher(action, pointer, bytes, stream);
+}
+
 class Pool {
  public:
   void reserve(int device, char* base, std::size_t bytes) {
@@ -62,6 +70,7 @@ class Pool {
     base_ = base;
     // calloc: a page's entry costs memory only once the page is used.
     pages_ = static_cast<Page*>(std::calloc(bytes / kPage, sizeof(Page)));
+    slack_ = static_cast<std::uint16_t*>(std::calloc(bytes / kGrain, sizeof(std::uint16_t)));
     add_run(free_, 0, bytes / kPage);
   }
 
@@ -87,24 +96,30 @@ class Pool {
       char* pointer = blocks.back();
       blocks.pop_back();
       ++pages_[page_of(pointer)].count;
-      count(MemoryStats::kSmall, size);
+      count(MemoryStats::kSmall, pointer, size, bytes);
       return pointer;
     }
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
     if (allocated() + count_pages * kPage > limit_) fail(bytes);
     const std::size_t page = take_run(stream, count_pages, bytes, lock);
     pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
-    count(MemoryStats::kLarge, count_pages * kPage);
+    count(MemoryStats::kLarge, base_ + page * kPage, count_pages * kPage, bytes);
     count_segments(MemoryStats::kLarge, count_pages, true);
     return base_ + page * kPage;
   }
 
   void deallocate(char* pointer) noexcept {
+    if (memory_watcher.load(std::memory_order_relaxed)) [[unlikely]] { // before the lock: it may wait for Python
+      const Page& page = pages_[page_of(pointer)];
+      tell(MemoryAction::kFreeRequested, pointer, size_of(page) - slack(pointer), {device_, page.stream});
+    }
     std::lock_guard lock(mutex_);
     const Page& page = pages_[page_of(pointer)];
     const auto pool = page.kind == kRun ? MemoryStats::kLarge : MemoryStats::kSmall;
+    const std::size_t size = size_of(page);
     for (const auto each : {pool, MemoryStats::kAll}) {
-      stats_.bytes[each].remove(size_of(page));
+      stats_.bytes[each].remove(size);
+      stats_.requested[each].remove(size - slack(pointer));
       stats_.blocks[each].remove(1);
     }
     if (pool == MemoryStats::kLarge) count_segments(pool, page.count, false);
@@ -155,7 +170,8 @@ class Pool {
       const char* start = base_ + page * kPage;
       if (const auto run = unused.find(page); run != unused.end()) {
         const std::size_t pages = std::min(run->second, high_water_ - page);
-        out.push_back({start, pages * kPage, pages_[page].stream, false, {{start, pages * kPage, MemoryBlock::kFree}}});
+        const std::size_t size = pages * kPage;
+        out.push_back({start, size, pages_[page].stream, false, {{start, size, MemoryBlock::kFree, size}}});
         page += pages;
         continue;
       }
@@ -165,10 +181,10 @@ class Pool {
       const std::size_t size = size_of(each);
       for (std::size_t offset = 0; offset + size <= segment.size; offset += size) {
         const char* block = start + offset;
-        segment.blocks.push_back({block, size,
-            pending.contains(block)    ? MemoryBlock::kPending
-                : free.contains(block) ? MemoryBlock::kFree
-                                       : MemoryBlock::kAllocated});
+        const auto state = pending.contains(block) ? MemoryBlock::kPending
+            : free.contains(block)                 ? MemoryBlock::kFree
+                                                   : MemoryBlock::kAllocated;
+        segment.blocks.push_back({block, size, state, state == MemoryBlock::kFree ? size : size - slack(block)});
       }
       page += segment.size / kPage;
       out.push_back(std::move(segment));
@@ -197,7 +213,7 @@ class Pool {
     const std::size_t size = size_of(pages_[page]);
     const char* block = start + static_cast<std::size_t>(address - start) / size * size;
     if (block + size > start + length() * kPage) return; // in the rest of a page that its blocks do not fill
-    owner.block = {block, size, MemoryBlock::kAllocated};
+    owner.block = {block, size, MemoryBlock::kAllocated, size - slack(block)};
     owner.stream = pages_[page].stream;
     for (const auto& each : waiting_)
       if (each.pointer == block) owner.block.state = MemoryBlock::kPending;
@@ -265,6 +281,7 @@ class Pool {
   void give_back(char* pointer) {
     const std::size_t page = page_of(pointer);
     auto& [kind, count, stream] = pages_[page];
+    tell(MemoryAction::kFreed, pointer, size_of(pages_[page]) - slack(pointer), {device_, stream});
     if (kind != kRun) {
       --count;
       blocks_of(stream)[static_cast<std::size_t>(kind - 1)].push_back(pointer);
@@ -309,9 +326,14 @@ class Pool {
 
   std::size_t allocated() const { return stats_.bytes[MemoryStats::kAll].current; }
 
-  void count(MemoryStats::Pool pool, std::size_t size) {
+  // What an allocation was rounded up by; less than a page.
+  std::uint16_t& slack(const char* pointer) const { return slack_[static_cast<std::size_t>(pointer - base_) / kGrain]; }
+
+  void count(MemoryStats::Pool pool, const char* pointer, std::size_t size, std::size_t requested) {
+    slack(pointer) = static_cast<std::uint16_t>(size - requested);
     for (const auto each : {pool, MemoryStats::kAll}) {
       stats_.bytes[each].add(size);
+      stats_.requested[each].add(requested);
       stats_.blocks[each].add(1);
     }
   }
@@ -337,7 +359,7 @@ class Pool {
 
   template <class F>
   void each_usage(const F& f) {
-    for (auto* kind : {&stats_.bytes, &stats_.blocks, &stats_.reserved, &stats_.segments})
+    for (auto* kind : {&stats_.bytes, &stats_.requested, &stats_.blocks, &stats_.reserved, &stats_.segments})
       for (Usage& usage : *kind) f(usage);
   }
 
@@ -416,6 +438,7 @@ class Pool {
   char* base_ = nullptr;
   std::size_t high_water_ = 0; // pages ever handed out since the last empty_cache()
   Page* pages_ = nullptr;
+  std::uint16_t* slack_ = nullptr; // see slack()
   Runs free_;                                      // for any stream
   std::map<std::int64_t, Runs> cached_;            // freed while their stream had queued work
   std::array<std::unique_ptr<Blocks>, kStreams> blocks_; // of each stream
@@ -469,8 +492,15 @@ void* allocate(Stream stream, std::size_t bytes) {
   if (!memory().pools)
     throw OutOfMemory("openreg: cannot reserve address space for " + std::to_string(device_count()) + " devices of " +
         format_bytes(device_memory()) + "; lower OPENREG_DEVICE_MEMORY or OPENREG_DEVICE_COUNT, or raise `ulimit -v`");
-  void* pointer = memory().pools[stream.device].allocate(stream.id, bytes, fails);
+  void* pointer = nullptr;
+  try {
+    pointer = memory().pools[stream.device].allocate(stream.id, bytes, fails);
+  } catch (const OutOfMemory&) {
+    tell(MemoryAction::kFailed, nullptr, bytes, stream);
+    throw;
+  }
   notice("allocated", pointer, stream, bytes);
+  tell(MemoryAction::kAllocated, pointer, bytes, stream);
   if (poison()) {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
     if (stream_idle(stream)) {
@@ -505,6 +535,10 @@ std::size_t memory_limit(int device) noexcept {
 std::vector<MemorySegment> memory_snapshot(int device) {
   auto* pools = memory().pools;
   return pools ? pools[device].snapshot() : std::vector<MemorySegment>();
+}
+
+void set_memory_watcher(MemoryWatcher watcher) noexcept {
+  memory_watcher.store(watcher);
 }
 
 int device_of(const void* pointer) noexcept {

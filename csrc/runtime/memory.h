@@ -32,6 +32,7 @@ struct Usage {
 struct MemoryStats {
   enum Pool { kSmall, kLarge, kAll, kPools };
   std::array<Usage, kPools> bytes, blocks; // allocated
+  std::array<Usage, kPools> requested;     // bytes that were asked for, before rounding
   std::array<Usage, kPools> reserved;      // bytes that have been taken from the operating system
   std::array<Usage, kPools> segments;      // pages of small blocks, and runs of pages
   std::uint64_t failures = 0;
@@ -70,6 +71,7 @@ struct MemoryBlock {
   const void* address;
   std::size_t size;
   State state;
+  std::size_t requested; // of `size`; all of it once the block is free
 };
 struct MemorySegment {
   const void* address;
@@ -79,6 +81,13 @@ struct MemorySegment {
   std::vector<MemoryBlock> blocks;
 };
 std::vector<MemorySegment> memory_snapshot(int device);
+
+// What befalls memory: kFreed comes when its streams have done with it, at the earliest with kFreeRequested.
+enum class MemoryAction { kAllocated, kFreeRequested, kFreed, kFailed };
+// Told of every action while not null, with the bytes asked for, on the thread that acts; kFreed, which an
+// allocation's thread may cause, with the pool locked.
+using MemoryWatcher = void (*)(MemoryAction, const void*, std::size_t bytes, Stream);
+void set_memory_watcher(MemoryWatcher watcher) noexcept;
 
 // The device whose memory holds this address, or -1.
 int device_of(const void* pointer) noexcept;

@@ -1,0 +1,235 @@
+"""torch.func's transforms and autograd's machinery on the device: the CPU's numbers, on the device."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+DEVICE, ONE = "openreg", "openreg:1"
+
+
+def model(x, w):
+    """Some of everything: a product, a reduction, an operator of ours, views and an index."""
+    h = torch.ops.openreg.rms_norm(x @ w, w[0])[0] if x.device.type == "openreg" else _rms_norm(x @ w, w[0])
+    return (torch.nn.functional.gelu(h)[..., :3] * x[..., 1:4]).sum(-1).tanh()
+
+
+def _rms_norm(x, weight, eps=1e-6):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def inputs(device):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    w = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    return x.to(device), w.to(device)
+
+
+def total(x, w):
+    return model(x, w).sum()
+
+
+TRANSFORMS = {
+    "vmap": lambda x, w: vmap(model, (0, None))(x, w),
+    "vmap of two": lambda x, w: vmap(vmap(torch.dot, (None, 0)), (0, None))(x, w),
+    "vmap out_dims": lambda x, w: vmap(lambda row: row * w, out_dims=1)(x),
+    "vmap with randomness": lambda x, w: vmap(lambda row: row + torch.zeros_like(row).bernoulli_(1), randomness="same")(
+        x
+    ),
+    "vmap by chunks": lambda x, w: vmap(model, (0, None), chunk_size=2)(x, w),
+    "grad": lambda x, w: grad(total, argnums=(0, 1))(x, w),
+    "per-sample gradients": lambda x, w: vmap(grad(total, argnums=1), (0, None))(x, w),
+    "vjp": lambda x, w: vjp(model, x, w)[1](torch.ones(5, dtype=x.dtype, device=x.device)),
+    "jvp": lambda x, w: jvp(model, (x, w), (torch.ones_like(x), w)),
+    "jacrev": lambda x, w: jacrev(model, argnums=1)(x, w),
+    "jacfwd": lambda x, w: jacfwd(model)(x, w),
+    "hessian": lambda x, w: hessian(total)(x, w),
+    "grad of grad": lambda x, w: grad(lambda x: grad(total)(x, w).square().sum())(x),
+    "linearize": lambda x, w: linearize(lambda x: model(x, w), x)[1](torch.ones_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name):
+    expected = TRANSFORMS[name](*inputs("cpu"))
+    got = TRANSFORMS[name](*inputs(ONE))
+    for e, g in zip(*(y if isinstance(y, tuple) else (y,) for y in (expected, got)), strict=True):
+        assert g.device == torch.device(ONE)
+        torch.testing.assert_close(g.cpu(), e)
+
+
+def test_functional_call_and_stacked_modules():
+    torch.manual_seed(0)
+    modules = [nn.Linear(3, 2) for _ in range(4)]
+    x = torch.randn(5, 3)
+    expected = torch.stack([module(x) for module in modules])
+    modules = [module.to(DEVICE) for module in modules]
+    parameters, buffers = torch.func.stack_module_state(modules)
+    base = nn.Linear(3, 2, device="meta")
+    got = vmap(lambda p, b, x: functional_call(base, (p, b), (x,)), (0, 0, None))(parameters, buffers, x.to(DEVICE))
+    torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_hooks():
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    seen = []
+    y = x * 2
+    y.register_hook(lambda g: seen.append(("tensor", g.device)) or g * 10)
+    x.register_post_accumulate_grad_hook(lambda p: seen.append(("accumulated", p.grad.device)))
+    y.grad_fn.register_prehook(lambda gs: seen.append(("node", gs[0].device)))
+    module = nn.Linear(3, 1).to(DEVICE)
+    module.register_full_backward_hook(lambda m, gi, go: seen.append(("module", go[0].device)))
+    module(y).sum().backward()
+    device = torch.device("openreg:0")
+    assert [where for _, where in seen] == [device] * 4
+    assert sorted(what for what, _ in seen) == ["accumulated", "module", "node", "tensor"]
+    torch.testing.assert_close(x.grad, 20 * module.weight[0].detach())
+
+
+def test_threads_accumulate_into_one_leaf():
+    x = torch.ones(64, device=DEVICE, requires_grad=True)
+    errors = []
+
+    def work(scale):
+        try:
+            for _ in range(10):
+                (x * scale).sum().backward()
+        except Exception as error:
+            errors.append(error)
+
+    # Accumulation by several threads is not atomic on any device: one after the other on one leaf, at once on others.
+    mine = [torch.ones(64, device=f"openreg:{i % 2}", requires_grad=True) for i in range(4)]
+    threads = [threading.Thread(target=lambda m=m: [(m * 2).sum().backward() for _ in range(20)]) for m in mine]
+    for thread in threads:
+        thread.start()
+    work(3)
+    for thread in threads:
+        thread.join()
+    assert not errors and x.grad.unique().tolist() == [30]
+    assert all(m.grad.unique().tolist() == [40] for m in mine)
+
+
+def test_one_graph_over_three_devices():
+    torch.manual_seed(0)
+    a, b, c = (torch.randn(4, 4, dtype=torch.float64) for _ in range(3))
+
+    def run(first, second, third):
+        leaves = [x.clone().to(d).requires_grad_() for x, d in zip((a, b, c), (first, second, third), strict=True)]
+        x, y, z = leaves
+        h = (x @ x).tanh().to(second) @ y
+        out = (h.to(third) * z).sum() + (h.to(first) * x).sum().to(third)
+        out.backward()
+        assert [leaf.grad.device for leaf in leaves] == [leaf.device for leaf in leaves]
+        return [leaf.grad.cpu() for leaf in leaves]
+
+    expected = run("cpu", "cpu", "cpu")
+    for devices in (("openreg:0", "openreg:1", "cpu"), ("cpu", "openreg:1", "openreg:0")):
+        torch.testing.assert_close(run(*devices), expected)
+
+
+def test_gradcheck_over_two_devices():
+    x = torch.randn(3, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: (x.to(ONE).sin() * 2).to(DEVICE), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: (x.to(ONE).sin() * 2).to(DEVICE), (x,))
+
+
+def test_anomaly_mode_names_the_forward():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * float("nan")
+
+    x = torch.ones(2, device=DEVICE, requires_grad=True)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        with pytest.warns(UserWarning, match="test_anomaly_mode_names_the_forward"):
+            with pytest.raises(RuntimeError, match="'BrokenBackward' returned nan values"):
+                Broken.apply(x).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_saves_memory_and_no_gradient(use_reentrant):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.GELU()) for _ in range(6))).to(DEVICE)
+    x = torch.randn(256, 64, device=DEVICE, requires_grad=True)
+
+    def run(run_layer):
+        torch.manual_seed(1)
+        layers.zero_grad()
+        x.grad = None
+        before = torch.openreg.memory_allocated()
+        h = x
+        for layer in layers:
+            h = run_layer(layer, h)
+        held = torch.openreg.memory_allocated() - before
+        h.square().sum().backward()
+        return held, [x.grad.clone(), *(p.grad.clone() for p in layers.parameters())]
+
+    held, expected = run(lambda layer, h: layer(h))
+    held_less, got = run(lambda layer, h: checkpoint(layer, h, use_reentrant=use_reentrant))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert held_less < held / 2
+
+
+def test_saved_tensors_go_to_the_host_and_come_back():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(DEVICE)
+    x = torch.randn(16, 32, device=DEVICE)
+    layers(x).sum().backward()
+    expected = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=DEVICE):
+        y = layers(x).sum()
+    saved = y.grad_fn.next_functions[0][0]._saved_mat1  # of the second layer's addmm
+    assert saved.device.type == "openreg"  # unpacked on access
+    y.backward()
+    torch.testing.assert_close([p.grad for p in layers.parameters()], expected, rtol=0, atol=0)
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.device.type) or t.cpu(), lambda t: t.to(DEVICE)
+    ):
+        y = layers(x).sum()
+    layers.zero_grad()
+    y.backward()
+    assert kept and set(kept) == {"openreg"}
+    torch.testing.assert_close([p.grad for p in layers.parameters()], expected, rtol=0, atol=0)
+
+
+def test_in_place_on_a_saved_tensor_is_refused():
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    y = x.exp()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_backward_runs_on_the_forwards_stream():
+    x = torch.ones(1000, device=DEVICE, requires_grad=True)
+    stream = torch.openreg.Stream()
+    stream.wait_stream(torch.openreg.current_stream())
+    streams = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            streams.append(torch.openreg.current_stream())
+            return g
+
+    with stream:
+        y = Probe.apply(x)
+        loss = y.sum()
+        loss.backward()
+    assert streams == [stream]
+    torch.openreg.current_stream().wait_stream(stream)
+    assert x.grad.unique().tolist() == [1]
