@@ -5,7 +5,9 @@
 
 namespace openreg {
 
-// The number of devices: OPENREG_DEVICE_COUNT, 2 unless set, 0 to 64.
+inline constexpr int kMaxDevices = 64;
+
+// The number of devices: OPENREG_DEVICE_COUNT, 2 unless set, 0 to kMaxDevices.
 int device_count() noexcept;
 
 // Bytes of memory that each device has: OPENREG_DEVICE_MEMORY ("8GiB", "512MiB" or bytes),

@@ -6,10 +6,10 @@
 #include <map>
 #include <mutex>
 
+#include "device.h"
+
 namespace openreg {
 namespace {
-
-constexpr int kMaxDevices = 64;
 
 struct Armed {
   Injection injection;

@@ -19,8 +19,6 @@
 namespace openreg {
 namespace {
 
-constexpr int kMaxDevices = 64;
-
 thread_local std::array<std::int64_t, kMaxDevices> current{};
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
 
@@ -56,7 +54,7 @@ constexpr auto kLinger = std::chrono::seconds(2);
 
 class Queue {
  public:
-  explicit Queue(int device) : device_(device) {}
+  explicit Queue(Stream stream) : stream_(stream) {}
 
   std::uint64_t submitted() const noexcept { return submitted_.load(std::memory_order_acquire); }
   bool idle() const noexcept { return done(submitted()); }
@@ -82,6 +80,7 @@ class Queue {
 
   void wait(std::uint64_t number) {
     if (done(number)) return;
+    const detail::NoTurn no_turn;
     std::unique_lock lock(mutex_);
     done_.wait(lock, [&] { return done(number); });
   }
@@ -113,12 +112,15 @@ class Queue {
       tasks_.pop_front();
       lock.unlock();
       try {
-        const detail::Access access(item.kernel && isolation() != Isolation::kOff);
-        item.work();
+        if (item.kernel) {
+          const detail::Turn turn(detail::turn_of(stream_.device, stream_.id));
+          const detail::Access access;
+          item.work();
+        } else item.work();
       } catch (const std::exception& error) {
-        detail::keep_error(device_, item.where, error.what());
+        detail::keep_error(stream_.device, item.where, error.what());
       } catch (...) {
-        detail::keep_error(device_, item.where, "a kernel threw what is no std::exception");
+        detail::keep_error(stream_.device, item.where, "a kernel threw what is no std::exception");
       }
       item.work = nullptr; // before the waiter goes on
       lock.lock();
@@ -145,7 +147,7 @@ class Queue {
     return more;
   }
 
-  const int device_;
+  const Stream stream_;
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::deque<Item> tasks_;
@@ -166,7 +168,7 @@ Queue* find_queue(Stream stream) noexcept {
 
 Queue& queue_of(Stream stream) {
   if (Queue* known = find_queue(stream)) return *known;
-  auto* made = new Queue(stream.device);
+  auto* made = new Queue(stream);
   Queue* expected = nullptr;
   if (slot(stream).compare_exchange_strong(expected, made)) return *made;
   delete made;
@@ -267,6 +269,7 @@ struct Event::Point {
   }
   void wait() {
     if (reached.load(std::memory_order_acquire)) return;
+    const detail::NoTurn no_turn;
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return reached.load(std::memory_order_acquire); });
   }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "isolation.h"
+#include "turn.h"
 
 namespace openreg {
 
@@ -138,6 +139,7 @@ void launch(Stream stream, Work&& work, std::source_location where = std::source
   const bool plain = (attention & ~detail::kIsolationBit) == 0;
   switch (plain ? detail::Place::kHere : detail::place(stream, where)) {
     case detail::Place::kHere: {
+      const detail::Turn turn(detail::turn_of(stream.device, stream.id));
       const detail::Access access(attention & detail::kIsolationBit);
       return static_cast<void>(work());
     }
@@ -156,6 +158,7 @@ void enqueue(Stream stream, Work&& work, std::source_location where = std::sourc
   const auto place = plain ? detail::Place::kQueue : detail::place(stream, where);
   if (place == detail::Place::kNowhere) return;
   if (launch_mode() == LaunchMode::kSync) {
+    const detail::Turn turn(detail::turn_of(stream.device, stream.id));
     const detail::Access access;
     work();
   } else detail::queue(stream, std::forward<Work>(work), where);
@@ -168,6 +171,7 @@ decltype(auto) run(Stream stream, Work&& work, std::source_location where = std:
   const auto attention = detail::attention.load(std::memory_order_acquire);
   if (attention & ~detail::kIsolationBit) [[unlikely]]
     detail::catch_up(stream, where);
+  const detail::Turn turn(detail::turn_of(stream.device, stream.id));
   const detail::Access access(attention & detail::kIsolationBit);
   return std::forward<Work>(work)();
 }

@@ -120,6 +120,32 @@ void order() {
   set_launch_mode(LaunchMode::kInline);
 }
 
+void turns() { // Note [Turns]: several threads on one stream, nested work, and a wait inside work
+  for (const LaunchMode mode : {LaunchMode::kInline, LaunchMode::kAsync, LaunchMode::kSync}) {
+    set_launch_mode(mode);
+    const Stream stream = new_stream(0, 0), other = new_stream(0, 0);
+    long count = 0;
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < 4; ++thread)
+      threads.emplace_back([&, thread] {
+        for (int i = 0; i < 500; ++i) {
+          if (i % 100 == 0) sleep_on(stream, 10000); // what follows is queued
+          if ((i + thread) % 3 == 0) launch(stream, [&] { ++count; });
+          else if ((i + thread) % 3 == 1) run(stream, [&] { run(other, [&] { run(stream, [&] { ++count; }); }); });
+          else
+            run(stream, [&] {
+              ++count;
+              if (i % 50 == 0) synchronize_stream(stream);
+            });
+        }
+      });
+    for (auto& thread : threads) thread.join();
+    synchronize_device(0);
+    EXPECT(count == 2000);
+  }
+  set_launch_mode(LaunchMode::kInline);
+}
+
 void errors() {
   const Stream stream = new_stream(0, 0);
   set_launch_mode(LaunchMode::kAsync);
@@ -241,6 +267,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   order();
+  turns();
   errors();
   reuse();
   helpers();

@@ -1,0 +1,34 @@
+#include "turn.h"
+
+#include <array>
+
+#include "device.h"
+#include "stream.h"
+
+namespace openreg {
+namespace {
+
+std::array<detail::TurnState, kMaxDevices * kStreams> turns;
+std::atomic<AroundWait> around_wait{nullptr};
+
+void wait(void* turn) {
+  auto& state = static_cast<detail::TurnState*>(turn)->state;
+  while (state.exchange(2, std::memory_order_acquire)) state.wait(2);
+}
+
+} // namespace
+
+void set_around_wait(AroundWait around) noexcept {
+  around_wait = around;
+}
+
+detail::TurnState& detail::turn_of(int device, std::int64_t stream) noexcept {
+  return turns[static_cast<std::size_t>(device) * kStreams + static_cast<std::size_t>(stream)];
+}
+
+void detail::wait_for_turn(TurnState& turn) noexcept {
+  if (const auto around = around_wait.load()) around(&wait, &turn);
+  else wait(&turn);
+}
+
+} // namespace openreg
