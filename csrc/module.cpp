@@ -23,6 +23,7 @@
 #include "runtime/memory.h"
 #include "runtime/observer.h"
 #include "runtime/stream.h"
+#include "runtime/turn.h"
 
 // Of torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.
 namespace torch {
@@ -55,6 +56,14 @@ void stop_autograd_threads() {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
   while (has_autograd_threads() && std::chrono::steady_clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
+// A thread with Python's lock must not keep it while another one's work, which may want it, has the turn.
+void wait_without_python(void (*wait)(void*), void* argument) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    py::gil_scoped_release others_go_on;
+    wait(argument);
+  } else wait(argument);
 }
 
 // Each traceback's frames as dictionaries, the innermost first; None for null.
@@ -92,6 +101,7 @@ PyMethodDef empty_strided_method = {
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  openreg::set_around_wait(&wait_without_python);
   m.attr("native_kernels") = openreg::register_native_kernels();
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);

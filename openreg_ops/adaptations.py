@@ -60,7 +60,7 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
         kind = type(old)
         try:
             torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # something else holds its memory, as a graph that is still alive does: as PyTorch has it
+        except RuntimeError:  # a weak reference, for example: as PyTorch has it
             continue
         if issubclass(kind, UninitializedTensorMixin):
             old.__class__ = kind

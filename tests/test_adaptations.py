@@ -1,6 +1,7 @@
 """Each mend of openreg_ops/adaptations.py: what works with it, and that PyTorch alone still needs it."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -103,14 +104,22 @@ def test_an_optimizer_made_before_the_move_trains_the_module():
     assert train(DEVICE) == pytest.approx(train("cpu"))
 
 
-def test_a_graph_that_is_alive_keeps_the_old_parameter():
+def test_a_graph_from_before_the_move_says_so():
     layer = nn.Linear(2, 2)
     loss = layer(torch.ones(1, 2)).sum()
-    weight = layer.weight
     layer.to(DEVICE)
-    assert layer.weight.is_openreg and not weight.is_openreg
-    loss.backward()
-    assert weight.grad.tolist() == [[1, 1], [1, 1]] and layer.weight.grad is None
+    with pytest.raises(RuntimeError, match="should not change the device or dtype of the module"):
+        loss.backward()
+    layer(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    assert layer.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_parameter_that_cannot_be_swapped_is_made_anew():
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    reference = weakref.ref(weight)
+    layer.to(DEVICE)
+    assert layer.weight.is_openreg and reference() is weight and not weight.is_openreg
 
 
 def test_lazy_modules_move_before_their_first_call():

@@ -5,10 +5,12 @@ import gc
 import os
 import resource
 import threading
+import time
 
 import pytest
 import torch
 
+import openreg_ops
 from openreg_ops import _C
 
 MS = 1_000_000  # cycles: a cycle is a nanosecond
@@ -196,6 +198,47 @@ def test_a_stream_can_be_used_by_another_thread(mode):
     thread.join()
     torch.openreg.current_stream().wait_stream(stream)
     assert x.sum().item() == 1000
+
+
+def test_threads_on_one_stream_take_turns(mode):
+    """Updates in place by several threads are whole, as on a device whose stream runs one kernel at a time."""
+    x = torch.zeros(200_000, device="openreg")
+    errors = []
+
+    def work(scale):
+        try:
+            for _ in range(100):
+                x.add_(scale)
+                torch.ops.openreg.custom_abs_(x)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in (1, 2, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and x.unique().tolist() == [700]
+
+
+def test_a_thread_that_waits_for_its_turn_lets_python_go_on():
+    """A kernel in Python has the turn and wants the interpreter; another thread has it and wants the turn."""
+    library = torch.library.Library("turn_test", "DEF")
+    library.define("slow(Tensor x) -> Tensor")
+    library.impl("slow", lambda x: [time.sleep(0.001) for _ in range(50)] and x + 1, "CPU")
+    with openreg_ops.fallback.share("turn_test::slow"):
+        x = torch.zeros(4, device="openreg")
+        results = []
+        threads = [threading.Thread(target=lambda: results.append(torch.ops.turn_test.slow(x))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            x.tolist()
+            str(x)
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+    assert [y.tolist() for y in results] == [[1] * 4] * 3
 
 
 def test_external_streams():

@@ -9,8 +9,8 @@ namespace openreg {
 // Note [Turns]
 // Two threads may use one stream, and what they run on it must run one after the other, as on hardware: an update in
 // place by either is whole. So work takes its stream's turn while it runs, on its caller's thread or on a worker. Work
-// inside work runs in the turn of the outer one, and a thread that waits for other work gives its turn up meanwhile: none
-// ever waits for what needs the turn that it has.
+// inside work runs in the turn of the outer one, and a thread that waits for other work gives its turn up meanwhile:
+// none ever waits for what needs the turn that it has.
 
 // Called around a wait for a turn, with the wait; whoever waits with Python's lock would keep out the one that has the
 // turn. Set once, by the bindings.
