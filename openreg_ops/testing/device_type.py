@@ -2,7 +2,7 @@
 
 PyTorch's own test files run on the device with ``TORCH_TEST_DEVICES=openreg_ops/testing/device_type.py``
 in the environment; our test files call `install` and then `instantiate_device_type_tests`. What the
-device does not run, or runs to another precision, is said here.
+device does not run, or runs to another precision, is said here. docs/device-type-tests.md tells more.
 """
 
 from __future__ import annotations
