@@ -38,16 +38,16 @@ def run(file: Path, device: str, arguments: list[str]) -> dict[str, str]:
     """How each generic test of a file ends on a device; SystemExit if the run itself does not end."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-W", "ignore", "-m", "pytest", file.name, "-q", "--noconftest", "-c", os.devnull]
-        command += [
-            "--rootdir",
-            ".",
-            "-p",
-            "openreg_ops",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            f"_{device}",
+        # The device first: what is imported later asks for its name. No configuration but the file's own.
+        options = f"-q -p openreg_ops -p no:cacheprovider --noconftest -c {os.devnull} --rootdir . -k _{device}".split()
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "pytest",
+            file.name,
+            *options,
             f"--junitxml={report}",
             *arguments,
         ]
