@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import openreg_ops
+
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^## ([^\n]+)|^```python\n(.*?)^```", (ROOT / "docs/integration.md").read_text(), re.M | re.S)
 TITLES = [title for title, _ in BLOCKS]
@@ -22,10 +24,11 @@ PROGRAMS = [
 def test_a_block_runs(code, tmp_path):
     # Loaded as `import torch` does it for a user; the tests' own environment may have turned that off.
     (tmp_path / "program.py").write_text("import openreg_ops\n" + code)
+    installed = str(Path(openreg_ops.__file__).parents[1])  # the checkout, or a copy where it is not built
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "program.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in (installed, os.environ.get("PYTHONPATH")) if p)},
         capture_output=True,
         text=True,
         timeout=120,
