@@ -3,7 +3,6 @@
 The functions named `check_…` run on each process of a group; the tests start them. See tests/workers.py.
 """
 
-import copy
 import functools
 import os
 import re

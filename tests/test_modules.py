@@ -55,12 +55,6 @@ def test_lazy_modules_are_made_on_the_device():
     assert module(torch.ones(2, 3, 8, device="openreg")).shape == (2, 4, 6) and module.weight.is_openreg
 
 
-def test_lazy_modules_moved_before_their_first_call_are_a_known_failure():
-    """module.to() replaces the uninitialised parameter by a plain one, on every PrivateUse1 device.
-
-    It keeps it by setting param.data, which PyTorch permits between its own devices only
-    (TensorImpl::has_compatible_shallow_copy_type). When this starts to pass, let training.check_module move lazy modules.
-    """
+def test_lazy_modules_moved_before_their_first_call():
     module = torch.nn.LazyConv1d(4, 3).to("openreg")
-    with pytest.raises(RuntimeError, match="weight should have at least three dimensions"):
-        module(torch.ones(2, 3, 8, device="openreg"))
+    assert module(torch.ones(2, 3, 8, device="openreg")).shape == (2, 4, 6) and module.weight.is_openreg

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 import openreg_ops  # noqa: F401
 
-TIMEOUT = 20  # seconds, of a collective
+TIMEOUT = 60  # seconds, of a collective
 
 
 def _work(rank: int, size: int, store: str, options: dict[str, Any], pipe: Connection) -> None:

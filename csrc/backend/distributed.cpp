@@ -99,8 +99,7 @@ class DeviceWork final : public c10d::Work {
       : Work(arguments.name.rank, type), arguments_(std::move(arguments)), engine_(std::move(engine)),
         future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices())) {}
 
-  // Completes the future when the engine's is. Its sends, receives and sums in
-  // parts have none.
+  // Completes the future when the engine's is; its sends, receives and sums in parts have none.
   void follow_engine() {
     try {
       engine_future_ = engine_->getFuture();
@@ -168,15 +167,17 @@ class DeviceWork final : public c10d::Work {
       future_->setErrorIfNeeded(std::current_exception());
     }
   }
+  // The engine's own errors are the network's; torch's say what is wrong as they are.
   std::exception_ptr explained(const std::exception_ptr& error) const {
     try {
       std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      return error;
     } catch (const std::exception& what) {
-      const auto& name = arguments_.name;
+      const auto& [operation, rank, size] = arguments_.name;
       return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-          c10::str("occl: ", name.operation, " on rank ", name.rank, " of ", name.size, " failed: ", what.what(),
-              ". A process of the group has ended, or did not call it "
-              "within the timeout; see what that process "
+          c10::str("occl: ", operation, " on rank ", rank, " of ", size, " failed: ", what.what(),
+              ". A process of the group has ended, or did not make this call within the timeout; see what it "
               "printed")));
     }
   }
