@@ -1,4 +1,4 @@
-# make demo | make test    create the environment, build, and run; quick the second time
+# make demo | make test | make clients    create the environment, build, and run; quick the second time
 # TORCH=2.15.0 uses another torch, in an environment and with objects of its own; ARGS="…" goes to the command.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc -type f)
 PACKAGE := $(shell find openreg_ops meta -name '*.py' -not -name _build.py)
 
-.PHONY: demo test bench conformance lint install clean
+.PHONY: demo test clients bench conformance lint install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -22,6 +22,9 @@ demo: install
 
 test: install
 	$(BIN)/pytest $(ARGS)
+
+clients: install $(VENV)/.clients
+	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/clients $(ARGS)
 
 bench: install
 	$(BIN)/python -P -m openreg_ops bench $(ARGS)
@@ -47,6 +50,10 @@ $(VENV)/.requirements: requirements.txt
 
 $(VENV)/.lint: requirements-lint.txt | $(VENV)/.requirements
 	$(BIN)/pip install -r requirements-lint.txt
+	@touch $@
+
+$(VENV)/.clients: requirements-clients.txt | $(VENV)/.requirements
+	$(BIN)/pip install torch==$(TORCH) -r requirements-clients.txt
 	@touch $@
 
 # The default torch gets an editable install: Python files need no step at all, C++ ones an incremental build.

@@ -12,12 +12,14 @@
 #include "aten/autograd_fallback.h"
 #include "aten/fallback.h"
 #include "aten/native.h"
+#include "backend/distributed.h"
 #include "backend/generator.h"
 #include "backend/inductor.h"
 #include "backend/memory_history.h"
 #include "backend/profiler.h"
 #include "backend/serialization.h"
 #include "backend/sharing.h"
+#include "compat.h"
 #include "runtime/device.h"
 #include "runtime/fault.h"
 #include "runtime/isolation.h"
@@ -237,6 +239,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_tag", &openreg::set_tag);
   m.def("share_storage", &openreg::share_storage, py::call_guard<py::gil_scoped_release>());
   m.def("open_storage", &openreg::open_storage, py::call_guard<py::gil_scoped_release>());
+  py::class_<openreg::DistributedBackend, c10::intrusive_ptr<openreg::DistributedBackend>, c10d::Backend>(
+      m, "DistributedBackend")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>>())
+#if !OPENREG_TORCH_AT_LEAST(2, 15)
+      // split_group() copies these, and Gloo's cannot be copied before 2.15; for None it asks the backend for its own.
+      .def_property_readonly("options", [](openreg::DistributedBackend&) { return py::none(); })
+#endif
+      // new_group() calls it on the processes that a group leaves out, for NCCL, which must know of each split.
+      .def("perform_nocolor_split", [](openreg::DistributedBackend&, at::Device) {});
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);
 }

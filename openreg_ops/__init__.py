@@ -50,13 +50,14 @@ atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
 _device.register()
 
-from openreg_ops import adaptations, autograd, fallback, meta, optim, sharing  # noqa: E402
+from openreg_ops import autograd, distributed, dlpack, fallback, meta, optim, sharing  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
 from openreg_ops.tags import get_tag, set_tag  # noqa: E402
 
-adaptations.register()
+dlpack.register()
 sharing.register()
+distributed.register()
 
 __all__ = ["AdamW", "autograd", "fallback", "get_tag", "meta", "optim", "set_tag", *meta.__all__]
 

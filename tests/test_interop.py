@@ -1,5 +1,7 @@
 """The device among PyTorch's other parts: DLPack, NumPy, pinned memory, DataLoader, packed sequences, modules."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -216,6 +218,66 @@ def test_tied_parameters(swap):
     model[1].weight = model[0].weight
     model.openreg()
     assert model[1].weight is model[0].weight
+
+
+@pytest.mark.parametrize("make", [lambda x: x, torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_data_is_set_across_devices(make):
+    host, device = make(torch.ones(2, 2)), make(torch.eye(2)).to(ONE)
+    host.data = device
+    assert host.device == ONE and host.to_dense().cpu().equal(torch.eye(2))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        torch.ones(2, 2).to_sparse_coo().data = torch.ones(2, 2, device=ONE)
+
+
+def test_an_optimizer_made_before_the_move_trains():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    model.to("openreg")(torch.ones(1, 3, device="openreg")).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.cpu(), before - 1)
+
+
+@pytest.mark.parametrize("there", ["openreg", ONE], ids=str)
+def test_parameters_keep_their_identity(there):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.LSTM(3, 3))
+    model[1].weight = model[0].weight
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    values = [p.detach().clone() for p in before]
+    model[0](torch.ones(2, 3)).sum().backward()
+    gradient = model[0].weight.grad.clone()
+    for to in (there, "cpu", there):
+        assert model.to(to) is model
+        assert all(
+            p is q and p.device.type == torch.device(to).type for p, q in zip(model.parameters(), before, strict=True)
+        )
+        assert model[1].weight is model[0].weight and model[2]._flat_weights[0] is model[2].weight_ih_l0
+        assert all(p.cpu().equal(v) for p, v in zip(model.parameters(), values, strict=True))
+        assert type(model[0].weight) is torch.nn.Parameter and model[0].weight.grad.cpu().equal(gradient)
+    model[2](model(torch.ones(2, 3, device=there))[0])
+    optimizer.step()
+    assert model[0].weight.cpu().equal(values[0] - gradient)
+
+
+def test_lazy_modules_move_before_their_first_call():
+    module = torch.nn.LazyConv1d(4, 3).to(ONE)
+    assert isinstance(module.weight, torch.nn.UninitializedParameter)
+    assert module(torch.ones(2, 3, 8, device=ONE)).shape == (2, 4, 6)
+    assert type(module) is torch.nn.Conv1d and type(module.weight) is torch.nn.Parameter and module.weight.device == ONE
+
+
+def test_other_moves_are_torchs_own():
+    layer = torch.nn.Linear(2, 2, device="openreg")
+    weight, address = layer.weight, layer.weight.data_ptr()
+    assert layer.double().weight is weight and weight.dtype == torch.float64 and weight.data_ptr() != address
+    assert layer.to(ONE).weight is weight and weight.device == ONE
+    assert (
+        layer.to("meta").weight.is_meta
+        and torch.nn.Linear(2, 2, device="meta").to_empty(device="openreg").weight.is_openreg
+    )
+    clone = copy.deepcopy(torch.nn.Linear(2, 2).to("openreg"))
+    assert clone.weight.is_openreg and clone.weight.is_leaf and clone.weight.requires_grad
 
 
 def test_the_default_device():

@@ -101,8 +101,6 @@ def check_module(
 def _module(report: Report, info: Any, dtype: torch.dtype, device: str, check: str, i: int, sample: Any) -> None:
     torch.manual_seed(0)
     host = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
-    if info.name.startswith("nn.Lazy"):  # which cannot be moved before its first call
-        host(*_moved(sample.forward_input.args, "cpu"))
     host.train(check == "train" and type(host).__name__ not in RANDOM)
 
     def run(place: str) -> list[list[torch.Tensor | None]]:

@@ -1,7 +1,6 @@
-"""Places where PyTorch knows devices by a list that a ``PrivateUse1`` backend is not on, each mended from outside.
+"""DLPack for device tensors, where PyTorch serves only the devices on its list; other tensors go through to its code.
 
-A mend lets every other device's tensors through to PyTorch's code. It goes when PyTorch's goes: the regression tests
-(tests/test_adaptations.py) say for each what happens without it.
+The mends go when PyTorch's code does: tests/test_dlpack.py says what happens without them.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import functools
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
 from torch.overrides import has_torch_function_unary
 
 __all__ = ["register"]
 
 _TENSOR_METHODS = {"__dlpack__": torch.Tensor.__dlpack__, "__dlpack_device__": torch.Tensor.__dlpack_device__}
-_module_apply = torch.nn.Module._apply
 
 
 def _is_ours(tensor: torch.Tensor) -> bool:
@@ -47,29 +44,7 @@ def _dlpack(self: torch.Tensor, *, stream: int | None = -1, **options: Any) -> A
     return capsule
 
 
-@functools.wraps(torch.nn.Module._apply)
-def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    # Between the kinds of devices in a list of c10/core/TensorImpl.h (has_compatible_shallow_copy_type) a parameter
-    # keeps its identity, and with it its ties and its optimizer; for others Module._apply makes a new one.
-    before = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
-    _module_apply(self, fn, recurse)
-    for name, old in before.items():
-        new = self._parameters[name]
-        if new is old or old.is_meta or (old.device.type == "openreg") == (new.device.type == "openreg"):
-            continue
-        kind = type(old)
-        try:
-            torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # a weak reference, for example: as PyTorch has it
-            continue
-        if issubclass(kind, UninitializedTensorMixin):
-            old.__class__ = kind
-        self._parameters[name] = old
-    return self
-
-
 def register() -> None:
-    """Put the mends in their places."""
+    """Put both in their places."""
     torch.Tensor.__dlpack_device__ = _dlpack_device
     torch.Tensor.__dlpack__ = _dlpack
-    torch.nn.Module._apply = _apply

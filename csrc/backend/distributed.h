@@ -1,0 +1,71 @@
+// The c10d backend "occl": collectives on device tensors, which another backend (Gloo) does on the host.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace openreg {
+
+// Note [Distributed]
+// Device memory is the host's, so an engine for CPU tensors can work in it: it is given CPU tensors over the same
+// memory. A call first waits for the current stream's work, as its run() does; the engine works on threads of its
+// own, so that other work may go on; Work::wait() returns when it has finished, so that all work launched from then
+// on is behind it. The CPU tensors keep the device memory in use until then.
+// The engine is given copies where it may not or cannot read device memory: under isolation, sparse tensors, lazy
+// conjugates and negations. What it wrote is copied back before anybody is told that it has finished.
+class DistributedBackend final : public c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<Tensors>;
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Engine = c10::intrusive_ptr<c10d::Backend>;
+
+  explicit DistributedBackend(Engine engine);
+
+  Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  Work allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  Work reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  Work allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  Work _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  Work allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  Work allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  Work gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  Work scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override;
+  Work reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override;
+  Work _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  Work reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override;
+  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+      std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) override;
+  Work alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  Work send(Tensors& tensors, int to, int tag) override;
+  Work recv(Tensors& tensors, int from, int tag) override;
+  Work recvAnysource(Tensors& tensors, int tag) override;
+  Work barrier(const c10d::BarrierOptions& opts) override;
+
+  Engine split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& opts) override;
+  Engine merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts, const int& rank,
+      const int& size) override;
+
+  const std::string getBackendName() const override { return "occl"; }
+  bool supportsSplitting() const override { return engine_->supportsSplitting(); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return engine_->getBackendOptions(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { engine_->setTimeout(timeout); }
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool all) override { engine_->monitoredBarrier(opts, all); }
+  void setSequenceNumberForGroup() override { engine_->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override { return engine_->getSequenceNumberForGroup(); }
+  void enableCollectivesTiming() override { engine_->enableCollectivesTiming(); }
+  void abort() override { engine_->abort(); }
+  void shutdown() override { engine_->shutdown(); }
+
+ private:
+  const Engine engine_;
+};
+
+} // namespace openreg

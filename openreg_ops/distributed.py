@@ -1,0 +1,45 @@
+"""The c10d backend "occl": `torch.distributed` on device tensors, which Gloo works on where they are.
+
+`init_process_group()` chooses it by itself; ``"occl"``, ``"openreg:occl"`` and ``"cpu:gloo,openreg:occl"`` name it.
+See Note [Distributed] in csrc/backend/distributed.h.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from openreg_ops import _C
+
+
+def _create(group: Any, options: Any) -> _C.DistributedBackend:
+    """A process group's backend; c10d's arguments of a plugin."""
+    from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+    if options is not None and not isinstance(options, ProcessGroupGloo._Options):
+        raise TypeError(
+            f"occl: expected pg_options of type ProcessGroupGloo._Options, but got {type(options).__name__}; "
+            "leave them out for the defaults"
+        )
+    arguments = group.store, group.group_rank, group.group_size
+    if options is None:
+        engine = ProcessGroupGloo(*arguments, timeout=group.timeout)
+    else:
+        engine = ProcessGroupGloo(*arguments, options)
+    engine.options.global_ranks_in_group = group.global_ranks_in_group
+    engine.options.group_name = group.group_id
+    engine._set_sequence_number_for_group()
+
+    # Before 2.15 torch gives a group a default backend only if it is built in or named alone, and
+    # DistributedDataParallel asks for it. The group is a local variable of the caller.
+    if torch.__version__ < (2, 15) and (caller := sys._getframe(1).f_locals.get("pg")) is not None:
+        caller._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    return _C.DistributedBackend(engine)
+
+
+def register() -> None:
+    """Make "occl" known to c10d, as the device's default; torch has imported c10d already."""
+    if torch.distributed.is_available():
+        torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=["openreg"])
