@@ -221,14 +221,23 @@ def test_threads_on_one_stream_take_turns(mode):
     assert not errors and x.unique().tolist() == [700]
 
 
-def test_a_thread_that_waits_for_its_turn_lets_python_go_on():
-    """A kernel in Python has the turn and wants the interpreter; another thread has it and wants the turn."""
-    library = torch.library.Library("turn_test", "DEF")
+def test_a_thread_that_waits_for_its_turn_lets_python_go_on(mode):
+    """A kernel in Python has the turn and wants the interpreter; another thread has that and wants the turn."""
+    running, overlaps, results = [], [], []
+
+    def slow(x):
+        overlaps.extend(running)
+        running.append(threading.get_ident())
+        for _ in range(50):
+            time.sleep(0.001)
+        running.pop()
+        return x + 1
+
+    library = torch.library.Library("turn_test", "FRAGMENT")
     library.define("slow(Tensor x) -> Tensor")
-    library.impl("slow", lambda x: [time.sleep(0.001) for _ in range(50)] and x + 1, "CPU")
+    library.impl("slow", slow, "CPU")
     with openreg_ops.fallback.share("turn_test::slow"):
         x = torch.zeros(4, device="openreg")
-        results = []
         threads = [threading.Thread(target=lambda: results.append(torch.ops.turn_test.slow(x))) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -238,7 +247,8 @@ def test_a_thread_that_waits_for_its_turn_lets_python_go_on():
         for thread in threads:
             thread.join(timeout=60)
             assert not thread.is_alive()
-    assert [y.tolist() for y in results] == [[1] * 4] * 3
+    library._destroy()
+    assert [y.tolist() for y in results] == [[1] * 4] * 3 and not overlaps
 
 
 def test_external_streams():
