@@ -8,13 +8,19 @@ from torch.testing._internal.common_device_type import (
     deviceCountAtLeast,
     dtypes,
     instantiate_device_type_tests,
+    onlyCPU,
+    onlyNativeDeviceTypes,
+    onlyOn,
     ops,
+    precisionOverride,
+    tol,
+    toleranceOverride,
 )
 from torch.testing._internal.common_methods_invocations import binary_ufuncs, reduction_ops, unary_ufuncs
 from torch.testing._internal.common_utils import TestCase
 
 import openreg_ops  # noqa: F401
-from openreg_ops.testing import device_type
+from openreg_ops.testing import device_type, device_type_report
 from openreg_ops.testing.opinfo import Mover
 
 FEW = [op for op in (*unary_ufuncs, *binary_ufuncs, *reduction_ops) if op.name in
@@ -53,6 +59,32 @@ class TestOpenregOps(TestCase):
     def test_sum_precision(self, device, dtype):
         x = torch.full((1000,), 0.1, device=device, dtype=dtype)
         self.assertEqual(x.sum().cpu(), torch.full((1000,), 0.1, dtype=dtype).sum())
+
+    @onlyOn(["openreg"])
+    @onlyNativeDeviceTypes
+    def test_only_on(self, device):
+        self.assertEqual(torch.device(device).type, "openreg")
+
+    @onlyCPU
+    def test_only_on_the_cpu(self, device):
+        self.fail("this runs on the CPU only")
+
+    @precisionOverride({torch.float32: 0.5})
+    @dtypes(torch.float32, torch.float64)
+    def test_precision_override(self, device, dtype):
+        self.compare(device, dtype, loose=torch.float32)
+
+    @toleranceOverride({torch.float64: tol(atol=0.5, rtol=0)})
+    @dtypes(torch.float32, torch.float64)
+    def test_tolerance_override(self, device, dtype):
+        self.compare(device, dtype, loose=torch.float64)
+
+    def compare(self, device, dtype, loose):
+        x, y = torch.tensor([1.0, 1.4], device=device, dtype=dtype)
+        if dtype == loose:
+            return self.assertEqual(x, y)
+        with self.assertRaisesRegex(AssertionError, "not close"):
+            self.assertEqual(x, y)
 
     @deviceCountAtLeast(2)
     def test_two_devices(self, devices):
@@ -103,6 +135,45 @@ class Restricted(device_type.OpenregTestBase):
 device_type.install(Restricted)
 instantiate_device_type_tests(TestLists, globals(), only_for="openreg")
 device_type.install()
+
+
+FILE = """
+import torch
+from torch.testing._internal.common_device_type import instantiate_device_type_tests, onlyCPU
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+
+class TestSome(TestCase):
+    def test_passes(self, device):
+        self.assertEqual(torch.ones(3, device=device).sum().item(), 3)
+
+    def test_fails(self, device):
+        self.fail("everywhere")
+
+    def test_cpu_result(self, device):
+        self.assertEqual(torch.ones(3, device=device).device.type, "cpu")
+
+    @onlyCPU
+    def test_of_the_cpu(self, device):
+        pass
+
+
+instantiate_device_type_tests(TestSome, globals())
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+def test_report(tmp_path, capsys):
+    (tmp_path / "test_some.py").write_text(FILE)
+    assert device_type_report.main([str(tmp_path / "test_some.py")]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["test_some.py", "cpu", "3", "passed", "1", "failed", "0", "skipped"]
+    assert lines[1] == ["test_some.py", "openreg", "1", "passed", "2", "failed", "1", "skipped"]
+    assert lines[3:] == [
+        ["1", "fail", "on", "the", "device", "and", "not", "on", "the", "CPU"],
+        ["test_some.py::TestSome.test_cpu_result_DEVICE"],
+    ]
 
 
 def test_blocked_tests_are_not_made():

@@ -1,0 +1,81 @@
+"""``python -m openreg_ops.testing.device_type_report FILE…``: PyTorch's test files on the CPU and on the device.
+
+A test is right where it ends as it does on the CPU; one that fails there too says nothing of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+LISTS = Path(__file__).with_name("device_type.py")
+DEVICES = {"cpu": "CPU", "openreg": "OPENREG|PRIVATEUSE1"}  # and how the names of its test classes end
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def read(report: Path, device: str) -> Iterator[tuple[str, str]]:
+    """The generic tests of a JUnit report, without the name of their device, and how each ended."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        parts = case.get("name", "").split("_")
+        kind, generic = re.subn(f"({DEVICES[device]})$", "", case.get("classname", "").split(".")[-1])
+        if not generic or device not in parts:
+            continue
+        parts[len(parts) - 1 - parts[::-1].index(device)] = "DEVICE"
+        tags = {child.tag for child in case}
+        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        yield f"{kind}.{'_'.join(parts)}", outcome
+
+
+def run(file: Path, device: str, arguments: list[str]) -> dict[str, str]:
+    """How each generic test of a file ends on a device; SystemExit if the run itself does not end."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # The device first: what is imported later asks for its name. No configuration but the file's own.
+        options = f"-q -p openreg_ops -p no:cacheprovider --noconftest -c {os.devnull} --rootdir . -k _{device}".split()
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "pytest",
+            file.name,
+            *options,
+            f"--junitxml={report}",
+            *arguments,
+        ]
+        env = os.environ | {"TORCH_TEST_DEVICES": str(LISTS) if device == "openreg" else ""}
+        done = subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True)
+        if done.returncode not in (0, 1) or not report.exists():
+            sys.exit(f"{file.name} did not run to its end on {device}:\n{(done.stdout + done.stderr)[-2000:]}")
+        return dict(read(report, device))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line a file and device, then what passes on the CPU only; 1 if anything does."""
+    parser = argparse.ArgumentParser(prog="python -m openreg_ops.testing.device_type_report", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="test files of PyTorch's test/ of the installed version")
+    parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="the rest is for pytest")
+    options = parser.parse_args(arguments)
+    lost = []
+    for file in (path.resolve() for path in options.files):
+        ended = {device: run(file, device, options.pytest) for device in DEVICES}
+        for device in DEVICES:
+            counts = Counter(ended[device].values())
+            print(f"{file.name:32}{device:8}", *(f"{counts[each]:6} {each}" for each in OUTCOMES), flush=True)
+        for test, outcome in ended["openreg"].items():
+            if outcome == "failed" and ended["cpu"].get(test, "passed") == "passed":
+                lost.append(f"{file.name}::{test}")
+    print(f"\n{len(lost)} fail on the device and not on the CPU", *lost, sep="\n  ")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
