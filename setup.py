@@ -83,7 +83,7 @@ setup(
         CppExtension(
             "openreg_ops._C",
             SOURCES,
-            include_dirs=[str(ROOT / "csrc")],
+            include_dirs=[str(ROOT / "csrc"), str(Path(torch.__file__).parent / "include" / "kineto")],
             extra_compile_args=[
                 "-std=c++20",
                 "-O2",

@@ -14,6 +14,7 @@
 #include "aten/native.h"
 #include "backend/generator.h"
 #include "backend/inductor.h"
+#include "backend/profiler.h"
 #include "backend/serialization.h"
 #include "backend/sharing.h"
 #include "runtime/device.h"
@@ -102,6 +103,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("disarm_fault", &openreg::disarm);
   m.def("reset_device", [](int64_t device) { openreg::reset_device(openreg::checked_index(device)); });
   m.def("forked", &openreg::forked);
+  m.def("range_push", &openreg::range_push);
+  m.def("range_pop", &openreg::range_pop);
+  m.def("emit_ranges", &openreg::emit_ranges);
   openreg::set_host_thread([] { return PyGILState_GetThisThreadState() != nullptr; });
   m.def("isolation_mode", [] {
     constexpr const char* names[] = {"off", "strict", "keys"};

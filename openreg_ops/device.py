@@ -147,7 +147,7 @@ class device_of(device):
 
 def register() -> None:
     """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
-    from openreg_ops import _sanitizer, amp, faults, inductor, memory, random, streams
+    from openreg_ops import _sanitizer, amp, faults, inductor, memory, profiler, random, streams
 
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
     parts = {"amp": amp, "memory": memory, "random": random, "streams": streams}
@@ -158,6 +158,7 @@ def register() -> None:
         setattr(module, name, part)
         sys.modules[f"torch.openreg.{name}"] = part
     module.faults = sys.modules["torch.openreg.faults"] = faults
+    module.profiler = sys.modules["torch.openreg.profiler"] = profiler
     module._sanitizer = sys.modules["torch.openreg._sanitizer"] = _sanitizer
     module.reset_device = faults.reset_device
     module._sleep = streams._sleep

@@ -10,6 +10,7 @@
 #include "../backend/host_allocator.h"
 #include "../runtime/fault.h"
 #include "../runtime/memory.h"
+#include "../runtime/profile.h"
 #include "native.h"
 #include "queued.h"
 
@@ -25,6 +26,17 @@ bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   };
   return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
       from.numel() && !from.is_quantized() && memory(from) && memory(to);
+}
+
+// CUDA's names.
+Site copy_site(const at::Tensor& from, const at::Tensor& to) {
+  const auto pinned = [](const at::Tensor& x) { return x.layout() == at::kStrided && is_pinned(x.storage().data()); };
+  const char* name = from.is_privateuseone() && to.is_privateuseone()
+      ? from.device() == to.device() ? "Memcpy DtoD (Device -> Device)" : "Memcpy PtoP (Device -> Device)"
+      : to.is_privateuseone() ? pinned(from) ? "Memcpy HtoD (Pinned -> Device)" : "Memcpy HtoD (Pageable -> Device)"
+      : pinned(to)            ? "Memcpy DtoH (Device -> Pinned)"
+                              : "Memcpy DtoH (Device -> Pageable)";
+  return {name, Site::kCopy, to.layout() == at::kStrided ? static_cast<size_t>(to.numel()) * to.itemsize() : 0};
 }
 
 // What an injected fault does to a copy; see Note [Faults].
@@ -52,6 +64,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   const Stream there = between ? current_stream(destination.device().index()) : here;
   if (between) wait_for(here, there);
   const bool corrupted = copy_corrupted(here);
+  const Site site = detail::profiling() ? copy_site(self, destination) : Site(std::source_location::current());
   if ((non_blocking || between) && is_plain(self, destination)) {
     const void* from = self.const_data_ptr();
     void* to = destination.mutable_data_ptr();
@@ -60,18 +73,18 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
       std::memmove(to, from, bytes);
       if (corrupted) flip_byte(to);
     };
-    if (bytes >= kQueuedCopy) enqueue(here, work);
-    else launch(here, work);
+    if (bytes >= kQueuedCopy) enqueue(here, work, site);
+    else launch(here, work, site);
     for (const at::Tensor& x : {self, destination})
       if (x.is_cpu()) record_pinned_use(x.const_data_ptr(), here);
     if (between) wait_for(there, here);
     return destination;
   }
-  if (queueing() && !corrupted && queue_copy(self, destination)) return destination;
+  if (queueing() && !corrupted && queue_copy(self, destination, site)) return destination;
   CpuCall call("aten::copy_", CpuCall::kAny);
   const at::Tensor& from = call.alias(self);
   at::Tensor to = call.alias(destination, /*write=*/true);
-  call.run([&] {
+  call.run(site, [&] {
     to.copy_(from);
     if (corrupted && to.numel() && to.layout() == at::kStrided) flip_byte(to.mutable_data_ptr());
   });

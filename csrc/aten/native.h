@@ -62,12 +62,16 @@ class CpuCall {
   // Calls the kernel in the order of the device's current stream, then carries changes back.
   template <class Kernel>
   decltype(auto) run(Kernel&& kernel) {
+    return run(Site(name_), kernel);
+  }
+  template <class Kernel>
+  decltype(auto) run(Site site, Kernel&& kernel) {
     const Stream stream = current_stream(device());
     if constexpr (std::is_void_v<decltype(kernel())>) {
-      openreg::run(stream, kernel);
+      openreg::run(stream, kernel, site);
       carry_back();
     } else {
-      decltype(auto) out = openreg::run(stream, kernel);
+      decltype(auto) out = openreg::run(stream, kernel, site);
       carry_back();
       return static_cast<decltype(kernel())>(out);
     }

@@ -258,8 +258,8 @@ bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
 
 // Runs `kernel` on the stream's worker, with as many threads as the caller has: OpenMP keeps a number for each thread.
 template <class Kernel>
-void queue_kernel(int device, const char* name, Kernel kernel) {
-  launch(current_stream(device), [name, kernel = std::move(kernel), threads = at::get_num_threads()]() mutable {
+void queue_kernel(int device, const char* name, Site site, Kernel kernel) {
+  auto work = [name, kernel = std::move(kernel), threads = at::get_num_threads()]() mutable {
     if (at::get_num_threads() != threads) omp_set_num_threads(threads);
     c10::impl::ExcludeDispatchKeyGuard below_autograd(kExcluded);
     try {
@@ -268,7 +268,8 @@ void queue_kernel(int device, const char* name, Kernel kernel) {
       const std::string_view what = error.what();
       throw std::runtime_error(std::string(what.substr(0, what.find("\nException raised from"))) + "\nIn " + name);
     }
-  });
+  };
+  launch(current_stream(device), std::move(work), site);
 }
 
 } // namespace
@@ -314,23 +315,23 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
     for (size_t i = 0; i < count; ++i)
       if (plan.written[i]) results.push_back((*stack)[first + i]);
   }
-  queue_kernel(arguments.device(), op.operator_name().name.c_str(),
-      [op = plan.out.value_or(op), host = std::move(host)]() mutable {
-        op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &host);
-        host.clear();
-      });
+  const char* name = op.operator_name().name.c_str();
+  queue_kernel(arguments.device(), name, Site(name), [op = plan.out.value_or(op), host = std::move(host)]() mutable {
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &host);
+    host.clear();
+  });
   torch::jit::drop(*stack, count);
   std::move(results.begin(), results.end(), std::back_inserter(*stack));
   return true;
 }
 
-bool queue_copy(const at::Tensor& from, const at::Tensor& to) {
+bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site) {
   Arguments arguments;
   if (!from.is_privateuseone() || !to.is_privateuseone() || !arguments.add(from, false) || !arguments.add(to, true) ||
       !arguments.apart() || from.is_same(to) || !at::is_expandable_to(from.sizes(), to.sizes()) ||
       at::has_internal_overlap(to) == at::MemOverlap::Yes || (from.is_complex() && !to.is_complex()))
     return false;
-  queue_kernel(arguments.device(), "aten::copy_",
+  queue_kernel(arguments.device(), "aten::copy_", site,
       [from = arguments.find(from)->host, to = arguments.find(to)->host]() mutable { to.copy_(from); });
   return true;
 }

@@ -32,6 +32,6 @@ void set_meta_kernel(const std::string& name, c10::KernelFunction kernel);
 bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // The same for a copy within one device.
-bool queue_copy(const at::Tensor& from, const at::Tensor& to);
+bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site);
 
 } // namespace openreg

@@ -9,6 +9,7 @@
 
 #include "../runtime/device.h"
 #include "../runtime/memory.h"
+#include "profiler.h"
 #include "streams.h"
 
 // Note [Lent memory]
@@ -20,6 +21,7 @@ namespace openreg {
 namespace {
 
 void free_device(void* pointer) {
+  report_free(pointer);
   deallocate(pointer);
 }
 
@@ -27,7 +29,9 @@ void free_device(void* pointer) {
 void copy_memory(void* to, const void* from, size_t bytes) {
   const int device = std::max(device_of(to), device_of(from));
   if (device < 0) std::memcpy(to, from, bytes);
-  else run(current_stream(device), [&] { std::memcpy(to, from, bytes); });
+  else
+    run(current_stream(device), [&] { std::memcpy(to, from, bytes); },
+        {"Memcpy DtoD (Device -> Device)", Site::kCopy, bytes});
 }
 
 // The device allocator, with the statistics that torch.accelerator.memory asks for.
@@ -100,7 +104,7 @@ struct CpuMemory final : c10::Allocator {
 
  private:
   static void free_either(void* pointer) {
-    if (device_of(pointer) >= 0) deallocate(pointer);
+    if (device_of(pointer) >= 0) free_device(pointer);
     else host_raw_deleter(pointer);
   }
   c10::Allocator* host_;
@@ -127,8 +131,10 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
   if (bytes == 0) return {nullptr, label};
   try {
     void* pointer = allocate(current_stream(device), bytes);
+    report_allocation(pointer);
     return {pointer, pointer, &free_device, label};
   } catch (const OutOfMemory& error) {
+    report_out_of_memory(device, bytes);
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
 }

@@ -15,6 +15,7 @@
 
 #include "device.h"
 #include "fault.h"
+#include "profile.h"
 
 namespace openreg {
 namespace {
@@ -225,6 +226,7 @@ bool stream_idle(Stream stream) noexcept {
 }
 
 void synchronize_stream(Stream stream) {
+  const HostCall call("openregStreamSynchronize");
   check_not_forked();
   if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(stream.device);
   if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted());
@@ -232,11 +234,17 @@ void synchronize_stream(Stream stream) {
 }
 
 void synchronize_device(int device) {
+  const HostCall call("openregDeviceSynchronize");
   check_not_forked();
   if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(device);
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
     if (Queue* queue = find_queue({device, id})) queue->wait(queue->submitted());
   throw_error(device);
+}
+
+void detail::wait_for_all() {
+  for (auto& each : queues)
+    if (Queue* queue = each.load(std::memory_order_acquire)) queue->wait(queue->submitted());
 }
 
 Ticket ticket(Stream stream) noexcept {
@@ -276,6 +284,7 @@ Event::Event(int device, bool timed) : device_(device), timed_(timed) {}
 
 // Another thread may record() again at any time, so that a reader keeps the point that it saw.
 void Event::record(Stream stream) {
+  const HostCall call("openregEventRecord");
   auto point = std::make_shared<Point>(stream);
   std::atomic_store(&point_, point);
   if (stream_idle(stream)) point->reach();
@@ -283,9 +292,11 @@ void Event::record(Stream stream) {
 }
 
 void Event::block(Stream stream) const {
+  const HostCall call("openregStreamWaitEvent");
   const auto point = std::atomic_load(&point_);
   if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
-  queue_of(stream).push([point] { point->wait(); }, std::source_location::current());
+  const Site site("wait for an event", Site::kWait);
+  queue_of(stream).push(detail::profiled(stream, site, [point] { point->wait(); }), site.where);
 }
 
 bool Event::query() const noexcept {
@@ -294,6 +305,7 @@ bool Event::query() const noexcept {
 }
 
 void Event::synchronize() const {
+  const HostCall call("openregEventSynchronize");
   const auto point = std::atomic_load(&point_);
   if (!point) return;
   point->wait();
@@ -309,8 +321,11 @@ Event::Clock::time_point Event::time() const {
 
 void sleep_on(Stream stream, std::int64_t cycles) {
   const auto sleep = [cycles] { std::this_thread::sleep_for(std::chrono::nanoseconds(cycles)); };
-  if (launch_mode() != LaunchMode::kSync) return queue_of(stream).push(sleep, std::source_location::current());
+  const Site site("sleep");
+  if (launch_mode() != LaunchMode::kSync)
+    return queue_of(stream).push(detail::profiled(stream, site, sleep), site.where);
   synchronize_stream(stream);
+  const detail::Profiled profiled(detail::profiling(), stream, site);
   sleep();
 }
 
@@ -363,8 +378,9 @@ void detail::catch_up(Stream stream, std::source_location where) {
   if (attention.load() & kFaultBit) kernel_fails(stream, where);
 }
 
-void detail::queue(Stream stream, Task task, std::source_location where) {
-  queue_of(stream).push(std::move(task), where, /*kernel=*/true);
+void detail::queue(Stream stream, Task task, const Site& site) {
+  if (profiling()) task = profiled(stream, site, std::move(task));
+  queue_of(stream).push(std::move(task), site.where, /*kernel=*/true);
 }
 
 void detail::keep_error(int device, const std::source_location& where, const char* what) {

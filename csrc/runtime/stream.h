@@ -49,6 +49,20 @@ enum class LaunchMode { kInline, kAsync, kSync };
 LaunchMode launch_mode() noexcept;
 void set_launch_mode(LaunchMode mode) noexcept;
 
+// A launch, for errors and profiles: where it is, and what its work is called; without a name, as the function that
+// launches it. `bytes`: of a copy.
+struct Site {
+  enum Kind { kKernel, kCopy, kWait };
+  Site(std::source_location where) noexcept : where(where) {} // not explicit: for default arguments
+  Site(const char* name, Kind kind = kKernel, std::size_t bytes = 0,
+      std::source_location where = std::source_location::current()) noexcept
+      : where(where), name(name), kind(kind), bytes(bytes) {}
+  std::source_location where;
+  const char* name = nullptr;
+  Kind kind = kKernel;
+  std::size_t bytes = 0;
+};
+
 // What queued work threw, with where it was launched; in torch, an AcceleratorError.
 struct AsyncError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -114,35 +128,55 @@ inline thread_local LaunchCounter launches;
 
 // Zero while work may run at once: the mode is inline and no stream has queued work. Else the number of
 // busy streams, and bits: the mode is not inline; an error waits to be thrown; Note [Fork]; Note [Faults].
-// Note [Isolation] has one too, which alone is no reason to wait.
+// Note [Isolation] and Note [Profile] have one too, which alone are no reason to wait.
 inline std::atomic<std::uint32_t> attention{0};
 constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28,
-                        kIsolationBit = 1u << 27;
+                        kIsolationBit = 1u << 27, kProfileBit = 1u << 26;
+constexpr std::uint32_t kNoWait = kIsolationBit | kProfileBit;
 
 using Task = std::function<void()>;
 enum class Place { kHere, kQueue, kNowhere };
 Place place(Stream stream, std::source_location where); // waits first where the mode is sync
-void queue(Stream stream, Task task, std::source_location where);
+void queue(Stream stream, Task task, const Site& site);
 // Waits for the stream's queued work; throws as synchronize_stream().
 void catch_up(Stream stream, std::source_location where);
 // Keeps an error for the next call that waits for the device, if it is the first.
 void keep_error(int device, const std::source_location& where, const char* what);
+
+// While one lives, the profile counts the time as that of work on the stream; see Note [Profile].
+struct Running;
+Running* begin_work(Stream stream, const Site& site) noexcept;
+void end_work(Running* work) noexcept;
+class Profiled {
+ public:
+  Profiled(bool on, Stream stream, const Site& site) noexcept : work_(on ? begin_work(stream, site) : nullptr) {}
+  ~Profiled() {
+    if (work_) [[unlikely]]
+      end_work(work_);
+  }
+  Profiled(const Profiled&) = delete;
+  Profiled& operator=(const Profiled&) = delete;
+
+ private:
+  Running* const work_;
+};
 } // namespace detail
 
 // Runs `work`, which owns what it uses, in the order of `stream`, now or later. Order, access to device
 // memory and counting happen here and in run(), and nowhere else; a kernel never does them itself.
 template <class Work>
-void launch(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
+void launch(Stream stream, Work&& work, Site site = std::source_location::current()) {
   ++detail::launches.value;
   const auto attention = detail::attention.load(std::memory_order_acquire);
-  const bool plain = (attention & ~detail::kIsolationBit) == 0;
-  switch (plain ? detail::Place::kHere : detail::place(stream, where)) {
+  const bool plain = (attention & ~detail::kNoWait) == 0;
+  switch (plain ? detail::Place::kHere : detail::place(stream, site.where)) {
     case detail::Place::kHere: {
       const detail::Access access(attention & detail::kIsolationBit);
+      const detail::Profiled profiled(attention & detail::kProfileBit, stream, site);
       return static_cast<void>(work());
     }
     case detail::Place::kQueue:
-      return detail::queue(stream, std::forward<Work>(work), where);
+      return detail::queue(stream, std::forward<Work>(work), site);
     case detail::Place::kNowhere:
       return;
   }
@@ -150,25 +184,28 @@ void launch(Stream stream, Work&& work, std::source_location where = std::source
 
 // launch() for work that takes so long that the host should run ahead also in inline mode.
 template <class Work>
-void enqueue(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
+void enqueue(Stream stream, Work&& work, Site site = std::source_location::current()) {
   ++detail::launches.value;
-  const bool plain = (detail::attention.load(std::memory_order_acquire) & ~detail::kIsolationBit) == 0;
-  const auto place = plain ? detail::Place::kQueue : detail::place(stream, where);
+  const auto attention = detail::attention.load(std::memory_order_acquire);
+  const bool plain = (attention & ~detail::kNoWait) == 0;
+  const auto place = plain ? detail::Place::kQueue : detail::place(stream, site.where);
   if (place == detail::Place::kNowhere) return;
   if (launch_mode() == LaunchMode::kSync) {
     const detail::Access access;
+    const detail::Profiled profiled(attention & detail::kProfileBit, stream, site);
     work();
-  } else detail::queue(stream, std::forward<Work>(work), where);
+  } else detail::queue(stream, std::forward<Work>(work), site);
 }
 
 // Runs `work` in the order of `stream` on the calling thread, before it returns.
 template <class Work>
-decltype(auto) run(Stream stream, Work&& work, std::source_location where = std::source_location::current()) {
+decltype(auto) run(Stream stream, Work&& work, Site site = std::source_location::current()) {
   ++detail::launches.value;
   const auto attention = detail::attention.load(std::memory_order_acquire);
-  if (attention & ~detail::kIsolationBit) [[unlikely]]
-    detail::catch_up(stream, where);
+  if (attention & ~detail::kNoWait) [[unlikely]]
+    detail::catch_up(stream, site.where);
   const detail::Access access(attention & detail::kIsolationBit);
+  const detail::Profiled profiled(attention & detail::kProfileBit, stream, site);
   return std::forward<Work>(work)();
 }
 

@@ -1,0 +1,79 @@
+// What ran on the devices and when, and what the host called meanwhile: the log that a profiler reads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "stream.h"
+
+namespace openreg {
+
+// Note [Profile]
+// While a profile is on, launch(), run() and enqueue() log what they run, each time twice: as the work on its stream,
+// and as the host's call that launched it. The two share a number. Both carry what the launching thread was in: an
+// operator and ranges, which it declares with push_operator() and push_range(). Work that another
+// work launches on its own thread is part of that one. Off, it costs one bit of detail::attention.
+
+// A span of the host's program that a profiler wants to see on the device as well; either of the two is set.
+struct Range {
+  std::uint64_t id;                        // the profiler's number for it
+  std::shared_ptr<const std::string> name;
+};
+
+// Times are nanoseconds since 1970, as those of torch's profiler.
+struct Activity {
+  enum On { kStream, kHost };
+  On on;
+  Site::Kind kind;
+  std::string name;
+  Stream stream;
+  std::int64_t begin, end;
+  std::uint32_t launch;      // shared by the work and the host's call; 0 where nothing was launched
+  std::uint64_t operation;   // the operator that the host's thread was in, 0 for none
+  std::vector<Range> ranges; // that it was in, the outermost first
+  std::size_t bytes;         // of a copy
+  int thread;                // the host's, by the operating system's number
+};
+
+// Starts a profile, or restarts it with an empty log.
+void start_profile();
+// Waits for what has been queued and ends the profile. In the order in which they ended.
+std::vector<Activity> stop_profile();
+
+// What the calling thread is in; ignored while no profile is on, as is a pop without its push.
+void push_operator(std::uint64_t id);
+void pop_operator();
+void push_range(Range range);
+void pop_range();
+
+namespace detail {
+inline bool profiling() noexcept {
+  return attention.load(std::memory_order_relaxed) & kProfileBit;
+}
+// `task`, logged if a profile is on.
+Task profiled(Stream stream, const Site& site, Task task);
+std::int64_t begin_call() noexcept;
+void end_call(const char* name, std::int64_t begin) noexcept;
+void wait_for_all(); // for what all streams have been given; throws nothing that it threw
+} // namespace detail
+
+// Logs the host's call of a function that launches no work.
+class HostCall {
+ public:
+  explicit HostCall(const char* name) noexcept : name_(name), begin_(detail::profiling() ? detail::begin_call() : 0) {}
+  ~HostCall() {
+    if (begin_) [[unlikely]]
+      detail::end_call(name_, begin_);
+  }
+  HostCall(const HostCall&) = delete;
+  HostCall& operator=(const HostCall&) = delete;
+
+ private:
+  const char* name_;
+  std::int64_t begin_;
+};
+
+} // namespace openreg
