@@ -33,4 +33,6 @@ def test_a_block_runs(code, tmp_path):
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # torch 2.13 prints "USDT:" lines where a profile starts and stops, also without this package.
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("USDT:")]
+    assert (done.returncode, errors) == (0, [])

@@ -13,6 +13,12 @@ MS = 1_000_000  # cycles: a cycle is a nanosecond
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
 
 
+@pytest.fixture(autouse=True)
+def unpoisoned(poisoned):
+    """Without the kernels that fill new memory."""
+    _C.set_poison(False)
+
+
 @pytest.fixture(params=["inline", "async", "sync"])
 def mode(request):
     with torch.openreg.launch_mode(request.param):
@@ -48,7 +54,7 @@ def step():
 STEP = [
     "Memcpy HtoD (Pageable -> Device)",
     "aten::mm kernel",
-    "openreg::custom_abs kernel",
+    "openreg::abs_into kernel",
     "Memcpy DtoH (Device -> Pageable)",
 ]
 
@@ -142,7 +148,8 @@ def test_waits_are_no_work():
     (wait,) = on_device(prof, annotations=True)
     assert (wait.name, wait.device_resource_id) == ("wait for an event", b.stream_id)
     assert on_host(prof, "openregStreamWaitEvent") and on_host(prof, "openregStreamSynchronize")
-    assert sum(event.self_device_time_total for event in prof.key_averages()) < 40_000
+    sums = {row.key: row.self_device_time_total for row in prof.key_averages() if not row.is_user_annotation}
+    assert sum(sums.values()) == sums["sleep kernel"] >= 20_000
 
 
 def test_copies_say_how_many_bytes(mode, tmp_path):
@@ -180,7 +187,8 @@ def test_generated_kernels():
     with profile(activities=BOTH) as prof:
         compiled(x)
     (kernel,) = on_device(prof)
-    assert kernel.name.endswith(" kernel") and "exp" in kernel.name and "fused" in kernel.name
+    (graph,) = (event for event in prof.events() if event.name.startswith("## Call CompiledFxGraph"))
+    assert kernel.name == "compiled kernel" and graph.self_device_time_total == kernel.device_time
 
 
 def test_table():
@@ -230,7 +238,8 @@ def test_schedule():
 
 
 def test_stacks():
-    with profile(activities=BOTH, with_stack=True) as prof:
+    verbose = torch._C._profiler._ExperimentalConfig(verbose=True)  # else the stacks are in the trace only
+    with profile(activities=BOTH, with_stack=True, experimental_config=verbose) as prof:
         step()
     (mm,) = on_host(prof, "aten::mm")
     assert any("step" in line for line in mm.stack)
@@ -279,7 +288,7 @@ def test_emitted_ranges():
     (forward,) = (name for name in found if name.startswith("aten::mul, seq = ") and "op_id" in name)
     assert forward.endswith("sizes = [[2, 3], []]")
     sequence = forward.split(", ")[1]
-    assert any(name.startswith(f"autograd::engine::evaluate_function: MulBackward0, {sequence},") for name in found)
+    assert any(name.startswith(f"MulBackward0, {sequence},") for name in found)
     with profile(activities=[ProfilerActivity.PrivateUse1]) as prof:
         x.detach().mul(2)
     assert on_device(prof, annotations=True) == []

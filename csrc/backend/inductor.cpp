@@ -31,11 +31,12 @@ class GeneratedKernel {
   std::unique_ptr<std::byte[]> owned_;
 };
 
-// Named, for a profile, as the generated function that launches it; see openreg_ops/inductor/codegen.py.
+// Named, for a profile, as the generated function that launches it; see openreg_ops/inductor/codegen.py. Where each
+// has a library of its own, Inductor names them all "kernel".
 Site site_of(const void* caller) {
   Dl_info info{};
   if (!detail::profiling() || !dladdr(caller, &info) || !info.dli_sname) return std::source_location::current();
-  return {info.dli_sname};
+  return {std::strcmp(info.dli_sname, "kernel") ? info.dli_sname : "compiled"};
 }
 
 } // namespace

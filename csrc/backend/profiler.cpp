@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/ApproximateClock.h>
 
+#define FMT_HEADER_ONLY // torch exports none of fmt, which Kineto's headers use
 #define USE_KINETO
 #define KINETO_NAMESPACE libkineto
 #include <libkineto.h>

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LISTS = Path(__file__).with_name("device_type.py")
-DEVICES = ("cpu", "openreg")
+DEVICES = {"cpu": "CPU", "openreg": "OPENREG|PRIVATEUSE1"}  # and how the names of its test classes end
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -25,10 +25,10 @@ def read(report: Path, device: str) -> Iterator[tuple[str, str]]:
     """The generic tests of a JUnit report, without the name of their device, and how each ended."""
     for case in ElementTree.parse(report).iter("testcase"):
         parts = case.get("name", "").split("_")
-        if device not in parts:
+        kind, generic = re.subn(f"({DEVICES[device]})$", "", case.get("classname", "").split(".")[-1])
+        if not generic or device not in parts:
             continue
         parts[len(parts) - 1 - parts[::-1].index(device)] = "DEVICE"
-        kind = re.sub("(CPU|OPENREG|PRIVATEUSE1)$", "", case.get("classname", "").split(".")[-1])
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
         yield f"{kind}.{'_'.join(parts)}", outcome

@@ -8,6 +8,7 @@
 
 #include "../../csrc/runtime/device.h"
 #include "../../csrc/runtime/memory.h"
+#include "../../csrc/runtime/profile.h"
 #include "../../csrc/runtime/stream.h"
 
 using namespace openreg;
@@ -84,6 +85,15 @@ void work(unsigned seed, Clock::time_point until) {
   }
 }
 
+// Restarts a profile all the time, beside the threads that work.
+void keep_profiling(Clock::time_point until) {
+  while (Clock::now() < until) {
+    start_profile();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    for (const auto& each : stop_profile()) EXPECT(each.begin <= each.end && !each.name.empty());
+  }
+}
+
 void stress(double seconds) {
   for (const LaunchMode mode : {LaunchMode::kInline, LaunchMode::kAsync, LaunchMode::kSync}) {
     set_launch_mode(mode);
@@ -91,6 +101,7 @@ void stress(double seconds) {
         Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds / 3));
     std::vector<std::thread> threads;
     for (unsigned i = 0; i < 4; ++i) threads.emplace_back(work, 10 * static_cast<unsigned>(mode) + i, until);
+    threads.emplace_back(keep_profiling, until);
     for (auto& thread : threads) thread.join();
     for (int device = 0; device < device_count(); ++device) {
       synchronize_device(device);
@@ -202,6 +213,32 @@ void reuse() { // Note [Stream order]
   EXPECT(pending() == 0);
 }
 
+void profiles() { // Note [Profile]
+  for (const LaunchMode mode : {LaunchMode::kInline, LaunchMode::kAsync, LaunchMode::kSync}) {
+    set_launch_mode(mode);
+    const Stream stream = new_stream(1, 0);
+    start_profile();
+    push_operator(7);
+    sleep_on(stream, 20'000'000);
+    run(stream, [&] { run(stream, [] {}); });
+    pop_operator();
+    pop_operator(); // ignored
+    const auto log = stop_profile();
+    std::vector<Activity> work, calls;
+    for (const auto& each : log) (each.on == Activity::kStream ? work : calls).push_back(each);
+    EXPECT(work.size() == 2 && work[0].name == "sleep kernel" && work[1].name == "openreg::profiles kernel");
+    EXPECT(work[0].end - work[0].begin >= 20'000'000 && work[0].end <= work[1].begin);
+    for (const auto& each : work) EXPECT(each.stream == stream && each.operation == 7);
+    for (const auto& each : calls)
+      EXPECT(!each.launch || each.launch == work[0].launch || each.launch == work[1].launch);
+  }
+  set_launch_mode(LaunchMode::kInline);
+  start_profile();
+  EXPECT(stop_profile().empty());
+  run({0, 0}, [] {});
+  EXPECT(stop_profile().empty());
+}
+
 void helpers() { // Note [Isolation]: a thread that is older than the launch it works for has no rights from it
   void* memory = allocate({0, 0}, 4096);
   std::atomic<int> step{0};
@@ -271,6 +308,7 @@ int main(int argc, char** argv) {
   errors();
   reuse();
   helpers();
+  profiles();
   bounded();
   stress(argc > 1 ? std::atof(argv[1]) : 3);
   std::printf("%llu bytes checked, %llu wrong\n", static_cast<unsigned long long>(checked),
