@@ -44,10 +44,9 @@ def pytest_load_initial_conftests(
     known = early_config.known_args_namespace
     known.file_or_dir = [path for path in known.file_or_dir if path not in values]
     result = yield
-    try:
+    missing = object()
+    if early_config.getoption("--device", missing) is missing:  # else the suite has one, which is its own affair
         parser.getgroup("device").addoption("--device", **_DEVICE)
-    except ValueError:  # the suite has one, which decides for itself
-        pass
     return result
 
 

@@ -22,7 +22,7 @@ from pytest_openreg_ops.findings import Finding
 if TYPE_CHECKING:
     from pytest_openreg_ops.session import Session
 
-_VARIABLE = "OPENREG_PYTEST_CHILD"  # a JSON object: the pipe to report to, and the tests that are done
+_VARIABLE = "PYTEST_OPENREG_CHILD"  # a JSON object: the pipe to report to, and the tests that are done
 _ISOLATION = "OPENREG_ISOLATION"
 
 

@@ -92,7 +92,10 @@ class Watch:
         self.types, self.kinds, self.root, self.found = types, kinds, root, found
         self.seeded = False
         self.suspects: list[tuple[str, str, str, bool]] = []  # errors that are misuse if the test does not expect them
+        self.draws: list[tuple[str, str, str, bool]] = []  # misuse if the test uses the device
+        self.used = False
         self.quiet = 0  # inside a call that has been told
+        self.placed = 0  # inside a call that says where its result is to be
         self.fallbacks = 0
 
     def tell(self, kind: str, what: str) -> None:
@@ -120,6 +123,8 @@ class Watch:
             stack.enter_context(_Calls(self))
             stack.enter_context(_Operators(self))
             yield
+        for each in self.draws if self.used else ():
+            self.found(*each)
 
     # ---- what is looked for ----
 
@@ -150,7 +155,9 @@ class Watch:
         if reads and device:
             self.waited({"repr": "print", "format": "print"}.get(reads, reads))
         hidden = bool(said) or (reads is not None and device)
+        placed = kwargs.get("device") is not None
         self.quiet += hidden
+        self.placed += placed
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
@@ -161,6 +168,7 @@ class Watch:
             raise
         finally:
             self.quiet -= hidden
+            self.placed -= placed
 
     def operator(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         """An operator, below autograd."""
@@ -168,14 +176,16 @@ class Watch:
         name = func.name()
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         here = any(x.device.type in self.types for x in tensors)
+        made = kwargs.get("device")
+        self.used |= here or (made is not None and torch.device(made).type in self.types)
         if name in _COPIES:
             self._copy(*_copied(name, args, kwargs))
         elif here and name == "aten::_local_scalar_dense":
             self.waited("item")
         elif here and _depends_on_data(func, tensors):
-            self.waited(f"{name.removeprefix('aten::')}: a result whose size or value depends on data")
+            self.waited(f"{name.removeprefix('aten::')}: a size or value that depends on data")
         elif not here and "seed" in self.kinds and torch.Tag.nondeterministic_seeded in func.tags:
-            self._drawn(name, kwargs)
+            self._drawn(name, kwargs, bool(tensors) or bool(self.placed))
         out = func(*args, **kwargs)
         if here and "openreg" in self.types and "sync" in self.kinds:
             fallbacks = sum(calls for _, calls, *_ in sys.modules["openreg_ops"]._C.fallback_report())
@@ -192,7 +202,7 @@ class Watch:
         elif source.device.type == "cpu" and to.type in self.types and non_blocking and not source.is_pinned():
             self.tell("pinned", "non_blocking copy of memory that is not pinned: the host waits")
 
-    def _drawn(self, name: str, kwargs: dict) -> None:
+    def _drawn(self, name: str, kwargs: dict, placed: bool) -> None:
         device = kwargs.get("device")
         if kwargs.get("generator") is not None or (device is not None and torch.device(device).type != "cpu"):
             return
@@ -202,10 +212,11 @@ class Watch:
                 return  # a module is made on the CPU and moved
             frame = frame.f_back
         where, own = place(self.root, frame)
-        if not own:
-            self.found("seed", f"{name.removeprefix('aten::')} on the CPU, in the library", where, own)
-        elif not self.seeded:
-            self.found("seed", f"{name.removeprefix('aten::')} on the CPU, which this test has not seeded", where, own)
+        what = f"{name.removeprefix('aten::').partition('.')[0]} on the CPU, "
+        if not own and not placed:  # and not where its arguments are
+            self.draws.append(("seed", what + "in the library", where, own))
+        elif own and not self.seeded:
+            self.draws.append(("seed", what + "which this test has not seeded", where, own))
 
     def _made(self, tensors: list[torch.Tensor], out: Any) -> None:
         known = {x.untyped_storage()._cdata for x in tensors if _has_storage(x)}

@@ -86,7 +86,7 @@ class Session:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         marker = item.get_closest_marker("device_syncs")
         kinds = self.kinds | ({"sync"} if marker else set())
-        if kinds - {"host"} and self.types:
+        if kinds and self.types:
             self.watch = _ItemWatch(self, item, kinds)
         try:
             return (yield)

@@ -785,7 +785,10 @@ def test_what_was_there_before_is_taken_as_ready():
         x.add_(1)
 
 
-@pytest.mark.parametrize("value, ends", [("1", "OpenregSanitizerErrors"), ("0", ""), ("yes", "expected 1 or 0")])
+@pytest.mark.parametrize(
+    "value, ends",
+    [("1", "OpenregSanitizerErrors"), ("0", ""), ("yes", "OPENREG_SANITIZER: expected 0 or 1, but got 'yes'")],
+)
 def test_environment(value, ends, mode):
     code = (
         "import torch, openreg_ops, sys\n"
