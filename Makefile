@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc -type f)
 PACKAGE := $(shell find openreg_ops meta -name '*.py' -not -name _build.py)
 
-.PHONY: demo test bench conformance lint install clean
+.PHONY: demo test suites bench conformance lint install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -22,6 +22,9 @@ demo: install
 
 test: install
 	$(BIN)/pytest $(ARGS)
+
+suites: install
+	$(BIN)/pytest suites $(ARGS)
 
 bench: install
 	$(BIN)/python -P -m openreg_ops bench $(ARGS)

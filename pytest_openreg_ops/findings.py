@@ -55,16 +55,14 @@ class Findings:
         """The kinds that were found, where waits in the tests' own code do not count."""
         return {finding.kind for finding in self.counts if not _let_off(finding)}
 
-    def lines(self, kind: str) -> list[tuple[int, int, str, str]]:
-        """Of a kind: count, number of tests, what and where; the most frequent first."""
+    def lines(self, kind: str) -> list[tuple[int, str, str]]:
+        """Of a kind: count, what and where; the most frequent first."""
         counts: Counter[tuple[str, str]] = Counter()
-        tests: dict[tuple[str, str], set[str]] = {}
         for finding, count in self.counts.items():
             if finding.kind == kind and not _let_off(finding):
-                line = (finding.what, finding.where)
-                counts[line] += count
-                tests.setdefault(line, set()).add(finding.test)
-        return [(count, len(tests[line]), *line) for line, count in counts.most_common()]
+                counts[finding.what, finding.where] += count
+        ordered = sorted(counts.items(), key=lambda each: (-each[1], each[0][1]))
+        return [(count, *line) for line, count in ordered]
 
     def text(self, top: int = 10) -> list[str]:
         """The report's lines: the most frequent of each kind."""
@@ -76,7 +74,7 @@ class Findings:
                 out.append(f"{kind}: {title}")
                 out += [line for each in lines[:top] for line in _line(*each)]
                 if len(lines) > top:
-                    out.append(f"         and {len(lines) - top} more lines (--device-report FILE has all)")
+                    out.append(f"         and {len(lines) - top} more (--device-report FILE has all)")
             if own:
                 out.append(f"{'' if lines else kind + ': '}{own:>7,} more in the tests' own code, which may wait")
         return out
@@ -97,7 +95,7 @@ def _let_off(finding: Finding) -> bool:
     return finding.own and finding.kind == "sync"
 
 
-def _line(count: int, tests: int, what: str, where: str) -> list[str]:
+def _line(count: int, what: str, where: str) -> list[str]:
     """One line of at most 80 columns, or two."""
     start = f"{count:>7,}  {where}"
     text = f"{start}  {what}"

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,11 +14,11 @@ import pytest
 from _pytest.pytester import SysModulesSnapshot
 
 import openreg_ops
+import pytest_openreg_ops
+from pytest_openreg_ops import findings
 
 pytest_plugins = ["pytester", "pytest_openreg_ops"]
-PATH = os.pathsep.join(
-    {str(Path(module.__file__).parents[1]) for module in (openreg_ops, sys.modules["pytest_openreg_ops"])}
-)
+PATH = os.pathsep.join({str(Path(module.__file__).parents[1]) for module in (openreg_ops, pytest_openreg_ops)})
 
 
 @pytest.fixture
@@ -399,6 +400,32 @@ def test_random_numbers_of_the_cpu(found):
     body = body.replace("torch.manual_seed(0)\n", "")
     what = "rand on the CPU, which this test has not seeded"
     assert found("seed", body, "def noisy(x): return x") == [(what, "test_it.py:4")]
+
+
+# ---- the page ----
+
+
+PAGE = Path(__file__).parents[1] / "docs/testing-your-library.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
+def test_the_page_shows_what_its_command_prints(pytester, run):
+    """The run of its own example; that of an open-source suite is suites/test_suites.py's."""
+    text = PAGE.read_text()
+    for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.S):
+        (pytester.path / name).write_text(f"# {name}\n{code}")
+    ((command, shown),) = re.findall(r"```console\n\$ pytest ([^\n]*)\n(.*?)```", text, re.S)
+    result = run(*command.split(), process=True)
+    drop_time = lambda line: re.sub(r" in [\d.]+s.*", "", line)  # noqa: E731
+    assert [*map(drop_time, result.outlines)] == [*map(drop_time, shown.splitlines())]
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
+def test_the_page_has_every_kind_and_option():
+    text = PAGE.read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == [*findings.KINDS]
+    options = re.findall(r'"(--(?:on-)?device[a-z-]*)"', Path(pytest_openreg_ops.__file__).read_text())
+    assert options and all(option in text for option in options)
 
 
 # ---- budgets ----
