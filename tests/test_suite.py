@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from openreg_ops.meta import op
 from openreg_ops.testing import check
 
-
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 SOURCES = [path.read_text() for path in (ROOT / "csrc/ops").glob("*.cpp")]
@@ -46,7 +45,7 @@ def test_the_readme_lists_every_operator_as_it_is():
             styles[name.replace("…", "custom_autograd_fn")] = style.strip("`")
     assert set(styles) == forward
     for name, style in styles.items():
-        source = next(text for text in SOURCES if f'"{name}(' in text)
+        source = next(text for text in SOURCES if f'"{name}(' in text or f'm.def(("{name}" +' in text)
         separate = f"{name}_backward" in operators()
         assert separate == (style == "separate backward"), name
         assert (style == "autograd::Function") == ("torch::autograd::Function<" in source and not separate), name
