@@ -169,6 +169,17 @@ def test_a_wrong_device_or_kind_is_named(run):
         result.stderr.fnmatch_lines([sentence])
 
 
+def test_another_device_does_without_openreg(pytester, run):
+    pytester.makepyfile("""
+        import sys, torch
+        def test_it(device): assert torch.ones(3, device=device).is_meta and "openreg_ops" not in sys.modules
+        def test_mixed(device): torch.ones(3, device=device) + torch.ones(3)
+    """)
+    result = run("--device=meta", "--device-misuse=all", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["mixed: *", "* add of cpu and meta"])
+
+
 def test_the_plugin_imports_no_torch_until_asked(pytester):
     pytester.makepyfile("import sys\ndef test_it(): assert not {'torch', 'openreg_ops', 'numpy'} & set(sys.modules)")
     subprocess.run(

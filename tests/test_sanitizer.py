@@ -801,3 +801,19 @@ def test_environment(value, ends, mode):
     assert ends in done.stderr and (done.returncode != 0) == bool(ends), done.stderr
     if value == "1":
         assert "Remedy: Before this access, have stream 1 of openreg:0 wait" in done.stderr
+
+
+def test_a_report_in_place_of_an_exception():
+    """The program goes on, and every race is told."""
+    told = []
+    torch.openreg._sanitizer.disable_openreg_sanitizer()  # which raises in these tests
+    with torch.openreg._sanitizer.sanitize(told.extend):
+        x = torch.ones(4, device="openreg")
+        with torch.openreg.Stream():
+            y = x + 1
+            z = x.mul_(2)
+    assert [str(error.current_access.operator).partition("(")[0] for error in told] == [
+        "aten::add.Tensor",
+        "aten::mul_.Tensor",
+    ]
+    assert y.shape == z.shape == (4,)
