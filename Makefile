@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc -type f)
 PACKAGE := $(shell find openreg_ops meta -name '*.py' -not -name _build.py)
 
-.PHONY: demo test clients bench conformance lint install clean
+.PHONY: demo test clients suites bench conformance lint install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -25,6 +25,9 @@ test: install
 
 clients: install $(VENV)/.clients
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/clients $(ARGS)
+
+suites: install
+	$(BIN)/pytest suites $(ARGS)
 
 bench: install
 	$(BIN)/python -P -m openreg_ops bench $(ARGS)

@@ -15,7 +15,7 @@ import types
 
 def main() -> int:
     folders = list(importlib.util.find_spec("openreg_ops").submodule_search_locations)
-    if sys.argv[1:] == ["info"]:  # which says why openreg_ops itself cannot be imported
+    if sys.argv[1:2] == ["info"]:  # which says why openreg_ops itself cannot be imported
         runpy.run_path(os.path.join(folders[0], "tools", "info.py"), run_name="__main__")
         return 0
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # worker processes too

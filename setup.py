@@ -73,10 +73,11 @@ setup(
         "openreg_ops.testing",
         "openreg_ops.testing.checks",
         "openreg_ops.tools",
+        "pytest_openreg_ops",
     ],
     package_dir={"openreg_ops.meta": "meta"},
     package_data={"openreg_ops.tools": ["templates/*", "manifests/*"]},
-    py_modules=["openreg_tools", "pytest_openreg_ops"],
+    py_modules=["openreg_tools"],
     # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
     install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
     ext_modules=[

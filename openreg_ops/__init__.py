@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.metadata
+import os
+import sys
 from typing import Any
 
 
@@ -21,36 +23,60 @@ def _autoload() -> None:
 
 import torch  # noqa: E402
 
+
+def _refuse(error: Exception, cause: Exception | None = None) -> None:
+    """Raise what keeps the package from loading; `python -m openreg_ops info` reports it instead."""
+    command = sys.orig_argv
+    if sys.argv[:2] == ["-m", "info"] and "openreg_ops" in command:
+        tools = ["openreg_tools" if word == "openreg_ops" else word for word in command[1:]]
+        os.execv(sys.executable, [sys.executable, *tools])
+    raise error from cause
+
+
 try:
     from openreg_ops import _build
 except ImportError as missing:
-    raise ImportError(
-        "openreg_ops is not built here: run `pip install .` or `pip install -e . --no-build-isolation` in its source"
-    ) from missing
+    _refuse(
+        ImportError(
+            "openreg_ops is not built here: run `pip install .` or `pip install -e . --no-build-isolation` in its source"
+        ),
+        missing,
+    )
 
 if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
-    raise ImportError(
-        f"openreg_ops was built for torch {_build.TORCH_VERSION} but torch {torch.__version__} is installed; "
-        "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
-        f"or install torch=={_build.TORCH_VERSION.split('+')[0]}"
+    _refuse(
+        ImportError(
+            f"openreg_ops was built for torch {_build.TORCH_VERSION} but torch {torch.__version__} is installed; "
+            "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
+            f"or install torch=={_build.TORCH_VERSION.split('+')[0]}"
+        )
     )
 
 if _build.CPU_CAPABILITY != "DEFAULT" and not getattr(torch.cpu, f"_is_{_build.CPU_CAPABILITY.lower()}_supported")():
-    raise ImportError(
-        f"openreg_ops was built for {_build.CPU_CAPABILITY}, which this processor lacks; rebuild it here with "
-        "`pip install --force-reinstall --no-deps --no-build-isolation .` in its source"
+    _refuse(
+        ImportError(
+            f"openreg_ops was built for {_build.CPU_CAPABILITY}, which this processor lacks; rebuild it here with "
+            "`pip install --force-reinstall --no-deps --no-build-isolation .` in its source"
+        )
     )
 
-from openreg_ops import _C  # noqa: E402
-from openreg_ops import device as _device  # noqa: E402
+from openreg_ops import environment  # noqa: E402
+
+try:
+    environment.check()  # before _C, which reads the first of them as it is loaded
+
+    from openreg_ops import _C
+    from openreg_ops import device as _device
+
+    _device.register()
+    from openreg_ops import autograd, distributed, dlpack, fallback, meta, optim, sharing
+except environment.WrongVariable as wrong:
+    _refuse(wrong)
 
 atexit.register(_C.observe, False)
 atexit.register(_C.stop_workers)
 atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
-_device.register()
-
-from openreg_ops import autograd, distributed, dlpack, fallback, meta, optim, sharing  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
 from openreg_ops.tags import get_tag, set_tag  # noqa: E402

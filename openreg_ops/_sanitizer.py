@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from openreg_ops import _C
 
 if TYPE_CHECKING:
     from openreg_ops.races import OpenregSanitizerErrors, Races, SynchronizationError, UnsynchronizedAccessError
+
+    Report = Callable[[list[UnsynchronizedAccessError]], None]
 
 __all__ = [
     "OpenregSanitizerErrors",
@@ -42,10 +44,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def enable_openreg_sanitizer() -> None:
+def enable_openreg_sanitizer(report: Report | None = None) -> None:
     """Check the calling thread from now on, and the backward passes that it starts; twice is once.
 
     Other threads are checked once they call this too. For best results call it before the first tensor is made.
+    `report`, if given, is called with the `UnsynchronizedAccessError`s of an access, in place of raising; the first
+    thread's holds for all.
     """
     global _races, _users
     if getattr(_thread, "modes", None):
@@ -54,7 +58,7 @@ def enable_openreg_sanitizer() -> None:
 
     with _lock:
         if _races is None:
-            _races = races.Races()
+            _races = races.Races(report)
             _C.observe(True)
         _users += 1
     _thread.modes = (races.SanitizerFunctionMode(_races), races.SanitizerDispatchMode(_races))
@@ -79,12 +83,15 @@ def disable_openreg_sanitizer() -> None:
 
 
 @contextlib.contextmanager
-def sanitize() -> Iterator[None]:
-    """``with torch.openreg._sanitizer.sanitize():`` checks its body, where the thread is not checked already."""
+def sanitize(report: Report | None = None) -> Iterator[None]:
+    """``with torch.openreg._sanitizer.sanitize():`` checks its body, where the thread is not checked already.
+
+    `report` is that of `enable_openreg_sanitizer`.
+    """
     if getattr(_thread, "modes", None):
         yield
         return
-    enable_openreg_sanitizer()
+    enable_openreg_sanitizer(report)
     try:
         yield
     finally:
@@ -102,8 +109,5 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _from_environment() -> None:
     """Turn it on where OPENREG_SANITIZER says so."""
-    value = os.environ.get("OPENREG_SANITIZER", "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"OPENREG_SANITIZER: expected 1 or 0, but got {value!r}")
-    if value == "1":
+    if os.environ.get("OPENREG_SANITIZER") == "1":
         enable_openreg_sanitizer()

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 
 from openreg_ops import _C
+from openreg_ops.environment import WrongVariable
 
 __all__ = ["Record", "allow", "deny", "force", "get_policy", "policy", "report", "reset", "set_policy", "share"]
 
@@ -193,9 +194,12 @@ def reset() -> None:
 def _from_environment() -> None:
     """Take the policy and the lists from the environment."""
     global _policy
-    split = lambda name: [n.strip() for n in os.environ.get(name, "").split(",") if n.strip()]  # noqa: E731
-    _allow.extend(_checked(split("OPENREG_FALLBACK_ALLOW"), must_exist=False))
-    _deny.extend(_checked(split("OPENREG_FALLBACK_DENY"), must_exist=False))
+    for name, names in (("OPENREG_FALLBACK_ALLOW", _allow), ("OPENREG_FALLBACK_DENY", _deny)):
+        asked = [each.strip() for each in os.environ.get(name, "").split(",") if each.strip()]
+        try:
+            names.extend(_checked(asked, must_exist=False))
+        except ValueError as error:
+            raise WrongVariable(name, str(error)) from None
     _policy = os.environ.get("OPENREG_FALLBACK", "") or "allow"
     _apply()
 

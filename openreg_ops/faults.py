@@ -27,6 +27,7 @@ import torch
 
 from openreg_ops import _C
 from openreg_ops.device import _index
+from openreg_ops.environment import WrongVariable
 
 __all__ = ["inject", "reset_device"]
 
@@ -134,7 +135,4 @@ def _from_environment() -> None:
                     options[name] = float(value)
             inject(kind, **options)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"OPENREG_FAULTS: {part!r} is no fault ({error}); write for example 'kernel:after=100' or "
-                "'copy_latency:seconds=0.001'"
-            ) from None
+            raise WrongVariable("OPENREG_FAULTS", f"{part.strip()!r}: {error}") from None

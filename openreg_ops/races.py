@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -253,9 +253,13 @@ def _traits(func: torch._ops.OpOverload) -> _Traits:
 
 
 class Races:
-    """What the program has done so far, and the check of what it does next."""
+    """What the program has done so far, and the check of what it does next.
 
-    def __init__(self) -> None:
+    `report` is given the errors of an access in place of an exception.
+    """
+
+    def __init__(self, report: Callable[[list[UnsynchronizedAccessError]], None] | None = None) -> None:
+        self.report = report
         self.syncs = csan.StreamSynchronizations()
         self.memory: dict[int, Memory] = {}  # of devices, by address
         self.left: list[Memory] = []  # freed, but a stream for which the owner did not wait may still use it
@@ -375,7 +379,9 @@ class Races:
                     and access.span.meets(previous.span)
                 ):
                     errors.append(UnsynchronizedAccessError(memory, access, previous))
-        if errors:
+        if errors and self.report:
+            self.report(errors)
+        elif errors:
             raise OpenregSanitizerErrors(errors)
         return [each for each in found if each[1].stream is not None]
 

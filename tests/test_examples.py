@@ -1,5 +1,7 @@
 """The examples run, and hold what they claim, in a few steps; `make demo` is the whole."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import openreg_ops
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PATH = {**os.environ, "PYTHONPATH": str(Path(openreg_ops.__file__).parents[1])}
 
 
 @pytest.fixture
@@ -36,3 +39,15 @@ def test_the_picture(example, tmp_path):
 def test_the_terminal_curve(example):
     picture = example("train_char_transformer").draw([4.0, 3.0, 2.0, 1.5, 1.2, 1.1, 1.0], width=8, height=3)
     assert picture.splitlines()[0] == " 4.000 │⢇⠀⠀⠀⠀⠀⠀⠀" or picture.count("\n") == 4
+
+
+def test_streams_and_isolation():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "streams_and_isolation.py"], capture_output=True, text=True, env=PATH
+    )
+    assert done.returncode == 0, done.stderr
+    race, right, off, strict = done.stdout.splitlines()
+    assert race.startswith("without the wait: Remedy: Before this access, have the default stream of openreg:0 wait")
+    assert right == "with the wait: [0.0, 2.0, 4.0, 6.0]"
+    assert off == "isolation off: the host read 1.0"
+    assert strict.startswith("isolation strict: openreg: the host read device memory")

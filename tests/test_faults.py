@@ -132,7 +132,7 @@ def test_rejects(arguments, sentence):
 @pytest.mark.parametrize(
     "faults, expected",
     [("allocation:after=1", "OutOfMemoryError"), ("kernel:after=1;copy_latency:seconds=0.001", "AcceleratorError"),
-     ("kernel:often=1", "OPENREG_FAULTS: 'kernel:often=1' is no fault"), ("", "")],
+     ("kernel:often=1", "but got 'kernel:often=1' ('kernel:often=1': inject.__init__() got"), ("", "")],
 )  # fmt: skip
 def test_environment(faults, expected):
     code = (

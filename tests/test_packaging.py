@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import openreg_ops
+from openreg_ops import environment, fallback, faults
 from openreg_ops.tools.new import FILES
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +67,8 @@ def test_wheel_has_every_module(tmp_path):
     meta = {f"openreg_ops/{path.relative_to(ROOT)}" for path in (ROOT / "meta").glob("*.py")}
     templates = {f"openreg_ops/tools/templates/{each}" for each in FILES}
     manifests = {str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops/tools/manifests").iterdir()}
-    outside = {"pytest_openreg_ops.py", "openreg_tools.py"}  # both run without the package
+    plugin = {str(path.relative_to(ROOT)) for path in (ROOT / "pytest_openreg_ops").glob("*.py")}
+    outside = plugin | {"openreg_tools.py"}  # both run without the package
     assert modules | meta | templates | manifests | outside | {"openreg_ops/_build.py"} == built | {
         "openreg_ops/_build.py"
     }
@@ -151,7 +153,28 @@ def test_no_device_is_not_available():
     assert printed(code, OPENREG_DEVICE_COUNT="0") == "False False"
 
 
-def test_a_value_that_makes_no_sense_is_named():
-    result = python(PROPERTIES, OPENREG_DEVICE_COUNT="many", OPENREG_DEVICE_MEMORY="much")
-    assert result.stdout.split()[0] == "2"
-    assert 'OPENREG_DEVICE_COUNT="many"' in result.stderr and 'OPENREG_DEVICE_MEMORY="much"' in result.stderr
+def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
+    """Of every variable, in one form: name, rule, value and remedy."""
+    for name in environment.VARIABLES:
+        for other in environment.VARIABLES:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, "much")
+        with pytest.raises(
+            environment.WrongVariable, match=f"^{name}: expected .*, but got 'much'.*; set it so, or unset it$"
+        ):
+            environment.check()
+            {"OPENREG_FAULTS": faults, "OPENREG_FALLBACK_ALLOW": fallback, "OPENREG_FALLBACK_DENY": fallback}[
+                name
+            ]._from_environment()
+        monkeypatch.setenv(name, "")
+        environment.check()
+    result = python(PROPERTIES, OPENREG_DEVICE_COUNT="many")
+    assert result.stderr.splitlines()[-1].startswith(
+        "openreg_ops.environment.WrongVariable: OPENREG_DEVICE_COUNT: expected a number from 0 to 64, but got 'many'"
+    )
+
+
+@pytest.mark.parametrize("good", ["1048576", "8GiB", "0.5 g", "512 MB", "1e9", "2t", "1b"])
+@pytest.mark.parametrize("bad", ["", "0", "-1", "nan", "8GiBs", "GiB", "1e30"])
+def test_sizes(good, bad):
+    assert environment._is_size(good) and not environment._is_size(bad)

@@ -785,7 +785,10 @@ def test_what_was_there_before_is_taken_as_ready():
         x.add_(1)
 
 
-@pytest.mark.parametrize("value, ends", [("1", "OpenregSanitizerErrors"), ("0", ""), ("yes", "expected 1 or 0")])
+@pytest.mark.parametrize(
+    "value, ends",
+    [("1", "OpenregSanitizerErrors"), ("0", ""), ("yes", "OPENREG_SANITIZER: expected 0 or 1, but got 'yes'")],
+)
 def test_environment(value, ends, mode):
     code = (
         "import torch, openreg_ops, sys\n"
@@ -798,3 +801,19 @@ def test_environment(value, ends, mode):
     assert ends in done.stderr and (done.returncode != 0) == bool(ends), done.stderr
     if value == "1":
         assert "Remedy: Before this access, have stream 1 of openreg:0 wait" in done.stderr
+
+
+def test_a_report_in_place_of_an_exception():
+    """The program goes on, and every race is told."""
+    told = []
+    torch.openreg._sanitizer.disable_openreg_sanitizer()  # which raises in these tests
+    with torch.openreg._sanitizer.sanitize(told.extend):
+        x = torch.ones(4, device="openreg")
+        with torch.openreg.Stream():
+            y = x + 1
+            z = x.mul_(2)
+    assert [str(error.current_access.operator).partition("(")[0] for error in told] == [
+        "aten::add.Tensor",
+        "aten::mul_.Tensor",
+    ]
+    assert y.shape == z.shape == (4,)

@@ -1,11 +1,18 @@
 """Every operator of the suite passes the checker, with the sample inputs that its meta file gives."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from openreg_ops.meta import op
 from openreg_ops.testing import check
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+SOURCES = [path.read_text() for path in (ROOT / "csrc/ops").glob("*.cpp")]
 
 
 def operators() -> set[str]:
@@ -16,6 +23,32 @@ def operators() -> set[str]:
 
 def test_every_operator_has_samples():
     assert {name.partition(".")[0] for name in operators()} == set(op.SAMPLES)
+
+
+@pytest.mark.skipif(not README.exists(), reason="needs the source tree")
+def test_the_readme_lists_every_operator_as_it_is():
+    """Its signatures are the schemas; its styles are the code's, by what is registered for a derivative."""
+    schemas = {
+        re.sub("9.99+5e-07", "1e-6", str(torch._C._get_schema(*(f"openreg::{name}".partition(".")[::2]))))
+        for name in operators()
+        if not name.partition(".")[0].endswith(("_backward", "_gradients"))
+    }
+    (listed,) = re.findall(r"<summary>Signatures</summary>\n\n```\n(.*?)```", README.read_text(), re.S)
+    assert {f"openreg::{each}" for each in re.sub(r"\n    +", " ", listed).splitlines()} == schemas
+
+    forward = {schema.partition("::")[2].partition("(")[0].partition(".")[0] for schema in schemas}
+    styles = {}
+    for names, style in re.findall(
+        r"^\| (`.*?) \| (forward-only|separate backward|`autograd::Function`|mutating) \|", README.read_text(), re.M
+    ):
+        for name in re.findall(r"`(\w+|…\w+)`", names):
+            styles[name.replace("…", "custom_autograd_fn")] = style.strip("`")
+    assert set(styles) == forward
+    for name, style in styles.items():
+        source = next(text for text in SOURCES if f'"{name}(' in text or f'm.def(("{name}" +' in text)
+        separate = f"{name}_backward" in operators()
+        assert separate == (style == "separate backward"), name
+        assert (style == "autograd::Function") == ("torch::autograd::Function<" in source and not separate), name
 
 
 def test_outputs_require_a_gradient_as_the_references_do():

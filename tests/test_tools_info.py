@@ -76,24 +76,39 @@ def test_isolation_is_asked_of_the_extension(monkeypatch):
 def test_runs_where_the_package_cannot_be_imported(tmp_path):
     package = tmp_path / "openreg_ops"
     (package / "tools").mkdir(parents=True)
-    for part in ("__init__.py", "tools/info.py"):
+    for part in ("__init__.py", "environment.py", "tools/info.py"):
         (package / part).write_text((ROOT / "openreg_ops" / part).read_text())
     (tmp_path / "openreg_tools.py").write_text((ROOT / "openreg_tools.py").read_text())
     (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\nCPU_CAPABILITY = "DEFAULT"\n')
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "openreg_tools", "info"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1, result.stderr
     said = " ".join(result.stdout.split())
     assert "import openreg_ops fails: ImportError: openreg_ops was built for torch 2.0.0+cpu" in said
     assert info.REBUILD in said
+
+
+@pytest.mark.parametrize("name, value", [("OPENREG_FALLBACK", "bogus"), ("OPENREG_FAULTS", "bogus")])
+def test_a_value_that_keeps_the_package_from_loading(name, value):
+    """Said before anything is loaded, and found on the way."""
+    result = command("--json", "-", **{name: value})
+    assert result.returncode == 1 and not result.stderr
+    (found,) = [
+        each for each in json.loads(result.stdout)["problems"] if each["problem"].startswith(f"{name}: expected")
+    ]
+    assert f"but got {value!r}" in found["problem"] and found["remedy"] == "set it so, or unset it"
+    result = command(**{name: value})
+    assert (
+        f"{name}: expected" in result.stdout and "Traceback" not in result.stderr and info.REBUILD not in result.stdout
+    )
 
 
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the source tree")
 def test_every_variable_is_documented_and_read():
     documented = set(re.findall(r"`(OPENREG_\w+)`", (ROOT / "README.md").read_text()))
     assert documented == set(info.VARIABLES)
-    sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("openreg_ops/*.py")]
+    sources = {*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("openreg_ops/*.py")} - {ROOT / "openreg_ops/environment.py"}
     read = {name for path in sources for name in re.findall(r'"(OPENREG_[A-Z_]+)"', path.read_text())}
     assert read == set(info.VARIABLES)
 

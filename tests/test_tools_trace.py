@@ -2,10 +2,14 @@
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 import textwrap
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +218,21 @@ def test_command(script, tmp_path, capsys):
     html = page.read_text()
     assert html.count("<rect ") == len(report["calls"]) and "<title>aten::mm shared" in html
     assert not re.search(r"(src|href)=", html)
+
+
+def test_json_has_stdout_to_itself(tmp_path):
+    """What the program, or a process that it starts, prints goes to stderr."""
+    (tmp_path / "noisy.py").write_text(
+        "import os, torch\nprint('from Python')\nos.system('echo from a child')\n"
+        "torch.ones(2, device='openreg').add_(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "openreg_ops", "trace", "--json", "-", "noisy.py"], cwd=tmp_path, text=True,
+        capture_output=True, env={**os.environ, "PYTHONPATH": str(Path(openreg_ops.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "aten::add_.Tensor" in {row["operator"] for row in json.loads(done.stdout)["operators"]}
+    assert "from Python\n" in done.stderr and "from a child\n" in done.stderr
 
 
 def test_command_says_what_is_wrong(tmp_path, capsys):

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import platform
+import runpy
 import sys
 import textwrap
 from pathlib import Path
@@ -19,20 +20,7 @@ from typing import Any
 
 __all__ = ["Info", "collect"]
 
-# Every variable that the package reads, as in the README.
-VARIABLES = (
-    "OPENREG_DEVICE_COUNT",
-    "OPENREG_DEVICE_MEMORY",
-    "OPENREG_POISON",
-    "OPENREG_LAUNCH_MODE",
-    "OPENREG_SANITIZER",
-    "OPENREG_ISOLATION",
-    "OPENREG_FAULTS",
-    "OPENREG_FALLBACK",
-    "OPENREG_FALLBACK_ALLOW",
-    "OPENREG_FALLBACK_DENY",
-    "OPENREG_AUTOGRAD_FALLBACK",
-)
+VARIABLES = runpy.run_path(str(Path(__file__).parents[1] / "environment.py"))["VARIABLES"]
 REBUILD = "pip install --force-reinstall --no-deps --no-build-isolation ."
 
 
@@ -153,7 +141,11 @@ def _package(info: Info) -> bool:
     try:
         import openreg_ops  # noqa: F401
     except Exception as error:
-        info.problem(f"import openreg_ops fails: {type(error).__name__}: {error}", f"{REBUILD} in its source")
+        if type(error).__name__ == "WrongVariable":
+            what, _, remedy = str(error).rpartition("; ")
+            info.problem(what, remedy)
+        else:
+            info.problem(f"import openreg_ops fails: {type(error).__name__}: {error}", f"{REBUILD} in its source")
         return False
     return True
 
@@ -268,4 +260,11 @@ if __name__ == "__main__":
     del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
     if autoload is not None:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = autoload
-    print(collect().text())
+    parser = argparse.ArgumentParser(prog="python -m openreg_tools info")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - is stdout, in the table's place")
+    wanted = parser.parse_args(sys.argv[2:]).json  # behind "info"
+    report = collect()
+    if wanted and wanted != "-":
+        Path(wanted).write_text(json.dumps(report.dict(), indent=1) + "\n")
+    print(json.dumps(report.dict(), indent=1) if wanted == "-" else report.text())
+    sys.exit(1 if report.problems else 0)

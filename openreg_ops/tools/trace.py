@@ -8,6 +8,7 @@ decomposes above what is recorded: its parts are there in its place.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import html
 import os
@@ -17,6 +18,7 @@ import sys
 import time
 import timeit
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -325,6 +327,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """What the program prints goes to stderr, so that the report has stdout to itself; its children's too."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
 def main(arguments: argparse.Namespace) -> int:
     """The program's exit status, 1 if it raised, 2 if what was asked for is wrong."""
     try:
@@ -339,7 +355,7 @@ def main(arguments: argparse.Namespace) -> int:
     sys.argv = [arguments.script, *arguments.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
     try:
-        with recording:
+        with _apart() if arguments.json == "-" else contextlib.nullcontext(), recording:
             runpy.run_path(arguments.script, run_name="__main__")
     except SystemExit as exit:
         status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))

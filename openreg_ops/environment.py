@@ -1,0 +1,56 @@
+"""The OPENREG_* variables: what each takes, checked before anything reads one. Imports nothing, so that `info` can load it alone."""
+
+from __future__ import annotations
+
+import os
+import re
+
+__all__ = ["VARIABLES", "WrongVariable", "check"]
+
+_SIZE = re.compile(r"\s*(\d+\.?\d*(?:e\d+)?)\s*(?:([kmgt])i?b?|b)?\s*", re.I)
+
+
+def _is_size(text: str) -> bool:
+    found = _SIZE.fullmatch(text)
+    return bool(found) and 1 <= float(found[1]) * 1024 ** " kmgt".index((found[2] or " ").lower()) < 1e15
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and int(text) <= 64
+
+
+# Every variable that the package reads, as in the README: its values, or a rule, and whether a value keeps it.
+# Faults and operators are looked at where they are read, which raises the same error.
+_ANY = lambda _: True  # noqa: E731
+_SWITCH = ("0", "1")
+_TAKES = {
+    "OPENREG_DEVICE_COUNT": ("a number from 0 to 64", _is_count),
+    "OPENREG_DEVICE_MEMORY": ("a size such as 8GiB or 512MiB", _is_size),
+    "OPENREG_POISON": _SWITCH,
+    "OPENREG_LAUNCH_MODE": ("inline", "async", "sync"),
+    "OPENREG_SANITIZER": _SWITCH,
+    "OPENREG_ISOLATION": ("off", "auto", "strict"),
+    "OPENREG_FAULTS": ("faults such as kernel:after=100 or copy_latency:seconds=0.001", _ANY),
+    "OPENREG_FALLBACK": ("allow", "warn", "error"),
+    "OPENREG_FALLBACK_ALLOW": ("operators such as aten::add or mylib::*, commas between", _ANY),
+    "OPENREG_FALLBACK_DENY": ("operators such as aten::add or mylib::*, commas between", _ANY),
+    "OPENREG_AUTOGRAD_FALLBACK": ("error", "warn", "nothing"),
+}
+VARIABLES = tuple(_TAKES)
+
+
+class WrongVariable(ValueError):  # noqa: N818 -- the sentence says it
+    """A variable has a value that it does not take."""
+
+    def __init__(self, name: str, why: str = "") -> None:
+        rule = _TAKES[name][0] if callable(_TAKES[name][-1]) else " or ".join(_TAKES[name])
+        said = f"{name}: expected {rule}, but got {os.environ[name]!r}" + f" ({why})" * bool(why)
+        super().__init__(f"{said}; set it so, or unset it")
+
+
+def check() -> None:
+    """Raise WrongVariable for the first variable that has such a value; an empty one counts as not set."""
+    for name, takes in _TAKES.items():
+        value = os.environ.get(name, "")
+        if value and not (takes[-1](value) if callable(takes[-1]) else value in takes):
+            raise WrongVariable(name)
