@@ -202,7 +202,7 @@ def test_history_tells_who_allocated_and_freed(history, tmp_path):
     data = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
     assert "<script" in _memory_viz.trace_plot(data)
     text = _memory_viz.trace(data)
-    assert f"{address:x}" in text or "alloc" in text, text
+    assert f"MEM[{address}:3.9KiB]" in text and "del a" in text and "raise OutOfMemoryError # 4.0PiB requested" in text
 
 
 def test_history_of_memory_that_waits_for_a_stream(history):
@@ -243,7 +243,7 @@ def test_history_keeps_what_it_is_asked_to(history):
     trace, _ = record(skip_actions=["free_requested", "free_completed"])
     assert [e["action"] for e in trace] == ["alloc"] * 6
     trace, _ = record(stacks="python")
-    assert all(frame["filename"].endswith(".py") for e in trace for frame in e["frames"])
+    assert "record" in names(trace[0]["frames"]) and not any("::" in name for e in trace for name in names(e["frames"]))
 
 
 @pytest.mark.parametrize(
