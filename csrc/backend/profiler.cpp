@@ -43,10 +43,19 @@ constexpr std::int64_t kBelowHost = 5'000'000;
 
 class Session final : public libkineto::IActivityProfilerSession {
  public:
-  explicit Session(std::set<ActivityType> types) : types_(std::move(types)) {}
+  // `devices`: whether what they do is asked for; else the session only says that memory is.
+  Session(std::set<ActivityType> types, bool devices) : types_(std::move(types)), devices_(devices) {}
+  ~Session() override { end(); }
 
-  void start() override { start_profile(); }
-  void stop() override { log_ = stop_profile(); }
+  void start() override {
+    started_ = true;
+    ++detail::profiles;
+    if (devices_) start_profile();
+  }
+  void stop() override {
+    end();
+    if (devices_) log_ = stop_profile();
+  }
   std::vector<std::string> errors() override { return {}; }
   // One fits in here; processTrace() tells of the others.
   std::unique_ptr<libkineto::DeviceInfo> getDeviceInfo() override {
@@ -85,6 +94,10 @@ class Session final : public libkineto::IActivityProfilerSession {
   }
 
  private:
+  void end() {
+    if (std::exchange(started_, false)) --detail::profiles;
+  }
+
   static libkineto::DeviceInfo info(int device) {
     return {device, kBelowHost + device, "openreg:" + std::to_string(device), "openreg"};
   }
@@ -169,6 +182,8 @@ class Session final : public libkineto::IActivityProfilerSession {
   }
 
   const std::set<ActivityType> types_;
+  const bool devices_;
+  bool started_ = false;
   std::vector<Activity> log_;
   std::unique_ptr<libkineto::CpuTraceBuffer> buffer_;
   libkineto::getLinkedActivityCallback linked_;
@@ -189,8 +204,7 @@ class Profiler final : public libkineto::IActivityProfiler {
     const auto wanted = [&](ActivityType type) {
       return type != ActivityType::PRIVATEUSE1_RUNTIME && types.count(type);
     };
-    if (std::none_of(types_.begin(), types_.end(), wanted)) return nullptr;
-    return std::make_unique<Session>(types);
+    return std::make_unique<Session>(types, std::any_of(types_.begin(), types_.end(), wanted));
   }
   std::unique_ptr<libkineto::IActivityProfilerSession> configure(
       std::int64_t, std::int64_t, const std::set<ActivityType>& types, const libkineto::Config& config) override {
@@ -305,9 +319,8 @@ void emit_ranges(bool on, bool record_shapes) {
 
 // ---- memory ----
 
-namespace {
-
-void report(void* pointer, int sign) {
+void detail::report(void* pointer, int sign) {
+  if (!c10::memoryProfilingEnabled()) return;
   MemoryOwner owner;
   do owner = find_owner(pointer);
   while (owner.busy);
@@ -317,18 +330,6 @@ void report(void* pointer, int sign) {
   c10::reportMemoryUsageToProfiler(pointer, bytes, now.bytes[MemoryStats::kAll].current - freed,
       now.reserved[MemoryStats::kAll].current,
       c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(owner.device)));
-}
-
-} // namespace
-
-void report_allocation(void* pointer) {
-  if (c10::memoryProfilingEnabled()) [[unlikely]]
-    report(pointer, 1);
-}
-
-void report_free(void* pointer) {
-  if (c10::memoryProfilingEnabled()) [[unlikely]]
-    report(pointer, -1);
 }
 
 void report_out_of_memory(c10::DeviceIndex device, std::size_t bytes) {

@@ -3,13 +3,25 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstddef>
 
 namespace openreg {
 
-// For profile_memory=True; each costs a look at a thread's state while nobody profiles.
-void report_allocation(void* pointer);
-void report_free(void* pointer); // while the memory is still allocated
+namespace detail {
+inline std::atomic<int> profiles{0}; // of torch's profiler, whatever their activities
+void report(void* pointer, int sign);
+} // namespace detail
+
+// For profile_memory=True; each costs one load while nobody profiles.
+inline void report_allocation(void* pointer) {
+  if (detail::profiles.load(std::memory_order_relaxed)) [[unlikely]]
+    detail::report(pointer, 1);
+}
+inline void report_free(void* pointer) { // while the memory is still allocated
+  if (detail::profiles.load(std::memory_order_relaxed)) [[unlikely]]
+    detail::report(pointer, -1);
+}
 void report_out_of_memory(c10::DeviceIndex device, std::size_t bytes);
 
 // Ranges of the calling thread, as record_function makes them; they nest.

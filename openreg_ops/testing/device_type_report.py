@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-LISTS = Path(__file__).with_name("device_type.py")
+LISTS = Path(__file__).resolve().with_name("device_type.py")
 DEVICES = {"cpu": "CPU", "openreg": "OPENREG|PRIVATEUSE1"}  # and how the names of its test classes end
 OUTCOMES = ("passed", "failed", "skipped")
 
@@ -51,7 +51,8 @@ def run(file: Path, device: str, arguments: list[str]) -> dict[str, str]:
             f"--junitxml={report}",
             *arguments,
         ]
-        env = os.environ | {"TORCH_TEST_DEVICES": str(LISTS) if device == "openreg" else ""}
+        path = os.pathsep.join(filter(None, [str(LISTS.parents[2]), os.environ.get("PYTHONPATH")]))
+        env = os.environ | {"PYTHONPATH": path, "TORCH_TEST_DEVICES": str(LISTS) if device == "openreg" else ""}
         done = subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not report.exists():
             sys.exit(f"{file.name} did not run to its end on {device}:\n{(done.stdout + done.stderr)[-2000:]}")
