@@ -29,10 +29,7 @@ def group(request):
         yield workers
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Workers(2) as workers:
-        yield workers
+TWO = pytest.mark.parametrize("group", [2], indirect=True)
 
 
 @functools.cache
@@ -226,8 +223,9 @@ def check_layouts():
     assert base.tolist() == [0, 0, size, size, 0, 0]
 
 
-def test_layouts(pair):
-    pair.run(check_layouts)
+@TWO
+def test_layouts(group):
+    group.run(check_layouts)
 
 
 def check_objects():
@@ -372,8 +370,9 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
-def test_check(pair, check):
-    pair.run(check)
+@TWO
+def test_check(group, check):
+    group.run(check)
 
 
 # ---- training ----

@@ -119,14 +119,10 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 }
 
 // Whether `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer knows
-// CPU, CUDA and their like only; the rule is its rule.
+// CPU, CUDA and their like only; sparse tensors hold to that whatever is answered here.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
-  using c10::DispatchKey, c10::DispatchKeySet;
-  const auto both = [&](DispatchKey key) {
-    return self.key_set().has_any(DispatchKeySet(key)) && from.key_set().has_any(DispatchKeySet(key));
-  };
-  return self.key_set() == from.key_set() || both(DispatchKey::Dense) || both(DispatchKey::Sparse) ||
-      both(DispatchKey::SparseCsr);
+  constexpr c10::DispatchKeySet dense(c10::DispatchKey::Dense);
+  return self.key_set() == from.key_set() || (self.key_set().has_any(dense) && from.key_set().has_any(dense));
 }
 
 void record_stream_of_tensor(at::Tensor& self, at::Stream stream) {
@@ -157,9 +153,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage_offset);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream_of_tensor);
-  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
-}
-TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

@@ -35,8 +35,10 @@ class Arguments {
 
   at::Tensor input(const at::Tensor& tensor) {
     check(tensor);
-    if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() || isolation() != Isolation::kOff)
+    if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() || isolation() != Isolation::kOff) {
+      const c10::AutoGradMode no_grad(false);
       return tensor.to(at::kCPU);
+    }
     return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
         .strides(tensor.strides())
         .deleter([memory = tensor.storage()](void*) {})
