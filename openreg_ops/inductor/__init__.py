@@ -20,8 +20,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from openreg_ops import _C
 from openreg_ops.inductor import higher_order
 
