@@ -23,9 +23,10 @@ from typing import Any
 from openreg_ops import _C
 from openreg_ops.inductor import higher_order
 
-# The operators that Inductor takes apart and fuses with what stands around them; of the others, and in eager mode,
-# the device's own kernel runs. May be changed at any time, for the graphs compiled from then on.
-decompositions: set[str] = {"rms_norm", "rotary_embedding", "swiglu"}
+# The operators that Inductor takes apart, with their backward, and fuses with what stands around them; of the others,
+# and in eager mode, the device's own kernel runs. May be changed at any time, for the graphs compiled from then on;
+# "rms_norm" may be added. The default is what is faster: `python -m openreg_ops bench compiled --only decompositions`.
+decompositions: set[str] = {"rotary_embedding", "swiglu"}
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
