@@ -80,6 +80,11 @@ def test_control_flow():
     for x in (torch.ones(5, device="openreg"), -torch.ones(5, device="openreg")):
         assert_compiles(function, x)
 
+    def loop(x):
+        return torch._higher_order_ops.while_loop(lambda x: x.sum() < 100, lambda x: (x * 2,), (x,))[0]
+
+    assert_close(torch.compile(loop, fullgraph=True)(x + 2), x + 33)  # 1, doubled until five of them are 100
+
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_autocast_around_and_inside_control_flow(backend):

@@ -35,8 +35,13 @@ def trained(function, model, x):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"memory_planning": True}}],
-    ids=lambda options: next(iter(options.values())),
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"options": {"memory_planning": True}},
+        {"options": {"cpp_wrapper": True}},
+    ],
+    ids=lambda options: str(next(iter(options.values()))),
 )
 def test_a_mode_or_option_changes_no_result(options, model, x):
     graph = torch.compile(model, **options)
@@ -94,11 +99,20 @@ def test_compiled_optimizers(optimizer):
     assert_close(results[1], results[0])
 
 
-def test_half_types():
-    for dtype in (torch.float16, torch.bfloat16):
-        x = torch.randn(8, 40, dtype=dtype, device="openreg")
-        function = torch.compile(lambda x: F.layer_norm(x * x, (40,)).sigmoid(), fullgraph=True)
-        assert_close(function(x), F.layer_norm(x * x, (40,)).sigmoid())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_types(dtype):
+    """Forward and backward; fused, the values between are not rounded."""
+
+    def function(x):
+        return F.layer_norm(x * x, (40,)).sigmoid()
+
+    x = torch.randn(8, 40, dtype=dtype, device="openreg", requires_grad=True)
+    seed = torch.randn_like(x)
+    result, expected = torch.compile(function, fullgraph=True)(x), function(x)
+    assert result.dtype == dtype
+    assert_close(result, expected)
+    (gradient,), (wanted,) = (torch.autograd.grad(y, x, seed) for y in (result, expected))
+    assert_close(gradient, wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_the_transformer_of_the_examples_trains_as_in_eager_mode(tmp_path, capsys):
