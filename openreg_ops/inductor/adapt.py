@@ -187,7 +187,7 @@ def flex_attention_template(original: Any) -> Any:
             or dtypes & {torch.float64}
             or not flex_cpu.check_cpu_supported()
         ):
-            return _lower_plain(_plain(torch.ops.higher_order.flex_attention), query, key, value, *args)
+            return _lower_plain(query, key, value, *args)
         subgraph, block_mask, scale, kernel_options, *buffers = args
         kernel_options = {**kernel_options, "OUTPUT_LOGSUMEXP": False}
         set_device = V.graph.set_current_device
@@ -205,24 +205,21 @@ def flex_attention_backward(original: Any) -> Any:
         if query.get_device().type != "openreg":
             return original(query, *args)
         *_, gradients = V.graph.current_node.meta["val"]
-        *_, buffers, _ = V.graph.current_node.args
+        *_, buffers, _ = V.graph.current_node.args  # what score_mod holds
         # The plain implementation differentiates by those that require it.
         for buffer, gradient in zip(buffers, gradients, strict=True):
             if gradient is not None:
                 buffer.meta["val"] = buffer.meta["val"].detach().requires_grad_()
-        return _lower_plain(_plain(torch.ops.higher_order.flex_attention_backward), query, *args)
+        return _lower_plain(query, *args)
 
     return backward
 
 
-def _plain(operator: Any) -> Callable[..., Any]:
-    return operator.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
-
-
-def _lower_plain(function: Callable[..., Any], *args: Any) -> Any:
+def _lower_plain(*args: Any) -> Any:
     """Lower the current node, a higher-order operator, as the operators that its plain implementation calls."""
-    leaves = tree_leaves(args)
-    nodes, spec = tree_flatten(V.graph.current_node.args)
+    node, leaves = V.graph.current_node, tree_leaves(args)
+    plain = node.target.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+    nodes, spec = tree_flatten(node.args)
     values = [
         leaf.graph_module if isinstance(leaf, ir.Subgraph) else x.meta["val"] if isinstance(x, torch.fx.Node) else x
         for leaf, x in zip(leaves, nodes, strict=True)
@@ -234,7 +231,7 @@ def _lower_plain(function: Callable[..., Any], *args: Any) -> Any:
         for i, x in zip(inputs, given, strict=True):
             filled[i] = x
         with patch.object(torch, "tensor", lambda value, **options: torch.full((), value, **options)):  # no constants
-            return function(*tree_unflatten(filled, spec))
+            return plain(*tree_unflatten(filled, spec))
 
     with V.fake_mode, torch.no_grad():
         graph = make_fx(call, select_decomp_table())(*(values[i] for i in inputs))

@@ -87,11 +87,17 @@ def test_other_dtypes_and_statistics():
     assert_close(eager.cpu(), expected(*inputs))
 
 
-def test_sizes_may_change():
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_sizes_may_change(grad):
     graph = torch.compile(flex_attention, fullgraph=True, dynamic=True)
     for size in (40, 70):
-        q, k, v, _ = on("openreg", tensors(size, size))
-        assert_close(graph(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v))
+        inputs = [x.requires_grad_(grad) for x in on("openreg", tensors(size, size)[:3])]
+        result, wanted = graph(*inputs), torch.nn.functional.scaled_dot_product_attention(*inputs)
+        assert_close(result, wanted)
+        if grad:
+            seed = torch.randn_like(result)
+            gradients = [torch.autograd.grad(y, inputs, seed) for y in (result, wanted)]
+            assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
