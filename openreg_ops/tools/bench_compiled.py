@@ -1,5 +1,7 @@
 """``python -m openreg_ops bench compiled``: torch.compile on the device against torch.compile on the CPU.
 
+Then compiled against eager mode on the device, and the suite's operators decomposed against their own kernels.
+
 Each number is a ratio of medians of alternating rounds in one process. Compiled graphs are called several times for
 each synchronisation, as a program does.
 """
@@ -203,17 +205,14 @@ def run(options: argparse.Namespace) -> int:
         print("transformer's step on the device, eager (first column) and compiled:")
         row("against-eager", *compare(eager, compiled, options.rounds), 1.0)
     if "decompositions" in chosen:
-        print(
-            "forward and backward of operators on 4 x 512 tokens of width 1024, by their own kernels (first column) and"
-        )
-        print("decomposed for Inductor, alone and among their neighbours; the sum of both decides:")
+        print("operators on 4 x 512 tokens of width 1024, forward and backward, by their own")
+        print("kernels (first column) and decomposed for Inductor; the sum of both cases decides:")
         for name, cases in DECOMPOSABLE.items():
             torch._dynamo.reset()
             times = [decomposition(name, body, shapes, options.rounds) for body, *shapes in cases]
             for (kernels, decomposed), where in zip(times, ("alone", "in a model"), strict=True):
-                print(
-                    f"{name + ', ' + where:28} {seconds(kernels):>10} {seconds(decomposed):>10} {decomposed / kernels:7.2f}"
-                )
+                columns = f"{seconds(kernels):>10} {seconds(decomposed):>10} {decomposed / kernels:7.2f}"
+                print(f"{name + ', ' + where:28} {columns}")
             kernels, decomposed = (sum(each) for each in zip(*times, strict=True))
             default = "decomposed" if name in inductor.decompositions else "its kernels"
             right = (decomposed < kernels) == (name in inductor.decompositions)
