@@ -76,10 +76,11 @@ class Transformer(nn.Module):
 class Run:
     """One training run: a model and its optimizer on a device, and what each step gave."""
 
-    def __init__(self, vocabulary: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, vocabulary: int, device: str, dtype: torch.dtype, compiled: bool = False) -> None:
         torch.manual_seed(0)
         self.device = torch.device(device)
         self.model = Transformer(vocabulary).to(self.device, dtype)
+        self.forward = torch.compile(self.model, fullgraph=True) if compiled else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, eps=1e-6)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
         self.losses: list[float] = []
@@ -88,7 +89,7 @@ class Run:
     def step(self, tokens: Tensor) -> None:
         start = time.perf_counter()
         tokens = tokens.to(self.device)
-        logits = self.model(tokens[:, :-1])
+        logits = self.forward(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
@@ -173,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="openreg:0", help="compared with the CPU (default %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model on the device, not the CPU's")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the PNG (default %(default)s)")
     options = parser.parse_args(argv)
     dtype = getattr(torch, options.dtype)
@@ -181,9 +183,11 @@ def main(argv: list[str] | None = None) -> int:
     characters = sorted(set(text))
     codes = {character: code for code, character in enumerate(characters)}
     tokens = torch.tensor([codes[character] for character in text])
-    run, cpu = (Run(len(characters), device, dtype) for device in (options.device, "cpu"))
+    run = Run(len(characters), options.device, dtype, options.compile)
+    cpu = Run(len(characters), "cpu", dtype)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    print(f"{parameters:,} parameters, {len(text):,} characters, {options.dtype}, {run.device} beside cpu "
+    print(f"{parameters:,} parameters, {len(text):,} characters, {options.dtype}, "
+          f"{run.device}{', compiled,' if options.compile else ''} beside cpu "
           f"({torch.get_num_threads()} threads)")  # fmt: skip
 
     openreg_ops.fallback.reset()

@@ -13,27 +13,40 @@ from unittest.mock import patch
 
 import torch
 from torch._inductor import codecache, config, ir, lowering, scheduler
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.kernel.flex import flex_cpu
 from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclasses.dataclass
 class Adaptation:
-    """`make`, given the original, returns what takes its place as ``owner.name``."""
+    """`make`, given the original, returns what takes its place as ``owner.name``, or ``owner[name]`` of a dict."""
 
     owner: Any
-    name: str
+    name: Any
     make: Callable[[Any], Any]
     original: Any
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
 
 
 ADAPTATIONS: dict[str, Adaptation] = {}
 
 
-def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def replaces(owner: Any, name: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register the decorated function as the adaptation of ``owner.name``."""
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        ADAPTATIONS[make.__name__] = Adaptation(owner, name, make, getattr(owner, name))
+        ADAPTATIONS[make.__name__] = Adaptation(
+            owner, name, make, owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        )
         return make
 
     return register
@@ -42,7 +55,7 @@ def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], Callable
 def apply() -> None:
     """Put all adaptations in place."""
     for each in ADAPTATIONS.values():
-        setattr(each.owner, each.name, each.make(each.original))
+        each.put(each.make(each.original))
 
 
 @replaces(ir, "is_cpu")
@@ -154,6 +167,75 @@ def conv_memory_format(original: Any) -> Any:
 def no_precompiled_header(original: Any) -> Any:
     """AOTInductor compiles a header for the device beforehand; there is none of this one's name."""
     return lambda *args, **options: None if options.get("device_type") == "openreg" else original(*args, **options)
+
+
+@replaces(lowering.lowerings, torch.ops.higher_order.flex_attention)
+def flex_attention_template(original: Any) -> Any:
+    """The CPU's template in C++, where it serves; other devices get one in Triton.
+
+    It gives no logsumexp, which training needs, and takes three dtypes: else the plain implementation is lowered.
+    """
+
+    def flex_attention(query: Any, key: Any, value: Any, *args: Any) -> Any:
+        if query.get_device().type != "openreg":
+            return original(query, key, value, *args)
+        users = V.graph.current_node.users
+        dtypes = {x.get_dtype() for x in (query, key, value)}
+        if (
+            any(user.args[1] != 0 for user in users)
+            or len(dtypes) > 1
+            or dtypes & {torch.float64}
+            or not flex_cpu.check_cpu_supported()
+        ):
+            return _lower_plain(query, key, value, *args)
+        subgraph, block_mask, scale, kernel_options, *buffers = args
+        kernel_options = {**kernel_options, "OUTPUT_LOGSUMEXP": False}
+        set_device = V.graph.set_current_device
+        with patch.object(V.graph, "set_current_device", lambda _: set_device(torch.device("cpu"))):
+            return flex_cpu.lower_cpu(query, key, value, subgraph, block_mask, scale, kernel_options, *buffers)
+
+    return flex_attention
+
+
+@replaces(lowering.lowerings, torch.ops.higher_order.flex_attention_backward)
+def flex_attention_backward(original: Any) -> Any:
+    """The plain implementation, lowered: the CPU has no template, and other devices one in Triton."""
+
+    def backward(query: Any, *args: Any) -> Any:
+        if query.get_device().type != "openreg":
+            return original(query, *args)
+        *_, gradients = V.graph.current_node.meta["val"]
+        *_, buffers, _ = V.graph.current_node.args  # what score_mod holds
+        # The plain implementation differentiates by those that require it.
+        for buffer, gradient in zip(buffers, gradients, strict=True):
+            if gradient is not None:
+                buffer.meta["val"] = buffer.meta["val"].detach().requires_grad_()
+        return _lower_plain(query, *args)
+
+    return backward
+
+
+def _lower_plain(*args: Any) -> Any:
+    """Lower the current node, a higher-order operator, as the operators that its plain implementation calls."""
+    node, leaves = V.graph.current_node, tree_leaves(args)
+    plain = node.target.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+    nodes, spec = tree_flatten(node.args)
+    values = [
+        leaf.graph_module if isinstance(leaf, ir.Subgraph) else x.meta["val"] if isinstance(x, torch.fx.Node) else x
+        for leaf, x in zip(leaves, nodes, strict=True)
+    ]
+    inputs = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor | torch.SymInt)]
+
+    def call(*given: Any) -> Any:
+        filled = list(values)
+        for i, x in zip(inputs, given, strict=True):
+            filled[i] = x
+        with patch.object(torch, "tensor", lambda value, **options: torch.full((), value, **options)):  # no constants
+            return plain(*tree_unflatten(filled, spec))
+
+    with V.fake_mode, torch.no_grad():
+        graph = make_fx(call, select_decomp_table())(*(values[i] for i in inputs))
+    return lowering.process_subgraph_nodes(graph, [leaves[i] for i in inputs])
 
 
 def _as_cpu(device_type: str | None) -> str | None:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._inductor import ir
@@ -113,6 +114,26 @@ class Scheduling(cpp.CppScheduling):
         self.kernel_group.device = node.get_device()
         with V.graph.set_current_device(CPU):
             super().codegen_node(node)
+
+    def codegen_template(self, template_node: Any, *others: Any) -> None:
+        """flex_attention's kernel: the CPU's C++ template, in a launch as the others are."""
+        node, device = template_node.node, template_node.get_device()
+        make = node.make_kernel_render
+
+        def make_kernel_render(*args: Any, **options: Any) -> Any:
+            kernel, render = make(*args, **options)
+            kernel.args = KernelArgs()
+
+            def launched() -> str:
+                source, name = render(), str(Placeholder.KERNEL_NAME)
+                parameters = kernel.args.cpp_argdefs()[0]
+                kernel.args.device = device
+                return as_body(source, name) + launcher(name, parameters, kernel.args.host_scalars())
+
+            return kernel, launched
+
+        with patch.object(node, "make_kernel_render", make_kernel_render), V.graph.set_current_device(CPU):
+            super().codegen_template(template_node, *others)
 
 
 class _Wrapper:

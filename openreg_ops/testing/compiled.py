@@ -4,7 +4,7 @@
     python -m openreg_ops compiled --ops '^linalg' --batch 1
 
 A graph of one operator would take a second of C++ compilation, so a graph holds a batch of them, and Inductor fuses
-what it can. Where a batch fails its operators are run alone, and then also with graph breaks.
+what it can. A batch that fails is halved until the operators that fail are alone; those are then also run with graph breaks.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def check(batch: Sequence[Case], device: str = "openreg") -> tuple[dict[str, str
     try:
         return compare(batch, device), set()
     except Exception as error:
-        if len(batch) > 1:
-            parts = [check([case], device) for case in batch]
+        if half := len(batch) // 2:
+            parts = [check(batch[:half], device), check(batch[half:], device)]
             return {k: v for part, _ in parts for k, v in part.items()}, set().union(*(breaks for _, breaks in parts))
         from torch._dynamo.exc import Unsupported, UserError
 

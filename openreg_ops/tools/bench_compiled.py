@@ -1,5 +1,7 @@
 """``python -m openreg_ops bench compiled``: torch.compile on the device against torch.compile on the CPU.
 
+Then compiled against eager mode on the device, and the suite's operators decomposed against their own kernels.
+
 Each number is a ratio of medians of alternating rounds in one process. Compiled graphs are called several times for
 each synchronisation, as a program does.
 """
@@ -10,13 +12,16 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import openreg_ops
+from openreg_ops import inductor
 from openreg_ops.tools.bench import compare, seconds, verdict
 
 ROW = 1024  # 1M elements are 1024 rows of 1024
@@ -95,7 +100,64 @@ CASES: dict[str, tuple[Callable[[str], Callable[[], Any]], float]] = {
     "mlp-step": (step_of(mlp), 1.05),
     "transformer-step": (step_of(transformer), 1.05),
 }
-NAMES = (*CASES, "compile-time", "against-eager")
+NAMES = (*CASES, "compile-time", "against-eager", "decompositions")
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return openreg_ops.rms_norm(x, weight)[0]
+
+
+def _norm_of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return total, openreg_ops.rms_norm(total, weight)[0]
+
+
+def _swiglu_of_halves(x: torch.Tensor) -> torch.Tensor:
+    return openreg_ops.swiglu(*x.chunk(2, -1))
+
+
+def _rotary_of_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    q, k, _ = x.view(4, 512, 3, 16, 64).permute(2, 0, 3, 1, 4)
+    return openreg_ops.rotary_embedding(q, cos, sin) + openreg_ops.rotary_embedding(k, cos, sin)
+
+
+ROWS, ANGLES = (2048, ROW), [(512, 32), (512, 32)]
+# operator: (it alone, shapes), (with the operations that stand around it in a model, shapes)
+DECOMPOSABLE = {
+    "rms_norm": ((_norm, ROWS, (ROW,)), (_norm_of_sum, ROWS, ROWS, (ROW,))),
+    "swiglu": ((openreg_ops.swiglu, ROWS, ROWS), (_swiglu_of_halves, (2048, 2 * ROW))),
+    "rotary_embedding": (
+        (openreg_ops.rotary_embedding, (4, 16, 512, 64), *ANGLES),
+        (_rotary_of_heads, (4, 512, 3 * ROW), *ANGLES),
+    ),
+}
+
+
+def decomposition(name: str, body: Callable[..., Any], shapes: Sequence[tuple[int, ...]], rounds: int) -> tuple[float, float]:  # fmt: skip
+    """Median seconds of forward and backward with the operator's own kernels, and decomposed."""
+    torch.manual_seed(0)
+    arguments = [torch.randn(shape, device="openreg", requires_grad=shape != (512, 32)) for shape in shapes]
+    wanted = [x for x in arguments if x.requires_grad]
+    default = set(inductor.decompositions)
+
+    def make(decomposed: bool) -> Callable[[], None]:
+        inductor.decompositions = default | {name} if decomposed else default - {name}
+        # Code of its own: Dynamo keeps the graphs of a function by its code.
+        function = types.FunctionType(body.__code__.replace(), body.__globals__, argdefs=body.__defaults__)
+        graph = torch.compile(function, fullgraph=True)
+        seeds = torch.utils._pytree.tree_map(torch.randn_like, graph(*arguments))
+
+        def step() -> None:
+            torch.autograd.grad(graph(*arguments), wanted, seeds)
+
+        step()
+        return step
+
+    try:
+        kernels, decomposed = make(False), make(True)
+    finally:
+        inductor.decompositions = default
+    return compare(kernels, decomposed, rounds)
 
 
 def compile_time(rounds: int) -> tuple[float, float]:
@@ -142,4 +204,17 @@ def run(options: argparse.Namespace) -> int:
         eager, compiled = step_of(transformer, compiled=False)("openreg"), step_of(transformer)("openreg")
         print("transformer's step on the device, eager (first column) and compiled:")
         row("against-eager", *compare(eager, compiled, options.rounds), 1.0)
+    if "decompositions" in chosen:
+        print("operators on 4 x 512 tokens of width 1024, forward and backward, by their own")
+        print("kernels (first column) and decomposed for Inductor; the sum of both cases decides:")
+        for name, cases in DECOMPOSABLE.items():
+            torch._dynamo.reset()
+            times = [decomposition(name, body, shapes, options.rounds) for body, *shapes in cases]
+            for (kernels, decomposed), where in zip(times, ("alone", "in a model"), strict=True):
+                columns = f"{seconds(kernels):>10} {seconds(decomposed):>10} {decomposed / kernels:7.2f}"
+                print(f"{name + ', ' + where:28} {columns}")
+            kernels, decomposed = (sum(each) for each in zip(*times, strict=True))
+            default = "decomposed" if name in inductor.decompositions else "its kernels"
+            right = (decomposed < kernels) == (name in inductor.decompositions)
+            print(f"{'':28} the default is {default}: {'the faster' if right else 'the slower'}", flush=True)
     return 0

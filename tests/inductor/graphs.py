@@ -76,8 +76,13 @@ def without(name):
     from openreg_ops.inductor import adapt
 
     each = adapt.ADAPTATIONS[name]
-    with patch.object(each.owner, each.name, each.original), uncached():
-        yield
+    adapted = each.make(each.original)
+    each.put(each.original)
+    try:
+        with uncached():
+            yield
+    finally:
+        each.put(adapted)
 
 
 __all__ = ["calls", "kernels", "on", "run_and_get_code", "source", "uncached", "without"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import calls, kernels, on, source, without
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 
@@ -75,6 +76,45 @@ def test_convolution(adaptation, size):
     assert_close(torch.compile(function)(x), function(x))
     with without(adaptation), pytest.raises(AssertionError, match="expected size"):
         torch.compile(function)(x)
+
+
+def test_no_precompiled_header(tmp_path):
+    """A package is built without the header; with it, of a device that has none, the compiler finds no file."""
+    program = torch.export.export(torch.nn.ReLU(), (torch.randn(3, device="openreg"),))
+
+    def build(name):
+        return torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / name))
+
+    model = torch._inductor.aoti_load_package(build("with.pt2"))
+    assert model(torch.tensor([-1.0, 1.0, 2.0], device="openreg")).tolist() == [0.0, 1.0, 2.0]
+    with without("no_precompiled_header"), pytest.raises(Exception, match="openreg"):
+        build("without.pt2")
+
+
+def attention(q):
+    return flex_attention(q, q, q)
+
+
+def test_flex_attention_template():
+    q = torch.randn(1, 1, 20, 16, device="openreg")
+    torch.compile(attention)(q)
+    with without("flex_attention_template"), pytest.raises(Exception, match="flex_attention"):
+        torch.compile(attention)(q)
+
+
+def test_flex_attention_backward():
+    q = torch.randn(1, 1, 20, 16, device="openreg", requires_grad=True)
+    torch.compile(attention)(q).sum().backward()
+    with without("flex_attention_backward"), pytest.raises(Exception, match="flex_attention_backward"):
+        torch.compile(attention)(q).sum().backward()
+
+
+def test_every_adaptation_has_a_test():
+    """By name; the two of convolutions are the parameters of one test."""
+    from openreg_ops.inductor import adapt  # loads Inductor
+
+    tests = {name.removeprefix("test_") for name in globals()} | {"conv_backend", "conv_memory_format"}
+    assert set(adapt.ADAPTATIONS) <= tests
 
 
 BODIES = {

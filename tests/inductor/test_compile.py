@@ -80,6 +80,23 @@ def test_control_flow():
     for x in (torch.ones(5, device="openreg"), -torch.ones(5, device="openreg")):
         assert_compiles(function, x)
 
+    def loop(x):
+        return torch._higher_order_ops.while_loop(lambda x: x.sum() < 100, lambda x: (x * 2,), (x,))[0]
+
+    assert_close(torch.compile(loop, fullgraph=True)(x + 2), x + 33)  # 1, doubled until five of them are 100
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_autocast_around_and_inside_control_flow(backend):
+    def function(x):
+        with torch.autocast("openreg", dtype=torch.bfloat16):
+            return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x @ x * 2, (x,))
+
+    x = torch.ones(4, 4, device="openreg")
+    graph = torch.compile(function, backend=backend, fullgraph=True)
+    assert_close(graph(x), torch.full_like(x, 4, dtype=torch.bfloat16))
+    assert_close(graph(-x), torch.full_like(x, 8, dtype=torch.bfloat16))
+
 
 @pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
 def test_one_kernel_for_one_fused_group(device):

@@ -117,45 +117,61 @@ def test_streams_and_events(backend):
         assert_close(graph(x).cpu(), expected)
 
 
-def test_autocast():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_autocast(backend):
+    """Inside the region, with its end, and around it, which is guarded."""
+
     def inside(x):
         with torch.autocast("openreg", dtype=torch.bfloat16):
-            return x @ x
+            y = x @ x
+        return y, y.float() @ x
 
     x = torch.randn(4, 4, device="openreg")
-    assert compiled(inside)(x).dtype == torch.bfloat16
-    graph = compiled(lambda x: x @ x)
+    results = compiled(inside, backend)(x)
+    assert [result.dtype for result in results] == [torch.bfloat16, torch.float32]
+    assert_close(results, inside(x))
+    graph = compiled(lambda x: x @ x, backend)
     assert graph(x).dtype == torch.float32
     with torch.autocast("openreg", dtype=torch.float16):
         assert graph(x).dtype == torch.float16
 
 
-def test_a_dynamic_size_is_compiled_once():
-    counter = torch._dynamo.testing.CompileCounter()
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_dynamic_size_is_compiled_once(backend):
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     graph = torch.compile(lambda x: torch.softmax(x, -1) * 2, backend=counter, fullgraph=True)
     for size in (5, 8, 13):
-        x = torch.randn(size, 7, device="openreg")
+        x = torch.randn(size, 7, device="openreg", requires_grad=True)
         torch._dynamo.mark_dynamic(x, 0)
-        assert_close(graph(x), torch.softmax(x, -1) * 2)
+        result, expected = graph(x), torch.softmax(x, -1) * 2
+        assert_close(result, expected)
+        seed = torch.randn_like(result)
+        assert_close(torch.autograd.grad(result, x, seed), torch.autograd.grad(expected, x, seed))
     assert counter.frame_count == 1
 
 
-def test_a_graph_break():
-    counter = torch._dynamo.testing.CompileCounter()
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_graph_break(backend):
+    """Between the graphs Python runs, and sees what the first computed."""
+    counter, seen = torch._dynamo.testing.CompileCounterWithBackend(backend), []
 
     def function(x):
         y = x.sin()
         torch._dynamo.graph_break()
+        seen.append(y.tolist())
         return y.cos()
 
     x = torch.randn(3, device="openreg")
-    assert_close(torch.compile(function, backend=counter)(x), function(x))
+    assert_close(torch.compile(function, backend=counter)(x), x.sin().cos())
     assert counter.frame_count == 2
+    assert_close(torch.tensor(seen[0]), x.sin().cpu())
 
 
 def test_a_graph_for_each_device_and_dtype():
     counter = torch._dynamo.testing.CompileCounter()
     graph = torch.compile(lambda x: x + 1, backend=counter, fullgraph=True)
-    for x in (torch.ones(3, device="openreg:0"), torch.ones(3, device="openreg:1"), torch.ones(3)):
-        assert graph(x).device == graph(x).device == x.device
-    assert counter.frame_count == 3
+    half = torch.ones(3, dtype=torch.half, device="openreg")
+    for x in (torch.ones(3, device="openreg:0"), torch.ones(3, device="openreg:1"), torch.ones(3), half):
+        for result in (graph(x), graph(x)):
+            assert (result.device, result.dtype) == (x.device, x.dtype)
+    assert counter.frame_count == 4

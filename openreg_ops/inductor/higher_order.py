@@ -1,0 +1,72 @@
+"""Operators that take functions (`cond`, checkpointing, `flex_attention`), where PyTorch serves its own devices only."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1
+
+
+def register_autocast() -> None:
+    """Let the device's autocast pass, as that of PyTorch's own devices does: it acts on the operators inside."""
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(AUTOCAST)
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(AUTOCAST)
+
+
+def register_random_state() -> None:
+    """Let graphs save and restore the device's random state, as checkpointing does."""
+    rng_prims = sys.modules["torch._prims.rng_prims"]
+    save, restore = rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
+    key = torch._C.DispatchKey.BackendSelect
+    save_elsewhere, restore_elsewhere = save.py_kernels[key], restore.py_kernels[key]
+
+    def device_of(args: Any, kwargs: Any) -> torch.device | None:
+        devices = [getattr(x, "device", x) for x in (kwargs.get("device"), *args)]
+        return next((x for x in devices if isinstance(x, torch.device) and x.type == "openreg"), None)
+
+    def save_state(op: Any, *args: Any, **kwargs: Any) -> Any:
+        if (device := device_of(args, kwargs)) is None:
+            return save_elsewhere(op, *args, **kwargs)
+        return torch.openreg.get_rng_state(device), op(*args, **kwargs)
+
+    def with_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if (device := device_of(args, kwargs)) is None:
+            return restore_elsewhere(state, op, *args, **kwargs)
+        now = torch.openreg.get_rng_state(device)
+        torch.openreg.set_rng_state(state, device)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            torch.openreg.set_rng_state(now, device)
+
+    save.py_kernels[key], restore.py_kernels[key] = save_state, with_state
+    # The other implementations of `save` call the one replaced as a variable of the function around them.
+    for traced in save.python_key_table.values():
+        names = getattr(getattr(traced, "__code__", None), "co_freevars", ())
+        if save_elsewhere.__name__ in names:
+            traced.__closure__[names.index(save_elsewhere.__name__)].cell_contents = save_state
+
+
+def register_flex_attention() -> None:
+    """Let `flex_attention` take the device's tensors, and autocast choose their dtype.
+
+    The check is a list of devices in PyTorch; adapt.py has what Inductor does with the operator.
+    """
+    flex = sys.modules["torch.nn.attention.flex_attention"]
+    check = flex._validate_device
+
+    def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if query.device.type != "openreg":
+            check(query, key, value)
+
+    flex._validate_device = validate_device
+    implementation = sys.modules["torch._higher_order_ops.flex_attention"]
+
+    @implementation.flex_attention.py_impl(AUTOCAST)
+    def autocast(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(AUTOCAST)):
+            return implementation._flex_attention_autocast_impl(*args)
