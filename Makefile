@@ -27,7 +27,7 @@ clients: install $(VENV)/.clients
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/clients $(ARGS)
 
 suites: install
-	$(BIN)/pytest suites $(ARGS)
+	$(BIN)/pytest tests/suites $(ARGS)
 
 bench: install
 	$(BIN)/python -P -m openreg_ops bench $(ARGS)
@@ -55,8 +55,8 @@ $(VENV)/.lint: requirements-lint.txt | $(VENV)/.requirements
 	$(BIN)/pip install -r requirements-lint.txt
 	@touch $@
 
-$(VENV)/.clients: requirements-clients.txt | $(VENV)/.requirements
-	$(BIN)/pip install torch==$(TORCH) -r requirements-clients.txt
+$(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.requirements
+	$(BIN)/pip install torch==$(TORCH) -r tests/clients/requirements.txt
 	@touch $@
 
 # The default torch gets an editable install: Python files need no step at all, C++ ones an incremental build.

@@ -421,7 +421,7 @@ PAGE = Path(__file__).parents[1] / "docs/testing-your-library.md"
 
 @pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
 def test_the_page_shows_what_its_command_prints(pytester, run):
-    """The run of its own example; that of an open-source suite is suites/test_suites.py's."""
+    """The run of its own example; that of an open-source suite is tests/suites/test_suites.py's."""
     text = PAGE.read_text()
     for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.S):
         (pytester.path / name).write_text(f"# {name}\n{code}")

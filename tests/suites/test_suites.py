@@ -14,14 +14,14 @@ from pathlib import Path
 import openreg_ops
 import pytest_openreg_ops
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```console\n\$ cd (\S+)\n\$ (pytest [^\n]*--on-device=openreg[^\n]*)\n(.*?)```", re.S)
 
 
 def test_the_suite_of_the_page(tmp_path):
     ((folder, command, shown),) = BLOCK.findall((ROOT / "docs/testing-your-library.md").read_text())
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
-    subprocess.run([*download, "-r", str(ROOT / "suites/requirements.txt"), "-d", str(tmp_path)], check=True)
+    subprocess.run([*download, "-r", str(ROOT / "tests/suites/requirements.txt"), "-d", str(tmp_path)], check=True)
     with tarfile.open(tmp_path / f"{folder}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     paths = [str(Path(module.__file__).parents[1]) for module in (openreg_ops, pytest_openreg_ops)]
