@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -131,6 +132,35 @@ def test_offsets_count_what_was_drawn(seed):
     for offset in (6248, 0, 624, 6248):
         assert generator.set_offset(offset) is generator and generator.get_offset() == offset
     assert draws(generator) == following and generator.initial_seed() == seed
+
+
+def test_an_offset_that_is_reached_changes_nothing():
+    generator = torch.Generator(device="openreg").manual_seed(7)
+    state = torch.Generator(device="openreg")
+    torch.randn(3, device="openreg", generator=generator)  # draws pairs, and keeps a half
+    state.set_state(generator.get_state())
+    generator.set_offset(generator.get_offset())
+    expected, got = (torch.randn(3, device="openreg", generator=g) for g in (state, generator))
+    assert got.equal(expected)
+
+
+def test_states_are_read_whole_while_another_thread_draws():
+    generator = torch.Generator(device="openreg").manual_seed(7)
+    stop = threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            generator.manual_seed(7)
+            torch.rand(700, device="openreg", generator=generator)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(20_000):
+            assert generator.get_offset() in (0, 700)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_offsets_that_cannot_be_had():

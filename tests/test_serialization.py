@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -311,6 +313,39 @@ def test_what_another_process_receives(other):
     assert other(torch.empty(0, device=ONE))[3].shape == (0,)
     x = torch.ones(2, 3, dtype=torch.bfloat16, device=D).t()
     assert other(x)[3].dtype == torch.bfloat16 and x.stride() == (1, 3) and x.sum().item() == 12
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20])
+def test_sharing_keeps_large_memory_where_it_is(size):
+    x = torch.arange(float(size), device=ONE)
+    address, view, expected = x.data_ptr(), torch.from_dlpack(x), x.cpu()
+    ForkingPickler.dumps(x)
+    assert (x.data_ptr() == address) == (size > 4) and x.cpu().equal(expected)
+    if size > 4:
+        x.add_(1)
+        assert view.equal(x) and torch.openreg.memory_allocated(1) >= x.nbytes
+    del x, view
+    assert torch.zeros(size, device=ONE).count_nonzero().item() == 0
+
+
+def test_updates_while_a_tensor_is_shared_are_kept():
+    for _ in range(3):
+        x = torch.zeros(1 << 22, device=ONE)
+        started, sender = threading.Event(), None
+
+        def send(x=x, started=started):
+            started.set()
+            ForkingPickler.dumps(x)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        started.wait()
+        count = 0
+        while sender.is_alive() or count < 5:
+            x.add_(1)
+            count += 1
+        sender.join()
+        assert x.unique().tolist() == [count]
 
 
 def test_queued_work_is_finished_before_it_is_sent(other):

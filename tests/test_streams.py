@@ -3,6 +3,8 @@
 import gc
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 
@@ -250,6 +252,26 @@ def test_a_thread_that_waits_for_its_turn_lets_python_go_on(mode):
             assert not thread.is_alive()
     library._destroy()
     assert [y.tolist() for y in results] == [[1] * 4] * 3 and not overlaps
+
+
+def test_a_wait_for_a_queue_lets_python_go_on():
+    """Three parties: this thread waits for the worker, which waits for the turn of a kernel, which wants Python."""
+    code = """
+import threading, time, torch, openreg_ops
+x = torch.randint(0, 1 << 40, (3_000_000,)).to("openreg")
+y, z = torch.ones(3, device="openreg"), torch.ones(1 << 18, device="openreg")
+torch.openreg.memory._record_memory_history(stacks="python")
+torch.openreg.set_launch_mode("async")
+thread = threading.Thread(target=lambda: x.unique(), daemon=True)
+thread.start()
+time.sleep(0.1)
+y.add_(1)
+z.untyped_storage().resize_(1 << 21)
+z.untyped_storage().fill_(0)
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_external_streams():

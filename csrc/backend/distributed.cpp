@@ -128,8 +128,13 @@ class DeviceWork final : public c10d::Work {
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override {
     // Some of the engine's works can be waited for only once.
-    std::unique_lock<std::mutex> one_at_a_time(waiting_, std::defer_lock);
-    if (!engine_future_) one_at_a_time.lock();
+    std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
+    if (!engine_future_) {
+      if (timeout == kNoTimeout) one_at_a_time.lock();
+      else if (!one_at_a_time.try_lock_for(timeout))
+        std::rethrow_exception(explained(
+            std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
+    }
     if (finished_) return true;
     try {
       if (!engine_->wait(timeout)) return false;
@@ -188,7 +193,7 @@ class DeviceWork final : public c10d::Work {
   const c10::intrusive_ptr<c10d::Work> engine_;
   const c10::intrusive_ptr<Future> future_;
   c10::intrusive_ptr<Future> engine_future_; // null where the engine has none
-  std::mutex waiting_;
+  std::timed_mutex waiting_;
   std::once_flag copied_, followed_;
   std::atomic<bool> finished_{false};
 };
@@ -197,7 +202,7 @@ class DeviceWork final : public c10d::Work {
 template <class Start>
 c10::intrusive_ptr<c10d::Work> start(Arguments&& arguments, c10d::OpType type, Start&& start) {
   if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
-  auto engine = run(current_stream(arguments.device), start);
+  auto engine = run(current_stream(arguments.device), start, Site(arguments.name.operation));
   auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, std::move(engine));
   work->follow_engine();
   return work;

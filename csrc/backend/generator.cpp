@@ -20,38 +20,50 @@ struct DeviceGenerator final : c10::GeneratorImpl {
       : GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         inner(std::move(inner)) {}
 
-  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
-  uint64_t current_seed() const override { return inner.current_seed(); }
-  uint64_t seed() override { return inner.seed(); }
+  // Python locks this generator, kernels the inner one.
+  void set_current_seed(uint64_t seed) override {
+    std::lock_guard lock(engine_mutex());
+    inner.set_current_seed(seed);
+  }
+  uint64_t current_seed() const override {
+    std::lock_guard lock(engine_mutex());
+    return inner.current_seed();
+  }
+  uint64_t seed() override {
+    std::lock_guard lock(engine_mutex());
+    return inner.seed();
+  }
   // The offset is the 32-bit numbers drawn since seeding. Mersenne Twister does not keep it, so that both replay
   // the engine from its seed, a second for a billion numbers.
   void set_offset(uint64_t offset) override {
     TORCH_CHECK(offset <= kMostDraws, "openreg: Generator.set_offset() takes at most ", kMostDraws, ", but got ",
         offset, "; use set_state()");
     auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
+    std::lock_guard lock(cpu->mutex_);
     at::mt19937 engine(cpu->current_seed());
     while (offset--) engine();
-    std::lock_guard lock(cpu->mutex_);
+    const auto now = cpu->engine().data(), to = engine.data();
+    if (to.next_ == now.next_ && to.state_ == now.state_) return; // which keeps the half of a pair of normal numbers
     cpu->set_engine(engine);
     cpu->set_next_float_normal_sample(std::nullopt);
     cpu->set_next_double_normal_sample(std::nullopt);
   }
   uint64_t get_offset() const override {
-    const auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
-    const at::mt19937_data_pod now = const_cast<at::CPUGeneratorImpl*>(cpu)->engine().data();
-    at::mt19937 engine(now.seed_);
-    if (!now.next_) return 0;
-    const auto reached = [&] { return engine.data().state_ == now.state_; };
-    for (uint64_t drawn = 0; drawn <= kMostDraws; drawn += at::MERSENNE_STATE_N) {
-      engine(); // the first of a block makes all of its state
-      if (reached()) return drawn + static_cast<uint64_t>(now.next_);
-      for (int i = 1; i < at::MERSENNE_STATE_N; ++i) engine();
-    }
-    TORCH_CHECK(false, "openreg: Generator.get_offset() found no offset up to ", kMostDraws,
-        " at which the seed gives the generator's state; use get_state()");
+    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
+    const auto now = [&] {
+      std::lock_guard lock(cpu->mutex_);
+      return cpu->engine().data();
+    }();
+    return offset_of(now);
   }
-  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  void set_state(const c10::TensorImpl& state) override {
+    std::lock_guard lock(engine_mutex());
+    inner.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    std::lock_guard lock(engine_mutex());
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
     auto* other = dynamic_cast<DeviceGenerator*>(state.get());
     TORCH_CHECK(
@@ -66,6 +78,21 @@ struct DeviceGenerator final : c10::GeneratorImpl {
 
  private:
   static constexpr uint64_t kMostDraws = uint64_t{1} << 33;
+
+  static uint64_t offset_of(const at::mt19937_data_pod& now) {
+    if (!now.next_) return 0;
+    at::mt19937 engine(now.seed_);
+    for (uint64_t drawn = 0; drawn <= kMostDraws; drawn += at::MERSENNE_STATE_N) {
+      engine(); // the first of a block makes all of its state
+      if (engine.data().state_ == now.state_) return drawn + now.next_;
+      for (int i = 1; i < at::MERSENNE_STATE_N; ++i) engine();
+    }
+    TORCH_CHECK(false, "openreg: Generator.get_offset() found no offset up to ", kMostDraws,
+        " at which the seed gives the generator's state; use get_state()");
+  }
+
+  std::mutex& engine_mutex() const { return inner.unsafeGetGeneratorImpl()->mutex_; }
+
   DeviceGenerator* clone_impl() const override { return new DeviceGenerator(device().index(), inner.clone()); }
 };
 

@@ -39,6 +39,7 @@ std::size_t free_memory(int device) {
 }
 
 void keep(MemoryAction action, const void* address, std::size_t bytes, Stream stream) {
+  if (forked()) return; // another thread may have had the lock
   auto& all = history();
   const auto options = [&] {
     std::lock_guard lock(all.mutex);

@@ -7,11 +7,13 @@
 #include "../runtime/memory.h"
 #include "../runtime/shared.h"
 #include "allocator.h"
+#include "profiler.h"
 
 namespace openreg {
 namespace {
 
 void free_shared(void* shared) {
+  report_free(static_cast<Shared*>(shared)->pointer);
   close_shared(static_cast<Shared*>(shared));
 }
 
@@ -19,10 +21,33 @@ template <class Make>
 c10::DataPtr shared_memory(c10::DeviceIndex device, Make&& make) {
   try {
     Shared* shared = make(current_stream(device));
+    report_allocation(shared->pointer);
     return {shared->pointer, shared, &free_shared, c10::Device(c10::kPrivateUse1, device)};
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
   }
+}
+
+// In place, so that whoever has the address still has the memory.
+void share_in_place(c10::StorageImpl* impl, c10::DeviceIndex device) {
+  void* pages = impl->mutable_data();
+  const size_t bytes = impl->nbytes();
+  try {
+    Shared* shared = run(current_stream(device), [&] { return share_pages(pages, bytes, device); });
+    c10::DataPtr before = impl->set_data_ptr({pages, shared, &free_shared, c10::Device(c10::kPrivateUse1, device)});
+    before.release_context(); // the memory is the shared one's now
+  } catch (const OutOfMemory& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+  }
+}
+
+void share_by_copy(c10::StorageImpl* impl, c10::DeviceIndex device) {
+  const size_t bytes = impl->nbytes();
+  c10::DataPtr shared = shared_memory(device, [bytes](Stream stream) { return new_shared(stream, bytes); });
+  run(
+      current_stream(device), [&] { std::memcpy(shared.get(), impl->data(), bytes); },
+      Site("Memcpy DtoD (Device -> Device)", Site::kCopy, bytes));
+  impl->set_data_ptr_noswap(std::move(shared));
 }
 
 } // namespace
@@ -34,14 +59,13 @@ int share_storage(const c10::Storage& storage) {
   check_not_forked();
   const c10::DeviceIndex device = storage.device().index();
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-  if (impl->data_ptr().get_deleter() != &free_shared) {
-    const size_t bytes = storage.nbytes();
-    c10::DataPtr shared = shared_memory(device, [bytes](Stream stream) { return new_shared(stream, bytes); });
-    synchronize_device(device); // another stream may be at work on it
-    run(current_stream(device), [&] { std::memcpy(shared.get(), storage.data(), bytes); });
-    impl->set_data_ptr_noswap(std::move(shared));
+  const auto deleter = impl->data_ptr().get_deleter();
+  synchronize_device(device); // another stream may be at work on it
+  if (deleter != &free_shared) {
+    const bool own_pages = deleter == device_allocator()->raw_deleter() && storage.nbytes() > kMemoryPage / 2;
+    own_pages ? share_in_place(impl, device) : share_by_copy(impl, device);
     impl->set_resizable(false);
-  } else synchronize_device(device);
+  }
   return static_cast<Shared*>(impl->data_ptr().get_context())->file;
 }
 

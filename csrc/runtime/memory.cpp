@@ -63,15 +63,23 @@ void tell(MemoryAction action, const void* pointer, std::size_t bytes, Stream st
     watcher(action, pointer, bytes, stream);
 }
 
+// Zeros, which take memory when they are first written to; null where there are no addresses left.
+void* reserve_addresses(std::size_t bytes) {
+  void* range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return range == MAP_FAILED ? nullptr : range;
+}
+
 class Pool {
  public:
-  void reserve(int device, char* base, std::size_t bytes) {
+  // False where the operating system has no addresses for the tables, of which only what is used costs memory.
+  bool reserve(int device, char* base, std::size_t bytes) {
     device_ = device;
     base_ = base;
-    // calloc: a page's entry costs memory only once the page is used.
-    pages_ = static_cast<Page*>(std::calloc(bytes / kPage, sizeof(Page)));
-    slack_ = static_cast<std::uint16_t*>(std::calloc(bytes / kGrain, sizeof(std::uint16_t)));
+    pages_ = static_cast<Page*>(reserve_addresses(bytes / kPage * sizeof(Page)));
+    slack_ = static_cast<std::uint16_t*>(reserve_addresses(bytes / kGrain * sizeof(std::uint16_t)));
+    if (!pages_ || !slack_) return false;
     add_run(free_, 0, bytes / kPage);
+    return true;
   }
 
   void* allocate(std::int64_t stream, std::size_t bytes, bool fails) {
@@ -458,15 +466,16 @@ struct Memory {
     // Twice the capacity: fragmentation must not end what the capacity allows.
     stride = (2 * device_memory() + (1u << 30)) / kHugePage * kHugePage;
     if (!count) return;
-    void* range =
-        mmap(nullptr, stride * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (range == MAP_FAILED) return; // allocate() says so
+    void* range = reserve_addresses(stride * count);
+    if (!range) return; // allocate() says so
     madvise(range, stride * count, MADV_HUGEPAGE);
     base = static_cast<char*>(range);
     size = stride * count;
+    auto* all = new Pool[count]; // lives as long as the process: a tensor may die after main()
+    for (std::size_t i = 0; i < count; ++i)
+      if (!all[i].reserve(static_cast<int>(i), base + i * stride, stride)) return;
     isolate(base, size);
-    pools = new Pool[count]; // lives as long as the process: a tensor may die after main()
-    for (std::size_t i = 0; i < count; ++i) pools[i].reserve(static_cast<int>(i), base + i * stride, stride);
+    pools = all;
     // A child inherits the pools as they are, so that no other thread may hold one at that time.
     pthread_atfork(
         [] { memory().each(&Pool::lock); }, [] { memory().each(&Pool::unlock); }, [] { memory().each(&Pool::unlock); });

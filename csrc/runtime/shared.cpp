@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "memory.h"
+#include "wait.h"
 
 namespace openreg {
 namespace {
@@ -31,8 +32,22 @@ std::size_t whole_pages(std::size_t bytes) {
 void wait(int device) noexcept {
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) {
     const Ticket all = ticket({device, id});
-    while (!done(all)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (done(all)) continue;
+    detail::wait_freely([&] {
+      while (!done(all)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    });
   }
+}
+
+int memory_file(std::size_t bytes) {
+  const int file = memfd_create("openreg", MFD_CLOEXEC);
+  if (file < 0) throw OutOfMemory(failed("memfd_create()", errno));
+  int error;
+  while ((error = posix_fallocate(file, 0, static_cast<off_t>(bytes))) == EINTR) {
+  }
+  if (!error) return file;
+  close(file);
+  throw OutOfMemory(failed("posix_fallocate()", error));
 }
 
 // Owns `file` from here on.
@@ -56,13 +71,23 @@ Shared* map_file(Stream stream, std::size_t bytes, int file) {
 
 Shared* new_shared(Stream stream, std::size_t bytes) {
   bytes = whole_pages(bytes);
-  const int file = memfd_create("openreg", MFD_CLOEXEC);
-  if (file < 0) throw OutOfMemory(failed("memfd_create()", errno));
-  if (const int error = posix_fallocate(file, 0, static_cast<off_t>(bytes))) {
-    close(file);
-    throw OutOfMemory(failed("posix_fallocate()", error));
+  return map_file(stream, bytes, memory_file(bytes));
+}
+
+Shared* share_pages(void* pages, std::size_t bytes, int device) {
+  const auto whole = whole_pages(bytes);
+  const int file = memory_file(whole);
+  std::unique_ptr<Shared> shared(new Shared{pages, whole, file, device});
+  int error = 0;
+  for (std::size_t at = 0; at < bytes && !error;) {
+    const auto written = pwrite(file, static_cast<const char*>(pages) + at, bytes - at, static_cast<off_t>(at));
+    if (written > 0) at += static_cast<std::size_t>(written);
+    else if (errno != EINTR) error = errno;
   }
-  return map_file(stream, bytes, file);
+  if (!error && remap(pages, whole, file)) return shared.release();
+  if (!error) error = errno;
+  close(file);
+  throw OutOfMemory(failed("write() or mmap()", error));
 }
 
 Shared* open_shared(Stream stream, std::size_t bytes, int file) {

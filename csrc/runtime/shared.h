@@ -21,6 +21,10 @@ struct Shared {
 // At least `bytes` of new memory, zeros. Throws OutOfMemory.
 Shared* new_shared(Stream stream, std::size_t bytes);
 
+// Makes memory of allocate(), of more than half a page and so with pages of its own, shared where it is. Call it in the
+// order of the stream that writes to the memory. Throws OutOfMemory; nothing has changed then.
+Shared* share_pages(void* pages, std::size_t bytes, int device);
+
 // The memory of another process, of as many bytes as its new_shared() was asked for; keeps a duplicate of `file`.
 Shared* open_shared(Stream stream, std::size_t bytes, int file);
 

@@ -16,6 +16,7 @@
 #include "device.h"
 #include "fault.h"
 #include "profile.h"
+#include "wait.h"
 
 namespace openreg {
 namespace {
@@ -81,9 +82,10 @@ class Queue {
 
   void wait(std::uint64_t number) {
     if (done(number)) return;
-    const detail::NoTurn no_turn;
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [&] { return done(number); });
+    detail::wait_freely([&] {
+      std::unique_lock lock(mutex_);
+      done_.wait(lock, [&] { return done(number); });
+    });
   }
 
   void stop() {
@@ -277,9 +279,10 @@ struct Event::Point {
   }
   void wait() {
     if (reached.load(std::memory_order_acquire)) return;
-    const detail::NoTurn no_turn;
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return reached.load(std::memory_order_acquire); });
+    detail::wait_freely([&] {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [&] { return reached.load(std::memory_order_acquire); });
+    });
   }
 };
 

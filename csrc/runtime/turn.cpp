@@ -4,6 +4,7 @@
 
 #include "device.h"
 #include "stream.h"
+#include "wait.h"
 
 namespace openreg {
 namespace {
@@ -26,9 +27,13 @@ detail::TurnState& detail::turn_of(int device, std::int64_t stream) noexcept {
   return turns[static_cast<std::size_t>(device) * kStreams + static_cast<std::size_t>(stream)];
 }
 
+void detail::wait_around(void (*wait)(void*), void* argument) {
+  if (const auto around = around_wait.load()) around(wait, argument);
+  else wait(argument);
+}
+
 void detail::wait_for_turn(TurnState& turn) noexcept {
-  if (const auto around = around_wait.load()) around(&wait, &turn);
-  else wait(&turn);
+  wait_around(&wait, &turn);
 }
 
 } // namespace openreg

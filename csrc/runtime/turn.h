@@ -1,4 +1,4 @@
-// Work of one stream never overlaps, whichever threads run it.
+// What several threads run on one stream takes turns.
 #pragma once
 
 #include <atomic>
@@ -9,11 +9,12 @@ namespace openreg {
 // Note [Turns]
 // Two threads may use one stream, and what they run on it must run one after the other, as on hardware: an update in
 // place by either is whole. So work takes its stream's turn while it runs, on its caller's thread or on a worker. Work
-// inside work runs in the turn of the outer one, and a thread that waits for other work gives its turn up meanwhile:
-// none ever waits for what needs the turn that it has.
+// inside work runs in the turn of the outer one alone, on whatever stream it is, and a thread that waits for other work
+// gives its turn up meanwhile (wait.h): none ever waits for what needs the turn that it has. A kernel must not take a
+// lock that others hold while they launch.
 
-// Called around a wait for a turn, with the wait; whoever waits with Python's lock would keep out the one that has the
-// turn. Set once, by the bindings.
+// Called around every wait for another thread, with the wait, which must not keep Python's lock: who has the turn, or
+// works off a queue, may want it. Set once, by the bindings.
 using AroundWait = void (*)(void (*wait)(void*), void* argument);
 void set_around_wait(AroundWait around) noexcept;
 
