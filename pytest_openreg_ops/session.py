@@ -39,11 +39,12 @@ class Session:
         self.findings = Findings()
         self.tests = 0
         self.watch: misuse.Watch | None = None
+        self.child = isolated.child(config)
+        if self.child:
+            config.pluginmanager.register(self.child)
         # A worker of pytest-xdist, or a process that isolated.py started, leaves the report to the one that started it.
-        self.is_worker = hasattr(config, "workerinput") or isolated.is_child()
-        self.isolates = "host" in self.kinds and isolated.starts(config)
-        if isolated.is_child():
-            config.pluginmanager.register(isolated.Child(config))
+        self.is_worker = hasattr(config, "workerinput") or self.child is not None
+        self.isolates = "host" in self.kinds and not self.child and isolated.starts(config)
         if "seed" in self.kinds:
             seeds = misuse.noticing_seeds(lambda: self.watch)
             seeds.__enter__()
@@ -134,8 +135,8 @@ class Session:
         misuse.Leaks.tell()
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["device_findings"] = self.findings.pack()
-        elif isolated.is_child():
-            isolated.send(findings=self.findings.pack())
+        elif self.child:
+            self.child.send(findings=self.findings.pack())
         else:
             self._finish(session)
         return (yield)

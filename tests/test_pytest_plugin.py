@@ -316,6 +316,80 @@ def test_the_run_goes_on_after_a_host_access(pytester, run):
     ])  # fmt: skip
 
 
+def test_a_property_that_is_no_json(pytester, run):
+    pytester.makepyfile("""
+        def test_it(device, record_property): record_property("device", device)
+        def test_fails(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", "--junitxml=out.xml", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    assert '<property name="device" value="openreg"' in (pytester.path / "out.xml").read_text()
+
+
+@pytest.mark.parametrize(
+    "body, status, sentence",
+    [
+        ("pytest.exit('enough', returncode=3)", 3, "*Exit: enough*"),
+        ("pytest.exit('enough', returncode=0)", 0, "*Exit: enough*"),
+        ("raise KeyboardInterrupt", 2, "*KeyboardInterrupt*"),
+        ("request.session.shouldstop = 'enough'", 2, "*enough*"),
+        ("request.session.shouldfail = 'enough'", 1, "*enough*"),
+    ],
+    ids=["exit", "exit-0", "interrupt", "shouldstop", "shouldfail"],
+)
+def test_a_test_that_stops_the_run(pytester, run, body, status, sentence):
+    """It stops the one that shows the reports, with the same status."""
+    pytester.makepyfile(f"""
+        import pytest
+        def test_before(device): pass
+        def test_stops(device, request): {body}
+        def test_after(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    assert result.ret == status
+    result.assert_outcomes(passed=2 if "should" in body else 1)
+    result.stdout.fnmatch_lines([sentence])
+
+
+@pytest.mark.parametrize(
+    "code, sentences",
+    [
+        ("HOST = ctypes.c_float.from_address(0).value if strict else 0", ["ERROR: *ended before the first:"]),
+        ("assert not strict", ["ERROR: *ended with status 2:", "E   assert not True"]),
+        (
+            "pytest.skip('isolated', allow_module_level=strict) if strict else 0",
+            ["ERROR: *did not run 1 of 1 tests, as *"],
+        ),
+    ],
+    ids=["crash", "collection", "skip"],
+)
+def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentences):
+    pytester.makepyfile(
+        f"import ctypes, os, pytest\nstrict = os.environ.get('OPENREG_ISOLATION') == 'strict'\n{code}\n"
+        "def test_it(device): pass"
+    )
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(sentences)
+
+
+def test_a_run_within_a_test(pytester, run):
+    """It is a run of its own, which reports to its test alone."""
+    pytester.makeconftest("pytest_plugins = ['pytester']")
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.parametrize("where", ["cpu", "openreg"])
+        def test_outer(pytester, where, device):
+            pytester.makepyfile("def test_inner(device): pass")
+            result = pytester.runpytest_inprocess("-p", "pytest_openreg_ops", "--device=" + where)
+            result.assert_outcomes(passed=1)
+        def test_fails(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.no_fnmatch_line("*test_inner*")
+
+
 def test_pinned_memory(found):
     library = """
         def copy(device):
