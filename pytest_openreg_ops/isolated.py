@@ -29,7 +29,7 @@ _ISOLATION = "OPENREG_ISOLATION"
 
 def starts(config: pytest.Config) -> bool:
     """Whether this run has to start a process; pytest-xdist has its own, which inherit the environment."""
-    if hasattr(config, "workerinput") or os.environ.get(_ISOLATION) in ("strict", "auto"):
+    if hasattr(config, "workerinput"):
         return False
     if getattr(config.option, "numprocesses", None):
         os.environ[_ISOLATION] = "strict"

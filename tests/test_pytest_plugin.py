@@ -288,12 +288,25 @@ def test_host_access(found):
     assert found("host", body, library.replace("host = x", "host = x.cpu()"), process=True) == []
 
 
-def test_host_access_by_numpy(found, monkeypatch):
-    monkeypatch.setenv("OPENREG_ISOLATION", "strict")  # so that no process is started
+@pytest.mark.parametrize("isolation", ["auto", "strict"])
+def test_host_access_in_any_isolation_of_the_run(pytester, run, monkeypatch, isolation):
+    monkeypatch.setenv("OPENREG_ISOLATION", isolation)
+    pytester.makepyfile("""
+        import ctypes, torch
+        def test_reads(device): ctypes.c_float.from_address(torch.ones(3, device=device).data_ptr()).value
+        def test_after(device): pass
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["      1  test_host_*.py:2  read device memory"])
+
+
+def test_host_access_by_numpy(found):
     body = "library.first(torch.ones(3, device=device))"
     library = "def first(x): return x.numpy()[0]"
-    assert found("host", body, library, passes=False) == [("numpy() of a tensor on openreg:0", "library.py:2")]
-    assert found("host", body, library.replace("x.numpy", "x.cpu().numpy")) == []
+    where = ("numpy() of a tensor on openreg:0", "library.py:2")
+    assert found("host", body, library, passes=False, process=True) == [where]
+    assert found("host", body, library.replace("x.numpy", "x.cpu().numpy"), process=True) == []
 
 
 def test_the_run_goes_on_after_a_host_access(pytester, run):
