@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +24,7 @@ from pytest_openreg_ops.findings import Finding
 if TYPE_CHECKING:
     from pytest_openreg_ops.session import Session
 
-_VARIABLE = "PYTEST_OPENREG_CHILD"  # a JSON object: the pipe to report to, and the tests that are done
+_VARIABLE = "PYTEST_OPENREG_CHILD"  # a JSON object: the pipe to report to, and a file of the tests that are done
 _ISOLATION = "OPENREG_ISOLATION"
 
 
@@ -49,10 +50,10 @@ def child(config: pytest.Config) -> Child | None:
 class Child:
     """The plugin object of a child: runs the tests that are left, and sends what happens to them."""
 
-    def __init__(self, config: pytest.Config, pipe: int, done: list[str]) -> None:
+    def __init__(self, config: pytest.Config, pipe: int, done: str) -> None:
         self.config = config
         self.pipe = open(pipe, "w")  # noqa: SIM115 -- open to the end of the process
-        self.done = set(done)
+        self.done = set(json.loads(Path(done).read_text()))
         self.exit = ""
 
     def send(self, **message: Any) -> None:
@@ -129,12 +130,18 @@ def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> _End
     config, hook = session.config, session.config.hook
     reader, writer = os.pipe()
     end = _End()
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with (
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+        tempfile.NamedTemporaryFile("w") as tests_done,  # too many for the environment
+    ):
+        json.dump(sorted(done), tests_done)
+        tests_done.flush()
         child = subprocess.Popen(
             # Its stderr is where the isolation's message and the traceback go; `sys` leaves it alone.
             [sys.executable, "-m", "pytest", *config.invocation_params.args, "--capture=sys"],
             cwd=config.invocation_params.dir,
-            env={**os.environ, _ISOLATION: "strict", _VARIABLE: json.dumps({"pipe": writer, "done": sorted(done)})},
+            env={**os.environ, _ISOLATION: "strict", _VARIABLE: json.dumps({"pipe": writer, "done": tests_done.name})},
             stdout=output, stderr=errors, pass_fds=[writer],
         )  # fmt: skip
         os.close(writer)

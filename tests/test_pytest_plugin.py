@@ -329,6 +329,17 @@ def test_the_run_goes_on_after_a_host_access(pytester, run):
     ])  # fmt: skip
 
 
+def test_more_finished_tests_than_an_environment_variable_holds(pytester, run):
+    pytester.makepyfile("""
+        import ctypes, pytest, torch
+        @pytest.mark.parametrize("i", range(20), ids=lambda i: f"{i}" * 8192)
+        def test_many(i): pass
+        def test_reads(device): ctypes.c_float.from_address(torch.ones(3, device=device).data_ptr()).value
+        def test_after(device): pass
+    """)
+    run("--device=openreg", "--device-misuse=host", process=True).assert_outcomes(passed=21, failed=1)
+
+
 def test_a_property_that_is_no_json(pytester, run):
     pytester.makepyfile("""
         def test_it(device, record_property): record_property("device", device)
