@@ -35,7 +35,7 @@ def starts(config: pytest.Config) -> bool:
     if getattr(config.option, "numprocesses", None):
         os.environ[_ISOLATION] = "strict"
         return False
-    return not config.option.usepdb
+    return not (config.option.usepdb or config.option.trace)  # which need the terminal
 
 
 # ---- in the child ----
@@ -142,7 +142,7 @@ def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> _End
             [sys.executable, "-m", "pytest", *config.invocation_params.args, "--capture=sys"],
             cwd=config.invocation_params.dir,
             env={**os.environ, _ISOLATION: "strict", _VARIABLE: json.dumps({"pipe": writer, "done": tests_done.name})},
-            stdout=output, stderr=errors, pass_fds=[writer],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=errors, pass_fds=[writer],
         )  # fmt: skip
         os.close(writer)
         try:

@@ -329,6 +329,20 @@ def test_the_run_goes_on_after_a_host_access(pytester, run):
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("option, isolated", [("--pdb", False), ("--trace", False), ("-s", True)])
+def test_a_debugger_has_the_terminal(pytester, run, option, isolated):
+    """Its tests run without isolation; isolated ones have no input."""
+    pytester.makepyfile(f"""
+        import os
+        def test_it(device):
+            assert (os.environ.get("OPENREG_ISOLATION") == "strict") == {isolated}
+            if {isolated}: assert os.read(0, 9) == b""
+    """)
+    options = ("-p", "pytest_openreg_ops", "--device=openreg", "--device-misuse=host", option)
+    result = pytester.run(sys.executable, "-m", "pytest", *options, stdin=b"continue\n")
+    result.assert_outcomes(passed=1)
+
+
 def test_more_finished_tests_than_an_environment_variable_holds(pytester, run):
     pytester.makepyfile("""
         import ctypes, pytest, torch
