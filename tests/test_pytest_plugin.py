@@ -123,6 +123,51 @@ def test_parameters_of_the_suite_are_replaced(pytester, run):
     run("--device=openreg").assert_outcomes(passed=7)
 
 
+SIMILAR = """
+    import pytest, torch
+
+    class Case:
+        def __init__(self, n): self.n = n
+        def __repr__(self): return "Case"
+
+    @pytest.mark.parametrize("device, case", [("cpu", Case(1)), ("cpu", Case(2)), ("cuda", Case(3))])
+    def test_objects(device, case): print("ran objects", case.n)
+
+    @pytest.mark.parametrize("device, n", [("cpu", 1), ("cpu", 1.0), ("cpu", True), ("cuda", 1), ("cpu", -0.0), ("cpu", 0.0)])
+    def test_numbers(device, n): print("ran numbers", n)
+
+    @pytest.mark.parametrize("device, shape", [("cpu", [2, 3]), ("cuda", [2, 3]), ("cuda", (2, 3))])
+    def test_shapes(device, shape): print("ran shapes", str(shape).replace(" ", ""))
+
+    @pytest.mark.parametrize("device", (name for name in ["phone", "tablet"]))
+    def test_generator(device): print("ran generator", device)
+
+    @pytest.mark.parametrize("device", (name for name in ["cpu", "cuda"]))
+    def test_generator_of_devices(device): print("ran devices", device)
+
+    @pytest.mark.parametrize("device", [None, "cpu", None])
+    def test_none(device): print("ran none", repr(device))
+
+    @pytest.mark.parametrize("device", [None, torch.device("cpu")])
+    def test_none_and_a_device(device): print("ran both", device)
+
+    @pytest.mark.parametrize("device", [None])
+    def test_none_alone(device): print("ran alone", device)
+"""
+
+
+def test_no_row_is_lost(pytester, run):
+    """Only rows that are surely the same run once."""
+    pytester.makepyfile(SIMILAR)
+    assert ran(run("-s", "--device=openreg")) == [
+        *(["objects", n] for n in "123"),
+        *(["numbers", n] for n in ("1", "1.0", "True", "-0.0", "0.0")),
+        *(["shapes", shape] for shape in ("[2,3]", "(2,3)")),
+        *(["generator", name] for name in ("phone", "tablet")),
+        ["devices", "openreg"], ["none", "'openreg'"], ["both", "openreg"], ["alone", "None"],
+    ]  # fmt: skip
+
+
 def test_a_suite_that_generates_its_devices(pytester, run):
     pytester.makeconftest("""
         def pytest_generate_tests(metafunc):
