@@ -6,12 +6,14 @@ Where the process ends, the test that it was in has failed, and another process 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,111 +24,155 @@ from pytest_openreg_ops.findings import Finding
 if TYPE_CHECKING:
     from pytest_openreg_ops.session import Session
 
-_VARIABLE = "PYTEST_OPENREG_CHILD"  # a JSON object: the pipe to report to, and the tests that are done
+_VARIABLE = "PYTEST_OPENREG_CHILD"  # a JSON object: the pipe to report to, and a file of the tests that are done
 _ISOLATION = "OPENREG_ISOLATION"
-
-
-def is_child() -> bool:
-    return _VARIABLE in os.environ
 
 
 def starts(config: pytest.Config) -> bool:
     """Whether this run has to start a process; pytest-xdist has its own, which inherit the environment."""
-    if is_child() or hasattr(config, "workerinput") or os.environ.get(_ISOLATION) in ("strict", "auto"):
+    if hasattr(config, "workerinput"):
         return False
     if getattr(config.option, "numprocesses", None):
         os.environ[_ISOLATION] = "strict"
         return False
-    return not config.option.usepdb
+    return not (config.option.usepdb or config.option.trace)  # which need the terminal
 
 
 # ---- in the child ----
 
 
-def send(**message: Any) -> None:
-    """To the run that started this process."""
-    os.write(json.loads(os.environ[_VARIABLE])["pipe"], json.dumps(message).encode() + b"\n")
+def child(config: pytest.Config) -> Child | None:
+    """What a child needs; None in another run, be it one that a test of the child starts."""
+    given = os.environ.pop(_VARIABLE, None)
+    return Child(config, **json.loads(given)) if given else None
 
 
 class Child:
     """The plugin object of a child: runs the tests that are left, and sends what happens to them."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, pipe: int, done: str) -> None:
         self.config = config
-        self.done = set(json.loads(os.environ[_VARIABLE])["done"])
+        self.pipe = open(pipe, "w")  # noqa: SIM115 -- open to the end of the process
+        self.done = set(json.loads(Path(done).read_text()))
+        self.exit = ""
+
+    def send(self, **message: Any) -> None:
+        """To the run that started this process; what is no JSON, as a property of a test may be, as text."""
+        print(json.dumps(message, default=str), file=self.pipe, flush=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid not in self.done]
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        send(start=nodeid, location=location)
+        self.send(start=nodeid, location=location)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        send(report=self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+        self.send(report=self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
 
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        send(finish=nodeid, location=location)
+        self.send(finish=nodeid, location=location)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        if not isinstance(excinfo.value, pytest.Session.Interrupted):  # which is shouldstop, or an error of collection
+            self.exit = str(excinfo.value) or excinfo.typename
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        send(end=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self.send(end=int(exitstatus), exit=self.exit, stop=session.shouldstop, fail=session.shouldfail)
 
 
 # ---- in the run that starts it ----
 
 
+@dataclasses.dataclass
+class _End:
+    """How a child ended."""
+
+    status: int | None = None  # pytest's; None where the process ended first
+    exit: str = ""  # what a test said to pytest.exit, or by which exception it interrupted the run
+    test: str | None = None  # the test that it was in
+    location: Any = None
+    output: str = ""
+    errors: str = ""
+
+
 def run(session: pytest.Session, plugin: Session) -> None:
     """Run the collected tests in children."""
-    done: set[str] = set()
-    while len(done) < len({item.nodeid for item in session.items}):
-        before = len(done)
-        ended, current, location, said = _run_child(session, plugin, done)
-        if ended:
-            return
-        if current is None:
-            if len(done) > before:  # between two tests
-                continue
-            raise pytest.UsageError(f"the process for isolated tests ended before the first:\n{said[-4000:]}")
-        done.add(current)
-        _crashed(session, plugin, current, location, said)
+    tests, done = {item.nodeid for item in session.items}, set[str]()
+    while left := tests - done:
+        end = _run_child(session, plugin, done)
+        if crashed := end.status is None and end.test is not None:
+            done.add(end.test)
+            _crashed(session, plugin, end.test, end.location, end.errors)
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
+        if end.exit:
+            pytest.exit(end.exit, returncode=end.status)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        if crashed or (end.status is None and tests - done < left):  # or it ended between two tests
+            continue
+        said = f"{end.output[-4000:]}{end.errors[-4000:]}"
+        if end.status is None:
+            raise pytest.UsageError(f"the process for isolated tests ended before the first:\n{said}")
+        if end.status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise pytest.UsageError(f"the process for isolated tests ended with status {end.status}:\n{said}")
+        if left := tests - done:
+            raise pytest.UsageError(
+                f"the process for isolated tests did not run {len(left)} of {len(tests)} tests, as {min(left)}; "
+                f"it collects them again, and they must have the same ids then:\n{said}"
+            )
 
 
-def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> tuple[bool, str | None, Any, str]:
-    """Whether a child ran to its end; else the test that it was in, with its location; and what it wrote to stderr."""
+def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> _End:
+    """Run the tests that are not done in a child, and pass on what it reports."""
     config, hook = session.config, session.config.hook
     reader, writer = os.pipe()
-    with tempfile.TemporaryFile() as errors:
+    end = _End()
+    with (
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+        tempfile.NamedTemporaryFile("w") as tests_done,  # too many for the environment
+    ):
+        json.dump(sorted(done), tests_done)
+        tests_done.flush()
         child = subprocess.Popen(
             # Its stderr is where the isolation's message and the traceback go; `sys` leaves it alone.
             [sys.executable, "-m", "pytest", *config.invocation_params.args, "--capture=sys"],
             cwd=config.invocation_params.dir,
-            env={**os.environ, _ISOLATION: "strict", _VARIABLE: json.dumps({"pipe": writer, "done": sorted(done)})},
-            stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[writer],
+            env={**os.environ, _ISOLATION: "strict", _VARIABLE: json.dumps({"pipe": writer, "done": tests_done.name})},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=errors, pass_fds=[writer],
         )  # fmt: skip
         os.close(writer)
-        ended, current, location = False, None, None
-        with os.fdopen(reader, "rb") as messages:
-            for line in messages:
-                message = json.loads(line)
-                if "start" in message:
-                    current, location = message["start"], message["location"]
-                    hook.pytest_runtest_logstart(nodeid=current, location=location)
-                elif "report" in message:
-                    report = hook.pytest_report_from_serializable(config=config, data=message["report"])
-                    hook.pytest_runtest_logreport(report=report)
-                elif "finish" in message:
-                    done.add(message["finish"])
-                    hook.pytest_runtest_logfinish(nodeid=current, location=location)
-                    current = None
-                elif "findings" in message:
-                    plugin.findings.unpack(message["findings"])
-                ended |= "end" in message
-        child.wait()
-        errors.seek(0)
-        return ended, current, location, errors.read().decode(errors="replace")
+        try:
+            with os.fdopen(reader, "rb") as messages:
+                for line in messages:
+                    message = json.loads(line)
+                    if "start" in message:
+                        end.test, end.location = message["start"], message["location"]
+                        hook.pytest_runtest_logstart(nodeid=end.test, location=end.location)
+                    elif "report" in message:
+                        report = hook.pytest_report_from_serializable(config=config, data=message["report"])
+                        hook.pytest_runtest_logreport(report=report)
+                    elif "finish" in message:
+                        done.add(message["finish"])
+                        hook.pytest_runtest_logfinish(nodeid=end.test, location=end.location)
+                        end.test = None
+                    elif "findings" in message:
+                        plugin.findings.unpack(message["findings"])
+                    elif "end" in message:
+                        end.status, end.exit = message["end"], message["exit"]
+                        session.shouldstop = session.shouldstop or message["stop"]
+                        session.shouldfail = session.shouldfail or message["fail"]
+            child.wait()
+        finally:
+            child.kill()
+            child.wait()
+        for file in (output, errors):
+            file.seek(0)
+        end.output, end.errors = (file.read().decode(errors="replace") for file in (output, errors))
+        return end
 
 
 def _crashed(session: pytest.Session, plugin: Session, nodeid: str, location: Any, said: str) -> None:

@@ -39,11 +39,12 @@ class Session:
         self.findings = Findings()
         self.tests = 0
         self.watch: misuse.Watch | None = None
+        self.child = isolated.child(config)
+        if self.child:
+            config.pluginmanager.register(self.child)
         # A worker of pytest-xdist, or a process that isolated.py started, leaves the report to the one that started it.
-        self.is_worker = hasattr(config, "workerinput") or isolated.is_child()
-        self.isolates = "host" in self.kinds and isolated.starts(config)
-        if isolated.is_child():
-            config.pluginmanager.register(isolated.Child(config))
+        self.is_worker = hasattr(config, "workerinput") or self.child is not None
+        self.isolates = "host" in self.kinds and not self.child and isolated.starts(config)
         if "seed" in self.kinds:
             seeds = misuse.noticing_seeds(lambda: self.watch)
             seeds.__enter__()
@@ -65,7 +66,8 @@ class Session:
             split = [n.strip() for n in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
             for name in set(split) & set(names):
                 seen.add(name)
-                if (values := _substitute(split, split.index(name), [*argvalues], self.devices)) is not None:
+                argvalues = [*argvalues]  # a generator gives its values once
+                if (values := _substitute(split, split.index(name), argvalues, self.devices)) is not None:
                     argvalues = values
                     if not callable(kwargs.get("ids")):
                         kwargs["ids"] = _id
@@ -134,8 +136,8 @@ class Session:
         misuse.Leaks.tell()
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["device_findings"] = self.findings.pack()
-        elif isolated.is_child():
-            isolated.send(findings=self.findings.pack())
+        elif self.child:
+            self.child.send(findings=self.findings.pack())
         else:
             self._finish(session)
         return (yield)
@@ -271,20 +273,30 @@ def _substitute(names: list[str], index: int, rows: list[Any], devices: list[tor
     """A parametrization with our devices in the place of its own; None where its values are no devices.
 
     Rows that differ only in their device become one for each of ours. A row loses what skips it: that was for its device.
+    None, the default device, is one where another value names one.
     """
+    plain = [r.values if type(r).__name__ == "ParameterSet" else (r,) if len(names) == 1 else tuple(r) for r in rows]
+    named = [values[index] for values in plain if values[index] is not None]
+    if not named or not all(map(_names_a_device, named)):
+        return None
     out, seen = [], set()
-    for row in rows:
-        plain = row.values if type(row).__name__ == "ParameterSet" else ((row,) if len(names) == 1 else tuple(row))
-        if not _names_a_device(plain[index]):
-            return None
+    for row, values in zip(rows, plain, strict=True):
         marks = [m for m in getattr(row, "marks", ()) if getattr(m, "name", "") not in ("skip", "skipif")]
+        own = named[0] if values[index] is None else values[index]
         for device in devices:
-            value = str(device) if isinstance(plain[index], str) else device
-            new = (*plain[:index], value, *plain[index + 1 :])
-            if repr(new) not in seen:
-                seen.add(repr(new))
+            new = (*values[:index], str(device) if isinstance(own, str) else device, *values[index + 1 :])
+            if (key := _key(new)) not in seen:
+                seen.add(key)
                 out.append(pytest.param(*new, marks=marks))
     return out
+
+
+def _key(value: Any) -> Any:
+    """Equal for values that are surely the same: plain ones by what they show, others by identity."""
+    if type(value) in (tuple, list):
+        return type(value), *map(_key, value)
+    plain = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+    return (type(value), repr(value)) if type(value) in plain else id(value)
 
 
 def _names_a_device(value: Any) -> bool:

@@ -123,6 +123,51 @@ def test_parameters_of_the_suite_are_replaced(pytester, run):
     run("--device=openreg").assert_outcomes(passed=7)
 
 
+SIMILAR = """
+    import pytest, torch
+
+    class Case:
+        def __init__(self, n): self.n = n
+        def __repr__(self): return "Case"
+
+    @pytest.mark.parametrize("device, case", [("cpu", Case(1)), ("cpu", Case(2)), ("cuda", Case(3))])
+    def test_objects(device, case): print("ran objects", case.n)
+
+    @pytest.mark.parametrize("device, n", [("cpu", 1), ("cpu", 1.0), ("cpu", True), ("cuda", 1), ("cpu", -0.0), ("cpu", 0.0)])
+    def test_numbers(device, n): print("ran numbers", n)
+
+    @pytest.mark.parametrize("device, shape", [("cpu", [2, 3]), ("cuda", [2, 3]), ("cuda", (2, 3))])
+    def test_shapes(device, shape): print("ran shapes", str(shape).replace(" ", ""))
+
+    @pytest.mark.parametrize("device", (name for name in ["phone", "tablet"]))
+    def test_generator(device): print("ran generator", device)
+
+    @pytest.mark.parametrize("device", (name for name in ["cpu", "cuda"]))
+    def test_generator_of_devices(device): print("ran devices", device)
+
+    @pytest.mark.parametrize("device", [None, "cpu", None])
+    def test_none(device): print("ran none", repr(device))
+
+    @pytest.mark.parametrize("device", [None, torch.device("cpu")])
+    def test_none_and_a_device(device): print("ran both", device)
+
+    @pytest.mark.parametrize("device", [None])
+    def test_none_alone(device): print("ran alone", device)
+"""
+
+
+def test_no_row_is_lost(pytester, run):
+    """Only rows that are surely the same run once."""
+    pytester.makepyfile(SIMILAR)
+    assert ran(run("-s", "--device=openreg")) == [
+        *(["objects", n] for n in "123"),
+        *(["numbers", n] for n in ("1", "1.0", "True", "-0.0", "0.0")),
+        *(["shapes", shape] for shape in ("[2,3]", "(2,3)")),
+        *(["generator", name] for name in ("phone", "tablet")),
+        ["devices", "openreg"], ["none", "'openreg'"], ["both", "openreg"], ["alone", "None"],
+    ]  # fmt: skip
+
+
 def test_a_suite_that_generates_its_devices(pytester, run):
     pytester.makeconftest("""
         def pytest_generate_tests(metafunc):
@@ -288,12 +333,25 @@ def test_host_access(found):
     assert found("host", body, library.replace("host = x", "host = x.cpu()"), process=True) == []
 
 
-def test_host_access_by_numpy(found, monkeypatch):
-    monkeypatch.setenv("OPENREG_ISOLATION", "strict")  # so that no process is started
+@pytest.mark.parametrize("isolation", ["auto", "strict"])
+def test_host_access_in_any_isolation_of_the_run(pytester, run, monkeypatch, isolation):
+    monkeypatch.setenv("OPENREG_ISOLATION", isolation)
+    pytester.makepyfile("""
+        import ctypes, torch
+        def test_reads(device): ctypes.c_float.from_address(torch.ones(3, device=device).data_ptr()).value
+        def test_after(device): pass
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["      1  test_host_*.py:2  read device memory"])
+
+
+def test_host_access_by_numpy(found):
     body = "library.first(torch.ones(3, device=device))"
     library = "def first(x): return x.numpy()[0]"
-    assert found("host", body, library, passes=False) == [("numpy() of a tensor on openreg:0", "library.py:2")]
-    assert found("host", body, library.replace("x.numpy", "x.cpu().numpy")) == []
+    where = ("numpy() of a tensor on openreg:0", "library.py:2")
+    assert found("host", body, library, passes=False, process=True) == [where]
+    assert found("host", body, library.replace("x.numpy", "x.cpu().numpy"), process=True) == []
 
 
 def test_the_run_goes_on_after_a_host_access(pytester, run):
@@ -314,6 +372,105 @@ def test_the_run_goes_on_after_a_host_access(pytester, run):
         "kept", "openreg: the host wrote to device memory: address *", "host: the host reads or writes device memory",
         "      1  test_the_run_goes_on_after_a_host_access.py:3  read device memory",
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("option, isolated", [("--pdb", False), ("--trace", False), ("-s", True)])
+def test_a_debugger_has_the_terminal(pytester, run, option, isolated):
+    """Its tests run without isolation; isolated ones have no input."""
+    pytester.makepyfile(f"""
+        import os
+        def test_it(device):
+            assert (os.environ.get("OPENREG_ISOLATION") == "strict") == {isolated}
+            if {isolated}: assert os.read(0, 9) == b""
+    """)
+    options = ("-p", "pytest_openreg_ops", "--device=openreg", "--device-misuse=host", option)
+    result = pytester.run(sys.executable, "-m", "pytest", *options, stdin=b"continue\n")
+    result.assert_outcomes(passed=1)
+
+
+def test_more_finished_tests_than_an_environment_variable_holds(pytester, run):
+    pytester.makepyfile("""
+        import ctypes, pytest, torch
+        @pytest.mark.parametrize("i", range(20), ids=lambda i: f"{i}" * 8192)
+        def test_many(i): pass
+        def test_reads(device): ctypes.c_float.from_address(torch.ones(3, device=device).data_ptr()).value
+        def test_after(device): pass
+    """)
+    run("--device=openreg", "--device-misuse=host", process=True).assert_outcomes(passed=21, failed=1)
+
+
+def test_a_property_that_is_no_json(pytester, run):
+    pytester.makepyfile("""
+        def test_it(device, record_property): record_property("device", device)
+        def test_fails(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", "--junitxml=out.xml", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    assert '<property name="device" value="openreg"' in (pytester.path / "out.xml").read_text()
+
+
+@pytest.mark.parametrize(
+    "body, status, sentence",
+    [
+        ("pytest.exit('enough', returncode=3)", 3, "*Exit: enough*"),
+        ("pytest.exit('enough', returncode=0)", 0, "*Exit: enough*"),
+        ("raise KeyboardInterrupt", 2, "*KeyboardInterrupt*"),
+        ("request.session.shouldstop = 'enough'", 2, "*enough*"),
+        ("request.session.shouldfail = 'enough'", 1, "*enough*"),
+    ],
+    ids=["exit", "exit-0", "interrupt", "shouldstop", "shouldfail"],
+)
+def test_a_test_that_stops_the_run(pytester, run, body, status, sentence):
+    """It stops the one that shows the reports, with the same status."""
+    pytester.makepyfile(f"""
+        import pytest
+        def test_before(device): pass
+        def test_stops(device, request): {body}
+        def test_after(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    assert result.ret == status
+    result.assert_outcomes(passed=2 if "should" in body else 1)
+    result.stdout.fnmatch_lines([sentence])
+
+
+@pytest.mark.parametrize(
+    "code, sentences",
+    [
+        ("HOST = ctypes.c_float.from_address(0).value if strict else 0", ["ERROR: *ended before the first:"]),
+        ("assert not strict", ["ERROR: *ended with status 2:", "E   assert not True"]),
+        (
+            "pytest.skip('isolated', allow_module_level=strict) if strict else 0",
+            ["ERROR: *did not run 1 of 1 tests, as *"],
+        ),
+    ],
+    ids=["crash", "collection", "skip"],
+)
+def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentences):
+    pytester.makepyfile(
+        f"import ctypes, os, pytest\nstrict = os.environ.get('OPENREG_ISOLATION') == 'strict'\n{code}\n"
+        "def test_it(device): pass"
+    )
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(sentences)
+
+
+def test_a_run_within_a_test(pytester, run):
+    """It is a run of its own, which reports to its test alone."""
+    pytester.makeconftest("pytest_plugins = ['pytester']")
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.parametrize("where", ["cpu", "openreg"])
+        def test_outer(pytester, where, device):
+            pytester.makepyfile("def test_inner(device): pass")
+            result = pytester.runpytest_inprocess("-p", "pytest_openreg_ops", "--device=" + where)
+            result.assert_outcomes(passed=1)
+        def test_fails(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.no_fnmatch_line("*test_inner*")
 
 
 def test_pinned_memory(found):
