@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._prims.rng_prims import run_dtensor_rng_op
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import _random
 
 CHUNK = 1 << 16  # elements that are drawn at once
@@ -80,7 +81,15 @@ class Tracker(_random.OffsetBasedRNGTracker):
         enabled = self.distribute_region_enabled
         if (local := maybe_enable_local_tracker(self._device.type, enabled, spec, generator)) is None:
             start, end = self._compute_rng_offsets(spec) if enabled else (0, 0)
-            local = _moved(start, end, torch.openreg.current_device(), generator)
+            if not _are_we_tracing():
+                local = _moved(start, end, torch.openreg.current_device(), generator)
+            elif not end and generator is None:
+                local = contextlib.nullcontext()
+            else:  # torch 2.15 comes here with a generator only
+                raise RuntimeError(
+                    "DTensor: a graph cannot hold a random operator on shards on openreg before torch 2.15, nor on any "
+                    "version one with a Generator; leave it out of the graph with torch.compiler.disable"
+                )
         with local:
             yield
 

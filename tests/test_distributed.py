@@ -676,11 +676,30 @@ def check_random_operator():
     assert numbers_left() == 44
 
 
+def check_random_graph():
+    """Compiled as in eager mode; shards before torch 2.15 only outside of the graph, which the error says."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(dist.get_world_size(), names=("data",))
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.functional.dropout, backend="aot_eager")
+    for placement in (Replicate(), Shard(0)):
+        x = distribute_tensor(torch.ones(8, 8, device="openreg"), mesh, [placement])
+        expected = [nn.functional.dropout(x).to_local() for _ in range(2)]
+        torch.manual_seed(0)
+        if placement.is_shard() and torch.__version__ < (2, 15):
+            with pytest.raises(RuntimeError, match="DTensor: a graph cannot hold .* before torch 2.15"):
+                compiled(x)
+        else:
+            assert_close([compiled(x).to_local() for _ in range(2)], expected, rtol=0, atol=0)
+        torch.manual_seed(0)
+
+
 @pytest.mark.parametrize(
     "check",
     [
         check_deferred_init, check_random_dropout, check_random_generator, check_random_shards,
-        check_random_synchronisation, check_random_operator,
+        check_random_synchronisation, check_random_operator, check_random_graph,
     ],
     ids=lambda f: f.__name__.removeprefix("check_"),
 )  # fmt: skip
@@ -755,4 +774,4 @@ def test_the_example_of_the_readme(debug):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout and "within rounding" in done.stdout
+    assert "2 processes, backend occl," in done.stdout and "within rounding" in done.stdout
