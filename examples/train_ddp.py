@@ -64,7 +64,8 @@ def main() -> int:
         alone = train(make_model(), data)
         difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
         status = int(difference > TOLERANCE)
-        print(f"{size} processes, backend {dist.get_backend()}, {steps} steps of a batch of {BATCH}")
+        backends = dict(each.split(":") for each in dist.get_backend_config().split(","))  # of each kind of device
+        print(f"{size} processes, backend {backends['openreg']}, {steps} steps of a batch of {BATCH}")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; one process: {alone[0]:.4f} -> {alone[-1]:.4f}")
         print(f"largest difference {difference:.1e} ({'within' if not status else 'MORE THAN'} rounding)")
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from openreg_ops import _C
+from openreg_ops.imports import after_import
 
 
 def _create(group: Any, options: Any) -> _C.DistributedBackend:
@@ -39,7 +40,14 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
     return _C.DistributedBackend(engine)
 
 
+def _register_random() -> None:
+    from openreg_ops import dtensor
+
+    dtensor.register()
+
+
 def register() -> None:
-    """Make "occl" known to c10d, as the device's default; torch has imported c10d already."""
+    """Make "occl" known to c10d, as the device's default; torch has imported c10d already. DTensor it has not."""
     if torch.distributed.is_available():
+        after_import("torch.distributed.tensor._random", _register_random)
         torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=["openreg"])

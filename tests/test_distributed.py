@@ -531,6 +531,183 @@ def test_checkpoint(group, tmp_path):
     group.run(check_checkpoint, str(tmp_path))
 
 
+# ---- random operators of DTensors ----
+
+
+def of_each_rank(x):
+    """The tensors `x` of all ranks; they must have one shape."""
+    out = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, x)
+    return out
+
+
+def numbers_left():
+    """How many numbers the current device's default generator has given since seeding, the same on all ranks."""
+    offset = torch.openreg.default_generators[torch.openreg.current_device()].get_offset()
+    assert len({int(each) for each in of_each_rank(torch.tensor([offset], device="openreg"))}) == 1
+    return offset
+
+
+def check_deferred_init():
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size()
+    with torch.device("meta"):
+        layer = nn.Linear(8, 6 * size)
+    fully_shard(layer, mesh=mesh_of(size, names=("data",)))
+    layer.to_empty(device="openreg")
+    layer.reset_parameters()
+    weight, bias = layer.weight.full_tensor(), layer.bias.full_tensor()
+    for full in (weight, bias):
+        assert all(each.equal(full) for each in of_each_rank(full))
+        shards = full.chunk(size)
+        assert not any(shards[i].equal(shards[j]) for i in range(size) for j in range(i))
+    assert layer.weight.to_local().equal(part(weight))
+    assert layer(torch.ones(2, 8, device="openreg")).shape == (2, 6 * size)
+
+    # By the offsets: each shard has room for 2 n + 32 numbers.
+    generator = torch.Generator("openreg").manual_seed(0)
+    room = 2 * 48 + 32
+    for rank, shard in enumerate(weight.chunk(size)):
+        expected = torch.empty_like(shard).uniform_(-(8**-0.5), 8**-0.5, generator=generator.set_offset(rank * room))
+        assert_close(shard, expected, rtol=0, atol=0)
+    assert numbers_left() == size * room + size * (2 * 6 + 32)
+
+
+def check_random_dropout():
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    size = dist.get_world_size()
+    mesh = mesh_of(size, names=("tensor",))
+    x = torch.ones(4 * size, 16, device="openreg")
+    torch.manual_seed(3)
+    plain = nn.functional.dropout(x, 0.5)
+    left = numbers_left()
+
+    torch.manual_seed(3)
+    replicated = nn.functional.dropout(distribute_tensor(x, mesh, [Replicate()]), 0.5)
+    assert replicated.to_local().equal(plain) and numbers_left() == left
+
+    sharded = nn.functional.dropout(distribute_tensor(x, mesh, [Shard(0)]), 0.5)
+    assert set(sharded.full_tensor().unique().tolist()) == {0, 2}
+    masks = of_each_rank(sharded.to_local())
+    assert not any(masks[i].equal(masks[j]) for i in range(size) for j in range(i))
+    assert numbers_left() > left
+
+
+def check_random_generator():
+    """A generator that is given gives the numbers, and the default one none."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    size = dist.get_world_size()
+    mesh = mesh_of(size, names=("data",))
+    generator = torch.Generator("openreg").manual_seed(7)
+    replicated = distribute_tensor(torch.empty(3, 5, device="openreg"), mesh, [Replicate()])
+    sharded = distribute_tensor(torch.empty(4 * size, device="openreg"), mesh, [Shard(0)])
+    torch.rand(2, device="openreg", generator=generator)
+    replicated.normal_(generator=generator)
+    sharded.uniform_(generator=generator)
+    following = torch.rand(2, device="openreg", generator=generator)
+    assert numbers_left() == 0 and all(each.equal(following) for each in of_each_rank(following))
+
+    generator.manual_seed(7)
+    torch.rand(2, device="openreg", generator=generator)
+    assert replicated.to_local().equal(torch.empty(3, 5, device="openreg").normal_(generator=generator))
+    first = generator.get_offset()
+    for rank, shard in enumerate(sharded.full_tensor().chunk(size)):
+        generator.set_offset(first + rank * 40)
+        assert shard.equal(torch.rand(4, device="openreg", generator=generator))
+    generator.set_offset(first + size * 40)
+    assert following.equal(torch.rand(2, device="openreg", generator=generator))
+    with pytest.raises(RuntimeError, match="Expected a 'openreg' device type for generator but found 'cpu'"):
+        sharded.uniform_(generator=torch.Generator())
+
+
+def check_random_shards():
+    """No operator draws more than its shard has room for, and none leaves the second of a pair of normal numbers."""
+    from torch.distributed import tensor
+
+    size = dist.get_world_size()
+    mesh = mesh_of(size, names=("data",))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex128):
+        for length in (1, 2, 9, 16, 17, 50):
+            torch.manual_seed(0)
+            torch.randn(1, dtype=torch.float64, device="openreg")  # leaves one
+            whole = tensor.randn(length * size, dtype=dtype, device_mesh=mesh, placements=[tensor.Shard(0)])
+            reals = whole.full_tensor()
+            reals = torch.view_as_real(reals).flatten() if dtype.is_complex else reals
+            room = 2 * reals.numel() // size + 32
+            assert numbers_left() == 4 + size * room
+            if dtype != torch.bfloat16:  # has few numbers
+                assert reals.unique().numel() == reals.numel()
+            generator = torch.Generator("openreg").manual_seed(0)
+            torch.empty(length, dtype=dtype, device="openreg").normal_(generator=generator)
+            assert generator.get_offset() <= room
+    uneven = tensor.rand(2 * size - 1, device_mesh=mesh, placements=[tensor.Shard(0)]).full_tensor()
+    assert uneven.unique().numel() == 2 * size - 1
+
+
+def check_random_synchronisation():
+    """Ranks that were seeded apart go on from rank 0's state, as on CUDA."""
+    from torch.distributed import tensor
+
+    tensor._random._rng_tracker = None
+    torch.manual_seed(dist.get_rank())
+    mesh = mesh_of(dist.get_world_size(), names=("data",))
+    x = tensor.rand(3, device_mesh=mesh, placements=[tensor.Replicate()]).to_local()
+    torch.manual_seed(0)
+    assert x.equal(torch.rand(3, device="openreg"))
+
+    tensor._random.manual_seed(5, mesh)
+    assert tensor.rand(3, device_mesh=mesh).to_local().equal(torch.manual_seed(5) and torch.rand(3, device="openreg"))
+    assert isinstance(tensor._random._rng_tracker, tensor._random.OffsetBasedRNGTracker)
+    with pytest.raises(RuntimeError, match="CUDA"):  # another device's mesh has PyTorch's own
+        tensor._random.OffsetBasedRNGTracker(dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def check_random_operator():
+    """What stands for it in graphs, and from torch 2.15 on in eager mode."""
+    from torch._prims.rng_prims import run_dtensor_rng_op
+
+    generator = torch.Generator("openreg").manual_seed(0).set_offset(10)
+    x = run_dtensor_rng_op(10, 40, torch.ops.aten.rand_like.default, torch.empty(4, device="openreg"))
+    assert x.equal(torch.rand(4, device="openreg", generator=generator)) and numbers_left() == 40
+    run_dtensor_rng_op(0, 0, torch.ops.aten.uniform_.default, x)
+    assert numbers_left() == 44
+
+
+def check_random_graph():
+    """Compiled as in eager mode; shards before torch 2.15 only outside of the graph, which the error says."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(dist.get_world_size(), names=("data",))
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.functional.dropout, backend="aot_eager")
+    for placement in (Replicate(), Shard(0)):
+        x = distribute_tensor(torch.ones(8, 8, device="openreg"), mesh, [placement])
+        expected = [nn.functional.dropout(x).to_local() for _ in range(2)]
+        torch.manual_seed(0)
+        if placement.is_shard() and torch.__version__ < (2, 15):
+            with pytest.raises(RuntimeError, match="DTensor: a graph cannot hold .* before torch 2.15"):
+                compiled(x)
+        else:
+            assert_close([compiled(x).to_local() for _ in range(2)], expected, rtol=0, atol=0)
+        torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_deferred_init, check_random_dropout, check_random_generator, check_random_shards,
+        check_random_synchronisation, check_random_operator, check_random_graph,
+    ],
+    ids=lambda f: f.__name__.removeprefix("check_"),
+)  # fmt: skip
+@TWO
+def test_random(group, check):
+    group.run(check)
+
+
 # ---- processes of their own ----
 
 
@@ -597,4 +774,4 @@ def test_the_example_of_the_readme(debug):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout and "within rounding" in done.stdout
+    assert "2 processes, backend occl," in done.stdout and "within rounding" in done.stdout

@@ -13,41 +13,15 @@ the parts register themselves when PyTorch loads those.
 from __future__ import annotations
 
 import ctypes
-import importlib.abc
-import importlib.util
-import sys
-import types
-from collections.abc import Callable
-from typing import Any
 
 from openreg_ops import _C
+from openreg_ops.imports import after_import
 from openreg_ops.inductor import higher_order
 
 # The operators that Inductor takes apart, with their backward, and fuses with what stands around them; of the others,
 # and in eager mode, the device's own kernel runs. May be changed at any time, for the graphs compiled from then on;
 # "rms_norm" may be added. The default is what is faster: `python -m openreg_ops bench compiled --only decompositions`.
 decompositions: set[str] = {"rotary_embedding", "swiglu"}
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function when a module has been imported by whoever needs it."""
-
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self.name, self.call = name, call
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            execute(module)
-            self.call()
-
-        spec.loader.exec_module = exec_module
-        return spec
 
 
 def _register_interface() -> None:
@@ -79,9 +53,6 @@ def register() -> None:
         ("torch.nn.attention.flex_attention", higher_order.register_flex_attention),
         ("torch._inductor.compile_fx", _register_inductor),
     ):
-        if name in sys.modules:
-            call()
-        else:
-            sys.meta_path.insert(0, _AfterImport(name, call))
+        after_import(name, call)
     # Generated code calls openreg_launch; csrc/backend/inductor.h.
     ctypes.CDLL(_C.__file__, ctypes.RTLD_GLOBAL)

@@ -1,0 +1,37 @@
+"""What is to happen when PyTorch imports one of its modules, which importing this package does not do for it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def after_import(name: str, call: Callable[[], None]) -> None:
+    """Call `call` when the module `name` has been imported by whoever needs it; now, if it has been."""
+    if name in sys.modules:
+        call()
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, call))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self.name, self.call = name, call
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            self.call()
+
+        spec.loader.exec_module = exec_module
+        return spec
