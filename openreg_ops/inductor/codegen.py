@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -79,7 +80,33 @@ class KernelGroup(cpp.KernelGroup):
 def as_body(source: str, kernel: str) -> str:
     """The source of a kernel of CPU Inductor as that of the function that is launched."""
     export = f'extern "C" {cpp.get_export_declaration()} void'
-    return source.replace(export, "static void", 1).replace(f" {kernel}(", f" {kernel}_body(", 1)
+    return one_at_a_time(source.replace(export, "static void", 1).replace(f" {kernel}(", f" {kernel}_body(", 1))
+
+
+# See Note [Integer division].
+POINT = "    inductor_cpu_integer_div_error_flag = &inductor_cpu_integer_div_error;\n"
+UNPOINT = "    inductor_cpu_integer_div_error_flag = nullptr;\n"
+DIVIDES = re.compile(r"\b(floor_divide_integral|remainder_integral|mod)\(")
+MUTEX = """#ifndef OPENREG_INTEGER_DIVISION
+#define OPENREG_INTEGER_DIVISION
+#include <mutex>
+inline std::mutex openreg_integer_division;
+#endif
+"""
+LOCK = "    const std::lock_guard openreg_lock(openreg_integer_division);\n"
+
+
+def one_at_a_time(source: str) -> str:
+    """The source of a body, such that no two that divide integers run at once.
+
+    Note [Integer division]
+    A division by zero sets a flag of the kernel, which raises when its loops have ended. The process has one pointer to
+    that flag, and nearly every kernel sets the pointer and clears it. Kernels of several streams and devices run at
+    once: so those that cannot use the pointer leave it alone, and the others take turns.
+    """
+    if not DIVIDES.search(source):
+        return source.replace(POINT, "").replace(UNPOINT, "")
+    return source.replace("static void", f"{MUTEX}static void", 1).replace(POINT, LOCK + POINT, 1)
 
 
 def launcher(kernel: str, parameters: list[str], host_scalars: set[str]) -> str:
