@@ -243,13 +243,19 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
 
     @staticmethod
     def get_device_include_path_aot(device: str) -> str:
-        """A model's runtime (model_base.h) reads the name "cpu" as this device; see Runner in aot_inductor.cpp."""
+        """A model's runtime (model_base.h) reads the name "cpu" as this device; see Runner in aot_inductor.cpp.
+
+        Elsewhere in it the CPU is the CPU: constants may live there.
+        """
         line = cpp_wrapper_cpu.CppWrapperCpu.get_device_include_path_aot("cpu")
         if device == "cpu":
             return line
         return (
             "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
-            "#define aoti_torch_device_type_cpu aoti_torch_device_type_privateuse1\n"
+            "#include <string_view>\n"
+            "#define aoti_torch_device_type_cpu() "
+            '(std::string_view(__func__) == "parse_device_str" ? aoti_torch_device_type_privateuse1() '
+            ": (aoti_torch_device_type_cpu)())\n"
             "#include <torch/csrc/inductor/aoti_runtime/model_base.h>\n"
             "#undef aoti_torch_device_type_cpu\n"
             f"{line}\n{_declarations()}"

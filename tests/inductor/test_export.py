@@ -18,16 +18,18 @@ import openreg_ops
 
 
 class Model(nn.Module):
-    """A matrix product, generated kernels, operators of the suite, of ATen by its schema, and a convolution."""
+    """A matrix product, generated kernels, operators of the suite, of ATen by its schema, a convolution, and a scalar on
+    the CPU."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.convolution = nn.Linear(16, 32), nn.Conv1d(1, 2, 3)
         self.weight = nn.Parameter(torch.ones(32))
         self.register_buffer("offset", torch.randn(32))
+        self.scale = torch.tensor(3.0)  # no buffer: it stays on the CPU
 
     def forward(self, x):
-        y = openreg_ops.rms_norm(F.gelu(self.linear(x)), self.weight)[0] + self.offset
+        y = openreg_ops.rms_norm(F.gelu(self.linear(x)), self.weight)[0] * self.scale + self.offset
         target = torch.zeros(y.shape[0], dtype=torch.long, device=y.device)
         loss = openreg_ops.cross_entropy(y, target, reduction="none")[0]
         return loss, torch.sort(self.convolution(x.unsqueeze(1)).sum((1, 2)))[0]
