@@ -24,7 +24,7 @@ from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
-from openreg_ops import _build, inductor
+from openreg_ops import _build, inductor, meta
 from openreg_ops.inductor import adapt
 
 CPU = torch.device("cpu")
@@ -329,9 +329,14 @@ class CacheKey(CustomGraphModulePass):
 @functools.cache
 def _source_digest() -> str:
     digest = hashlib.sha256(_build.TORCH_VERSION.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in _sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _sources() -> list[Path]:
+    """What compiled graphs depend on: the code generator, and the references that decompositions trace."""
+    return [path for file in (__file__, meta.__file__) for path in sorted(Path(file).parent.glob("*.py"))]
 
 
 def register() -> None:
