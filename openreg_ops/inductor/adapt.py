@@ -109,10 +109,14 @@ def logical_argmax(original: Any) -> Any:
 
 @replaces(lowering, "get_constant_value")
 def exact_division(original: Any) -> Any:
-    """Division by a constant divides, as eager mode and the CPU do; for other devices Inductor multiplies by 1/c."""
+    """Division by a constant divides, as eager mode and the CPU do; for other devices Inductor multiplies by 1/c.
+
+    The dividend decides, which is not asked for here: a divisor on the CPU may be a scalar, whose dividend is on this
+    device.
+    """
 
     def get_constant_value(x: Any) -> Any:
-        ours = isinstance(x, ir.IRNode) and ir.get_device_type(x) == "openreg"
+        ours = isinstance(x, ir.IRNode) and ir.get_device_type(x) in ("cpu", "openreg")
         return None if ours else original(x)
 
     return get_constant_value
