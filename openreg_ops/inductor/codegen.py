@@ -261,6 +261,11 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
             f"{line}\n{_declarations()}"
         )
 
+    def codegen_cuda_stream_enter(self, stream_idx: int) -> None:
+        raise NotImplementedError(
+            "openreg: streams inside a compiled region need the Python wrapper; set cpp_wrapper=False"
+        )
+
     def codegen_model_constructor(self) -> None:
         self.device = "openreg"  # of the constants
         try:
