@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
+import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
@@ -19,19 +19,27 @@ def after_import(name: str, call: Callable[[], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function when a module has been imported by whoever needs it.
+
+    A search alone, or an import that is interrupted, changes nothing: the next import calls.
+    """
+
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self.name, self.call = name, call
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
             execute(module)
-            self.call()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.call()
 
         spec.loader.exec_module = exec_module
         return spec

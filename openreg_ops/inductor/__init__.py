@@ -7,6 +7,7 @@ the parts register themselves when PyTorch loads those.
     operators.py what becomes of custom operators
     codegen.py   what Inductor generates for the device: kernels that go through launch(), and the wrappers
     higher_order.py  operators that take functions, such as flex_attention
+    convolution.py   the strides of a convolution's result in graphs
     adapt.py     where Inductor's own code must be adapted, one function each, pinned to versions of torch
 """
 
@@ -16,7 +17,7 @@ import ctypes
 
 from openreg_ops import _C
 from openreg_ops.imports import after_import
-from openreg_ops.inductor import higher_order
+from openreg_ops.inductor import convolution, higher_order
 
 # The operators that Inductor takes apart, with their backward, and fuses with what stands around them; of the others,
 # and in eager mode, the device's own kernel runs. May be changed at any time, for the graphs compiled from then on;
@@ -46,6 +47,7 @@ def _register_inductor() -> None:
 def register() -> None:
     """Arrange that the device is known to Dynamo and Inductor as soon as they are there."""
     higher_order.register_autocast()
+    convolution.register()
     for name, call in (
         ("torch._dynamo.device_interface", _register_interface),
         ("torch._dynamo.variables.ctx_manager", _register_context_manager),

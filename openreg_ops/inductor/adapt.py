@@ -109,10 +109,14 @@ def logical_argmax(original: Any) -> Any:
 
 @replaces(lowering, "get_constant_value")
 def exact_division(original: Any) -> Any:
-    """Division by a constant divides, as eager mode and the CPU do; for other devices Inductor multiplies by 1/c."""
+    """Division by a constant divides, as eager mode and the CPU do; for other devices Inductor multiplies by 1/c.
+
+    The dividend decides, which is not asked for here: a divisor on the CPU may be a scalar, whose dividend is on this
+    device.
+    """
 
     def get_constant_value(x: Any) -> Any:
-        ours = isinstance(x, ir.IRNode) and ir.get_device_type(x) == "openreg"
+        ours = isinstance(x, ir.IRNode) and ir.get_device_type(x) in ("cpu", "openreg")
         return None if ours else original(x)
 
     return get_constant_value
@@ -134,33 +138,6 @@ def vectorised_cat(original: Any) -> Any:
 def pad_in_one_kernel(original: Any) -> Any:
     """Padding on the right is one kernel, as for the CPU; as a cat, which other devices take, it is two."""
     return lambda x, *rest: None if x.get_device().type == "openreg" else original(x, *rest)
-
-
-def _on_cpu(x: torch.Tensor | None) -> torch.Tensor | None:
-    if x is None or x.device.type != "openreg":
-        return x
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
-
-
-@replaces(torch._C, "_select_conv_backend")
-def conv_backend(original: Any) -> Any:
-    """FakeTensor asks which kernel a convolution will run, to know its result's strides: the CPU's, here too.
-
-    It expects contiguous results of convolution_overrideable; the graph's own check of strides then fails.
-    """
-
-    def select_conv_backend(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if "bias" in options:
-            options["bias"] = _on_cpu(options["bias"])
-        return original(_on_cpu(x), _on_cpu(weight), *args, **options)
-
-    return select_conv_backend
-
-
-@replaces(torch._C, "_conv_determine_backend_memory_format")
-def conv_memory_format(original: Any) -> Any:
-    """And in which memory format: the CPU's small kernels keep channels_last on CPU tensors only."""
-    return lambda x, weight, backend: original(_on_cpu(x), _on_cpu(weight), backend)
 
 
 @replaces(codecache, "_precompile_header")

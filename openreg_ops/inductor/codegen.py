@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
-from openreg_ops import _build, inductor
+from openreg_ops import _build, inductor, meta
 from openreg_ops.inductor import adapt
 
 CPU = torch.device("cpu")
@@ -79,7 +80,33 @@ class KernelGroup(cpp.KernelGroup):
 def as_body(source: str, kernel: str) -> str:
     """The source of a kernel of CPU Inductor as that of the function that is launched."""
     export = f'extern "C" {cpp.get_export_declaration()} void'
-    return source.replace(export, "static void", 1).replace(f" {kernel}(", f" {kernel}_body(", 1)
+    return one_at_a_time(source.replace(export, "static void", 1).replace(f" {kernel}(", f" {kernel}_body(", 1))
+
+
+# See Note [Integer division].
+POINT = "    inductor_cpu_integer_div_error_flag = &inductor_cpu_integer_div_error;\n"
+UNPOINT = "    inductor_cpu_integer_div_error_flag = nullptr;\n"
+DIVIDES = re.compile(r"\b(floor_divide_integral|remainder_integral|mod)\(")
+MUTEX = """#ifndef OPENREG_INTEGER_DIVISION
+#define OPENREG_INTEGER_DIVISION
+#include <mutex>
+inline std::mutex openreg_integer_division;
+#endif
+"""
+LOCK = "    const std::lock_guard openreg_lock(openreg_integer_division);\n"
+
+
+def one_at_a_time(source: str) -> str:
+    """The source of a body, such that no two that divide integers run at once.
+
+    Note [Integer division]
+    A division by zero sets a flag of the kernel, which raises when its loops have ended. The process has one pointer to
+    that flag, and nearly every kernel sets the pointer and clears it. Kernels of several streams and devices run at
+    once: so those that cannot use the pointer leave it alone, and the others take turns.
+    """
+    if not DIVIDES.search(source):
+        return source.replace(POINT, "").replace(UNPOINT, "")
+    return source.replace("static void", f"{MUTEX}static void", 1).replace(POINT, LOCK + POINT, 1)
 
 
 def launcher(kernel: str, parameters: list[str], host_scalars: set[str]) -> str:
@@ -216,16 +243,27 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
 
     @staticmethod
     def get_device_include_path_aot(device: str) -> str:
-        """A model's runtime (model_base.h) reads the name "cpu" as this device; see Runner in aot_inductor.cpp."""
+        """A model's runtime (model_base.h) reads the name "cpu" as this device; see Runner in aot_inductor.cpp.
+
+        Elsewhere in it the CPU is the CPU: constants may live there.
+        """
         line = cpp_wrapper_cpu.CppWrapperCpu.get_device_include_path_aot("cpu")
         if device == "cpu":
             return line
         return (
             "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
-            "#define aoti_torch_device_type_cpu aoti_torch_device_type_privateuse1\n"
+            "#include <string_view>\n"
+            "#define aoti_torch_device_type_cpu() "
+            '(std::string_view(__func__) == "parse_device_str" ? aoti_torch_device_type_privateuse1() '
+            ": (aoti_torch_device_type_cpu)())\n"
             "#include <torch/csrc/inductor/aoti_runtime/model_base.h>\n"
             "#undef aoti_torch_device_type_cpu\n"
             f"{line}\n{_declarations()}"
+        )
+
+    def codegen_cuda_stream_enter(self, stream_idx: int) -> None:
+        raise NotImplementedError(
+            "openreg: streams inside a compiled region need the Python wrapper; set cpp_wrapper=False"
         )
 
     def codegen_model_constructor(self) -> None:
@@ -296,9 +334,14 @@ class CacheKey(CustomGraphModulePass):
 @functools.cache
 def _source_digest() -> str:
     digest = hashlib.sha256(_build.TORCH_VERSION.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in _sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _sources() -> list[Path]:
+    """What compiled graphs depend on: the code generator, and the references that decompositions trace."""
+    return [path for file in (__file__, meta.__file__) for path in sorted(Path(file).parent.glob("*.py"))]
 
 
 def register() -> None:

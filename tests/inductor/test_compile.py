@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from graphs import calls, kernels, on, run_and_get_code
+from graphs import calls, kernels, on, run_and_get_code, source
+from torch._inductor import config
 from torch.testing import assert_close
 
 from openreg_ops import _C
@@ -169,6 +170,36 @@ def test_integer_division_by_zero_raises():
     with torch.openreg.launch_mode("async"), pytest.raises(torch.AcceleratorError, match="ZeroDivisionError"):
         graph(x, x)
         torch.openreg.synchronize()
+
+
+def test_a_division_by_zero_is_its_own_devices():
+    """Kernels of two devices run at once; Note [Integer division] in codegen.py."""
+    x = torch.arange(1, 300_001, device="openreg:0")
+    zeros, other = torch.zeros_like(x), x.to("openreg:1")
+    divide = torch.compile(lambda x, y: x // y)
+    divide(x, x), divide(other, other)
+    with torch.openreg.launch_mode("async"):
+        for _ in range(30):
+            divide(x, zeros)
+            for _ in range(3):
+                divide(other, other)
+            with pytest.raises(torch.AcceleratorError, match="ZeroDivisionError"):
+                torch.openreg.synchronize(0)
+            torch.openreg.synchronize(1)
+
+
+def test_only_kernels_that_divide_take_turns():
+    """Those and no others touch what all kernels of the process share; in one C++ file too."""
+    x = torch.arange(1, 10, device="openreg")
+    for function, divides in ((lambda x: x * 2, False), (lambda x: x // x, True), (lambda x: x % x, True)):
+        (code,) = source(function, x)
+        assert ("lock_guard" in code, "inductor_cpu_integer_div_error_flag" in code) == (divides, divides)
+
+    def several(x):
+        return torch.sort(x // x)[0] % x
+
+    with config.patch(cpp_wrapper=True):
+        assert_close(torch.compile(several, fullgraph=True)(x), several(x))
 
 
 def test_random_numbers():

@@ -34,6 +34,26 @@ def test_the_device_is_registered_when_dynamo_was_imported_first():
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
+def test_the_device_is_registered_after_a_search_and_an_interrupted_import():
+    code = (
+        "import builtins, importlib.util, sys, torch, openreg_ops\n"
+        "importlib.util.find_spec('torch._inductor.compile_fx')\n"
+        "original, module = builtins.__import__, 'torch._inductor.compile_fx'\n"
+        "def interrupted(name, *args, **kwargs):\n"
+        "    if module in sys.modules: raise KeyboardInterrupt\n"
+        "    return original(name, *args, **kwargs)\n"
+        "builtins.__import__ = interrupted\n"
+        "try: import torch._inductor.compile_fx\n"
+        "except KeyboardInterrupt: print('interrupted')\n"
+        "builtins.__import__ = original\n"
+        "import torch._inductor.compile_fx\n"
+        "from torch._inductor.codegen.common import get_scheduling_for_device\n"
+        "assert get_scheduling_for_device('openreg')\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "interrupted\n"
+
+
 def test_constants_of_the_device():
     def function(x):
         index = torch.openreg.current_device() + torch.accelerator.current_device_index()

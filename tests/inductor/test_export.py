@@ -1,6 +1,7 @@
 """Programs saved and loaded: torch.export, the C++ wrapper, AOTInductor packages, and caches across processes."""
 
 import copy
+import inspect
 import os
 import subprocess
 import sys
@@ -15,19 +16,22 @@ from torch._inductor import config
 from torch.testing import assert_close
 
 import openreg_ops
+from openreg_ops.meta import op
 
 
 class Model(nn.Module):
-    """A matrix product, generated kernels, operators of the suite, of ATen by its schema, and a convolution."""
+    """A matrix product, generated kernels, operators of the suite, of ATen by its schema, a convolution, and a scalar on
+    the CPU."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.convolution = nn.Linear(16, 32), nn.Conv1d(1, 2, 3)
         self.weight = nn.Parameter(torch.ones(32))
         self.register_buffer("offset", torch.randn(32))
+        self.scale = torch.tensor(3.0)  # no buffer: it stays on the CPU
 
     def forward(self, x):
-        y = openreg_ops.rms_norm(F.gelu(self.linear(x)), self.weight)[0] + self.offset
+        y = openreg_ops.rms_norm(F.gelu(self.linear(x)), self.weight)[0] * self.scale + self.offset
         target = torch.zeros(y.shape[0], dtype=torch.long, device=y.device)
         loss = openreg_ops.cross_entropy(y, target, reduction="none")[0]
         return loss, torch.sort(self.convolution(x.unsqueeze(1)).sum((1, 2)))[0]
@@ -130,6 +134,21 @@ def test_compiled_graphs_are_cached_until_our_code_generator_changes(tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     assert run(CACHED, **cache).split() == ["0", "1", "0", "1"]
     assert run(CACHED, **cache).split() == ["1", "0", "1", "0"]
+
+
+def test_cached_graphs_know_the_code_that_made_them(monkeypatch):
+    """The code generator's and that of the references, whose change in any byte is another identity."""
+    from openreg_ops.inductor import codegen  # loads Inductor
+
+    sources = codegen._sources()
+    for code in (codegen.as_body, op.reference_of("swiglu")):
+        (path,) = (path for path in sources if path.samefile(inspect.getfile(code)))
+        others = [each for each in sources if each != path]
+        digests = set()
+        for files in (sources, others):
+            monkeypatch.setattr(codegen, "_sources", lambda files=files: files)
+            digests.add(codegen._source_digest.__wrapped__())
+        assert len(digests) == 2
 
 
 def test_the_example_in_cpp_runs(package):

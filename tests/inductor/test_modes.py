@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from graphs import run_and_get_code
 from torch._inductor import config
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -49,10 +50,24 @@ def test_a_mode_or_option_changes_no_result(options, model, x):
         assert_close(trained(graph, model, x), trained(model, model, x))
 
 
+def test_streams_need_the_python_wrapper(x):
+    stream = torch.openreg.Stream()
+
+    def function(x):
+        with torch.openreg.stream(stream):
+            return x + 1
+
+    with pytest.raises(Exception, match="streams inside a compiled region need the Python wrapper; set cpp_wrapper=Fa"):
+        torch.compile(function, fullgraph=True, options={"cpp_wrapper": True})(x)
+
+
 def test_freezing(x):
+    """Weights become constants of the code."""
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(56, 2)).to("openreg").eval()
     with torch.no_grad(), config.patch(freezing=True):
-        assert_close(torch.compile(model)(x.unsqueeze(1)), model(x.unsqueeze(1)))
+        result, code = run_and_get_code(torch.compile(model), x.unsqueeze(1))
+        assert "_frozen_param" in code[0]
+        assert_close(result, model(x.unsqueeze(1)))
 
 
 def test_compiled_autograd(model, x):
@@ -64,6 +79,7 @@ def test_compiled_autograd(model, x):
 
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(step)(x)
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == 1
     assert_close([p.grad for p in model.parameters()], expected)
 
 

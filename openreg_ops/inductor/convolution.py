@@ -1,0 +1,37 @@
+"""The strides of a convolution's result in graphs, under every backend of torch.compile and in torch.export.
+
+FakeTensor, which knows results without computing them, asks PyTorch which kernel a convolution will run, and in which
+memory format. For this device PyTorch answers with convolution_overrideable, whose results FakeTensor expects to be
+contiguous, and the CPU's small kernels keep channels_last on CPU tensors only; but the kernels that run are the CPU's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def register() -> None:
+    """Have both questions answered as for the CPU."""
+    select, determine = torch._C._select_conv_backend, torch._C._conv_determine_backend_memory_format
+
+    @functools.wraps(select)
+    def select_conv_backend(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if "bias" in options:
+            options["bias"] = _on_cpu(options["bias"])
+        return select(_on_cpu(x), _on_cpu(weight), *args, **options)
+
+    @functools.wraps(determine)
+    def determine_memory_format(x: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
+        return determine(_on_cpu(x), _on_cpu(weight), backend)
+
+    torch._C._select_conv_backend = select_conv_backend
+    torch._C._conv_determine_backend_memory_format = determine_memory_format
+
+
+def _on_cpu(x: torch.Tensor | None) -> torch.Tensor | None:
+    if x is None or x.device.type != "openreg":
+        return x
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
