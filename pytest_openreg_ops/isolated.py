@@ -102,7 +102,7 @@ def run(session: pytest.Session, plugin: Session) -> None:
     tests, done = {item.nodeid for item in session.items}, set[str]()
     while left := tests - done:
         end = _run_child(session, plugin, done)
-        if crashed := end.status is None and end.test is not None:
+        if end.status is None and end.test is not None:
             done.add(end.test)
             _crashed(session, plugin, end.test, end.location, end.errors)
         if session.shouldfail:
@@ -111,11 +111,11 @@ def run(session: pytest.Session, plugin: Session) -> None:
             pytest.exit(end.exit, returncode=end.status)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
-        if crashed or (end.status is None and tests - done < left):  # or it ended between two tests
+        if end.status is None and tests - done < left:  # a test ended it, or it ended between two
             continue
         said = f"{end.output[-4000:]}{end.errors[-4000:]}"
         if end.status is None:
-            raise pytest.UsageError(f"the process for isolated tests ended before the first:\n{said}")
+            raise pytest.UsageError(f"the process for isolated tests ended and ran none of those left:\n{said}")
         if end.status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise pytest.UsageError(f"the process for isolated tests ended with status {end.status}:\n{said}")
         if left := tests - done:

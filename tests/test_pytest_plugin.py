@@ -434,17 +434,22 @@ def test_a_test_that_stops_the_run(pytester, run, body, status, sentence):
     result.stdout.fnmatch_lines([sentence])
 
 
+OTHER_IDS = "@pytest.mark.parametrize('n', [os.getpid()])"
+
+
 @pytest.mark.parametrize(
     "code, sentences",
     [
-        ("HOST = ctypes.c_float.from_address(0).value if strict else 0", ["ERROR: *ended before the first:"]),
+        ("HOST = ctypes.c_float.from_address(0).value if strict else 0", ["ERROR: *ended and ran none of those left:"]),
         ("assert not strict", ["ERROR: *ended with status 2:", "E   assert not True"]),
         (
             "pytest.skip('isolated', allow_module_level=strict) if strict else 0",
             ["ERROR: *did not run 1 of 1 tests, as *"],
         ),
+        (f"{OTHER_IDS}\ndef test_other(device, n): pass", ["ERROR: *did not run 1 of 2 tests, as *::test_other*"]),
+        (f"{OTHER_IDS}\ndef test_other(device, n): os.abort()", ["ERROR: *ended and ran none of those left:"]),
     ],
-    ids=["crash", "collection", "skip"],
+    ids=["crash", "collection", "skip", "ids", "ids-crash"],
 )
 def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentences):
     pytester.makepyfile(
