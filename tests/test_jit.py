@@ -66,11 +66,13 @@ def test_saved_and_loaded(how, to):
     torch.testing.assert_close(loaded(x.to(device)).cpu(), model(x).cpu())
 
 
-def test_a_loaded_script_moves_when_it_is_loaded():
-    scripted = torch.jit.script(Block().openreg())
+def test_scripts_move_loaded_or_not():
+    scripted, x = torch.jit.script(Block().openreg()), torch.randn(3, 4)
+    expected = scripted(x.openreg()).cpu()
     assert scripted.to("cpu").weight.device.type == "cpu"
-    with pytest.raises(AssertionError, match="param must be a Parameter"):  # CHANGELOG.md, known limits
-        again(scripted).to("openreg")
+    loaded = again(scripted).to(ONE)
+    assert loaded.weight.device == torch.device(ONE)
+    torch.testing.assert_close(loaded(x.to(ONE)).cpu(), expected)
 
 
 @pytest.mark.parametrize("how", ["trace", "script"])

@@ -169,9 +169,8 @@ def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
         monkeypatch.setenv(name, "")
         environment.check()
     result = python(PROPERTIES, OPENREG_DEVICE_COUNT="many")
-    assert result.stderr.splitlines()[-1].startswith(
-        "openreg_ops.environment.WrongVariable: OPENREG_DEVICE_COUNT: expected a number from 0 to 64, but got 'many'"
-    )
+    assert "WrongVariable: OPENREG_DEVICE_COUNT: expected a number from 0 to 64, but got 'many'" in result.stderr
+    assert result.returncode != 0
 
 
 @pytest.mark.parametrize("good", ["1048576", "8GiB", "0.5 g", "512 MB", "1e9", "2t", "1b"])
