@@ -9,7 +9,7 @@
 
 int main(int argc, char** argv) {
   if (argc != 2) {
-    std::cerr << "usage: run_package PACKAGE.pt2\n";
+    std::cerr << "usage: run_package PACKAGE.pt2 (a model of one input; it gets ones of shape [5, 16] on openreg:0)\n";
     return 2;
   }
   Py_InitializeEx(/*initsigs=*/0);

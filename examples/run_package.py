@@ -1,8 +1,8 @@
-"""Build examples/run_package.cpp and run a compiled model with it, without Python at run time.
+"""Build examples/run_package.cpp and run a compiled model with it: no Python runs while the model does.
 
     python examples/run_package.py [PACKAGE.pt2]
 
-Without a package a small model is compiled to one first.
+Without a package a small model is compiled to one first. The model gets one input, ones of shape [5, 16] on openreg:0.
 """
 
 from __future__ import annotations

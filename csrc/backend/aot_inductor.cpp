@@ -83,13 +83,21 @@ SHIM aoti_torch_openreg_scatter_reduce_two_out(AtenTensorHandle out, AtenTensorH
 namespace openreg {
 namespace {
 
+AOTIRuntimeError refuse_to_copy(AOTInductorModelContainerHandle, AOTInductorConstantMapHandle, bool, bool) {
+  TORCH_CHECK(false,
+      "openreg: load_constants cannot copy weights into a package on this device; pass user_managed=True and keep the "
+      "tensors alive");
+}
+
 // Loads a compiled model. Its runtime knows no device but PyTorch's own, so it is told that it runs on the CPU, with
 // this device's index; see CppWrapper.get_device_include_path_aot in openreg_ops/inductor/codegen.py for the other
-// half. It keeps the weights where malloc puts them, so they are replaced by copies in device memory.
+// half. It keeps the weights where malloc puts them, so they are replaced by copies in device memory; new ones, from
+// load_constants(), it may not copy.
 class Runner final : public torch::inductor::AOTIModelContainerRunner {
  public:
   Runner(const std::string& path, size_t models, c10::DeviceIndex device, const std::string& directory, bool single)
       : AOTIModelContainerRunner(path, models, "cpu:" + std::to_string(device), directory, single) {
+    update_constant_buffer_func_ = &refuse_to_copy;
     for (const auto& [name, weight] : extract_constants_map(/*use_inactive=*/false))
       weights_[name] = weight.device().is_privateuseone() ? weight.clone() : weight;
     if (weights_.empty()) return;

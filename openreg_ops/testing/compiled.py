@@ -31,7 +31,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 @dataclasses.dataclass
 class Case:
-    """The first sample input of an operator that the device can run."""
+    """An operator and the first of its sample inputs whose result has elements."""
 
     name: str
     function: Callable[..., Any]
@@ -50,13 +50,28 @@ def cases(pattern: str = "", device: str = "openreg", grad: bool = False) -> Ite
         torch.manual_seed(opinfo.SEED)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            sample = next(iter(op.sample_inputs("cpu", dtype, requires_grad=wants)), None)
+            sample = _sample(op, dtype, wants)
         if sample is None:
             continue
         arguments = ((sample.input, *sample.args), sample.kwargs)
         if any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves(arguments)):
             continue  # torch.compile takes dense tensors
         yield Case(name, op.op, arguments, wants)
+
+
+def _sample(op: Any, dtype: torch.dtype, grad: bool) -> Any:
+    """The first sample input whose result has elements, else the first, else None."""
+    first = None
+    for sample in op.sample_inputs("cpu", dtype, requires_grad=grad):
+        first = sample if first is None else first
+        copy = sample.transform(lambda x: x.detach().clone() if isinstance(x, Tensor) else x)
+        try:
+            leaves = tree_leaves(op.op(copy.input, *copy.args, **copy.kwargs))
+        except Exception:
+            continue
+        if any(x.numel() > 0 if isinstance(x, Tensor) else x is not None for x in leaves):
+            return sample
+    return first
 
 
 def _move(arguments: Any, device: str, name: str) -> Any:
@@ -129,25 +144,36 @@ def _gradients(results: list[Any], inputs: list[Any]) -> list[tuple[Tensor, ...]
     return [tuple(next(gradients) for _ in group) for group in groups]
 
 
-def check(batch: Sequence[Case], device: str = "openreg") -> tuple[dict[str, str], set[str]]:
-    """(what differs or fails by operator, the operators that compile with a graph break only)."""
+@dataclasses.dataclass
+class Found:
+    """What `check` found, by the names of operators."""
+
+    different: dict[str, str] = dataclasses.field(default_factory=dict)  # that differ or fail, and how
+    breaks: set[str] = dataclasses.field(default_factory=set)  # that compile with a graph break only
+    invalid: set[str] = dataclasses.field(default_factory=set)  # whose sample is an error in eager mode too
+
+    def __or__(self, other: Found) -> Found:
+        return Found(self.different | other.different, self.breaks | other.breaks, self.invalid | other.invalid)
+
+
+def check(batch: Sequence[Case], device: str = "openreg") -> Found:
+    """Compare a batch; one that fails is halved."""
     try:
-        return compare(batch, device), set()
+        return Found(compare(batch, device))
     except Exception as error:
         if half := len(batch) // 2:
-            parts = [check(batch[:half], device), check(batch[half:], device)]
-            return {k: v for part, _ in parts for k, v in part.items()}, set().union(*(breaks for _, breaks in parts))
+            return check(batch[:half], device) | check(batch[half:], device)
         from torch._dynamo.exc import Unsupported, UserError
 
         name = batch[0].name
         if _eager_fails(batch[0], device):
-            return {}, set()
+            return Found(invalid={name})
         if isinstance(error, (Unsupported, UserError)):
             try:
-                return compare(batch, device, fullgraph=False), {name}
+                return Found(compare(batch, device, fullgraph=False), breaks={name})
             except Exception as second:
                 error = second
-        return {name: f"{type(error).__name__}: {' '.join(str(error).split())}"}, set()
+        return Found({name: f"{type(error).__name__}: {' '.join(str(error).split())}"})
 
 
 def _eager_fails(case: Case, device: str) -> bool:
@@ -173,17 +199,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run and print what differs; 1 if anything does."""
     started, chosen = time.perf_counter(), list(cases(options.ops, options.device, not options.forward))
-    found: dict[str, str] = {}
-    breaks: set[str] = set()
+    found = Found()
     for i in range(0, len(chosen), options.batch):
-        different, broken = check(chosen[i : i + options.batch], options.device)
-        found |= different
-        breaks |= broken
-        for name, message in different.items():
+        here = check(chosen[i : i + options.batch], options.device)
+        found |= here
+        for name, message in here.different.items():
             print(f"{name}: {message[:300]}", flush=True)
         print(f"{min(i + options.batch, len(chosen))} of {len(chosen)}", end="\r", file=sys.stderr, flush=True)
+    agree = len(chosen) - len(found.different) - len(found.invalid)
     print(
-        f"{len(chosen)} operators: {len(chosen) - len(found)} agree with eager mode, {len(breaks)} of them with a graph "
-        f"break; {len(found)} differ or fail. {time.perf_counter() - started:.0f} s"
+        f"{len(chosen)} operators: {agree} agree with eager mode, {len(found.breaks)} of them with a graph break; "
+        f"{len(found.different)} differ or fail; {len(found.invalid)} fail in eager mode too: "
+        f"{', '.join(sorted(found.invalid)) or 'none'}. {time.perf_counter() - started:.0f} s"
     )
-    return 1 if found else 0
+    return 1 if found.different else 0

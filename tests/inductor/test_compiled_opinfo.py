@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from openreg_ops.testing import compiled
 
@@ -25,12 +26,13 @@ def cases():
 def test_compiled_operators_agree_with_eager_mode(cases, first):
     batch = cases[first : first + BATCH]
     assert len(batch) == min(BATCH, SLICE - first)
-    found, _ = compiled.check(batch)
-    assert not found, "\n".join(f"{name}: {message[:300]}" for name, message in found.items())
+    found = compiled.check(batch)
+    assert not found.different, "\n".join(f"{name}: {message[:300]}" for name, message in found.different.items())
+    assert all(name.startswith("jiterator_") for name in found.invalid)  # CUDA's
 
 
 def test_a_wrong_operator_is_found():
-    """Among right ones, and told apart from one that is right with a graph break."""
+    """Among right ones, and told apart from one that is right with a graph break, and one that is no valid call."""
 
     def wrong(x):
         return x + torch.compiler.is_compiling()
@@ -38,9 +40,22 @@ def test_a_wrong_operator_is_found():
     def breaks_graph(x):
         return x + 1 if x.sum() > 0 else x
 
+    def invalid(x):
+        return x.reshape(2)
+
     cases = [
         compiled.Case(function.__name__, function, ((torch.ones(3),), {}), False)
-        for function in (torch.sin, wrong, torch.cos, breaks_graph)
+        for function in (torch.sin, wrong, torch.cos, breaks_graph, invalid)
     ]
-    found, breaks = compiled.check(cases)
-    assert set(found) == {"wrong"} and breaks == {"breaks_graph"}
+    found = compiled.check(cases)
+    assert set(found.different) == {"wrong"}
+    assert (found.breaks, found.invalid) == ({"breaks_graph"}, {"invalid"})
+
+
+def test_samples_have_a_result():
+    """Of operators whose first sample is empty."""
+    cases = list(compiled.cases(r"^(cholesky_solve|linalg\.svd|nn\.functional\.unfold|nonzero)$"))
+    assert len(cases) == 4
+    for case in cases:
+        args, kwargs = case.arguments
+        assert any(x.numel() for x in tree_leaves(case.function(*args, **kwargs))), case.name
