@@ -56,7 +56,7 @@ void stop_autograd_threads() {
   if (!has_autograd_threads()) return;
   py::gil_scoped_release threads_need_it;
   torch::autograd::Engine::get_default_engine().stop();
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10); // of a busy machine
   while (has_autograd_threads() && std::chrono::steady_clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::microseconds(200));
 }

@@ -31,7 +31,8 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
         engine = ProcessGroupGloo(*arguments, options)
     engine.options.global_ranks_in_group = group.global_ranks_in_group
     engine.options.group_name = group.group_id
-    engine._set_sequence_number_for_group()
+    if torch.__version__ < (2, 15):  # where it is the engine's affair
+        engine._set_sequence_number_for_group()
 
     # Before 2.15 torch gives a group a default backend only if it is built in or named alone, and
     # DistributedDataParallel asks for it. The group is a local variable of the caller.

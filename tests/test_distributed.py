@@ -20,6 +20,8 @@ from torch import nn
 from torch.testing import assert_close
 from workers import Workers
 
+import openreg_ops
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -766,9 +768,9 @@ def test_the_example_of_the_readme(debug):
         line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("torchrun ")
     ).split()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *command[1:], "--steps", "3"],
+        [sys.executable, "-P", "-W", "ignore", "-m", "torch.distributed.run", *command[1:], "--steps", "3"],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DISTRIBUTED_DEBUG": debug},
+        env=os.environ | {"PYTHONPATH": str(Path(openreg_ops.__file__).parents[1]), "TORCH_DISTRIBUTED_DEBUG": debug},
         capture_output=True,
         text=True,
         timeout=120,

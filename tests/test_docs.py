@@ -33,6 +33,8 @@ def test_a_block_runs(code, tmp_path):
         text=True,
         timeout=120,
     )
-    # torch 2.13 prints "USDT:" lines where a profile starts and stops, also without this package.
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("USDT:")]
+    # A profile prints these also without this package: torch 2.13 where it starts and stops, and torch with CUDA's
+    # libraries on a machine without a GPU.
+    known = ("USDT:", "gpuGetDeviceCount failed")
+    errors = [line for line in done.stderr.splitlines() if not any(text in line for text in known)]
     assert (done.returncode, errors) == (0, [])

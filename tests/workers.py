@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import openreg_ops  # noqa: F401
+import openreg_ops
 
 TIMEOUT = 60  # seconds, of a collective
 
@@ -46,7 +48,12 @@ class Workers:
             ours, theirs = context.Pipe()
             arguments = (rank, size, f"{self._folder.name}/store", options, theirs)
             process = context.Process(target=_work, args=arguments, daemon=True)
-            with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"} | (environment or {})):
+            # They import the package that this process has, not a checkout that is not built.
+            installed = [str(Path(openreg_ops.__file__).parents[1]), *(path for path in sys.path if path)]
+            with (
+                mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"} | (environment or {})),
+                mock.patch.object(sys, "path", installed),
+            ):
                 process.start()
             theirs.close()
             self.processes.append(process)
