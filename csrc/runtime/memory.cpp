@@ -512,7 +512,7 @@ void* allocate(Stream stream, std::size_t bytes) {
   tell(MemoryAction::kAllocated, pointer, bytes, stream);
   if (poison()) {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
-    if (stream_idle(stream)) {
+    if (detail::held_turn || stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
       const detail::Access access;
       fill();
     } else detail::queue(stream, fill, std::source_location::current());
