@@ -89,13 +89,15 @@ class Pool {
     if (bytes > device_memory()) fail(bytes);
     if (!waiting_.empty()) [[unlikely]]
       free_waiting();
-    if (bytes <= kSmall) {
+    // Running work comes before what its stream has queued, which may still use what the stream's free blocks hold.
+    const bool ahead = bytes && detail::held_turn && !stream_idle({device_, stream});
+    if (bytes <= kSmall && !ahead) [[likely]] {
       const int index = class_of(bytes);
       const std::size_t size = class_size(index);
       auto& blocks = blocks_of(stream)[static_cast<std::size_t>(index)];
       if (allocated() + size > limit_) fail(bytes);
       if (blocks.empty()) {
-        const std::size_t page = take_run(stream, 1, bytes, lock);
+        const std::size_t page = take_run(stream, 1, bytes, false, lock);
         pages_[page] = Page{index + 1, 0, stream};
         count_segments(MemoryStats::kSmall, 1, true);
         char* start = base_ + page * kPage;
@@ -109,7 +111,7 @@ class Pool {
     }
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
     if (allocated() + count_pages * kPage > limit_) fail(bytes);
-    const std::size_t page = take_run(stream, count_pages, bytes, lock);
+    const std::size_t page = take_run(stream, count_pages, bytes, ahead, lock);
     pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
     count(MemoryStats::kLarge, base_ + page * kPage, count_pages * kPage, bytes);
     count_segments(MemoryStats::kLarge, count_pages, true);
@@ -396,10 +398,12 @@ class Pool {
     return page;
   }
 
-  // The first page of `length` free pages for a stream, taken; count_segments() comes after.
-  std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::unique_lock<std::mutex>& lock) {
+  // The first page of `length` free pages for a stream, taken; `ahead` of what it has queued. count_segments() comes
+  // after.
+  std::size_t take_run(
+      std::int64_t stream, std::size_t length, std::size_t bytes, bool ahead, std::unique_lock<std::mutex>& lock) {
     std::size_t page = kNone;
-    if (!cached_.empty()) [[unlikely]]
+    if (!cached_.empty() && !ahead) [[unlikely]]
       if (const auto own = cached_.find(stream); own != cached_.end()) page = take_from(own->second, length);
     if (page == kNone) page = take_from(free_, length);
     if (page == kNone) {

@@ -213,6 +213,36 @@ void reuse() { // Note [Stream order]
   EXPECT(pending() == 0);
 }
 
+void ahead() { // Note [Stream order]: what runs already must not have what queued work may still use
+  set_launch_mode(LaunchMode::kAsync);
+  for (const std::size_t bytes : {std::size_t{512}, std::size_t{1} << 20}) {
+    const Stream stream = new_stream(0, 0);
+    std::atomic<int> step{0};
+    auto* block = static_cast<unsigned char*>(allocate(stream, bytes));
+    std::thread running([&] {
+      run(stream, [&] {
+        step = 1;
+        while (step != 2) std::this_thread::yield();
+        void* temporary = allocate(stream, bytes);
+        EXPECT(temporary != block);
+        std::memset(temporary, 0xEE, bytes);
+        deallocate(temporary);
+      });
+    });
+    while (step != 1) std::this_thread::yield();
+    std::memset(block, 0x11, bytes);
+    launch(stream, [&, block] { check_bytes(block, bytes, 0x11); }); // waits for its turn
+    deallocate(block);
+    step = 2;
+    running.join();
+    synchronize_stream(stream);
+    void* again = allocate(stream, bytes);
+    if (bytes == 512) EXPECT(again == block);
+    deallocate(again);
+  }
+  set_launch_mode(LaunchMode::kInline);
+}
+
 void profiles() { // Note [Profile]
   for (const LaunchMode mode : {LaunchMode::kInline, LaunchMode::kAsync, LaunchMode::kSync}) {
     set_launch_mode(mode);
@@ -307,6 +337,7 @@ int main(int argc, char** argv) {
   turns();
   errors();
   reuse();
+  ahead();
   helpers();
   profiles();
   bounded();
