@@ -1,5 +1,7 @@
 """What every test shares: the device, uninitialised memory filled with NaN, and state put back afterwards."""
 
+import sys
+
 import pytest
 import torch
 
@@ -16,8 +18,9 @@ def poisoned():
 
 
 @pytest.fixture(autouse=True)
-def restored():
+def restored(monkeypatch):
     """Every test starts on device 0, seeded, under the default policies."""
+    monkeypatch.setattr(sys, "path", sys.path[:])  # commands add "", by which new processes would find the checkout
     torch.openreg.set_device(0)
     torch.manual_seed(0)
     yield

@@ -3,6 +3,7 @@
 The functions named `check_…` run on each process of a group; the tests start them. See tests/workers.py.
 """
 
+import copy
 import functools
 import os
 import re
@@ -450,6 +451,30 @@ def check_ddp():
     torch.openreg.set_device(device)
 
 
+def check_sync_batch_norm():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = list(range(1, size + 1))  # of each process
+    for shape in [(5,), (5, 4, 3)]:
+        torch.manual_seed(2)
+        x, grad = (torch.randn(sum(rows), *shape, device="openreg") + 1 for _ in range(2))
+        alone = (torch.nn.BatchNorm1d if len(shape) == 1 else torch.nn.BatchNorm2d)(5, device="openreg")
+        synced = torch.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))
+        assert isinstance(synced, torch.nn.SyncBatchNorm)
+        x.requires_grad_()
+        part = x.detach().split(rows)[rank].requires_grad_()
+        expected, got = alone(x), synced(part)
+        assert_close(got, expected.split(rows)[rank], rtol=1e-4, atol=1e-5)
+        expected.backward(grad)
+        got.backward(grad.split(rows)[rank])
+        assert_close(part.grad, x.grad.split(rows)[rank], rtol=1e-4, atol=1e-5)
+        for parameter in synced.parameters():
+            dist.all_reduce(parameter.grad)
+        for mine, theirs in zip(synced.parameters(), alone.parameters(), strict=True):
+            assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        for mine, theirs in zip(synced.buffers(), alone.buffers(), strict=True):
+            assert_close(mine, theirs)
+
+
 def mesh_of(*shape, names):
     return dist.init_device_mesh("openreg", shape, mesh_dim_names=names)
 
@@ -523,7 +548,9 @@ def check_checkpoint(folder):
 
 
 @pytest.mark.parametrize(
-    "check", [check_ddp, check_fsdp, check_tensor_parallel, check_mesh], ids=lambda f: f.__name__.removeprefix("check_")
+    "check",
+    [check_ddp, check_sync_batch_norm, check_fsdp, check_tensor_parallel, check_mesh],
+    ids=lambda f: f.__name__.removeprefix("check_"),
 )
 def test_training(group, check):
     group.run(check)

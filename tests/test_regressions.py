@@ -286,3 +286,42 @@ def test_a_tensor_without_memory_is_refused():
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"of shape \[3\] without memory: its storage was freed"):
         freed + 1
+
+
+def test_a_kernel_that_reads_copy_on_write_memory_leaves_it_shared():
+    before = torch.openreg.memory_allocated()
+    x = torch.arange(4.0, device="openreg")
+    clone = x._lazy_clone()
+    assert (x + clone).tolist() == [0, 2, 4, 6] and (x @ clone).item() == 14
+    assert torch._C._is_cow_tensor(x) and torch._C._is_cow_tensor(clone)
+    mean = torch.zeros(2, device="openreg")
+    kept = mean._lazy_clone()  # batch_norm writes the statistics, which its schema does not say
+    torch.nn.functional.batch_norm(torch.ones(3, 2, device="openreg"), mean, torch.ones_like(mean), training=True)
+    assert mean.tolist() == pytest.approx([0.1, 0.1]) and kept.tolist() == [0, 0]
+    x[1:].copy_(clone[:3])
+    assert x.tolist() == [0, 0, 1, 2] and clone.tolist() == [0, 1, 2, 3]
+    del x, clone, mean, kept
+    assert torch.openreg.memory_allocated() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.uint8, torch.int64], ids=str)
+def test_uninitialised_memory_is_filled_where_algorithms_are_deterministic(dtype):
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else True
+    value = value if isinstance(value, float) or dtype == torch.bool else torch.iinfo(dtype).max
+    torch.use_deterministic_algorithms(True)
+    try:
+        x = torch.empty(3, dtype=dtype, device="openreg")
+        y = torch.zeros(2, dtype=dtype, device="openreg").resize_(5)
+        z = torch.empty_strided((2, 3), (1, 2), dtype=dtype, device="openreg")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for filled in (x, z, y[2:]):
+        assert_close(filled.cpu(), torch.full(filled.shape, value, dtype=dtype), equal_nan=True)
+    assert not y[:2].any()
+
+
+def test_an_index_on_another_device_is_refused_as_on_cuda():
+    index = torch.tensor([0], device="openreg:1")
+    for x, name in [(torch.ones(2), "cpu"), (torch.ones(2, device="openreg:0"), "openreg:0")]:
+        with pytest.raises(RuntimeError, match=rf"indices should be either on cpu or on the same device .* \({name}\)"):
+            x[index]

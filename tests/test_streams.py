@@ -349,7 +349,7 @@ def test_ten_thousand_streams_and_events_leave_no_threads():
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/comm") as file:
             names.append(file.read().strip())
-    assert names.count("openreg_stream") <= 64 and threading.active_count() == before
+    assert names.count("openreg_stream") <= 64 and threading.active_count() <= before
 
 
 @pytest.mark.parametrize("stream_id, index", [(9999, 0), (65, 0), (-1, 0), (0, 63), (0, 100)])

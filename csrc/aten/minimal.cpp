@@ -1,7 +1,9 @@
 // The operators that every backend must bring: creating, viewing, resizing and reading tensors.
-#include <ATen/EmptyTensor.h>
+#include <ATen/Context.h>
 #include <ATen/Dispatch_v2.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -43,17 +45,28 @@ at::Tensor make_on(c10::DeviceIndex device, Make&& make) {
   return tensor;
 }
 
+// Whether torch.utils.deterministic.fill_uninitialized_memory holds.
+bool fills() {
+  return C10_UNLIKELY(
+      at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory());
+}
+
+at::Tensor filled(at::Tensor tensor) {
+  if (fills()) at::native::fill_empty_deterministic_(tensor);
+  return tensor;
+}
+
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
-  return make_on(checked_options("empty", layout, device, pin_memory), [&](c10::Allocator* allocator) {
+  return filled(make_on(checked_options("empty", layout, device, pin_memory), [&](c10::Allocator* allocator) {
     return at::Tensor(at::detail::empty_generic(size, allocator, kDevice, c10::dtype_or_default(dtype), format));
-  });
+  }));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  return empty_strided_on(
-      checked_options("empty_strided", layout, device, pin_memory), size, stride, c10::dtype_or_default(dtype));
+  return filled(empty_strided_on(
+      checked_options("empty_strided", layout, device, pin_memory), size, stride, c10::dtype_or_default(dtype)));
 }
 
 // Grows `storage` to hold this geometry. Comes before the geometry is set: where memory runs out,
@@ -77,11 +90,13 @@ void set_geometry(const at::Tensor& self, at::IntArrayRef size, at::OptionalIntA
 const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   for (const int64_t extent : size)
     TORCH_CHECK(extent >= 0, "resize_: trying to create a tensor with negative dimension ", extent, ": ", size);
+  const size_t before = self.storage().nbytes();
   set_geometry(self, size, std::nullopt);
   if (format) {
     TORCH_CHECK(*format != at::MemoryFormat::Preserve, "resize_: unsupported memory format ", *format);
     self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   }
+  if (fills()) at::native::fill_resize_deterministic_(self, static_cast<int64_t>(before));
   return self;
 }
 

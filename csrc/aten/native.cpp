@@ -11,6 +11,7 @@
 #include <ATen/quantized/Quantizer.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/COW.h>
 #include <torch/library.h>
 
 #include <array>
@@ -98,7 +99,7 @@ struct CpuCall::Slot {
   StorageImpl* shown = nullptr;              // the storage that the alias was given
   void* data = nullptr;                      // what `storage` pointed to when the call began
   size_t bytes = 0;
-  bool write = false, dense = true;
+  bool write = false, dense = true, lazy = false; // lazy: `storage` is a lazy clone
 
   const at::Tensor& alias() const { return dense ? pooled : special; }
 };
@@ -128,6 +129,7 @@ CpuCall::~CpuCall() {
     if (slot.dense) {
       TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
       const bool own = slot.shown == slot.storage.get();
+      if (C10_UNLIKELY(slot.lazy) && slot.storage->has_materializer()) slot.storage->clear_materializer();
       const bool kept = slot.pooled.use_count() != 1 || alias->autograd_meta() || alias->pyobj_slot()->load_pyobj() ||
           alias->is_wrapped_number();
       if (C10_UNLIKELY(kept || (own && slot.storage.use_count() != 2) ||
@@ -135,6 +137,8 @@ CpuCall::~CpuCall() {
         if (own && (slot.pooled.use_count() != 1 || slot.storage.use_count() != 2)) move_to_host(slot.storage.get());
         slot.pooled.reset();
         slot.storage.reset();
+      } else if (C10_UNLIKELY(slot.lazy)) {
+        slot.storage->set_data_ptr_noswap(c10::DataPtr(nullptr, kHost));
       } else if (!own) {
         alias->*(&Access::storage_) = c10::Storage(slot.storage);
       }
@@ -160,6 +164,7 @@ CpuCall::Slot& CpuCall::take(TensorImpl* real, const at::Tensor* original, bool 
   slot.real = real;
   slot.original = original;
   slot.write = write;
+  slot.lazy = false;
   return slot;
 }
 
@@ -208,7 +213,15 @@ const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
     return tensor;
   }
   if (devices_ == kAny && tensor.is_cpu()) return tensor;
-  const std::string here = device_ < 0 ? "openreg" : c10::str("openreg:", static_cast<int>(device_));
+  refuse(tensor);
+}
+
+void CpuCall::refuse(const at::Tensor& tensor) const {
+  const bool known = device_ >= 0;
+  const std::string here = known ? c10::str("openreg:", static_cast<int>(device_)) : "openreg";
+  TORCH_CHECK(std::strcmp(name_, "aten::index") != 0, // which has a sentence of its own, as on CUDA
+      "aten::index: indices should be either on cpu or on the same device as the indexed tensor (",
+      known ? here : tensor.device().str(), "); move one with .to()");
   TORCH_CHECK(false, name_, ": Expected all tensors to be on the same device, but found at least two devices, ", here,
       " and ", tensor.device(),
       "! Move one with .to(); a CPU tensor may take part only if it has no dimension and is not written to.");
@@ -222,9 +235,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
   if (device_ < 0) {
     set_device(index);
   } else if (C10_UNLIKELY(index != device_ && devices_ == kSame)) {
-    TORCH_CHECK(false, name_,
-        ": Expected all tensors to be on the same device, but found at least two devices, openreg:",
-        static_cast<int>(device_), " and openreg:", static_cast<int>(index), "! Move one with .to().");
+    refuse(tensor);
   }
   if (Slot* known = find(impl)) {
     known->write |= write;
@@ -259,10 +270,22 @@ void CpuCall::alias_dense(Slot& slot) {
     slot.shown = other->storage.get();
     return;
   }
+  if (C10_UNLIKELY(!slot.write && c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks()))) {
+    // A lazy clone: what is read stays shared. A kernel may write what its schema does not say (batch_norm's
+    // statistics), or through another argument: that becomes the clone's own, and by carry_back() the tensor's.
+    auto clone = c10::impl::cow::lazy_clone_storage(*storage);
+    slot.data = const_cast<void*>(clone->data());
+    slot.bytes = storage->nbytes();
+    auto data = std::move(clone->_mutable_data_ptr_no_checks());
+    data.unsafe_set_device(kHost);
+    slot.storage->set_data_ptr_noswap(std::move(data));
+    slot.storage->set_materializer(&c10::impl::cow::materialize_cow);
+    slot.storage->unsafe_set_nbytes(slot.bytes);
+    slot.lazy = true;
+    return;
+  }
   {
-    // Copy-on-write memory becomes the tensor's own, on its device, even for a read: a kernel may
-    // write what its schema does not say (batch_norm's statistics), or through another argument.
-    LendDeviceMemory here(real->device().index());
+    LendDeviceMemory here(real->device().index()); // where copy-on-write memory becomes the tensor's own
     slot.data = storage->mutable_data();
   }
   TORCH_CHECK(slot.data || real->numel() == 0 || real->key_set().has(DispatchKey::ZeroTensor),
@@ -271,7 +294,8 @@ void CpuCall::alias_dense(Slot& slot) {
       "off");
   slot.bytes = storage->nbytes();
   auto& data = slot.storage->_mutable_data_ptr_no_checks();
-  if (C10_UNLIKELY(!data.unsafe_reset_data_and_ctx(slot.data))) data = c10::DataPtr(slot.data, kHost);
+  if (C10_UNLIKELY(!data.unsafe_reset_data_and_ctx(slot.data)))
+    slot.storage->set_data_ptr_noswap(c10::DataPtr(slot.data, kHost));
   slot.storage->unsafe_set_nbytes(slot.bytes);
   if (C10_UNLIKELY(storage->resizable() != slot.storage->resizable()))
     slot.storage->set_resizable(storage->resizable());
@@ -343,6 +367,7 @@ void CpuCall::carry_back() {
     c10::DataPtr grown = storage->set_data_ptr(c10::DataPtr(nullptr, kHost));
     if (grown.get() != slot.data) {
       grown.unsafe_set_device(c10::Device(c10::kPrivateUse1, device_));
+      if (C10_UNLIKELY(real->has_materializer())) real->clear_materializer();
       real->set_data_ptr_noswap(std::move(grown));
     }
     real->set_nbytes(bytes);

@@ -95,6 +95,7 @@ class CpuCall {
   Slot* find(const c10::StorageImpl* real);
   void index(Slot& slot);
   const at::Tensor& host(const at::Tensor& tensor, bool write);
+  [[noreturn]] void refuse(const at::Tensor& tensor) const; // it is on another device
   void alias_dense(Slot& slot);
   void alias_special(Slot& slot);
   void carry_back();

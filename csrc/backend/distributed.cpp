@@ -52,24 +52,16 @@ class Arguments {
     if (!host.has_storage() || host.const_data_ptr() != tensor.const_data_ptr()) copies.emplace_back(tensor, host);
     return host;
   }
-  Tensors inputs_of(const Tensors& tensors) {
-    Tensors hosts;
-    for (const auto& each : tensors) hosts.push_back(input(each));
+  template <class T>
+  std::vector<T> input(const std::vector<T>& list) {
+    std::vector<T> hosts;
+    for (const auto& each : list) hosts.push_back(input(each));
     return hosts;
   }
-  Tensors outputs_of(const Tensors& tensors) {
-    Tensors hosts;
-    for (const auto& each : tensors) hosts.push_back(output(each));
-    return hosts;
-  }
-  Lists inputs_of(const Lists& lists) {
-    Lists hosts;
-    for (const auto& each : lists) hosts.push_back(inputs_of(each));
-    return hosts;
-  }
-  Lists outputs_of(const Lists& lists) {
-    Lists hosts;
-    for (const auto& each : lists) hosts.push_back(outputs_of(each));
+  template <class T>
+  std::vector<T> output(const std::vector<T>& list) {
+    std::vector<T> hosts;
+    for (const auto& each : list) hosts.push_back(output(each));
     return hosts;
   }
   void copy_back() const {
@@ -198,6 +190,14 @@ class DeviceWork final : public c10d::Work {
   std::atomic<bool> finished_{false};
 };
 
+// Shows a tensor and its parts, one for each process, as one-dimensional: the engine cuts the first dimension, while
+// NCCL, and so SyncBatchNorm, takes any shapes.
+void flatten(at::Tensor& whole, at::Tensor& part, int processes) {
+  if (!whole.is_contiguous() || !part.is_contiguous() || whole.numel() != processes * part.numel()) return;
+  whole = whole.view(-1);
+  part = part.view(-1);
+}
+
 // Hands a call to the engine behind the current stream's work.
 template <class Start>
 c10::intrusive_ptr<c10d::Work> start(Arguments&& arguments, c10d::OpType type, Start&& start) {
@@ -218,73 +218,74 @@ DistributedBackend::DistributedBackend(Engine engine)
 
 Work DistributedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   Arguments arguments({"broadcast", rank_, size_});
-  auto hosts = arguments.outputs_of(tensors);
+  auto hosts = arguments.output(tensors);
   return start(std::move(arguments), OpType::BROADCAST, [&] { return engine_->broadcast(hosts, opts); });
 }
 Work DistributedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   Arguments arguments({"allreduce", rank_, size_});
-  auto hosts = arguments.outputs_of(tensors);
+  auto hosts = arguments.output(tensors);
   return start(std::move(arguments), OpType::ALLREDUCE, [&] { return engine_->allreduce(hosts, opts); });
 }
 Work DistributedBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   Arguments arguments({"allreduce_sparse", rank_, size_});
-  auto hosts = arguments.outputs_of(tensors);
+  auto hosts = arguments.output(tensors);
   return start(std::move(arguments), OpType::_ALLREDUCE_SPARSE, [&] { return engine_->allreduce_sparse(hosts, opts); });
 }
 Work DistributedBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   Arguments arguments({"allreduce_coalesced", rank_, size_});
-  auto hosts = arguments.outputs_of(tensors);
+  auto hosts = arguments.output(tensors);
   return start(
       std::move(arguments), OpType::ALLREDUCE_COALESCED, [&] { return engine_->allreduce_coalesced(hosts, opts); });
 }
 Work DistributedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   Arguments arguments({"reduce", rank_, size_});
-  auto hosts = arguments.outputs_of(tensors);
+  auto hosts = arguments.output(tensors);
   return start(std::move(arguments), OpType::REDUCE, [&] { return engine_->reduce(hosts, opts); });
 }
 Work DistributedBackend::allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(std::move(arguments), OpType::ALLGATHER, [&] { return engine_->allgather(to, from, opts); });
 }
 Work DistributedBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather_base", rank_, size_});
   auto to = arguments.output(output);
   auto from = arguments.input(input);
+  flatten(to, from, size_);
   return start(std::move(arguments), OpType::_ALLGATHER_BASE, [&] { return engine_->_allgather_base(to, from, opts); });
 }
 Work DistributedBackend::allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather_coalesced", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(
       std::move(arguments), OpType::ALLGATHER_COALESCED, [&] { return engine_->allgather_coalesced(to, from, opts); });
 }
 Work DistributedBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather_into_tensor_coalesced", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(std::move(arguments), OpType::ALLGATHER_COALESCED,
       [&] { return engine_->allgather_into_tensor_coalesced(to, from, opts); });
 }
 Work DistributedBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
   Arguments arguments({"gather", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(std::move(arguments), OpType::GATHER, [&] { return engine_->gather(to, from, opts); });
 }
 Work DistributedBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) {
   Arguments arguments({"scatter", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(std::move(arguments), OpType::SCATTER, [&] { return engine_->scatter(to, from, opts); });
 }
 Work DistributedBackend::reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) {
   Arguments arguments({"reduce_scatter", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(std::move(arguments), OpType::REDUCE_SCATTER, [&] { return engine_->reduce_scatter(to, from, opts); });
 }
 Work DistributedBackend::_reduce_scatter_base(
@@ -292,14 +293,15 @@ Work DistributedBackend::_reduce_scatter_base(
   Arguments arguments({"reduce_scatter_base", rank_, size_});
   auto to = arguments.output(output);
   auto from = arguments.input(input);
+  flatten(from, to, size_);
   return start(std::move(arguments), OpType::_REDUCE_SCATTER_BASE,
       [&] { return engine_->_reduce_scatter_base(to, from, opts); });
 }
 Work DistributedBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
   Arguments arguments({"reduce_scatter_tensor_coalesced", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(std::move(arguments), OpType::REDUCE_SCATTER_TENSOR_COALESCED,
       [&] { return engine_->reduce_scatter_tensor_coalesced(to, from, opts); });
 }
@@ -313,23 +315,23 @@ Work DistributedBackend::alltoall_base(at::Tensor& output, at::Tensor& input, st
 }
 Work DistributedBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
   Arguments arguments({"alltoall", rank_, size_});
-  auto to = arguments.outputs_of(outputs);
-  auto from = arguments.inputs_of(inputs);
+  auto to = arguments.output(outputs);
+  auto from = arguments.input(inputs);
   return start(std::move(arguments), OpType::ALLTOALL, [&] { return engine_->alltoall(to, from, opts); });
 }
 Work DistributedBackend::send(Tensors& tensors, int to, int tag) {
   Arguments arguments({"send", rank_, size_});
-  auto hosts = arguments.inputs_of(tensors);
+  auto hosts = arguments.input(tensors);
   return start(std::move(arguments), OpType::SEND, [&] { return engine_->send(hosts, to, tag); });
 }
 Work DistributedBackend::recv(Tensors& tensors, int from, int tag) {
   Arguments arguments({"recv", rank_, size_});
-  auto hosts = arguments.outputs_of(tensors);
+  auto hosts = arguments.output(tensors);
   return start(std::move(arguments), OpType::RECV, [&] { return engine_->recv(hosts, from, tag); });
 }
 Work DistributedBackend::recvAnysource(Tensors& tensors, int tag) {
   Arguments arguments({"recvAnysource", rank_, size_});
-  auto hosts = arguments.outputs_of(tensors);
+  auto hosts = arguments.output(tensors);
   return start(std::move(arguments), OpType::RECVANYSOURCE, [&] { return engine_->recvAnysource(hosts, tag); });
 }
 // Of a device: it waits for the current stream of the device that is named, or

@@ -1,11 +1,9 @@
 #include "inductor.h"
 
-#include <dlfcn.h>
-
 #include <cstring>
 #include <memory>
 
-#include "../runtime/profile.h"
+#include "../runtime/stream.h"
 
 namespace openreg {
 namespace {
@@ -31,20 +29,11 @@ class GeneratedKernel {
   std::unique_ptr<std::byte[]> owned_;
 };
 
-// Named, for a profile, as the generated function that launches it; see openreg_ops/inductor/codegen.py. Where each
-// has a library of its own, Inductor names them all "kernel".
-Site site_of(const void* caller) {
-  Dl_info info{};
-  if (!detail::profiling() || !dladdr(caller, &info) || !info.dli_sname) return std::source_location::current();
-  return {std::strcmp(info.dli_sname, "kernel") ? info.dli_sname : "compiled"};
-}
-
 } // namespace
 } // namespace openreg
 
 extern "C" void openreg_launch(
-    std::int64_t device, void (*kernel)(const void*), const void* arguments, std::size_t bytes) {
+    std::int64_t device, void (*kernel)(const void*), const void* arguments, std::size_t bytes, const char* name) {
   const openreg::GeneratedKernel work(kernel, arguments, bytes);
-  openreg::launch(
-      openreg::current_stream(static_cast<int>(device)), work, openreg::site_of(__builtin_return_address(0)));
+  openreg::launch(openreg::current_stream(static_cast<int>(device)), work, {name});
 }

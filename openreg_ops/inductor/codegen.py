@@ -69,7 +69,8 @@ class KernelGroup(cpp.KernelGroup):
         kernel = str(Placeholder.KERNEL_NAME) if name is None else name
         parameters = self.args.cpp_argdefs()[0]
         self.args.device = self.device
-        return as_body(source, kernel) + launcher(kernel, parameters, self.args.host_scalars())
+        title = str(Placeholder.DESCRIPTIVE_NAME) if name is None else name
+        return as_body(source, kernel) + launcher(kernel, title, parameters, self.args.host_scalars())
 
     def call_kernel(self, wrapper: Any, kernel_name: str) -> None:
         _, call_args, arg_types = self.args.cpp_argdefs()
@@ -109,8 +110,8 @@ def one_at_a_time(source: str) -> str:
     return source.replace("static void", f"{MUTEX}static void", 1).replace(POINT, LOCK + POINT, 1)
 
 
-def launcher(kernel: str, parameters: list[str], host_scalars: set[str]) -> str:
-    """The source of the function `kernel`, which launches ``{kernel}_body``."""
+def launcher(kernel: str, title: str, parameters: list[str], host_scalars: set[str]) -> str:
+    """The source of the function `kernel`, which launches ``{kernel}_body``; a profile calls that `title`."""
     fields, values, uses = [], [], []
     for parameter in parameters:
         type_, name = parameter.rsplit(" ", 1)
@@ -119,14 +120,14 @@ def launcher(kernel: str, parameters: list[str], host_scalars: set[str]) -> str:
         values.append(f"*{name}" if scalar else name)
         uses.append(f"&a.{name}" if scalar else f"a.{name}")
     return f"""
-extern "C" void openreg_launch(int64_t, void (*)(const void*), const void*, size_t);
+extern "C" void openreg_launch(int64_t, void (*)(const void*), const void*, size_t, const char*);
 extern "C" {cpp.get_export_declaration()} void {kernel}({", ".join([*parameters, "const int64_t device"])})
 {{
     struct Arguments {{ {" ".join(fields)} }} arguments{{{", ".join(values)}}};
     openreg_launch(device, [](const void* pointer) {{
         const auto& a = *static_cast<const Arguments*>(pointer);
         {kernel}_body({", ".join(uses)});
-    }}, &arguments, sizeof(arguments));
+    }}, &arguments, sizeof(arguments), "{title}");
 }}
 """
 
@@ -155,7 +156,8 @@ class Scheduling(cpp.CppScheduling):
                 source, name = render(), str(Placeholder.KERNEL_NAME)
                 parameters = kernel.args.cpp_argdefs()[0]
                 kernel.args.device = device
-                return as_body(source, name) + launcher(name, parameters, kernel.args.host_scalars())
+                title = str(Placeholder.DESCRIPTIVE_NAME)
+                return as_body(source, name) + launcher(name, title, parameters, kernel.args.host_scalars())
 
             return kernel, launched
 

@@ -26,6 +26,32 @@ class OpenregTestBase(PrivateUse1TestBase):
         "TestAutogradDeviceType": {"test_unused_output_device"},
         # It fills by an index on the CPU, which no device takes; on CUDA the test returns before it does.
         "TestSortAndSelect": {"test_stable_sort_against_numpy"},
+        "TestTorchDeviceType": {
+            # map_ and map2_ call Python for each element, of CPU tensors only.
+            "test_broadcast_fn_map_openreg",
+            "test_broadcast_fn_map2_openreg",
+            # They want what is the CPU's, torch.FloatTensor and its like, of every device but CUDA.
+            "test_grad_scaler_deprecated_warning",
+            "test_grad_scaling_state_dict",
+            "test_tensor_storage_type",
+        },
+        # It expects an error for uint8, which the CPU's kernels take, of every device but the CPU.
+        "TestNNDeviceType": {
+            f"test_upsamplingBiMode2d_nonsupported_dtypes_antialias_{antialias}_num_channels_{channels}_mode_{mode}_uint8"
+            "_openreg_uint8"
+            for antialias in (True, False)
+            for channels in (3, 5)
+            for mode in ("bilinear", "bicubic")
+        },
+        "TestBinaryUfuncs": {
+            # They expect of the device "cpu" only that it refuses, as this one does too: division of integers by zero,
+            # powers of complex32.
+            "test_complex_scalar_pow_tensor_openreg_float16",
+            "test_fmod_remainder_by_zero_integral",
+            "test_pow_openreg_float16",
+            # torch._refs.copysign takes no scalar tensor of the CPU with a tensor of another device.
+            "test_type_promotion__refs_copysign_openreg",
+        },
     }
 
     # No test is made for these dtypes.

@@ -42,8 +42,6 @@ def run(file: Path, device: str, arguments: list[str]) -> dict[str, str]:
         options = f"-q -p openreg_ops -p no:cacheprovider --noconftest -c {os.devnull} --rootdir . -k _{device}".split()
         command = [
             sys.executable,
-            "-W",
-            "ignore",
             "-m",
             "pytest",
             file.name,
