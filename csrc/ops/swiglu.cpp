@@ -1,6 +1,7 @@
 // swiglu: y = silu(gate) * up, silu(g) = g * sigmoid(g).
 // Shazeer 2020, arXiv:2002.05202.
 // Backward computes silu(gate) again from the arguments; forward saves no tensor of its own.
+#include "exp.h"
 #include "op.h"
 
 #include <tuple>
@@ -8,14 +9,29 @@
 namespace openreg::ops {
 namespace {
 
+constexpr int64_t kFar = 8 << 20; // bytes of a result that no cache is expected to keep
+
 template <class V>
 V sigmoid(V g) {
-  return V(1) / (V(1) + g.neg().exp());
+  return V(1) / (V(1) + exp(g.neg()));
+}
+
+// write() past the caches, for results that are too large to stay there: memory is not read first. `p` is aligned to a
+// register.
+template <class T>
+void stream(const Vec<T>* values, T* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  alignas(64) T lanes[kChunk<T>];
+  write(values, lanes);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(lanes));
+#else
+  write(values, p);
+#endif
 }
 
 // dg = dy * u * sigma * (1 + g * (1 - sigma)), du = dy * g * sigma with sigma = sigmoid(g), for one chunk.
-template <class T>
-void swiglu_backward_chunk(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up) {
+template <class T, class Write>
+void swiglu_backward_chunk(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, Write write) {
   Vec<T> to_gate[kChunk<T> / kLanes<T>], to_up[kChunk<T> / kLanes<T>];
   for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) {
     const auto at = k * kLanes<T>;
@@ -28,16 +44,24 @@ void swiglu_backward_chunk(const T* grad_y, const T* gate, const T* up, T* grad_
 }
 
 template <class T>
-void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t n) {
+void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t n, bool far) {
   int64_t i = 0;
-  for (; i + kChunk<T> <= n; i += kChunk<T>)
-    swiglu_backward_chunk(grad_y + i, gate + i, up + i, grad_gate + i, grad_up + i);
+  const auto whole = [&](auto write) {
+    for (; i + kChunk<T> <= n; i += kChunk<T>)
+      swiglu_backward_chunk(grad_y + i, gate + i, up + i, grad_gate + i, grad_up + i, write);
+  };
+  if (far) {
+    whole(stream<T>);
+#if defined(CPU_CAPABILITY_AVX512)
+    _mm_sfence(); // such stores have no order of their own
+#endif
+  } else whole(write<T>);
   if (i == n) return;
   T in[3][kChunk<T>] = {}, out[2][kChunk<T>];
   std::copy(grad_y + i, grad_y + n, in[0]);
   std::copy(gate + i, gate + n, in[1]);
   std::copy(up + i, up + n, in[2]);
-  swiglu_backward_chunk(in[0], in[1], in[2], out[0], out[1]);
+  swiglu_backward_chunk(in[0], in[1], in[2], out[0], out[1], write<T>);
   std::copy_n(out[0], n - i, grad_gate + i);
   std::copy_n(out[1], n - i, grad_up + i);
 }
@@ -79,8 +103,11 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& 
     launch(current_stream(gate.get_device()),
         [n = gate.numel(), dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(),
             dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
-          at::parallel_for(0, n, kExpGrain, [&](int64_t begin, int64_t end) {
-            swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin);
+          // By chunks, so that every thread's part is aligned.
+          at::parallel_for(0, (n + kChunk<T> - 1) / kChunk<T>, kExpGrain / kChunk<T>, [&](int64_t first, int64_t last) {
+            const int64_t begin = first * kChunk<T>, end = std::min(n, last * kChunk<T>);
+            swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin,
+                n * static_cast<int64_t>(sizeof(T)) >= kFar);
           });
         });
   });

@@ -53,6 +53,24 @@ def test_backward_operator_matches_reference():
     kit.check_against(swiglu_backward, reference_backward, random(6, 33), random(6, 33), random(6, 33))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_that_no_cache_holds(dtype):
+    """Of more than 8 MB, and a rest that fills no register."""
+    inputs = [random(2_097_152 * 4 // dtype.itemsize + 5, dtype=dtype) for _ in range(3)]
+    kit.check_against(swiglu_backward, reference_backward, *inputs)
+
+
+def test_exp_to_the_last_place():
+    """As (gate * sigmoid(gate)) in float64 over all of float32's exponents, and where exp overflows or is subnormal."""
+    ends = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 3e38, -3e38, 1e-45, 88.8, -88.8, -104.0])
+    gate = torch.cat([ends, torch.linspace(-110, 110, 200_000), torch.logspace(-40, 38, 10_000)])
+    expected = gate.double() * torch.sigmoid(gate.double())
+    y = swiglu(gate.to(DEVICE), torch.ones_like(gate, device=DEVICE)).cpu()
+    usual = ~(gate < -87)  # below, sigmoid is subnormal, or 0 when its denominator has overflowed
+    assert_close(y[usual], expected.float()[usual], rtol=3e-7, atol=0, equal_nan=True)
+    assert_close(y[~usual], expected.float()[~usual], rtol=0, atol=1e-35, equal_nan=True)
+
+
 def test_saves_only_its_arguments():
     saved = []
 
