@@ -166,3 +166,12 @@ def test_a_layout_without_a_kernel_is_refused_with_the_remedy(coo):
         torch.cumsum(coo.to("openreg"), 0)
     with pytest.raises(RuntimeError, match="strided|sparse|Sparse"):
         coo.to("openreg").view(6)
+
+
+def test_an_update_in_place_that_gives_a_sparse_tensor_other_members():
+    """It wrote to the old ones, which had been freed: the process ended within some tens of rounds."""
+    for _ in range(200):
+        indices, values = torch.empty(0, 1, dtype=torch.long), torch.empty(1, 2, 3, 4, 10, 0)
+        s = torch.sparse_coo_tensor(indices.to("openreg"), values.to("openreg"), (2, 3, 4, 10, 0))
+        s.mul_(torch.empty(10, 0, device="openreg"))
+        assert s._nnz() == 0 and s._values().is_openreg and s.to_dense().shape == (2, 3, 4, 10, 0)

@@ -93,6 +93,7 @@ void move_to_host(StorageImpl* storage) {
 struct CpuCall::Slot {
   at::Tensor pooled;                         // the alias of a dense tensor
   at::Tensor special;                        // the alias of any other, made for the call
+  std::array<at::Tensor, 3> members;         // of a sparse tensor: a kernel may give it others
   c10::intrusive_ptr<StorageImpl> storage;   // the pooled alias's own storage
   TensorImpl* real = nullptr;
   const at::Tensor* original = nullptr;
@@ -122,7 +123,10 @@ CpuCall::CpuCall(const char* name, Devices devices)
 // copy of its memory on the host, where a CPU tensor is read; the slot starts afresh.
 CpuCall::~CpuCall() {
   for (size_t i = base_; i < slots_.top; ++i)
-    if (C10_UNLIKELY(!slots_.all[i]->dense)) slots_.all[i]->special.reset();
+    if (Slot& slot = *slots_.all[i]; C10_UNLIKELY(!slot.dense)) {
+      slot.special.reset();
+      slot.members = {};
+    }
   // Last to first: an alias that shares an earlier one's storage lets go of it before that is looked at.
   for (size_t i = slots_.top; i-- > base_;) {
     Slot& slot = *slots_.all[i];
@@ -310,15 +314,17 @@ void CpuCall::alias_special(Slot& slot) {
     auto* sparse = static_cast<at::SparseTensorImpl*>(real);
     auto made = c10::make_intrusive<at::SparseTensorImpl>(DispatchKeySet(DispatchKey::SparseCPU), real->dtype());
     made->raw_resize_(sparse->sparse_dim(), sparse->dense_dim(), sparse->sizes());
-    made->set_indices_and_values_unsafe(alias(sparse->indices(), slot.write), alias(sparse->values(), slot.write));
+    slot.members = {sparse->indices(), sparse->values()};
+    made->set_indices_and_values_unsafe(alias(slot.members[0], slot.write), alias(slot.members[1], slot.write));
     made->set_coalesced(sparse->coalesced());
     slot.special = at::Tensor(std::move(made));
   } else if (keys.has_any(c10::sparse_csr_ks)) {
     auto* csr = static_cast<at::SparseCsrTensorImpl*>(real);
     auto made = c10::make_intrusive<at::SparseCsrTensorImpl>(
         DispatchKeySet(DispatchKey::SparseCsrCPU), kHost, csr->layout(), real->dtype());
-    made->set_member_tensors(alias(csr->compressed_indices(), slot.write), alias(csr->plain_indices(), slot.write),
-        alias(csr->values(), slot.write), real->sizes());
+    slot.members = {csr->compressed_indices(), csr->plain_indices(), csr->values()};
+    made->set_member_tensors(alias(slot.members[0], slot.write), alias(slot.members[1], slot.write),
+        alias(slot.members[2], slot.write), real->sizes());
     slot.special = at::Tensor(std::move(made));
   } else if (keys.has(DispatchKey::QuantizedPrivateUse1) || keys.has(DispatchKey::NestedTensorPrivateUse1)) {
     StorageImpl* storage = real->unsafe_storage().unsafeGetStorageImpl();
@@ -374,11 +380,7 @@ void CpuCall::carry_back() {
   }
   for (size_t i = base_; i < slots_.top; ++i) {
     Slot& slot = *slots_.all[i];
-    if (!slot.write) continue;
-    if (C10_UNLIKELY(!slot.dense)) {
-      carry_back_special(slot);
-      continue;
-    }
+    if (!slot.write || C10_UNLIKELY(!slot.dense)) continue;
     TensorImpl *real = slot.real, *alias = slot.pooled.unsafeGetTensorImpl();
     if (C10_UNLIKELY(alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
       // The kernel gave the tensor another storage (set_): that of another argument, or a new one.
@@ -389,6 +391,8 @@ void CpuCall::carry_back() {
             real->storage_offset() != alias->storage_offset()))
       real->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
   }
+  for (size_t i = base_; i < slots_.top; ++i) // last: their members are among the others
+    if (Slot& slot = *slots_.all[i]; C10_UNLIKELY(!slot.dense) && slot.write) carry_back_special(slot);
 }
 
 void CpuCall::carry_back_special(Slot& slot) {
