@@ -18,12 +18,13 @@ def poisoned():
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch):
+def restored():
     """Every test starts on device 0, seeded, under the default policies."""
-    monkeypatch.setattr(sys, "path", sys.path[:])  # commands add "", by which new processes would find the checkout
+    path = sys.path[:]
     torch.openreg.set_device(0)
     torch.manual_seed(0)
     yield
+    sys.path[:] = path  # commands add "", by which new processes would find the checkout
     openreg_ops.fallback.reset()
     assert openreg_ops.fallback.get_policy() == "allow", "a test left its fallback policy behind"
     assert openreg_ops.autograd.get_fallback_mode() == "error", "a test left its autograd fallback mode behind"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from openreg_ops import fallback
+from openreg_ops import _C, fallback
 
 
 def run(code, **environment):
@@ -300,6 +300,14 @@ def test_a_kernel_that_reads_copy_on_write_memory_leaves_it_shared():
     assert mean.tolist() == pytest.approx([0.1, 0.1]) and kept.tolist() == [0, 0]
     x[1:].copy_(clone[:3])
     assert x.tolist() == [0, 0, 1, 2] and clone.tolist() == [0, 1, 2, 3]
+    grown = torch.arange(2.0, device="openreg")
+    shared, out = grown._lazy_clone(), grown[:0]
+    torch.add(grown.view(2, 1), torch.ones(1, 50, device="openreg"), out=out)  # reads, then resizes what it read
+    assert out.shape == (2, 50) and out[0, 0].item() == 1 and shared.tolist() == [0, 1]
+    again = shared._lazy_clone()
+    shared.resize_(1000)
+    assert (shared[:2] + again).tolist() == [0, 2]
+    del grown, shared, out, again
     del x, clone, mean, kept
     assert torch.openreg.memory_allocated() == before
 
@@ -308,6 +316,8 @@ def test_a_kernel_that_reads_copy_on_write_memory_leaves_it_shared():
 def test_uninitialised_memory_is_filled_where_algorithms_are_deterministic(dtype):
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else True
     value = value if isinstance(value, float) or dtype == torch.bool else torch.iinfo(dtype).max
+    _C.set_poison(False)  # which is the value of most
+    torch.ones(100, dtype=torch.uint8, device="openreg")  # what is allocated next is not 0
     torch.use_deterministic_algorithms(True)
     try:
         x = torch.empty(3, dtype=dtype, device="openreg")

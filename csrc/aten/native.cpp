@@ -103,6 +103,12 @@ struct CpuCall::Slot {
   bool write = false, dense = true, lazy = false; // lazy: `storage` is a lazy clone
 
   const at::Tensor& alias() const { return dense ? pooled : special; }
+  // Gives a lazy clone memory of its own. What is written to does not wait for the kernel to do it: torch cannot resize
+  // a lazy clone.
+  void materialize() {
+    LendDeviceMemory here(real->device().index());
+    storage->mutable_data();
+  }
 };
 
 struct CpuCall::Slots {
@@ -243,6 +249,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
   }
   if (Slot* known = find(impl)) {
     known->write |= write;
+    if (C10_UNLIKELY(write && known->lazy)) known->materialize();
     return known->alias();
   }
   Slot& slot = take(impl, &tensor, write);
@@ -272,6 +279,7 @@ void CpuCall::alias_dense(Slot& slot) {
   if (Slot* other = find(storage)) {
     alias->*(&Access::storage_) = c10::Storage(other->storage);
     slot.shown = other->storage.get();
+    if (C10_UNLIKELY(slot.write && other->lazy)) other->materialize();
     return;
   }
   if (C10_UNLIKELY(!slot.write && c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks()))) {
@@ -285,6 +293,7 @@ void CpuCall::alias_dense(Slot& slot) {
     slot.storage->set_data_ptr_noswap(std::move(data));
     slot.storage->set_materializer(&c10::impl::cow::materialize_cow);
     slot.storage->unsafe_set_nbytes(slot.bytes);
+    slot.storage->set_resizable(storage->resizable());
     slot.lazy = true;
     return;
   }
@@ -509,6 +518,7 @@ void resize_storage(StorageImpl* storage, size_t bytes) {
   if (storage->nbytes() && bytes)
     run(current_stream(storage->device().index()),
         [&] { std::memcpy(grown.get(), storage->data(), std::min(bytes, storage->nbytes())); });
+  if (storage->has_materializer()) storage->clear_materializer(); // of copy-on-write memory, which it gives up
   storage->set_data_ptr_noswap(std::move(grown));
   storage->set_nbytes(bytes);
 }

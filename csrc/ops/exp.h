@@ -20,7 +20,7 @@ V exp(V x) {
     for (const float coefficient :
         {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
       p = at::vec::fmadd(p, r, V(coefficient));
-    return V(_mm512_scalef_ps(at::vec::fmadd(p, r * r, r + V(1)), n));
+    return V(_mm512_scalef_ps(at::vec::fmadd(p, r * r, r) + V(1), n));
   }
 #endif
   return x.exp();
