@@ -175,3 +175,14 @@ def test_an_update_in_place_that_gives_a_sparse_tensor_other_members():
         s = torch.sparse_coo_tensor(indices.to("openreg"), values.to("openreg"), (2, 3, 4, 10, 0))
         s.mul_(torch.empty(10, 0, device="openreg"))
         assert s._nnz() == 0 and s._values().is_openreg and s.to_dense().shape == (2, 3, 4, 10, 0)
+
+
+def test_sparse_invariants_are_checked():
+    indices, values = torch.tensor([[1, 0], [0, 1]], device="openreg"), torch.ones(2, device="openreg")
+    make = torch.sparse_coo_tensor
+    assert make(indices.flip(1), values, (2, 2), check_invariants=True, is_coalesced=True).is_coalesced()
+    with pytest.raises(RuntimeError, match="cannot set is_coalesced to true if indices correspond to uncoalesced"):
+        make(indices, values, (2, 2), check_invariants=True, is_coalesced=True)
+    values.requires_grad_()
+    make(indices, values, (2, 2), check_invariants=True).to_dense().sum().backward()
+    assert values.grad.tolist() == [1, 1]

@@ -1,0 +1,25 @@
+// The check that indices of a sparse tensor are coalesced, which PyTorch calls without the dispatcher, and with it this
+// stub, for which its headers have no declaration.
+#include <ATen/native/DispatchStub.h>
+
+#include "../native.h"
+
+namespace at::native {
+DECLARE_DISPATCH(at::Tensor (*)(const at::Tensor&, at::IntArrayRef), flatten_indices_stub)
+} // namespace at::native
+
+namespace openreg {
+namespace {
+
+at::Tensor flatten_indices(const at::Tensor& indices, at::IntArrayRef size) {
+  CpuCall call("flatten_indices");
+  const auto& alias = call.alias(indices);
+  return call.result(call.run([&] { return at::native::flatten_indices_stub(at::kCPU, alias, size); }));
+}
+
+} // namespace
+} // namespace openreg
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(flatten_indices_stub, &openreg::flatten_indices)
+} // namespace at::native
