@@ -23,7 +23,8 @@ def test_the_suite_of_the_page(tmp_path):
     download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
     subprocess.run([*download, "-r", str(ROOT / "tests/suites/requirements.txt"), "-d", str(tmp_path)], check=True)
     with tarfile.open(tmp_path / f"{folder}.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+        archive.extractall(tmp_path)
     paths = [str(Path(module.__file__).parents[1]) for module in (openreg_ops, pytest_openreg_ops)]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "pytest_openreg_ops", *shlex.split(command)[1:]],
