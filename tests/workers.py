@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import tempfile
@@ -77,7 +78,8 @@ class Workers:
     def close(self) -> None:
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with contextlib.suppress(BrokenPipeError):  # it has just ended
+                    pipe.send(None)
         for process in self.processes:
             process.join(20)
             if process.is_alive():
