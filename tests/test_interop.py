@@ -78,7 +78,9 @@ def test_what_dlpack_refuses():
 # ---- NumPy ----
 
 
-@pytest.mark.parametrize("convert", [torch.Tensor.numpy, np.asarray, lambda x: np.add(x, 1)], ids=str)
+@pytest.mark.parametrize(
+    "convert", [torch.Tensor.numpy, np.asarray, lambda x: np.add(x, 1)], ids=["numpy", "asarray", "ufunc"]
+)
 def test_numpy_is_refused_with_the_remedy(convert):
     with pytest.raises(TypeError, match=r"can't convert openreg:0 device type tensor to numpy. Use Tensor.cpu\(\)"):
         convert(torch.ones(3, device="openreg"))

@@ -69,7 +69,7 @@ void relabel_storage(StorageImpl* storage, c10::DeviceIndex device) {
     // A worker thread, or a mapped file, allocated this outside the lending scope.
     c10::DataPtr copy = allocate_on(device, storage->nbytes());
     run(current_stream(device), [&] { std::memcpy(copy.get(), data.get(), storage->nbytes()); });
-    storage->set_data_ptr_noswap(std::move(copy));
+    replace_memory(storage, std::move(copy));
   } else {
     data.unsafe_set_device(c10::Device(c10::kPrivateUse1, device));
   }
@@ -84,7 +84,7 @@ void move_to_host(StorageImpl* storage) {
   c10::DataPtr copy = c10::GetAllocator(c10::kCPU)->allocate(storage->nbytes());
   const detail::Access access;
   std::memcpy(copy.get(), data, storage->nbytes());
-  storage->set_data_ptr_noswap(std::move(copy));
+  replace_memory(storage, std::move(copy));
 }
 
 } // namespace
@@ -139,7 +139,6 @@ CpuCall::~CpuCall() {
     if (slot.dense) {
       TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
       const bool own = slot.shown == slot.storage.get();
-      if (C10_UNLIKELY(slot.lazy) && slot.storage->has_materializer()) slot.storage->clear_materializer();
       const bool kept = slot.pooled.use_count() != 1 || alias->autograd_meta() || alias->pyobj_slot()->load_pyobj() ||
           alias->is_wrapped_number();
       if (C10_UNLIKELY(kept || (own && slot.storage.use_count() != 2) ||
@@ -148,7 +147,7 @@ CpuCall::~CpuCall() {
         slot.pooled.reset();
         slot.storage.reset();
       } else if (C10_UNLIKELY(slot.lazy)) {
-        slot.storage->set_data_ptr_noswap(c10::DataPtr(nullptr, kHost));
+        replace_memory(slot.storage.get(), c10::DataPtr(nullptr, kHost));
       } else if (!own) {
         alias->*(&Access::storage_) = c10::Storage(slot.storage);
       }
@@ -282,7 +281,7 @@ void CpuCall::alias_dense(Slot& slot) {
     if (C10_UNLIKELY(slot.write && other->lazy)) other->materialize();
     return;
   }
-  if (C10_UNLIKELY(!slot.write && c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks()))) {
+  if (C10_UNLIKELY(storage->has_materializer() && !slot.write)) {
     // A lazy clone: what is read stays shared. A kernel may write what its schema does not say (batch_norm's
     // statistics), or through another argument: that becomes the clone's own, and by carry_back() the tensor's.
     auto clone = c10::impl::cow::lazy_clone_storage(*storage);
@@ -382,8 +381,7 @@ void CpuCall::carry_back() {
     c10::DataPtr grown = storage->set_data_ptr(c10::DataPtr(nullptr, kHost));
     if (grown.get() != slot.data) {
       grown.unsafe_set_device(c10::Device(c10::kPrivateUse1, device_));
-      if (C10_UNLIKELY(real->has_materializer())) real->clear_materializer();
-      real->set_data_ptr_noswap(std::move(grown));
+      replace_memory(real, std::move(grown));
     }
     real->set_nbytes(bytes);
   }
@@ -518,8 +516,7 @@ void resize_storage(StorageImpl* storage, size_t bytes) {
   if (storage->nbytes() && bytes)
     run(current_stream(storage->device().index()),
         [&] { std::memcpy(grown.get(), storage->data(), std::min(bytes, storage->nbytes())); });
-  if (storage->has_materializer()) storage->clear_materializer(); // of copy-on-write memory, which it gives up
-  storage->set_data_ptr_noswap(std::move(grown));
+  replace_memory(storage, std::move(grown));
   storage->set_nbytes(bytes);
 }
 

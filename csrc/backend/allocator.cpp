@@ -126,6 +126,11 @@ c10::Allocator* device_allocator() {
   return &device_memory_allocator;
 }
 
+void replace_memory(c10::StorageImpl* storage, c10::DataPtr&& data) {
+  if (C10_UNLIKELY(storage->has_materializer())) storage->clear_materializer(); // set_data_ptr_noswap() would leave it
+  storage->set_data_ptr_noswap(std::move(data));
+}
+
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
   const c10::Device label(c10::kPrivateUse1, device);
   if (bytes == 0) return {nullptr, label};

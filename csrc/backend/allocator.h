@@ -3,6 +3,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/StorageImpl.h>
 
 #include <optional>
 
@@ -13,6 +14,9 @@ c10::Allocator* device_allocator();
 
 // Memory on one device, labelled as that device's. Throws c10::OutOfMemoryError.
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes);
+
+// Gives a storage other memory. Of copy-on-write memory it gives up its share, which is not copied first.
+void replace_memory(c10::StorageImpl* storage, c10::DataPtr&& data);
 
 // While one lives, the CPU allocator hands out memory of `device` on this thread, labelled CPU, so
 // that what a CPU kernel returns need not be copied. See csrc/aten/native.h.

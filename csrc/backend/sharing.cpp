@@ -47,8 +47,7 @@ void share_by_copy(c10::StorageImpl* impl, c10::DeviceIndex device) {
   run(
       current_stream(device), [&] { std::memcpy(shared.get(), impl->data(), bytes); },
       Site("Memcpy DtoD (Device -> Device)", Site::kCopy, bytes));
-  if (impl->has_materializer()) impl->clear_materializer(); // of copy-on-write memory, which it gives up
-  impl->set_data_ptr_noswap(std::move(shared));
+  replace_memory(impl, std::move(shared));
 }
 
 } // namespace

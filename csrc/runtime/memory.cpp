@@ -113,6 +113,7 @@ class Pool {
     if (allocated() + count_pages * kPage > limit_) fail(bytes);
     const std::size_t page = take_run(stream, count_pages, bytes, ahead, lock);
     pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
+    if (ahead) ahead_.emplace(base_ + page * kPage, std::pair(detail::held_turn, detail::held_turn->taken));
     count(MemoryStats::kLarge, base_ + page * kPage, count_pages * kPage, bytes);
     count_segments(MemoryStats::kLarge, count_pages, true);
     return base_ + page * kPage;
@@ -291,11 +292,15 @@ class Pool {
   void give_back(char* pointer) {
     const std::size_t page = page_of(pointer);
     auto& [kind, count, stream] = pages_[page];
+    bool own = false; // of the work that is running, which nothing that is queued has seen
+    if (!ahead_.empty()) [[unlikely]]
+      if (const auto made = ahead_.extract(pointer))
+        own = detail::held_turn && made.mapped() == std::pair(detail::held_turn, detail::held_turn->taken);
     tell(MemoryAction::kFreed, pointer, size_of(pages_[page]) - slack(pointer), {device_, stream});
     if (kind != kRun) {
       --count;
       blocks_of(stream)[static_cast<std::size_t>(kind - 1)].push_back(pointer);
-    } else if (stream_idle({device_, stream})) [[likely]] {
+    } else if (own || stream_idle({device_, stream})) [[likely]] {
       add_run(free_, page, count);
     } else {
       add_run(cached_[stream], page, count);
@@ -411,7 +416,7 @@ class Pool {
       reclaim();
       page = take_from(free_, length);
     }
-    if (page == kNone) { // what queued work still uses
+    if (page == kNone && !ahead) { // what queued work still uses
       lock.unlock();
       synchronize_device(device_);
       lock.lock();
@@ -455,6 +460,7 @@ class Pool {
   std::map<std::int64_t, Runs> cached_;            // freed while their stream had queued work
   std::array<std::unique_ptr<Blocks>, kStreams> blocks_; // of each stream
   std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()
+  std::unordered_map<char*, std::pair<detail::TurnState*, std::uint64_t>> ahead_; // made so, and in which turn
   std::vector<Waiting> waiting_;                   // freed, and used by recorded streams
   std::size_t limit_ = device_memory();
   MemoryStats stats_{};

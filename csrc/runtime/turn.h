@@ -22,6 +22,7 @@ namespace detail {
 
 struct alignas(64) TurnState {
   std::atomic<std::uint32_t> state{0}; // 1: taken; 2: and a thread waits for it
+  std::uint64_t taken = 0;             // how often; of whoever has it
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
 inline thread_local TurnState* held_turn = nullptr;
@@ -31,6 +32,7 @@ inline void take(TurnState& turn) noexcept {
   std::uint32_t free = 0;
   if (!turn.state.compare_exchange_strong(free, 1, std::memory_order_acquire)) [[unlikely]]
     wait_for_turn(turn);
+  ++turn.taken;
   held_turn = &turn;
 }
 inline void give(TurnState& turn) noexcept {

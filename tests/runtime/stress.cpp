@@ -227,6 +227,8 @@ void ahead() { // Note [Stream order]: what runs already must not have what queu
         EXPECT(temporary != block);
         std::memset(temporary, 0xEE, bytes);
         deallocate(temporary);
+        for (std::size_t made = 0; made < 3 * device_memory(); made += 64 << 20) // its own memory, again and again
+          deallocate(allocate(stream, 64 << 20));
       });
     });
     while (step != 1) std::this_thread::yield();
@@ -235,6 +237,7 @@ void ahead() { // Note [Stream order]: what runs already must not have what queu
     deallocate(block);
     step = 2;
     running.join();
+    EXPECT(memory_stats(0).reserved[MemoryStats::kAll].peak < device_memory());
     synchronize_stream(stream);
     void* again = allocate(stream, bytes);
     if (bytes == 512) EXPECT(again == block);
