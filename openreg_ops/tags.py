@@ -17,9 +17,9 @@ def get_tag(tensor: torch.Tensor) -> str | None:
 def set_tag(tensor: torch.Tensor, tag: str | None) -> None:
     """Give `tensor` a text; None takes it away.
 
-    It survives ``torch.save`` and ``torch.load``, pickle, ``clone()``, ``detach()`` and ``.to()`` any device, and a
-    Parameter made of the tensor has it. What operators compute from the tensor, ``copy.deepcopy`` and another process
-    that the tensor is sent to do not.
+    It survives ``torch.save`` and ``torch.load`` to any device but the host, pickle, ``clone()``, ``detach()`` and
+    ``.to()`` any device, and a Parameter made of the tensor has it, also after ``copy.deepcopy``. What operators compute
+    from the tensor, its own ``copy.deepcopy`` and another process that it is sent to do not.
 
     Raises:
         RuntimeError: `tensor` is not on openreg.

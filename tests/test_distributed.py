@@ -364,6 +364,17 @@ def check_errors():
             work.get_future().wait()
         assert isinstance(work.exception(), Exception) and not work.is_success()
     dist.barrier()
+    x, group = torch.ones(2, device="openreg"), dist.new_group()
+    if rank == 0:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        with pytest.raises(
+            dist.DistBackendError, match=r"occl: allreduce on rank 0 of \d failed: timed out after 100 ms"
+        ):
+            work.wait(timedelta(milliseconds=100))
+    dist.barrier()
+    work = work if rank == 0 else dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    assert x.tolist() == [dist.get_world_size()] * 2
 
 
 CHECKS = [

@@ -121,9 +121,11 @@ def test_random_operators_draw_from_the_device(x, op):
     assert first.cpu().equal(torch.rand(2, 3, generator=torch.Generator().manual_seed(3)))
 
 
-def test_no_kernel_anywhere(x):
-    with pytest.raises(
-        NotImplementedError, match="test_fallback::nowhere has no kernel for openreg and none for the CPU"
+@pytest.mark.parametrize("policy", ["allow", "error"])
+def test_no_kernel_anywhere(x, policy):
+    with (
+        fallback.policy(policy),
+        pytest.raises(NotImplementedError, match="test_fallback::nowhere has no kernel for openreg and none for the CPU"),
     ):
         ops.nowhere(x)
 

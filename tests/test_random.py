@@ -86,6 +86,8 @@ def test_generator_interface():
     first = draws(generator)
     generator.set_state(state)
     assert draws(generator) == first
+    with pytest.raises(RuntimeError, match=r"Generator.set_state\(\) expected the \d+ bytes .* but got 3"):
+        generator.set_state(state[:3])
     assert generator.seed() != 7
     assert torch.Generator("openreg").device == torch.device("openreg:0")
     with pytest.raises(RuntimeError, match="invalid device ordinal 7; there are 2 devices"):

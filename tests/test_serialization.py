@@ -10,8 +10,10 @@ import threading
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
+import safetensors.torch as st
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader
 
 from openreg_ops import get_tag, set_tag
@@ -193,15 +195,12 @@ def test_distributed_checkpoint(tmp_path):
 
 
 def test_safetensors(tmp_path):
-    safetensors = pytest.importorskip("safetensors")
-    import safetensors.torch as st
-
     x = torch.arange(3.0, device=ONE)
     st.save_file({"x": x}, tmp_path / "x.safetensors")
     y = st.load_file(tmp_path / "x.safetensors")["x"]
     assert y.equal(x.cpu())
     assert same(st.load(st.save({"x": x}))["x"].to(ONE), x)
-    with pytest.raises(safetensors.SafetensorError, match="device openreg:1 is invalid"):  # CHANGELOG.md, known limits
+    with pytest.raises(SafetensorError, match="device openreg:1 is invalid"):  # CHANGELOG.md, known limits
         st.load_file(tmp_path / "x.safetensors", device="openreg:1")
 
 
@@ -228,6 +227,7 @@ KEEPS = {
     "parameter": torch.nn.Parameter,
     "saved parameter": lambda x: round_trip(torch.nn.Parameter(x)),
     "with gradient": lambda x: x.requires_grad_().clone(),
+    "deepcopy of a parameter": lambda x: copy.deepcopy(torch.nn.Parameter(x)),
 }
 
 
@@ -249,6 +249,7 @@ def test_tags_are_the_tensors_own():
         get_tag(y + 1) is None
         and get_tag(y[1:]) is None
         and get_tag(round_trip(x)) is None
+        and get_tag(copy.deepcopy(y)) is None
         and get_tag(torch.ones(3)) is None
     )
 

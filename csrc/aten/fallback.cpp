@@ -186,6 +186,9 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const std::string name = toString(op.operator_name());
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), name,
+      " has no kernel for openreg and none for the CPU to fall back to; it was called with (", describe(*stack, count),
+      "). Register a kernel for PrivateUse1 or for the CPU.");
   if (const std::string why = refusal(op); !why.empty())
     TORCH_CHECK_NOT_IMPLEMENTED(false, why, ". It was called with (", describe(*stack, count), ").");
   for (const auto& result : schema.returns())
@@ -193,9 +196,6 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         " returns a view, which copies cannot give: the result would not share memory with its input. It was called "
         "with (",
         describe(*stack, count), "). Register a kernel for PrivateUse1.");
-  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), name,
-      " has no kernel for openreg and none for the CPU to fall back to; it was called with (", describe(*stack, count),
-      "). Register a kernel for PrivateUse1 or for the CPU.");
   bool warn;
   {
     std::lock_guard lock(state().mutex);

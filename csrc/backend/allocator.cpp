@@ -25,10 +25,10 @@ void free_device(void* pointer) {
   deallocate(pointer);
 }
 
-// Copy-on-write memory becomes a storage's own, in the order of its device's stream.
+// Copy-on-write memory becomes a storage's own, in the order of its device's stream; inside a kernel, at once.
 void copy_memory(void* to, const void* from, size_t bytes) {
   const int device = std::max(device_of(to), device_of(from));
-  if (device < 0) std::memcpy(to, from, bytes);
+  if (device < 0 || detail::held_turn) std::memcpy(to, from, bytes);
   else
     run(current_stream(device), [&] { std::memcpy(to, from, bytes); },
         {"Memcpy DtoD (Device -> Device)", Site::kCopy, bytes});

@@ -123,13 +123,14 @@ class DeviceWork final : public c10d::Work {
     std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
     if (!engine_future_) {
       if (timeout == kNoTimeout) one_at_a_time.lock();
-      else if (!one_at_a_time.try_lock_for(timeout))
-        std::rethrow_exception(explained(
-            std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
+      else if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
     }
     if (finished_) return true;
     try {
       if (!engine_->wait(timeout)) return false;
+    } catch (const c10::Error&) {
+      if (timeout != kNoTimeout && !engine_->isCompleted()) timed_out(timeout); // which the engine says without a name
+      throw;
     } catch (...) {
       std::rethrow_exception(explained(std::current_exception()));
     }
@@ -167,6 +168,10 @@ class DeviceWork final : public c10d::Work {
     }
   }
   // The engine's own errors are the network's; torch's say what is wrong as they are.
+  [[noreturn]] void timed_out(std::chrono::milliseconds timeout) const {
+    std::rethrow_exception(explained(
+        std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
+  }
   std::exception_ptr explained(const std::exception_ptr& error) const {
     try {
       std::rethrow_exception(error);

@@ -3,9 +3,12 @@
 
 #include <ATen/cpu/vec/vec.h>
 
+#include <initializer_list>
+#include <type_traits>
+
 namespace openreg::ops {
 
-// Within 1 unit in the last place for float; infinities, NaN and subnormal results as std::exp has them.
+// Within 1 unit in the last place for float; infinities and NaN as std::exp has them.
 template <class V>
 V exp(V x) {
 #if defined(CPU_CAPABILITY_AVX512)

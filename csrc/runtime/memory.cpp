@@ -84,7 +84,7 @@ class Pool {
 
   void* allocate(std::int64_t stream, std::size_t bytes, bool fails) {
     std::unique_lock lock(mutex_);
-    if (fails) fail(bytes);
+    if (fails) fail(bytes, "This was injected: see torch.openreg.faults.");
     // Refused before any rounding can overflow.
     if (bytes > device_memory()) fail(bytes);
     if (!waiting_.empty()) [[unlikely]]
@@ -292,7 +292,7 @@ class Pool {
   void give_back(char* pointer) {
     const std::size_t page = page_of(pointer);
     auto& [kind, count, stream] = pages_[page];
-    bool own = false; // of the work that is running, which nothing that is queued has seen
+    bool own = false; // of the work that is running, which has queued nothing since
     if (!ahead_.empty()) [[unlikely]]
       if (const auto made = ahead_.extract(pointer))
         own = detail::held_turn && made.mapped() == std::pair(detail::held_turn, detail::held_turn->taken);
@@ -378,14 +378,14 @@ class Pool {
       for (Usage& usage : *kind) f(usage);
   }
 
-  [[noreturn]] void fail(std::size_t bytes) {
+  [[noreturn]] void fail(std::size_t bytes, const char* advice = "Free some tensors, or raise OPENREG_DEVICE_MEMORY.") {
     ++stats_.failures;
     const std::size_t total = limit_;
     throw OutOfMemory("openreg out of memory. Tried to allocate " + format_bytes(bytes) + ". Device " +
         std::to_string(device_) + " has a total capacity of " + format_bytes(total) + " of which " +
         format_bytes(total - std::min(total, allocated())) + " is free; " + format_bytes(allocated()) +
-        " is allocated and " + format_bytes(stats_.reserved[MemoryStats::kAll].current) +
-        " is reserved by openreg. Free some tensors, or raise OPENREG_DEVICE_MEMORY.");
+        " is allocated and " + format_bytes(stats_.reserved[MemoryStats::kAll].current) + " is reserved by openreg. " +
+        advice);
   }
 
   // The first page of `length` pages of the smallest of `runs` that has as many, taken; or kNone.
@@ -424,6 +424,9 @@ class Pool {
       reclaim();
       page = take_from(free_, length);
     }
+    if (page == kNone && ahead)
+      fail(bytes,
+          "Queued work may still use what is free, and work that runs cannot wait for it: synchronize before it.");
     if (page == kNone) fail(bytes);
     if (page + length > high_water_) {
       high_water_ = page + length;

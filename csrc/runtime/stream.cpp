@@ -385,6 +385,8 @@ void detail::catch_up(Stream stream, std::source_location where) {
 }
 
 void detail::queue(Stream stream, Task task, const Site& site) {
+  if (held_turn)
+    ++held_turn->taken; // what is queued may use memory that the running work has made: see Pool::give_back
   if (profiling()) task = profiled(stream, site, std::move(task));
   queue_of(stream).push(std::move(task), site.where, /*kernel=*/true);
 }

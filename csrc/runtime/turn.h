@@ -22,7 +22,7 @@ namespace detail {
 
 struct alignas(64) TurnState {
   std::atomic<std::uint32_t> state{0}; // 1: taken; 2: and a thread waits for it
-  std::uint64_t taken = 0;             // how often; of whoever has it
+  std::uint64_t taken = 0;             // how often, by whoever has it; see also detail::queue()
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
 inline thread_local TurnState* held_turn = nullptr;

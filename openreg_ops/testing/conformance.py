@@ -216,13 +216,13 @@ class Progress:
     """A bar on a terminal, a line every half minute elsewhere."""
 
     def __init__(self, total: int, out: TextIO) -> None:
-        self.total, self.out, self.done, self.failed = total, out, 0, 0
+        self.total, self.out, self.done, self.differing = total, out, 0, 0
         self.start = self.shown = time.monotonic()
         self.live = out.isatty()
 
     def step(self, record: Record) -> None:
         self.done += 1
-        self.failed += bool(record["failures"])
+        self.differing += bool(record["failures"])  # known failures too
         now = time.monotonic()
         if now - self.shown < (0.1 if self.live else 30) and self.done < self.total:
             return
@@ -230,7 +230,7 @@ class Progress:
         left = (now - self.start) / self.done * (self.total - self.done)
         filled = 20 * self.done // self.total
         text = (
-            f"[{'#' * filled}{'.' * (20 - filled)}] {self.done}/{self.total} {self.failed} failed, "
+            f"[{'#' * filled}{'.' * (20 - filled)}] {self.done}/{self.total} {self.differing} differ, "
             f"{left / 60:.0f} min left  {record['operator']} {record['dtype']}"
         )
         print(f"\r{text:<79.79}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)

@@ -66,9 +66,11 @@ def test_all_magnitudes():
     gate = torch.cat([ends, torch.linspace(-110, 110, 200_000), torch.logspace(-40, 38, 10_000)])
     expected = gate.double() * torch.sigmoid(gate.double())
     y = swiglu(gate.to(DEVICE), torch.ones_like(gate, device=DEVICE)).cpu()
-    usual = ~(gate < -87)  # below, sigmoid is subnormal, or 0 when its denominator has overflowed
-    assert_close(y[usual], expected.float()[usual], rtol=3e-7, atol=0, equal_nan=True)
-    assert_close(y[~usual], expected.float()[~usual], rtol=0, atol=1e-35, equal_nan=True)
+    usual = ~(gate < -88)
+    assert_close(y[usual], expected.float()[usual], rtol=1e-6, atol=0, equal_nan=True)
+    assert y[gate == -torch.inf].isnan().all()
+    tiny = (gate < -88) & gate.isfinite()  # sigmoid is subnormal, or 0 when its denominator has overflowed
+    assert ((y <= 0) & (y >= 1.1 * expected.float()))[tiny].all()
 
 
 def test_saves_only_its_arguments():

@@ -243,6 +243,29 @@ void ahead() { // Note [Stream order]: what runs already must not have what queu
     if (bytes == 512) EXPECT(again == block);
     deallocate(again);
   }
+  const Stream stream = new_stream(0, 0), other = new_stream(0, 0); // and what is queued meanwhile may use its memory
+  constexpr std::size_t bytes = 1 << 20;
+  std::atomic<int> step{0};
+  unsigned char* theirs = nullptr;
+  empty_cache(0); // so that what one stream freed is what another gets
+  std::thread running([&] {
+    run(stream, [&] {
+      step = 1;
+      while (step != 2) std::this_thread::yield();
+      auto* temporary = static_cast<unsigned char*>(allocate(stream, bytes));
+      launch(stream, [=] { std::memset(temporary, 0xEE, bytes); });
+      deallocate(temporary);
+      theirs = static_cast<unsigned char*>(allocate(other, bytes));
+      std::memset(theirs, 0x11, bytes);
+    });
+  });
+  while (step != 1) std::this_thread::yield();
+  sleep_on(stream, 50'000'000);
+  step = 2;
+  running.join();
+  synchronize_stream(stream);
+  run(other, [&] { check_bytes(theirs, bytes, 0x11); });
+  deallocate(theirs);
   set_launch_mode(LaunchMode::kInline);
 }
 

@@ -19,6 +19,10 @@ at::Tensor widened(const at::Tensor& tensor) {
   return tensor.to(at::toOpMathType(tensor.scalar_type()));
 }
 
+void check_input(const char* op, const at::Tensor& input) {
+  TORCH_CHECK(input.dim() >= 2, op, ": expected an input [N, C, ...], but got one of ", input.dim(), " dimensions");
+}
+
 // A channel's value in the place of each of its elements.
 at::Tensor channels(const at::Tensor& values, const at::Tensor& input) {
   std::vector<int64_t> shape(static_cast<size_t>(input.dim()), 1);
@@ -26,8 +30,7 @@ at::Tensor channels(const at::Tensor& values, const at::Tensor& input) {
   return widened(values).view(shape);
 }
 
-std::vector<int64_t> all_but_channels(const char* op, const at::Tensor& input) {
-  TORCH_CHECK(input.dim() >= 2, op, ": expected an input [N, C, ...], but got one of ", input.dim(), " dimensions");
+std::vector<int64_t> all_but_channels(const at::Tensor& input) {
   std::vector<int64_t> dims;
   for (int64_t dim = 0; dim < input.dim(); ++dim)
     if (dim != 1) dims.push_back(dim);
@@ -35,7 +38,8 @@ std::vector<int64_t> all_but_channels(const char* op, const at::Tensor& input) {
 }
 
 std::tuple<at::Tensor, at::Tensor> stats(const at::Tensor& input, double eps) {
-  const auto [var, mean] = at::var_mean(widened(input), all_but_channels("batch_norm_stats", input), /*correction=*/0);
+  check_input("batch_norm_stats", input);
+  const auto [var, mean] = at::var_mean(widened(input), all_but_channels(input), /*correction=*/0);
   return {mean, at::rsqrt(var + eps)};
 }
 
@@ -61,12 +65,13 @@ std::tuple<at::Tensor, at::Tensor> gather_stats_with_counts(const at::Tensor& in
 std::tuple<at::Tensor, at::Tensor> gather_stats(const at::Tensor& input, const at::Tensor& mean,
     const at::Tensor& invstd, const Optional& running_mean, const Optional& running_var, double momentum, double eps,
     int64_t count) {
-  const auto counts = at::full({mean.size(0)}, count, mean.options());
+  const auto counts = at::full({mean.size(0)}, count, widened(mean).options());
   return gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts);
 }
 
 at::Tensor& elemt_out(const at::Tensor& input, const Optional& weight, const Optional& bias, const at::Tensor& mean,
     const at::Tensor& invstd, double eps, at::Tensor& out) {
+  check_input("batch_norm_elemt", input);
   TORCH_CHECK(out.sizes() == input.sizes(), "batch_norm_elemt: expected an out of the input's shape ", input.sizes(),
       ", but got ", out.sizes());
   auto result = (widened(input) - channels(mean, input)) * channels(invstd, input);
@@ -86,7 +91,8 @@ at::Tensor elemt(const at::Tensor& input, const Optional& weight, const Optional
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_reduce(const at::Tensor& grad_out,
     const at::Tensor& input, const at::Tensor& mean, const at::Tensor& invstd, const Optional& weight, bool input_g,
     bool weight_g, bool bias_g) {
-  const auto dims = all_but_channels("batch_norm_backward_reduce", input);
+  check_input("batch_norm_backward_reduce", input);
+  const auto dims = all_but_channels(input);
   const auto dy = widened(grad_out);
   const auto sum = dy.sum(dims);
   const auto sum_xmu = (dy * (widened(input) - channels(mean, input))).sum(dims);
@@ -100,7 +106,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_reduce(const
 at::Tensor backward_elemt(const at::Tensor& grad_out, const at::Tensor& input, const at::Tensor& mean,
     const at::Tensor& invstd, const Optional& weight, const at::Tensor& sum_dy, const at::Tensor& sum_dy_xmu,
     const at::Tensor& count) {
-  const auto total = count.sum().to(mean.scalar_type());
+  check_input("batch_norm_backward_elemt", input);
+  const auto total = count.sum().to(at::toOpMathType(mean.scalar_type()));
   const auto slope = widened(sum_dy_xmu) / total * invstd.square();
   auto grad = widened(grad_out) - channels(sum_dy / total, input) -
       (widened(input) - channels(mean, input)) * channels(slope, input);
