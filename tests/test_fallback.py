@@ -125,7 +125,9 @@ def test_random_operators_draw_from_the_device(x, op):
 def test_no_kernel_anywhere(x, policy):
     with (
         fallback.policy(policy),
-        pytest.raises(NotImplementedError, match="test_fallback::nowhere has no kernel for openreg and none for the CPU"),
+        pytest.raises(
+            NotImplementedError, match="test_fallback::nowhere has no kernel for openreg and none for the CPU"
+        ),
     ):
         ops.nowhere(x)
 

@@ -17,7 +17,9 @@ def test_the_nth_allocation_fails_and_nothing_is_lost():
     before = torch.openreg.memory_allocated()
     with inject("allocation", after=1) as fault:
         y = torch.empty(1000, device=DEVICE)
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 3.91 KiB.* is allocated and .* reserved .* injected"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match="Tried to allocate 3.91 KiB.* is allocated and .* reserved .* injected"
+        ):
             torch.empty(1000, device=DEVICE)
         z = x + 1  # once only
     assert fault.struck == 1 and z.sum().item() == 2000

@@ -47,8 +47,8 @@ struct OutOfMemory : std::runtime_error {
 // Memory belongs to the stream that was current when it was allocated. When it is freed while that stream
 // still has queued work, only that stream may have it again at once, because what it runs next comes
 // after; the other streams must wait until the work is done, and so must what runs on that stream already,
-// which has pages of its own meanwhile, small allocations too. Use on another stream is known to the allocator only by record_stream():
-// freed memory then waits for that stream too.
+// which has pages of its own meanwhile, small allocations too. Use on another stream is known to the
+// allocator only by record_stream(): freed memory then waits for that stream too.
 
 // An allocation of more than half a page has pages of its own.
 inline constexpr std::size_t kMemoryPage = 64 * 1024;

@@ -57,6 +57,8 @@ class OpenregTestBase(PrivateUse1TestBase):
         },
         # They expect the dispatcher's sentence for an operator that is missing, and files of results named by device.
         "TestSparse": {"test_empty_like", "test_print_coalesced", "test_print_uncoalesced"},
+        # What overflows is NaN in other elements by the CPU's vector and scalar pow: PyTorch skips it on "cpu" as flaky.
+        "TestForeach": {"test_parity__foreach_pow_slowpath_inplace_openreg_complex64"},
         # The CPU has no such kernel either, but the test is skipped there.
         "TestSparseAny": {
             "test_binary_operation_mul_SparseCOO_openreg_bool",
