@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 
 import pytest
 import torch
@@ -81,6 +82,45 @@ def test_implicit_composite_decomposes_at_autograd(library, x):
     assert log[0] == "part CompositeExplicitAutograd" and log[-1] == "own PrivateUse1"
 
 
+@pytest.mark.parametrize(
+    "op, dtype, tree",
+    [
+        # Two casts, and then the call that the kernel makes.
+        ("mm", torch.float32, ["mm Autocast", " _to_copy own", " _to_copy own", " mm Autograd", "  mm shared"]),
+        ("mm", torch.bfloat16, ["mm Autocast", " mm Autograd", "  mm shared"]),
+        # The parts of a CompositeImplicit are in that call; its casts are before it.
+        ("matmul", torch.float32,
+         ["matmul Autocast", " _to_copy own", " _to_copy own", " matmul composite", "  mm Autograd", "   mm shared"]),
+        # Autocast sets the dtype argument, and softmax itself casts.
+        ("softmax", torch.float32, ["softmax Autocast", " softmax composite", "  _softmax Autograd", "   _softmax shared"]),
+        ("softmax", torch.float16,
+         ["softmax Autocast", " softmax composite", "  _to_copy own", "  _softmax Autograd", "   _softmax shared"]),
+    ],
+)  # fmt: skip
+def test_the_autocast_kernel_makes_a_call_of_its_own(op, dtype, tree):
+    x = torch.ones(3, 3, dtype=dtype, device="openreg")
+    with torch.autocast("openreg", torch.bfloat16):
+        explained = explain(op, x, 1 if op == "softmax" else x, run=True)
+    short = []
+    for line in explained.trace():
+        margin, kind, name, key, has = re.fullmatch(
+            r"( *)\[(\w+)\] op=\[aten::(\w+)\S*\], key=\[(\w+?)(?:PrivateUse1)?\](?:  (\w+))?", line
+        ).groups()
+        assert kind == ("call" if key == "Autocast" or key == "Autograd" else "redispatch")
+        if name != "_to_copy" or has:  # it passes three keys
+            short.append(f"{margin[: len(margin) - 2 * (name == '_to_copy')]}{name} {has or key}")
+    assert short == tree
+    assert explained.steps[0].does.endswith("the next steps are in the call that it makes")
+
+
+def test_refused_by_autocast():
+    x = torch.ones(3, device="openreg")
+    with torch.autocast("openreg", torch.bfloat16):
+        explained = explain("binary_cross_entropy", x, x, run=True)
+    assert explained.outcome.startswith("raised RuntimeError: binary_cross_entropy: unsafe to autocast")
+    assert explained.trace() == ["[call] op=[aten::binary_cross_entropy], key=[AutocastPrivateUse1]"]
+
+
 def test_fallback_and_refusal(library, x):
     explained = explain("test_explain::fallen", x, run=True)
     assert (explained.has.kind, log) == ("fallback", ["fallen CPU"])
@@ -142,7 +182,7 @@ def test_command(capsys):
     )
     assert status == 0, said
     assert "[call] op=[aten::linear], key=[AutocastPrivateUse1]" in said.out
-    assert " [redispatch] op=[aten::linear], key=[AutogradPrivateUse1]" in said.out
+    assert " [call] op=[aten::linear], key=[AutogradPrivateUse1]  composite" in said.out
     assert "\n  [call] op=[aten::mm], key=[AutogradPrivateUse1]" in said.out or "addmm" in said.out
     assert all(len(line) <= 80 for line in said.out.splitlines())
     status, said = command(capsys, "_cudnn_rnn", "--json", "-")

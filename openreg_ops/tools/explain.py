@@ -73,12 +73,21 @@ class Explanation:
 
     def trace(self) -> list[str]:
         """The calls, in the form of TORCH_SHOW_DISPATCH_TRACE."""
-        calls = self.calls
-        top = Call(self.operator, self.has.kind, [s.key for s in self.steps], 0, 0, 0.0)
-        if not calls or calls[0].name != self.operator:
-            deeper = [dataclasses.replace(call, depth=call.depth + 1) for call in calls]
-            return trace_lines([(top, self.steps), *((call, None) for call in deeper)], self.target.key)
-        return trace_lines([(calls[0], self.steps), *((call, None) for call in calls[1:])], self.target.key)
+        top = Call(self.operator, self.has.kind, [], 0, 0, 0.0)
+        if not self.steps[0].key.startswith("Autocast"):
+            return trace_lines(_around(top, self.steps, self.calls), self.target.key)
+        # The kernel casts and calls the operator anew. That call is among the recorded, but for a CompositeImplicit's,
+        # of which only the parts are: then it comes after the casts. A kernel that sets the dtype argument makes none.
+        casts = len(self.calls)
+        again = []
+        if self.steps[-1].does.startswith("decomposes"):
+            sets = any(a.name == "dtype" for a in dispatch.schema(self.operator).arguments)
+            other = (i for i, c in enumerate(self.calls) if not c.depth and (sets or c.name != "aten::_to_copy"))
+            casts = next(other, casts)
+            again = _around(top, self.steps[1:], self.calls[casts:])
+        inside = [*((call, None) for call in self.calls[:casts]), *again]
+        deeper = [(dataclasses.replace(call, depth=call.depth + 1), steps) for call, steps in inside]
+        return trace_lines([(dataclasses.replace(top, has=""), self.steps[:1]), *deeper], self.target.key)
 
     def dict(self) -> dict[str, Any]:
         steps = [dataclasses.asdict(s) for s in self.steps]
@@ -90,6 +99,13 @@ class Explanation:
         }  # fmt: skip
 
 
+def _around(top: Call, steps: list[Step], calls: list[Call]) -> list[tuple[Call, list[Step] | None]]:
+    """The recorded calls with `steps` for the first if it is `top`, or inside `top`, which was not recorded."""
+    if calls and calls[0].name == top.name:
+        return [(calls[0], steps), *((call, None) for call in calls[1:])]
+    return [(top, steps), *((dataclasses.replace(call, depth=call.depth + 1), None) for call in calls)]
+
+
 def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> list[str]:
     """Calls in the form of the dispatch trace; the steps of a call are found where they are not given."""
     lines, margins = [], [0]  # of the calls at each depth
@@ -99,7 +115,7 @@ def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> li
         for i, each in enumerate(steps):
             tail = "" if i < len(steps) - 1 else f"  {call.has}"
             margin = " " * (margins[-1] + i)
-            lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}")
+            lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}".rstrip())
         if call.error:
             lines.append(f"{' ' * margins[-1]} raised {call.error}")
         margins.append(margins[-1] + len(steps))
@@ -127,6 +143,9 @@ def explain(
     if not given and any("Tensor" in str(a.type) for a in dispatch.schema(name).arguments):
         keys = [f"Autograd{target.key}", "ADInplaceOrView", target.key]  # as a plain tensor's
     steps = path(name, keys, target.key)
+    if steps and steps[0].key.startswith("Autocast"):
+        does = f"{steps[0].does}; the next steps are in the call that it makes"
+        steps[0] = dataclasses.replace(steps[0], does=does)
     table = dispatch.kernels(name)
     others = []
     for form in ALWAYS:
