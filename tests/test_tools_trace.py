@@ -118,6 +118,31 @@ def test_waits():
     assert ".item()" in open(__file__).read().splitlines()[int(line.rpartition(":")[2]) - 1]
 
 
+def test_waits_of_no_operator():
+    x, event = torch.ones(4, device="openreg"), torch.openreg.Event()
+    patched = [(torch.Stream, "synchronize"), (torch.Event, "synchronize"), (torch.Tensor, "__repr__")]
+    before = [vars(kind)[name] for kind, name in patched]
+    with openreg_ops.trace() as recorded:
+        str(x), f"{x}"
+        f"{x.sum():.2f}"  # reads the number
+        event.record()
+        event.synchronize()
+        torch.openreg.current_stream().synchronize()
+        torch.Stream("openreg").synchronize()
+        torch.equal(x, x)
+        str(torch.ones(4))  # no wait: on the CPU
+    assert [vars(kind)[name] for kind, name in patched] == before
+    event.synchronize(), str(x)  # after it
+    lines = open(__file__).read().splitlines()
+    why = Counter()
+    for reason, where, count in recorded.waits():
+        why[reason] += count
+        line = lines[int(where.rpartition(":")[2]) - 1]
+        sign = {"print": "str(x)", "item": "f", "value from data": "equal"}.get(reason, "synchronize()")
+        assert where.startswith(os.path.relpath(__file__)) and sign in line
+    assert why == {"print": 2, "item": 1, "Event.synchronize": 1, "Stream.synchronize": 2, "value from data": 1}
+
+
 def test_ranks_by_what_a_kernel_saves(library):
     x = torch.ones(4, device="openreg")
     with openreg_ops.trace() as recorded:
