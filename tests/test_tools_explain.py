@@ -189,5 +189,9 @@ def test_command(capsys):
     assert status == 1 and json.loads(said.out)["has"] == "refused"
     status, said = command(capsys, "mm", "--device", "cuda")
     assert status == 0 and "CUDA" in said.out
+    for words in (["--input", "f32[3], f32[3]", "--device", "maia"], ["--input", "f32[3]@maia, f32[3]"]):
+        status, said = command(capsys, "add", *words)
+        assert status == 2 and said.err.startswith("explain: maia cannot be used here: ") and not said.out
+        assert said.err.endswith("; `operators` and `explain` without --input need no device\n")
     status, said = command(capsys, "mm", "--input", "f32[2]@nowhere")
     assert status == 2 and "nowhere" in said.err

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import openreg_ops
+from openreg_ops.tools.forms import Wrong
 from openreg_ops.tools.trace import Trace, add_arguments, main
 
 
@@ -263,6 +264,12 @@ def test_json_has_stdout_to_itself(tmp_path):
 def test_command_says_what_is_wrong(tmp_path, capsys):
     assert command(tmp_path / "none.py") == 2
     assert "there is no file" in capsys.readouterr().err
+    (tmp_path / "good.py").write_text("raise AssertionError('it does not run')")
+    assert command("--device", "maia", tmp_path / "good.py") == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("trace: maia cannot be used here: ") and not said.out
+    with pytest.raises(Wrong, match="openreg:99 cannot be used here: openreg: invalid device ordinal 99; there are"):
+        Trace("openreg:99")
     (tmp_path / "bad.py").write_text("import torch; torch.ones(2, device='openreg'); raise KeyError('x')")
     assert command(tmp_path / "bad.py") == 1
     said = capsys.readouterr()

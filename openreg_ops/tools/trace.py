@@ -66,6 +66,7 @@ class Trace:
 
     def __init__(self, device: str | None = None, key: str | None = None, name: str = "") -> None:
         self.target = dispatch.target(device, key)
+        dispatch.usable(self.target.device)
         self.name = name
         self.calls: list[Call] = []
         self.others: list[tuple[str, str]] = []  # waits that are no operator's: what, and the program's line
