@@ -167,6 +167,17 @@ def test_overloads():
         explain("mm", x)
 
 
+def test_eighty_columns(library, capsys):
+    _, said = command(capsys, "add.Tensor", "--key", "CUDA")
+    assert all(len(line) <= 80 for line in said.out.splitlines()), said.out
+    assert re.search(r"^    ATen/RegisterCompositeExplicitAutogradNonFunctional\S*:\d+$", said.out, re.M)
+    status, said = command(capsys, "test_explain::bare", "--input", "f32[3]@openreg")
+    assert all(len(line) <= 80 for line in said.out.splitlines()), said.out
+    last = " ".join(said.out.partition("\nIt ")[2].split())
+    assert status == 1 and last.startswith("raised NotImplementedError: ") and last.endswith("CPU.")
+    assert " ".join(said.out.split()).count(last) == 2  # below the call, too
+
+
 def command(capsys, *words):
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -16,7 +16,7 @@ import torch
 
 import openreg_ops
 from openreg_ops.tools.forms import Wrong
-from openreg_ops.tools.trace import Trace, add_arguments, main
+from openreg_ops.tools.trace import Candidate, Row, Trace, add_arguments, main
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +198,19 @@ def test_the_cpu():
     with Trace("cpu") as recorded:
         torch.ones(3).sum()
     assert rows(recorded)["aten::sum"].calls == 1
+
+
+def test_eighty_columns(monkeypatch):
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        x.abs()
+    name = "library::an_operator_of_a_long_name.with_a_long_overload"
+    row = Row(name, "composite", 123456, 0.1234, 0.1234, 0.1, 123456789, 12345)
+    monkeypatch.setattr(recorded, "rows", lambda: [row])
+    recorded.candidates = [Candidate(name, "composite", 123456, 0.1234, 0.1234, 0.1234)]
+    lines = recorded.text().splitlines()
+    assert max(map(len, lines)) == 80, lines
+    assert len([line for line in lines if re.match(r"library::\S+\.\.\.\S*load +composite ", line)]) == 2
 
 
 # ---- the command ----

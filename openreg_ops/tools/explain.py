@@ -48,8 +48,10 @@ class Explanation:
         for each in shown:
             does = textwrap.wrap(each.does, forms.WIDTH - width - 5) or [""]
             lines.append(f"{numbers.get(id(each), ''):>2} {each.key:{width}}  {does[0]}".rstrip())
-            more = [*does[1:], each.where] if id(each) in numbers else does[1:]
-            lines += [f"{'':{width + 5}}{line}" for line in more if line]
+            lines += [f"{'':{width + 5}}{line}" for line in does[1:]]
+            if id(each) in numbers and each.where:
+                margin = width + 5 if width + 5 + len(each.where) <= forms.WIDTH else 4
+                lines.append(" " * margin + forms.cut(each.where, forms.WIDTH - margin))
         lines += ["", *forms.wrapped([self.conclusion()], 0)]
         if self.calls or self.outcome:
             lines += ["", *self.trace(), *forms.wrapped([f"It {self.outcome}."], 0)]
@@ -117,7 +119,7 @@ def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> li
             margin = " " * (margins[-1] + i)
             lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}".rstrip())
         if call.error:
-            lines.append(f"{' ' * margins[-1]} raised {call.error}")
+            lines += forms.wrapped([f"raised {call.error}"], margins[-1] + 1)
         margins.append(margins[-1] + len(steps))
     return lines
 
@@ -206,7 +208,7 @@ def _run(explanation: Explanation, args: tuple, kwargs: dict) -> None:
             out = function(*args, **kwargs)
             explanation.outcome = f"returned {_described((out,), {})}"
         except Exception as error:
-            explanation.outcome = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            explanation.outcome = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(".")
     explanation.calls = recorder.calls
 
 

@@ -89,10 +89,9 @@ class Operators:
     def text(self, totals: bool = False) -> str:
         lines = []
         if self.entries and not totals:
-            rows = [["class", self.target.device, ""]] + [[e.kind, e.has, ", ".join(e.traits)] for e in self.entries]
-            width = forms.WIDTH - 6 - sum(max(len(row[i]) for row in rows) for i in range(3))
-            named = zip(["operator", *(forms.cut(e.name, width) for e in self.entries)], rows, strict=True)
-            lines += [*forms.table([[name, *row] for name, row in named], left=4), ""]
+            rows = [["operator", "class", self.target.device, ""]]
+            rows += [[e.name, e.kind, e.has, ", ".join(e.traits)] for e in self.entries]
+            lines += [*forms.table(rows, left=4, fit=True), ""]
         lines.append(f"{len(self.entries)} operators of torch {torch.__version__}; {self.target.key}:")
         return "\n".join([*lines, *forms.table(self._totals(), left=1)])
 

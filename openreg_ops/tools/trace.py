@@ -121,11 +121,11 @@ class Trace:
             return "\n".join([*lines, f"No operator touched a tensor of {self.target.device}."])
         table = [["operator", "by", "calls", "time", "each", "bytes", "waits"]]
         table += [
-            [forms.cut(r.operator, 32), r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.seconds / r.calls),
+            [r.operator, r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.seconds / r.calls),
              forms.size(r.bytes), r.waits or ""]
             for r in rows[:top]
         ]  # fmt: skip
-        lines += forms.table(table, left=2)
+        lines += forms.table(table, left=2, fit=True)
         if len(rows) > top:
             rest = rows[top:]
             lines.append(f"and {len(rest)} more, {forms.seconds(sum(r.seconds for r in rest))} (--top {len(rows)})")
@@ -156,14 +156,14 @@ class Trace:
             return ["Every operator that takes time has a kernel."]
         rows = [["write these kernels next", "by", "calls", "now", "kernel", "saves"]]
         rows += [
-            [forms.cut(c.operator, 36), c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))]
+            [c.operator, c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))]
             for c in self.candidates[:top]
         ]
         note = (
             "kernel: at least its launches and its tensors read and written once, at speeds measured here, or the longest "
             "of its parts now; so it saves that at most. Savings overlap where one contains another."
         )
-        return [*forms.table(rows, left=2), *forms.wrapped([note], 0)]
+        return [*forms.table(rows, left=2, fit=True), *forms.wrapped([note], 0)]
 
     def dict(self) -> dict[str, Any]:
         return {
