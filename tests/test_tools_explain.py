@@ -159,6 +159,11 @@ def test_overloads():
     assert explain("add", x, 1).operator == explain("aten::add", x, x).operator == "aten::add.Tensor"
     assert explain("sum", x, [0]).operator == "aten::sum.dim_IntList"
     assert explain("aten::relu.default").operator == "aten::relu"
+    assert explain("add").operator == "aten::add.Tensor" and explain("sum").operator == "aten::sum"
+    assert explain("sum.default").overloads == explain("add.Scalar").overloads == []
+    assert explain("pow").operator == "aten::pow.Tensor_Tensor"  # the most tensors
+    assert explain("max").operator == "aten::max" and "dim" in explain("max").overloads
+    assert "\nother overloads: Scalar, out, Scalar_out\ncalled" in explain("add").text()
     with pytest.raises(Wrong, match="there is no operator aten::ad; for one of another library, import that first"):
         explain("ad", x)
     with pytest.raises(Wrong, match=r"there is no operator aten::add.Ten; there are aten::add.Scalar, "):

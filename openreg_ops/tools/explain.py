@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,9 +39,13 @@ class Explanation:
     others: list[Step]  # keys that the call does not have, or falls through
     calls: list[Call]  # made by running it
     outcome: str  # what running it gave
+    overloads: list[str]  # others that the operator has, where the call does not say which
 
     def text(self) -> str:
-        lines = [*forms.wrapped([self.schema, f"called with {self.called}; torch {torch.__version__}"], 0), ""]
+        head = [self.schema, f"called with {self.called}; torch {torch.__version__}"]
+        if self.overloads:
+            head.insert(1, f"other overloads: {', '.join(self.overloads)}")
+        lines = [*forms.wrapped(head, 0), ""]
         order = {key: i for i, key in enumerate(reversed([*dispatch.kernels(self.operator)]))}
         shown = sorted([*self.steps, *self.others], key=lambda s: order.get(s.key, len(order)))
         numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}
@@ -97,6 +102,7 @@ class Explanation:
             "operator": self.operator, "schema": self.schema, "called": self.called, "torch": torch.__version__,
             "device": self.target.device, "key": self.target.key, "has": self.has.kind, "why": self.has.why,
             "steps": steps, "conclusion": self.conclusion(), "outcome": self.outcome,
+            "overloads": self.overloads,
             "calls": [{"operator": c.name, "has": c.has, "depth": c.depth} for c in self.calls],
         }  # fmt: skip
 
@@ -130,12 +136,13 @@ def explain(
     """The path of ``op(*args, **kwargs)`` in the modes in force (autocast, inference); without arguments, on `target`.
 
     Args:
-        op: ``"aten::add.Tensor"``; ``"aten::add"`` or ``"add"`` takes the overload of the arguments, or the first.
+        op: ``"aten::add.Tensor"``; ``"aten::add"`` or ``"add"`` takes the overload of the arguments, or one of tensors.
         run: also call it, and say what happened inside; writes to `args` if the operator does.
     Raises:
         Wrong: no such operator, or no overload of it takes these arguments.
     """
     name = _resolve(op, args, kwargs)
+    overloads = _overloads(name, dispatch.names()) if "." not in op and not (args or kwargs) else []
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
     if target is None:
         places = [t.device for t in tensors if t.device.type != "cpu"] or [t.device for t in tensors]
@@ -163,6 +170,7 @@ def explain(
     explanation = Explanation(
         name, str(dispatch.schema(name)), _described(args, kwargs) if given else f"nothing; as on {target.device}",
         dispatch.Target(target.device, last), has, steps, others, [], "",
+        [each.partition(".")[2] or "default" for each in overloads if each != name],
     )  # fmt: skip
     if run:
         _run(explanation, args, kwargs)
@@ -173,13 +181,12 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
     op = op if "::" in op else f"aten::{op}"
     known = set(dispatch.names())
     if "." in op or not (args or kwargs):
-        overloads = sorted(name for name in known if name.partition(".")[0] == op.partition(".")[0])
-        if op.endswith(".default"):
-            op = op.removesuffix(".default")
-        if op in known:
-            return op
+        overloads = _overloads(op, known)
+        if "." in op and op.removesuffix(".default") in known:
+            return op.removesuffix(".default")
         if overloads and "." not in op:
             return overloads[0]
+        overloads.sort()
         raise Wrong(f"there is no operator {op}" + (f"; there are {', '.join(overloads)}" if overloads else ""))
     if not any(name.partition(".")[0] == op for name in known):
         raise Wrong(f"there is no operator {op}; for one of another library, import that first")
@@ -188,6 +195,17 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
     except RuntimeError as error:
         raise Wrong(f"no overload of {op} takes {_described(args, kwargs)}: {str(error).splitlines()[0]}") from None
     return op if overload in ("", "default") else f"{op}.{overload}"
+
+
+def _overloads(op: str, known: Iterable[str]) -> list[str]:
+    """Every overload of an operator: Tensor, the default, and the one of most tensors first, what writes to out last."""
+
+    def order(name: str) -> tuple:
+        arguments, overload = dispatch.schema(name).arguments, name.partition(".")[2]
+        tensors = sum(str(a.type) == "Tensor" for a in arguments)
+        return any(a.is_out for a in arguments), overload != "Tensor", overload != "", -tensors, name
+
+    return sorted((name for name in known if name.partition(".")[0] == op.partition(".")[0]), key=order)
 
 
 def _described(args: tuple, kwargs: dict) -> str:
