@@ -33,6 +33,9 @@ def test_a_run_is_resumed_and_judged(tmp_path, capsys):
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 5
 
     assert conformance.main(command("--ops", "no such operator")) == 2
+    capsys.readouterr()
+    assert conformance.main(command("--device", "maia", "--ops", "^add$")) == 2
+    assert capsys.readouterr().err.startswith("conformance: maia cannot be used here: ")
 
 
 def test_a_worker_that_hangs_or_dies_costs_one_case():

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 
 import pytest
 import torch
@@ -81,6 +82,45 @@ def test_implicit_composite_decomposes_at_autograd(library, x):
     assert log[0] == "part CompositeExplicitAutograd" and log[-1] == "own PrivateUse1"
 
 
+@pytest.mark.parametrize(
+    "op, dtype, tree",
+    [
+        # Two casts, and then the call that the kernel makes.
+        ("mm", torch.float32, ["mm Autocast", " _to_copy own", " _to_copy own", " mm Autograd", "  mm shared"]),
+        ("mm", torch.bfloat16, ["mm Autocast", " mm Autograd", "  mm shared"]),
+        # The parts of a CompositeImplicit are in that call; its casts are before it.
+        ("matmul", torch.float32,
+         ["matmul Autocast", " _to_copy own", " _to_copy own", " matmul composite", "  mm Autograd", "   mm shared"]),
+        # Autocast sets the dtype argument, and softmax itself casts.
+        ("softmax", torch.float32, ["softmax Autocast", " softmax composite", "  _softmax Autograd", "   _softmax shared"]),
+        ("softmax", torch.float16,
+         ["softmax Autocast", " softmax composite", "  _to_copy own", "  _softmax Autograd", "   _softmax shared"]),
+    ],
+)  # fmt: skip
+def test_the_autocast_kernel_makes_a_call_of_its_own(op, dtype, tree):
+    x = torch.ones(3, 3, dtype=dtype, device="openreg")
+    with torch.autocast("openreg", torch.bfloat16):
+        explained = explain(op, x, 1 if op == "softmax" else x, run=True)
+    short = []
+    for line in explained.trace():
+        margin, kind, name, key, has = re.fullmatch(
+            r"( *)\[(\w+)\] op=\[aten::(\w+)\S*\], key=\[(\w+?)(?:PrivateUse1)?\](?:  (\w+))?", line
+        ).groups()
+        assert kind == ("call" if key == "Autocast" or key == "Autograd" else "redispatch")
+        if name != "_to_copy" or has:  # it passes three keys
+            short.append(f"{margin[: len(margin) - 2 * (name == '_to_copy')]}{name} {has or key}")
+    assert short == tree
+    assert explained.steps[0].does.endswith("the next steps are in the call that it makes")
+
+
+def test_refused_by_autocast():
+    x = torch.ones(3, device="openreg")
+    with torch.autocast("openreg", torch.bfloat16):
+        explained = explain("binary_cross_entropy", x, x, run=True)
+    assert explained.outcome.startswith("raised RuntimeError: binary_cross_entropy: unsafe to autocast")
+    assert explained.trace() == ["[call] op=[aten::binary_cross_entropy], key=[AutocastPrivateUse1]"]
+
+
 def test_fallback_and_refusal(library, x):
     explained = explain("test_explain::fallen", x, run=True)
     assert (explained.has.kind, log) == ("fallback", ["fallen CPU"])
@@ -119,12 +159,28 @@ def test_overloads():
     assert explain("add", x, 1).operator == explain("aten::add", x, x).operator == "aten::add.Tensor"
     assert explain("sum", x, [0]).operator == "aten::sum.dim_IntList"
     assert explain("aten::relu.default").operator == "aten::relu"
+    assert explain("add").operator == "aten::add.Tensor" and explain("sum").operator == "aten::sum"
+    assert explain("sum.default").overloads == explain("add.Scalar").overloads == []
+    assert explain("pow").operator == "aten::pow.Tensor_Tensor"  # the most tensors
+    assert explain("max").operator == "aten::max" and "dim" in explain("max").overloads
+    assert "\nother overloads: Scalar, out, Scalar_out\ncalled" in explain("add").text()
     with pytest.raises(Wrong, match="there is no operator aten::ad; for one of another library, import that first"):
         explain("ad", x)
     with pytest.raises(Wrong, match=r"there is no operator aten::add.Ten; there are aten::add.Scalar, "):
         explain("add.Ten", x, x)
     with pytest.raises(Wrong, match=r"no overload of aten::mm takes float32\[2\]@openreg:0"):
         explain("mm", x)
+
+
+def test_eighty_columns(library, capsys):
+    _, said = command(capsys, "add.Tensor", "--key", "CUDA")
+    assert all(len(line) <= 80 for line in said.out.splitlines()), said.out
+    assert re.search(r"^    ATen/RegisterCompositeExplicitAutogradNonFunctional\S*:\d+$", said.out, re.M)
+    status, said = command(capsys, "test_explain::bare", "--input", "f32[3]@openreg")
+    assert all(len(line) <= 80 for line in said.out.splitlines()), said.out
+    last = " ".join(said.out.partition("\nIt ")[2].split())
+    assert status == 1 and last.startswith("raised NotImplementedError: ") and last.endswith("CPU.")
+    assert " ".join(said.out.split()).count(last) == 2  # below the call, too
 
 
 def command(capsys, *words):
@@ -142,12 +198,16 @@ def test_command(capsys):
     )
     assert status == 0, said
     assert "[call] op=[aten::linear], key=[AutocastPrivateUse1]" in said.out
-    assert " [redispatch] op=[aten::linear], key=[AutogradPrivateUse1]" in said.out
+    assert " [call] op=[aten::linear], key=[AutogradPrivateUse1]  composite" in said.out
     assert "\n  [call] op=[aten::mm], key=[AutogradPrivateUse1]" in said.out or "addmm" in said.out
     assert all(len(line) <= 80 for line in said.out.splitlines())
     status, said = command(capsys, "_cudnn_rnn", "--json", "-")
     assert status == 1 and json.loads(said.out)["has"] == "refused"
     status, said = command(capsys, "mm", "--device", "cuda")
     assert status == 0 and "CUDA" in said.out
+    for words in (["--input", "f32[3], f32[3]", "--device", "maia"], ["--input", "f32[3]@maia, f32[3]"]):
+        status, said = command(capsys, "add", *words)
+        assert status == 2 and said.err.startswith("explain: maia cannot be used here: ") and not said.out
+        assert said.err.endswith("; `operators` and `explain` without --input need no device\n")
     status, said = command(capsys, "mm", "--input", "f32[2]@nowhere")
     assert status == 2 and "nowhere" in said.err

@@ -305,6 +305,13 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert "aten::mm.dtype</th>" in (tmp_path / "page.html").read_text()
     status, said = command(capsys, monkeypatch, "--elsewhere", "--ops", "rnn")
     assert status == 0 and "aten::_cudnn_rnn " in said.out
+    status, said = command(capsys, monkeypatch, "--ops", "^aten::(add|square)", "--optional", "--json", "-")
+    found = {entry["name"]: entry["kind"] for entry in json.loads(said.out)["operators"]}
+    assert found["aten::add.Scalar"] == "explicit" and found["aten::square"] == "implicit"
+    assert status == 0 and set(found.values()) == {"explicit", "implicit"}
+    status, said = command(capsys, monkeypatch, "--ops", "zzzz")
+    assert status == 2 and said.err == "operators: nothing matches --ops 'zzzz'\n"
+    assert command(capsys, monkeypatch, "--ops", "cudnn_rnn", "--optional")[0] == 0  # matches, and none is left
     status, said = command(capsys, monkeypatch, "--device", "nope")
     assert status == 2 and "there is no device nope" in said.err
     status, said = command(capsys, monkeypatch, "--key", "PrivatUse1")

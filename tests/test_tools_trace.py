@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import openreg_ops
-from openreg_ops.tools.trace import Trace, add_arguments, main
+from openreg_ops.tools.forms import Wrong
+from openreg_ops.tools.trace import Candidate, Row, Trace, add_arguments, main
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,31 @@ def test_waits():
     assert ".item()" in open(__file__).read().splitlines()[int(line.rpartition(":")[2]) - 1]
 
 
+def test_waits_of_no_operator():
+    x, event = torch.ones(4, device="openreg"), torch.openreg.Event()
+    patched = [(torch.Stream, "synchronize"), (torch.Event, "synchronize"), (torch.Tensor, "__repr__")]
+    before = [vars(kind)[name] for kind, name in patched]
+    with openreg_ops.trace() as recorded:
+        str(x), f"{x}"
+        f"{x.sum():.2f}"  # reads the number
+        event.record()
+        event.synchronize()
+        torch.openreg.current_stream().synchronize()
+        torch.Stream("openreg").synchronize()
+        torch.equal(x, x)
+        str(torch.ones(4))  # no wait: on the CPU
+    assert [vars(kind)[name] for kind, name in patched] == before
+    event.synchronize(), str(x)  # after it
+    lines = open(__file__).read().splitlines()
+    why = Counter()
+    for reason, where, count in recorded.waits():
+        why[reason] += count
+        line = lines[int(where.rpartition(":")[2]) - 1]
+        sign = {"print": "str(x)", "item": "f", "value from data": "equal"}.get(reason, "synchronize()")
+        assert where.startswith(os.path.relpath(__file__)) and sign in line
+    assert why == {"print": 2, "item": 1, "Event.synchronize": 1, "Stream.synchronize": 2, "value from data": 1}
+
+
 def test_ranks_by_what_a_kernel_saves(library):
     x = torch.ones(4, device="openreg")
     with openreg_ops.trace() as recorded:
@@ -172,6 +198,19 @@ def test_the_cpu():
     with Trace("cpu") as recorded:
         torch.ones(3).sum()
     assert rows(recorded)["aten::sum"].calls == 1
+
+
+def test_eighty_columns(monkeypatch):
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        x.abs()
+    name = "library::an_operator_of_a_long_name.with_a_long_overload"
+    row = Row(name, "composite", 123456, 0.1234, 0.1234, 0.1, 123456789, 12345)
+    monkeypatch.setattr(recorded, "rows", lambda: [row])
+    recorded.candidates = [Candidate(name, "composite", 123456, 0.1234, 0.1234, 0.1234)]
+    lines = recorded.text().splitlines()
+    assert max(map(len, lines)) == 80, lines
+    assert len([line for line in lines if re.match(r"library::\S+\.\.\.\S*load +composite ", line)]) == 2
 
 
 # ---- the command ----
@@ -238,6 +277,12 @@ def test_json_has_stdout_to_itself(tmp_path):
 def test_command_says_what_is_wrong(tmp_path, capsys):
     assert command(tmp_path / "none.py") == 2
     assert "there is no file" in capsys.readouterr().err
+    (tmp_path / "good.py").write_text("raise AssertionError('it does not run')")
+    assert command("--device", "maia", tmp_path / "good.py") == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("trace: maia cannot be used here: ") and not said.out
+    with pytest.raises(Wrong, match="openreg:99 cannot be used here: openreg: invalid device ordinal 99; there are"):
+        Trace("openreg:99")
     (tmp_path / "bad.py").write_text("import torch; torch.ones(2, device='openreg'); raise KeyError('x')")
     assert command(tmp_path / "bad.py") == 1
     said = capsys.readouterr()

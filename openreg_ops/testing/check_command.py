@@ -14,7 +14,7 @@ import torch
 
 from openreg_ops.testing.checker import Sample, check
 from openreg_ops.testing.checks import CHECKS
-from openreg_ops.tools import forms
+from openreg_ops.tools import dispatch, forms
 from openreg_ops.tools.forms import Wrong
 
 DTYPES = {
@@ -161,6 +161,7 @@ def _value(text: str, numbers: torch.Generator, device: str) -> Any:
             place = torch.device(match[4] or device)
         except RuntimeError as error:
             raise Wrong(f"{text}: {str(error).splitlines()[0]}") from None
+        dispatch.usable(str(place))
         shape = [int(size) for size in match[2].split(",") if size.strip()]
         dtype = _dtype(match[1])
         if dtype.is_floating_point or dtype.is_complex:

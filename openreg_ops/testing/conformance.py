@@ -309,6 +309,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         dispatch.load(arguments.modules)
         dispatch.target(arguments.device)
+        dispatch.usable(arguments.device)
         if arguments.against and not arguments.against.is_file():
             raise Wrong(f"there is no results file {arguments.against}")
         if arguments.worker:

@@ -102,10 +102,10 @@ class Drift:
                 *forms.wrapped([", ".join(self.derivatives)], 2),
             ]
         if self.backend:
-            lines += ["", self.verdict()]
+            lines += ["", *forms.wrapped([self.verdict()], 0)]
             for trouble in sorted(self.troubles, key=lambda t: not t.breaks):
                 mark = "BREAKS" if trouble.breaks else "look at"
-                lines += [f"  {mark} {trouble.operator}{f'  {trouble.where}' if trouble.where else ''}"]
+                lines += _hanging(f"{mark} {trouble.operator}  {trouble.where}".rstrip(), "  ")
                 lines += forms.wrapped([trouble.why])
         return "\n".join(lines)
 
@@ -142,8 +142,8 @@ class Drift:
 
 
 def _hanging(text: str, mark: str) -> list[str]:
-    lines = forms.wrapped([text], len(mark))
-    return [mark + lines[0].strip(), *(" " * 2 + line for line in lines[1:])] if lines else []
+    first, *more = forms.wrapped([text], len(mark) + 2) or [""]
+    return [mark + first.strip(), *more] if first else []
 
 
 # ---- comparing ----

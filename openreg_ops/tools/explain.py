@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,9 +39,13 @@ class Explanation:
     others: list[Step]  # keys that the call does not have, or falls through
     calls: list[Call]  # made by running it
     outcome: str  # what running it gave
+    overloads: list[str]  # others that the operator has, where the call does not say which
 
     def text(self) -> str:
-        lines = [*forms.wrapped([self.schema, f"called with {self.called}; torch {torch.__version__}"], 0), ""]
+        head = [self.schema, f"called with {self.called}; torch {torch.__version__}"]
+        if self.overloads:
+            head.insert(1, f"other overloads: {', '.join(self.overloads)}")
+        lines = [*forms.wrapped(head, 0), ""]
         order = {key: i for i, key in enumerate(reversed([*dispatch.kernels(self.operator)]))}
         shown = sorted([*self.steps, *self.others], key=lambda s: order.get(s.key, len(order)))
         numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}
@@ -48,8 +53,10 @@ class Explanation:
         for each in shown:
             does = textwrap.wrap(each.does, forms.WIDTH - width - 5) or [""]
             lines.append(f"{numbers.get(id(each), ''):>2} {each.key:{width}}  {does[0]}".rstrip())
-            more = [*does[1:], each.where] if id(each) in numbers else does[1:]
-            lines += [f"{'':{width + 5}}{line}" for line in more if line]
+            lines += [f"{'':{width + 5}}{line}" for line in does[1:]]
+            if id(each) in numbers and each.where:
+                margin = width + 5 if width + 5 + len(each.where) <= forms.WIDTH else 4
+                lines.append(" " * margin + forms.cut(each.where, forms.WIDTH - margin))
         lines += ["", *forms.wrapped([self.conclusion()], 0)]
         if self.calls or self.outcome:
             lines += ["", *self.trace(), *forms.wrapped([f"It {self.outcome}."], 0)]
@@ -73,12 +80,21 @@ class Explanation:
 
     def trace(self) -> list[str]:
         """The calls, in the form of TORCH_SHOW_DISPATCH_TRACE."""
-        calls = self.calls
-        top = Call(self.operator, self.has.kind, [s.key for s in self.steps], 0, 0, 0.0)
-        if not calls or calls[0].name != self.operator:
-            deeper = [dataclasses.replace(call, depth=call.depth + 1) for call in calls]
-            return trace_lines([(top, self.steps), *((call, None) for call in deeper)], self.target.key)
-        return trace_lines([(calls[0], self.steps), *((call, None) for call in calls[1:])], self.target.key)
+        top = Call(self.operator, self.has.kind, [], 0, 0, 0.0)
+        if not self.steps[0].key.startswith("Autocast"):
+            return trace_lines(_around(top, self.steps, self.calls), self.target.key)
+        # The kernel casts and calls the operator anew. That call is among the recorded, but for a CompositeImplicit's,
+        # of which only the parts are: then it comes after the casts. A kernel that sets the dtype argument makes none.
+        casts = len(self.calls)
+        again = []
+        if self.steps[-1].does.startswith("decomposes"):
+            sets = any(a.name == "dtype" for a in dispatch.schema(self.operator).arguments)
+            other = (i for i, c in enumerate(self.calls) if not c.depth and (sets or c.name != "aten::_to_copy"))
+            casts = next(other, casts)
+            again = _around(top, self.steps[1:], self.calls[casts:])
+        inside = [*((call, None) for call in self.calls[:casts]), *again]
+        deeper = [(dataclasses.replace(call, depth=call.depth + 1), steps) for call, steps in inside]
+        return trace_lines([(dataclasses.replace(top, has=""), self.steps[:1]), *deeper], self.target.key)
 
     def dict(self) -> dict[str, Any]:
         steps = [dataclasses.asdict(s) for s in self.steps]
@@ -86,8 +102,16 @@ class Explanation:
             "operator": self.operator, "schema": self.schema, "called": self.called, "torch": torch.__version__,
             "device": self.target.device, "key": self.target.key, "has": self.has.kind, "why": self.has.why,
             "steps": steps, "conclusion": self.conclusion(), "outcome": self.outcome,
+            "overloads": self.overloads,
             "calls": [{"operator": c.name, "has": c.has, "depth": c.depth} for c in self.calls],
         }  # fmt: skip
+
+
+def _around(top: Call, steps: list[Step], calls: list[Call]) -> list[tuple[Call, list[Step] | None]]:
+    """The recorded calls with `steps` for the first if it is `top`, or inside `top`, which was not recorded."""
+    if calls and calls[0].name == top.name:
+        return [(calls[0], steps), *((call, None) for call in calls[1:])]
+    return [(top, steps), *((dataclasses.replace(call, depth=call.depth + 1), None) for call in calls)]
 
 
 def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> list[str]:
@@ -99,9 +123,9 @@ def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> li
         for i, each in enumerate(steps):
             tail = "" if i < len(steps) - 1 else f"  {call.has}"
             margin = " " * (margins[-1] + i)
-            lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}")
+            lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}".rstrip())
         if call.error:
-            lines.append(f"{' ' * margins[-1]} raised {call.error}")
+            lines += forms.wrapped([f"raised {call.error}"], margins[-1] + 1)
         margins.append(margins[-1] + len(steps))
     return lines
 
@@ -112,12 +136,13 @@ def explain(
     """The path of ``op(*args, **kwargs)`` in the modes in force (autocast, inference); without arguments, on `target`.
 
     Args:
-        op: ``"aten::add.Tensor"``; ``"aten::add"`` or ``"add"`` takes the overload of the arguments, or the first.
+        op: ``"aten::add.Tensor"``; ``"aten::add"`` or ``"add"`` takes the overload of the arguments, or one of tensors.
         run: also call it, and say what happened inside; writes to `args` if the operator does.
     Raises:
         Wrong: no such operator, or no overload of it takes these arguments.
     """
     name = _resolve(op, args, kwargs)
+    overloads = _overloads(name, dispatch.names()) if "." not in op and not (args or kwargs) else []
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
     if target is None:
         places = [t.device for t in tensors if t.device.type != "cpu"] or [t.device for t in tensors]
@@ -127,6 +152,9 @@ def explain(
     if not given and any("Tensor" in str(a.type) for a in dispatch.schema(name).arguments):
         keys = [f"Autograd{target.key}", "ADInplaceOrView", target.key]  # as a plain tensor's
     steps = path(name, keys, target.key)
+    if steps and steps[0].key.startswith("Autocast"):
+        does = f"{steps[0].does}; the next steps are in the call that it makes"
+        steps[0] = dataclasses.replace(steps[0], does=does)
     table = dispatch.kernels(name)
     others = []
     for form in ALWAYS:
@@ -142,6 +170,7 @@ def explain(
     explanation = Explanation(
         name, str(dispatch.schema(name)), _described(args, kwargs) if given else f"nothing; as on {target.device}",
         dispatch.Target(target.device, last), has, steps, others, [], "",
+        [each.partition(".")[2] or "default" for each in overloads if each != name],
     )  # fmt: skip
     if run:
         _run(explanation, args, kwargs)
@@ -152,13 +181,12 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
     op = op if "::" in op else f"aten::{op}"
     known = set(dispatch.names())
     if "." in op or not (args or kwargs):
-        overloads = sorted(name for name in known if name.partition(".")[0] == op.partition(".")[0])
-        if op.endswith(".default"):
-            op = op.removesuffix(".default")
-        if op in known:
-            return op
+        overloads = _overloads(op, known)
+        if "." in op and op.removesuffix(".default") in known:
+            return op.removesuffix(".default")
         if overloads and "." not in op:
             return overloads[0]
+        overloads.sort()
         raise Wrong(f"there is no operator {op}" + (f"; there are {', '.join(overloads)}" if overloads else ""))
     if not any(name.partition(".")[0] == op for name in known):
         raise Wrong(f"there is no operator {op}; for one of another library, import that first")
@@ -167,6 +195,17 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
     except RuntimeError as error:
         raise Wrong(f"no overload of {op} takes {_described(args, kwargs)}: {str(error).splitlines()[0]}") from None
     return op if overload in ("", "default") else f"{op}.{overload}"
+
+
+def _overloads(op: str, known: Iterable[str]) -> list[str]:
+    """Every overload of an operator: Tensor, the default, and the one of most tensors first, what writes to out last."""
+
+    def order(name: str) -> tuple:
+        arguments, overload = dispatch.schema(name).arguments, name.partition(".")[2]
+        tensors = sum(str(a.type) == "Tensor" for a in arguments)
+        return any(a.is_out for a in arguments), overload != "Tensor", overload != "", -tensors, name
+
+    return sorted((name for name in known if name.partition(".")[0] == op.partition(".")[0]), key=order)
 
 
 def _described(args: tuple, kwargs: dict) -> str:
@@ -187,7 +226,7 @@ def _run(explanation: Explanation, args: tuple, kwargs: dict) -> None:
             out = function(*args, **kwargs)
             explanation.outcome = f"returned {_described((out,), {})}"
         except Exception as error:
-            explanation.outcome = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            explanation.outcome = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(".")
     explanation.calls = recorder.calls
 
 

@@ -32,9 +32,15 @@ def wrapped(texts: Iterable[str], indent: int = 4) -> list[str]:
     ]
 
 
-def table(rows: Sequence[Sequence[Any]], left: int = 0) -> list[str]:
-    """Rows as lines: columns of equal width two spaces apart, the first `left` of them flush left, the others right."""
+def table(rows: Sequence[Sequence[Any]], left: int = 0, fit: bool = False) -> list[str]:
+    """Rows as lines: columns of equal width two spaces apart, the first `left` of them flush left, the others right.
+
+    With `fit`, the first column's cells are cut to what the others leave of a line.
+    """
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    if fit:
+        widths[0] = min(widths[0], WIDTH - sum(2 + width for width in widths[1:]))
+        rows = [[cut(str(row[0]), widths[0]), *row[1:]] for row in rows]
     return [
         "  ".join(
             f"{cell!s:{'<' if i < left else '>'}{width}}"

@@ -26,6 +26,7 @@ CLASSES = {
     "implicit": "optional: composed of other operators, whose derivatives serve",
     "elsewhere": "of one library, vendor or layout, such as cuDNN, MPS or sparse: no new backend writes it",
 }
+OPTIONAL = ("explicit", "implicit")
 TRAITS = {
     "backward": "its derivative calls an operator that a backend must register too",
     "view": "returns a view",
@@ -89,10 +90,9 @@ class Operators:
     def text(self, totals: bool = False) -> str:
         lines = []
         if self.entries and not totals:
-            rows = [["class", self.target.device, ""]] + [[e.kind, e.has, ", ".join(e.traits)] for e in self.entries]
-            width = forms.WIDTH - 6 - sum(max(len(row[i]) for row in rows) for i in range(3))
-            named = zip(["operator", *(forms.cut(e.name, width) for e in self.entries)], rows, strict=True)
-            lines += [*forms.table([[name, *row] for name, row in named], left=4), ""]
+            rows = [["operator", "class", self.target.device, ""]]
+            rows += [[e.name, e.kind, e.has, ", ".join(e.traits)] for e in self.entries]
+            lines += [*forms.table(rows, left=4, fit=True), ""]
         lines.append(f"{len(self.entries)} operators of torch {torch.__version__}; {self.target.key}:")
         return "\n".join([*lines, *forms.table(self._totals(), left=1)])
 
@@ -137,17 +137,19 @@ def operators(
     """The operators of `namespaces` (all, where empty) whose name matches `pattern`, on `device` or at `key`.
 
     Args:
-        kinds, has: one of these; traits: all of these. An empty filter passes everything.
+        kinds, has: one of these; traits: all of these. An empty filter passes everything. "optional" is two kinds.
         missing: only those that fall back or are refused.
     Raises:
-        Wrong: no such device, key or namespace.
+        Wrong: no such device, key or namespace, or `pattern` matches no operator.
     """
     target = dispatch.target(device, key)
-    found, known = [], set()
+    kinds = {*kinds, *OPTIONAL} if "optional" in kinds else kinds
+    found, known, matched = [], set(), False
     for name in dispatch.names():
         known.add(name.partition("::")[0])
         if namespaces and name.partition("::")[0] not in namespaces or not re.search(pattern, name):
             continue
+        matched = True
         entry = _entry(name, target.key)
         if (
             (not kinds or entry.kind in kinds)
@@ -158,6 +160,8 @@ def operators(
             found.append(entry)
     if unknown := set(namespaces) - known:
         raise Wrong(f"there are no operators of {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    if not matched:
+        raise Wrong(f"nothing matches --ops {pattern!r}")
     return Operators(target, found)
 
 
@@ -218,6 +222,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_argument_group("class; several: any of them")
     for name, text in CLASSES.items():
         kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, default=[], help=text)
+    kinds.add_argument(
+        "--optional", dest="kinds", action="append_const", const="optional", help="explicit and implicit"
+    )
     has = parser.add_argument_group("what the device has; several: any of them")
     for name in HAS:
         has.add_argument(f"--{name}", dest="has", action="append_const", const=name, default=[])

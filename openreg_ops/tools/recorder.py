@@ -268,9 +268,9 @@ class Recorder(TorchDispatchMode):
             asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
             from_here = args[source].device.type == self.type
             return "copy to host" if from_here and to and torch.device(to).type == "cpu" and not asynchronous else ""
-        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags:
             return "shape from data"
-        return ""
+        return "value from data" if torch.Tag.data_dependent_output in func.tags else ""
 
 
 def _part(children: list[Call]) -> float:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
+import functools
+import gc
 import html
 import os
 import runpy
 import statistics
 import sys
+import threading
 import time
 import timeit
 from collections import Counter
@@ -62,14 +66,15 @@ class Trace:
 
     def __init__(self, device: str | None = None, key: str | None = None, name: str = "") -> None:
         self.target = dispatch.target(device, key)
+        dispatch.usable(self.target.device)
         self.name = name
         self.calls: list[Call] = []
-        self.synchronised: list[str] = []  # lines that called synchronize()
+        self.others: list[tuple[str, str]] = []  # waits that are no operator's: what, and the program's line
         self.seconds = 0.0
 
     def __enter__(self) -> Trace:
         self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target))
-        self._patched = _Synchronize(self.target.device, self.synchronised)
+        self._patched = _Waits(self.target.device, self.others)
         self._patched.__enter__()
         self._recorder.__enter__()
         self._started = time.perf_counter()
@@ -101,7 +106,7 @@ class Trace:
     def waits(self) -> list[tuple[str, str, int]]:
         """Why and where the host waited for the device, and how often; the most frequent first."""
         counts = Counter((call.wait, call.where) for call in self.calls if call.wait)
-        counts.update(("synchronize", where) for where in self.synchronised)
+        counts.update(self.others)
         return [(why, where, count) for (why, where), count in counts.most_common()]
 
     def __str__(self) -> str:
@@ -116,11 +121,11 @@ class Trace:
             return "\n".join([*lines, f"No operator touched a tensor of {self.target.device}."])
         table = [["operator", "by", "calls", "time", "each", "bytes", "waits"]]
         table += [
-            [forms.cut(r.operator, 32), r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.seconds / r.calls),
+            [r.operator, r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.seconds / r.calls),
              forms.size(r.bytes), r.waits or ""]
             for r in rows[:top]
         ]  # fmt: skip
-        lines += forms.table(table, left=2)
+        lines += forms.table(table, left=2, fit=True)
         if len(rows) > top:
             rest = rows[top:]
             lines.append(f"and {len(rest)} more, {forms.seconds(sum(r.seconds for r in rest))} (--top {len(rows)})")
@@ -151,14 +156,14 @@ class Trace:
             return ["Every operator that takes time has a kernel."]
         rows = [["write these kernels next", "by", "calls", "now", "kernel", "saves"]]
         rows += [
-            [forms.cut(c.operator, 36), c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))]
+            [c.operator, c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))]
             for c in self.candidates[:top]
         ]
         note = (
             "kernel: at least its launches and its tensors read and written once, at speeds measured here, or the longest "
             "of its parts now; so it saves that at most. Savings overlap where one contains another."
         )
-        return [*forms.table(rows, left=2), *forms.wrapped([note], 0)]
+        return [*forms.table(rows, left=2, fit=True), *forms.wrapped([note], 0)]
 
     def dict(self) -> dict[str, Any]:
         return {
@@ -231,35 +236,57 @@ def _queues(device: str) -> bool:
     return True
 
 
-class _Synchronize:
-    """Notes the lines that call ``synchronize`` of torch.accelerator or of the device's module."""
+class _Waits:
+    """Notes where the program waits for a device, or prints a tensor of it, which the recorder does not see.
 
-    def __init__(self, device: str, lines: list[str]) -> None:
-        module = getattr(torch, torch.device(device).type, None)
-        self.places = [m for m in (torch.accelerator, module) if hasattr(m, "synchronize")]
-        self.lines, self.inside = lines, False
+    That is by ``synchronize`` of torch.accelerator, of the device's module, and of its streams and events.
+    """
+
+    def __init__(self, device: str, found: list[tuple[str, str]]) -> None:
+        self.type = torch.device(device).type
+        self.found, self.inside = found, threading.local()
+        module = getattr(torch, self.type, None)
+        self.undo = contextlib.ExitStack()
+        self.places = [(each, "synchronize", "synchronize") for each in (torch.accelerator, module)]
+        for name in ("Stream", "Event"):
+            places = [getattr(torch, name), getattr(module, name, None)]
+            self.places += [(each, "synchronize", f"{name}.synchronize") for each in places]
+        if self.type != "cpu":
+            self.places.append((torch.Tensor, "__repr__", "print"))
 
     def __enter__(self) -> None:
-        self.before = [place.synchronize for place in self.places]
-        for place, function in zip(self.places, self.before, strict=True):
-            place.synchronize = self._noting(function)
+        for owner, name, why in self.places:
+            if name in getattr(owner, "__dict__", ()):
+                before = vars(owner)[name]
+                _set(owner, name, self._noting(before, why))
+                self.undo.callback(_set, owner, name, before)
 
     def __exit__(self, *exception: Any) -> None:
-        for place, function in zip(self.places, self.before, strict=True):
-            place.synchronize = function
+        self.undo.close()
 
-    def _noting(self, function: Any) -> Any:
-        def synchronize(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:  # one is made of the other
+    def _noting(self, function: Any, why: str) -> Any:
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            of = self.type if why == "synchronize" else getattr(args[0].device, "type", None)
+            if of != self.type or getattr(self.inside, "now", False):  # one is made of the other
                 return function(*args, **kwargs)
-            self.lines.append(_program_line())
-            self.inside = True
+            self.found.append((why, _program_line()))
+            self.inside.now = True
             try:
                 return function(*args, **kwargs)
             finally:
-                self.inside = False
+                self.inside.now = False
 
-        return synchronize
+        return noted
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, also of torch.Stream and torch.Event, which are static types and have no setattr."""
+    try:
+        setattr(owner, name, value)
+    except TypeError:
+        gc.get_referents(vars(owner))[0][name] = value  # the dict that vars() shows read-only
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
