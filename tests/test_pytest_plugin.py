@@ -376,7 +376,7 @@ def test_naming_cuda_changes_nothing_in_it(found):
     assert {*whats} - compiled == {
         "torch.cuda.Event", "torch.cuda.Stream", "torch.cuda.empty_cache", ASKS.format("is_available")
     }  # fmt: skip
-    assert type(torch.cuda) is type(torch.cuda.amp) is type(torch.backends)
+    assert type(torch.cuda) is type(torch.cuda.amp) is type(os)
     assert {name: torch.cuda.__dict__[name] for name in torch.cuda.__all__} == before
 
 
