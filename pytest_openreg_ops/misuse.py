@@ -13,13 +13,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy
 import pluggy
 import pytest
 import torch
+import typing_extensions
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -40,8 +41,14 @@ SKIPPED = (
     *(os.path.dirname(module.__file__) + os.sep for module in (numpy, pluggy, pytest)),
     os.path.join(os.path.dirname(os.path.dirname(pytest.__file__)), "_pytest") + os.sep,
     *(os.path.join(folder, "races.py") for folder in _folders("openreg_ops")),
+    typing_extensions.deprecated.__call__.__code__.co_filename,  # around what torch deprecates
     "<",
 )
+# May name torch.cuda: what is skipped, and all of the device's own package.
+_MAY_NAME_CUDA = (*SKIPPED, *(folder + os.sep for folder in _folders("openreg_ops")))
+_FOR_ANY = {
+    f"torch.cuda.{name}": f": torch.accelerator.{name} asks for any" for name in ("is_available", "device_count")
+}
 # Calls that give the host a value. A copy to the host and a shape that depends on data are seen as operators.
 _READS = {
     getattr(torch.Tensor, name): name.strip("_")
@@ -97,6 +104,7 @@ class Watch:
         self.quiet = 0  # inside a call that has been told
         self.placed = 0  # inside a call that says where its result is to be
         self.fallbacks = 0
+        self.named: set[str] = set()  # lines that name a part of torch.cuda
 
     def tell(self, kind: str, what: str) -> None:
         if kind in self.kinds:
@@ -120,6 +128,8 @@ class Watch:
             if "openreg" in self.types and self.kinds & {"race", "pinned"}:
                 stack.enter_context(torch.openreg._sanitizer.sanitize(self._raced))
             stack.enter_context(_patched(self))
+            if "cuda" in self.kinds - self.types:
+                stack.enter_context(_naming_cuda(self))
             stack.enter_context(_Calls(self))
             stack.enter_context(_Operators(self))
             yield
@@ -144,6 +154,16 @@ class Watch:
     def cuda(self, what: str) -> None:
         if "cuda" not in self.types and not self.quiet:
             self.tell("cuda", what)
+
+    def names_cuda(self, name: str) -> None:
+        """A line names a part of torch.cuda."""
+        self.named.add(place(self.root, sys._getframe(1))[0])
+        self.cuda(name + _FOR_ANY.get(name, ""))
+
+    def uses_cuda(self) -> None:
+        """CUDA is initialised: by a function that was imported by its name, if the line does not say torch.cuda."""
+        if place(self.root, sys._getframe(1))[0] not in self.named:
+            self.cuda("torch.cuda is used")
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """A call of torch's Python interface."""
@@ -316,18 +336,60 @@ def _patched(watch: Watch) -> Iterator[None]:
         for module in modules
         if hasattr(module, "synchronize")
     ]
-    undo.append(before(torch.cuda, "_lazy_init", lambda: watch.cuda("torch.cuda is used")))
-    undo.append(
-        before(
-            torch.autocast, "__init__",
-            lambda _, device_type=None, *a, **k: watch.cuda('autocast("cuda")') if device_type == "cuda" else None,
-        )
-    )  # fmt: skip
+    undo.append(before(torch.cuda, "_lazy_init", lambda: watch.uses_cuda()))
+
+    def autocast(_: Any, device_type: str = "", *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            watch.cuda('autocast("cuda")')
+
+    def scaler(_: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        if device == "cuda":
+            watch.cuda('GradScaler("cuda")')
+
+    def default(kind: Any) -> None:
+        if _is_cuda_type(kind):
+            watch.cuda(f'"{kind}"')
+
+    undo.append(before(torch.autocast, "__init__", autocast))
+    undo.append(before(torch.amp.GradScaler, "__init__", scaler))
+    undo.append(before(torch, "set_default_tensor_type", default))
     try:
         yield
     finally:
         for each in reversed(undo):
             each()
+
+
+@contextlib.contextmanager
+def _naming_cuda(watch: Watch) -> Iterator[None]:
+    """While it lasts, each `torch.cuda.NAME` outside torch is told.
+
+    The modules tell what is taken from them. Nothing in them is replaced: classes stay themselves, and a test that
+    patches a function there puts back the right one, however late.
+    """
+
+    class Module(ModuleType):
+        def __getattribute__(self, name: str) -> Any:  # does not name `torch`, else Dynamo would compile it
+            __tracebackhide__ = True
+            value = super().__getattribute__(name)
+            if (
+                not name.startswith("_")
+                and name not in ("autocast", "GradScaler")  # told when one is made
+                and not isinstance(value, ModuleType)
+                and not sys._getframe(1).f_code.co_filename.startswith(_MAY_NAME_CUDA)
+            ):
+                watch.names_cuda(f"{self.__name__}.{name}")
+            return value
+
+    modules = [module for name, module in sys.modules.items() if f"{name}.".startswith("torch.cuda.")]
+    before = [(module, type(module)) for module in modules if isinstance(module, ModuleType)]
+    try:
+        for module, _ in before:
+            module.__class__ = Module
+        yield
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
 
 
 @contextlib.contextmanager
@@ -368,6 +430,8 @@ def _says_cuda(func: Any, args: tuple, kwargs: dict) -> str:
     if func == _IS_CUDA:
         caller = sys._getframe(3).f_code.co_filename
         return "" if caller.startswith(_TORCH) else "is_cuda"
+    if func is torch.Tensor.type:
+        return next((f'"{kind}"' for kind in (*args[1:], *kwargs.values()) if _is_cuda_type(kind)), "")
     named = [kwargs.get("device"), *(args if func in (torch.device, torch.Tensor.to) else ())]
     named += [each for each in args if isinstance(each, torch.device)]
     for each in named:
@@ -376,6 +440,11 @@ def _says_cuda(func: Any, args: tuple, kwargs: dict) -> str:
         ):
             return f'device "{each}"'
     return ""
+
+
+def _is_cuda_type(kind: Any) -> bool:
+    """Whether a tensor type's name is one of CUDA's; the types themselves are parts of torch.cuda."""
+    return isinstance(kind, str) and kind.startswith("torch.cuda.")
 
 
 def _devices(args: tuple, kwargs: dict) -> list[str]:

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from _pytest.pytester import SysModulesSnapshot
 
 import openreg_ops
@@ -298,15 +299,85 @@ def test_hard_coded_cuda(found):
     """
     body = "library.where(torch.ones(3, device=device))"
     assert {what for what, _ in found("cuda", body, library)} == {
-        "is_cuda", 'autocast("cuda")', 'device "cuda"', "torch.cuda is used", ".cuda()"
+        "is_cuda", 'autocast("cuda")', 'device "cuda"', "torch.cuda.current_device", "torch.cuda is used", ".cuda()"
     }  # fmt: skip
     clean = """
         def where(x):
-            torch.cuda.is_available()
-            with torch.autocast(x.device.type):
-                return torch.ones(2, device=x.device).to("cpu"), torch.device("cpu"), torch.cuda.device_count()
+            torch.accelerator.is_available(), torch.accelerator.device_count(), torch.openreg.memory_summary()
+            torch.amp.GradScaler(x.device.type, enabled=False), torch.Generator(x.device), x.type(torch.float64)
+            torch.manual_seed(0), torch.set_default_tensor_type("torch.FloatTensor")
+            with torch.autocast(x.device.type), torch.random.fork_rng(device_type=x.device.type):
+                torch.nn.MultiheadAttention(8, 2, device=x.device)(*[torch.ones(2, 1, 8, device=x.device)] * 3)
+                return torch.ones(2, device=x.device).to("cpu"), torch.device("cpu")
     """
     assert found("cuda", body, clean) == []
+
+
+ASKS = "torch.cuda.{0}: torch.accelerator.{0} asks for any"
+
+
+@pytest.mark.parametrize(
+    "code, what",
+    [
+        ('torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu")', [ASKS.format("is_available")]),
+        ("torch.cuda.device_count()", [ASKS.format("device_count")]),
+        ('torch.get_device_module("cuda").device_count()', ['device "cuda"', ASKS.format("device_count")]),
+        ("from torch.cuda import device_count as count; count()", [ASKS.format("device_count")]),
+        *(
+            (f"torch.cuda.{call}", [f"torch.cuda.{call.partition('(')[0]}"])
+            for call in (
+                "manual_seed_all(0)", "manual_seed(0)", "empty_cache()", "synchronize()", "current_device()", "Stream()",
+                "Event()", "FloatTensor(3)", "memory.memory_allocated()", 'nvtx.range_push("step")', "amp.custom_fwd",
+            )
+        ),
+        ('torch.amp.GradScaler("cuda")', ['GradScaler("cuda")']),
+        ("torch.amp.GradScaler()", ['GradScaler("cuda")']),
+        ("torch.cuda.amp.GradScaler()", ['GradScaler("cuda")']),
+        ("GradScaler()", ['GradScaler("cuda")']),
+        ('torch.autocast("cuda").__enter__().__exit__(None, None, None)', ['autocast("cuda")']),
+        ("torch.cuda.amp.autocast()", ['autocast("cuda")']),
+        ("autocast()", ['autocast("cuda")']),
+        ("synchronize()", ["torch.cuda is used"]),
+        ('x.type("torch.cuda.FloatTensor")', ['"torch.cuda.FloatTensor"']),
+        ('x.type(dtype="torch.cuda.HalfTensor")', ['"torch.cuda.HalfTensor"']),
+        ('torch.set_default_tensor_type("torch.cuda.FloatTensor")', ['"torch.cuda.FloatTensor"']),
+    ],
+)  # fmt: skip
+@pytest.mark.skipif(torch.cuda.is_available(), reason="some of the calls work where there is CUDA")
+def test_cuda_by_name(found, code, what):
+    library = f"""
+        from torch.cuda import synchronize
+        from torch.cuda.amp import GradScaler, autocast
+        def step(x):
+            try:
+                {code}
+            except (AssertionError, RuntimeError, TypeError): pass
+    """
+    assert found("cuda", "library.step(torch.ones(3, device=device))", library) == [
+        (each, "library.py:7") for each in what
+    ]
+
+
+def test_naming_cuda_changes_nothing_in_it(found):
+    """Classes stay themselves, mocks work, and what a test patches is the real thing again behind it."""
+    before = {name: torch.cuda.__dict__[name] for name in torch.cuda.__all__}
+    body = """
+        from unittest import mock
+        class Stream(torch.cuda.Stream): pass
+        assert issubclass(Stream, library.Stream) and torch.cuda.Stream is library.Stream
+        assert not isinstance(None, torch.cuda.Event) and not hasattr(torch.cuda, "no_such_name")
+        with mock.patch("torch.cuda.is_available", return_value=True), mock.patch.object(torch.cuda, "device_count"):
+            assert torch.cuda.is_available()
+        pytest.MonkeyPatch().setattr(torch.cuda, "empty_cache", torch.cuda.empty_cache)
+        assert torch.compile(lambda x: x + torch.cuda.device_count(), backend="eager")(torch.ones(1)) == 1
+    """
+    whats = [what for what, _ in found("cuda", body, "from torch.cuda import Stream")]
+    compiled = {ASKS.format("device_count")}  # seen where Dynamo leaves the function to Python
+    assert {*whats} - compiled == {
+        "torch.cuda.Event", "torch.cuda.Stream", "torch.cuda.empty_cache", ASKS.format("is_available")
+    }  # fmt: skip
+    assert type(torch.cuda) is type(torch.cuda.amp) is type(os)
+    assert {name: torch.cuda.__dict__[name] for name in torch.cuda.__all__} == before
 
 
 def test_tests_skipped_for_want_of_cuda(pytester, run):
