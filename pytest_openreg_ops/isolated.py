@@ -154,6 +154,8 @@ def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> _End
                         hook.pytest_runtest_logstart(nodeid=end.test, location=end.location)
                     elif "report" in message:
                         report = hook.pytest_report_from_serializable(config=config, data=message["report"])
+                        if isinstance(report.longrepr, list):  # of a skip: JSON has no tuples
+                            report.longrepr = tuple(report.longrepr)
                         hook.pytest_runtest_logreport(report=report)
                     elif "finish" in message:
                         done.add(message["finish"])
@@ -177,6 +179,8 @@ def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> _End
 
 def _crashed(session: pytest.Session, plugin: Session, nodeid: str, location: Any, said: str) -> None:
     """Report the test in which a child ended."""
+    if "leak" in plugin.kinds:
+        plugin.ended.append(nodeid)
     text = f"the process ended:\n{said[-4000:]}"
     if access := re.search(r"^openreg: the host (.*?):.*\n.*$", said, re.M):
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', said, re.M)

@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.util
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ import pluggy
 import pytest
 import torch
 import typing_extensions
+from _pytest._io import saferepr
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -86,6 +88,15 @@ def _is_test(root: Path, frame: FrameType) -> bool:
     return file.is_relative_to(root) and bool({"test", "tests"} & set(file.relative_to(root).parts[:-1]))
 
 
+def _explains(frame: FrameType | None) -> bool:
+    """Whether pytest shows a value, to explain an assertion that failed."""
+    while frame is not None and frame.f_code.co_filename.startswith((*SKIPPED, reprlib.__file__)):
+        if frame.f_code.co_filename == saferepr.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Watch:
     """What one test does with devices of some types; `found` is told, `with watch.watching():`.
 
@@ -148,7 +159,7 @@ class Watch:
                 self.tell("race", f"{reader} did not wait for {_name(then)}")
 
     def waited(self, what: str) -> None:
-        if not self.quiet:
+        if not self.quiet and not _explains(sys._getframe(1)):
             self.tell("sync", what)
 
     def cuda(self, what: str) -> None:

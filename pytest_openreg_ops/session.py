@@ -37,6 +37,7 @@ class Session:
         if "openreg" not in self.types:
             self.kinds -= _OPENREG_ONLY
         self.findings = Findings()
+        self.ended: list[str] = []  # tests that ended their process, which knew of leaks
         self.tests = 0
         self.watch: misuse.Watch | None = None
         self.child = isolated.child(config)
@@ -173,8 +174,10 @@ class Session:
         if not self.kinds and not self.findings.counts:
             return
         terminalreporter.section(f"device misuse on {', '.join(map(str, self.devices))}")
-        for line in self.findings.text() or [f"none found in {self.tests} tests"]:
+        for line in self.findings.text() or [f"none found in {self.tests} test{'s' * (self.tests != 1)}"]:
             terminalreporter.line(line)
+        for test in self.ended:
+            terminalreporter.line(f"leak: not known of the tests whose process {test} ended", red=True)
         if found := self.forbidden & self.findings.kinds():
             terminalreporter.line(f"--device-forbid: found {', '.join(k for k in KINDS if k in found)}", red=True)
 
