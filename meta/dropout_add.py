@@ -150,8 +150,8 @@ def batched(
 
 
 @op.batched("dropout_add_backward")
-def batched_backward(in_dims: Sequence[int | None], grad_out: Tensor, mask: Tensor, p: float) -> Any:
-    return torch.ops.openreg.dropout_add_backward(*op.all_batch_first(in_dims[:2], (grad_out, mask)), p), 0
+def batched_backward(in_dims: Sequence[int | None], *inputs: Any) -> Any:
+    return torch.ops.openreg.dropout_add_backward(*op.all_batch_first(in_dims, inputs)), 0
 
 
 @op.samples("dropout_add")

@@ -106,11 +106,13 @@ def samples(name: str) -> Callable[[_Function], _Function]:
     return register
 
 
-def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs with the mapped dimension first in each: moved there, or expanded where an input has none."""
-    size = next(x.shape[dim] for x, dim in zip(inputs, in_dims, strict=True) if dim is not None)
+def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
+    """The tensors with the mapped dimension first in each: moved there, or expanded where one has none; others as given."""
+    pairs = list(zip(inputs, in_dims, strict=True))
+    size = next(x.shape[dim] for x, dim in pairs if dim is not None)
     return [
-        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, in_dims, strict=True)
+        x if not isinstance(x, Tensor) else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in pairs
     ]
 
 

@@ -319,6 +319,19 @@ def test_wrong_batching_rule():
     assert "under torch.vmap with x batched last" in sentence
 
 
+def test_batching_rule_that_raises():
+    @torch.library.custom_op("broken::times", mutates_args=())
+    def times(x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    times.register_vmap(lambda info, dims, x, factor: (x * factor.expand(3), 0))  # factor is no tensor
+    LIBRARY.define("calls_times(Tensor x) -> Tensor")
+    LIBRARY.impl("calls_times", lambda x: x * times(x.detach(), 2.0), "CompositeImplicitAutograd")
+    (failure,) = check("broken::calls_times", [(torch.randn(4, 6),)], only=["vmap_grad"]).failures
+    assert "'float' object has no attribute 'expand'" in failure.sentence
+    assert failure.remedy.startswith("mend the batching rules") and "None for what is no tensor" in failure.remedy
+
+
 def test_slow_vmap_is_flagged(not_differentiable):
     sentence = caught(not_differentiable, [(torch.randn(4, 6, requires_grad=True),)], "vmap", status="warn")
     assert "slow loop" in sentence
@@ -917,8 +930,30 @@ def test_command_by_name(module):
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["samples"] == ["float32[3, 4]"]
-    result = command("openreg_ops:rms_norm", "--only", "runs", "fake_layouts", cwd=module)
+    result = command("openreg_ops:rms_norm", "--only", "runs,fake_layouts", "--skip", "out,", "vmap", cwd=module)
     assert result.returncode == 0 and "openreg::rms_norm passes" in result.stdout, result.stderr
+
+
+def test_progress_names_the_check_that_crashes(module):
+    (module / "crashes.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+            import torch
+
+            @torch.library.custom_op("mine::crashes", mutates_args=())
+            def crashes(x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @crashes.register_fake
+            def fake(x):
+                os.abort()
+            """
+        )
+    )
+    result = command("crashes:crashes", "--input", "f32[3]", "--only", "runs", "fake_layouts", cwd=module)
+    progress = [line for line in result.stderr.splitlines() if line.startswith("checking")]
+    assert result.returncode < 0 and progress == ["checking sample 0: runs", "checking sample 0: fake_layouts"]
 
 
 @pytest.mark.parametrize(

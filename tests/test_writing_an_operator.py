@@ -22,6 +22,7 @@ from openreg_ops.tools.new import FILES, STYLES, Wrong, new, render
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs/writing-an-operator.md"
+NO_TENSOR, OUTSIDE = "## An argument that is no tensor", "## Outside this repository"
 NINJA = ROOT / f"build/torch-{torch.__version__}/objects/build.ninja"
 NAMES = {"weigh_only": "forward-only", "weigh": "separate", "weigh_by_function": "function"}
 
@@ -160,7 +161,7 @@ def blocks(text, *languages):
 
 
 def test_guide_shows_what_the_command_writes():
-    inside, outside = GUIDE.read_text().split("## Outside this repository")
+    inside, _ = GUIDE.read_text().split(NO_TENSOR)
     written = [render(template, style, "weigh") for template in FILES for style in STYLES]
     shown = blocks(inside, "cpp", "python")
     assert len(shown) > 8
@@ -169,12 +170,24 @@ def test_guide_shows_what_the_command_writes():
     assert blocks(inside, "") == ["python -m openreg_ops new weigh --style separate\n"]
 
 
+def test_guide_quotes_operators_with_an_argument_that_is_no_tensor():
+    section = GUIDE.read_text().split(NO_TENSOR)[1].split(OUTSIDE)[0]
+    names = ("scale_gradient", "dropout_add")
+    quoted = [(ROOT / file).read_text() for name in names for file in (f"csrc/ops/{name}.cpp", f"meta/{name}.py")]
+    shown = blocks(section, "cpp", "python")
+    assert len(shown) == 4
+    for block in shown:
+        assert any(block in text for text in quoted), block
+
+
 def test_guide_for_authors_outside_runs(tmp_path):
-    _, outside = GUIDE.read_text().split("## Outside this repository")
+    _, outside = GUIDE.read_text().split(OUTSIDE)
     for block in blocks(outside, "cpp", "python"):
         (tmp_path / block.split(maxsplit=2)[1]).write_text(block)
     path = os.pathsep.join([str(tmp_path), str(Path(openreg_ops.__file__).parents[1])])
     extensions = str(tmp_path / "extensions")
     (tmp_path / "extensions").mkdir()
     for program in ("use_my_ops.py", "my_python_ops.py"):
-        run(sys.executable, program, cwd=tmp_path, PYTHONPATH=path, TORCH_EXTENSIONS_DIR=extensions, MAX_JOBS="1")
+        out = run(sys.executable, program, cwd=tmp_path, PYTHONPATH=path, TORCH_EXTENSIONS_DIR=extensions, MAX_JOBS="1")
+        if program == "use_my_ops.py":  # the remarks that the guide explains
+            assert re.findall(r"^(?:warn|refused) \w+", out, re.M) == ["warn forward_ad", "refused vmap_grad"]

@@ -47,21 +47,16 @@ def main(arguments: argparse.Namespace) -> int:
         sys.path.insert(0, "")  # python -P leaves it out, and my_module is most likely here
     if not faulthandler.is_enabled():
         faulthandler.enable()  # an operator that crashes the process says in which check
-    live, said = sys.stderr.isatty(), [""]
+    live = sys.stderr.isatty()
 
     def progress(where: str) -> None:
-        sample = where.partition(", ")[2]
-        if arguments.quiet or (not live and sample == said[0]):
-            return
-        said[0] = sample
-        print(
-            f"\r{where:<60.60}" if live else f"checking {sample}", end="" if live else "\n", file=sys.stderr, flush=True
-        )
+        if not arguments.quiet:
+            print(f"\r{where:<60.60}" if live else where, end="" if live else "\n", file=sys.stderr, flush=True)
 
     try:
         report = check(
-            *_asked(arguments), arguments.device, dtype=_dtype(arguments.dtype), only=arguments.only,
-            skip=arguments.skip, reference=_named(arguments.reference) if arguments.reference else None,
+            *_asked(arguments), arguments.device, dtype=_dtype(arguments.dtype), only=_names(arguments.only),
+            skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
             progress=progress,
         )  # fmt: skip
     except (Wrong, ValueError) as error:
@@ -72,6 +67,11 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
     forms.write(report, arguments, verbose=arguments.verbose)
     return 0 if report.passed else 1
+
+
+def _names(given: list[str]) -> list[str]:
+    """What stands between commas too."""
+    return [name for each in given for name in each.split(",") if name]
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Any, Any]:

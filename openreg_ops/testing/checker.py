@@ -531,7 +531,7 @@ def check(
             case = Case(op, sample, target, reference)
             refusal = _refusal(case)
             for name in chosen:
-                progress(f"{name}, sample {i}")
+                progress(f"checking sample {i}: {name}")
                 start = time.perf_counter()
                 if refusal and name != "runs":
                     outcome = Outcome("skip", f"{case.name} refuses this sample")

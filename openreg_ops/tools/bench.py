@@ -113,8 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="?", choices=["device", "operators", "compiled"], default="device",
                         help="what the device adds to torch's operators (default), or the openreg:: operators against "
                         "eager PyTorch at transformer sizes, or torch.compile against that on the CPU")  # fmt: skip
-    parser.add_argument("--only", metavar="NAME", nargs="+", help=f"device: {', '.join(names)}; operators: their names")
-    parser.add_argument("--rounds", type=int, default=101, help="device: batches for each side (default %(default)s)")
+    parser.add_argument(
+        "--only", metavar="NAME", nargs="+", help=f"device: {', '.join(names)}; operators, compiled: their names"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=101, help="device, compiled: batches for each side (default %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="operators: for each case (default %(default)s)")
     parser.add_argument("--dtype", choices=["float32", "float64", "float16", "bfloat16"], default="float32",
                         help="operators: (default %(default)s)")  # fmt: skip

@@ -122,11 +122,9 @@ def check_against(
 # ---- what every operator must survive ----
 
 
-def check_gradients(
-    function: Callable[..., Any], *inputs: Tensor, twice: bool = True, forward_mode: bool = True
-) -> None:
+def check_gradients(function: Callable[..., Any], *inputs: Any, twice: bool = True, forward_mode: bool = True) -> None:
     """First and second derivatives agree with finite differences, on the device, in float64, in both modes."""
-    assert all(x.dtype == torch.float64 and x.requires_grad and x.device.type == "openreg" for x in inputs)
+    assert all(x.dtype == torch.float64 and x.requires_grad and x.device.type == "openreg" for x in tensors(inputs))
     with no_vmap_fallback():
         assert torch.autograd.gradcheck(function, inputs, check_forward_ad=forward_mode, check_batched_grad=True)
         if twice:
@@ -241,7 +239,7 @@ def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = Tru
         assert [x.stride() for x in outs] == [x.stride() for x in expected_outs]
 
 
-def check_exported(function: Callable[..., Any], *inputs: Tensor) -> torch.export.ExportedProgram:
+def check_exported(function: Callable[..., Any], *inputs: Any) -> torch.export.ExportedProgram:
     """torch.export traces it with a dynamic first dimension, and the program and its decompositions run."""
 
     class Module(torch.nn.Module):
@@ -249,10 +247,11 @@ def check_exported(function: Callable[..., Any], *inputs: Tensor) -> torch.expor
             return function(*args)
 
     batch = torch.export.Dim("batch", min=2)
-    shapes = tuple({0: batch} if x.dim() > 1 else {} for x in inputs)
+    long = [isinstance(x, Tensor) and x.dim() > 1 for x in inputs]
+    shapes = tuple({0: batch} if each else None for each in long)
     program = torch.export.export(Module(), inputs, dynamic_shapes=(shapes,))
     for graph in (program, program.run_decompositions()):
-        longer = tuple(torch.cat([x, x]) if x.dim() > 1 else x for x in inputs)
+        longer = tuple(torch.cat([x, x]) if each else x for x, each in zip(inputs, long, strict=True))
         for actual, eager in zip(leaves(graph.module()(*longer)), leaves(function(*longer)), strict=True):
             assert_close(actual, eager)
     return program

@@ -244,7 +244,7 @@ def test_compiled():
 
 
 def test_exported():
-    program = kit.check_exported(lambda x, r: dropout_add(x, r, 0.0)[0], random(4, 10), random(4, 10))
+    program = kit.check_exported(lambda *inputs: dropout_add(*inputs)[0], random(4, 10), random(4, 10), 0.0)
     assert any(node.target is OP for node in program.graph.nodes)
 
 

@@ -115,7 +115,7 @@ def test_derivatives():
     kit.check_gradients(fused_add_rms_norm, x, residual, weight)
     kit.check_gradients(fused_add_rms_norm, random(4, **f64), random(4, **f64), random(4, **f64))
     kit.check_gradients(lambda *inputs: fused_add_rms_norm(*inputs)[0], x, residual, weight)
-    kit.check_gradients(lambda *inputs: fused_add_rms_norm_backward(*inputs, 1e-2), grad, x, residual, weight)
+    kit.check_gradients(fused_add_rms_norm_backward, grad, x, residual, weight, 1e-2)
     kit.check_gradients(lambda g, s, w: fused_add_rms_norm_backward(g, None, s, w, 1e-2), grad, x, weight)
 
 

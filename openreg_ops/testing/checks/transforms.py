@@ -113,6 +113,10 @@ def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]
         refuse_or_fail(case, error, "torch.vmap", remedy)
 
 
+_RULES = (
+    "mend the batching rules, of the operator and of those that its backward calls: a rule gets every argument, and for "
+    "each the batched dimension, None for what is no tensor"
+)
 _SLOW = "register a batching rule: torch.library.register_vmap, or a kernel at FuncTorchBatched"
 
 
@@ -168,8 +172,7 @@ def vmap_grad(case: Case) -> str | None:
         skip("torch.func.grad is for real numbers")
     batch = _batches(case.fresh())
     stacked = [torch.stack(each) for each in zip(*batch, strict=True)]
-    remedy = "give the derivative in a form that torch.func knows: register_autograd with setup_context, of operators"
-    got, slow = _loops(case, lambda: torch.vmap(torch.func.grad(loss, wanted))(*stacked), remedy)
+    got, slow = _loops(case, lambda: torch.vmap(torch.func.grad(loss, wanted))(*stacked), _RULES)
     if case.derivative.status == "refused":
         lost(case, "torch.func.grad")
     single = []
@@ -178,7 +181,7 @@ def vmap_grad(case: Case) -> str | None:
         single.append(torch.autograd.grad(loss(*leaves), case.of(leaves), allow_unused=True, materialize_grads=True))
     expected = [torch.stack(each) for each in zip(*single, strict=True)]
     if wrong := differs(got, expected, "the gradient of differentiable argument", coarse=4 * tolerance(*case.leaves)):
-        fail(f"{case.name}: under torch.vmap of torch.func.grad {wrong}, which a loop over backward gives", remedy)
+        fail(f"{case.name}: under torch.vmap of torch.func.grad {wrong}, which a loop over backward gives", _RULES)
     if slow:
         warn(f"{case.name}: torch.vmap of torch.func.grad is right but takes PyTorch's slow loop", _SLOW)
     return None
