@@ -169,7 +169,7 @@ def has(op: str, key: str) -> Has:
     if found is None:
         return Has("refused", f"nothing is registered for {key}, it does not decompose, and {key} has no fallback")
     if found.source in ("math kernel", "default backend kernel"):
-        delegate = _delegate(op)
+        delegate = delegate_of(op)
         if delegate:
             below = has(delegate, key)
             return Has("composite", f"structured: runs {delegate}, which is {below.kind} here", found.where)
@@ -195,7 +195,7 @@ def policies() -> tuple[str, ...]:
     return (f.get_policy(), *f._allow, "", *f._deny, "", *f._force, "", *f._share)
 
 
-def _delegate(op: str) -> str:
+def delegate_of(op: str) -> str:
     """The out variant that a structured operator runs through."""
     native = manifest.installed().operators.get(op.removeprefix("aten::")) if op.startswith("aten::") else None
     return f"aten::{native.delegate}" if native and native.kind == "structured" else ""
