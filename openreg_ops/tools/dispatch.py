@@ -103,6 +103,8 @@ def target(device: str | None = None, key: str | None = None) -> Target:
     try:
         return Target(device, torch._C._dispatch_key_for_device(torch.device(device).type))
     except RuntimeError as error:
+        if device.startswith("openreg") and not loaded():
+            raise Wrong("openreg_tools loads no openreg device; use `python -m openreg_ops`, or `--device`") from None
         raise Wrong(f"there is no device {device}: {str(error).splitlines()[0]}") from None
 
 
