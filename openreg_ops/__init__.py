@@ -24,24 +24,19 @@ def _autoload() -> None:
 import torch  # noqa: E402
 
 
-def _refuse(error: Exception, cause: Exception | None = None) -> None:
+def _refuse(error: Exception) -> None:
     """Raise what keeps the package from loading; `python -m openreg_ops info` reports it instead."""
     command = sys.orig_argv
     if sys.argv[:2] == ["-m", "info"] and "openreg_ops" in command:
         tools = ["openreg_tools" if word == "openreg_ops" else word for word in command[1:]]
         os.execv(sys.executable, [sys.executable, *tools])
-    raise error from cause
+    raise error.with_traceback(None) from None  # the sentence says it all
 
 
 try:
     from openreg_ops import _build
-except ImportError as missing:
-    _refuse(
-        ImportError(
-            "openreg_ops is not built here: run `pip install .` or `pip install -e . --no-build-isolation` in its source"
-        ),
-        missing,
-    )
+except ImportError:
+    _refuse(ImportError("openreg_ops is not built here: run `pip install --no-build-isolation -e .` in its source"))
 
 if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
     _refuse(

@@ -22,17 +22,23 @@ COMMANDS = {
 }
 
 
+def _has_device() -> bool:
+    """Whether the package has brought its device, which it does not under openreg_tools."""
+    return "_C" in vars(sys.modules["openreg_ops"])
+
+
 def _other_backend(words: list[str]) -> bool:
     """Whether the command asks for a device that another package brings, whose key may be the one openreg has."""
     device = next((b for a, b in zip(words, words[1:], strict=False) if a == "--device"), "")
     elsewhere = not device.startswith("openreg") if device else "--key" in words
-    return "--import" in words and elsewhere and "_C" in vars(sys.modules["openreg_ops"])
+    return "--import" in words and elsewhere and _has_device()
 
 
 def main() -> int:
     if _other_backend(sys.argv[1:]):  # see openreg_tools.py
         os.execv(sys.executable, [sys.executable, "-m", "openreg_tools", *sys.argv[1:]])
-    parser = argparse.ArgumentParser(prog="python -m openreg_ops", description="Tools for the openreg device.")
+    package = "openreg_ops" if _has_device() else "openreg_tools"
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description="Tools for the openreg device.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
     for name, (module, text) in COMMANDS.items():

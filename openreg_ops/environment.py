@@ -19,6 +19,10 @@ def _is_count(text: str) -> bool:
     return text.isdecimal() and int(text) <= 64
 
 
+def _is_names(text: str) -> bool:
+    return all("::" in name for name in text.split(",") if name.strip())
+
+
 # Every variable that the package reads, as in the README: its values, or a rule, and whether a value keeps it.
 # Faults and operators are looked at where they are read, which raises the same error.
 _ANY = lambda _: True  # noqa: E731
@@ -32,8 +36,8 @@ _TAKES = {
     "OPENREG_ISOLATION": ("off", "auto", "strict"),
     "OPENREG_FAULTS": ("faults such as kernel:after=100 or copy_latency:seconds=0.001", _ANY),
     "OPENREG_FALLBACK": ("allow", "warn", "error"),
-    "OPENREG_FALLBACK_ALLOW": ("operators such as aten::add or mylib::*, commas between", _ANY),
-    "OPENREG_FALLBACK_DENY": ("operators such as aten::add or mylib::*, commas between", _ANY),
+    "OPENREG_FALLBACK_ALLOW": ("operators such as aten::add or mylib::*, commas between", _is_names),
+    "OPENREG_FALLBACK_DENY": ("operators such as aten::add or mylib::*, commas between", _is_names),
     "OPENREG_AUTOGRAD_FALLBACK": ("error", "warn", "nothing"),
 }
 VARIABLES = tuple(_TAKES)

@@ -133,7 +133,9 @@ def test_not_built_says_what_to_do(built_for_another_torch):
     # Not removed: an editable install's finder would bring the checkout's.
     (Path(built_for_another_torch) / "openreg_ops" / "_build.py").write_text("raise ModuleNotFoundError('_build')\n")
     result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert result.stderr.splitlines()[-1].startswith("ImportError: openreg_ops is not built here: run `pip install .`")
+    remedy = "run `pip install --no-build-isolation -e .` in its source"
+    assert result.stderr.splitlines()[-1] == f"ImportError: openreg_ops is not built here: {remedy}"
+    assert "_build'" not in result.stderr and result.stderr.count("Traceback") == 1
 
 
 # ---- environment variables ----
@@ -171,6 +173,14 @@ def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
     result = python(PROPERTIES, OPENREG_DEVICE_COUNT="many")
     assert "WrongVariable: OPENREG_DEVICE_COUNT: expected a number from 0 to 64, but got 'many'" in result.stderr
     assert result.returncode != 0
+    result = python(PROPERTIES, OPENREG_FALLBACK_ALLOW="aten::add, nosuch")
+    rule = "expected operators such as aten::add or mylib::*, commas between"
+    said = f"OPENREG_FALLBACK_ALLOW: {rule}, but got 'aten::add, nosuch'; set it so, or unset it"
+    assert result.stderr.splitlines()[-1] == f"openreg_ops.environment.WrongVariable: {said}"
+    assert "in _from_environment" not in result.stderr  # where it was found is no help
+    result = python(PROPERTIES, OPENREG_FALLBACK_DENY="aten::nosuch")
+    assert "but got 'aten::nosuch' (no operator matches 'aten::nosuch'; " in result.stderr
+    assert "in _from_environment" not in result.stderr and "During handling" not in result.stderr
 
 
 @pytest.mark.parametrize("good", ["1048576", "8GiB", "0.5 g", "512 MB", "1e9", "2t", "1b"])

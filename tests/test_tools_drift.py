@@ -98,15 +98,60 @@ def test_scan_finds_registrations_with_their_lines(backend):
 
 
 def test_what_breaks(saved, backend):
-    found = drift.drift(*saved, sources=[backend], key="CUDA")  # which has no fallback here
-    assert {t.operator: t.breaks for t in found.troubles} == {"composed": True, "fresh.out": True}
+    found = drift.drift(*saved, sources=[backend], key="CUDA")
+    assert {t.operator: t.mark for t in found.troubles} == {"composed": "MISSING", "fresh.out": "MISSING"}
     found = drift.drift(*saved, sources=[backend])
-    assert {t.operator: t.breaks for t in found.troubles} == {
-        "gone": True, "wider": True, "made.out": True, "renamed": False, "curved": False,
-        "composed": False, "fresh.out": False,
+    assert {t.operator: t.mark for t in found.troubles} == {
+        "gone": "BREAKS", "wider": "BREAKS", "made.out": "BREAKS", "renamed": "look at", "curved": "look at",
+        "composed": "MISSING", "fresh.out": "MISSING",
     }  # fmt: skip
     (gone,) = (t for t in found.troubles if t.operator == "gone")
     assert gone.where.endswith("kernels.cpp:7") and gone.why == "torch 2.0 has no such operator"
+
+
+@pytest.mark.parametrize(
+    "file, text, line",
+    [
+        ("a.cpp", "\nTORCH_LIBRARY_IMPL(_, PrivateUse1, m) {\n  m.fallback(f);\n}", 3),
+        ("a.cpp", "TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(f); }", 0),
+        ("a.cpp", "/* \n */ // TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(f); }", 0),
+        ("a.cpp", "TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }", 0),
+        ("a.py", "from torch.library import Library\nl = Library('_', 'IMPL')\nl.fallback(f, 'PrivateUse1')", 3),
+        ("a.py", "torch.library.Library('_', 'IMPL', 'PrivateUse1').fallback(f)", 1),
+        ("a.py", "l = torch.library.Library('_', 'IMPL')\nl.fallback(f, 'CUDA')\n# l.fallback(f, 'PrivateUse1')", 0),
+        ("a.py", "l = torch.library.Library('aten', 'IMPL')\nl.fallback(f, 'PrivateUse1')", 0),
+        ("a.py", "if", 0),
+    ],
+)
+def test_the_fallback_counted_is_the_one_in_the_sources(saved, backend, file, text, line):
+    """This process has a fallback, which is openreg's."""
+    (backend / file).write_text(text)
+    found = drift.drift(*saved, sources=[backend])
+    missing = {t.operator: t.breaks for t in found.troubles if not t.where}
+    assert missing == {"composed": not line, "fresh.out": not line}
+    said = f"the fallback in {backend}/{file}:{line}" if line else "no fallback"
+    assert found.verdict().startswith(f"{backend}, 6 registrations, {said}: 3 registrations break, ")
+
+
+def test_a_registration_in_a_comment_is_none(backend):
+    (backend / "kernels.cpp").write_text(
+        'TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {\n // m.impl("gone", f);\n url("http://"); m.impl("kept", f);\n}'
+    )
+    assert {r.operator: r.where for r in drift.scan(backend, "PrivateUse1", OLD)} == {
+        "kept": f"{backend}/kernels.cpp:3",
+        "curved": f"{backend}/kernels.py:2",
+    }
+
+
+def test_elsewhere_is_not_required():
+    """The classes are those of `operators`."""
+    name = "_cudnn_attention_forward_no_dropout_inplace"
+    found = drift.compare(manifest.read("2.13"), manifest.read("2.15"))
+    assert found.added[name].startswith("elsewhere: ") and name not in found.required and found.required
+    of = lambda kind: {name: Operator(f"{name}() -> ()", kind) for name in ("one", "other")}  # noqa: E731
+    old, new = Manifest("1", of("implicit")), Manifest("2", of("elsewhere"))
+    assert not drift.compare(old, new).required and not drift.compare(new, old).optional
+    assert drift.compare(old, new, "SparsePrivateUse1").required == ["one", "other"]
 
 
 def test_registrations_of_this_process():
@@ -184,13 +229,16 @@ def test_command(saved, backend, tmp_path, capsys):
         )
         in said
     )
-    assert "3 registrations break, 4 to look at" in " ".join(said.split()) and "BREAKS gone" in said
+    said_once = " ".join(said.split())
+    assert "no fallback: 3 registrations break, 2 newly required are missing, 2 to look at" in said_once
+    assert "  MISSING composed\n    newly required\n" in said and "BREAKS gone" in said
     assert all(len(line) <= 80 for line in said.splitlines() if str(backend) not in line)
     assert '<pre class="fail">wider(Tensor self) -&gt; Tensor</pre>' in page.read_text()
     assert command(saved[1], saved[1], "--sources", backend, "--json", "-") == 0
     assert json.loads(capsys.readouterr().out)["breaks"] is False
     assert command("2.13.0", "2.15.0") == 0  # openreg itself
-    assert "no registration breaks" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the fallback of this process or a shared kernel: no registration breaks, " in said
     for words in ([], ["--verbose"]):
         command("2.13.0", "2.15.0", *words)
         assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())

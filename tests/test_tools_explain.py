@@ -203,7 +203,7 @@ def test_command(capsys):
     assert all(len(line) <= 80 for line in said.out.splitlines())
     status, said = command(capsys, "_cudnn_rnn", "--json", "-")
     assert status == 1 and json.loads(said.out)["has"] == "refused"
-    status, said = command(capsys, "mm", "--device", "cuda")
+    status, said = command(capsys, "abs", "--device", "cuda")
     assert status == 0 and "CUDA" in said.out
     for words in (["--input", "f32[3], f32[3]", "--device", "maia"], ["--input", "f32[3]@maia, f32[3]"]):
         status, said = command(capsys, "add", *words)
@@ -211,3 +211,42 @@ def test_command(capsys):
         assert said.err.endswith("; `operators` and `explain` without --input need no device\n")
     status, said = command(capsys, "mm", "--input", "f32[2]@nowhere")
     assert status == 2 and "nowhere" in said.err
+    status, said = command(capsys, "abs", "--input", "f32[3]@openreg:7")
+    assert status == 2 and said.err.startswith(
+        "explain: openreg:7 cannot be used here: openreg: invalid device ordinal 7; "
+    )
+
+
+@pytest.mark.parametrize(
+    "op, arguments, why",
+    [
+        ("aten::mm.out", "f32[3,4], f32[5,4]", "aten::mm() is missing value for argument 'out'."),
+        ("aten::add.Tensor", "f32[3], 'x', 1, 2", "aten::add() "),
+        ("aten::relu.default", "'x'", "aten::relu() Expected a value of type 'Tensor' for argument 'self'"),
+        ("aten::clamp.default", "f32[3], nosuch=1", "Unknown keyword argument 'nosuch' for operator 'aten::clamp'."),
+    ],
+)
+def test_arguments_that_do_not_bind_are_no_call(capsys, op, arguments, why):
+    status, said = command(capsys, op, "--device", "cpu", "--input", arguments)
+    assert status == 2 and not said.out
+    assert said.err.startswith(f"explain: {op.removesuffix('.default')} does not take these arguments: {why}")
+    assert said.err.endswith(f"Its schema is {dispatch.schema(op.removesuffix('.default'))}\n")
+
+
+def test_a_structured_operator_ends_as_its_out_variant_does(capsys):
+    for op, missing in (("gelu", "gelu.out"), ("nonzero_static", "nonzero_static")):
+        status, said = command(capsys, op, "--key", "XPU")  # which this build has no kernels of
+        told = " ".join(said.out.split())
+        assert status == 1 and f"aten::{op} raises NotImplementedError: " in told
+        assert f'TORCH_LIBRARY_IMPL(aten, XPU, m) {{ m.impl("{missing}", kernel); }}' in told
+    for namespace, status_then, then in (
+        ("aten", 0, "has no kernel for XPU: it runs aten::gelu.out, which is own here."),
+        ("_", 1, "falls back: it runs aten::gelu.out; the fallback of XPU."),
+    ):
+        library = torch.library.Library(namespace, "IMPL", "XPU")
+        try:
+            library.impl("gelu.out", print) if namespace == "aten" else library.fallback(print)
+            status, said = command(capsys, "gelu", "--key", "XPU")
+            assert status == status_then and f"aten::gelu {then}" in " ".join(said.out.split())
+        finally:
+            library._destroy()

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,48 @@ def test_runs_where_the_package_cannot_be_imported(tmp_path):
     said = " ".join(result.stdout.split())
     assert "import openreg_ops fails: ImportError: openreg_ops was built for torch 2.0.0+cpu" in said
     assert info.REBUILD in said
+
+
+@pytest.fixture
+def not_built(tmp_path):
+    """A copy of the package's Python without what a build adds."""
+    ignore = shutil.ignore_patterns("_build.py", "*.so", "__pycache__")
+    shutil.copytree(Path(openreg_ops.__file__).parent, tmp_path / "openreg_ops", ignore=ignore)
+    shutil.copy(ROOT / "openreg_tools.py", tmp_path)
+    return tmp_path
+
+
+def run(folder, *words):
+    environment = {**os.environ, "PYTHONPATH": str(folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_not_built_is_one_problem_with_the_remedy(not_built):
+    report = json.loads(run(not_built, "-m", "openreg_tools", "info", "--json", "-").stdout)
+    (problem,) = report["problems"]
+    if "not the installed one" not in problem["problem"]:  # which it is where another copy is installed
+        assert problem["problem"] == f"openreg_ops in {not_built}/openreg_ops is not built"
+        assert problem["remedy"] == f"{info.EDITABLE} in its source"
+
+
+def test_without_torch(not_built):
+    (not_built / "openreg_ops/_build.py").write_text('TORCH_VERSION = "2.0.0"\n')
+    # As in an environment without it: what Python finds is the standard library alone.
+    result = run(not_built, "-S", "-m", "openreg_tools", "info", "--json", "-")
+    assert result.returncode == 1 and not result.stderr
+    problems = {each["problem"]: each["remedy"] for each in json.loads(result.stdout)["problems"]}
+    assert problems["torch is not installed"] == "pip install torch"
+    assert not any("fails" in what for what in problems)
+
+
+def test_the_tools_without_the_device_say_so(not_built):
+    result = run(not_built, "-m", "openreg_tools", "operators")
+    assert (result.returncode, result.stdout) == (2, "")
+    sentence = "openreg_tools loads no openreg device; use `python -m openreg_ops`, or `--device`"
+    assert result.stderr == f"operators: {sentence}\n"
+    assert run(not_built, "-m", "openreg_tools", "operators", "-h").stdout.startswith(
+        "usage: python -m openreg_tools operators "
+    )
 
 
 @pytest.mark.parametrize("name, value", [("OPENREG_FALLBACK", "bogus"), ("OPENREG_FAULTS", "bogus")])

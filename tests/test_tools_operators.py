@@ -89,7 +89,7 @@ def test_classes_agree_with_torchgen_and_the_dispatcher():
             differ.append(entry.name)
     assert not differ
     counts = {
-        v: sum(op.kind == "required" for op in manifest.read(v).operators.values())
+        v: sum(op.kind in ("required", "elsewhere") for op in manifest.read(v).operators.values())
         for v in ("2.13.0", "2.14.0", "2.15.0")
     }
     assert counts == {"2.13.0": 858, "2.14.0": 858, "2.15.0": 861}  # as `grep -c '"True", "default": "False"'` says
@@ -322,4 +322,4 @@ def test_command(capsys, monkeypatch, tmp_path):
 
 def test_manifest_of_this_torch_ships():
     assert manifest.read(torch.__version__.partition("+")[0]) == manifest.installed()
-    assert set(CLASSES) - {"elsewhere"} == {op.kind for op in manifest.installed().operators.values()}
+    assert set(CLASSES) == {op.kind for op in manifest.installed().operators.values()}

@@ -155,25 +155,29 @@ def _split(text: str) -> list[str]:
     return [piece for piece in [*pieces, current.strip()] if piece]
 
 
+def _tensor(match: re.Match[str], numbers: torch.Generator, device: str) -> torch.Tensor:
+    place = torch.device(match[4] or device)
+    dispatch.usable(str(place))
+    shape = [int(size) for size in match[2].split(",") if size.strip()]
+    dtype = _dtype(match[1])
+    if dtype.is_floating_point or dtype.is_complex:
+        x = torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype)
+    else:
+        x = torch.randint(0, 2 if dtype == torch.bool else 4, shape, generator=numbers).to(dtype)
+    if match[3] is None:
+        return x.to(place)
+    strides = [int(stride) for stride in match[3].split(",") if stride.strip()]
+    if len(strides) != len(shape):
+        raise Wrong(f"{match[0]}: there are {len(strides)} strides for {len(shape)} dimensions")
+    return torch.empty_strided(shape, strides, dtype=dtype, device=place).copy_(x)
+
+
 def _value(text: str, numbers: torch.Generator, device: str) -> Any:
     if match := _TENSOR.match(text):
         try:
-            place = torch.device(match[4] or device)
-        except RuntimeError as error:
+            return _tensor(match, numbers, device)
+        except RuntimeError as error:  # no such device, no memory
             raise Wrong(f"{text}: {str(error).splitlines()[0]}") from None
-        dispatch.usable(str(place))
-        shape = [int(size) for size in match[2].split(",") if size.strip()]
-        dtype = _dtype(match[1])
-        if dtype.is_floating_point or dtype.is_complex:
-            x = torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype)
-        else:
-            x = torch.randint(0, 2 if dtype == torch.bool else 4, shape, generator=numbers).to(dtype)
-        if match[3] is None:
-            return x.to(place)
-        strides = [int(stride) for stride in match[3].split(",") if stride.strip()]
-        if len(strides) != len(shape):
-            raise Wrong(f"{text}: there are {len(strides)} strides for {len(shape)} dimensions")
-        return torch.empty_strided(shape, strides, dtype=dtype, device=place).copy_(x)
     if text.startswith("[") and text.endswith("]") and any(_TENSOR.match(piece) for piece in _split(text[1:-1])):
         return [_value(piece, numbers, device) for piece in _split(text[1:-1])]
     if text.startswith("torch.") and hasattr(torch, text.removeprefix("torch.")):

@@ -103,6 +103,8 @@ def target(device: str | None = None, key: str | None = None) -> Target:
     try:
         return Target(device, torch._C._dispatch_key_for_device(torch.device(device).type))
     except RuntimeError as error:
+        if device.startswith("openreg") and not loaded():
+            raise Wrong("openreg_tools loads no openreg device; use `python -m openreg_ops`, or `--device`") from None
         raise Wrong(f"there is no device {device}: {str(error).splitlines()[0]}") from None
 
 
@@ -184,7 +186,7 @@ def has(op: str, key: str) -> Has:
     if found is None:
         return Has("refused", f"nothing is registered for {key}, it does not decompose, and {key} has no fallback")
     if found.source in ("math kernel", "default backend kernel"):
-        delegate = _delegate(op)
+        delegate = delegate_of(op)
         if delegate:
             below = has(delegate, key)
             return Has("composite", f"structured: runs {delegate}, which is {below.kind} here", found.where)
@@ -210,7 +212,7 @@ def policies() -> tuple[str, ...]:
     return (f.get_policy(), *f._allow, "", *f._deny, "", *f._force, "", *f._share)
 
 
-def _delegate(op: str) -> str:
+def delegate_of(op: str) -> str:
     """The out variant that a structured operator runs through."""
     native = manifest.installed().operators.get(op.removeprefix("aten::")) if op.startswith("aten::") else None
     return f"aten::{native.delegate}" if native and native.kind == "structured" else ""

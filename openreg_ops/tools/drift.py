@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import html
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from openreg_ops.tools import dispatch, forms, manifest
 from openreg_ops.tools.forms import Wrong
 from openreg_ops.tools.manifest import Manifest
 
-__all__ = ["Drift", "Registration", "Trouble", "compare", "drift", "registered", "scan"]
+__all__ = ["Drift", "Registration", "Trouble", "compare", "drift", "registered", "scan", "scan_fallback"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,10 @@ class Trouble:
     why: str
     breaks: bool  # else it is to be looked at
 
+    @property
+    def mark(self) -> str:
+        return ("BREAKS" if self.where else "MISSING") if self.breaks else "look at"
+
 
 @dataclasses.dataclass
 class Drift:
@@ -52,6 +59,7 @@ class Drift:
     optional: list[str]  # no longer required
     derivatives: dict[str, tuple[str, str]]
     backend: str = ""
+    fallback: str = ""  # "the fallback in backend/fallback.cpp:12"
     troubles: list[Trouble] = dataclasses.field(default_factory=list)
 
     @property
@@ -70,10 +78,13 @@ class Drift:
     def verdict(self) -> str:
         if not self.backend:
             return ""
-        watch = len(self.troubles) - len(self.broken)
-        number = len(self.broken)
-        breaks = f"{number or 'no'} registration{'s break' if number > 1 else ' breaks'}"
-        return f"{self.backend}: {breaks}" + (f", {watch} to look at" if watch else "")
+        marks = Counter(trouble.mark for trouble in self.troubles)
+        said = [f"{marks['BREAKS'] or 'no'} registration{'s break' if marks['BREAKS'] > 1 else ' breaks'}"]
+        if marks["MISSING"]:
+            said.append(f"{marks['MISSING']} newly required {'is' if marks['MISSING'] == 1 else 'are'} missing")
+        if marks["look at"]:
+            said.append(f"{marks['look at']} to look at")
+        return f"{self.backend}, {self.fallback or 'no fallback'}: {', '.join(said)}"
 
     def text(self, verbose: bool = False) -> str:
         lines = forms.wrapped([self.summary()], 0)
@@ -104,8 +115,7 @@ class Drift:
         if self.backend:
             lines += ["", *forms.wrapped([self.verdict()], 0)]
             for trouble in sorted(self.troubles, key=lambda t: not t.breaks):
-                mark = "BREAKS" if trouble.breaks else "look at"
-                lines += _hanging(f"{mark} {trouble.operator}  {trouble.where}".rstrip(), "  ")
+                lines += _hanging(f"{trouble.mark} {trouble.operator}  {trouble.where}".rstrip(), "  ")
                 lines += forms.wrapped([trouble.why])
         return "\n".join(lines)
 
@@ -117,7 +127,7 @@ class Drift:
         parts = [f"<p>{e(self.verdict())}</p>"]
         if self.troubles:
             rows = [["operator", "where", "why", ""]]
-            rows += [[t.operator, t.where, t.why, "breaks" if t.breaks else "look at"] for t in self.troubles]
+            rows += [[t.operator, t.where, t.why, t.mark.lower()] for t in self.troubles]
             parts.append(forms.html_table(rows, left=3))
 
         def details(title: str, items: list[str]) -> None:
@@ -149,20 +159,21 @@ def _hanging(text: str, mark: str) -> list[str]:
 # ---- comparing ----
 
 
-def compare(old: Manifest, new: Manifest) -> Drift:
-    """The differences of two manifests."""
+def compare(old: Manifest, new: Manifest, key: str = "") -> Drift:
+    """The differences of two manifests; what is required is so of `key`, dense tensors' unless given."""
+    kinds = [{name: op.kind_at(key) for name, op in each.operators.items()} for each in (old, new)]
     drift = Drift(old.torch, new.torch, {}, {}, {}, {}, [], [], {})
     for name, op in new.operators.items():
         if name not in old.operators:
-            drift.added[name] = f"{op.kind}: {op.schema}"
-        if op.kind == "required" and (name not in old.operators or old.operators[name].kind != "required"):
+            drift.added[name] = f"{kinds[1][name]}: {op.schema}"
+        if kinds[1][name] == "required" != kinds[0].get(name):
             drift.required.append(name)
     for name, op in old.operators.items():
         after = new.operators.get(name)
         if after is None:
-            drift.removed[name] = f"{op.kind}: {op.schema}"
+            drift.removed[name] = f"{kinds[0][name]}: {op.schema}"
             continue
-        if op.kind == "required" and after.kind != "required":
+        if kinds[0][name] == "required" != kinds[1][name]:
             drift.optional.append(name)
         if op.schema != after.schema:
             same = _signature(op.schema) == _signature(after.schema)
@@ -208,7 +219,10 @@ def _exact(where: str, operator: str) -> str:
     return where
 
 
-_BLOCK = re.compile(r"TORCH_LIBRARY_IMPL\(\s*aten\s*,\s*(\w+)\s*,[^{]*\{")
+_BLOCK = re.compile(r"TORCH_LIBRARY_IMPL\(\s*(aten|_)\s*,\s*(\w+)\s*,[^{]*\{")
+_COMMENT = re.compile(
+    r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])')|//[^\n]*|/\*.*?\*/""", re.S
+)  # or a string, in which is none
 _IMPL = re.compile(r"""\.impl\(\s*["'](?:aten::)?([\w.]+)["'].*?["'](\w+)["']\s*\)""", re.S)
 
 
@@ -217,26 +231,71 @@ def scan(folder: Path, key: str, known: Manifest) -> list[Registration]:
 
     Names that a macro puts together are not found: import the backend instead.
     """
-    if not folder.is_dir():
-        raise Wrong(f"there is no folder {folder}")
     found = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix not in (".cpp", ".cc", ".cu", ".h", ".hpp", ".mm", ".py") or not path.is_file():
-            continue
-        text = path.read_text(errors="replace")
+    for path, text in _files(folder):
         if path.suffix == ".py":
             places = [(m.start(1), m[1]) for m in _IMPL.finditer(text) if m[2] == key]
         else:
-            blocks = [(m.end(), _end(text, m.end())) for m in _BLOCK.finditer(text) if m[1] == key]
             places = [
                 (start + m.start(), m[1])
-                for start, end in blocks
+                for start, end in _blocks(text, "aten", key)
                 for m in re.finditer(r'"(?:aten::)?([\w.]+)"', text[start:end])
                 if m[1] in known.operators
             ]
         for position, name in places:
             found.append(Registration(name, f"{path}:{text.count(chr(10), 0, position) + 1}"))
     return found
+
+
+def scan_fallback(folder: Path, key: str) -> str:
+    """The place of the fallback for `key` in the files below a folder, in C++ or in Python; empty if there is none."""
+    for path, text in _files(folder):
+        if path.suffix == ".py":
+            found = [node.lineno for node in _python_fallbacks(text, key)]
+        else:
+            found = [
+                text.count("\n", 0, start + m.start()) + 1
+                for start, end in _blocks(text, "_", key)
+                for m in re.finditer(r"\.fallback\s*\([^;]*", text[start:end])
+                if "makeFallthrough" not in m[0]
+            ]
+        if found:
+            return f"{path}:{found[0]}"
+    return ""
+
+
+def _python_fallbacks(text: str, key: str) -> list[ast.Call]:
+    """The calls of ``torch.library.Library("_", ...).fallback`` for `key`, which either of the two may name."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return []
+    named = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in nodes if isinstance(node, ast.Assign)}
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fallback":
+            library = ast.unparse(node.func.value)
+            library = named.get(library, library)
+            asked = ast.unparse(node)[len(ast.unparse(node.func)) :]
+            keys = re.findall(r"'(\w+)'", asked) or re.findall(r"'(\w+)'", library)
+            if re.search(r"Library\('_'", library) and key in keys and "fallthrough_kernel" not in asked:
+                found.append(node)
+    return found
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The C++ and Python files below a folder; of C++ without the comments, line by line as it was."""
+    if not folder.is_dir():
+        raise Wrong(f"there is no folder {folder}")
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".cpp", ".cc", ".cu", ".h", ".hpp", ".mm", ".py") and path.is_file():
+            text = path.read_text(errors="replace")
+            yield path, text if path.suffix == ".py" else _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), text)
+
+
+def _blocks(text: str, namespace: str, key: str) -> list[tuple[int, int]]:
+    """Where the blocks TORCH_LIBRARY_IMPL(namespace, key, m) { ... } of a file begin and end."""
+    return [(m.end(), _end(text, m.end())) for m in _BLOCK.finditer(text) if (m[1], m[2]) == (namespace, key)]
 
 
 def _end(text: str, start: int) -> int:
@@ -249,7 +308,7 @@ def _end(text: str, start: int) -> int:
     return len(text)
 
 
-def _troubles(found: Drift, registrations: list[Registration], new: Manifest, falls_back: bool) -> list[Trouble]:
+def _troubles(found: Drift, registrations: list[Registration], old: Manifest, new: Manifest) -> list[Trouble]:
     out = []
     for r in registrations:
         op = new.operators.get(r.operator)
@@ -267,14 +326,15 @@ def _troubles(found: Drift, registrations: list[Registration], new: Manifest, fa
         if r.operator in found.derivatives:
             why = "its derivative has changed: see that the kernel's results are what it uses"
             out.append(Trouble(r.operator, r.where, why, False))
-        if op.kind == "implicit" and r.operator in found.optional:
+        before = old.operators.get(r.operator)
+        if op.kind == "implicit" and before and before.kind in ("required", "elsewhere"):
             why = "it is CompositeImplicitAutograd now: a kernel for a backend's key cuts off its derivative"
             out.append(Trouble(r.operator, r.where, why, True))
     have = {r.operator for r in registrations}
     for name in found.required:
         if name not in have:
-            why = "newly required" + (": the fallback, or a shared kernel, serves it until then" if falls_back else "")
-            out.append(Trouble(name, "", why, not falls_back))
+            why = "newly required" + (f": {found.fallback} serves it until then" if found.fallback else "")
+            out.append(Trouble(name, "", why, not found.fallback))
     return out
 
 
@@ -285,23 +345,27 @@ def drift(
 
     Args:
         old, new: as `manifest.read` takes them: "2.13.0", "installed", a wheel, an environment's folder, a manifest.
-        sources: folders whose files are searched for registrations, in place of the process's own.
+        sources: folders whose files are searched for registrations and a fallback, in place of the process's own.
     Raises:
         Wrong: one of these is not there.
     """
     before, after = manifest.read(old), manifest.read(new)
-    found = compare(before, after)
-    if device or key or sources:
-        target = dispatch.target(device, key or (None if device else "PrivateUse1"))
-        if sources:
-            registrations = [r for folder in sources for r in scan(folder, target.key, before)]
-        else:
-            registrations = registered(target.key)
-        falls_back = torch._C._dispatch_has_backend_fallback(torch._C._parse_dispatch_key(target.key))
-        found.backend = (
-            f"{', '.join(map(str, sources)) if sources else target.device}, {len(registrations)} registrations"
-        )
-        found.troubles = _troubles(found, registrations, after, falls_back)
+    if not (device or key or sources):
+        return compare(before, after)
+    target = dispatch.target(device, key or (None if device else "PrivateUse1"))
+    found = compare(before, after, target.key)
+    if sources:
+        registrations = [r for folder in sources for r in scan(folder, target.key, before)]
+        place = next(filter(None, (scan_fallback(folder, target.key) for folder in sources)), "")
+        found.fallback = f"the fallback in {place}" if place else ""
+    else:
+        registrations = registered(target.key)
+        if torch._C._dispatch_has_backend_fallback(torch._C._parse_dispatch_key(target.key)):
+            found.fallback = "the fallback of this process"
+            if target.key == "PrivateUse1" and dispatch.loaded():
+                found.fallback += " or a shared kernel"
+    found.backend = f"{', '.join(map(str, sources)) if sources else target.device}, {len(registrations)} registrations"
+    found.troubles = _troubles(found, registrations, before, after)
     return found
 
 
@@ -315,7 +379,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("new", metavar="NEW", nargs="?", help="the same")
     parser.add_argument("--sources", nargs="+", type=Path, metavar="FOLDER",
-                        help="search these for the backend's registrations, which then need not be imported")  # fmt: skip
+                        help="search these for the backend's registrations and fallback; it need not be imported")  # fmt: skip
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the manifest of OLD, as .json or .json.gz")
     parser.add_argument("--verbose", action="store_true", help="show the derivatives that changed")
     dispatch.add_arguments(parser, None)

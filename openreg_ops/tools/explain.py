@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import re
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ class Explanation:
     called: str
     target: dispatch.Target
     has: dispatch.Has
+    end: tuple[str, dispatch.Has]  # the out variant that a structured operator runs, or itself, and what there is
     steps: list[Step]  # the kernels that run, in order
     others: list[Step]  # keys that the call does not have, or falls through
     calls: list[Call]  # made by running it
@@ -67,14 +69,16 @@ class Explanation:
         name, key = self.operator, self.target.key
         if self.steps[-1].does.startswith("decomposes"):
             return f"{name} decomposes at {self.steps[-1].key}: what it is made of is dispatched anew."
-        if self.has.kind == "composite":
+        end, has = self.end
+        if has.kind == "composite" or end != name and has.kind in ("own", "shared"):
             return f"{name} has no kernel for {key}: it {self.has.why.replace('structured: ', '')}."
-        if self.has.kind in ("own", "shared"):
+        if has.kind in ("own", "shared"):
             return f"{name} runs on {self.target.device}: {self.has.why}."
-        what = "falls back" if self.has.kind == "fallback" else "raises NotImplementedError"
-        namespace, _, short = name.partition("::")
+        what = "falls back" if has.kind == "fallback" else "raises NotImplementedError"
+        namespace, _, short = end.partition("::")
+        runs, owner = ("", "its own") if end == name else (f"it runs {end}; ", end)
         return (
-            f"{name} {what}: {self.has.why}. A kernel of its own is registered by "
+            f"{name} {what}: {runs}{has.why}. A kernel of {owner} is registered by "
             f'TORCH_LIBRARY_IMPL({namespace}, {key}, m) {{ m.impl("{short}", kernel); }}'
         )
 
@@ -139,7 +143,7 @@ def explain(
         op: ``"aten::add.Tensor"``; ``"aten::add"`` or ``"add"`` takes the overload of the arguments, or one of tensors.
         run: also call it, and say what happened inside; writes to `args` if the operator does.
     Raises:
-        Wrong: no such operator, or no overload of it takes these arguments.
+        Wrong: no such operator, or no overload of it takes these arguments; of one that is named it shows on running.
     """
     name = _resolve(op, args, kwargs)
     overloads = _overloads(name, dispatch.names()) if "." not in op and not (args or kwargs) else []
@@ -167,9 +171,11 @@ def explain(
             others.append(Step(key, f"not in this call; {step(name, key, table[key]).does}", table[key].where))
     last = steps[-1].key if steps and not about(steps[-1].key) else target.key
     has = dispatch.has(name, last)
+    delegate = dispatch.delegate_of(name) if has.kind == "composite" else ""
+    end = (delegate, dispatch.has(delegate, last)) if delegate else (name, has)
     explanation = Explanation(
         name, str(dispatch.schema(name)), _described(args, kwargs) if given else f"nothing; as on {target.device}",
-        dispatch.Target(target.device, last), has, steps, others, [], "",
+        dispatch.Target(target.device, last), has, end, steps, others, [], "",
         [each.partition(".")[2] or "default" for each in overloads if each != name],
     )  # fmt: skip
     if run:
@@ -226,7 +232,11 @@ def _run(explanation: Explanation, args: tuple, kwargs: dict) -> None:
             out = function(*args, **kwargs)
             explanation.outcome = f"returned {_described((out,), {})}"
         except Exception as error:
-            explanation.outcome = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(".")
+            first = re.split(" (?:Declaration|Schema): |\n", str(error))[0]
+            if explanation.schema in str(error):  # the arguments do not bind, so nothing was called
+                raise Wrong(f"{explanation.operator} does not take these arguments: {first} Its schema is "
+                            f"{explanation.schema}") from None  # fmt: skip
+            explanation.outcome = f"raised {type(error).__name__}: {first}".rstrip(".")
     explanation.calls = recorder.calls
 
 
@@ -267,7 +277,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"explain: {error}", file=sys.stderr)
         return 2
     forms.write(explanation, arguments)
-    return 1 if explanation.has.kind in ("fallback", "refused") or explanation.outcome.startswith("raised") else 0
+    return 1 if explanation.end[1].kind in ("fallback", "refused") or explanation.outcome.startswith("raised") else 0
 
 
 def _require_grad(value: Any) -> Any:

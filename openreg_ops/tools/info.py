@@ -21,6 +21,7 @@ from typing import Any
 __all__ = ["Info", "collect"]
 
 VARIABLES = runpy.run_path(str(Path(__file__).parents[1] / "environment.py"))["VARIABLES"]
+EDITABLE = "run `pip install --no-build-isolation -e .`"
 REBUILD = "pip install --force-reinstall --no-deps --no-build-isolation ."
 
 
@@ -79,12 +80,19 @@ def collect() -> Info:
 
 def _versions(info: Info) -> None:
     info.add("software", python=f"{platform.python_version()}, {sys.executable}", system=platform.platform())
+    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # a package that fails would end `import torch` too
     try:
         import torch
 
         info.add("software", torch=f"{torch.__version__}, {Path(torch.__file__).parent}")
     except ImportError as error:
-        info.problem(f"torch cannot be imported: {error}", "pip install torch")
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        info.problem("torch is not installed" if missing else f"torch cannot be imported: {error}", "pip install torch")
+    finally:
+        del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+        if autoload is not None:
+            os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = autoload
 
 
 def _processor(info: Info) -> None:
@@ -104,13 +112,14 @@ def _package(info: Info) -> bool:
     folder = Path(spec.origin).parent
     info.add("package", folder=folder)
     build: dict[str, str] = {}
-    if (folder / "_build.py").exists():
+    built, another = (folder / "_build.py").exists(), False
+    if built:
         exec((folder / "_build.py").read_text(), build)
         info.add("package", built_for=f"torch {build['TORCH_VERSION']}, {build.get('CPU_CAPABILITY', 'unknown')}")
     try:
         distribution = importlib.metadata.distribution("openreg_ops")
         info.add("package", installed=f"{distribution.version}, {_origin(distribution)[0]}")
-        if (other := _origin(distribution)[1].resolve()) != folder.resolve():
+        if another := (other := _origin(distribution)[1].resolve()) != folder.resolve():
             info.problem(
                 f"Python imports the openreg_ops in {folder}, not the installed one in {other}",
                 "start Python in another folder, take it off PYTHONPATH, or install that one",
@@ -119,10 +128,14 @@ def _package(info: Info) -> bool:
     except importlib.metadata.PackageNotFoundError:
         info.add("package", installed="no: it is on the path only")
         installed = False
+    if not built:
+        if not another:  # whose remedy helps here too
+            info.problem(f"openreg_ops in {folder} is not built", f"{EDITABLE} in its source")
+        return False
     if not installed:
         info.problem(
             "openreg_ops is not installed, so `import torch` does not load the device",
-            "import openreg_ops in the program, or run `pip install --no-build-isolation -e .` in its source",
+            f"import openreg_ops in the program, or {EDITABLE} in its source",
         )
     elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         info.problem(
@@ -138,6 +151,8 @@ def _package(info: Info) -> bool:
                 f"{len(newer)} C++ files are newer than the extension, {min(newer).relative_to(folder.parent)} among them",
                 "python setup.py build_ext --inplace",
             )
+    if "torch" not in sys.modules:
+        return False
     try:
         import openreg_ops  # noqa: F401
     except Exception as error:
@@ -251,15 +266,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    # Its own folder is on the path in the package's place; a package that fails would end `import torch` too.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    import torch  # noqa: F401
-
-    del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
-    if autoload is not None:
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = autoload
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in the place of its own folder
     parser = argparse.ArgumentParser(prog="python -m openreg_tools info")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - is stdout, in the table's place")
     wanted = parser.parse_args(sys.argv[2:]).json  # behind "info"

@@ -2,7 +2,7 @@
 
 A manifest is read from three files that every torch ships, installed or in its wheel, without importing it:
 RegistrationDeclarations.h (schemas; whether a backend must register a kernel), native_functions.yaml (structured
-operators, tags) and derivatives.yaml. Those of 2.13.0, 2.14.0 and 2.15.0 lie in manifests/.
+operators, tags, keys) and derivatives.yaml. Those of 2.13.0, 2.14.0 and 2.15.0 lie in manifests/.
 """
 
 from __future__ import annotations
@@ -28,15 +28,30 @@ FILES = (
 )
 
 
+# Operators that torch's lists require of a device, and that are there for one library's or vendor's kernels alone;
+# attention and depthwise convolution reach other devices as _scaled_dot_product_fused_attention_overrideable and
+# convolution_overrideable.
+_OF_A_LIBRARY = re.compile(
+    "(^|_)(cudnn|miopen|mkldnn|mps|cslt|triton|sparse_semi_structured|spsolve|nested|mixed_dtypes_linear"
+    "|(flash|efficient)_attention|mem_eff|conv_depthwise[23]d)(_|$)|^max_pool2d_backward$"
+)
+_LAYOUTS = {"SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU", "MkldnnCPU"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Operator:
     """One operator of the namespace aten."""
 
     schema: str  # "add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"
-    kind: str  # "required", "structured" (runs through `delegate`), "explicit" or "implicit" (composites)
+    kind: str  # "required", "elsewhere", "structured" (runs through `delegate`), "explicit" or "implicit" (composites)
     delegate: str = ""  # "add.out"
     tags: tuple[str, ...] = ()
     derivative: str = ""  # its formulas, a line each
+
+    def kind_at(self, key: str) -> str:
+        """Its class for a dispatch key: what is elsewhere for dense tensors is required of the other layouts' keys."""
+        layout = key.startswith(("Sparse", "Quantized", "Nested"))
+        return "required" if layout and self.kind == "elsewhere" else self.kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +69,7 @@ class Manifest:
         """The operators that a backend must register kernels of for the derivative of each operator, if any."""
         wanted: dict[str, list[str]] = {}
         for name, op in self.operators.items():
-            if op.kind in ("required", "structured") and "backward" in name.partition(".")[0]:
+            if op.kind in ("required", "elsewhere", "structured") and "backward" in name.partition(".")[0]:
                 wanted.setdefault(name.partition(".")[0], []).append(name)
         out = {}
         for name, op in self.operators.items():
@@ -135,7 +150,7 @@ def _parsed(texts: list[str]) -> Manifest:
         native = dict(line.partition(": ")[::2] for line in natives.get(name, ()))
         delegate = native.get("structured_delegate", "")
         if entry["default"] == "False":
-            kind = "required"
+            kind = "elsewhere" if _elsewhere(name, natives.get(name, ())) else "required"
         elif delegate:
             kind = "structured"
         else:
@@ -144,6 +159,13 @@ def _parsed(texts: list[str]) -> Manifest:
         operators[name] = Operator(schema, kind, delegate, tags, "\n".join(formulas.get(name, ())))
     found = re.search(r"__version__ = '([^'+]+)", version)
     return Manifest(found[1] if found else "unknown", operators)
+
+
+def _elsewhere(name: str, native: list[str]) -> bool:
+    """Whether a required operator is of no concern to the dense tensors of a new backend."""
+    keys = {key for line in native if line[0].isupper() for key in re.findall(r"\w+", line.partition(":")[0])}
+    # The CPU's kernels of a ufunc are generated, and stand under Generic.
+    return bool(_OF_A_LIBRARY.search(name.partition(".")[0]) or keys & _LAYOUTS and not keys & {"CPU", "Generic"})
 
 
 def _entries(text: str, key: str) -> dict[str, list[str]]:

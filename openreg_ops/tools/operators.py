@@ -37,16 +37,6 @@ TRAITS = {
 }
 
 
-# Operators that torch's lists require of a device, and that are there for one library's or vendor's kernels alone;
-# attention and depthwise convolution reach other devices as _scaled_dot_product_fused_attention_overrideable and
-# convolution_overrideable.
-_OF_A_LIBRARY = re.compile(
-    "(^|_)(cudnn|miopen|mkldnn|mps|cslt|triton|sparse_semi_structured|spsolve|nested|mixed_dtypes_linear"
-    "|(flash|efficient)_attention|mem_eff|conv_depthwise[23]d)(_|$)|^max_pool2d_backward$"
-)
-_LAYOUTS = ("SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU", "MkldnnCPU")
-
-
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """One operator."""
@@ -184,20 +174,8 @@ def _entry(name: str, key: str) -> Entry:
         traits.append("data")
     here = dispatch.has(name, key)
     needs = tuple(f"aten::{each}" for each in ((native.delegate,) if native and native.delegate else ()) + backward)
-    kind = native.kind if native else _kind(name)
-    if kind == "required" and native and _elsewhere(name, key):
-        kind = "elsewhere"
+    kind = native.kind_at(key) if native else _kind(name)
     return Entry(name, kind, here.kind, here.why, here.where, tuple(traits), needs, str(schema))
-
-
-def _elsewhere(name: str, key: str) -> bool:
-    """Whether a required operator is of no concern to the dense tensors of a new backend."""
-    if key.startswith(("Sparse", "Quantized", "Nested")):
-        return False
-    if _OF_A_LIBRARY.search(name.removeprefix("aten::").partition(".")[0]):
-        return True
-    on = lambda where: torch._C._dispatch_has_kernel_for_dispatch_key(name, where)  # noqa: E731
-    return not on("CPU") and any(map(on, _LAYOUTS))
 
 
 def _kind(name: str) -> str:
