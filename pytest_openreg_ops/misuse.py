@@ -343,7 +343,7 @@ def _patched(watch: Watch) -> Iterator[None]:
 
     modules = [torch.accelerator, *(getattr(torch, kind, None) for kind in watch.types)]
     undo = [
-        before(module, "synchronize", lambda *_: watch.waited("synchronize"))
+        before(module, "synchronize", lambda *_, **__: watch.waited("synchronize"))
         for module in modules
         if hasattr(module, "synchronize")
     ]

@@ -243,15 +243,17 @@ def test_waits(found):
         def step(x):
             if x.sum() > 0:
                 print(x)
+            torch.openreg.synchronize(device=x.device)
             return x.max().item(), x[x > 0], x.cpu(), x.tolist()
     """
     assert found("sync", "library.step(torch.ones(3, device=device))", library) == [
         ("bool", "library.py:4"),
-        ("copy to the host", "library.py:6"),
-        ("index.Tensor: a size or value that depends on data", "library.py:6"),
-        ("item", "library.py:6"),
+        ("copy to the host", "library.py:7"),
+        ("index.Tensor: a size or value that depends on data", "library.py:7"),
+        ("item", "library.py:7"),
         ("print", "library.py:5"),
-        ("tolist", "library.py:6"),
+        ("synchronize", "library.py:6"),
+        ("tolist", "library.py:7"),
     ]
     failing = "assert library.step(torch.ones(3, device=device)) is None"  # pytest shows what is not None
     assert found("sync", failing, "def step(x): return [x]", passes=False) == []

@@ -135,7 +135,8 @@ def test_the_fallback_counted_is_the_one_in_the_sources(saved, backend, file, te
 
 def test_a_registration_in_a_comment_is_none(backend):
     (backend / "kernels.cpp").write_text(
-        'TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {\n // m.impl("gone", f);\n url("http://"); m.impl("kept", f);\n}'
+        'TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {\n // m.impl("gone", f);\n url("http://", R"(")"); m.impl("kept", f);\n'
+        ' // m.impl("gone", f);\n}'
     )
     assert {r.operator: r.where for r in drift.scan(backend, "PrivateUse1", OLD)} == {
         "kept": f"{backend}/kernels.cpp:3",

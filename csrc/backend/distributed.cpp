@@ -7,6 +7,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -128,8 +129,8 @@ class DeviceWork final : public c10d::Work {
     if (finished_) return true;
     try {
       if (!engine_->wait(timeout)) return false;
-    } catch (const c10::Error&) {
-      if (timeout != kNoTimeout && !engine_->isCompleted()) timed_out(timeout); // which the engine says without a name
+    } catch (const c10::Error& error) {
+      if (std::string_view(error.what_without_backtrace()).starts_with("Operation timed out")) timed_out(timeout);
       throw;
     } catch (...) {
       std::rethrow_exception(explained(std::current_exception()));
@@ -167,11 +168,11 @@ class DeviceWork final : public c10d::Work {
       future_->setErrorIfNeeded(std::current_exception());
     }
   }
-  // The engine's own errors are the network's; torch's say what is wrong as they are.
   [[noreturn]] void timed_out(std::chrono::milliseconds timeout) const {
     std::rethrow_exception(explained(
         std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
   }
+  // The engine's own errors are the network's; torch's say what is wrong as they are.
   std::exception_ptr explained(const std::exception_ptr& error) const {
     try {
       std::rethrow_exception(error);

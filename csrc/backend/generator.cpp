@@ -58,10 +58,14 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   }
   void set_state(const c10::TensorImpl& state) override {
     std::lock_guard lock(engine_mutex());
-    const auto bytes = inner.unsafeGetGeneratorImpl()->get_state()->numel();
-    TORCH_CHECK(state.numel() == bytes, "openreg: Generator.set_state() expected the ", bytes,
-        " bytes that get_state() gives, but got ", state.numel());
-    inner.unsafeGetGeneratorImpl()->set_state(state);
+    try {
+      inner.unsafeGetGeneratorImpl()->set_state(state);
+    } catch (const c10::Error&) { // which speaks of the CPU's generator
+      const auto bytes = inner.unsafeGetGeneratorImpl()->get_state()->numel();
+      TORCH_CHECK(state.numel() == bytes, "openreg: Generator.set_state() expected the ", bytes,
+          " bytes that get_state() gives, but got ", state.numel());
+      throw;
+    }
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     std::lock_guard lock(engine_mutex());

@@ -75,15 +75,15 @@ class Trace:
     def __enter__(self) -> Trace:
         self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target))
         self._patched = _Waits(self.target.device, self.others)
-        self._patched.__enter__()
         self._recorder.__enter__()
+        self._patched.__enter__()
         self._started = time.perf_counter()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.seconds = time.perf_counter() - self._started
-        self._recorder.__exit__(*exception)
         self._patched.__exit__()
+        self._recorder.__exit__(*exception)
         self._recorder.finish()
         self.calls, self.elsewhere = self._recorder.calls, self._recorder.elsewhere
         self.candidates = _candidates(self.rows(), self.target, sum(self._recorder.overhead))
