@@ -26,6 +26,9 @@ PATH = os.pathsep.join({str(Path(module.__file__).parents[1]) for module in (ope
 def run(pytester, monkeypatch):
     """Runs pytest with the plugin on the files of the test's folder; `process=True` in a process of its own."""
     monkeypatch.setenv("PYTHONPATH", PATH)
+    # A test writes its files again within the second, and Python knows what it has compiled by time and size.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     # pytester forgets all modules that a run imported; what torch imported meanwhile must not come twice.
     ours = lambda name: str(getattr(sys.modules[name], "__file__", "")).startswith(str(pytester.path))  # noqa: E731
     snapshot = functools.partial(SysModulesSnapshot, preserve=lambda name: not ours(name))
