@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.skipping import evaluate_xfail_marks
 
 from pytest_openreg_ops import misuse
 from pytest_openreg_ops.findings import Finding
@@ -189,5 +190,9 @@ def _crashed(session: pytest.Session, plugin: Session, nodeid: str, location: An
         plugin.findings.add(Finding("host", access[1], where, nodeid))
         text = "\n".join([access[0], *(f"{file}:{line}: in {name}" for file, line, name in ours)])
     report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
+    item = next(item for item in session.items if item.nodeid == nodeid)
+    xfail = None if session.config.option.runxfail else evaluate_xfail_marks(item)
+    if xfail and xfail.raises is None:  # the end of a process is no exception of theirs
+        report.outcome, report.wasxfail = "skipped", xfail.reason
     session.config.hook.pytest_runtest_logreport(report=report)
     session.config.hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)

@@ -34,8 +34,9 @@ class Session:
         self.budget: int | None = option.device_sync_budget
         if self.budget is not None:
             self.kinds |= {"sync"}
-        if "openreg" not in self.types:
-            self.kinds -= _OPENREG_ONLY
+        seen = set(KINDS) if "openreg" in self.types else set(KINDS) - _OPENREG_ONLY if self.types else {"cuda"}
+        self.unseen = self.kinds - seen
+        self.kinds &= seen
         self.findings = Findings()
         self.ended: list[str] = []  # tests that ended their process, which knew of leaks
         self.tests = 0
@@ -52,8 +53,10 @@ class Session:
             config.add_cleanup(lambda: seeds.__exit__(None, None, None))
 
     def pytest_report_header(self) -> str:
-        watched = ", ".join(kind for kind in KINDS if kind in self.kinds)
-        return f"device: {', '.join(map(str, self.devices))}" + f"; watched for: {watched}" * bool(watched)
+        line = f"device: {', '.join(map(str, self.devices))}"
+        for words, kinds in (("watched for", self.kinds), ("not seen there", self.unseen)):
+            line += f"; {words}: {', '.join(kind for kind in KINDS if kind in kinds)}" * bool(kinds)
+        return line
 
     # ---- which device a test gets ----
 
@@ -258,9 +261,11 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError, NotImplementedError, AttributeError) as error:
+        said = str(error).splitlines()[0]
+        if name.partition(":")[0] != "openreg":
+            said += "; if another package brings the device, import it with `-p PACKAGE`"
         raise pytest.UsageError(
-            f"--device {name}: torch {torch.__version__} cannot make a tensor there: {str(error).splitlines()[0]}; "
-            "if another package brings the device, import it with `-p PACKAGE`"
+            f"--device {name}: torch {torch.__version__} cannot make a tensor there: {said}"
         ) from error
     return device
 

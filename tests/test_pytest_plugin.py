@@ -209,13 +209,25 @@ def test_a_suite_with_an_option_of_its_own(pytester, run, testpaths):
 def test_a_wrong_device_or_kind_is_named(run):
     for arguments, sentence in (
         (["--device=nope"], "*--device nope: torch * cannot make a tensor there: *-p PACKAGE*"),
-        (["--device=openreg:64"], "*--device openreg:64: torch * cannot make a tensor there: *"),
+        (["--device=openreg:64"], "*--device openreg:64: torch * cannot make a tensor there: *OPENREG_DEVICE_COUNT*"),
         (["--device=openreg", "--device-misuse=sinc"], "*--device-misuse: no kind sinc; there are all, host, race*"),
         (["--device-misuse=all"], "*--device-misuse and its like need --device DEVICE*"),
     ):
         result = run(*arguments)
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         result.stderr.fnmatch_lines([sentence])
+
+
+def test_the_header_says_what_is_not_seen(pytester, run):
+    pytester.makepyfile("def test_it(device): pass")
+    for device, kinds, line in (
+        ("openreg", "host,race", "device: openreg; watched for: host, race"),
+        ("meta", "host,sync", "device: meta; watched for: sync; not seen there: host"),
+        ("cpu", "sync", "device: cpu; not seen there: sync"),
+        ("cpu", None, "device: cpu"),
+    ):
+        misuse = [f"--device-misuse={kinds}"] if kinds else []
+        run(f"--device={device}", *misuse).stdout.fnmatch_lines([line])
 
 
 def test_another_device_does_without_openreg(pytester, run, monkeypatch):
@@ -445,15 +457,20 @@ def test_the_run_goes_on_after_a_host_access(pytester, run):
         def test_writes(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
         @pytest.mark.skip(reason="not today")
         def test_skipped(): pass
+        @pytest.mark.xfail(reason="to be mended")
+        def test_known(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
+        @pytest.mark.xfail(raises=ValueError)
+        def test_of_another_kind(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
         def test_after(device): torch.ones(3, device=device)
     """)
     result = run("--device=openreg", "--device-misuse=host,leak", "-v", "-ra", process=True)
-    result.assert_outcomes(passed=2, failed=3, skipped=1)
+    result.assert_outcomes(passed=2, failed=4, skipped=1, xfailed=1)
     result.stdout.fnmatch_lines([
         "openreg: the host read device memory: address *", "*test_the_run_*.py:3: in test_reads", "*Captured stdout call*",
         "kept", "openreg: the host wrote to device memory: address *", "host: the host reads or writes device memory",
         "      1  test_the_run_goes_on_after_a_host_access.py:3  read device memory",
         "leak: not known of the tests whose process *::test_reads* ended", "SKIPPED * not today",
+        "XFAIL *::test_known* - to be mended",
     ])  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_ops.testing import opinfo
+from openreg_ops.tools import forms
 
 # Eager mode rounds each intermediate result, a fused kernel the last.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -190,7 +191,9 @@ def _eager_fails(case: Case, device: str) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--ops", default="", metavar="REGEX", help="only operators whose full name matches")
+    parser.add_argument(
+        "--ops", type=forms.regex, default="", metavar="REGEX", help="only operators whose full name matches"
+    )
     parser.add_argument("--batch", type=int, default=10, help="operators in one graph (default %(default)s)")
     parser.add_argument("--forward", action="store_true", help="leave gradients out")
     parser.add_argument("--device", default="openreg", help="device under test (default %(default)s)")

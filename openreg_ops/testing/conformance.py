@@ -284,7 +284,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="import it first: the device's package")  # fmt: skip
     parser.add_argument("--suites", nargs="+", default=SUITES, choices=SUITES, metavar="SUITE",
                         help=f"of {', '.join(SUITES)} (default all)")  # fmt: skip
-    parser.add_argument("--ops", default="", metavar="REGEX", help="only cases whose full name matches")
+    parser.add_argument(
+        "--ops", type=forms.regex, default="", metavar="REGEX", help="only cases whose full name matches"
+    )
     parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE")
     parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS, metavar="CHECK",
                         help=f"of {', '.join(CHECKS)} (default all)")  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,15 @@ WIDTH = 80
 
 class Wrong(Exception):  # noqa: N818 -- what was asked for is wrong, in a sentence
     pass
+
+
+def regex(text: str) -> str:
+    """A regular expression, as the type of an argument."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
 
 
 def wrapped(texts: Iterable[str], indent: int = 4) -> list[str]:

@@ -195,7 +195,9 @@ def _kind(name: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     dispatch.add_arguments(parser)
-    parser.add_argument("--ops", default="", metavar="REGEX", help="only operators whose name matches")
+    parser.add_argument(
+        "--ops", type=forms.regex, default="", metavar="REGEX", help="only operators whose name matches"
+    )
     parser.add_argument("--namespaces", nargs="+", default=["aten"], metavar="NS", help="or `all` (default aten)")
     kinds = parser.add_argument_group("class; several: any of them")
     for name, text in CLASSES.items():
@@ -226,7 +228,7 @@ def main(arguments: argparse.Namespace) -> int:
             pattern=arguments.ops, kinds=arguments.kinds, has=arguments.has, traits=arguments.traits,
             missing=arguments.missing,
         )  # fmt: skip
-    except (Wrong, re.error) as error:
+    except Wrong as error:
         print(f"operators: {error}", file=sys.stderr)
         return 2
     forms.write(report, arguments, totals=arguments.totals)
