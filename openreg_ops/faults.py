@@ -9,7 +9,8 @@ kernel     the n-th kernel fails as an asynchronous one does: ``torch.Accelerato
            waits for the device, which in launch mode "inline" the next kernel does, or in "sync" from the call that
            launched it; its result is not to be used
 copy       a byte of the n-th copy to, from or on the device is flipped; nothing is raised
-lost       from the n-th kernel on, every call raises ``torch.AcceleratorError`` until `reset_device`
+lost       from the n-th kernel on, every call that allocates, launches, waits or queries raises
+           ``torch.AcceleratorError`` until `reset_device`
 kernel_latency, copy_latency  kernels or copies take `seconds` longer, in their stream's order
 ========== =============================================================================================
 

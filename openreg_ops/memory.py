@@ -56,7 +56,12 @@ def empty_cache() -> None:
 
 
 def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
-    """The allocator's statistics for `device`, with the keys of ``torch.cuda.memory_stats``."""
+    """The allocator's statistics for `device`, with the keys of ``torch.cuda.memory_stats``.
+
+    "active" is what is allocated, and what was freed while a stream that it was recorded on may still use it.
+    "num_alloc_retries" and "num_sync_all_streams" count the allocations that waited for queued work. "inactive_split" and
+    "oversize" stay 0: blocks are not split.
+    """
     return torch.accelerator.memory_stats(_index(device))
 
 
@@ -116,7 +121,7 @@ def max_memory_reserved(device: torch.types.Device = None) -> int:
 
 
 def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
-    """Free and total bytes of `device`."""
+    """Bytes of `device` that are neither used nor kept for reuse (`empty_cache` gives those back), and its total bytes."""
     return torch.accelerator.get_memory_info(_index(device))
 
 

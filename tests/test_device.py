@@ -143,7 +143,7 @@ def test_memory_numbers():
     assert torch.openreg.memory_allocated() - before == 1 << 20
     assert torch.openreg.memory_allocated(1) == torch.openreg.memory_stats(1)["allocated_bytes.all.current"]
     free, total = torch.openreg.mem_get_info()
-    assert total - free == torch.openreg.memory_allocated()
+    assert total - free == torch.openreg.memory_reserved()
     del x
     assert torch.openreg.memory_allocated() == before
     assert torch.openreg.max_memory_allocated() == before + (1 << 20)

@@ -29,9 +29,26 @@ def test_the_nth_allocation_fails_and_nothing_is_lost():
 
 def test_memory_shrinks():
     with inject("memory", DEVICE, fraction=0.0):
-        with pytest.raises(torch.openreg.OutOfMemoryError, match="total capacity of 0 bytes"):
+        with pytest.raises(
+            torch.openreg.OutOfMemoryError, match="total capacity of .* of which 0 bytes is allowed .*fault has set"
+        ):
             torch.empty(10, device=DEVICE)
     assert torch.empty(10, device=DEVICE).shape == (10,)
+
+
+def test_a_failed_kernel_is_no_kernel_that_is_done():
+    """A host that polls gets the error, not an answer, as from ``cudaEventQuery``."""
+    x = torch.ones(1000, device=DEVICE)
+    start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    for ask in (torch.openreg.current_stream().query, end.query, lambda: start.elapsed_time(end)):
+        with torch.openreg.launch_mode("async"), inject("kernel"):
+            torch.ops.openreg.custom_abs(x)
+            with pytest.raises(torch.AcceleratorError, match="injected fault"):
+                while not ask():
+                    pass
+        torch.openreg.synchronize()
 
 
 @pytest.mark.parametrize("mode", ["inline", "async"])
@@ -82,11 +99,18 @@ def test_a_copy_is_corrupted(where):
 
 def test_a_lost_device_stays_lost_until_it_is_reset():
     x, other = torch.ones(10, device="openreg:0"), torch.ones(10, device="openreg:1")
+    stream, event = torch.openreg.current_stream(), torch.openreg.Event(enable_timing=True)
+    event.record()
     try:
         with inject("lost", "openreg:0", after=1):
             x + 1
-            for touch in (lambda: x + 1, lambda: x.cpu(), lambda: torch.empty(3, device="openreg:0"),
-                          lambda: torch.openreg.synchronize(0)):  # fmt: skip
+            for touch in (
+                lambda: x + 1, lambda: x.cpu(), lambda: torch.empty(3, device="openreg:0"),
+                lambda: torch.openreg.synchronize(0), stream.query, stream.synchronize, event.query, event.synchronize,
+                event.record, lambda: torch.openreg.Event().record(), lambda: event.elapsed_time(event),
+                lambda: stream.wait_event(event), torch.openreg.Stream, torch.openreg.mem_get_info,
+                lambda: torch.openreg._sleep(1),
+            ):  # fmt: skip
                 with pytest.raises(torch.AcceleratorError, match=r"openreg:0 is lost.*reset_device\(0\)"):
                     touch()
             assert (other + 1).sum().item() == 20
@@ -109,6 +133,14 @@ def test_latency(kind):
         end.record()
     end.synchronize()
     assert 19 <= start.elapsed_time(end) < 1000
+
+
+def test_latency_of_work_that_the_host_waits_for():
+    x = torch.ones(10, device=DEVICE)
+    with inject("kernel_latency", seconds=0.1, times=0) as fault:
+        assert torch.nonzero(x).shape == (10, 1)
+        assert torch.openreg.current_stream().query()  # it came before the kernel, not after
+    assert fault.struck
 
 
 @pytest.mark.parametrize(

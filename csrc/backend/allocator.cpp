@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "../runtime/device.h"
+#include "../runtime/fault.h"
 #include "../runtime/memory.h"
 #include "profiler.h"
 #include "streams.h"
@@ -67,22 +68,24 @@ struct DeviceMemory final : c10::DeviceAllocator {
       }
     };
     set(stats.allocated_bytes, now.bytes);
-    set(stats.active_bytes, now.bytes);
+    set(stats.active_bytes, now.active);
     set(stats.requested_bytes, now.requested);
     set(stats.reserved_bytes, now.reserved);
     set(stats.allocation, now.blocks);
-    set(stats.active, now.blocks);
+    set(stats.active, now.active_blocks);
     set(stats.segment, now.segments);
     stats.num_ooms = static_cast<int64_t>(now.failures);
+    stats.num_alloc_retries = stats.num_sync_all_streams = static_cast<int64_t>(now.retries);
+    stats.num_device_alloc = static_cast<int64_t>(now.extensions);
+    stats.num_device_free = static_cast<int64_t>(now.returns);
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override { reset_accumulated_memory(checked_index(device)); }
   void resetPeakStats(c10::DeviceIndex device) override { reset_peak_memory(checked_index(device)); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     device = checked_index(device);
-    return {
-        memory_limit(device) - std::min(memory_limit(device), memory_stats(device).bytes[MemoryStats::kAll].current),
-        device_memory()};
+    check_usable(device);
+    return {free_memory(device), device_memory()};
   }
 };
 

@@ -19,6 +19,13 @@ using DeviceStream = c10::Stream;
 DeviceStream wrap(Stream s) {
   return DeviceStream(DeviceStream::UNSAFE, Device(c10::kPrivateUse1, static_cast<DeviceIndex>(s.device)), s.id);
 }
+
+// What a query says: as on CUDA, work that failed is no work that is done.
+bool answer(int device, bool done) {
+  if (done) throw_kept_error(device);
+  return done;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
@@ -42,18 +49,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceStream getStream(Device device) const override { return wrap(current_stream(checked_index(device))); }
   DeviceStream getDefaultStream(Device device) const override { return wrap({checked_index(device), 0}); }
   DeviceStream getStreamFromGlobalPool(Device device, bool high_priority) const override {
-    return wrap(new_stream(checked_index(device), high_priority ? -1 : 0));
+    return getNewStream(device, high_priority ? -1 : 0);
   }
   DeviceStream getNewStream(Device device, int priority) const override {
-    return wrap(new_stream(checked_index(device), priority));
+    const DeviceIndex index = checked_index(device);
+    check_usable(index);
+    return wrap(new_stream(index, priority));
   }
   DeviceStream exchangeStream(DeviceStream stream) const override {
     return wrap(exchange_stream(checked_stream(stream)));
   }
   bool queryStream(const DeviceStream& stream) const override {
-    const bool idle = stream_idle(checked_stream(stream));
-    if (idle) notice("stream_synchronized", nullptr, checked_stream(stream));
-    return idle;
+    const Stream ours = checked_stream(stream);
+    check_usable(ours.device);
+    const bool idle = stream_idle(ours);
+    if (idle) notice("stream_synchronized", nullptr, ours);
+    return answer(ours.device, idle);
   }
   void synchronizeStream(const DeviceStream& stream) const override {
     synchronize_stream(checked_stream(stream));
@@ -90,9 +101,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     notice("event_waited_for", event, checked_stream(stream));
   }
   bool queryEvent(void* event) const override {
-    const bool reached = !event || static_cast<Event*>(event)->query();
-    if (event && reached) notice("event_synchronized", event, {});
-    return reached;
+    if (!event) return true;
+    const auto* ours = static_cast<Event*>(event);
+    check_usable(ours->device());
+    const bool reached = ours->query();
+    if (reached) notice("event_synchronized", event, {});
+    return answer(ours->device(), reached);
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
@@ -105,7 +119,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(a->timed() && b->timed(), "openreg: elapsed_time() needs events created with enable_timing=True");
     TORCH_CHECK(a->device() == b->device(), "openreg: elapsed_time() of events on openreg:", a->device(),
         " and openreg:", b->device(), "; both must be on one device");
-    return std::chrono::duration<double, std::milli>(b->time() - a->time()).count();
+    const double milliseconds = std::chrono::duration<double, std::milli>(b->time() - a->time()).count();
+    throw_kept_error(a->device());
+    return milliseconds;
   }
 };
 

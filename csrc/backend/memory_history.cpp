@@ -33,11 +33,6 @@ Traceback traceback(MemoryAction action, const HistoryOptions& options) {
   return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/true, options.cpp);
 }
 
-std::size_t free_memory(int device) {
-  const std::size_t used = memory_stats(device).bytes[MemoryStats::kAll].current;
-  return memory_limit(device) - std::min(memory_limit(device), used);
-}
-
 void keep(MemoryAction action, const void* address, std::size_t bytes, Stream stream) {
   if (forked()) return; // another thread may have had the lock
   auto& all = history();

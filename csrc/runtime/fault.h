@@ -14,7 +14,8 @@ namespace openreg {
 // on, and strikes that one and the `times - 1` after it. It surfaces as the fault of a real
 // accelerator does: an allocation that fails throws OutOfMemory there and then; a kernel that fails
 // does not run, and the next call that waits for the device throws (in sync mode the launch itself); a
-// corrupted copy says nothing; a lost device makes every call throw until reset_device().
+// corrupted copy says nothing; a lost device makes every call that allocates, launches, waits or asks whether work is
+// done throw until reset_device(); memory can be freed.
 enum class Fault { kAllocation, kKernel, kCopy, kLost, kKernelLatency, kCopyLatency };
 
 struct Injection {
@@ -32,6 +33,11 @@ std::uint64_t disarm(int number);
 // Makes a lost device work again. What its memory held is as it was.
 void reset_device(int device);
 bool lost(int device) noexcept;
+
+// Throws in a child of Note [Fork], and where the device is lost.
+void check_usable(int device);
+// Throws the device's error that no one has been told of, if there is one.
+void throw_kept_error(int device);
 
 // Throws the type that torch has for a device's errors; set by the backend, AsyncError until then.
 using ThrowDeviceError = void (*)(const std::string& message);

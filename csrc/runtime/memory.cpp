@@ -238,9 +238,7 @@ class Pool {
     std::lock_guard lock(mutex_);
     free_waiting();
     reclaim();
-    for (const auto& [page, length] : free_)
-      if (page < high_water_)
-        madvise(base_ + page * kPage, std::min(length, high_water_ - page) * kPage, MADV_DONTNEED);
+    return_free();
     if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second >= high_water_)
       high_water_ = std::min(high_water_, free_.rbegin()->first);
     note_reserved();
@@ -259,7 +257,7 @@ class Pool {
   void reset_accumulated() noexcept {
     std::lock_guard lock(mutex_);
     each_usage([](Usage& usage) { usage.in = usage.out = 0; });
-    stats_.failures = 0;
+    stats_.failures = stats_.retries = stats_.extensions = stats_.returns = 0;
   }
 
  private:
@@ -296,12 +294,17 @@ class Pool {
     if (!ahead_.empty()) [[unlikely]]
       if (const auto made = ahead_.extract(pointer))
         own = detail::held_turn && made.mapped() == std::pair(detail::held_turn, detail::held_turn->taken);
-    tell(MemoryAction::kFreed, pointer, size_of(pages_[page]) - slack(pointer), {device_, stream});
+    const std::size_t size = size_of(pages_[page]);
+    for (const auto each : {kind == kRun ? MemoryStats::kLarge : MemoryStats::kSmall, MemoryStats::kAll}) {
+      stats_.active[each].remove(size);
+      stats_.active_blocks[each].remove(1);
+    }
+    tell(MemoryAction::kFreed, pointer, size - slack(pointer), {device_, stream});
     if (kind != kRun) {
       --count;
       blocks_of(stream)[static_cast<std::size_t>(kind - 1)].push_back(pointer);
     } else if (own || stream_idle({device_, stream})) [[likely]] {
-      add_run(free_, page, count);
+      add_free(page, count);
     } else {
       add_run(cached_[stream], page, count);
     }
@@ -319,7 +322,7 @@ class Pool {
   void reclaim() {
     std::erase_if(cached_, [&](const auto& each) {
       if (!stream_idle({device_, each.first})) return false;
-      for (const auto& [page, length] : each.second) add_run(free_, page, length);
+      for (const auto& [page, length] : each.second) add_free(page, length);
       return true;
     });
     for (std::size_t stream = 0; stream < blocks_.size(); ++stream) {
@@ -331,7 +334,7 @@ class Pool {
           if (pages_[page].kind != kRun) { // the first of its blocks that we meet
             pages_[page].kind = kRun;
             count_segments(MemoryStats::kSmall, 1, false);
-            add_run(free_, page, 1);
+            add_free(page, 1);
           }
           return true;
         });
@@ -348,8 +351,10 @@ class Pool {
     slack(pointer) = static_cast<std::uint16_t>(size - requested);
     for (const auto each : {pool, MemoryStats::kAll}) {
       stats_.bytes[each].add(size);
+      stats_.active[each].add(size);
       stats_.requested[each].add(requested);
       stats_.blocks[each].add(1);
+      stats_.active_blocks[each].add(1);
     }
   }
 
@@ -374,16 +379,23 @@ class Pool {
 
   template <class F>
   void each_usage(const F& f) {
-    for (auto* kind : {&stats_.bytes, &stats_.requested, &stats_.blocks, &stats_.reserved, &stats_.segments})
+    for (auto* kind : {&stats_.bytes, &stats_.active, &stats_.requested, &stats_.blocks, &stats_.active_blocks,
+             &stats_.reserved, &stats_.segments})
       for (Usage& usage : *kind) f(usage);
   }
 
-  [[noreturn]] void fail(std::size_t bytes, const char* advice = "Free some tensors, or raise OPENREG_DEVICE_MEMORY.") {
+  [[noreturn]] void fail(std::size_t bytes, const char* advice = nullptr) {
     ++stats_.failures;
-    const std::size_t total = limit_;
+    const bool limited = limit_ < device_memory();
+    if (!advice)
+      advice = limited
+          ? "Free some tensors, or raise the limit that torch.openreg.set_per_process_memory_fraction() or "
+            "an injected fault has set."
+          : "Free some tensors, or raise OPENREG_DEVICE_MEMORY.";
     throw OutOfMemory("openreg out of memory. Tried to allocate " + format_bytes(bytes) + ". Device " +
-        std::to_string(device_) + " has a total capacity of " + format_bytes(total) + " of which " +
-        format_bytes(total - std::min(total, allocated())) + " is free; " + format_bytes(allocated()) +
+        std::to_string(device_) + " has a total capacity of " + format_bytes(device_memory()) + " of which " +
+        (limited ? format_bytes(limit_) + " is allowed and " : "") +
+        format_bytes(limit_ - std::min(limit_, allocated())) + " is free; " + format_bytes(allocated()) +
         " is allocated and " + format_bytes(stats_.reserved[MemoryStats::kAll].current) + " is reserved by openreg. " +
         advice);
   }
@@ -408,31 +420,55 @@ class Pool {
   std::size_t take_run(
       std::int64_t stream, std::size_t length, std::size_t bytes, bool ahead, std::unique_lock<std::mutex>& lock) {
     std::size_t page = kNone;
+    const auto take = [&] {
+      page = take_from(free_, length);
+      if (page != kNone) taken_ += length;
+    };
+    const auto fits = [&] { return (taken_ + length) * kPage <= limit_; };
     if (!cached_.empty() && !ahead) [[unlikely]]
       if (const auto own = cached_.find(stream); own != cached_.end()) page = take_from(own->second, length);
-    if (page == kNone) page = take_from(free_, length);
+    if (page == kNone && fits()) take();
     if (page == kNone) {
       free_waiting();
       reclaim();
-      page = take_from(free_, length);
+      // Work that runs cannot well wait for other work, and goes beyond the limit while that work holds the rest.
+      if (fits() || detail::held_turn) take();
     }
     if (page == kNone && !ahead) { // what queued work still uses
+      ++stats_.retries;
       lock.unlock();
       synchronize_device(device_);
       lock.lock();
       free_waiting();
       reclaim();
-      page = take_from(free_, length);
+      take(); // where it still does not fit, the rest is free blocks on pages with others
     }
-    if (page == kNone && ahead)
+    if (page == kNone)
       fail(bytes,
-          "Queued work may still use what is free, and work that runs cannot wait for it: synchronize before it.");
-    if (page == kNone) fail(bytes);
+          ahead
+              ? "Queued work may still use what is free, and work that runs cannot wait for it: synchronize before it."
+              : nullptr);
     if (page + length > high_water_) {
+      ++stats_.extensions;
       high_water_ = page + length;
+      if (high_water_ * kPage > limit_) return_free(); // there are holes, which need not be kept
       isolate_used(device_, base_, (high_water_ * kPage + kHugePage - 1) / kHugePage * kHugePage);
     }
     return page;
+  }
+
+  // Free memory goes back to the operating system; the addresses stay.
+  void return_free() {
+    for (const auto& [page, length] : free_)
+      if (page < high_water_) {
+        ++stats_.returns;
+        madvise(base_ + page * kPage, std::min(length, high_water_ - page) * kPage, MADV_DONTNEED);
+      }
+  }
+
+  void add_free(std::size_t page, std::size_t length) {
+    add_run(free_, page, length);
+    taken_ -= length;
   }
 
   static void add_run(Runs& runs, std::size_t page, std::size_t length) {
@@ -460,6 +496,7 @@ class Pool {
   Page* pages_ = nullptr;
   std::uint16_t* slack_ = nullptr; // see slack()
   Runs free_;                                      // for any stream
+  std::size_t taken_ = 0;                          // pages that are not in free_
   std::map<std::int64_t, Runs> cached_;            // freed while their stream had queued work
   std::array<std::unique_ptr<Blocks>, kStreams> blocks_; // of each stream
   std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()
@@ -553,6 +590,10 @@ void set_memory_limit(int device, std::size_t bytes) noexcept {
 std::size_t memory_limit(int device) noexcept {
   auto* pools = memory().pools;
   return pools ? pools[device].limit() : device_memory();
+}
+std::size_t free_memory(int device) noexcept {
+  const std::size_t limit = memory_limit(device);
+  return limit - std::min(limit, memory_stats(device).reserved[MemoryStats::kAll].current);
 }
 std::vector<MemorySegment> memory_snapshot(int device) {
   auto* pools = memory().pools;

@@ -32,10 +32,15 @@ struct Usage {
 struct MemoryStats {
   enum Pool { kSmall, kLarge, kAll, kPools };
   std::array<Usage, kPools> bytes, blocks; // allocated
+  std::array<Usage, kPools> active,
+      active_blocks; // and what was freed while queued work may use it: see record_stream()
   std::array<Usage, kPools> requested;     // bytes that were asked for, before rounding
   std::array<Usage, kPools> reserved;      // bytes that have been taken from the operating system
   std::array<Usage, kPools> segments;      // pages of small blocks, and runs of pages
   std::uint64_t failures = 0;
+  std::uint64_t retries = 0;    // waits for queued work, which held the memory
+  std::uint64_t extensions = 0; // more memory from the operating system
+  std::uint64_t returns = 0;    // pieces of it given back
 };
 
 // Thrown when a device cannot hold an allocation; nothing has changed.
@@ -62,7 +67,8 @@ void deallocate(void* pointer) noexcept;
 // The work that `stream` has been given until the memory is freed uses it. Ignores other addresses.
 void record_stream(void* pointer, Stream stream);
 
-// The most bytes that allocations of a device may occupy; device_memory() unless set.
+// The most bytes that allocations of a device may occupy, with what queued work still holds; device_memory() unless
+// set.
 void set_memory_limit(int device, std::size_t bytes) noexcept;
 std::size_t memory_limit(int device) noexcept;
 
@@ -92,6 +98,9 @@ void set_memory_watcher(MemoryWatcher watcher) noexcept;
 
 // The device whose memory holds this address, or -1.
 int device_of(const void* pointer) noexcept;
+
+// Bytes of the limit that are neither in use nor kept for reuse.
+std::size_t free_memory(int device) noexcept;
 
 // The block of a device's memory that holds an address, of size 0 where none does.
 struct MemoryOwner {

@@ -35,18 +35,6 @@ std::uint64_t finished = 0; // of threads that have ended
 std::mutex errors_mutex;
 auto& errors = *new std::array<std::string, kMaxDevices>;
 
-void throw_error(int device) {
-  if (!(detail::attention.load() & detail::kErrorBit)) return;
-  std::string message;
-  {
-    std::lock_guard lock(errors_mutex);
-    message.swap(errors[static_cast<std::size_t>(device)]);
-    if (std::all_of(errors.begin(), errors.end(), [](const auto& each) { return each.empty(); }))
-      detail::attention.fetch_and(~detail::kErrorBit);
-  }
-  if (!message.empty()) throw_device_error(message);
-}
-
 // Note [Workers]
 // A stream gets a thread when work is first queued on it. The thread waits for more work by polling
 // for kSpin, because waking a sleeping thread costs its waker tens of microseconds, then asleep, and
@@ -229,21 +217,36 @@ bool stream_idle(Stream stream) noexcept {
   return !queue || queue->idle();
 }
 
+void throw_kept_error(int device) {
+  if (!(detail::attention.load() & detail::kErrorBit)) return;
+  std::string message;
+  {
+    std::lock_guard lock(errors_mutex);
+    message.swap(errors[static_cast<std::size_t>(device)]);
+    if (std::all_of(errors.begin(), errors.end(), [](const auto& each) { return each.empty(); }))
+      detail::attention.fetch_and(~detail::kErrorBit);
+  }
+  if (!message.empty()) throw_device_error(message);
+}
+
+void check_usable(int device) {
+  check_not_forked();
+  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(device);
+}
+
 void synchronize_stream(Stream stream) {
   const HostCall call("openregStreamSynchronize");
-  check_not_forked();
-  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(stream.device);
+  check_usable(stream.device);
   if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted());
-  throw_error(stream.device);
+  throw_kept_error(stream.device);
 }
 
 void synchronize_device(int device) {
   const HostCall call("openregDeviceSynchronize");
-  check_not_forked();
-  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(device);
+  check_usable(device);
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
     if (Queue* queue = find_queue({device, id})) queue->wait(queue->submitted());
-  throw_error(device);
+  throw_kept_error(device);
 }
 
 void detail::wait_for_all() {
@@ -291,6 +294,7 @@ Event::Event(int device, bool timed) : device_(device), timed_(timed) {}
 // Another thread may record() again at any time, so that a reader keeps the point that it saw.
 void Event::record(Stream stream) {
   const HostCall call("openregEventRecord");
+  check_usable(stream.device);
   auto point = std::make_shared<Point>(stream);
   std::atomic_store(&point_, point);
   if (stream_idle(stream)) point->reach();
@@ -299,6 +303,7 @@ void Event::record(Stream stream) {
 
 void Event::block(Stream stream) const {
   const HostCall call("openregStreamWaitEvent");
+  check_usable(stream.device);
   const auto point = std::atomic_load(&point_);
   if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
   const Site site("wait for an event", Site::kWait);
@@ -314,18 +319,21 @@ void Event::synchronize() const {
   const HostCall call("openregEventSynchronize");
   const auto point = std::atomic_load(&point_);
   if (!point) return;
+  check_usable(point->stream.device);
   point->wait();
-  throw_error(point->stream.device);
+  throw_kept_error(point->stream.device);
 }
 
 Event::Clock::time_point Event::time() const {
   const auto point = std::atomic_load(&point_);
   if (!point) return {};
+  check_usable(point->stream.device);
   point->wait();
   return point->time;
 }
 
 void sleep_on(Stream stream, std::int64_t cycles) {
+  check_usable(stream.device);
   const auto sleep = [cycles] { std::this_thread::sleep_for(std::chrono::nanoseconds(cycles)); };
   const Site site("sleep");
   if (launch_mode() != LaunchMode::kSync)
@@ -381,7 +389,10 @@ detail::Place detail::place(Stream stream, std::source_location where) {
 void detail::catch_up(Stream stream, std::source_location where) {
   synchronize_stream(stream);
   // The work still runs, since its caller wants a result; the error says not to use it.
-  if (attention.load() & kFaultBit) kernel_fails(stream, where);
+  if (attention.load() & kFaultBit) {
+    kernel_fails(stream, where);
+    if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted()); // for an injected latency
+  }
 }
 
 void detail::queue(Stream stream, Task task, const Site& site) {
