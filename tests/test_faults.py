@@ -62,9 +62,10 @@ def test_in_sync_mode_a_kernel_fails_at_its_line():
         torch.ops.openreg.custom_abs(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 @pytest.mark.parametrize("where", ["to", "from", "on", "non_blocking"])
-def test_a_copy_is_corrupted(where):
-    x = torch.ones(1000)
+def test_a_copy_is_corrupted(where, dtype):
+    x = torch.ones(1000, dtype=dtype)
     y = x.to(DEVICE)
     pinned = x.pin_memory()
     with inject("copy") as fault:
