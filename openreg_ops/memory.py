@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from openreg_ops import _C
+from openreg_ops import _C, faults
 from openreg_ops.device import _index
 
 __all__ = [
@@ -223,8 +223,10 @@ def _record_memory_history(
     ):
         if value not in allowed:
             raise ValueError(f"_record_memory_history: expected {name} among {allowed}, but got {value!r}")
-    if max_entries < 0:
-        raise ValueError(f"_record_memory_history: expected max_entries of at least 0, but got {max_entries}")
+    if not isinstance(max_entries, int) or not 0 <= max_entries <= sys.maxsize:
+        raise ValueError(
+            f"_record_memory_history: expected max_entries, an integer from 0 to sys.maxsize, but got {max_entries!r}"
+        )
     _history["skip_actions"] = tuple(skip_actions or ())
     if clear_history:
         _C.clear_memory_history()
@@ -270,7 +272,7 @@ def set_per_process_memory_fraction(fraction: float, device: torch.types.Device 
         raise TypeError(f"set_per_process_memory_fraction: expected fraction as a float, but got {fraction!r}")
     if not 0 <= fraction <= 1:
         raise ValueError(f"set_per_process_memory_fraction: expected a fraction from 0 to 1, but got {fraction}")
-    _C.set_memory_limit(_index(device), int(fraction * _C.device_memory()))
+    faults._set_memory_limit(_index(device), int(fraction * _C.device_memory()))
 
 
 def get_per_process_memory_fraction(device: torch.types.Device = None) -> float:

@@ -256,7 +256,8 @@ def test_history_keeps_what_it_is_asked_to(history):
         (dict(context="python"), "expected context among"),
         (dict(stacks="cpp"), "expected stacks among"),
         (dict(skip_actions=["frees"]), "an action to skip among .* but got 'frees'"),
-        (dict(max_entries=-1), "max_entries of at least 0"),
+        (dict(max_entries=-1), "max_entries, an integer from 0 to sys.maxsize, but got -1"),
+        (dict(max_entries="a"), "max_entries, an integer from 0 to sys.maxsize, but got 'a'"),
     ],
 )
 def test_history_refuses_what_it_does_not_know(history, arguments, sentence):
