@@ -278,8 +278,9 @@ def test_external_streams():
     stream = torch.openreg.Stream()
     same = torch.openreg.ExternalStream(stream.native_handle)
     assert same == stream and isinstance(same, torch.openreg.Stream)
-    with pytest.raises(ValueError, match="12345 is no stream of openreg:0"):
-        torch.openreg.ExternalStream(12345)
+    for handle in (12345, None, -1, 2**70):
+        with pytest.raises(ValueError, match=f"{handle} is no stream of openreg:0"):
+            torch.openreg.ExternalStream(handle)
 
 
 def test_priorities():
