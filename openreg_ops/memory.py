@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import deprecated  # which torch requires
 
 from openreg_ops import _C, faults
 from openreg_ops.device import _index
@@ -21,9 +22,11 @@ __all__ = [
     "host_memory_stats_as_nested_dict",
     "isolation_mode",
     "max_memory_allocated",
+    "max_memory_cached",
     "max_memory_reserved",
     "mem_get_info",
     "memory_allocated",
+    "memory_cached",
     "memory_reserved",
     "memory_snapshot",
     "memory_stats",
@@ -31,6 +34,8 @@ __all__ = [
     "memory_summary",
     "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
     "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
@@ -115,6 +120,18 @@ def max_memory_reserved(device: torch.types.Device = None) -> int:
     return torch.accelerator.max_memory_reserved(_index(device))
 
 
+@deprecated("torch.openreg.memory_cached is torch.openreg.memory_reserved", category=FutureWarning)
+def memory_cached(device: torch.types.Device = None) -> int:
+    """The old name of `memory_reserved`."""
+    return memory_reserved(device)
+
+
+@deprecated("torch.openreg.max_memory_cached is torch.openreg.max_memory_reserved", category=FutureWarning)
+def max_memory_cached(device: torch.types.Device = None) -> int:
+    """The old name of `max_memory_reserved`."""
+    return max_memory_reserved(device)
+
+
 def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
     """Free and total bytes of `device`."""
     return torch.accelerator.get_memory_info(_index(device))
@@ -123,6 +140,21 @@ def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
 def reset_peak_memory_stats(device: torch.types.Device = None) -> None:
     """Start the peaks afresh."""
     torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+_RESETS = "torch.openreg.{} is torch.openreg.reset_peak_memory_stats, which starts all peaks afresh"
+
+
+@deprecated(_RESETS.format("reset_max_memory_allocated"), category=FutureWarning)
+def reset_max_memory_allocated(device: torch.types.Device = None) -> None:
+    """An old name of `reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+@deprecated(_RESETS.format("reset_max_memory_cached"), category=FutureWarning)
+def reset_max_memory_cached(device: torch.types.Device = None) -> None:
+    """An old name of `reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
 
 
 def reset_accumulated_memory_stats(device: torch.types.Device = None) -> None:

@@ -52,6 +52,11 @@ class Stream(metaclass=_OfDevice):
             return torch.Stream(**kwargs)
         return torch.Stream(device=torch.device("openreg", _index(device)), priority=priority)
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the most urgent priority."""
+        return 0, -1
+
 
 class Event(metaclass=_OfDevice):
     """A point in a stream's order: makes a ``torch.Event`` on the current device.

@@ -68,6 +68,20 @@ def test_snapshot_shows_memory_that_waits_for_a_stream():
     assert state() != "active_pending_free"
 
 
+@pytest.mark.parametrize("of", ["allocated", "cached"])
+def test_old_names(of):
+    def old(name):
+        with pytest.warns(FutureWarning, match=f"torch.openreg.{name} is"):
+            return getattr(torch.openreg, name)(1)
+
+    torch.empty(1 << 20, device="openreg:1")
+    assert torch.openreg.max_memory_allocated(1) > torch.openreg.memory_allocated(1)
+    assert old("memory_cached") == torch.openreg.memory_reserved(1)
+    assert old("max_memory_cached") == torch.openreg.max_memory_reserved(1)
+    old(f"reset_max_memory_{of}")
+    assert torch.openreg.max_memory_allocated(1) == torch.openreg.memory_allocated(1)
+
+
 def test_fraction_limits_a_process():
     total = torch.openreg.get_device_properties(0).total_memory
     before = torch.openreg.memory_allocated(1)

@@ -286,6 +286,9 @@ def test_external_streams():
 def test_priorities():
     assert _C.stream_priority(0, torch.openreg.Stream(priority=-1).stream_id) == -1
     assert torch.openreg.Stream(priority=-1) != torch.openreg.Stream(priority=0)
+    least, greatest = torch.openreg.Stream.priority_range()
+    for priority, held in ((least + 5, least), (greatest - 5, greatest)):
+        assert _C.stream_priority(0, torch.openreg.Stream(priority=priority).stream_id) == held
 
 
 def test_launch_mode_of_the_environment_and_errors():
