@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from openreg_ops import _C
 
 if TYPE_CHECKING:
@@ -96,6 +98,19 @@ def sanitize(report: Report | None = None) -> Iterator[None]:
         yield
     finally:
         disable_openreg_sanitizer()
+
+
+def _saved(storage: torch.UntypedStorage) -> None:
+    """Check the host's read of a storage that is about to be written to a file: no operator reads it."""
+    modes = getattr(_thread, "modes", None)
+    if modes and modes[0].races.on and storage.device.type == "cpu":
+        with torch._C._DisableTorchDispatch():
+            x = torch.empty(0, dtype=torch.uint8).set_(storage.untyped())
+        modes[0].read("torch.save", x)
+
+
+# torch.save, pickle and torch.package ask the taggers of torch.serialization about each storage; this one knows none.
+torch.serialization.register_package(-1, _saved, lambda storage, location: None)
 
 
 def _after_fork() -> None:

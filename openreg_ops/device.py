@@ -13,6 +13,7 @@ import torch
 from openreg_ops import _C
 
 __all__ = [
+    "can_device_access_peer",
     "current_device",
     "device",
     "device_count",
@@ -21,7 +22,9 @@ __all__ = [
     "get_device_name",
     "get_device_properties",
     "init",
+    "ipc_collect",
     "is_available",
+    "is_bf16_supported",
     "is_initialized",
     "set_device",
     "synchronize",
@@ -114,6 +117,21 @@ def get_device_properties(device: torch.types.Device = None) -> types.SimpleName
         total_memory=_C.device_memory(),
         multi_processor_count=os.cpu_count(),
     )
+
+
+@_constant
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Whether the device computes in bfloat16: where there is one, it does."""
+    return is_available()
+
+
+def can_device_access_peer(device: torch.types.Device, peer_device: torch.types.Device) -> bool:
+    """Whether `device` can reach the memory of `peer_device`: of every other device."""
+    return _index(device) != _index(peer_device)
+
+
+def ipc_collect() -> None:
+    """Nothing to do: memory sent to another process is freed as soon as the last process lets go of it."""
 
 
 class device:

@@ -20,7 +20,7 @@ The pytest fixture ``openreg_faults`` is `inject` that lasts for the test.
 
 from __future__ import annotations
 
-import math
+import numbers
 import os
 from typing import Any
 
@@ -34,19 +34,25 @@ __all__ = ["inject", "reset_device"]
 
 _KINDS = ("allocation", "kernel", "copy", "lost", "kernel_latency", "copy_latency")
 _LATENCY = ("kernel_latency", "copy_latency")
+_LONGEST = 10**9  # seconds: their nanoseconds fit 64 bits
 
 
-# The limits that live injections set, by device; the lowest holds.
+_armed: list[inject] = []  # for `info`
+
+# Each device's limits, the program's own and those that live injections set; the lowest holds.
+_limits: dict[int, int] = {}
 _shrinks: dict[int, list[int]] = {}
-_limit_before: dict[int, int] = {}
+
+
+def _set_memory_limit(index: int, limit: int) -> None:
+    """Set the program's own limit, which holds beside and after what "memory" does."""
+    _limits[index] = limit
+    _shrink(index)
 
 
 def _shrink(index: int) -> None:
-    limits = _shrinks[index]
-    before = _limit_before.setdefault(index, _C.memory_limit(index))
-    _C.set_memory_limit(index, min([*limits, before]))
-    if not limits:
-        del _limit_before[index]
+    own = _limits.setdefault(index, _C.device_memory())
+    _C.set_memory_limit(index, min([*_shrinks.get(index, []), own]))
 
 
 class inject:  # noqa: N801 -- used as a function
@@ -75,12 +81,15 @@ class inject:  # noqa: N801 -- used as a function
     ) -> None:
         if kind not in (*_KINDS, "memory"):
             raise ValueError(f"inject: expected a kind among {', '.join((*_KINDS, 'memory'))}, but got {kind!r}")
+        for name, value in (("seconds", seconds), ("fraction", fraction)):
+            if not isinstance(value, numbers.Real | None):
+                raise ValueError(f"inject: expected {name} as a number, but got {value!r}")
         if (seconds is not None) != (kind in _LATENCY) or (seconds or 0) < 0:
             raise ValueError(f"inject: seconds, at least 0, goes with the latencies; {kind} got {seconds!r}")
         if (fraction is not None) != (kind == "memory") or not 0 <= (fraction or 0) <= 1:
             raise ValueError(f"inject: fraction, from 0 to 1, goes with memory; {kind} got {fraction!r}")
-        if not math.isfinite(seconds or 0):
-            raise ValueError(f"inject: expected finite seconds, but got {seconds}")
+        if not (seconds or 0) <= _LONGEST:
+            raise ValueError(f"inject: expected seconds of at most {_LONGEST}, but got {seconds}")
         if not (isinstance(after, int) and isinstance(times, int | None) and max(after, times or 0) < 2**63):
             raise ValueError(f"inject: expected after and times as integers, but got {after!r} and {times!r}")
         if after < 0 or (times or 0) < 0:
@@ -90,14 +99,15 @@ class inject:  # noqa: N801 -- used as a function
         self.kind, self.struck = kind, 0
         self._number: int | None = None
         self._limits: dict[int, int] = {}
+        where = -1 if device is None else _index(device)
+        _armed.append(self)
         if kind == "memory":
-            for index in range(_C.device_count()) if device is None else [_index(device)]:
+            for index in range(_C.device_count()) if where < 0 else [where]:
                 self._limits[index] = int(fraction * _C.device_memory())
                 _shrinks.setdefault(index, []).append(self._limits[index])
                 _shrink(index)
             return
         times = (0 if kind in _LATENCY else 1) if times is None else times
-        where = -1 if device is None else _index(device)
         self._number = _C.arm_fault(_KINDS.index(kind), where, after, times, int((seconds or 0) * 1e9))
 
     def stop(self) -> int:
@@ -109,6 +119,8 @@ class inject:  # noqa: N801 -- used as a function
             _shrinks[index].remove(limit)
             _shrink(index)
         self._limits.clear()
+        if self in _armed:
+            _armed.remove(self)
         return self.struck
 
     def __enter__(self) -> inject:
@@ -125,15 +137,14 @@ def reset_device(device: torch.types.Device = None) -> None:
 
 def _from_environment() -> None:
     """Arm what OPENREG_FAULTS says."""
+    takes = {"device": str, "seconds": float, "fraction": float}
     for part in filter(None, os.environ.get("OPENREG_FAULTS", "").split(";")):
         kind, _, rest = part.strip().partition(":")
         options: dict[str, Any] = {}
         try:
             for item in filter(None, rest.split(",")):
                 name, _, value = item.strip().partition("=")
-                options[name] = value if name == "device" else float(value) if "." in value else int(value)
-                if name in ("seconds", "fraction"):
-                    options[name] = float(value)
+                options[name] = takes.get(name, int)(value)
             inject(kind, **options)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise WrongVariable("OPENREG_FAULTS", f"{part.strip()!r}: {error}") from None

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import deprecated  # which torch requires
 
-from openreg_ops import _C
+from openreg_ops import _C, faults
 from openreg_ops.device import _index
 
 __all__ = [
@@ -21,9 +22,11 @@ __all__ = [
     "host_memory_stats_as_nested_dict",
     "isolation_mode",
     "max_memory_allocated",
+    "max_memory_cached",
     "max_memory_reserved",
     "mem_get_info",
     "memory_allocated",
+    "memory_cached",
     "memory_reserved",
     "memory_snapshot",
     "memory_stats",
@@ -31,6 +34,8 @@ __all__ = [
     "memory_summary",
     "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
     "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
@@ -120,6 +125,18 @@ def max_memory_reserved(device: torch.types.Device = None) -> int:
     return torch.accelerator.max_memory_reserved(_index(device))
 
 
+@deprecated("torch.openreg.memory_cached is torch.openreg.memory_reserved", category=FutureWarning)
+def memory_cached(device: torch.types.Device = None) -> int:
+    """The old name of `memory_reserved`."""
+    return memory_reserved(device)
+
+
+@deprecated("torch.openreg.max_memory_cached is torch.openreg.max_memory_reserved", category=FutureWarning)
+def max_memory_cached(device: torch.types.Device = None) -> int:
+    """The old name of `max_memory_reserved`."""
+    return max_memory_reserved(device)
+
+
 def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
     """Bytes of `device` that are neither used nor kept for reuse (`empty_cache` gives those back), and its total bytes."""
     return torch.accelerator.get_memory_info(_index(device))
@@ -128,6 +145,21 @@ def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
 def reset_peak_memory_stats(device: torch.types.Device = None) -> None:
     """Start the peaks afresh."""
     torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+_RESETS = "torch.openreg.{} is torch.openreg.reset_peak_memory_stats, which starts all peaks afresh"
+
+
+@deprecated(_RESETS.format("reset_max_memory_allocated"), category=FutureWarning)
+def reset_max_memory_allocated(device: torch.types.Device = None) -> None:
+    """An old name of `reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+@deprecated(_RESETS.format("reset_max_memory_cached"), category=FutureWarning)
+def reset_max_memory_cached(device: torch.types.Device = None) -> None:
+    """An old name of `reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
 
 
 def reset_accumulated_memory_stats(device: torch.types.Device = None) -> None:
@@ -228,8 +260,10 @@ def _record_memory_history(
     ):
         if value not in allowed:
             raise ValueError(f"_record_memory_history: expected {name} among {allowed}, but got {value!r}")
-    if max_entries < 0:
-        raise ValueError(f"_record_memory_history: expected max_entries of at least 0, but got {max_entries}")
+    if not isinstance(max_entries, int) or not 0 <= max_entries <= sys.maxsize:
+        raise ValueError(
+            f"_record_memory_history: expected max_entries, an integer from 0 to sys.maxsize, but got {max_entries!r}"
+        )
     _history["skip_actions"] = tuple(skip_actions or ())
     if clear_history:
         _C.clear_memory_history()
@@ -275,7 +309,7 @@ def set_per_process_memory_fraction(fraction: float, device: torch.types.Device 
         raise TypeError(f"set_per_process_memory_fraction: expected fraction as a float, but got {fraction!r}")
     if not 0 <= fraction <= 1:
         raise ValueError(f"set_per_process_memory_fraction: expected a fraction from 0 to 1, but got {fraction}")
-    _C.set_memory_limit(_index(device), int(fraction * _C.device_memory()))
+    faults._set_memory_limit(_index(device), int(fraction * _C.device_memory()))
 
 
 def get_per_process_memory_fraction(device: torch.types.Device = None) -> float:

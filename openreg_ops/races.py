@@ -520,7 +520,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
 
 class SanitizerFunctionMode(TorchFunctionMode):
-    """Checks what reads a tensor without an operator: on the host, and by printing."""
+    """Checks what reads a tensor without an operator: on the host, and by printing. `_sanitizer` sees saving."""
 
     READERS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "__repr__", "numpy", "tolist")}
 

@@ -52,6 +52,11 @@ class Stream(metaclass=_OfDevice):
             return torch.Stream(**kwargs)
         return torch.Stream(device=torch.device("openreg", _index(device)), priority=priority)
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the most urgent priority."""
+        return 0, -1
+
 
 class Event(metaclass=_OfDevice):
     """A point in a stream's order: makes a ``torch.Event`` on the current device.
@@ -106,7 +111,7 @@ def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager:
 def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -> torch.Stream:
     """The stream of `device` that another library names by its native handle, ``stream.native_handle``."""
     index = _index(device)
-    if not _C.is_stream(index, data_ptr):
+    if not isinstance(data_ptr, int) or not 0 <= data_ptr < 2**63 or not _C.is_stream(index, data_ptr):
         raise ValueError(
             f"get_stream_from_external: {data_ptr!r} is no stream of openreg:{index}; pass a stream's native_handle"
         )
@@ -134,11 +139,12 @@ def set_launch_mode(mode: str) -> None:
     """Choose where work runs, for the whole process. Work on a stream runs in the stream's order in every mode.
 
     Args:
-        mode: "inline" (the default) runs work on the calling thread, at once, while its stream is idle, and queues it
-            behind what the stream has queued else. "async" queues copies, and kernels whose results are allocated
-            before they run, for the stream's thread, and the host runs ahead; an error surfaces at the next
-            synchronisation. "sync" waits after each launch, so that an error appears at the line that caused it, as
-            with CUDA_LAUNCH_BLOCKING. OPENREG_LAUNCH_MODE sets it before the process starts.
+        mode: "inline" (the default) runs work on the calling thread, at once, while its stream is idle; else it queues
+            it behind what the stream has queued or, for most of PyTorch's operators, waits for that. "async" queues
+            copies, and kernels whose results are allocated before they run, for the stream's thread, and the host runs
+            ahead; an error surfaces at the next synchronisation. "sync" waits after each launch, so that an error
+            appears at the line that caused it, as with CUDA_LAUNCH_BLOCKING. OPENREG_LAUNCH_MODE sets it before the
+            process starts.
     Raises:
         ValueError: another mode.
     """

@@ -28,6 +28,17 @@ def test_current_device_by_every_route():
     assert torch.openreg.current_device() == 0
 
 
+def test_peers_and_dtypes():
+    """What is said of the device is so: bfloat16 computes, and a copy reaches the other device's memory."""
+    assert torch.openreg.is_bf16_supported() and torch.openreg.is_bf16_supported(including_emulation=False)
+    x = torch.full((2,), 1.5, dtype=torch.bfloat16, device="openreg:0")
+    assert torch.openreg.can_device_access_peer(0, "openreg:1") and (x + x).to("openreg:1").tolist() == [3, 3]
+    assert not torch.openreg.can_device_access_peer(1, "openreg:1")
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.openreg.can_device_access_peer(0, 7)
+    assert torch.openreg.ipc_collect() is None
+
+
 @pytest.mark.parametrize("bad", [2, 5, 63, "openreg:9"])
 def test_a_device_that_is_not_there(bad):
     for use in (

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import pytest_openreg_ops as plugin
 from openreg_ops.faults import inject
 
 DEVICE = "openreg"
@@ -79,9 +80,10 @@ def test_in_sync_mode_a_kernel_fails_at_its_line():
         torch.ops.openreg.custom_abs(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 @pytest.mark.parametrize("where", ["to", "from", "on", "non_blocking"])
-def test_a_copy_is_corrupted(where):
-    x = torch.ones(1000)
+def test_a_copy_is_corrupted(where, dtype):
+    x = torch.ones(1000, dtype=dtype)
     y = x.to(DEVICE)
     pinned = x.pin_memory()
     with inject("copy") as fault:
@@ -154,7 +156,11 @@ def test_latency_of_work_that_the_host_waits_for():
         (dict(kind="copy", after=-1), "must not be negative"),
         (dict(kind="memory", fraction=0.5, after=1), "do not go with memory"),
         (dict(kind="kernel", after=1.5), "as integers"),
-        (dict(kind="kernel_latency", seconds=float("inf")), "finite seconds"),
+        (dict(kind="kernel_latency", seconds=float("inf")), "seconds of at most 1000000000, but got inf"),
+        (dict(kind="kernel_latency", seconds=float("nan")), "seconds of at most 1000000000, but got nan"),
+        (dict(kind="kernel_latency", seconds=1e12), "seconds of at most 1000000000"),
+        (dict(kind="kernel_latency", seconds="1"), "seconds as a number, but got '1'"),
+        (dict(kind="memory", fraction="a"), "fraction as a number, but got 'a'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -166,6 +172,7 @@ def test_rejects(arguments, sentence):
 @pytest.mark.parametrize(
     "faults, expected",
     [("allocation:after=1", "OutOfMemoryError"), ("kernel:after=1;copy_latency:seconds=0.001", "AcceleratorError"),
+     ("copy_latency:seconds=1e-3", ""), ("kernel:after=1,device=openreg:7", "OPENREG_FAULTS: expected faults such as"),
      ("kernel:often=1", "but got 'kernel:often=1' ('kernel:often=1': inject.__init__() got"), ("", "")],
 )  # fmt: skip
 def test_environment(faults, expected):
@@ -184,6 +191,31 @@ def test_fixture(openreg_faults):
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(10, device=DEVICE)
     assert fault.stop() == 1
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_the_fixture_takes_a_failed_kernel_along(mode):
+    """As a test whose kernel fails behind its last line; the next test must not get the error."""
+    fixture = plugin.openreg_faults.__wrapped__()
+    with torch.openreg.launch_mode(mode):
+        x = torch.ones(3, device=DEVICE)
+        fault = next(fixture)("kernel")
+        torch.ops.openreg.custom_abs(x)
+        assert next(fixture, None) is None and fault.struck == 1
+        torch.openreg.synchronize()
+
+
+def test_a_limit_set_while_the_memory_is_shrunk_stays():
+    fraction = torch.openreg.get_per_process_memory_fraction
+    try:
+        for given, inside in ((0.25, 0.25), (0.75, 0.5)):
+            with inject("memory", "openreg:1", fraction=0.5):
+                torch.openreg.set_per_process_memory_fraction(given, 1)
+                assert fraction(1) == pytest.approx(inside)  # what is not there cannot be had
+            assert fraction(1) == pytest.approx(given)
+    finally:
+        torch.openreg.set_per_process_memory_fraction(1.0, 1)
+    assert fraction(1) == 1.0
 
 
 def test_overlapping_shrinks_leave_no_limit_behind():

@@ -106,6 +106,20 @@ def test_free_memory_is_what_is_not_kept():
     assert torch.openreg.mem_get_info(DEVICE)[0] == before
 
 
+@pytest.mark.parametrize("of", ["allocated", "cached"])
+def test_old_names(of):
+    def old(name):
+        with pytest.warns(FutureWarning, match=f"torch.openreg.{name} is"):
+            return getattr(torch.openreg, name)(1)
+
+    torch.empty(1 << 20, device="openreg:1")
+    assert torch.openreg.max_memory_allocated(1) > torch.openreg.memory_allocated(1)
+    assert old("memory_cached") == torch.openreg.memory_reserved(1)
+    assert old("max_memory_cached") == torch.openreg.max_memory_reserved(1)
+    old(f"reset_max_memory_{of}")
+    assert torch.openreg.max_memory_allocated(1) == torch.openreg.memory_allocated(1)
+
+
 def test_fraction_limits_a_process():
     total = torch.openreg.get_device_properties(0).total_memory
     before = torch.openreg.memory_allocated(1)
@@ -295,7 +309,8 @@ def test_history_keeps_what_it_is_asked_to(history):
         (dict(context="python"), "expected context among"),
         (dict(stacks="cpp"), "expected stacks among"),
         (dict(skip_actions=["frees"]), "an action to skip among .* but got 'frees'"),
-        (dict(max_entries=-1), "max_entries of at least 0"),
+        (dict(max_entries=-1), "max_entries, an integer from 0 to sys.maxsize, but got -1"),
+        (dict(max_entries="a"), "max_entries, an integer from 0 to sys.maxsize, but got 'a'"),
     ],
 )
 def test_history_refuses_what_it_does_not_know(history, arguments, sentence):

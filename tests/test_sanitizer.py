@@ -1,7 +1,9 @@
 """The race detector: each kind of race is caught in every launch mode, its mended version and PyTorch's patterns pass."""
 
 import gc
+import io
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -188,6 +190,8 @@ READS = {
     "numpy": lambda host: host.numpy(),
     "tolist": lambda host: host[:3].tolist(),
     "print": lambda host: str(host),
+    "save": lambda host: torch.save({"host": host}, io.BytesIO()),
+    "pickle": lambda host: pickle.dumps(host),
     "write": lambda host: host.zero_(),
 }
 

@@ -278,13 +278,17 @@ def test_external_streams():
     stream = torch.openreg.Stream()
     same = torch.openreg.ExternalStream(stream.native_handle)
     assert same == stream and isinstance(same, torch.openreg.Stream)
-    with pytest.raises(ValueError, match="12345 is no stream of openreg:0"):
-        torch.openreg.ExternalStream(12345)
+    for handle in (12345, None, -1, 2**70):
+        with pytest.raises(ValueError, match=f"{handle} is no stream of openreg:0"):
+            torch.openreg.ExternalStream(handle)
 
 
 def test_priorities():
     assert _C.stream_priority(0, torch.openreg.Stream(priority=-1).stream_id) == -1
     assert torch.openreg.Stream(priority=-1) != torch.openreg.Stream(priority=0)
+    least, greatest = torch.openreg.Stream.priority_range()
+    for priority, held in ((least + 5, least), (greatest - 5, greatest)):
+        assert _C.stream_priority(0, torch.openreg.Stream(priority=priority).stream_id) == held
 
 
 def test_launch_mode_of_the_environment_and_errors():

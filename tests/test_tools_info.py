@@ -44,6 +44,11 @@ def test_says_what_is_so():
     assert report.sections["switched on"]["poison"].startswith("on")  # conftest.py fills memory
     with openreg_ops.fallback.policy("warn"):
         assert info.collect().sections["switched on"]["fallback"].startswith("warn")
+    switched_on = report.sections["switched on"]
+    assert (switched_on["sanitizer"], switched_on["faults"]) == ("off", "none armed")
+    with torch.openreg._sanitizer.sanitize(), torch.openreg.faults.inject("copy", after=9999):
+        switched_on = info.collect().sections["switched on"]
+    assert (switched_on["sanitizer"], switched_on["faults"]) == ("on", "copy")
     assert all(len(line) <= 80 or " " not in line[24:] for line in report.text().splitlines())
 
 

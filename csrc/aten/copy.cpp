@@ -39,9 +39,9 @@ Site copy_site(const at::Tensor& from, const at::Tensor& to) {
   return {name, Site::kCopy, to.layout() == at::kStrided ? static_cast<size_t>(to.numel()) * to.itemsize() : 0};
 }
 
-// What an injected fault does to a copy; see Note [Faults].
-void flip_byte(void* data) {
-  static_cast<unsigned char*>(data)[0] ^= 0xFF;
+// What an injected fault does to a copy; see Note [Faults]. Any byte but 0 would read as True.
+void flip_byte(void* data, at::ScalarType type) {
+  static_cast<unsigned char*>(data)[0] ^= type == at::kBool ? 1 : 0xFF;
 }
 
 // A wait on one device's stream for what the other's has been given.
@@ -69,9 +69,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     const void* from = self.const_data_ptr();
     void* to = destination.mutable_data_ptr();
     const size_t bytes = self.nbytes();
-    const auto work = [from, to, bytes, corrupted] {
+    const auto work = [from, to, bytes, corrupted, type = self.scalar_type()] {
       std::memmove(to, from, bytes);
-      if (corrupted) flip_byte(to);
+      if (corrupted) flip_byte(to, type);
     };
     if (bytes >= kQueuedCopy) enqueue(here, work, site);
     else launch(here, work, site);
@@ -86,7 +86,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   at::Tensor to = call.alias(destination, /*write=*/true);
   call.run(site, [&] {
     to.copy_(from);
-    if (corrupted && to.numel() && to.layout() == at::kStrided) flip_byte(to.mutable_data_ptr());
+    if (corrupted && to.numel() && to.layout() == at::kStrided) flip_byte(to.mutable_data_ptr(), to.scalar_type());
   });
   return destination;
 }

@@ -150,7 +150,7 @@ void report(const char* address, const void* context) {
     const auto offset = static_cast<std::uint64_t>(address - static_cast<const char*>(block.address));
     text << ", byte " << offset << " of "
          << (block.state == MemoryBlock::kAllocated ? "an allocation" : "a freed allocation") << " of "
-         << static_cast<std::uint64_t>(block.size) << " bytes at " << block.address << ", made on stream "
+         << static_cast<std::uint64_t>(block.requested) << " bytes at " << block.address << ", made on stream "
          << static_cast<std::uint64_t>(owner.stream);
   }
   text << ".\nOn a real accelerator the host cannot reach it. Copy the tensor with .cpu() or .to(\"cpu\"), or do the "

@@ -195,7 +195,7 @@ def _devices(info: Info) -> None:
 
 def _settings(info: Info) -> None:
     import openreg_ops
-    from openreg_ops import _C
+    from openreg_ops import _C, _sanitizer, faults
 
     fell = openreg_ops.fallback.report()
     info.add(
@@ -204,6 +204,8 @@ def _settings(info: Info) -> None:
         fallback=f"{openreg_ops.fallback.get_policy()}; {len(fell)} operators fell back so far",
         autograd_fallback=openreg_ops.autograd.get_fallback_mode(),
         poison="on: new device memory holds NaN" if _C.poison() else "off",
+        sanitizer="on" if _sanitizer._races else "off",
+        faults=", ".join(fault.kind for fault in faults._armed) or "none armed",
         kernels=f"{_C.native_kernels} of torch's CPU kernels shared",
     )
 
