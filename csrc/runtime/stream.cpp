@@ -378,19 +378,19 @@ void stop_workers() noexcept {
 
 // ---- launching ----
 
-detail::Place detail::place(Stream stream, std::source_location where) {
+detail::Place detail::place(Stream stream, const Site& site) {
   check_not_forked();
-  if ((attention.load() & kFaultBit) && kernel_fails(stream, where)) return Place::kNowhere;
+  if ((attention.load() & kFaultBit) && kernel_fails(stream, site)) return Place::kNowhere;
   if (launch_mode() == LaunchMode::kAsync) return Place::kQueue;
   if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
   return stream_idle(stream) ? Place::kHere : Place::kQueue;
 }
 
-void detail::catch_up(Stream stream, std::source_location where) {
+void detail::catch_up(Stream stream, const Site& site) {
   synchronize_stream(stream);
   // The work still runs, since its caller wants a result; the error says not to use it.
   if (attention.load() & kFaultBit) {
-    kernel_fails(stream, where);
+    kernel_fails(stream, site);
     if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted()); // for an injected latency
   }
 }

@@ -137,10 +137,10 @@ constexpr std::uint32_t kNoWait = kIsolationBit | kProfileBit;
 
 using Task = std::function<void()>;
 enum class Place { kHere, kQueue, kNowhere };
-Place place(Stream stream, std::source_location where); // waits first where the mode is sync
+Place place(Stream stream, const Site& site); // waits first where the mode is sync
 void queue(Stream stream, Task task, const Site& site);
 // Waits for the stream's queued work; throws as synchronize_stream().
-void catch_up(Stream stream, std::source_location where);
+void catch_up(Stream stream, const Site& site);
 // Keeps an error for the next call that waits for the device, if it is the first.
 void keep_error(int device, const std::source_location& where, const char* what);
 
@@ -170,7 +170,7 @@ void launch(Stream stream, Work&& work, Site site = std::source_location::curren
   ++detail::launches.value;
   const auto attention = detail::attention.load(std::memory_order_acquire);
   const bool plain = (attention & ~detail::kNoWait) == 0;
-  switch (plain ? detail::Place::kHere : detail::place(stream, site.where)) {
+  switch (plain ? detail::Place::kHere : detail::place(stream, site)) {
     case detail::Place::kHere: {
       const detail::Turn turn(detail::turn_of(stream.device, stream.id));
       const detail::Access access(attention & detail::kIsolationBit);
@@ -190,7 +190,7 @@ void enqueue(Stream stream, Work&& work, Site site = std::source_location::curre
   ++detail::launches.value;
   const auto attention = detail::attention.load(std::memory_order_acquire);
   const bool plain = (attention & ~detail::kNoWait) == 0;
-  const auto place = plain ? detail::Place::kQueue : detail::place(stream, site.where);
+  const auto place = plain ? detail::Place::kQueue : detail::place(stream, site);
   if (place == detail::Place::kNowhere) return;
   if (launch_mode() == LaunchMode::kSync) {
     const detail::Turn turn(detail::turn_of(stream.device, stream.id));
@@ -206,7 +206,7 @@ decltype(auto) run(Stream stream, Work&& work, Site site = std::source_location:
   ++detail::launches.value;
   const auto attention = detail::attention.load(std::memory_order_acquire);
   if (attention & ~detail::kNoWait) [[unlikely]]
-    detail::catch_up(stream, site.where);
+    detail::catch_up(stream, site);
   const detail::Turn turn(detail::turn_of(stream.device, stream.id));
   const detail::Access access(attention & detail::kIsolationBit);
   const detail::Profiled profiled(attention & detail::kProfileBit, stream, site);
