@@ -384,6 +384,21 @@ def test_wrong_out_overload():
     assert "broken::plus.out with out= of no elements" in report.failures[0].sentence
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)], ids=str)
+def test_out_overload_that_leaves_other_strides_unwritten(shape):
+    name = f"contiguous_{len(shape)}"
+    op = define(f"{name}(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
+    LIBRARY.define(f"{name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+
+    def kernel(x, out):
+        out = out.resize_(x.shape) if not out.numel() else out
+        return out.copy_(x + 1) if out.is_contiguous() else out
+
+    LIBRARY.impl(f"{name}.out", kernel, "CPU")
+    report = check(op, [(torch.rand(shape),)], only=["out"])
+    assert f"broken::{name}.out with out= with other strides: output 0 differs" in report.failures[0].sentence
+
+
 def test_wrong_on_large_inputs():
     op = define(
         "chunks(Tensor x) -> Tensor", lambda x: torch.where(torch.arange(len(x)) < 1000, x.T, 0).T, torch.empty_like
@@ -557,6 +572,29 @@ def test_second_derivative_refused():
         assert report.passed and sentence in report.of("refused")[0].sentence
 
 
+@pytest.mark.parametrize(
+    "accident, sentence",
+    [
+        (lambda g: g * None, "unsupported operand type"),
+        (lambda g: g if None < 1 else g, "'<' not supported between instances"),
+        (lambda g: {}["no gradient slot"], "no gradient slot"),
+        (lambda g: g.not_supported, "no attribute 'not_supported'"),
+    ],
+    ids=["operand", "instances", "key", "attribute"],
+)
+def test_accidents_are_no_refusals(accident, sentence):
+    @torch.library.custom_op("broken::accident", mutates_args=())
+    def operator(x: Tensor) -> Tensor:
+        return x * 2
+
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda ctx, g: accident(g))
+    operator.register_vmap(lambda info, dims, x: (accident(x), 0))
+    report = check(operator, [(torch.randn(4, 6),)], only=["backward", "vmap"])
+    assert [r.check for r in report.failures] == ["backward", "vmap"], str(report)
+    assert all(sentence in r.sentence for r in report.failures)
+
+
 # ---- good operators pass ----
 
 
@@ -630,6 +668,15 @@ def test_good_operator_of_torch(device):
     report = check(torch.ops.aten.addcmul.default, [Sample(x, y, z, value=0.5)], device)
     assert report.passed, str(report)
     assert report.of("pass", "out")
+
+
+def test_good_operator_with_random_numbers():
+    x = torch.randn(4, 6)
+    report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["runs", "reference", "zero_dim", "large"])
+    assert report.passed, str(report)
+    assert "its numbers are random" in report.of("skip", "reference")[0].sentence
+    report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["reference"], reference=lambda x, y, p: x)
+    assert report.failures
 
 
 def test_good_operators_that_write():
