@@ -807,6 +807,12 @@ def test_other_wrong_requests():
         check("aten::sin", [])
     with pytest.raises(ValueError, match="no inputs that were made up from its schema are accepted"):
         check("aten::convolution")
+    with pytest.raises(ValueError, match="that gives them, but got int 5"):
+        check("aten::sin", 5)
+    for device in ("banana", "openreg:9"):
+        with pytest.raises(ValueError, match=f"{device} cannot be used here: .*; name one that is here"):
+            check("aten::sin", [(torch.randn(4),)], device)
+    assert {r.check for r in check("aten::sin", [(torch.randn(4),)], only="runs").results} == {"runs"}
 
 
 def test_forms_of_samples():
@@ -1012,6 +1018,11 @@ def test_progress_names_the_check_that_crashes(module):
         (["my_module:my_op", "--only", "all"], "there is no check all; there are runs"),
         (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
         (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
+        (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that gives them, but got int"),
+        (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "check: banana cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "check: openreg:9 cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]@openreg:9"], "; name one that is here\n"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -1022,6 +1033,21 @@ def test_command_refuses(module, monkeypatch, capsys, arguments, sentence):
     monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", *arguments])
     assert openreg_ops.__main__.main() == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_command_refuses_a_file_before_it_runs(module, monkeypatch, capsys, option):
+    import openreg_ops.__main__
+
+    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module / "none" / "page")])
+    with pytest.raises(SystemExit, match="2"):
+        openreg_ops.__main__.main()
+    said = capsys.readouterr().err
+    assert f"there is no folder {module / 'none'} to write page to; make it first" in said and "checking" not in said
+    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module)])
+    with pytest.raises(SystemExit, match="2"):
+        openreg_ops.__main__.main()
+    assert f"{module} is a folder; name a file in it" in capsys.readouterr().err
 
 
 def test_fixture(openreg_check, good):
