@@ -572,6 +572,40 @@ def test_second_derivative_refused():
         assert report.passed and sentence in report.of("refused")[0].sentence
 
 
+def test_second_derivative_lost_after_vjp():
+    """It refuses, but under torch.func takes the gradient for a constant."""
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.cos()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("broken::keeps has no second derivative")
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * Refused.apply(*ctx.saved_tensors)
+
+    def kernel(x):
+        if not torch._C._are_functorch_transforms_active():
+            return Sin.apply(x)
+        constant = x.detach()
+        return constant.sin() + (x - constant) * constant.cos()
+
+    LIBRARY.define("keeps(Tensor x) -> Tensor")
+    LIBRARY.impl("keeps", kernel, "CompositeImplicitAutograd")
+    (failure,) = check("broken::keeps", [(torch.randn(4, 6),)], only="gradgradcheck").failures
+    assert "torch.func.vjp gives zero, without an error; eager refuses the second derivative" in failure.sentence
+
+
 @pytest.mark.parametrize(
     "accident, sentence",
     [
