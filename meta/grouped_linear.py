@@ -182,6 +182,13 @@ def _mapped(x: Tensor) -> bool:
     return False
 
 
+def _unwrapped(x: Tensor) -> Tensor:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
 def _readable(x: Tensor) -> bool:
     return not (x.is_meta or is_fake(x) or _mapped(x))
 
@@ -213,9 +220,9 @@ def reference_backward(
 
 def _sizes_of_all(name: str, dim: int | None, group_sizes: Tensor, samples: int, rows: int) -> Tensor:
     sizes = group_sizes.unsqueeze(0) if dim is None else group_sizes.movedim(dim, 0)
-    # The operator sees their sum over all samples only.
+    # The operator sees their sum over all samples only. The assertion has no batching rule for those further out.
     torch._assert_async(
-        (sizes.sum(1) == rows).all(),
+        _unwrapped(sizes.sum(1) == rows).all(),
         f"{name}: expected group_sizes that sum to {rows}, the rows of x, for each sample",
     )
     return sizes.expand(samples, -1).flatten()

@@ -384,6 +384,21 @@ def test_wrong_out_overload():
     assert "broken::plus.out with out= of no elements" in report.failures[0].sentence
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)], ids=str)
+def test_out_overload_that_leaves_other_strides_unwritten(shape):
+    name = f"contiguous_{len(shape)}"
+    op = define(f"{name}(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
+    LIBRARY.define(f"{name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+
+    def kernel(x, out):
+        out = out.resize_(x.shape) if not out.numel() else out
+        return out.copy_(x + 1) if out.is_contiguous() else out
+
+    LIBRARY.impl(f"{name}.out", kernel, "CPU")
+    report = check(op, [(torch.rand(shape),)], only=["out"])
+    assert f"broken::{name}.out with out= with other strides: output 0 differs" in report.failures[0].sentence
+
+
 def test_wrong_on_large_inputs():
     op = define(
         "chunks(Tensor x) -> Tensor", lambda x: torch.where(torch.arange(len(x)) < 1000, x.T, 0).T, torch.empty_like
@@ -557,6 +572,63 @@ def test_second_derivative_refused():
         assert report.passed and sentence in report.of("refused")[0].sentence
 
 
+def test_second_derivative_lost_after_vjp():
+    """It refuses, but under torch.func takes the gradient for a constant."""
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.cos()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("broken::keeps has no second derivative")
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * Refused.apply(*ctx.saved_tensors)
+
+    def kernel(x):
+        if not torch._C._are_functorch_transforms_active():
+            return Sin.apply(x)
+        constant = x.detach()
+        return constant.sin() + (x - constant) * constant.cos()
+
+    LIBRARY.define("keeps(Tensor x) -> Tensor")
+    LIBRARY.impl("keeps", kernel, "CompositeImplicitAutograd")
+    (failure,) = check("broken::keeps", [(torch.randn(4, 6),)], only="gradgradcheck").failures
+    assert "torch.func.vjp gives zero, without an error; eager refuses the second derivative" in failure.sentence
+
+
+@pytest.mark.parametrize(
+    "accident, sentence",
+    [
+        (lambda g: g * None, "unsupported operand type"),
+        (lambda g: g if None < 1 else g, "'<' not supported between instances"),
+        (lambda g: {}["no gradient slot"], "no gradient slot"),
+        (lambda g: g.not_supported, "no attribute 'not_supported'"),
+    ],
+    ids=["operand", "instances", "key", "attribute"],
+)
+def test_accidents_are_no_refusals(accident, sentence):
+    @torch.library.custom_op("broken::accident", mutates_args=())
+    def operator(x: Tensor) -> Tensor:
+        return x * 2
+
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda ctx, g: accident(g))
+    operator.register_vmap(lambda info, dims, x: (accident(x), 0))
+    report = check(operator, [(torch.randn(4, 6),)], only=["backward", "vmap"])
+    assert [r.check for r in report.failures] == ["backward", "vmap"], str(report)
+    assert all(sentence in r.sentence for r in report.failures)
+
+
 # ---- good operators pass ----
 
 
@@ -630,6 +702,15 @@ def test_good_operator_of_torch(device):
     report = check(torch.ops.aten.addcmul.default, [Sample(x, y, z, value=0.5)], device)
     assert report.passed, str(report)
     assert report.of("pass", "out")
+
+
+def test_good_operator_with_random_numbers():
+    x = torch.randn(4, 6)
+    report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["runs", "reference", "zero_dim", "large"])
+    assert report.passed, str(report)
+    assert "its numbers are random" in report.of("skip", "reference")[0].sentence
+    report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["reference"], reference=lambda x, y, p: x)
+    assert report.failures
 
 
 def test_good_operators_that_write():
@@ -760,6 +841,12 @@ def test_other_wrong_requests():
         check("aten::sin", [])
     with pytest.raises(ValueError, match="no inputs that were made up from its schema are accepted"):
         check("aten::convolution")
+    with pytest.raises(ValueError, match="that gives them, but got int 5"):
+        check("aten::sin", 5)
+    for device in ("banana", "openreg:9"):
+        with pytest.raises(ValueError, match=f"{device} cannot be used here: .*; name one that is here"):
+            check("aten::sin", [(torch.randn(4),)], device)
+    assert {r.check for r in check("aten::sin", [(torch.randn(4),)], only="runs").results} == {"runs"}
 
 
 def test_forms_of_samples():
@@ -965,6 +1052,11 @@ def test_progress_names_the_check_that_crashes(module):
         (["my_module:my_op", "--only", "all"], "there is no check all; there are runs"),
         (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
         (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
+        (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that gives them, but got int"),
+        (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "check: banana cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "check: openreg:9 cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]@openreg:9"], "; name one that is here\n"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -975,6 +1067,21 @@ def test_command_refuses(module, monkeypatch, capsys, arguments, sentence):
     monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", *arguments])
     assert openreg_ops.__main__.main() == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_command_refuses_a_file_before_it_runs(module, monkeypatch, capsys, option):
+    import openreg_ops.__main__
+
+    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module / "none" / "page")])
+    with pytest.raises(SystemExit, match="2"):
+        openreg_ops.__main__.main()
+    said = capsys.readouterr().err
+    assert f"there is no folder {module / 'none'} to write page to; make it first" in said and "checking" not in said
+    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module)])
+    with pytest.raises(SystemExit, match="2"):
+        openreg_ops.__main__.main()
+    assert f"{module} is a folder; name a file in it" in capsys.readouterr().err
 
 
 def test_fixture(openreg_check, good):

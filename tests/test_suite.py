@@ -73,6 +73,16 @@ def test_outputs_require_a_gradient_as_the_references_do():
     assert asked > 50
 
 
+@pytest.mark.parametrize("name", ["swiglu", "rms_norm", "quantize_rowwise", "custom_abs", "nms"])
+def test_nested_tensors_are_refused(name):
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], device="openreg")
+    others = {"swiglu": (x,), "rms_norm": (torch.ones(4, device="openreg"), 1e-5), "nms": (x, 0.5)}.get(name, ())
+    with pytest.raises(
+        NotImplementedError, match=rf"^openreg::{name}: .* called with \(Float\[2 nested\]@openreg:0.*Convert"
+    ):
+        getattr(torch.ops.openreg, name)(x, *others)
+
+
 def test_none_for_a_tensor_is_named():
     x = torch.ones(2, 4, device="openreg")
     for where in ("openreg", "cpu"):

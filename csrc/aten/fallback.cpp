@@ -50,7 +50,9 @@ bool matches(const std::vector<std::string>& patterns, const c10::OperatorName& 
 std::string describe(const Stack& stack, size_t count) {
   std::string text;
   auto tensor = [](const at::Tensor& t) {
-    return t.defined() ? c10::str(t.scalar_type(), t.sizes(), "@", t.device()) : std::string("None");
+    if (!t.defined()) return std::string("None");
+    if (t.is_nested()) return c10::str(t.scalar_type(), "[", t.size(0), " nested]@", t.device());
+    return c10::str(t.scalar_type(), t.sizes(), "@", t.device());
   };
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (!text.empty()) text += ", ";

@@ -8,6 +8,7 @@
 
 #include <ATen/ops/alias.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <tuple>
@@ -460,7 +461,11 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
         variable_list differentiable;
         for (const Tensor& x : inputs)
           if (x.defined()) differentiable.push_back(x);
-        gradients = ops::apply<Computed>(at::TensorList(gradients), at::TensorList(differentiable));
+        // Those of a transform that has ended are seen as what was wrapped, which may refuse already, or have tangents.
+        for (Tensor& x : gradients) x = x.view_as(x);
+        const bool known = std::any_of(
+            gradients.begin(), gradients.end(), [](const Tensor& x) { return x.requires_grad() || has_tangent(x); });
+        if (!known) gradients = ops::apply<Computed>(at::TensorList(gradients), at::TensorList(differentiable));
       }
     }
     variable_list out(8);

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_ops.testing.check_report import Report, Result
+from openreg_ops.tools import dispatch
+from openreg_ops.tools.forms import Wrong
 
 Operator = torch._ops.OpOverload
 SEED = 4321
@@ -460,8 +462,8 @@ def check(
     *,
     dtype: torch.dtype = torch.float32,
     reference: Callable[..., Any] | None = None,
-    only: Collection[str] = (),
-    skip: Collection[str] = (),
+    only: str | Collection[str] = (),
+    skip: str | Collection[str] = (),
     known: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = lambda where: None,
 ) -> Report:
@@ -475,14 +477,14 @@ def check(
         dtype: handed to a function of samples, and used for made-up ones.
         reference: a plain function of the same arguments, called with copies on the CPU. Without one, and away from
             the CPU, the operator's own CPU kernel.
-        only, skip: names of checks.
+        only, skip: names of checks, or one name.
         known: checks that this operator is known to fail, each with the cause. They count as passed; one that fails
             for no sample any more fails the report. By default those that `known_failures` lists for the operator.
         progress: hears what runs next.
     Returns:
         The report; `report.raise_if_failed()` raises an AssertionError.
     Raises:
-        ValueError: no such operator, check or sample.
+        ValueError: no such operator, check, sample or device.
 
     A sample's tensors that require a gradient are those that derivatives are checked for; if none does, every
     floating one is. Whatever a check changes globally is put back.
@@ -491,14 +493,22 @@ def check(
     from openreg_ops.testing.known_failures import OPERATORS
 
     op = operator(op)
+    only, skip = ([names] if isinstance(names, str) else names for names in (only, skip))
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
     known = OPERATORS.get(name_of(op), {}) if known is None else known
     for name in (*only, *skip, *known):
         if name not in CHECKS:
             raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}")
     chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
+    if reference is not None and not callable(reference):
+        raise ValueError(f"expected reference to be a function, but got {type(reference).__name__} {reference!r}")
     notes = []
     target = str(device) if device is not None else None
+    if target:
+        try:
+            dispatch.usable(target)
+        except Wrong as error:
+            raise ValueError(str(error)) from None
     if sample_inputs is None:
         registered = _registered(op)
         target = target or _home(op, registered is not None)
@@ -509,7 +519,12 @@ def check(
             notes.append("These inputs were made up from the schema; sample inputs of your own say more.")
     elif callable(sample_inputs):
         target = target or "cpu"
-        sample_inputs = list(sample_inputs(target, dtype))
+        sample_inputs = sample_inputs(target, dtype)
+    if not isinstance(sample_inputs, Iterable):
+        raise ValueError(
+            "expected sample_inputs to be a list of argument tuples, or a function of (device, dtype) that gives them, "
+            f"but got {type(sample_inputs).__name__} {sample_inputs!r}"
+        )
     samples = [sample_of(value) for value in sample_inputs]
     if not samples:
         raise ValueError(f"{name_of(op)}: sample_inputs is empty; give at least one tuple of arguments")

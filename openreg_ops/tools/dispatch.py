@@ -108,19 +108,21 @@ def target(device: str | None = None, key: str | None = None) -> Target:
         raise Wrong(f"there is no device {device}: {str(error).splitlines()[0]}") from None
 
 
+class Unusable(Wrong):
+    """A device that is not here."""
+
+
 def usable(device: str) -> None:
     """Make a tensor on the device.
 
     Raises:
-        Wrong: that fails, as where torch is built without the device.
+        Unusable: that fails, as where torch is built without the device.
     """
     try:
         torch.empty(1, device=device)
     except Exception as error:
         said = re.split(r"\n|\. ", str(error))[0].rstrip(".")
-        raise Wrong(
-            f"{device} cannot be used here: {said}; `operators` and `explain` without --input need no device"
-        ) from None
+        raise Unusable(f"{device} cannot be used here: {said}; name one that is here") from None
 
 
 # ---- the dispatcher's tables ----

@@ -274,7 +274,8 @@ def main(arguments: argparse.Namespace) -> int:
             given = None if arguments.input else target
             explanation = explain(arguments.op, *args, target=given, run=bool(arguments.input), **kwargs)
     except Wrong as error:
-        print(f"explain: {error}", file=sys.stderr)
+        tip = "; `operators` and `explain` without --input need no device" * isinstance(error, dispatch.Unusable)
+        print(f"explain: {error}{tip}", file=sys.stderr)
         return 2
     forms.write(explanation, arguments)
     return 1 if explanation.end[1].kind in ("fallback", "refused") or explanation.outcome.startswith("raised") else 0

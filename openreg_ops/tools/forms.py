@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,20 @@ def regex(text: str) -> str:
         re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+def file(text: str) -> str:
+    """A file that can be written, or -, as the type of an argument."""
+    path = Path(text)
+    if text == "-":
+        return text
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write {path.name} to; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written; name another file")
     return text
 
 
@@ -110,9 +125,11 @@ def html_table(rows: Sequence[Sequence[Any]], left: int = 1) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser, page: bool = True) -> None:
     """The options --json and --html."""
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - is stdout, in the table's place")
+    parser.add_argument(
+        "--json", type=file, metavar="FILE", help="write the report as JSON; - is stdout, in the table's place"
+    )
     if page:
-        parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+        parser.add_argument("--html", type=file, metavar="FILE", help="write the report as one HTML page")
 
 
 def write(report: Any, arguments: argparse.Namespace, **options: Any) -> None:

@@ -174,6 +174,7 @@ def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = T
             transform(transform_too(loss, argnums=floats[0]), argnums=floats[0])(*inputs)
             for transform, transform_too in [
                 (torch.func.jacrev, torch.func.grad),
+                (torch.func.jacrev, torch.func.jacrev),  # its backward runs after the inner transform
                 (torch.func.jacfwd, torch.func.grad),
                 (torch.func.jacrev, torch.func.jacfwd),
             ]

@@ -247,6 +247,26 @@ def test_vmap_over_sizes(where):
         torch.vmap(grouped_linear, in_dims=(None, None, None, 0))(x, weights, bias, wrong)
 
 
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_vmap_over_sizes_inside_another(where):
+    x, weights, bias, _ = inputs_of((2, 3), (2, 3), dtype=torch.float64, device=where)
+    batch, mapped = torch.stack([x, 2 * x]), sizes(2, 3, 5, 0, 1, 4, device=where).view(3, 2)
+
+    def layer(x, group_sizes):
+        return grouped_linear(x, weights, bias, group_sizes).sin()
+
+    for each in (layer, torch.func.jacrev(layer), torch.func.hessian(layer)):
+        expected = torch.stack([torch.stack([each(one, size) for size in mapped]) for one in batch])
+        with kit.no_vmap_fallback():
+            inner = torch.vmap(torch.vmap(each, in_dims=(None, 0)), in_dims=(0, None))(batch, mapped)
+            outer = torch.vmap(torch.vmap(each, in_dims=(0, None)), in_dims=(None, 0), out_dims=1)(batch, mapped)
+        assert_close(inner, expected)
+        assert_close(outer, expected)
+    wrong = sizes(2, 2, 3, 3, 1, 4, device=where).view(3, 2)
+    with pytest.raises(RuntimeError, match="expected group_sizes that sum to 5, the rows of x, for each sample"):
+        torch.vmap(torch.vmap(layer, in_dims=(None, 0)), in_dims=(0, None))(batch, wrong)
+
+
 def test_opcheck():
     kit.check_operator(OP, *inputs_of(grad=True))
     kit.check_operator(OP, *inputs_of(grad=True, bias=False))

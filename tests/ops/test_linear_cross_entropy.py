@@ -343,6 +343,38 @@ def test_transforms():
         torch.func.jacrev(torch.func.grad(loss))(x, weight, bias)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_second_derivatives_after_the_inner_transform(reduction):
+    x, weight = inputs(3, 2, classes=4, bias=False, dtype=torch.float64)
+    target = kit.tensor([0, 3, 1])
+
+    def loss(x, w=weight, t=target):
+        return linear_cross_entropy(x, w, t, reduction=reduction)
+
+    def penalty(x):
+        y, backward = torch.func.vjp(loss, x)
+        return backward(torch.ones_like(y))[0].square().sum()
+
+    def weight_gradient(x):
+        y, backward = torch.func.vjp(lambda w: loss(x, w), weight)
+        return backward(torch.ones_like(y))[0]
+
+    def compiled(x):
+        return torch.compile(torch.func.grad(penalty), backend="aot_eager")(x)
+
+    refusing = [torch.func.grad(penalty), torch.func.jacrev(weight_gradient), compiled]
+    if reduction != "none":
+        refusing.append(torch.func.jacrev(torch.func.jacrev(loss)))
+    for each in refusing:
+        with pytest.raises(RuntimeError, match="linear_cross_entropy: has no second derivative"):
+            each(x)
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: has no second derivative"):
+        penalty(leaf).backward()
+    host = torch.func.hessian(lambda x: loss(x, weight.cpu(), target.cpu()))(x.cpu())
+    assert_close(torch.func.hessian(loss)(x).cpu(), host)
+
+
 def test_side_stream(device):
     x, weight, bias = (t.to(device) for t in inputs(6, 4, classes=10))
     target = targets(6, classes=10).to(device)

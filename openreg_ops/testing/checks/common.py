@@ -43,10 +43,14 @@ LACKING = re.compile(
     r"|backward through (\w+\.\w+)[.\w]* but no autograd formula"
 )
 WARNED = "autograd kernel was not registered"
+# Python's own errors, whose words are a refusal's: "unsupported operand type(s)".
+_ACCIDENTS = (TypeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
 
 
 def refused(error: BaseException) -> bool:
-    return isinstance(error, NotImplementedError) or bool(_REFUSAL.search(str(error)))
+    if isinstance(error, NotImplementedError):
+        return True
+    return not isinstance(error, _ACCIDENTS) and bool(_REFUSAL.search(str(error)))
 
 
 def refuse_or_fail(case: Case, error: BaseException, what: str, remedy: str) -> NoReturn:
@@ -159,7 +163,8 @@ def reference_of(case: Case) -> Callable[..., tuple[Tensor, ...]] | None:
     if case.reference:
         return case.function(op=case.reference)
     host = not any(isinstance(c, torch.device) for c in case.constants.values())
-    if case.device.type != "cpu" and host and case.has_computed_kernel("CPU"):
+    # Each device's generator gives other random numbers.
+    if case.device.type != "cpu" and host and not case.seeded and case.has_computed_kernel("CPU"):
         return case.function()
     return None
 

@@ -20,6 +20,7 @@ from openreg_ops.testing.checks.common import (
     needs_derivative,
     plain,
     refuse_or_fail,
+    refused,
     skip,
     warn,
 )
@@ -168,6 +169,53 @@ def gradcheck(case: Case) -> str | None:
     )
 
 
+def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
+    """Fails if torch.func loses the second derivative where vjp has ended before its backward runs.
+
+    `twice` says whether eager has one, which is then what is expected; else a gradient that varies is enough.
+    """
+    tensors = case.fresh(dtype=case.wide)
+    wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
+    if case.seeded or any(tensors[i].is_complex() for i in wanted) or any(x.is_complex() for x in case.expected):
+        return
+
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        moved = dict(zip(wanted, leaves, strict=True))
+        outs = case.run(*[moved.get(i, x) for i, x in enumerate(tensors)])
+        return tuple(out for out in outs if differentiable(out))
+
+    def penalty(*leaves: Tensor) -> Tensor:
+        outs, pull = torch.func.vjp(forward, *leaves)
+        grads = pull(tuple(cotangents(outs)))
+        return sum((g * c).sum() for g, c in zip(grads, cotangents(grads), strict=True))
+
+    leaves = [tensors[i] for i in wanted]
+    try:
+        got = torch.func.grad(penalty, tuple(range(len(wanted))))(*leaves)
+    except Exception:  # no silence; whether torch.func works at all, vmap_grad says
+        return
+    if twice:
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        outs = [out for out in forward(*leaves) if out.requires_grad]
+        grads = torch.autograd.grad(
+            outs, leaves, cotangents(outs), create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        total = sum((g * c).sum() for g, c in zip(grads, cotangents(grads), strict=True))
+        expected = [None] * len(leaves)
+        if total.requires_grad:
+            expected = torch.autograd.grad(total, leaves, allow_unused=True)
+        lost = all(map(is_zero, got)) and not all(map(is_zero, expected))
+    else:
+        ends = [penalty(*[x * factor for x in leaves]) for factor in (1, 1.25)]
+        lost = all(map(is_zero, got)) and bool(differs(ends[:1], ends[1:]))
+    if lost:
+        fail(
+            f"{case.name}: torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
+            + ("has a second derivative" if twice else "refuses the second derivative"),
+            remedy,
+        )
+
+
 def gradgradcheck(case: Case) -> str | None:
     """Second derivatives agree with finite differences, or are refused by an error of its own."""
     needs_derivative(case)
@@ -214,7 +262,10 @@ def gradgradcheck(case: Case) -> str | None:
                     f"double backward ends in that operator's error: {last_line(error)}",
                     remedy,
                 )
+            if refused(error):
+                _after_vjp(case, False, remedy)
             refuse_or_fail(case, error, "the second derivative", remedy)
+    _after_vjp(case, True, remedy)
     if any(WARNED in str(w.message) for w in heard):
         named = re.search(r"(\w+::\w+)", str(next(w.message for w in heard if WARNED in str(w.message))))
         fail(

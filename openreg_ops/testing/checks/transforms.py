@@ -64,7 +64,7 @@ def out(case: Case) -> str | None:
 
     for what, make in (
         ("of the right size", lambda x: torch.full_like(x, 1)),
-        ("with other strides", lambda x: torch.full_like(stepped(x), 1) if x.dim() < 2 else permuted(x)),
+        ("with other strides", lambda x: stepped(x).fill_(1) if x.dim() < 2 else torch.full_like(permuted(x), 1)),
         ("of no elements", lambda x: x.new_empty(0)),
     ):
         outs = [make(x) for x in case.expected]
