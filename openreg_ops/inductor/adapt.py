@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch._inductor import codecache, config, ir, lowering, scheduler
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch._inductor.kernel.flex import flex_cpu
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
@@ -105,6 +106,39 @@ def logical_argmax(original: Any) -> Any:
             return original(x, **arguments)
 
     return make_reduction_inner
+
+
+@replaces(lowering, "is_gpu")
+def device_of_the_result(original: Any) -> Any:
+    """A kernel runs on the device of its operands, also when the first of them is a 0-dim tensor on the CPU.
+
+    Else it is a kernel of the CPU, which reads device memory from the host, and its result is on the CPU. In torch 2.15
+    index_put is asked too, where it adds up integers: as in 2.13, ATen's kernel does that.
+    """
+    return lambda device: device == "openreg" or original(device)
+
+
+@replaces(GraphLowering, "run_node")
+def host_values(original: Any) -> Any:
+    """A 0-dim value on the CPU that a kernel of the device reads is computed on the host, from tensors of any size.
+
+    Inductor computes it in the kernel that reads it, to which a launch hands single values of the host, not arrays.
+    """
+
+    def run_node(graph: GraphLowering, node: torch.fx.Node) -> Any:
+        result = original(graph, node)
+        values = [x for user in node.users for x in tree_leaves(user.meta.get("val")) if isinstance(x, torch.Tensor)]
+        if (
+            isinstance(result, ir.TensorBox)
+            and ir.get_device_type(result) == "cpu"
+            and not result.get_size()
+            and any(x.device.type == "openreg" for x in values)
+            and any(graph.get_numel(name) != 1 for name in result.get_read_names())
+        ):
+            return ir.ExternKernel.copy_input(result)
+        return result
+
+    return run_node
 
 
 @replaces(lowering, "get_constant_value")

@@ -51,6 +51,41 @@ def test_logical_argmax():
         assert torch.compile(function)(x) != function(x)
 
 
+def test_device_of_the_result():
+    """In stream order too: a kernel of the CPU would not wait for the copy."""
+    scalar, x, late = torch.tensor(3.0), torch.randn(7, device="openreg"), torch.zeros(7, device="openreg")
+    for function in (torch.mul, torch.maximum):
+        graph = torch.compile(lambda s, x, function=function: function(s, x) + 1, fullgraph=True)
+        result = graph(scalar, x)
+        assert result.device == x.device
+        assert_close(result, function(scalar, x) + 1)
+        with torch.openreg.launch_mode("async"):
+            late.zero_()
+            torch.openreg._sleep(20_000_000)
+            late.copy_(x)
+            assert graph(scalar, late).equal(result)
+    with without("device_of_the_result"):
+        assert torch.compile(torch.mul)(scalar, x).device.type == "cpu"
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["sizes known", "sizes unknown"])
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
+def test_host_values(options, dynamic):
+    """Elements of what is computed on the CPU, as either operand and where the operator takes no other care of them."""
+
+    def function(x, v):
+        return x * (v * 2)[2], (v + 1)[1] - x, torch.where(x > 0, v.flip(0)[0], x), v[3] / x
+
+    x, v = torch.randn(7, device="openreg"), torch.arange(5.0)
+    graph = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)
+    assert_close(graph(x, v), function(x, v))
+    with (
+        without("host_values"),
+        pytest.raises(Exception, match="openreg: a generated kernel takes CPU tensors of one el"),
+    ):
+        torch.compile(function, dynamic=dynamic, options=options)(x, v)
+
+
 @pytest.mark.parametrize("divisor", [lambda: 3, lambda: torch.full((), 3.0)], ids=["number", "CPU scalar"])
 def test_exact_division(divisor):
     assert_same_only_with("exact_division", lambda x: x.sin() / divisor(), torch.randn(100))
