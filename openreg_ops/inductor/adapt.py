@@ -93,6 +93,19 @@ def two_step_variance(original: Any) -> Any:
     return use_two_step_variance
 
 
+@replaces(scheduler.ForeachKernelSchedulerNode, "combinable_nodes")
+def no_combo_kernels(original: Any) -> Any:
+    """`combo_kernels` leaves the device's kernels as they are, as it does the CPU's: KernelGroup fuses what it can.
+
+    Inductor combines those of every device but the CPU, and then asserts that they are written in Triton.
+    """
+
+    def combinable_nodes(nodes: Any) -> Any:
+        return original([x for x in nodes if (device := x.get_device()) is None or device.type != "openreg"])
+
+    return staticmethod(combinable_nodes)
+
+
 @replaces(lowering, "_make_reduction_inner")
 def logical_argmax(original: Any) -> Any:
     """argmax and argmin over several dimensions count elements in the order of indices.
@@ -151,7 +164,7 @@ def exact_division(original: Any) -> Any:
 
     def get_constant_value(x: Any) -> Any:
         ours = isinstance(x, ir.IRNode) and ir.get_device_type(x) in ("cpu", "openreg")
-        return None if ours else original(x)
+        return None if ours and "openreg" in V.graph.device_types else original(x)
 
     return get_constant_value
 

@@ -3,6 +3,8 @@
 Generated kernels are compared with CPU Inductor's, as an alarm for new versions of torch.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,19 @@ def test_no_loop_reordering():
 
 def test_two_step_variance():
     assert_same_only_with("two_step_variance", lambda x: F.layer_norm(x, (100,)), torch.randn(32, 100))
+
+
+def test_no_combo_kernels():
+    """Two kernels that Inductor would combine."""
+
+    def function(x, y):
+        return x.sin(), y.cos()
+
+    args = torch.randn(64, 48, device="openreg"), torch.randn(80, 32, device="openreg")
+    options = {"combo_kernels": True}
+    assert_close(torch.compile(function, options=options)(*args), function(*args))
+    with without("no_combo_kernels"), pytest.raises(Exception, match="scheduler.Scheduler"):
+        torch.compile(function, options=options)(*args)
 
 
 def test_logical_argmax():
@@ -89,6 +104,17 @@ def test_host_values(options, dynamic):
 @pytest.mark.parametrize("divisor", [lambda: 3, lambda: torch.full((), 3.0)], ids=["number", "CPU scalar"])
 def test_exact_division(divisor):
     assert_same_only_with("exact_division", lambda x: x.sin() / divisor(), torch.randn(100))
+
+
+def test_exact_division_leaves_graphs_of_the_cpu_alone():
+    """There a constant is one, for which mkldnn_lowerings asks too."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    constant = ir.Constant(value=3.0, dtype=torch.float32, device=torch.device("cpu"))
+    for devices, expected in (({"cpu"}, constant), ({"cpu", "openreg"}, None)):
+        with V.set_graph_handler(SimpleNamespace(device_types=devices)):
+            assert lowering.get_constant_value(constant) is expected
 
 
 def test_vectorised_cat():
