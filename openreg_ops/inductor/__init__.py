@@ -21,7 +21,7 @@ from openreg_ops.inductor import convolution, higher_order
 
 # The operators that Inductor takes apart, with their backward, and fuses with what stands around them; of the others,
 # and in eager mode, the device's own kernel runs. May be changed at any time, for the graphs compiled from then on;
-# "rms_norm" may be added. The default is what is faster: `python -m openreg_ops bench compiled --only decompositions`.
+# "rms_norm" may be added, another name is an error. The default is what is faster: `python -m openreg_ops bench compiled --only decompositions`.
 decompositions: set[str] = {"rotary_embedding", "swiglu"}
 
 

@@ -25,7 +25,7 @@ from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
 from openreg_ops import _build, inductor, meta
-from openreg_ops.inductor import adapt
+from openreg_ops.inductor import adapt, operators
 
 CPU = torch.device("cpu")
 
@@ -331,10 +331,10 @@ class DeviceOverrides(common.DeviceOpOverrides):
 
 
 class CacheKey(CustomGraphModulePass):
-    """A pass that does nothing, whose identity is this code generator's: caches of compiled graphs ask for it."""
+    """A pass that changes nothing, whose identity is this code generator's: caches of compiled graphs ask for it."""
 
     def __call__(self, graph_module: torch.fx.GraphModule) -> None:
-        pass
+        operators.check_names()  # of each graph that is not in a cache yet, which one with a wrong name never is
 
     def uuid(self) -> str:
         return ",".join([_source_digest(), *sorted(inductor.decompositions)])
