@@ -8,7 +8,8 @@ the parts register themselves when PyTorch loads those.
     codegen.py   what Inductor generates for the device: kernels that go through launch(), and the wrappers
     higher_order.py  operators that take functions, such as flex_attention
     convolution.py   the strides of a convolution's result in graphs
-    adapt.py     where Inductor's own code must be adapted, one function each, pinned to versions of torch
+    adapt.py     where Inductor's own code must be adapted, one function each, pinned to versions of torch; it names
+                 the few other places that are
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from openreg_ops.inductor import convolution, higher_order
 
 # The operators that Inductor takes apart, with their backward, and fuses with what stands around them; of the others,
 # and in eager mode, the device's own kernel runs. May be changed at any time, for the graphs compiled from then on;
-# "rms_norm" may be added. The default is what is faster: `python -m openreg_ops bench compiled --only decompositions`.
+# "rms_norm" may be added, another name is an error. The default is what is faster:
+# `python -m openreg_ops bench compiled --only decompositions`.
 decompositions: set[str] = {"rotary_embedding", "swiglu"}
 
 

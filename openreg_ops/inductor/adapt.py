@@ -1,7 +1,16 @@
 """Where Inductor's own code must be adapted to the device. Each function below is one adaptation: it replaces what its
 decorator names, and says what goes wrong without it; tests/inductor/test_adapt.py has a test of the same name for each.
 
-Written against torch 2.13 and 2.15. A new version of torch is checked here and nowhere else.
+Written against torch 2.13 and 2.15. What else of graph mode a new version of torch may break is not Inductor's code or
+is needed before Inductor is imported, and stands with what it serves, with its tests:
+
+    convolution.py   two functions of torch._C that FakeTensor asks for strides   test_convolution.py
+    higher_order.py  autocast, random state and flex_attention in torch's         test_higher_order.py
+                     operators that take functions
+    dynamo.py        Dynamo's table of device interfaces, its context managers    test_dynamo.py
+    codegen.py       the C++ name of the device (register()) and the macro in     test_modes.py, test_export.py
+                     front of model_base.h (get_device_include_path_aot)
+    ../dtensor.py    DTensor's random numbers, in graphs too                      ../test_distributed.py
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ from unittest.mock import patch
 import torch
 from torch._inductor import codecache, config, ir, lowering, scheduler
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch._inductor.kernel.flex import flex_cpu
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
@@ -92,6 +102,19 @@ def two_step_variance(original: Any) -> Any:
     return use_two_step_variance
 
 
+@replaces(scheduler.ForeachKernelSchedulerNode, "combinable_nodes")
+def no_combo_kernels(original: Any) -> Any:
+    """`combo_kernels` leaves the device's kernels as they are, as it does the CPU's: KernelGroup fuses what it can.
+
+    Inductor combines those of every device but the CPU, and then asserts that they are written in Triton.
+    """
+
+    def combinable_nodes(nodes: Any) -> Any:
+        return original([x for x in nodes if (device := x.get_device()) is None or device.type != "openreg"])
+
+    return staticmethod(combinable_nodes)
+
+
 @replaces(lowering, "_make_reduction_inner")
 def logical_argmax(original: Any) -> Any:
     """argmax and argmin over several dimensions count elements in the order of indices.
@@ -107,6 +130,39 @@ def logical_argmax(original: Any) -> Any:
     return make_reduction_inner
 
 
+@replaces(lowering, "is_gpu")
+def device_of_the_result(original: Any) -> Any:
+    """A kernel runs on the device of its operands, also when the first of them is a 0-dim tensor on the CPU.
+
+    Else it is a kernel of the CPU, which reads device memory from the host, and its result is on the CPU. In torch 2.15
+    index_put is asked too, where it adds up integers: as in 2.13, ATen's kernel does that.
+    """
+    return lambda device: device == "openreg" or original(device)
+
+
+@replaces(GraphLowering, "run_node")
+def host_values(original: Any) -> Any:
+    """A 0-dim value on the CPU that a kernel of the device reads is computed on the host, from tensors of any size.
+
+    Inductor computes it in the kernel that reads it, to which a launch hands single values of the host, not arrays.
+    """
+
+    def run_node(graph: GraphLowering, node: torch.fx.Node) -> Any:
+        result = original(graph, node)
+        values = [x for user in node.users for x in tree_leaves(user.meta.get("val")) if isinstance(x, torch.Tensor)]
+        if (
+            isinstance(result, ir.TensorBox)
+            and ir.get_device_type(result) == "cpu"
+            and not result.get_size()
+            and any(x.device.type == "openreg" for x in values)
+            and any(graph.get_numel(name) != 1 for name in result.get_read_names())
+        ):
+            return ir.ExternKernel.copy_input(result)
+        return result
+
+    return run_node
+
+
 @replaces(lowering, "get_constant_value")
 def exact_division(original: Any) -> Any:
     """Division by a constant divides, as eager mode and the CPU do; for other devices Inductor multiplies by 1/c.
@@ -117,7 +173,7 @@ def exact_division(original: Any) -> Any:
 
     def get_constant_value(x: Any) -> Any:
         ours = isinstance(x, ir.IRNode) and ir.get_device_type(x) in ("cpu", "openreg")
-        return None if ours else original(x)
+        return None if ours and "openreg" in V.graph.device_types else original(x)
 
     return get_constant_value
 

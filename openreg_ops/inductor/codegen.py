@@ -25,7 +25,7 @@ from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
 from openreg_ops import _build, inductor, meta
-from openreg_ops.inductor import adapt
+from openreg_ops.inductor import adapt, operators
 
 CPU = torch.device("cpu")
 
@@ -46,12 +46,19 @@ class KernelArgs(common.KernelArgs):
         )
 
     def host_scalars(self) -> set[str]:
-        """The arguments that are 0-dim CPU tensors; their values are read at the launch, as in eager mode."""
-        return {
-            inner
-            for outer, inner in self.input_buffers.items()
-            if (buffer := V.graph.try_get_buffer(outer)) is not None and ir.get_device_type(buffer) == "cpu"
-        }
+        """The arguments that are on the CPU, of one element; their values are read at the launch, as in eager mode."""
+        scalars = set()
+        for outer, inner in self.input_buffers.items():
+            buffer = V.graph.try_get_buffer(outer)
+            if buffer is None or ir.get_device_type(buffer) != "cpu":
+                continue
+            if buffer.get_numel() != 1:  # which adapt.host_values prevents
+                raise NotImplementedError(
+                    "openreg: a generated kernel takes CPU tensors of one element, but got one of shape "
+                    f"{list(buffer.get_size())}; move it to the device with .to()"
+                )
+            scalars.add(inner)
+        return scalars
 
 
 class KernelGroup(cpp.KernelGroup):
@@ -324,10 +331,10 @@ class DeviceOverrides(common.DeviceOpOverrides):
 
 
 class CacheKey(CustomGraphModulePass):
-    """A pass that does nothing, whose identity is this code generator's: caches of compiled graphs ask for it."""
+    """A pass that changes nothing, whose identity is this code generator's: caches of compiled graphs ask for it."""
 
     def __call__(self, graph_module: torch.fx.GraphModule) -> None:
-        pass
+        operators.check_names()  # of each graph that is not in a cache yet, which one with a wrong name never is
 
     def uuid(self) -> str:
         return ",".join([_source_digest(), *sorted(inductor.decompositions)])

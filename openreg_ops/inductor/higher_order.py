@@ -1,7 +1,11 @@
-"""Operators that take functions (`cond`, checkpointing, `flex_attention`), where PyTorch serves its own devices only."""
+"""Operators that take functions (`cond`, checkpointing, `flex_attention`), where PyTorch serves its own devices only.
+
+Written against torch 2.13 and 2.15; tests/inductor/test_higher_order.py says what breaks without each part.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -28,11 +32,13 @@ def register_random_state() -> None:
         devices = [getattr(x, "device", x) for x in (kwargs.get("device"), *args)]
         return next((x for x in devices if isinstance(x, torch.device) and x.type == "openreg"), None)
 
+    @functools.wraps(save_elsewhere)
     def save_state(op: Any, *args: Any, **kwargs: Any) -> Any:
         if (device := device_of(args, kwargs)) is None:
             return save_elsewhere(op, *args, **kwargs)
         return torch.openreg.get_rng_state(device), op(*args, **kwargs)
 
+    @functools.wraps(restore_elsewhere)
     def with_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
         if (device := device_of(args, kwargs)) is None:
             return restore_elsewhere(state, op, *args, **kwargs)
@@ -59,6 +65,7 @@ def register_flex_attention() -> None:
     flex = sys.modules["torch.nn.attention.flex_attention"]
     check = flex._validate_device
 
+    @functools.wraps(check)
     def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if query.device.type != "openreg":
             check(query, key, value)

@@ -15,6 +15,15 @@ from openreg_ops.meta import op
 DECOMPOSABLE = ("rms_norm", "rotary_embedding", "swiglu")
 
 
+def check_names() -> None:
+    """Raise if `inductor.decompositions` names what cannot be one."""
+    if unknown := sorted(set(inductor.decompositions) - set(DECOMPOSABLE)):
+        raise ValueError(
+            f"openreg: expected openreg_ops.inductor.decompositions to name some of {', '.join(DECOMPOSABLE)}, but got "
+            f"{', '.join(map(repr, unknown))}; remove it"
+        )
+
+
 def _decomposition(name: str, overload: str) -> Callable[..., Any]:
     def decompose(*args: Any, **kwargs: Any) -> Any:
         if name not in inductor.decompositions:

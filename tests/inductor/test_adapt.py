@@ -3,6 +3,8 @@
 Generated kernels are compared with CPU Inductor's, as an alarm for new versions of torch.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,19 @@ def test_two_step_variance():
     assert_same_only_with("two_step_variance", lambda x: F.layer_norm(x, (100,)), torch.randn(32, 100))
 
 
+def test_no_combo_kernels():
+    """Two kernels that Inductor would combine."""
+
+    def function(x, y):
+        return x.sin(), y.cos()
+
+    args = torch.randn(64, 48, device="openreg"), torch.randn(80, 32, device="openreg")
+    options = {"combo_kernels": True}
+    assert_close(torch.compile(function, options=options)(*args), function(*args))
+    with without("no_combo_kernels"), pytest.raises(Exception, match="scheduler.Scheduler"):
+        torch.compile(function, options=options)(*args)
+
+
 def test_logical_argmax():
     def function(x):
         return x.t().argmax(), x.t().argmin()
@@ -51,9 +66,55 @@ def test_logical_argmax():
         assert torch.compile(function)(x) != function(x)
 
 
+def test_device_of_the_result():
+    """In stream order too: a kernel of the CPU would not wait for the copy."""
+    scalar, x, late = torch.tensor(3.0), torch.randn(7, device="openreg"), torch.zeros(7, device="openreg")
+    for function in (torch.mul, torch.maximum):
+        graph = torch.compile(lambda s, x, function=function: function(s, x) + 1, fullgraph=True)
+        result = graph(scalar, x)
+        assert result.device == x.device
+        assert_close(result, function(scalar, x) + 1)
+        with torch.openreg.launch_mode("async"):
+            late.zero_()
+            torch.openreg._sleep(20_000_000)
+            late.copy_(x)
+            assert graph(scalar, late).equal(result)
+    with without("device_of_the_result"):
+        assert torch.compile(torch.mul)(scalar, x).device.type == "cpu"
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["sizes known", "sizes unknown"])
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
+def test_host_values(options, dynamic):
+    """Elements of what is computed on the CPU, as either operand and where the operator takes no other care of them."""
+
+    def function(x, v):
+        return x * (v * 2)[2], (v + 1)[1] - x, torch.where(x > 0, v.flip(0)[0], x), v[3] / x
+
+    x, v = torch.randn(7, device="openreg"), torch.arange(5.0)
+    graph = torch.compile(function, fullgraph=True, dynamic=dynamic, options=options)
+    assert_close(graph(x, v), function(x, v))
+    with (
+        without("host_values"),
+        pytest.raises(Exception, match="openreg: a generated kernel takes CPU tensors of one el"),
+    ):
+        torch.compile(function, dynamic=dynamic, options=options)(x, v)
+
+
 @pytest.mark.parametrize("divisor", [lambda: 3, lambda: torch.full((), 3.0)], ids=["number", "CPU scalar"])
 def test_exact_division(divisor):
     assert_same_only_with("exact_division", lambda x: x.sin() / divisor(), torch.randn(100))
+
+
+def test_exact_division_leaves_graphs_of_the_cpu_alone():
+    """There a constant is one, for which mkldnn_lowerings asks too."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    constant = ir.Constant(value=3.0, dtype=torch.float32, device=torch.device("cpu"))
+    for devices, expected in (({"cpu"}, constant), ({"cpu", "openreg"}, None)):
+        with V.set_graph_handler(SimpleNamespace(device_types=devices)):
+            assert lowering.get_constant_value(constant) is expected
 
 
 def test_vectorised_cat():

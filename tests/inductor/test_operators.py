@@ -104,3 +104,15 @@ def test_decompositions(decompositions):
     _, operators = calls(source(function, x, weight))
     assert {"torch.ops.openreg.rms_norm.default", "torch.ops.openreg.swiglu.default"} <= set(operators)
     agrees()
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_name_that_is_no_decomposition(decompositions, cache):
+    """Also of a graph that was compiled without it."""
+    x = torch.ones(3, device="openreg")
+    with torch._inductor.config.patch(fx_graph_cache=cache):
+        torch.compile(torch.sin)(x)
+        torch._dynamo.reset()
+        decompositions.add("swigloo")
+        with pytest.raises(Exception, match="rms_norm, rotary_embedding, swiglu, but got 'swigloo'; remove it"):
+            torch.compile(torch.sin)(x)
