@@ -128,6 +128,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def check_tensor(op: str, name: str, x: Tensor) -> None:
     torch._check(x is not None, lambda: f"{op}: expected {name} to be a tensor, but got None")
+    torch._check(
+        not x.is_nested or x.layout == torch.jagged,
+        lambda: f"{op}: expected {name} to be one tensor, but got nested ones; call it for each of {name}.unbind()",
+    )
 
 
 def check_floating(op: str, name: str, x: Tensor) -> None:
