@@ -629,6 +629,20 @@ def test_accidents_are_no_refusals(accident, sentence):
     assert all(sentence in r.sentence for r in report.failures)
 
 
+def test_a_type_error_may_refuse():
+    @torch.library.custom_op("broken::no_vmap", mutates_args=())
+    def operator(x: Tensor) -> Tensor:
+        return x * 2
+
+    def refuse(info, dims, x):
+        raise TypeError("broken::no_vmap: vmap is not supported")
+
+    operator.register_fake(torch.empty_like)
+    operator.register_vmap(refuse)
+    report = check(operator, [(torch.randn(4, 6),)], only=["vmap"])
+    assert report.passed and report.of("refused", "vmap")
+
+
 # ---- good operators pass ----
 
 

@@ -49,6 +49,8 @@ def test_a_failed_kernel_is_no_kernel_that_is_done():
             with pytest.raises(torch.AcceleratorError, match="injected fault"):
                 while not ask():
                     pass
+        with pytest.raises(torch.AcceleratorError, match="injected fault"):  # to ask takes nothing from who waits
+            torch.openreg.synchronize()
         torch.openreg.synchronize()
 
 

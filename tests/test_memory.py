@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import threading
 
 import pytest
 import torch
@@ -95,6 +96,60 @@ def test_memory_that_a_stream_still_uses_counts_towards_the_limit():
     torch.openreg.empty_cache()  # which notices that the stream has done
     stats = torch.openreg.memory_stats(1)
     assert stats["active_bytes.all.current"] == stats["allocated_bytes.all.current"]
+
+
+def test_two_threads_that_wait_for_memory_share_the_limit():
+    torch.openreg.synchronize(1)
+    torch.openreg.empty_cache()
+    limit = torch.openreg.memory_allocated(1) + (64 << 20)
+    stream, outcomes = torch.openreg.Stream(1), []
+    x = torch.empty(60 << 20, dtype=torch.uint8, device="openreg:1")
+    with stream:
+        torch.openreg._sleep(300_000_000)
+    x.record_stream(stream)
+    del x
+
+    def allocate():
+        try:
+            outcomes.append(torch.empty(40 << 20, dtype=torch.uint8, device="openreg:1"))
+        except torch.OutOfMemoryError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=allocate) for _ in range(2)]
+    try:
+        torch.openreg.set_per_process_memory_fraction(limit / torch.openreg.get_device_properties(1).total_memory, 1)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.openreg.set_per_process_memory_fraction(1.0, 1)
+    assert sorted(type(each).__name__ for each in outcomes) == ["OutOfMemoryError", "Tensor"]
+
+
+def test_memory_that_is_returned_is_reserved_no_more():
+    """Between blocks too; and a snapshot shows what is reserved."""
+
+    def shown():
+        return sum(segment["total_size"] for segment in torch.openreg.memory_snapshot(DEVICE))
+
+    torch.openreg.synchronize(DEVICE)
+    torch.openreg.empty_cache()
+    before = torch.openreg.memory_reserved(DEVICE)
+    hole, above = (torch.empty(n << 20, dtype=torch.uint8, device=DEVICE) for n in (40, 1))
+    with_both = torch.openreg.memory_reserved(DEVICE)
+    assert with_both == shown() >= before + (40 << 20)
+    del hole
+    assert torch.openreg.memory_reserved(DEVICE) == with_both
+    torch.openreg.empty_cache()
+    returns = torch.openreg.memory_stats(DEVICE)["num_device_free"]
+    assert torch.openreg.memory_reserved(DEVICE) == shown() <= with_both - (40 << 20)
+    assert torch.openreg.mem_get_info(DEVICE)[0] == torch.openreg.mem_get_info(DEVICE)[1] - shown()
+    torch.openreg.empty_cache()
+    assert torch.openreg.memory_stats(DEVICE)["num_device_free"] == returns  # there was nothing to give back
+    again = torch.empty(40 << 20, dtype=torch.uint8, device=DEVICE)
+    assert torch.openreg.memory_reserved(DEVICE) == shown() == with_both
+    del again, above
 
 
 def test_free_memory_is_what_is_not_kept():

@@ -20,9 +20,9 @@ DeviceStream wrap(Stream s) {
   return DeviceStream(DeviceStream::UNSAFE, Device(c10::kPrivateUse1, static_cast<DeviceIndex>(s.device)), s.id);
 }
 
-// What a query says: as on CUDA, work that failed is no work that is done.
+// What a query says: as on CUDA, work that failed is no work that is done, and the next wait says so too.
 bool answer(int device, bool done) {
-  if (done) throw_kept_error(device);
+  if (done) throw_kept_error(device, /*keep=*/true);
   return done;
 }
 
@@ -120,7 +120,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(a->device() == b->device(), "openreg: elapsed_time() of events on openreg:", a->device(),
         " and openreg:", b->device(), "; both must be on one device");
     const double milliseconds = std::chrono::duration<double, std::milli>(b->time() - a->time()).count();
-    throw_kept_error(a->device());
+    throw_kept_error(a->device(), /*keep=*/true);
     return milliseconds;
   }
 };

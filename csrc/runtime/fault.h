@@ -36,8 +36,9 @@ bool lost(int device) noexcept;
 
 // Throws in a child of Note [Fork], and where the device is lost.
 void check_usable(int device);
-// Throws the device's error that no one has been told of, if there is one.
-void throw_kept_error(int device);
+// Throws the device's error that no one has been told of, if there is one; `keep` leaves it for the next call that
+// waits.
+void throw_kept_error(int device, bool keep = false);
 
 // Throws the type that torch has for a device's errors; set by the backend, AsyncError until then.
 using ThrowDeviceError = void (*)(const std::string& message);

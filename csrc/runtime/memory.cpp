@@ -15,6 +15,7 @@
 #include <mutex>
 #include <set>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -97,7 +98,7 @@ class Pool {
       auto& blocks = blocks_of(stream)[static_cast<std::size_t>(index)];
       if (allocated() + size > limit_) fail(bytes);
       if (blocks.empty()) {
-        const std::size_t page = take_run(stream, 1, bytes, false, lock);
+        const std::size_t page = take_run(stream, 1, bytes, size, false, lock);
         pages_[page] = Page{index + 1, 0, stream};
         count_segments(MemoryStats::kSmall, 1, true);
         char* start = base_ + page * kPage;
@@ -111,7 +112,7 @@ class Pool {
     }
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
     if (allocated() + count_pages * kPage > limit_) fail(bytes);
-    const std::size_t page = take_run(stream, count_pages, bytes, ahead, lock);
+    const std::size_t page = take_run(stream, count_pages, bytes, count_pages * kPage, ahead, lock);
     pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
     if (ahead) ahead_.emplace(base_ + page * kPage, std::pair(detail::held_turn, detail::held_turn->taken));
     count(MemoryStats::kLarge, base_ + page * kPage, count_pages * kPage, bytes);
@@ -180,10 +181,17 @@ class Pool {
     for (std::size_t page = 0; page < high_water_;) {
       const char* start = base_ + page * kPage;
       if (const auto run = unused.find(page); run != unused.end()) {
-        const std::size_t pages = std::min(run->second, high_water_ - page);
-        const std::size_t size = pages * kPage;
-        out.push_back({start, size, pages_[page].stream, false, {{start, size, MemoryBlock::kFree, size}}});
-        page += pages;
+        const std::size_t end = page + std::min(run->second, high_water_ - page);
+        while (page < end) { // what has been returned is no segment
+          const std::size_t first = page;
+          const bool returned = pages_[page].kind == kReturned;
+          while (page < end && (pages_[page].kind == kReturned) == returned) ++page;
+          if (returned) continue;
+          const char* free_start = base_ + first * kPage;
+          const std::size_t size = (page - first) * kPage;
+          out.push_back(
+              {free_start, size, pages_[first].stream, false, {{free_start, size, MemoryBlock::kFree, size}}});
+        }
         continue;
       }
       const Page& each = pages_[page];
@@ -239,8 +247,10 @@ class Pool {
     free_waiting();
     reclaim();
     return_free();
-    if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second >= high_water_)
-      high_water_ = std::min(high_water_, free_.rbegin()->first);
+    if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second >= high_water_) {
+      const std::size_t end = std::exchange(high_water_, std::min(high_water_, free_.rbegin()->first));
+      forget_returned(high_water_, end);
+    }
     note_reserved();
   }
 
@@ -261,9 +271,9 @@ class Pool {
   }
 
  private:
-  static constexpr int kRun = 0;
+  static constexpr int kRun = 0, kReturned = -1;
   struct Page {
-    int kind;            // 1 + a size class, or kRun for the first page of a run
+    int kind;            // 1 + a size class, kRun for the first page of a run, or kReturned: free, and without memory
     std::uint32_t count; // pages in the run, or blocks of the page in use
     std::int64_t stream; // whose it is, or was
   };
@@ -372,7 +382,7 @@ class Pool {
     const auto set = [](Usage& usage, std::size_t to) {
       to > usage.current ? usage.add(to - usage.current) : usage.remove(usage.current - to);
     };
-    const std::size_t all = high_water_ * kPage;
+    const std::size_t all = (high_water_ - returned_) * kPage;
     set(stats_.reserved[MemoryStats::kAll], all);
     set(stats_.reserved[MemoryStats::kLarge], all - stats_.reserved[MemoryStats::kSmall].current);
   }
@@ -415,14 +425,16 @@ class Pool {
     return page;
   }
 
-  // The first page of `length` free pages for a stream, taken; `ahead` of what it has queued. count_segments() comes
-  // after.
-  std::size_t take_run(
-      std::int64_t stream, std::size_t length, std::size_t bytes, bool ahead, std::unique_lock<std::mutex>& lock) {
+  // The first page of `length` free pages for a stream, taken, for `size` bytes of which `bytes` are asked for; `ahead`
+  // of what it has queued. count_segments() comes after.
+  std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
+      std::unique_lock<std::mutex>& lock) {
     std::size_t page = kNone;
     const auto take = [&] {
       page = take_from(free_, length);
-      if (page != kNone) taken_ += length;
+      if (page == kNone) return;
+      taken_ += length;
+      if (returned_ && forget_returned(page, page + length)) ++stats_.extensions;
     };
     const auto fits = [&] { return (taken_ + length) * kPage <= limit_; };
     if (!cached_.empty() && !ahead) [[unlikely]]
@@ -434,6 +446,8 @@ class Pool {
       // Work that runs cannot well wait for other work, and goes beyond the limit while that work holds the rest.
       if (fits() || detail::held_turn) take();
     }
+    // Where it does not fit and nothing waits, the rest is free blocks on pages with others.
+    if (page == kNone && !ahead && waiting_.empty() && cached_.empty()) take();
     if (page == kNone && !ahead) { // what queued work still uses
       ++stats_.retries;
       lock.unlock();
@@ -441,7 +455,8 @@ class Pool {
       lock.lock();
       free_waiting();
       reclaim();
-      take(); // where it still does not fit, the rest is free blocks on pages with others
+      if (allocated() + size > limit_) fail(bytes); // another thread was first
+      take();
     }
     if (page == kNone)
       fail(bytes,
@@ -459,11 +474,26 @@ class Pool {
 
   // Free memory goes back to the operating system; the addresses stay.
   void return_free() {
-    for (const auto& [page, length] : free_)
-      if (page < high_water_) {
-        ++stats_.returns;
-        madvise(base_ + page * kPage, std::min(length, high_water_ - page) * kPage, MADV_DONTNEED);
+    for (const auto& [page, length] : free_) {
+      if (page >= high_water_) continue;
+      const std::size_t end = std::min(page + length, high_water_), before = returned_;
+      for (std::size_t each = page; each < end; ++each)
+        if (std::exchange(pages_[each].kind, kReturned) != kReturned) ++returned_;
+      if (returned_ == before) continue;
+      ++stats_.returns;
+      madvise(base_ + page * kPage, (end - page) * kPage, MADV_DONTNEED);
+    }
+  }
+
+  // Pages are in use again, or beyond the high water; whether any had been returned.
+  bool forget_returned(std::size_t page, std::size_t end) {
+    const std::size_t before = returned_;
+    for (; page < end; ++page)
+      if (pages_[page].kind == kReturned) {
+        pages_[page].kind = kRun;
+        --returned_;
       }
+    return returned_ != before;
   }
 
   void add_free(std::size_t page, std::size_t length) {
@@ -497,6 +527,7 @@ class Pool {
   std::uint16_t* slack_ = nullptr; // see slack()
   Runs free_;                                      // for any stream
   std::size_t taken_ = 0;                          // pages that are not in free_
+  std::size_t returned_ = 0;                       // pages of free_ that return_free() has given back
   std::map<std::int64_t, Runs> cached_;            // freed while their stream had queued work
   std::array<std::unique_ptr<Blocks>, kStreams> blocks_; // of each stream
   std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()

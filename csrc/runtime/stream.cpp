@@ -217,12 +217,14 @@ bool stream_idle(Stream stream) noexcept {
   return !queue || queue->idle();
 }
 
-void throw_kept_error(int device) {
+void throw_kept_error(int device, bool keep) {
   if (!(detail::attention.load() & detail::kErrorBit)) return;
   std::string message;
   {
     std::lock_guard lock(errors_mutex);
-    message.swap(errors[static_cast<std::size_t>(device)]);
+    std::string& kept = errors[static_cast<std::size_t>(device)];
+    message = kept;
+    if (!keep) kept.clear();
     if (std::all_of(errors.begin(), errors.end(), [](const auto& each) { return each.empty(); }))
       detail::attention.fetch_and(~detail::kErrorBit);
   }

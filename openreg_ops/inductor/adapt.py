@@ -172,8 +172,9 @@ def exact_division(original: Any) -> Any:
     """
 
     def get_constant_value(x: Any) -> Any:
-        ours = isinstance(x, ir.IRNode) and ir.get_device_type(x) in ("cpu", "openreg")
-        return None if ours and "openreg" in V.graph.device_types else original(x)
+        results = tree_leaves(V.graph.current_node.meta.get("val"))  # of the division, whose divisor may be on the CPU
+        ours = any(isinstance(each, torch.Tensor) and each.device.type == "openreg" for each in results)
+        return None if ours else original(x)
 
     return get_constant_value
 

@@ -106,14 +106,20 @@ def test_exact_division(divisor):
     assert_same_only_with("exact_division", lambda x: x.sin() / divisor(), torch.randn(100))
 
 
-def test_exact_division_leaves_graphs_of_the_cpu_alone():
+def test_exact_division_of_what_the_graph_makes():
+    function = torch.compile(lambda: torch.arange(1000, device="openreg", dtype=torch.float32) / 49.0)
+    assert torch.equal(function().cpu(), torch.arange(1000, dtype=torch.float32) / 49.0)
+
+
+def test_exact_division_leaves_the_cpu_alone():
     """There a constant is one, for which mkldnn_lowerings asks too."""
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 
     constant = ir.Constant(value=3.0, dtype=torch.float32, device=torch.device("cpu"))
-    for devices, expected in (({"cpu"}, constant), ({"cpu", "openreg"}, None)):
-        with V.set_graph_handler(SimpleNamespace(device_types=devices)):
+    for device, expected in (("cpu", constant), ("openreg", None)):
+        node = SimpleNamespace(meta={"val": torch.ones(1, device=device)})
+        with V.set_graph_handler(SimpleNamespace(current_node=node)):
             assert lowering.get_constant_value(constant) is expected
 
 

@@ -43,14 +43,18 @@ LACKING = re.compile(
     r"|backward through (\w+\.\w+)[.\w]* but no autograd formula"
 )
 WARNED = "autograd kernel was not registered"
-# Python's own errors, whose words are a refusal's: "unsupported operand type(s)".
-_ACCIDENTS = (TypeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
+# Python's own errors, whose words may be a refusal's: "unsupported operand type(s)". Of TypeErrors only its sentences.
+_ACCIDENTS = (LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
+_TYPE_ACCIDENT = re.compile(
+    r"^unsupported (operand|format)|between instances of|^'[\w.]+' object |\w\(\) (takes|got|missing)"
+)
 
 
 def refused(error: BaseException) -> bool:
     if isinstance(error, NotImplementedError):
         return True
-    return not isinstance(error, _ACCIDENTS) and bool(_REFUSAL.search(str(error)))
+    accident = isinstance(error, _ACCIDENTS) or (isinstance(error, TypeError) and _TYPE_ACCIDENT.search(str(error)))
+    return not accident and bool(_REFUSAL.search(str(error)))
 
 
 def refuse_or_fail(case: Case, error: BaseException, what: str, remedy: str) -> NoReturn:
