@@ -190,8 +190,8 @@ def _crashed(session: pytest.Session, plugin: Session, nodeid: str, location: An
         plugin.findings.add(Finding("host", access[1], where, nodeid))
         text = "\n".join([access[0], *(f"{file}:{line}: in {name}" for file, line, name in ours)])
     report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
-    item = next(item for item in session.items if item.nodeid == nodeid)
-    xfail = None if session.config.option.runxfail else evaluate_xfail_marks(item)
+    item = next((item for item in session.items if item.nodeid == nodeid), None)  # none where it collected other ids
+    xfail = evaluate_xfail_marks(item) if item and not session.config.option.runxfail else None
     if xfail and xfail.raises is None:  # the end of a process is no exception of theirs
         report.outcome, report.wasxfail = "skipped", xfail.reason
     session.config.hook.pytest_runtest_logreport(report=report)

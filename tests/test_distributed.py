@@ -281,7 +281,8 @@ def check_works_in_place():
     for call in [lambda: dist.all_reduce(x), lambda: dist.all_gather_into_tensor(out, x)]:
         before = _C.launch_count(), torch.openreg.memory_allocated()
         call()
-        assert (_C.launch_count() - before[0], torch.openreg.memory_allocated() - before[1]) == (1, 0)
+        assert _C.launch_count() - before[0] == 1
+        assert torch.openreg.memory_allocated() <= before[1]  # less where an earlier call's thread lets go meanwhile
 
 
 def check_order():
