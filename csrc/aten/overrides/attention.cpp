@@ -13,6 +13,11 @@
 namespace openreg {
 namespace {
 
+// Modes, subclasses and the transforms of torch.func and functionalization.
+constexpr c10::DispatchKeySet kWrapped = c10::functorch_transforms_ks | c10::python_ks |
+    c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+        c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize});
+
 // A CPU tensor with the shape, strides, dtype and requires_grad of another, and no memory.
 at::Tensor shape_of(const at::Tensor& t) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
@@ -30,12 +35,11 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
   // An alias does not require grad, so say here what the flash kernel cannot differentiate.
   if (mask && mask->defined() && mask->requires_grad()) return static_cast<int64_t>(sdp::SDPBackend::math);
   if (!query.is_privateuseone()) return static_cast<int64_t>(sdp::SDPBackend::math);
-  // The choice is made above the backend, where a mode would see this call.
-  c10::impl::ExcludeDispatchKeyGuard no_modes(
-      c10::DispatchKeySet(c10::DispatchKey::Python) | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot));
-  const auto python = [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::Python); };
-  if (python(query) || python(key) || python(value) || (mask && mask->defined() && python(*mask))) {
-    // Fake tensors: the choice reads shapes, strides and dtypes only, symbolic ones too.
+  // The choice is made above the backend, where modes and transforms would see this call.
+  c10::impl::ExcludeDispatchKeyGuard backend_only(kWrapped);
+  // Fake tensors and wrappers have no memory. The choice reads shapes, strides and dtypes only, symbolic ones too.
+  const auto wrapped = [](const at::Tensor& t) { return t.key_set().has_any(kWrapped) || !t.has_storage(); };
+  if (wrapped(query) || wrapped(key) || wrapped(value) || (mask && mask->defined() && wrapped(*mask))) {
     const at::Tensor q = shape_of(query), k = shape_of(key), v = shape_of(value);
     const auto m = mask && mask->defined() ? std::optional(shape_of(*mask)) : std::nullopt;
     return at::_fused_sdp_choice(q, k, v, m, dropout_p, is_causal, scale, enable_gqa);
