@@ -3,6 +3,7 @@
 // wanted, turns them into the logits' gradient in place and that into its part of the gradients, at once; backward
 // only multiplies by the gradient of the loss. An operator of its own does it, so that compilers see it.
 // Rows with ignore_index take no part in any product.
+#include "../aten/transforms.h"
 #include "cross_entropy.h"
 #include "gemm.h"
 
@@ -459,13 +460,19 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
       by = grad[0];
       if (at::GradMode::is_enabled()) {
         variable_list differentiable;
-        for (const Tensor& x : inputs)
-          if (x.defined()) differentiable.push_back(x);
-        // Those of a transform that has ended are seen as what was wrapped, which may refuse already, or have tangents.
+        bool recorded = false;
+        // Those of a transform that has ended are seen as what was wrapped, which may not be recorded, refuse already,
+        // or have tangents.
+        for (const Tensor& x : inputs) {
+          if (!x.defined()) continue;
+          differentiable.push_back(x);
+          recorded |= is_recorded(x.view_as(x));
+        }
         for (Tensor& x : gradients) x = x.view_as(x);
         const bool known = std::any_of(
             gradients.begin(), gradients.end(), [](const Tensor& x) { return x.requires_grad() || has_tangent(x); });
-        if (!known) gradients = ops::apply<Computed>(at::TensorList(gradients), at::TensorList(differentiable));
+        if (recorded && !known)
+          gradients = ops::apply<Computed>(at::TensorList(gradients), at::TensorList(differentiable));
       }
     }
     variable_list out(8);

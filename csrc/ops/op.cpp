@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../aten/transforms.h"
 #include "../aten/values.h"
 #include "../backend/generator.h"
 
@@ -103,10 +104,13 @@ struct ByReference : torch::autograd::Function<ByReference> {
     // transform of torch.func wrapped which has ended since is seen as what was wrapped: a leaf here.
     variable_list tensors = ctx->get_saved_variables(), inputs, outputs, output_grads;
     std::vector<bool> wanted;
+    bool recorded =
+        std::any_of(grad.begin(), grad.end(), [](const Tensor& dy) { return dy.defined() && is_recorded(dy); });
     for (Tensor& x : tensors) {
       wanted.push_back(x.requires_grad());
       if (!wanted.back()) continue;
       x = x.view_as(x);
+      recorded |= is_recorded(x);
       if (!x.requires_grad()) x = x.detach().set_requires_grad(true);
       inputs.push_back(x);
     }
@@ -125,6 +129,8 @@ struct ByReference : torch::autograd::Function<ByReference> {
     variable_list found(inputs.size());
     if (!outputs.empty())
       found = torch::autograd::grad(outputs, inputs, output_grads, std::nullopt, again, /*allow_unused=*/true);
+    if (!recorded)
+      for (Tensor& x : found) x = x.defined() ? x.detach() : x; // from the leaves made here
     variable_list out(tensors.size() + 3); // the operator, its arguments and results have none
     auto next = found.begin();
     for (size_t i = 0; i < tensors.size(); ++i)

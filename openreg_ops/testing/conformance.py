@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 import torch
 
-from openreg_ops.testing import opinfo, training
+from openreg_ops.testing import opinfo, training, transforms
 from openreg_ops.testing.conformance_report import Case, Record, Results
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 from openreg_ops.tools import dispatch, forms
@@ -186,7 +186,8 @@ def fingerprint(arguments: argparse.Namespace) -> Record:
     digest = hashlib.sha256()
     package = Path(opinfo.__file__).parents[1]
     backend = [Path(sys.modules[name].__file__ or "") for name in arguments.modules]
-    for path in (*sorted(package.glob("_C*.so")), *backend, Path(opinfo.__file__), Path(training.__file__)):
+    checkers = [Path(module.__file__ or "") for module in (opinfo, training, transforms)]
+    for path in (*sorted(package.glob("_C*.so")), *backend, *checkers):
         if path.is_file():
             digest.update(path.read_bytes())
     return {

@@ -22,8 +22,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from openreg_ops.testing import transforms
+
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
-CHECKS = ("forward", "backward", "inplace", "out", "sparse", "errors")
+CHECKS = ("forward", "backward", "inplace", "out", "sparse", "errors", *transforms.CHECKS)
 LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
 
 # Operators whose values are whatever was in memory; everything but the values is compared.
@@ -364,14 +366,16 @@ def check(
     at("making samples")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        backward = "backward" in checks and op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-        for i, sample in enumerate(_samples(op, dtype, backward, samples)):
+        differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        backward = "backward" in checks and differentiable
+        requires_grad = differentiable and not {"backward", *transforms.CHECKS}.isdisjoint(checks)
+        for i, sample in enumerate(_samples(op, dtype, requires_grad, samples)):
             one = _Sample(op, sample, i, device, report)
             for name in checks:
                 if name in ("sparse", "errors") or (name == "backward" and not backward):
                     continue
                 at(f"{name}, sample {i}")
-                getattr(one, name)()
+                getattr(transforms, name)(one) if name in transforms.CHECKS else getattr(one, name)()
         if "sparse" in checks:
             for layout in LAYOUTS:
                 for i, sample in enumerate(_sparse_samples(op, layout, dtype, samples)):

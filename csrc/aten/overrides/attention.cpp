@@ -2,52 +2,41 @@
 // tensors, either its flash kernel (shared like any other) or the mathematical decomposition.
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
-#include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "../native.h"
+#include "../transforms.h"
 
 namespace openreg {
 namespace {
 
-// Modes, subclasses and the transforms of torch.func and functionalization.
-constexpr c10::DispatchKeySet kWrapped = c10::functorch_transforms_ks | c10::python_ks |
-    c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-        c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize});
-
-// A CPU tensor with the shape, strides, dtype and requires_grad of another, and no memory.
+// A CPU tensor with the shape, strides and dtype of another, and no memory.
 at::Tensor shape_of(const at::Tensor& t) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
       c10::DataPtr(nullptr, c10::Device(c10::kCPU)), /*allocator=*/nullptr, /*resizable=*/false);
   auto shape = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   shape.unsafeGetTensorImpl()->set_sizes_and_strides(t.sym_sizes(), t.sym_strides());
-  if (t.requires_grad()) shape.set_requires_grad(true);
   return shape;
 }
 
+// scaled_dot_product_attention asks above the dispatcher, so an argument may be any wrapper: a fake tensor, another
+// subclass, a tensor of torch.func. None of these has memory. The CPU's choice reads shapes (symbolic ones too),
+// strides and dtypes only, and its stub takes no part in dispatch, so modes do not see this call.
 int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& mask, double dropout_p, bool is_causal, std::optional<double> scale,
     bool enable_gqa) {
-  // An alias does not require grad, so say here what the flash kernel cannot differentiate.
-  if (mask && mask->defined() && mask->requires_grad()) return static_cast<int64_t>(sdp::SDPBackend::math);
-  if (!query.is_privateuseone()) return static_cast<int64_t>(sdp::SDPBackend::math);
-  // The choice is made above the backend, where modes and transforms would see this call.
-  c10::impl::ExcludeDispatchKeyGuard backend_only(kWrapped);
-  // Fake tensors and wrappers have no memory. The choice reads shapes, strides and dtypes only, symbolic ones too.
-  const auto wrapped = [](const at::Tensor& t) { return t.key_set().has_any(kWrapped) || !t.has_storage(); };
-  if (wrapped(query) || wrapped(key) || wrapped(value) || (mask && mask->defined() && wrapped(*mask))) {
-    const at::Tensor q = shape_of(query), k = shape_of(key), v = shape_of(value);
-    const auto m = mask && mask->defined() ? std::optional(shape_of(*mask)) : std::nullopt;
-    return at::_fused_sdp_choice(q, k, v, m, dropout_p, is_causal, scale, enable_gqa);
-  }
-  CpuCall call("aten::scaled_dot_product_attention");
-  const at::Tensor &q = call.alias(query), &k = call.alias(key), &v = call.alias(value);
-  const auto m = detail::map(call, mask);
-  return call.run([&] { return at::_fused_sdp_choice(q, k, v, m, dropout_p, is_causal, scale, enable_gqa); });
+  constexpr auto math = static_cast<int64_t>(sdp::SDPBackend::math);
+  const bool masked = mask && mask->defined();
+  if (!query.is_privateuseone() || query.is_nested() || key.is_nested() || value.is_nested()) return math;
+  // The flash kernel has no gradient for the mask.
+  if (masked && unbatched(*mask).requires_grad()) return math;
+  const auto m = masked ? std::optional(shape_of(*mask)) : std::nullopt;
+  return at::native::_fused_sdp_choice_stub(
+      at::kCPU, shape_of(query), shape_of(key), shape_of(value), m, dropout_p, is_causal, scale, enable_gqa);
 }
 
 // The operators that PyTorch offers backends with one fused attention of their own.
