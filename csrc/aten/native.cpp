@@ -562,7 +562,8 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
+    uint64_t untried = 0;
+    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack, untried)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
     CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
@@ -614,6 +615,7 @@ class NativeKernel final : public c10::OperatorKernel {
       LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());
       call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
     }
+    if (C10_UNLIKELY(untried != 0)) accept_signature(untried);
     if (C10_UNLIKELY(for_host)) return;
     const size_t returns = op.schema().returns().size();
     for (size_t i = 0; i < returns; ++i) {
