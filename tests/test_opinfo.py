@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openreg_ops.testing import asynchronous, opinfo
+from openreg_ops.testing import opinfo
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 
 DEVICE = "openreg"
-CHECKS = tuple(check for check in opinfo.CHECKS if check not in asynchronous.CHECKS)  # test_asynchronous.py has those
+CHECKS = opinfo.DIRECT  # each sweep has a test file of its own
 
 
 def cases() -> list:

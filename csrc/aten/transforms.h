@@ -13,10 +13,12 @@ inline const at::Tensor& unbatched(const at::Tensor& t) {
 }
 
 // Whether autograd records what is done with `t`. For a tensor of a gradient transform the answer is yes, because
-// one further out may.
+// one further out may; a tensor of one that has ended is what it wraps.
 inline bool is_recorded(const at::Tensor& t) {
+  const auto wrapped = [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper); };
   const at::Tensor& inner = unbatched(t);
-  return inner.requires_grad() || inner.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+  const at::Tensor now = wrapped(inner) ? unbatched(inner.view_as(inner)) : inner;
+  return now.requires_grad() || wrapped(now);
 }
 
 } // namespace openreg

@@ -466,7 +466,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
         for (const Tensor& x : inputs) {
           if (!x.defined()) continue;
           differentiable.push_back(x);
-          recorded |= is_recorded(x.view_as(x));
+          recorded |= is_recorded(x);
         }
         for (Tensor& x : gradients) x = x.view_as(x);
         const bool known = std::any_of(

@@ -104,13 +104,13 @@ struct ByReference : torch::autograd::Function<ByReference> {
     // transform of torch.func wrapped which has ended since is seen as what was wrapped: a leaf here.
     variable_list tensors = ctx->get_saved_variables(), inputs, outputs, output_grads;
     std::vector<bool> wanted;
-    bool recorded =
-        std::any_of(grad.begin(), grad.end(), [](const Tensor& dy) { return dy.defined() && is_recorded(dy); });
+    bool recorded = false; // whether anything that the gradients depend on is
+    for (const Tensor& dy : grad) recorded |= dy.defined() && is_recorded(dy);
     for (Tensor& x : tensors) {
+      recorded |= is_recorded(x);
       wanted.push_back(x.requires_grad());
       if (!wanted.back()) continue;
       x = x.view_as(x);
-      recorded |= is_recorded(x);
       if (!x.requires_grad()) x = x.detach().set_requires_grad(true);
       inputs.push_back(x);
     }

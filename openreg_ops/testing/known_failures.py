@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from openreg_ops.testing import opinfo
+from openreg_ops.testing import opinfo, transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ _CHUNKED = Known(
     cause="PyTorch accumulates the chunks in float32 only where device.type is 'cpu' or 'cuda' "
     "(_resolve_auto_acc_dtype in torch/nn/modules/linear_cross_entropy_options.py), elsewhere in the input's dtype; "
     "with LinearCrossEntropyOptions(acc_policy='accurate', acc_dtype=torch.float32) the device agrees",
-    checks=("forward", "backward"),
+    checks=("forward", "backward", *transforms.CHECKS),
     dtypes=("float16", "bfloat16"),
 )
 

@@ -216,4 +216,3 @@ def vmap_grad(one: _Sample) -> None:
             return over(gradient, [move(x) for x in batched])
 
         one.comparison("vmap_grad").outcomes(*one.both(call))
-
