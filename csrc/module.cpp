@@ -12,6 +12,7 @@
 #include "aten/autograd_fallback.h"
 #include "aten/fallback.h"
 #include "aten/native.h"
+#include "backend/allocator.h"
 #include "backend/distributed.h"
 #include "backend/generator.h"
 #include "backend/inductor.h"
@@ -27,6 +28,7 @@
 #include "runtime/observer.h"
 #include "runtime/stream.h"
 #include "runtime/turn.h"
+#include "runtime/wait.h"
 
 // Of torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.
 namespace torch {
@@ -69,6 +71,20 @@ void wait_without_python(void (*wait)(void*), void* argument) {
   } else wait(argument);
 }
 
+unsigned long main_thread = 0; // Python's, which handles signals
+
+// A handler is the program's, and does not run as a part of the operator that waits: its operators take the usual
+// keys, and its CPU tensors the host's memory.
+bool check_signals() {
+  if (!Py_IsInitialized() || PyThread_get_thread_ident() != main_thread) return false;
+  const c10::impl::ForceDispatchKeyGuard usual_keys(c10::default_included_set, c10::default_excluded_set);
+  const openreg::LendDeviceMemory host(-1);
+  const openreg::AdoptHostMemory none(-1);
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals()) throw py::error_already_set();
+  return true;
+}
+
 // Each traceback's frames as dictionaries, the innermost first; None for null.
 py::list symbolized(const std::vector<openreg::Traceback>& tracebacks) {
   std::vector<torch::CapturedTraceback*> known;
@@ -105,6 +121,8 @@ PyMethodDef empty_strided_method = {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   openreg::set_around_wait(&wait_without_python);
+  main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+  openreg::set_check_signals(&check_signals);
   m.attr("native_kernels") = openreg::register_native_kernels();
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);
@@ -127,7 +145,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("route_operator", &openreg::route_operator);
   m.def("set_autograd_fallback", &openreg::set_autograd_fallback);
   m.def("stop_autograd_threads", &stop_autograd_threads);
-  m.def("stop_workers", &openreg::stop_workers, py::call_guard<py::gil_scoped_release>());
+  // At exit, when nobody may see what is queued: unless it is dropped, waits for it, until a signal says not to.
+  m.def(
+      "stop_workers",
+      [](bool drop) {
+        try {
+          if (!drop && !openreg::forked()) openreg::detail::wait_for_queued(openreg::detail::Interrupt::kThrows);
+        } catch (...) {
+          openreg::detail::drop_queued();
+          throw;
+        }
+        drop ? openreg::detail::drop_queued() : openreg::stop_workers();
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("arm_fault", [](int fault, int device, uint64_t after, uint64_t times, int64_t nanoseconds) {
     return openreg::arm({static_cast<openreg::Fault>(fault), device, after, times, nanoseconds});
   });

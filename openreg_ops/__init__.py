@@ -68,8 +68,14 @@ try:
 except environment.WrongVariable as wrong:
     _refuse(wrong)
 
+
+def _stop_workers() -> None:
+    """Wait for queued work when the process ends; if Ctrl-C ends it, drop what has not begun."""
+    _C.stop_workers(getattr(sys, "last_type", None) is KeyboardInterrupt)
+
+
 atexit.register(_C.observe, False)
-atexit.register(_C.stop_workers)
+atexit.register(_stop_workers)
 atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
 from openreg_ops.meta import *  # noqa: E402, F403

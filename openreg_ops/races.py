@@ -441,8 +441,8 @@ class _Call:
             accesses += self.check(outputs, is_output=True)
             for memory, access in accesses:
                 self.races.keep(memory, access)
-            with_host = on_host or any(x.device.type == "cpu" for x, _, _ in outputs)
-            if self.waits(inputs) or (self.traits.copies and with_host and not self.non_blocking):
+            host = on_host + [each for each in outputs if each[0].device.type == "cpu"]
+            if self.waits(inputs) or (self.traits.copies and host and self.copy_waits(host)):
                 for stream in self.streams:
                     self.races.syncs.all_streams_wait_for_stream(stream)
             for other in self.streams[1:]:
@@ -467,9 +467,8 @@ class _Call:
         for x, kind, name in found:
             stream = self.streams[0] if self.streams else None
             if x.device.type == "cpu":
-                # What a copy reads from pageable memory it has read when it returns; PyTorch does not promise that of
-                # what it writes there.
-                if self.non_blocking and stream and (kind is WRITE or x.is_pinned()):
+                # A copy has read or written pageable memory when it returns, as CUDA documents.
+                if self.non_blocking and stream and x.is_pinned():
                     self.races.watch(x)
                 elif is_output or not self.races.host:
                     continue
@@ -485,6 +484,13 @@ class _Call:
                 accesses[key][1].aliases.append(name)
         # A tensor made without values is checked when it gets some.
         return self.races.check(accesses.values(), made_only=is_output and self.traits.allocates)
+
+    def copy_waits(self, host: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
+        """Whether the host waits for a copy: not for a non_blocking one that reads host memory, or writes pinned one."""
+        written = [x for x, kind, _ in host if kind is WRITE]
+        return not self.non_blocking or (
+            bool(written) and not written[-1].is_pinned()
+        )  # in lists, the last one comes last
 
     def waits(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
         """Whether the host waits for the result: for a value, or for a size that depends on values."""

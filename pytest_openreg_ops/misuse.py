@@ -227,11 +227,17 @@ class Watch:
             self._made(tensors, out)
         return out
 
-    def _copy(self, source: torch.Tensor, to: torch.device, non_blocking: bool) -> None:
-        if source.device.type in self.types and to.type == "cpu" and not non_blocking:
-            self.waited("copy to the host")
-        elif source.device.type == "cpu" and to.type in self.types and non_blocking and not source.is_pinned():
-            self.tell("pinned", "non_blocking copy of memory that is not pinned: the host waits")
+    def _copy(self, source: torch.Tensor, to: torch.Tensor | torch.device, non_blocking: bool) -> None:
+        there = to.device if isinstance(to, torch.Tensor) else to
+        if source.device.type in self.types and there.type == "cpu":
+            pinned = not isinstance(to, torch.Tensor) or to.is_pinned()  # torch makes new memory for such a copy pinned
+            if not non_blocking:
+                self.waited("copy to the host")
+            elif not pinned:
+                self.tell("pinned", "non_blocking copy to memory that is not pinned: the host waits")
+                self.waited("non_blocking copy to memory of the host that is not pinned")
+        elif source.device.type == "cpu" and there.type in self.types and non_blocking and not source.is_pinned():
+            self.tell("pinned", "non_blocking copy of memory that is not pinned: the host copies it to a buffer first")
 
     def _drawn(self, name: str, kwargs: dict, placed: bool) -> None:
         device = kwargs.get("device")
@@ -464,13 +470,13 @@ def _devices(args: tuple, kwargs: dict) -> list[str]:
     return sorted({str(x.device) for x in tensors if x.dim() or x.device.type != "cpu"})
 
 
-def _copied(name: str, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.device, bool]:
-    """Of a copy: the source, the target's device, and whether it is non_blocking."""
+def _copied(name: str, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | torch.device, bool]:
+    """Of a copy: the source, the target or the device of a new one, and whether it is non_blocking."""
     source, target = _COPIES[name]
-    to = kwargs.get("device") if target is None else args[target].device
+    to = kwargs.get("device") if target is None else args[target]
     return (
         args[source],
-        torch.device(args[source].device if to is None else to),
+        to if target is not None else torch.device(args[source].device if to is None else to),
         bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])),
     )
 

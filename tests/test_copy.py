@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 PLACES = ["cpu", "pinned", "openreg:0", "openreg:1"]
@@ -129,3 +130,138 @@ def test_pinned_memory_is_known():
     x = torch.zeros(10).pin_memory()
     assert x.is_pinned() and x[3:].is_pinned() and not torch.zeros(10).is_pinned()
     assert not torch.zeros(10, device="openreg").is_pinned()
+
+
+# ---- pageable memory ----
+
+
+def mapped(x: torch.Tensor, tmp_path) -> torch.Tensor:
+    y = torch.from_file(str(tmp_path / "file"), shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
+    return y.copy_(x)
+
+
+# Host tensors of the values 0 to 23, made of others in each way that a copy has to look at.
+HOST = {
+    "contiguous": lambda x, path: x.clone(),
+    "transposed": lambda x, path: x.t().contiguous().t(),
+    "sliced": lambda x, path: torch.stack([x, x], 2)[..., 1],
+    "a view": lambda x, path: torch.cat([x, x])[4:],
+    "int32": lambda x, path: x.int(),
+    "complex64": lambda x, path: x.to(torch.complex64),
+    "conjugate": lambda x, path: torch.complex(x, x).conj(),
+    "negative": lambda x, path: torch.complex(x, -x).conj().imag,
+    "shared memory": lambda x, path: x.clone().share_memory_(),
+    "a file": mapped,
+    "requires grad": lambda x, path: x.clone().requires_grad_(),
+}
+
+
+@pytest.fixture(params=["inline", "async", "sync"])
+def mode(request):
+    with torch.openreg.launch_mode(request.param), torch.openreg.Stream() as stream:
+        yield request.param
+        stream.synchronize()
+
+
+def ways_in(host: torch.Tensor):
+    """The tensors that come of copying a host tensor to the device in each way, and then changing it."""
+    like = torch.empty_like(host, device="openreg", requires_grad=False)
+    yield host.to("openreg", non_blocking=True)
+    yield host.to("openreg", torch.complex128, non_blocking=True)
+    yield like.copy_(host.detach(), non_blocking=True)
+    yield torch.empty(2, *host.shape, dtype=host.dtype, device="openreg").copy_(host.detach(), non_blocking=True)[1]
+    yield torch.empty(*host.shape, 2, dtype=host.dtype, device="openreg")[..., 0].copy_(
+        host.detach(), non_blocking=True
+    )
+    if host.is_contiguous() and not host.is_conj() and not host.is_neg():
+        yield host.new_empty(0, device="openreg").set_(
+            torch.UntypedStorage(host.untyped_storage().nbytes(), device="openreg").copy_(host.untyped_storage(), True),
+            host.storage_offset(),
+            host.shape,
+        )
+
+
+@pytest.mark.parametrize("kind", HOST)
+def test_pageable_memory_may_change_when_a_copy_from_it_returns(kind, mode, tmp_path):
+    x = torch.arange(24.0).view(4, 6)
+    host = HOST[kind](x, tmp_path)
+    original = host.detach().clone()
+    expected = original.to(torch.complex128)
+    torch.openreg._sleep(20_000_000)
+    copies = []
+    for y in ways_in(host):
+        with torch.no_grad():
+            host.zero_()
+        copies.append(y)
+        with torch.no_grad():
+            host.copy_(original)
+    assert len(copies) >= 5
+    for y in copies:
+        assert y.cpu().to(torch.complex128).equal(expected)
+
+
+@pytest.mark.parametrize("kind", HOST)
+def test_a_copy_to_pageable_memory_has_arrived_when_it_returns(kind, mode, tmp_path):
+    x = torch.arange(24.0).view(4, 6)
+    host = HOST[kind](torch.zeros(4, 6), tmp_path).detach()
+    source = (-HOST[kind](x, tmp_path).detach()).to("openreg", torch.complex64).real.contiguous()
+    torch.openreg._sleep(20_000_000)
+    y = torch.ops.openreg.custom_abs(source)  # behind the sleep
+    assert not host.is_pinned()
+    host.copy_(y.to(host.dtype) if kind == "negative" else y, non_blocking=True)
+    assert torch.view_as_real(host.resolve_conj())[..., 0].equal(x) if host.is_complex() else host.float().equal(x)
+
+
+def test_pageable_parts_of_other_objects(mode):
+    torch.openreg._sleep(20_000_000)
+    module = nn.Linear(3, 2)
+    weight = module.weight.detach().clone()
+    before = module.weight.data
+    module.to("openreg", non_blocking=True)
+    before.zero_()
+    sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
+    there = sparse.to("openreg", non_blocking=True)
+    sparse._values().zero_()
+    empty, number = torch.empty(0, 3), torch.tensor(5.0)
+    empty_there, number_there = empty.to("openreg", non_blocking=True), number.to("openreg", non_blocking=True)
+    number.zero_()
+    expanded = torch.tensor([1.0, 2.0]).expand(3, 2)
+    expanded_there = expanded.to("openreg", non_blocking=True)
+    expanded[0].zero_()
+    assert module.weight.cpu().equal(weight)
+    assert there.cpu().to_dense().tolist() == [[0, 2], [3, 0]]
+    assert empty_there.shape == (0, 3) and number_there.item() == 5
+    assert expanded_there.tolist() == [[1, 2]] * 3
+
+
+def test_the_host_runs_ahead_of_copies_from_pageable_memory():
+    stream = torch.openreg.Stream()
+    with stream:
+        torch.openreg._sleep(2_000_000_000)
+        x = torch.ones(4).to("openreg", non_blocking=True)
+        x.copy_(torch.full((4,), 2), non_blocking=True)
+        assert not stream.query()
+        many = [torch.full((8 << 20,), float(i)).to("openreg", non_blocking=True) for i in range(3)]  # of 32 MiB
+        assert stream.query()  # the third did not fit in the buffer, and waited
+        assert x.tolist() == [2] * 4 and [y.mean().item() for y in many] == [0, 1, 2]
+
+
+def test_an_error_of_a_queued_copy_is_raised_at_its_line(mode):
+    torch.openreg._sleep(20_000_000)
+    x = torch.zeros(3, device="openreg")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must match the size"):
+            x.copy_(torch.zeros(4), non_blocking=True)
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers"):
+            x[:1].expand(3).copy_(torch.zeros(3), non_blocking=True)
+
+
+def test_pinned_memory_is_read_when_the_copy_runs():
+    stream = torch.openreg.Stream()
+    with stream:
+        torch.openreg._sleep(300_000_000)
+        host = torch.ones(8, pin_memory=True)
+        x = host[2:6].to("openreg", non_blocking=True)
+        host.numpy()[:] = 3  # unseen by the sanitizer
+        stream.synchronize()
+        assert x.tolist() == [3, 3, 3, 3]

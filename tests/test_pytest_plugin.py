@@ -584,9 +584,21 @@ def test_pinned_memory(found):
             x = torch.ones(1 << 18)
             return x.to(device, non_blocking=True)
     """
-    what = "non_blocking copy of memory that is not pinned: the host waits"
+    what = "non_blocking copy of memory that is not pinned: the host copies it to a buffer first"
     assert found("pinned", "library.copy(device)", library) == [(what, "library.py:5")]
     assert found("pinned", "library.copy(device)", library.replace("18)", "18).pin_memory()")) == []
+    library = """
+        def copy(device):
+            host = torch.empty(4)
+            return host.copy_(torch.ones(4, device=device), non_blocking=True)
+    """
+    what = "non_blocking copy to memory that is not pinned: the host waits"
+    assert found("pinned", "library.copy(device)", library) == [(what, "library.py:5")]
+    pinned = library.replace("empty(4)", "empty(4, pin_memory=True)")
+    assert found("pinned", "library.copy(device)", pinned) == []
+    what = "non_blocking copy to memory of the host that is not pinned"
+    assert found("sync", "library.copy(device)", library) == [(what, "library.py:5")]
+    assert found("sync", "library.copy(device)", pinned) == []
 
 
 def test_pinned_memory_written_while_it_is_copied(found):

@@ -217,12 +217,48 @@ def test_the_host_reads_a_copy_in_time(read, mended):
     READS[read](copied_to_host(mended))
 
 
-def test_pageable_memory_and_to():
-    with caught():
-        copied_to_host(None, pinned=False).sum()
+@pytest.mark.parametrize("read", READS)
+def test_a_copy_to_pageable_memory_has_arrived(read):
+    host = copied_to_host(None, pinned=False)
+    assert not host.is_pinned() and host[-1] == 1
+    READS[read](host)
+
+
+def test_a_new_host_tensor_of_a_non_blocking_copy_is_pinned():
     with caught():
         torch.ones(N, device=DEVICE).to("cpu", non_blocking=True).numpy()
     torch.ones(N, device=DEVICE).cpu().numpy()
+
+
+def test_the_host_has_waited_after_a_copy_to_pageable_memory():
+    x = torch.ones(N, device=DEVICE)
+    pinned, host = torch.zeros(N, pin_memory=True), torch.zeros(N)
+    side = torch.openreg.Stream()
+    busy(current())
+    pinned.copy_(x, non_blocking=True)
+    x.mul_(2)
+    host.copy_(x, non_blocking=True)  # and so has what was queued before
+    with side:
+        x + 1
+    assert pinned.sum() == N and host.sum() == 2 * N
+    current().wait_stream(side)
+    x.mul_(2)
+    host.to(DEVICE, non_blocking=True)  # from pageable memory, it does not wait
+    with side, caught():
+        x + 1
+
+
+def test_lists_of_pinned_and_pageable_tensors():
+    xs = [torch.ones(4, device=DEVICE) for _ in range(2)]
+    host = [torch.zeros(4, pin_memory=True), torch.zeros(4)]
+    torch._foreach_copy_(host, xs, non_blocking=True)
+    assert host[1].sum() == 4
+    assert host[0].sum() == 4  # before the other
+    host = [torch.zeros(4), torch.zeros(4, pin_memory=True)]
+    torch._foreach_copy_(host, xs, non_blocking=True)
+    assert host[0].sum() == 4
+    with caught():  # behind the other
+        host[1].sum()
 
 
 def test_the_race_is_real(mode):

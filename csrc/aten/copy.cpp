@@ -2,10 +2,13 @@
 // brings every dtype conversion, layout, overlap check and conj/neg bit with it.
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/ops/copy.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/resize.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstring>
+#include <memory>
 
 #include "../backend/host_allocator.h"
 #include "../runtime/fault.h"
@@ -17,15 +20,20 @@
 namespace openreg {
 namespace {
 
+// Whether a tensor is all of the bytes that it spans, as they are.
+bool is_plain(const at::Tensor& x) {
+  return x.layout() == at::kStrided && x.is_non_overlapping_and_dense() && !x.is_conj() && !x.is_neg() &&
+      !x._is_zerotensor() && !x.is_quantized();
+}
+
 // A copy that need not wait for the host: bytes of one layout, between device memories or with pinned
 // host memory.
 bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   const auto memory = [](const at::Tensor& x) {
-    return x.layout() == at::kStrided && x.is_non_overlapping_and_dense() && !x.is_conj() && !x.is_neg() &&
-        !x._is_zerotensor() && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr())));
+    return is_plain(x) && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr())));
   };
   return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
-      from.numel() && !from.is_quantized() && memory(from) && memory(to);
+      from.numel() && memory(from) && memory(to);
 }
 
 // CUDA's names.
@@ -55,6 +63,35 @@ void wait_for(Stream waiting, Stream stream) {
 // Smaller ones are sooner done than queued, unless the stream has queued work anyway.
 constexpr size_t kQueuedCopy = 1 << 20;
 
+// Note [Pageable memory]
+// As CUDA documents, a non_blocking copy to pageable memory has arrived when it returns, and one from there has read
+// the memory, which the host may change at once. The first waits. The second is converted into a buffer of its own and
+// queued, unless its stream is idle; when that many bytes are on their way, it waits too.
+constexpr size_t kStaging = size_t{64} << 20;
+std::atomic<size_t> staging{0};
+
+// The source in the destination's dtype and layout, for a copy to be queued; null where that is not possible.
+std::shared_ptr<const at::Tensor> stage(const at::Tensor& from, const at::Tensor& to, Stream stream) {
+  if (!from.is_cpu() || from.layout() != at::kStrided || from.is_quantized() || !from.has_storage() ||
+      is_pinned(from.storage().data()) || !to.is_privateuseone() || !to.numel() || !is_plain(to))
+    return nullptr;
+  if (launch_mode() == LaunchMode::kSync || (stream_idle(stream) && !queueing())) return nullptr;
+  const size_t bytes = to.nbytes();
+  if (staging.fetch_add(bytes) + bytes > kStaging) {
+    staging -= bytes;
+    return nullptr;
+  }
+  std::shared_ptr<at::Tensor> staged(new at::Tensor, [bytes](at::Tensor* x) {
+    delete x;
+    staging -= bytes;
+  });
+  const c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+  const LendDeviceMemory none(-1);
+  *staged = at::empty_strided(to.sizes(), to.strides(), to.options().device(at::kCPU));
+  staged->copy_(from);
+  return staged;
+}
+
 // copy_() arrives here when either side is on the device. Runs on the current stream of the source's
 // device (the destination's, if the source is on the host), as on CUDA, and in order with the other's.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
@@ -80,6 +117,18 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     if (between) wait_for(there, here);
     return destination;
   }
+  if (non_blocking)
+    if (const auto staged = stage(self, destination, here)) {
+      void* to = destination.mutable_data_ptr();
+      launch(
+          here,
+          [staged, to, corrupted] {
+            std::memcpy(to, staged->const_data_ptr(), staged->nbytes());
+            if (corrupted) flip_byte(to, staged->scalar_type());
+          },
+          site);
+      return destination;
+    }
   if (queueing() && !corrupted && queue_copy(self, destination, site)) return destination;
   CpuCall call("aten::copy_", CpuCall::kAny);
   const at::Tensor& from = call.alias(self);

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <string_view>
@@ -14,6 +15,7 @@
 #include "../runtime/device.h"
 #include "../runtime/isolation.h"
 #include "../runtime/stream.h"
+#include "../runtime/wait.h"
 #include "allocator.h"
 
 namespace openreg {
@@ -102,6 +104,11 @@ class DeviceWork final : public c10d::Work {
       return;
     }
     engine_future_->addCallback([self = self()](Future& done) {
+      {
+        std::lock_guard lock(self->ending_);
+        self->ended_ = true;
+      }
+      self->end_.notify_all();
       self->complete([&] {
         if (done.hasError()) std::rethrow_exception(self->explained(done.exception_ptr()));
         self->finish();
@@ -127,8 +134,10 @@ class DeviceWork final : public c10d::Work {
       else if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
     }
     if (finished_) return true;
+    if (engine_future_) wait_for_end(timeout);
     try {
-      if (!engine_->wait(timeout)) return false;
+      if (!engine_waited_ && !engine_->wait(timeout)) return false;
+      engine_waited_ = true;
     } catch (const c10::Error& error) {
       if (std::string_view(error.what_without_backtrace()).starts_with("Operation timed out")) timed_out(timeout);
       throw;
@@ -157,6 +166,18 @@ class DeviceWork final : public c10d::Work {
   void finish() {
     std::call_once(copied_, [&] { arguments_.copy_back(); });
     finished_ = true;
+  }
+  // Unlike the engine's wait, it can be interrupted: see Note [Interrupts].
+  void wait_for_end(std::chrono::milliseconds timeout) {
+    using Clock = std::chrono::steady_clock;
+    const auto until = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+    detail::wait_freely(detail::Interrupt::kThrows, [&](std::chrono::nanoseconds most) {
+      std::unique_lock lock(ending_);
+      const auto now = Clock::now();
+      const bool last = until - now <= most;
+      if (!end_.wait_until(lock, last ? until : now + most, [&] { return ended_; }) && last) timed_out(timeout);
+      return ended_;
+    });
   }
   // Runs on a thread that an exception must not leave.
   template <class Finish>
@@ -191,7 +212,11 @@ class DeviceWork final : public c10d::Work {
   const c10::intrusive_ptr<c10d::Work> engine_;
   const c10::intrusive_ptr<Future> future_;
   c10::intrusive_ptr<Future> engine_future_; // null where the engine has none
+  std::mutex ending_;
+  std::condition_variable end_;
+  bool ended_ = false; // the engine, if it has a future
   std::timed_mutex waiting_;
+  std::atomic<bool> engine_waited_{false};
   std::once_flag copied_, followed_;
   std::atomic<bool> finished_{false};
 };

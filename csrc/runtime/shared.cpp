@@ -28,13 +28,14 @@ std::size_t whole_pages(std::size_t bytes) {
   return (bytes + kMemoryPage - 1) / kMemoryPage * kMemoryPage;
 }
 
-// As synchronize_device(), but what the work threw stays for the caller's next synchronisation.
+// As synchronize_device(), but what the work threw stays for the caller's next synchronisation, and signals wait.
 void wait(int device) noexcept {
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) {
     const Ticket all = ticket({device, id});
     if (done(all)) continue;
-    detail::wait_freely([&] {
+    detail::wait_freely(detail::Interrupt::kNever, [&](auto) {
       while (!done(all)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+      return true;
     });
   }
 }

@@ -42,6 +42,9 @@ auto& errors = *new std::array<std::string, kMaxDevices>;
 constexpr auto kSpin = std::chrono::microseconds(20);
 constexpr auto kLinger = std::chrono::seconds(2);
 
+// While it is set, workers come to the end of what is queued: they run no kernel and wait for nothing.
+std::atomic<bool> dropping{false};
+
 class Queue {
  public:
   explicit Queue(Stream stream) : stream_(stream) {}
@@ -68,11 +71,11 @@ class Queue {
     if (wake) wake_.notify_one();
   }
 
-  void wait(std::uint64_t number) {
+  void wait(std::uint64_t number, detail::Interrupt interrupt = detail::Interrupt::kThrows) {
     if (done(number)) return;
-    detail::wait_freely([&] {
+    detail::wait_freely(interrupt, [&](auto most) {
       std::unique_lock lock(mutex_);
-      done_.wait(lock, [&] { return done(number); });
+      return done_.wait_for(lock, most, [&] { return done(number); });
     });
   }
 
@@ -103,7 +106,9 @@ class Queue {
       tasks_.pop_front();
       lock.unlock();
       try {
-        if (item.kernel) {
+        if (item.kernel && dropping.load(std::memory_order_relaxed)) {
+          throw std::runtime_error("openreg error: queued work was dropped, because the process was interrupted");
+        } else if (item.kernel) {
           const detail::Turn turn(detail::turn_of(stream_.device, stream_.id));
           const detail::Access access;
           item.work();
@@ -252,8 +257,12 @@ void synchronize_device(int device) {
 }
 
 void detail::wait_for_all() {
+  wait_for_queued(Interrupt::kNever);
+}
+
+void detail::wait_for_queued(Interrupt interrupt) {
   for (auto& each : queues)
-    if (Queue* queue = each.load(std::memory_order_acquire)) queue->wait(queue->submitted());
+    if (Queue* queue = each.load(std::memory_order_acquire)) queue->wait(queue->submitted(), interrupt);
 }
 
 Ticket ticket(Stream stream) noexcept {
@@ -282,12 +291,18 @@ struct Event::Point {
     reached.store(true, std::memory_order_release);
     changed.notify_all();
   }
+  bool wait_for(std::chrono::nanoseconds most) {
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, most, [&] { return reached.load(std::memory_order_acquire); });
+  }
   void wait() {
     if (reached.load(std::memory_order_acquire)) return;
-    detail::wait_freely([&] {
-      std::unique_lock lock(mutex);
-      changed.wait(lock, [&] { return reached.load(std::memory_order_acquire); });
-    });
+    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return wait_for(most); });
+  }
+  // On a worker, which has no turn and no signals.
+  void wait_unless_dropping() {
+    while (!wait_for(detail::kSlice) && !dropping.load(std::memory_order_relaxed)) {
+    }
   }
 };
 
@@ -309,7 +324,7 @@ void Event::block(Stream stream) const {
   const auto point = std::atomic_load(&point_);
   if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
   const Site site("wait for an event", Site::kWait);
-  queue_of(stream).push(detail::profiled(stream, site, [point] { point->wait(); }), site.where);
+  queue_of(stream).push(detail::profiled(stream, site, [point] { point->wait_unless_dropping(); }), site.where);
 }
 
 bool Event::query() const noexcept {
@@ -336,13 +351,16 @@ Event::Clock::time_point Event::time() const {
 
 void sleep_on(Stream stream, std::int64_t cycles) {
   check_usable(stream.device);
-  const auto sleep = [cycles] { std::this_thread::sleep_for(std::chrono::nanoseconds(cycles)); };
+  const auto sleep = [cycles] {
+    using std::chrono::nanoseconds, std::chrono::steady_clock;
+    const auto begin = steady_clock::now();
+    for (nanoseconds left(cycles); left.count() > 0 && !dropping.load(std::memory_order_relaxed);
+        left = nanoseconds(cycles) - (steady_clock::now() - begin))
+      std::this_thread::sleep_for(std::min<nanoseconds>(left, detail::kSlice));
+  };
   const Site site("sleep");
-  if (launch_mode() != LaunchMode::kSync)
-    return queue_of(stream).push(detail::profiled(stream, site, sleep), site.where);
-  synchronize_stream(stream);
-  const detail::Profiled profiled(detail::profiling(), stream, site);
-  sleep();
+  queue_of(stream).push(detail::profiled(stream, site, sleep), site.where);
+  if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
 }
 
 bool forked() noexcept {
@@ -376,6 +394,12 @@ void stop_workers() noexcept {
   if (forked()) return;
   for (auto& each : queues)
     if (Queue* queue = each.load(std::memory_order_acquire)) queue->stop();
+}
+
+void detail::drop_queued() noexcept {
+  dropping = true;
+  stop_workers();
+  dropping = false;
 }
 
 // ---- launching ----

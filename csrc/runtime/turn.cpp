@@ -11,6 +11,7 @@ namespace {
 
 std::array<detail::TurnState, kMaxDevices * kStreams> turns;
 std::atomic<AroundWait> around_wait{nullptr};
+std::atomic<CheckSignals> signals{nullptr};
 
 void wait(void* turn) {
   auto& state = static_cast<detail::TurnState*>(turn)->state;
@@ -21,6 +22,15 @@ void wait(void* turn) {
 
 void set_around_wait(AroundWait around) noexcept {
   around_wait = around;
+}
+
+void set_check_signals(CheckSignals check) noexcept {
+  signals = check;
+}
+
+bool detail::check_signals() {
+  const auto check = signals.load();
+  return check && check();
 }
 
 detail::TurnState& detail::turn_of(int device, std::int64_t stream) noexcept {

@@ -266,6 +266,8 @@ class Recorder(TorchDispatchMode):
             source, target = _COPIES[call.name]
             to = kwargs.get("device") if target is None else args[target].device
             asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            if target is not None and to.type == "cpu":  # torch makes a new target pinned
+                asynchronous = asynchronous and args[target].is_pinned()
             from_here = args[source].device.type == self.type
             return "copy to host" if from_here and to and torch.device(to).type == "cpu" and not asynchronous else ""
         if torch.Tag.dynamic_output_shape in func.tags:
