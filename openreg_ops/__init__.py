@@ -64,7 +64,7 @@ try:
     from openreg_ops import device as _device
 
     _device.register()
-    from openreg_ops import autograd, distributed, dlpack, fallback, meta, optim, sharing
+    from openreg_ops import autograd, distributed, dlpack, fallback, meta, nested, optim, sharing
 except environment.WrongVariable as wrong:
     _refuse(wrong)
 
@@ -85,6 +85,7 @@ from openreg_ops.tags import get_tag, set_tag  # noqa: E402
 dlpack.register()
 sharing.register()
 distributed.register()
+nested.register()
 
 __all__ = ["AdamW", "autograd", "fallback", "get_tag", "meta", "optim", "set_tag", *meta.__all__]
 

@@ -3,6 +3,7 @@
 // Element i's random number is a function of i and of two numbers drawn from the generator, so that it is the same
 // whatever the number of threads.
 #include "bytes.h"
+#include "philox.h"
 
 #include <cmath>
 #include <cstring>
@@ -11,71 +12,9 @@
 namespace openreg::ops {
 namespace {
 
-// ---- Philox4x32-10: Salmon et al. 2011, doi:10.1145/2063384.2063405 ----
-
-// 64-bit lanes with a 32-bit number in the low half; the high halves hold anything. As many at a time as the
-// registers take.
-#ifdef __AVX512F__
-constexpr int64_t kWords = 8, kGroups = 4;
-#elif defined(__AVX2__)
-constexpr int64_t kWords = 4, kGroups = 2;
-#else
-constexpr int64_t kWords = 2, kGroups = 2;
-#endif
-typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
-typedef int64_t Signed __attribute__((vector_size(8 * kWords)));
-
-// The 64-bit products of the low halves. (The compiler would multiply 64 bits by 64.)
-Words multiply(Words a, uint64_t b) {
-#if defined(__AVX512F__)
-  return (Words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(static_cast<int64_t>(b)));
-#elif defined(__AVX2__)
-  return (Words)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(static_cast<int64_t>(b)));
-#else
-  return (a & 0xFFFFFFFF) * b;
-#endif
-}
-
-constexpr int64_t kBlock = 128; // elements: a multiple of 4 * kWords * kGroups
-
-// The mask of the elements kBlock * block and on, a byte each: 1 where the element's number is at least `least`.
-// Element i has word i % 4 of counter i / 4. A pair of groups holds the even and the odd counters, so that the
-// eight bytes of two counters make one lane.
-void draw_mask(uint64_t key, uint64_t counter_high, int64_t block, int64_t least, uint8_t* mask) {
-  Words even;
-  for (int64_t k = 0; k < kWords; ++k) even[k] = static_cast<uint64_t>(2 * k);
-  for (int64_t c = 0; c < kBlock / 4; c += kGroups * kWords) {
-    Words w[kGroups][4];
-#pragma GCC unroll 4
-    for (int64_t g = 0; g < kGroups; ++g) {
-      w[g][0] = even + static_cast<uint64_t>(block * (kBlock / 4) + c + g / 2 * (2 * kWords) + g % 2);
-      w[g][1] = w[g][0] >> 32;
-      w[g][2] = Words{} + counter_high;
-      w[g][3] = w[g][2] >> 32;
-    }
-    auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
-#pragma GCC unroll 4
-      for (auto& [w0, w1, w2, w3] : w) {
-        const Words p0 = multiply(w0, 0xD2511F53), p1 = multiply(w2, 0xCD9E8D57);
-        w0 = (p1 >> 32) ^ w1 ^ k0;
-        w1 = p1;
-        w2 = (p0 >> 32) ^ w3 ^ k1;
-        w3 = p0;
-      }
-    }
-#pragma GCC unroll 4
-    for (int64_t g = 0; g < kGroups; g += 2) {
-      Words bytes{};
-#pragma GCC unroll 8
-      for (int64_t k = 0; k < 8; ++k)
-        bytes |= (Words)((Signed)(w[g + k / 4][k % 4] & 0xFFFFFFFF) >= least) & (uint64_t{1} << (8 * k));
-      std::memcpy(mask + 4 * (c + g * kWords), &bytes, sizeof bytes);
-    }
-  }
-}
-
 // ---- dropout ----
+
+constexpr int64_t kBlock = kDrawn;
 
 // 1 / (1 - p), and 0 for p = 1, where no element is left to scale.
 double scale_of(double p) {

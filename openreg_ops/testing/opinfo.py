@@ -22,11 +22,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from openreg_ops.testing import transforms
+from openreg_ops.testing import attention, transforms
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
 DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
-CHECKS = (*DIRECT, "async", "async_errors", *transforms.CHECKS)
+CHECKS = (*DIRECT, "attention", "async", "async_errors", *transforms.CHECKS)
 LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
 
 # Operators whose values are whatever was in memory; everything but the values is compared.
@@ -121,7 +121,9 @@ def database() -> dict[str, Any]:
 
 
 def dtypes_of(op: Any) -> list[str]:
-    """The dtypes of `DTYPES` that the CPU supports for `op`."""
+    """The dtypes of `DTYPES` that the CPU supports for `op`, or that `attention` checks."""
+    if op.name in attention.OPERATORS:
+        return list(attention.OPERATORS[op.name])
     supported = op.supported_dtypes("cpu")
     return [name for name in DTYPES if getattr(torch, name) in supported]
 
@@ -385,6 +387,13 @@ def check(
 ) -> Report:
     """Compare `op` on `device` with the CPU over at most `samples` sample inputs; `at` hears where it is."""
     report = Report()
+    if op.name in attention.OPERATORS:  # which the CPU does not have
+        for i, kind, message in attention.check(op, dtype, device, at) if "attention" in checks else ():
+            report.ran["attention"] += 1
+            if kind:
+                report.failures.append(Failure("attention", kind, i, message))
+        return report
+    checks = tuple(name for name in checks if name != "attention")
     at("making samples")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

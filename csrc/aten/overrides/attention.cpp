@@ -5,8 +5,10 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "../../ops/attention.h"
 #include "../native.h"
 #include "../transforms.h"
 
@@ -56,17 +58,60 @@ Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const 
   return {out, logsumexp, none, none, query.sym_size(2), key.sym_size(2), none, none, none};
 }
 
+// The gradient of the bias, which ATen's flash kernel does not give; the loop is openreg::attention's.
+at::Tensor bias_gradient(const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const at::Tensor& bias, const at::Tensor& out, const at::Tensor& logsumexp_, bool causal,
+    std::optional<double> scale_) {
+  constexpr const char* op = "_scaled_dot_product_fused_attention_overrideable_backward";
+  TORCH_CHECK(bias.defined() && bias.is_floating_point(), op,
+      ": expected a floating-point attn_bias, whose gradient is asked for, but got ",
+      bias.defined() ? ops::dtype_name(bias.scalar_type()) : "None");
+  const auto type = query.scalar_type(), wide = at::toOpMathType(type);
+  const auto shape = ops::scores_shape(query, key);
+  const at::Tensor added = ops::expand_bias(bias.to(type), shape), logsumexp = logsumexp_.to(wide).contiguous();
+  at::Tensor grad_bias = at::zeros(bias.sizes(), query.options().dtype(wide));
+  const at::Tensor expanded = ops::expand_bias(grad_bias, shape);
+  std::array<int64_t, 4> own{1, 1, 1, 1};
+  std::copy(bias.sizes().rbegin(), bias.sizes().rend(), own.rbegin());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, op, [&] {
+    using T = scalar_t;
+    using A = ops::Acc<T>;
+    ops::Gradients<T> g{ops::Heads<const T>::of(grad), ops::Heads<const T>::of(out), ops::Rows<const A>::of(logsumexp)};
+    g.bias = ops::Heads<A>::of(expanded);
+    launch(
+        current_stream(query.get_device()),
+        [s = ops::scores_of<T>(query, key, value, added, causal, ops::scale_of(query, scale_)), g, own] {
+          ops::bias_loop(s, g, own);
+        },
+        Site(op));
+  });
+  return grad_bias.to(bias.scalar_type());
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backward(const at::Tensor& grad,
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& bias,
     std::array<bool, 4> mask, const at::Tensor& out, const at::Tensor& logsumexp, const at::Tensor&, const at::Tensor&,
     int64_t, int64_t, double dropout_p, bool is_causal, const at::Tensor&, const at::Tensor&,
     std::optional<double> scale) {
-  TORCH_CHECK(!mask[3],
-      "_scaled_dot_product_fused_attention_overrideable_backward: the device's fused attention gives "
-      "no gradient for attn_bias; call scaled_dot_product_attention, which decomposes it");
+  // ATen's kernel reads all of these by the shapes of query and key.
+  constexpr const char* op = "_scaled_dot_product_fused_attention_overrideable_backward";
+  TORCH_CHECK(
+      query.defined() && query.dim() == 4 && key.defined() && key.dim() == 4 && value.defined() && value.dim() == 4, op,
+      ": expected query, key and value of shape [batch, heads, length, width]");
+  const std::array<int64_t, 4> out_shape{query.size(0), query.size(1), query.size(2), value.size(3)};
+  ops::check_shape(op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)}, "by query");
+  ops::check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)}, "by key");
+  for (const auto& [name, x] : {std::pair{"grad_out", &grad}, {"out", &out}}) {
+    ops::check_same_device(op, "query", query, name, *x);
+    ops::check_dtype(op, name, *x, query.scalar_type(), "query");
+    ops::check_shape(op, name, *x, out_shape, "that of forward's output");
+  }
+  ops::check_same_device(op, "query", query, "logsumexp", logsumexp);
+  ops::check_shape(op, "logsumexp", logsumexp, query.sizes().slice(0, 3), "that of forward's output");
   auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, logsumexp,
       dropout_p, is_causal, bias.defined() ? std::optional(bias) : std::nullopt, scale);
-  return {q, k, v, at::Tensor()};
+  return {
+      q, k, v, mask[3] ? bias_gradient(grad, query, key, value, bias, out, logsumexp, is_causal, scale) : at::Tensor()};
 }
 
 } // namespace

@@ -1,0 +1,557 @@
+// Attention's loops: what openreg::attention and ATen's flash and efficient attention (csrc/aten/overrides) share.
+// Dao et al. 2022, arXiv:2205.14135, and Dao 2023, arXiv:2307.08691: blocks of scores live in cache, are scaled
+// by a running maximum in forward, and are computed again from logsumexp in backward. No matrix of scores exists.
+#pragma once
+
+#include "gemm.h"
+#include "philox.h"
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+namespace openreg::ops {
+
+// Rows and columns of a block of scores. A block of columns is a whole number of panels.
+constexpr int64_t kQueries = 96, kKeys = 256, kBackwardKeys = 128;
+
+// ---- shapes ----
+
+// A [batch, heads, length, width] tensor of any strides.
+template <class T>
+struct Heads {
+  T* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0, col = 0;
+
+  static Heads of(const Tensor& x) {
+    T* data;
+    if constexpr (std::is_const_v<T>) data = x.const_data_ptr<std::remove_const_t<T>>();
+    else data = x.mutable_data_ptr<T>();
+    return {data, x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
+  }
+  T* at(int64_t b, int64_t h, int64_t i = 0) const { return data + b * batch + h * head + i * row; }
+};
+
+// A number for each row, such as logsumexp: [batch, heads, length], the rows of a head next to each other.
+template <class T>
+struct Rows {
+  T* data = nullptr;
+  int64_t batch = 0, head = 0;
+
+  static Rows of(const Tensor& x) {
+    TORCH_INTERNAL_ASSERT(x.dim() == 3 && (x.size(2) < 2 || x.stride(2) == 1));
+    T* data;
+    if constexpr (std::is_const_v<T>) data = x.const_data_ptr<std::remove_const_t<T>>();
+    else data = x.mutable_data_ptr<T>();
+    return {data, x.stride(0), x.stride(1)};
+  }
+  T* at(int64_t b, int64_t h, int64_t i = 0) const { return data + b * batch + h * head + i; }
+};
+
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+constexpr int64_t kAll = std::numeric_limits<int64_t>::max() / 4; // a window as wide as any tensor
+
+// Dropout of the probabilities. Each has a number of its own, so that backward draws what forward drew.
+struct Dropout {
+  uint64_t key, counter;
+  int64_t least = 0;             // of 2^32 numbers, the smallest that keeps a probability; 0 keeps all
+  double scale = 1;              // of those that are kept
+  int64_t batch, queries, keys;  // the first batch, and the size of a head's numbers
+
+  // The mask of kDrawn keys from j on, a multiple of kDrawn.
+  void mask(int64_t row, int64_t j, uint8_t* keep) const {
+    draw_mask(key, counter, row * at::divup(keys, kDrawn) + j / kDrawn, least, keep);
+  }
+};
+
+// What forward and backward know about the scores. A bias broadcasts by strides of 0; its last is 0 or 1.
+template <class T>
+struct Scores {
+  int64_t batch, heads, group, queries, keys, width, value_width; // `group` heads share a head of k and v
+  int64_t left, right;                                            // query i sees the keys from i - left to i + right
+  Acc<T> scale;
+  Heads<const T> q, k, v, bias;
+  Acc<T> nothing = -std::numeric_limits<Acc<T>>::infinity(); // the logsumexp of a row that sees nothing
+  Dropout dropout{};
+  Rows<const float> slopes{}; // ALiBi's: the score of query i and key j loses slope * |i - j|, counted from the end
+
+  bool causal() const { return right < keys; }
+  // The keys that queries from `begin` to `end` see lie in this range.
+  Range keys_of(int64_t begin, int64_t end) const {
+    return {std::clamp<int64_t>(begin - left, 0, keys), std::clamp<int64_t>(end + right, 0, keys)};
+  }
+  // Of `count` keys from j on, those that a query sees.
+  Range seen(int64_t query, int64_t j, int64_t count) const {
+    return {std::clamp<int64_t>(query - left - j, 0, count), std::clamp<int64_t>(query + right + 1 - j, 0, count)};
+  }
+  // f(k, keep) for `count` keys from j on, a multiple of kDrawn: whether dropout keeps the probability.
+  template <class F>
+  void each_kept(int64_t b, int64_t h, int64_t query, int64_t j, int64_t count, F f) const {
+    uint8_t keep[kDrawn];
+    const int64_t row = ((dropout.batch + b) * heads + h) * dropout.queries + query;
+    for (int64_t begin = 0; begin < count; begin += kDrawn) {
+      dropout.mask(row, j + begin, keep);
+      for (int64_t k = begin; k < std::min(count, begin + kDrawn); ++k) f(k, keep[k - begin] != 0);
+    }
+  }
+  const T* bias_at(int64_t b, int64_t h, int64_t query, int64_t j) const {
+    return bias.data == nullptr ? nullptr : bias.at(b, h, query) + j * bias.col;
+  }
+  // Blocks of queries by keys that are worth another thread.
+  int64_t grain(int64_t rows, int64_t columns) const {
+    return at::divup(kGrain, std::max<int64_t>(rows * columns, 1) * std::max<int64_t>(width + value_width, 1));
+  }
+};
+
+inline double scale_of(const Tensor& q, std::optional<double> scale) {
+  return scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(q.size(3), 1))));
+}
+
+inline std::array<int64_t, 4> scores_shape(const Tensor& q, const Tensor& k) {
+  return {q.size(0), q.size(1), q.size(2), k.size(2)};
+}
+
+// A view of bias with the shape of the scores, its last stride 0 or 1.
+inline Tensor expand_bias(const Tensor& bias, at::IntArrayRef shape) {
+  const bool broadcasts = bias.dim() == 0 || bias.size(-1) == 1;
+  return (broadcasts || bias.stride(-1) == 1 ? bias : bias.contiguous()).expand(shape);
+}
+
+template <class T>
+Scores<T> scores_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, bool causal, double scale) {
+  Scores<T> s{q.size(0), q.size(1), q.size(1) / std::max<int64_t>(k.size(1), 1), q.size(2), k.size(2), q.size(3),
+      v.size(3), kAll, causal ? 0 : kAll, static_cast<Acc<T>>(scale), Heads<const T>::of(q), Heads<const T>::of(k),
+      Heads<const T>::of(v), {}};
+  if (bias.defined()) s.bias = Heads<const T>::of(bias);
+  if (s.keys == 1) s.bias.col = 0;
+  return s;
+}
+
+// ---- rows of scores ----
+
+template <class A>
+using V = at::vec::Vectorized<A>;
+
+// Elements of bias, `count` from i on.
+template <class T, class Count>
+Vec<T> bias_lanes(const T* bias, int64_t col, int64_t i, Count count) {
+  if (col == 0) return Vec<T>(static_cast<Acc<T>>(*bias));
+  if constexpr (std::is_same_v<Count, int64_t>) return read(bias + i, count);
+  else return read(bias + i);
+}
+
+// s = scale * s + bias over n elements.
+template <class T>
+void scale_row(Acc<T>* s, Acc<T> scale, const T* bias, int64_t bias_col, int64_t n) {
+  using A = Acc<T>;
+  each_register<A>(n, [&](int64_t i, auto count) {
+    V<A> x = V<A>::loadu(s + i) * V<A>(scale);
+    if (bias != nullptr) x = x + bias_lanes(bias, bias_col, i, count);
+    x.store(s + i);
+  });
+}
+
+// s = exp(scale * s - max) over n elements, and 0 up to the end of the last register; returns the sum.
+template <class A>
+A exp_row(A* s, A scale, A max, int64_t n) {
+  const V<A> by(scale), m(max);
+  V<A> sum(0);
+  each_register<A>(n, [&](int64_t i, auto count) {
+    V<A> p = at::vec::fmsub(V<A>::loadu(s + i), by, m).exp_u20();
+    if constexpr (std::is_same_v<decltype(count), int64_t>) p = V<A>::set(V<A>(0), p, count);
+    p.store(s + i);
+    sum = sum + p;
+  });
+  return at::vec::vec_reduce_all<A>([](V<A> a, V<A> b) { return a + b; }, sum);
+}
+
+// s -= slope * |distance - k| over n elements, k being the index.
+template <class A>
+void slope_row(A* s, float slope, int64_t distance, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) s[k] -= static_cast<A>(slope) * static_cast<A>(std::abs(distance - k));
+}
+
+// 0 from the end of the last register that n elements take up to `end`.
+template <class A>
+void fill_rest(A* s, int64_t n, int64_t end) {
+  const int64_t done = at::divup(n, V<A>::size()) * V<A>::size();
+  if (done < end) std::fill(s + done, s + end, A(0));
+}
+
+// ---- forward ----
+
+// Blocks of queries in the order of tasks: under a causal mask a late block has more keys, so early and late ones
+// alternate, and threads, which get consecutive tasks, get even shares.
+inline int64_t block_of(int64_t task, int64_t blocks, bool causal) {
+  if (!causal) return task;
+  return task % 2 == 0 ? task / 2 : blocks - 1 - task / 2;
+}
+
+// One thread's blocks of queries. A head's k and v stay packed until another head comes.
+template <class T>
+class Forward {
+  using A = Acc<T>;
+  static constexpr A inf = std::numeric_limits<A>::infinity();
+  static constexpr int64_t kRow = kKeys + kPanel<A>; // not a power of 2, for the caches' sake
+
+ public:
+  explicit Forward(const Scores<T>& s)
+      : s_(s), out_row_(padded<A>(s.value_width)), k_(padded<A>(s.keys) * s.width), v_(out_row_ * s.keys),
+        q_(kQueries * s.width), scores_(kQueries * kRow), out_(kQueries * out_row_) {}
+
+  // logsumexp is that of the first query, or null.
+  void block(int64_t b, int64_t h, int64_t begin, const Heads<T>& out, A* logsumexp) {
+    const int64_t rows = std::min(kQueries, s_.queries - begin);
+    const Range seen = s_.keys_of(begin, begin + rows);
+    take_head(b, h / s_.group);
+    std::fill_n(max_.data(), rows, -inf);
+    std::fill_n(sum_.data(), rows, A(0));
+    std::fill_n(static_cast<A*>(out_), rows * out_row_, A(0));
+    for (int64_t i = 0; i < rows; ++i) widen(s_.q.at(b, h, begin + i), s_.q.col, s_.width, q_ + i * s_.width);
+    for (int64_t j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
+      const int64_t keys = std::min(kKeys, seen.end - j);
+      gemm<A>(rows, keys, s_.width, q_, s_.width, 1, k_ + j * s_.width, s_.width, scores_, kRow, false);
+      for (int64_t i = 0; i < rows; ++i) softmax(b, h, begin + i, i, j, keys);
+      gemm<A>(rows, s_.value_width, keys, scores_, kRow, 1, v_ + j * kPanel<A>, s_.keys, out_, out_row_, true);
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      // A maximum of -inf is a row that sees nothing; one of inf or NaN has no softmax, and exp_u20 has lost that.
+      const A max = max_[i];
+      const A by = max == -inf ? 0 : max < inf ? 1 / sum_[i] : std::numeric_limits<A>::quiet_NaN();
+      if (logsumexp != nullptr) {
+        // Where inf says that a row sees nothing, one that overflows needs another name.
+        if (max == -inf) logsumexp[i] = s_.nothing;
+        else if (max == inf) logsumexp[i] = s_.nothing == inf ? std::numeric_limits<A>::quiet_NaN() : inf;
+        else logsumexp[i] = max + std::log(sum_[i]);
+      }
+      narrow(
+          out_ + i * out_row_, by * static_cast<A>(s_.dropout.scale), s_.value_width, out.at(b, h, begin + i), out.col);
+    }
+  }
+
+ private:
+  void take_head(int64_t b, int64_t h) {
+    if (b == batch_ && h == head_) return;
+    pack(s_.k.at(b, h), s_.k.col, s_.k.row, s_.width, s_.keys, k_, s_.width);
+    pack(s_.v.at(b, h), s_.v.row, s_.v.col, s_.keys, s_.value_width, v_, s_.keys);
+    batch_ = b;
+    head_ = h;
+  }
+
+  // Turns scores of a query, in row i of the block, with `keys` keys from j on, into exponentials relative to the
+  // largest score so far, and the sums made before into such.
+  void softmax(int64_t b, int64_t h, int64_t query, int64_t i, int64_t j, int64_t keys) {
+    const Range seen = s_.seen(query, j, keys);
+    A *all = scores_ + i * kRow, *row = all + seen.begin;
+    const T* bias = s_.bias_at(b, h, query, j + seen.begin);
+    // Without a bias the scale waits for exp_row, if it keeps the order.
+    const bool waits = bias == nullptr && s_.slopes.data == nullptr && s_.scale > 0;
+    if (!waits) scale_row(row, s_.scale, bias, s_.bias.col, seen.size());
+    if (s_.slopes.data != nullptr)
+      slope_row(row, *s_.slopes.at(b, h), query + s_.keys - s_.queries - j - seen.begin, seen.size());
+    const A by = waits ? s_.scale : A(1), here = max_of(row, seen.size()) * by;
+    const A max = std::isnan(here) || here > max_[i] ? here : max_[i];
+    if (max == -inf) return static_cast<void>(std::fill_n(all, keys, A(0)));
+    if (max != max_[i]) {
+      const A shrink = std::exp(max_[i] - max);
+      sum_[i] *= shrink;
+      at::vec::map<A>(
+          [by = V<A>(shrink)](V<A> x) { return x * by; }, out_ + i * out_row_, out_ + i * out_row_, out_row_);
+      max_[i] = max;
+    }
+    sum_[i] += exp_row(row, by, max, seen.size());
+    std::fill_n(all, seen.begin, A(0));
+    fill_rest(row, seen.size(), keys - seen.begin);
+    if (s_.dropout.least > 0)
+      s_.each_kept(b, h, query, j, keys, [&](int64_t k, bool keep) { all[k] = keep ? all[k] : A(0); });
+  }
+
+  const Scores<T>& s_;
+  int64_t out_row_, batch_ = -1, head_ = -1;
+  Scratch<A> k_, v_, q_, scores_, out_;
+  std::array<A, kQueries> max_, sum_;
+};
+
+template <class T>
+void forward_loop(const Scores<T>& s, const Heads<T>& out, const Rows<Acc<T>>& logsumexp) {
+  const int64_t blocks = at::divup(s.queries, kQueries);
+  at::parallel_for(0, s.batch * s.heads * blocks, s.grain(kQueries, s.keys), [&](int64_t begin, int64_t end) {
+    Forward<T> forward(s);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t head = task / blocks, b = head / s.heads, h = head % s.heads,
+                    first = block_of(task % blocks, blocks, s.causal()) * kQueries;
+      forward.block(b, h, first, out, logsumexp.data == nullptr ? nullptr : logsumexp.at(b, h, first));
+    }
+  });
+}
+
+// ---- backward ----
+
+template <class T>
+struct Gradients {
+  Heads<const T> grad_out, out;
+  Rows<const Acc<T>> logsumexp, grad_logsumexp; // the latter may be null
+  Heads<T> q, k, v;
+  Heads<Acc<T>> bias; // its strides are 0 where bias broadcasts, 0 or 1 for the last
+};
+
+// With p = exp(scores - logsumexp), delta = sum(grad_out * out) - grad_logsumexp by row, ds = p * (grad_out v^T -
+// delta):
+//   dv = p^T grad_out,  dq = scale * ds k,  dk = scale * ds^T q,  dbias = ds
+// and with dropout, which makes m * p of p: ds = p * (m * grad_out v^T - delta),  dv = (m * p)^T grad_out.
+// One thread's blocks of p and ds, between a range of keys and a range of queries that it has packed.
+template <class T>
+class Backward {
+  using A = Acc<T>;
+  static constexpr A inf = std::numeric_limits<A>::infinity();
+  static constexpr int64_t kRow = kBackwardKeys + kPanel<A>;
+
+ public:
+  Backward(const Scores<T>& s, const Gradients<T>& g, int64_t keys, int64_t queries)
+      : s_(s), g_(g), width_(padded<A>(s.width)), value_width_(padded<A>(s.value_width)),
+        k_columns_(padded<A>(keys) * s.width), k_rows_(width_ * keys), v_columns_(padded<A>(keys) * s.value_width),
+        q_(queries * s.width), q_rows_(width_ * queries), grad_out_(queries * s.value_width),
+        grad_out_rows_(value_width_ * queries), out_(s.value_width), delta_(queries), logsumexp_(queries),
+        p_(kQueries * kRow), ds_(kQueries * kRow), dq_(queries * width_), dk_(keys * width_), dv_(keys * value_width_) {
+  }
+
+  void take_keys(int64_t b, int64_t h, Range keys) {
+    if (b == batch_ && h == head_ && keys.begin == keys_.begin && keys.end == keys_.end) return;
+    const T *k = s_.k.at(b, h, keys.begin), *v = s_.v.at(b, h, keys.begin);
+    pack(k, s_.k.col, s_.k.row, s_.width, keys.size(), k_columns_, s_.width);
+    pack(k, s_.k.row, s_.k.col, keys.size(), s_.width, k_rows_, keys.size());
+    pack(v, s_.v.col, s_.v.row, s_.value_width, keys.size(), v_columns_, s_.value_width);
+    batch_ = b;
+    head_ = h;
+    keys_ = keys;
+  }
+
+  void take_queries(int64_t b, int64_t h, Range queries) {
+    const int64_t n = queries.size();
+    const A* logsumexp = g_.logsumexp.at(b, h, queries.begin);
+    const A* grad_logsumexp = g_.grad_logsumexp.data == nullptr ? nullptr : g_.grad_logsumexp.at(b, h, queries.begin);
+    pack(s_.q.at(b, h, queries.begin), s_.q.row, s_.q.col, n, s_.width, q_rows_, n);
+    pack(g_.grad_out.at(b, h, queries.begin), g_.grad_out.row, g_.grad_out.col, n, s_.value_width, grad_out_rows_, n);
+    for (int64_t i = 0; i < n; ++i) {
+      A* grad_out = grad_out_ + i * s_.value_width;
+      widen(s_.q.at(b, h, queries.begin + i), s_.q.col, s_.width, q_ + i * s_.width);
+      widen(g_.grad_out.at(b, h, queries.begin + i), g_.grad_out.col, s_.value_width, grad_out);
+      widen(g_.out.at(b, h, queries.begin + i), g_.out.col, s_.value_width, static_cast<A*>(out_));
+      const A l = logsumexp[i];
+      const double dot = sum<A>(s_.value_width, [](V<A> a, V<A> b) { return a * b; }, grad_out, static_cast<A*>(out_));
+      delta_[i] = static_cast<A>(dot - (grad_logsumexp == nullptr ? 0 : grad_logsumexp[i]));
+      logsumexp_[i] = l == inf ? std::numeric_limits<A>::quiet_NaN() : l;
+      if (l == s_.nothing) { // the row sees nothing: exp(score - inf) is 0, and so is its product with any finite delta
+        logsumexp_[i] = inf;
+        delta_[i] = 0;
+      }
+    }
+    query_head_ = h;
+    queries_ = queries;
+  }
+
+  void clear_queries() { std::fill_n(static_cast<A*>(dq_), queries_.size() * width_, A(0)); }
+  void clear_keys() {
+    std::fill_n(static_cast<A*>(dk_), keys_.size() * width_, A(0));
+    std::fill_n(static_cast<A*>(dv_), keys_.size() * value_width_, A(0));
+  }
+  void write_queries() const {
+    for (int64_t i = 0; i < queries_.size(); ++i)
+      narrow(dq_ + i * width_, s_.scale, s_.width, g_.q.at(batch_, query_head_, queries_.begin + i), g_.q.col);
+  }
+  void write_keys() const {
+    for (int64_t j = 0; j < keys_.size(); ++j) {
+      narrow(dk_ + j * width_, s_.scale, s_.width, g_.k.at(batch_, head_, keys_.begin + j), g_.k.col);
+      narrow(dv_ + j * value_width_, A(1), s_.value_width, g_.v.at(batch_, head_, keys_.begin + j), g_.v.col);
+    }
+  }
+
+  // Adds what the ranges give each other, always in the same order, to the gradients that are wanted.
+  enum Wanted { kOfQueries = 1, kOfKeys = 2, kOfBias = 4 };
+  void sweep(int wanted) {
+    for (int64_t j = keys_.begin; j < keys_.end; j += kBackwardKeys) {
+      for (int64_t i = queries_.begin; i < queries_.end; i += kQueries) {
+        // The window leaves queries that see a key from j on, or before the block's end, and keys that they see.
+        const int64_t key_end = std::min(j + kBackwardKeys, keys_.end), first = std::max(i, j - s_.right);
+        const int64_t end = std::min({i + kQueries, queries_.end, key_end + s_.left});
+        const int64_t rows = end - first, keys = std::min(key_end, s_.keys_of(first, end).end) - j;
+        if (rows <= 0 || keys <= 0) continue;
+        probabilities(first, rows, j, keys);
+        const int64_t row = first - queries_.begin, key = j - keys_.begin;
+        if (wanted & kOfKeys) {
+          gemm<A>(keys, s_.value_width, rows, p_, 1, kRow, grad_out_rows_ + row * kPanel<A>, queries_.size(),
+              dv_ + key * value_width_, value_width_, true);
+          gemm<A>(keys, s_.width, rows, ds_, 1, kRow, q_rows_ + row * kPanel<A>, queries_.size(), dk_ + key * width_,
+              width_, true);
+        }
+        if (wanted & kOfQueries)
+          gemm<A>(rows, s_.width, keys, ds_, kRow, 1, k_rows_ + key * kPanel<A>, keys_.size(), dq_ + row * width_,
+              width_, true);
+        if (wanted & kOfBias) add_to_bias(first, rows, j, keys);
+      }
+    }
+  }
+
+ private:
+  void probabilities(int64_t query, int64_t rows, int64_t j, int64_t keys) {
+    const int64_t row = query - queries_.begin, key = j - keys_.begin;
+    gemm<A>(
+        rows, keys, s_.width, q_ + row * s_.width, s_.width, 1, k_columns_ + key * s_.width, s_.width, p_, kRow, false);
+    gemm<A>(rows, keys, s_.value_width, grad_out_ + row * s_.value_width, s_.value_width, 1,
+        v_columns_ + key * s_.value_width, s_.value_width, ds_, kRow, false);
+    for (int64_t i = 0; i < rows; ++i) {
+      A *p = p_ + i * kRow, *ds = ds_ + i * kRow, l = logsumexp_[row + i];
+      const Range range = s_.seen(query + i, j, keys);
+      const T* bias = s_.bias_at(batch_, query_head_, query + i, j + range.begin);
+      const bool drop = s_.dropout.least > 0;
+      if (drop) {
+        s_.each_kept(batch_, query_head_, query + i, j, keys,
+            [&](int64_t k, bool keep) { kept_[k] = keep ? static_cast<A>(s_.dropout.scale) : A(0); });
+        for (int64_t k = 0; k < keys; ++k) ds[k] *= kept_[k];
+      }
+      std::fill_n(p, range.begin, A(0));
+      std::fill_n(ds, range.begin, A(0));
+      p += range.begin;
+      ds += range.begin;
+      const int64_t seen = range.size();
+      // exp_u20 loses NaN, which a NaN logsumexp asks for.
+      const V<A> scale(s_.scale), by(l), delta(delta_[row + i]), one(std::isnan(l) ? l : A(1));
+      each_register<A>(seen, [&](int64_t k, auto count) {
+        V<A> x = V<A>::loadu(p + k) * scale;
+        if (bias != nullptr) x = x + bias_lanes(bias, s_.bias.col, k, count);
+        V<A> prob = (x - by).exp_u20() * one, grad = prob * (V<A>::loadu(ds + k) - delta);
+        if constexpr (std::is_same_v<decltype(count), int64_t>) {
+          prob = V<A>::set(V<A>(0), prob, count);
+          grad = V<A>::set(V<A>(0), grad, count);
+        }
+        prob.store(p + k);
+        grad.store(ds + k);
+      });
+      fill_rest(p, seen, keys - range.begin);
+      fill_rest(ds, seen, keys - range.begin);
+      if (drop)
+        for (int64_t k = range.begin; k < keys; ++k) p_[i * kRow + k] *= kept_[k];
+    }
+  }
+
+  void add_to_bias(int64_t query, int64_t rows, int64_t j, int64_t keys) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const A* ds = ds_ + i * kRow;
+      A* to = g_.bias.at(batch_, query_head_, query + i) + j * g_.bias.col;
+      if (g_.bias.col == 0) *to += static_cast<A>(sum<A>(keys, [](V<A> x) { return x; }, ds));
+      else at::vec::map2<A>([](V<A> a, V<A> b) { return a + b; }, to, to, ds, keys);
+    }
+  }
+
+  const Scores<T>& s_;
+  const Gradients<T>& g_;
+  const int64_t width_, value_width_; // of a row, padded
+  int64_t batch_ = -1, head_ = -1, query_head_ = -1;
+  Range keys_{0, 0}, queries_{0, 0};
+  // As right factors, packed: columns to multiply with q or grad_out, rows to multiply with p or ds.
+  Scratch<A> k_columns_, k_rows_, v_columns_, q_, q_rows_, grad_out_, grad_out_rows_, out_, delta_, logsumexp_;
+  Scratch<A> p_, ds_, dq_, dk_, dv_;
+  std::array<A, kBackwardKeys> kept_;
+};
+
+// A thread takes whole heads of k and v, with all their queries, where there are enough of them; else blocks of
+// keys for dk and dv, and then blocks of queries for dq, which computes p twice. Either way a gradient is one sum
+// in one order.
+template <class T>
+void backward_loop(const Scores<T>& s, const Gradients<T>& g) {
+  using Work = Backward<T>;
+  const int64_t kv_heads = s.heads / std::max<int64_t>(s.group, 1), pairs = s.batch * kv_heads;
+  const Range all_keys{0, s.keys}, all_queries{0, s.queries};
+  const auto heads_of = [&](int64_t head) { return Range{head * s.group, (head + 1) * s.group}; };
+  if (pairs >= (at::in_parallel_region() ? 1 : at::get_num_threads())) {
+    at::parallel_for(0, pairs, s.grain(s.queries * s.group, s.keys), [&](int64_t begin, int64_t end) {
+      Work work(s, g, s.keys, s.queries);
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t b = task / kv_heads, head = task % kv_heads;
+        work.take_keys(b, head, all_keys);
+        work.clear_keys();
+        for (int64_t h = heads_of(head).begin; h < heads_of(head).end; ++h) {
+          work.take_queries(b, h, all_queries);
+          work.clear_queries();
+          work.sweep(Work::kOfQueries | Work::kOfKeys);
+          work.write_queries();
+        }
+        work.write_keys();
+      }
+    });
+  } else {
+    const int64_t key_blocks = at::divup(s.keys, kBackwardKeys), query_blocks = at::divup(s.queries, kQueries);
+    const auto keys_of = [&](int64_t block) {
+      return Range{block * kBackwardKeys, std::min(s.keys, (block + 1) * kBackwardKeys)};
+    };
+    const auto queries_of = [&](int64_t block) {
+      return Range{block * kQueries, std::min(s.queries, (block + 1) * kQueries)};
+    };
+    at::parallel_for(
+        0, pairs * key_blocks, s.grain(s.queries * s.group, kBackwardKeys), [&](int64_t begin, int64_t end) {
+          Work work(s, g, kBackwardKeys, s.queries);
+          for (int64_t task = begin; task < end; ++task) {
+            const int64_t pair = task / key_blocks, b = pair / kv_heads, head = pair % kv_heads;
+            work.take_keys(b, head, keys_of(block_of(task % key_blocks, key_blocks, s.causal())));
+            work.clear_keys();
+            for (int64_t h = heads_of(head).begin; h < heads_of(head).end; ++h) {
+              work.take_queries(b, h, all_queries);
+              work.sweep(Work::kOfKeys);
+            }
+            work.write_keys();
+          }
+        });
+    at::parallel_for(0, s.batch * s.heads * query_blocks, s.grain(kQueries, s.keys), [&](int64_t begin, int64_t end) {
+      Work work(s, g, s.keys, kQueries);
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t b = task / query_blocks / s.heads, h = task / query_blocks % s.heads;
+        work.take_keys(b, h / s.group, all_keys);
+        work.take_queries(b, h, queries_of(block_of(task % query_blocks, query_blocks, s.causal())));
+        work.clear_queries();
+        work.sweep(Work::kOfQueries);
+        work.write_queries();
+      }
+    });
+  }
+}
+
+// dbias alone. Each block of a bias is the work of one thread, which takes all that share it in turn.
+template <class T>
+void bias_loop(const Scores<T>& s, const Gradients<T>& g, std::array<int64_t, 4> shape) {
+  using Work = Backward<T>;
+  const auto ranges = [](int64_t size, int64_t own, int64_t block) {
+    return own == 1 ? std::max<int64_t>(size, 1) : block;
+  };
+  const int64_t query_step = ranges(s.queries, shape[2], kQueries), key_step = ranges(s.keys, shape[3], kBackwardKeys);
+  const int64_t query_blocks = at::divup(s.queries, query_step), key_blocks = at::divup(s.keys, key_step);
+  const auto range = [](int64_t block, int64_t step, int64_t end) {
+    return Range{block * step, std::min(end, (block + 1) * step)};
+  };
+  const auto sharing = [](int64_t index, int64_t own, int64_t all) {
+    return own == 1 ? Range{0, all} : Range{index, index + 1};
+  };
+  const int64_t tasks = shape[0] * shape[1] * query_blocks * key_blocks;
+  at::parallel_for(0, tasks, s.grain(query_step, key_step), [&](int64_t begin, int64_t end) {
+    Work work(s, g, key_step, query_step);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t key_block = task % key_blocks, query_block = task / key_blocks % query_blocks;
+      const int64_t head = task / key_blocks / query_blocks;
+      const Range batches = sharing(head / shape[1], shape[0], s.batch),
+                  heads = sharing(head % shape[1], shape[1], s.heads);
+      for (int64_t b = batches.begin; b < batches.end; ++b) {
+        for (int64_t h = heads.begin; h < heads.end; ++h) {
+          work.take_keys(b, h / s.group, range(key_block, key_step, s.keys));
+          work.take_queries(b, h, range(query_block, query_step, s.queries));
+          work.sweep(Work::kOfBias);
+        }
+      }
+    }
+  });
+}
+
+} // namespace openreg::ops

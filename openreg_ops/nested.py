@@ -1,0 +1,42 @@
+"""Scaled dot product attention of jagged nested tensors, whose algorithm PyTorch chooses by what CUDA has."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from openreg_ops.imports import after_import
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Offer jagged tensors the device's flash and memory-efficient attention, once PyTorch needs a choice."""
+    after_import("torch.nested._internal.sdpa", _replace_choices)
+
+
+def _replace_choices() -> None:
+    """Replace the two functions that say what runs: a build of PyTorch without CUDA answers no for every device.
+
+    The device's kernels take what CUDA's take, so the rules are CUDA's. What depends on the sequences, PyTorch
+    checks itself.
+    """
+    module = sys.modules["torch.nested._internal.sdpa"]
+    halves = (torch.float16, torch.bfloat16)
+    for name, enabled, dtypes in (
+        ("can_use_flash_attention", torch.backends.cuda.flash_sdp_enabled, halves),
+        ("can_use_efficient_attention", torch.backends.cuda.mem_efficient_sdp_enabled, (*halves, torch.float32)),
+    ):
+        setattr(module, name, _choice(getattr(module, name), enabled, dtypes))
+
+
+def _choice(original: Any, enabled: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
+    def can_use(params: Any, debug: bool = False) -> bool:
+        query = params.query
+        if query.device.type != "openreg":
+            return original(params, debug)
+        return enabled() and query.dtype in dtypes and query.dim() == 4 and params.attn_mask is None
+
+    return can_use
