@@ -265,3 +265,15 @@ def test_pinned_memory_is_read_when_the_copy_runs():
         host.numpy()[:] = 3  # unseen by the sanitizer
         stream.synchronize()
         assert x.tolist() == [3, 3, 3, 3]
+
+
+def test_an_injected_latency_delays_copies_of_pageable_memory():
+    stream = torch.openreg.Stream()
+    with stream, torch.openreg.faults.inject("copy_latency", seconds=1) as fault:
+        host = torch.ones(4)
+        x = host.to("openreg", non_blocking=True)
+        assert not stream.query()
+        host.zero_()
+        host.copy_(x, non_blocking=True)
+        assert stream.query() and host.tolist() == [1, 1, 1, 1]
+        assert fault.stop() == 2

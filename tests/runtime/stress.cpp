@@ -10,6 +10,7 @@
 #include "../../csrc/runtime/memory.h"
 #include "../../csrc/runtime/profile.h"
 #include "../../csrc/runtime/stream.h"
+#include "../../csrc/runtime/wait.h"
 
 using namespace openreg;
 using Clock = std::chrono::steady_clock;
@@ -319,6 +320,90 @@ void helpers() { // Note [Isolation]: a thread that is older than the launch it 
   deallocate(memory);
 }
 
+// Waits that a signal's handler ends: nothing is lost, and the work goes on. See Note [Interrupts].
+struct Interrupted {};
+std::atomic<int> interrupts{0};
+
+template <class Wait>
+bool interrupted(Wait&& wait) {
+  interrupts = 2; // the handler returns once before it throws
+  try {
+    wait();
+  } catch (const Interrupted&) {
+    return true;
+  }
+  return false;
+}
+
+void interrupting() {
+  set_check_signals([] {
+    if (interrupts == 0) return false;
+    if (--interrupts == 0) throw Interrupted();
+    return true;
+  });
+  const Stream stream = new_stream(0, 0), other = new_stream(0, 0);
+  std::atomic<bool> open{false};
+  const auto gate = [&] {
+    open = false;
+    enqueue(stream, [&] {
+      while (!open) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    });
+  };
+  int ran = 0;
+  gate();
+  Event event(0, true);
+  event.record(stream);
+  EXPECT(interrupted([&] { synchronize_stream(stream); }));
+  EXPECT(interrupted([&] { synchronize_device(0); }));
+  EXPECT(interrupted([&] { event.synchronize(); }));
+  EXPECT(interrupted([&] { event.time(); }));
+  EXPECT(interrupted([&] { run(stream, [&] { ++ran; }); }));
+  set_launch_mode(LaunchMode::kSync);
+  EXPECT(interrupted([&] { launch(stream, [&] { ++ran; }); }));
+  set_launch_mode(LaunchMode::kInline);
+  EXPECT(interrupted([&] { run(other, [&] { synchronize_stream(stream); }); })); // which has a turn before and after
+  run(other, [&] { ++ran; });
+  EXPECT(ran == 1 && !stream_idle(stream) && !event.query());
+  open = true;
+  synchronize_stream(stream);
+  EXPECT(event.query());
+
+  // Memory that the stream may still use, the rest of what is allowed.
+  const auto before = memory_stats(0);
+  const std::size_t limit = memory_limit(0);
+  gate();
+  set_memory_limit(0, before.bytes[MemoryStats::kAll].current + 4 * kMemoryPage);
+  deallocate(allocate(stream, 4 * kMemoryPage));
+  EXPECT(interrupted([&] { deallocate(allocate(other, 4 * kMemoryPage)); }));
+  EXPECT(memory_stats(0).bytes[MemoryStats::kAll].current == before.bytes[MemoryStats::kAll].current);
+  open = true;
+  deallocate(allocate(other, 4 * kMemoryPage)); // waits
+  set_memory_limit(0, limit);
+
+  // Of a thread that handles none, they are in one piece; dropped work leaves its error.
+  gate();
+  event.record(stream);
+  event.block(other);
+  sleep_on(other, std::int64_t{1} << 62);
+  launch(other, [&] { ++ran; });
+  std::thread opener([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    open = true;
+  });
+  detail::drop_queued();
+  opener.join();
+  EXPECT(stream_idle(stream) && stream_idle(other) && ran == 1);
+  try {
+    synchronize_device(0);
+    EXPECT(false);
+  } catch (const AsyncError& error) {
+    EXPECT(std::string_view(error.what()).find("queued work was dropped") != std::string_view::npos);
+  }
+  run(other, [&] { ++ran; });
+  EXPECT(ran == 2);
+  set_check_signals(nullptr);
+}
+
 void bounded() {
   for (int i = 0; i < 10000; ++i) {
     const Stream stream = new_stream(0, i % 2 ? -1 : 0);
@@ -365,6 +450,7 @@ int main(int argc, char** argv) {
   reuse();
   ahead();
   helpers();
+  interrupting();
   profiles();
   bounded();
   stress(argc > 1 ? std::atof(argv[1]) : 3);
