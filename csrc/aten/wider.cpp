@@ -39,8 +39,8 @@ const std::unordered_map<std::string, Wider>& table() {
       }
     };
     add(kComplexHalf, Wider::kOneType,
-        {"acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cumprod", "exp", "lerp", "log",
-            "prod", "rsqrt", "sigmoid", "sigmoid_backward", "sin", "sinh", "sqrt", "sum", "tan", "tanh",
+        {"acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cumprod", "equal", "exp", "lerp",
+            "log", "prod", "rsqrt", "sigmoid", "sigmoid_backward", "sin", "sinh", "sqrt", "sum", "tan", "tanh",
             "tanh_backward"});
     add(kComplexHalf | bit(at::kBool), Wider::kOneType, {"trace"});
     add(kComplexHalf, Wider::kPromotes, {"div", "logaddexp", "pow"});

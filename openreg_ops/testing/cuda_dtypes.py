@@ -154,24 +154,7 @@ class _Case:
         result = self.call(
             REFERENCES.get(self.op.name, self.op), lambda value: _map(value, wide, lambda d: WIDER.get(d, d))
         )
-        return _tensors(result), self.gradients(result, leaves) if backward else []
-
-    def gradients(self, result: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        outputs = [x for x in _tensors(self.sample.output_process_fn_grad(result)) if x.requires_grad]
-        if not outputs or not leaves:
-            return []
-        host = torch.Generator().manual_seed(opinfo.SEED)
-        weights = []
-        for y in outputs:
-            kind = torch.complex64 if y.is_complex() else torch.float32
-            weight = torch.randn(y.shape, dtype=kind, generator=host)
-            rounded = {torch.bfloat16: torch.bfloat16}.get(self.dtype, torch.float16)
-            if y.is_complex():
-                rounded = torch.complex32
-            if self.dtype.itemsize < 8:  # so that both sides start from the same numbers
-                weight = weight.to(rounded)
-            weights.append(weight.to(y.dtype).to(y.device))
-        return list(torch.autograd.grad(outputs, leaves, weights, allow_unused=True))
+        return _tensors(result), _gradients(self.sample, result, leaves, self.dtype) if backward else []
 
     def run(self, backward: bool) -> None:
         self.report.ran["cuda_dtypes"] += 1
@@ -186,7 +169,7 @@ class _Case:
         self.compare(expected, actual, "value", self.dtypes())
         if backward:
             try:
-                found = self.gradients(result, move.leaves)
+                found = _gradients(self.sample, result, move.leaves, self.dtype)
             except Exception as error:
                 return self.fail("gradient", f"backward: {opinfo.first_line(error)}")
             self.compare(gradients, found, "gradient", [x.dtype for x in move.leaves] if found else [])
@@ -289,6 +272,23 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
+def _gradients(sample: Any, result: Any, leaves: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Those of the results, weighted by the same numbers, which `dtype` holds, whatever the dtype of the results."""
+    outputs = [x for x in _tensors(sample.output_process_fn_grad(result)) if x.requires_grad]
+    if not outputs or not leaves:
+        return []
+    host, weights = torch.Generator().manual_seed(opinfo.SEED), []
+    for y in outputs:
+        y = y.to_dense() if y.layout != torch.strided else y
+        weight = torch.randn(y.shape, dtype=torch.complex64 if y.is_complex() else torch.float32, generator=host)
+        if dtype in TOLERANCE:
+            half = torch.float16 if dtype == torch.complex32 else dtype
+            weight = weight.to(torch.complex32 if y.is_complex() else half)
+        weights.append(weight.to(y.dtype).to(y.device))
+    outputs = [y.to_dense() if y.layout != torch.strided else y for y in outputs]
+    return list(torch.autograd.grad(outputs, leaves, weights, allow_unused=True))
+
+
 def check_dtype(
     op: Any, dtype: torch.dtype, device: str, samples: int, report: opinfo.Report, at: Callable[[str], None]
 ) -> None:
@@ -323,15 +323,11 @@ def check_autocast(op: Any, device: str, samples: int, report: opinfo.Report, at
                     message = f"{dtype}: {opinfo.first_line(half.error)}"
                     report.failures.append(opinfo.Failure("autocast", kind, i, message))
                     break
-                if not one.values or cast.drew or op.name in INEXACT:
+                if not one.values or cast.drew:
                     continue
                 for message in _far(wide.value, half.value, dtype):
                     failure = opinfo.Failure("autocast", "value" if kind == "error" else kind, i, f"{dtype}: {message}")
                     report.failures.append(failure)
-
-
-# Operators whose results say little about the rounding of their inputs, and why.
-INEXACT: dict[str, str] = {}
 
 
 def _outcome(one: Any, context: Any, backward: bool) -> tuple[opinfo.Outcome, opinfo.Outcome | None]:
@@ -342,7 +338,8 @@ def _outcome(one: Any, context: Any, backward: bool) -> tuple[opinfo.Outcome, op
     result = opinfo.run(call, one.device, backward)
     if result.error or not backward:
         return result, None
-    return result, opinfo.run(lambda _: one.gradient(result), one.device)
+    dtype = torch.float32
+    return result, opinfo.run(lambda move: _gradients(one.sample, result.value, result.mover.leaves, dtype), one.device)
 
 
 def _far(expected: Any, actual: Any, dtype: torch.dtype) -> Iterator[str]:
@@ -351,7 +348,7 @@ def _far(expected: Any, actual: Any, dtype: torch.dtype) -> Iterator[str]:
     if len(expected) != len(actual):
         yield f"expected {len(expected)} results, but got {len(actual)}"
         return
-    tolerance = 0.02 if dtype == torch.float16 else 0.1
+    tolerance = 0.02 if dtype == torch.float16 else 0.15
     for e, a in zip(expected, actual, strict=True):
         if not isinstance(e, torch.Tensor) or not isinstance(a, torch.Tensor):
             if (e is None) != (a is None):
@@ -368,5 +365,5 @@ def _far(expected: Any, actual: Any, dtype: torch.dtype) -> Iterator[str]:
         if not finite.any():
             continue
         largest, error = e[finite].abs().max().item(), (a - e)[finite].abs().max().item()
-        if not error <= tolerance * largest + 1e-3:
+        if not error <= tolerance * (largest + 0.05):
             yield f"differs from float32 by {error:.3g}, of values up to {largest:.3g}"

@@ -13,6 +13,8 @@ namespace {
 
 using torch::jit::Stack;
 
+constexpr auto kFront = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
+
 // The sizes that a transform of `self` with these arguments (n and dim, or s and dim) runs over.
 std::vector<int64_t> signal_sizes(const at::Tensor& self, const c10::IValue* arguments, bool from_half) {
   std::vector<int64_t> given, dims, sizes;
@@ -45,12 +47,7 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   Stack wide;
   wide.emplace_back(self.to(at::kFloat));
   for (size_t i = 1; i < 4; ++i) wide.push_back((*stack)[first + i]);
-  if (count == 4) {
-    composite(&wide);
-  } else { // out= is written by a copy
-    const auto functional = c10::Dispatcher::singleton().findSchemaOrThrow(op.schema().name().c_str(), "");
-    functional.callBoxed(&wide);
-  }
+  c10::Dispatcher::singleton().findSchemaOrThrow(op.schema().name().c_str(), "").callBoxed(&wide); // out= by a copy
   at::Tensor result = wide.back().toTensor();
   result = result.to(result.is_complex() ? at::kComplexHalf : at::kHalf);
   if (count > 4) {
@@ -64,24 +61,38 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   stack->emplace_back(std::move(result));
 }
 
+// vmap decomposes a transform itself, so what is Half becomes wider before functorch's layers see it. All else goes the
+// way of any other operator of the layer, by the kernel that they share.
+void fft_transformed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  if (self.is_privateuseone() && self.scalar_type() == at::kHalf) return fft(op, keys, stack);
+  static const auto* shared = new c10::SafeKernelFunction(
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::sin", "").getComputedKernelForDispatchKey(kFront));
+  shared->callBoxed(op, keys, stack);
+}
+
 constexpr const char* kNames[] = {"fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_hfft2", "fft_hfftn", "fft_ifft",
     "fft_ifft2", "fft_ifftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "fft_irfft", "fft_irfft2", "fft_irfftn",
     "fft_rfft", "fft_rfft2", "fft_rfftn"};
 
+template <auto kernel>
 void register_all(torch::Library& m) {
   for (const std::string name : kNames)
     for (const std::string& each : {name, name + ".out"})
-      m.impl(each.c_str(), torch::CppFunction::makeFromBoxedFunction<&fft>());
+      m.impl(each.c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
 }
 
 } // namespace
 
 // A composite operator that a backend overrides loses its derivative together with its decomposition, so both keys.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  register_all(m);
+  register_all<&fft>(m);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  register_all(m);
+  register_all<&fft>(m);
+}
+TORCH_LIBRARY_IMPL(aten, FuncTorchDynamicLayerFrontMode, m) {
+  register_all<&fft_transformed>(m);
 }
 
 } // namespace openreg
