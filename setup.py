@@ -69,6 +69,7 @@ setup(
     packages=[
         "openreg_ops",
         "openreg_ops.inductor",
+        "openreg_ops.integrations",
         "openreg_ops.meta",
         "openreg_ops.testing",
         "openreg_ops.testing.checks",

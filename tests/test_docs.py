@@ -1,4 +1,7 @@
-"""Every block of docs/integration.md is a program that runs as it stands."""
+"""Every block of docs/integration.md is a program that runs as it stands.
+
+tests/clients/test_docs.py runs those about training frameworks, which the tests' environment does not have.
+"""
 
 import os
 import re
@@ -14,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^## ([^\n]+)|^```python\n(.*?)^```", (ROOT / "docs/integration.md").read_text(), re.M | re.S)
 TITLES = [title for title, _ in BLOCKS]
 PROGRAMS = [
-    pytest.param(code, id=next(title for title in reversed(TITLES[:i]) if title))
+    pytest.param(code, id=title)
     for i, (_, code) in enumerate(BLOCKS)
-    if code
+    if code and (title := next(title for title in reversed(TITLES[:i]) if title)) != "Training frameworks"
 ]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openreg_ops.testing import opinfo, transforms
+from openreg_ops.testing import opinfo
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 
 DEVICE = "openreg"
-CHECKS = tuple(name for name in opinfo.CHECKS if name not in transforms.CHECKS)  # tests/test_transforms.py has those
+CHECKS = opinfo.DIRECT  # each sweep has a test file of its own
 
 
 def cases() -> list:

@@ -21,6 +21,7 @@
 #include <unordered_set>
 
 #include "../runtime/memory.h"
+#include "wider.h"
 
 namespace openreg {
 namespace {
@@ -559,10 +560,13 @@ class NativeKernel final : public c10::OperatorKernel {
     reads_no_data_ = kReadsNoData.count(schema.name()) > 0;
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
+    if (target == DispatchKey::CPU) wider_ = Wider::of(schema.name());
   }
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
+    if (C10_UNLIKELY(wider_ != nullptr) && wider_->run(op, stack)) return;
+    uint64_t untried = 0;
+    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack, untried)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
     CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
@@ -614,6 +618,7 @@ class NativeKernel final : public c10::OperatorKernel {
       LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());
       call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
     }
+    if (C10_UNLIKELY(untried != 0)) accept_signature(untried);
     if (C10_UNLIKELY(for_host)) return;
     const size_t returns = op.schema().returns().size();
     for (size_t i = 0; i < returns; ++i) {
@@ -655,6 +660,7 @@ class NativeKernel final : public c10::OperatorKernel {
   bool draws_ = false; // random numbers, without a Generator argument
   bool host_arguments_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
+  const Wider* wider_ = nullptr;
 };
 
 struct Layout {

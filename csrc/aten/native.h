@@ -171,6 +171,31 @@ inline at::Tensor& unmap(CpuCall& call, at::Tensor& t) {
 inline const at::Tensor& unmap(CpuCall& call, const at::Tensor& t) {
   return call.original(t);
 }
+// The dtypes among the arguments, one bit for each.
+inline std::uint64_t dtype_bits(c10::ScalarType type) {
+  return std::uint64_t{1} << static_cast<unsigned>(type);
+}
+inline std::uint64_t dtype_bits(const at::Tensor& t) {
+  return dtype_bits(t.scalar_type());
+}
+inline std::uint64_t dtype_bits(const at::Scalar& number) {
+  return number.isComplex() ? dtype_bits(at::kComplexDouble) : 0;
+}
+template <class T>
+std::uint64_t dtype_bits(const std::optional<T>& value) {
+  return value ? dtype_bits(*value) : 0;
+}
+template <class T>
+std::uint64_t dtype_bits(const T&) {
+  return 0;
+}
+// Whether they may promote to complex32, in which the CPU's kernels rarely compute: see Note [Wider dtypes].
+inline bool complex_half(std::uint64_t dtypes) {
+  const std::uint64_t complex =
+      dtype_bits(at::kComplexHalf) | dtype_bits(at::kComplexFloat) | dtype_bits(at::kComplexDouble);
+  return (dtypes & complex) && (dtypes & (dtype_bits(at::kComplexHalf) | dtype_bits(at::kHalf)));
+}
+
 template <class... T>
 std::tuple<T...> unmap(CpuCall& call, std::tuple<T...>&& values) {
   return std::apply([&](auto&... each) { return std::tuple<T...>(unmap(call, static_cast<T&&>(each))...); }, values);
@@ -181,7 +206,7 @@ struct Native;
 template <class Op, class R, class... A>
 struct Native<Op, R(A...)> {
   static R call(A... arguments) {
-    if (queueing()) [[unlikely]] {
+    if (queueing() || complex_half((dtype_bits(arguments) | ... | 0))) [[unlikely]] {
       static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
       return c10::impl::BoxedKernelWrapper<R(A...)>::call(
           native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<A>(arguments)...);

@@ -1,10 +1,12 @@
 #include "queued.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/COW.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
@@ -12,11 +14,16 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
+#include "../backend/allocator.h"
+#include "signature.h"
 #include "values.h"
 
 namespace openreg {
@@ -37,6 +44,7 @@ struct Plan {
   bool possible = false, fills = false;
   const c10::KernelFunction* meta = nullptr; // or the one that the dispatcher has
   std::vector<bool> written;              // by argument
+  std::vector<bool> number;               // likewise: of type Scalar or float
   std::optional<c10::OperatorHandle> out; // of one that returns new tensors: its out= form
 };
 
@@ -46,6 +54,12 @@ const std::unordered_set<std::string> kFills = {
 
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
+}
+
+bool is_number(const c10::Argument& argument) {
+  const auto& type = argument.type();
+  return type->isSubtypeOf(*c10::OptionalType::create(c10::NumberType::get())) &&
+      !type->isSubtypeOf(*c10::OptionalType::create(c10::IntType::get()));
 }
 
 bool is_tensor(const c10::Argument& argument) {
@@ -76,11 +90,14 @@ Plan make_plan(const c10::OperatorHandle& op) {
   bool writes = false;
   for (const auto& argument : schema.arguments()) {
     plan.written.push_back(is_written(argument));
+    plan.number.push_back(is_number(argument));
     writes |= plan.written.back();
     const auto kind = argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())) ||
         argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::DeviceObjType::get()));
     if (kind) return plan;
   }
+  // These look at their results themselves, on CUDA too, and raise at the call.
+  if (schema.name().find("linalg_") != std::string::npos) return plan;
   for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
            at::Tag::dynamic_output_shape, at::Tag::inplace_view})
     if (op.hasTag(tag)) return plan;
@@ -114,6 +131,10 @@ const Plan& plan_of(const c10::OperatorHandle& op) {
   return it->second;
 }
 
+bool is_integral(const at::Tensor& x) {
+  return c10::isIntegralType(x.scalar_type(), /*includeBool=*/true);
+}
+
 // One tensor argument and what stands for it: in the Meta kernel, and in the task.
 struct Argument {
   at::Tensor real, meta, host;
@@ -132,11 +153,17 @@ at::Tensor over(const at::Tensor& real) {
 
 class Arguments {
  public:
+  explicit Arguments(const void* op) : signature(op) {
+    signature.add(at::globalContext().deterministicAlgorithms()); // some kernels then refuse
+  }
+  Signature signature;
+
   // Whether the tensor can take part in queued work.
   bool add(const at::Tensor& x, bool written) {
-    if (!x.defined()) return true;
+    if (!x.defined()) return signature.add(0), true;
     if (Argument* known = find(x)) {
       known->written |= written;
+      signature.add(static_cast<uint64_t>(known - all_.data()) + 1);
       return true;
     }
     if (all_.size() == kMost) return false;
@@ -147,6 +174,7 @@ class Arguments {
           x._is_zerotensor())
         return false;
       each.host = x.detach().clone();
+      if (!add_number(x)) return false;
     } else {
       const auto refused =
           DispatchKeySet({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor, DispatchKey::Python});
@@ -160,11 +188,32 @@ class Arguments {
       each.host = over(x);
     }
     each.meta = at::Tensor(at::detail::empty_strided_meta(x.sizes(), x.strides(), x.scalar_type()));
+    signature.add_tensor(x, 2 * all_.size() + impl->is_wrapped_number());
     if (impl->is_wrapped_number()) {
       each.meta.unsafeGetTensorImpl()->set_wrapped_number(true);
       each.host.unsafeGetTensorImpl()->set_wrapped_number(true);
     }
     all_.push_back(std::move(each));
+    return true;
+  }
+
+  // Any argument of a boxed call; `number`: of type Scalar or float.
+  bool add(const c10::IValue& value, bool written, bool number) {
+    if (value.isTensor()) return add(value.toTensor(), written);
+    if (value.isTensorList()) {
+      const auto list = value.toTensorVector();
+      signature.add(list.size());
+      return std::all_of(list.begin(), list.end(), [&](const at::Tensor& x) { return add(x, written); });
+    }
+    if (value.isOptionalTensorList()) {
+      const auto list = value.toOptionalTensorVector();
+      signature.add(list.size());
+      return std::all_of(
+          list.begin(), list.end(), [&](const std::optional<at::Tensor>& x) { return add(x.value_or(at::Tensor()), written); });
+    }
+    if (!number || !(value.isInt() || value.isDouble())) return signature.add_value(value);
+    signature.add(value.isInt());
+    signature.add_number(value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble());
     return true;
   }
 
@@ -182,32 +231,31 @@ class Arguments {
       if (each.real.is_same(x)) return &each;
     return nullptr;
   }
+  // The index in all() of one that was added.
+  size_t place(const at::Tensor& x) const {
+    return static_cast<size_t>(
+        std::find_if(all_.begin(), all_.end(), [&](const Argument& each) { return each.real.is_same(x); }) -
+        all_.begin());
+  }
   const std::vector<Argument>& all() const { return all_; }
   int device() const { return device_; } // -1: no tensor is on one
 
  private:
+  // The value of a CPU tensor without dimensions.
+  bool add_number(const at::Tensor& x) {
+    const auto type = x.scalar_type();
+    if (type == at::kDouble) signature.add_number(*x.const_data_ptr<double>());
+    else if (type == at::kLong) signature.add_number(static_cast<double>(*x.const_data_ptr<int64_t>()));
+    else if (x.is_floating_point() || is_integral(x)) signature.add_number(x.item().toDouble());
+    else if (x.is_complex()) return signature.add_value(x.item().toComplexDouble());
+    else return false;
+    return true;
+  }
+
   static constexpr size_t kMost = 64; // more take longer to look up than they would run
   std::vector<Argument> all_;
   int device_ = -1;
 };
-
-// Calls f with each tensor of an argument, in lists too.
-template <class F>
-bool each_tensor(const c10::IValue& value, const F& f) {
-  if (value.isTensor()) return f(value.toTensor());
-  if (value.isTensorList()) {
-    for (const at::Tensor& x : value.toTensorVector())
-      if (!f(x)) return false;
-  } else if (value.isOptionalTensorList()) {
-    for (const auto& x : value.toOptionalTensorVector())
-      if (x && !f(*x)) return false;
-  }
-  return true;
-}
-
-bool is_integral(const at::Tensor& x) {
-  return c10::isIntegralType(x.scalar_type(), /*includeBool=*/true);
-}
 
 // Whether the kernel may convert its arguments to another dtype. It would do so by the default dtype of when it runs,
 // and, on the CPU, the layout of a result then follows from that of the converted arguments.
@@ -234,14 +282,116 @@ struct KeptWarnings : c10::WarningHandler {
   std::vector<c10::Warning> all;
 };
 
-// Whether a fill can say nothing against its value.
+// Whether a fill needs no look at values on the device: a number must fit into the dtype that it is stored in.
 bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
   const at::Tensor& self = arguments.all().front().real;
   if (zero) return true;
+  const auto widens = [&](const at::Tensor& x) {
+    return x.is_cpu() ||
+        (x.is_floating_point() && c10::promoteTypes(x.scalar_type(), self.scalar_type()) == self.scalar_type());
+  };
   return self.is_floating_point() && at::has_internal_overlap(self) == at::MemOverlap::No &&
       std::none_of(stack.begin(), stack.end(), [](const c10::IValue& value) { return value.isComplexDouble(); }) &&
-      std::all_of(arguments.all().begin(), arguments.all().end(),
-          [&](const Argument& each) { return each.written || (each.real.dim() == 0 && !each.real.is_complex()); });
+      std::all_of(arguments.all().begin(), arguments.all().end(), [&](const Argument& each) {
+        return each.written || (each.real.dim() == 0 && widens(each.real));
+      });
+}
+
+// ---- trials ----
+
+// What became of the calls of each signature, as its value plus kRefused. A call that finds its place taken is tried
+// once more: the table has a fixed size, needs no lock, and losing an entry costs no more than that.
+constexpr uint64_t kRefused = 1;
+constexpr size_t kSignatures = 1 << 16, kPlaces = 4;
+std::array<std::atomic<uint64_t>, kSignatures + kPlaces> signatures;
+
+enum class Verdict { kUnknown, kAccepted, kRefused };
+
+Verdict verdict_of(uint64_t signature) {
+  for (size_t i = signature % kSignatures, end = i + kPlaces; i < end; ++i) {
+    const uint64_t known = signatures[i].load(std::memory_order_relaxed);
+    if ((known & ~kRefused) == signature) return known & kRefused ? Verdict::kRefused : Verdict::kAccepted;
+  }
+  return Verdict::kUnknown;
+}
+
+void remember(uint64_t signature, bool accepted) {
+  const size_t first = signature % kSignatures;
+  size_t at = first + (signature >> 60) % kPlaces;
+  for (size_t i = first; i < first + kPlaces; ++i)
+    if (signatures[i].load(std::memory_order_relaxed) == 0) {
+      at = i;
+      break;
+    }
+  signatures[at].store(signature | (accepted ? 0 : kRefused), std::memory_order_relaxed);
+}
+
+// What a trial may allocate. Larger calls run in line the first time.
+constexpr size_t kTrialBytes = 1 << 20;
+
+// Memory of the host for one trial: a tensor like `x`, all zeros, so that every index that it may be is valid.
+class Scratch {
+ public:
+  at::Tensor like(const at::Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
+    const size_t bytes = at::detail::computeStorageNbytes(sizes, strides, x.itemsize());
+    bytes_ += std::max(bytes, static_cast<size_t>(c10::multiply_integers(sizes)) * x.itemsize());
+    if (bytes_ > kTrialBytes) return {};
+    at::Tensor made(at::detail::empty_strided_cpu(sizes, strides, x.scalar_type()));
+    if (bytes) std::memset(made.unsafeGetTensorImpl()->unsafe_storage().mutable_data(), 0, bytes);
+    if (x.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
+  }
+  at::Tensor like(const at::Tensor& x) { return like(x, x.sizes(), x.strides()); }
+  // Two elements of each dimension, or fewer.
+  at::Tensor tiny(const at::Tensor& x) {
+    std::vector<int64_t> sizes = x.sizes().vec(), strides(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 0;) {
+      sizes[i] = std::min<int64_t>(sizes[i], 2);
+      if (i + 1 < sizes.size()) strides[i] = strides[i + 1] * sizes[i + 1];
+    }
+    return like(x, sizes, strides);
+  }
+
+ private:
+  size_t bytes_ = 0;
+};
+
+// Whether `kernel` raises nothing and warns of nothing.
+template <class Kernel>
+bool accepts(const Kernel& kernel) {
+  at::DisableRecordFunctionGuard unseen;
+  KeptWarnings warnings;
+  c10::WarningUtils::WarningHandlerGuard keep(&warnings);
+  try {
+    kernel();
+  } catch (const std::exception&) {
+    return false;
+  }
+  return warnings.all.empty();
+}
+
+// Calls `op` on scratch memory; `results` are what the Meta kernel made, for an out= form. `tiny`: the shapes are known
+// to match. Unknown: it is too large.
+Verdict try_out(const c10::OperatorHandle& op, const Arguments& arguments, const Stack& real, const Stack& results,
+    bool tiny) {
+  LendDeviceMemory none(-1);
+  Scratch scratch;
+  std::vector<at::Tensor> stand_ins;
+  for (const Argument& each : arguments.all()) {
+    if (each.real.is_cpu()) stand_ins.push_back(each.host);
+    else stand_ins.push_back(tiny ? scratch.tiny(each.real) : scratch.like(each.real));
+    if (!stand_ins.back().defined()) return Verdict::kUnknown;
+  }
+  Stack stack;
+  for (const c10::IValue& value : real)
+    stack.push_back(map_tensors(value,
+        [&](const at::Tensor& x) { return x.defined() ? stand_ins[arguments.place(x)] : x; }));
+  for (const c10::IValue& value : results) {
+    stack.emplace_back(scratch.like(value.toTensor()));
+    if (!stack.back().toTensor().defined()) return Verdict::kUnknown;
+  }
+  return accepts([&] { op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack); }) ? Verdict::kAccepted
+                                                                                        : Verdict::kRefused;
 }
 
 // Runs `kernel` on the stream's worker, with as many threads as the caller has: OpenMP keeps a number for each thread.
@@ -266,14 +416,13 @@ void set_meta_kernel(const std::string& name, c10::KernelFunction kernel) {
   meta_kernels().insert_or_assign(name, std::move(kernel));
 }
 
-bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
+bool queue_operator(const c10::OperatorHandle& op, Stack* stack, uint64_t& untried) {
   const Plan& plan = plan_of(op);
   if (!plan.possible) return false;
   const size_t count = plan.written.size(), first = stack->size() - count;
-  Arguments arguments;
+  Arguments arguments(&plan);
   for (size_t i = 0; i < count; ++i)
-    if (!each_tensor((*stack)[first + i], [&](const at::Tensor& x) { return arguments.add(x, plan.written[i]); }))
-      return false;
+    if (!arguments.add((*stack)[first + i], plan.written[i], plan.number[i])) return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
@@ -284,14 +433,34 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
     host.push_back(map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
   }
   KeptWarnings warnings; // if the call is not queued, its kernel warns
+  const bool zero = op.operator_name().name == "aten::zero_";
   if (plan.fills) {
-    if (!fits(arguments, *stack, op.operator_name().name == "aten::zero_")) return false;
-  } else if (c10::WarningUtils::WarningHandlerGuard keep(&warnings); plan.meta)
-    plan.meta->callBoxed(op, DispatchKeySet(DispatchKey::Meta), &meta);
-  else op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta);
+    if (!fits(arguments, host, zero)) return false;
+  } else try {
+      c10::WarningUtils::WarningHandlerGuard keep(&warnings);
+      if (plan.meta) plan.meta->callBoxed(op, DispatchKeySet(DispatchKey::Meta), &meta);
+      else op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta);
+    } catch (const c10::Error& error) {
+      if (error.msg().find("Meta") != std::string::npos) return false; // a sentence about the stand-ins
+      throw;
+    }
+
+  if (!plan.fills && may_convert(op.schema(), arguments, *stack, meta)) return false;
+  if (!plan.out)
+    for (const Argument& each : arguments.all()) // an out= tensor that would be resized waits
+      if (each.written && each.meta.sizes() != each.real.sizes()) return false;
+  const c10::OperatorHandle& queued = plan.out ? *plan.out : op;
+  const uint64_t signature = arguments.signature.value();
+  Verdict verdict = verdict_of(signature);
+  if (verdict == Verdict::kUnknown) [[unlikely]] {
+    const Stack real(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+    verdict = try_out(queued, arguments, real, plan.out ? meta : Stack(), plan.fills);
+    if (verdict == Verdict::kUnknown) untried = signature;
+    else remember(signature, verdict == Verdict::kAccepted);
+  }
+  if (verdict != Verdict::kAccepted) return false;
 
   Stack results;
-  if (!plan.fills && may_convert(op.schema(), arguments, *stack, meta)) return false;
   if (plan.out) {
     for (const c10::IValue& value : meta) {
       const at::Tensor& y = value.toTensor();
@@ -300,13 +469,11 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
       host.emplace_back(over(results.back().toTensor()));
     }
   } else {
-    for (const Argument& each : arguments.all()) // an out= tensor that would be resized waits
-      if (each.written && each.meta.sizes() != each.real.sizes()) return false;
     for (size_t i = 0; i < count; ++i)
       if (plan.written[i]) results.push_back((*stack)[first + i]);
   }
   const char* name = op.operator_name().name.c_str();
-  queue_kernel(arguments.device(), name, Site(name), [op = plan.out.value_or(op), host = std::move(host)]() mutable {
+  queue_kernel(arguments.device(), name, Site(name), [op = queued, host = std::move(host)]() mutable {
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &host);
     host.clear();
   });
@@ -316,12 +483,33 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   return true;
 }
 
+void accept_signature(uint64_t signature) {
+  remember(signature, true);
+}
+
 bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site) {
-  Arguments arguments;
+  static const char op = 0;
+  Arguments arguments(&op);
   if (!from.is_privateuseone() || !to.is_privateuseone() || !arguments.add(from, false) || !arguments.add(to, true) ||
       !arguments.apart() || from.is_same(to) || !at::is_expandable_to(from.sizes(), to.sizes()) ||
       at::has_internal_overlap(to) == at::MemOverlap::Yes || (from.is_complex() && !to.is_complex()))
     return false;
+  // With the shapes known to match, only the dtypes are left to refuse.
+  Signature dtypes(&op);
+  dtypes.add(static_cast<uint64_t>(from.scalar_type()) << 8 | static_cast<uint64_t>(to.scalar_type()));
+  const uint64_t signature = dtypes.value();
+  Verdict verdict = verdict_of(signature);
+  if (verdict == Verdict::kUnknown) [[unlikely]] {
+    LendDeviceMemory none(-1);
+    Scratch scratch;
+    const bool accepted = accepts([&] {
+      for (const auto& strides : {std::array<int64_t, 2>{2, 1}, std::array<int64_t, 2>{1, 2}})
+        scratch.like(to, {2, 2}, {2, 1}).copy_(scratch.like(from, {2, 2}, strides));
+    });
+    remember(signature, accepted);
+    verdict = accepted ? Verdict::kAccepted : Verdict::kRefused;
+  }
+  if (verdict != Verdict::kAccepted) return false;
   queue_kernel(arguments.device(), "aten::copy_", site,
       [from = arguments.find(from)->host, to = arguments.find(to)->host]() mutable { to.copy_(from); });
   return true;

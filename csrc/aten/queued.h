@@ -33,8 +33,10 @@ inline bool queueing() noexcept {
 void set_meta_kernel(const std::string& name, c10::KernelFunction kernel);
 
 // Queues an operator on its device's current stream and puts the results in the place of the arguments on the stack;
-// false, with nothing changed, where it must run now.
-bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// false, with nothing changed, where it must run now. `untried` is then set if that run is to be its trial.
+bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::uint64_t& untried);
+// Calls of this signature may be queued from now on.
+void accept_signature(std::uint64_t signature);
 
 // The same for a copy within one device.
 bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site);

@@ -114,6 +114,20 @@ Tensor dequantize_rowwise(const Tensor& q_, const Tensor& scale_, std::optional<
   return y;
 }
 
+// PyTorch makes a Python object of a dtype by a table that it does not check, so a number that is not a dtype must not
+// reach the references in meta/.
+Tensor known_dtype(
+    c10::DispatchKeySet keys, const Tensor& q, const Tensor& scale, std::optional<at::ScalarType> dtype) {
+  const int number = static_cast<int>(dtype.value_or(at::kFloat));
+  TORCH_CHECK(number >= 0 && number < static_cast<int>(at::ScalarType::Undefined),
+      "dequantize_rowwise: expected dtype to be float32, float64, float16 or bfloat16, but got ", number,
+      ", which is not a dtype");
+  static const auto op = find<Tensor(const Tensor&, const Tensor&, std::optional<at::ScalarType>)>(
+      "openreg::dequantize_rowwise");
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  return op.redispatch(keys & below, q, scale, dtype);
+}
+
 } // namespace
 
 // ---- registration ----
@@ -123,6 +137,9 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def("quantize_rowwise(Tensor x) -> (Tensor q, Tensor scale)");
   m.def("dequantize_rowwise(Tensor q, Tensor scale, *, ScalarType? dtype=None) -> Tensor");
   autocast(m, "dequantize_rowwise", Cast::kFloat32); // of the scale
+}
+TORCH_LIBRARY_IMPL(openreg, BackendSelect, m) {
+  m.impl("dequantize_rowwise", known_dtype);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("quantize_rowwise", quantize_rowwise);

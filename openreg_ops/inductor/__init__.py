@@ -3,6 +3,7 @@
 Users need nothing of it but `decompositions`. Importing this package loads neither Dynamo nor Inductor (two seconds):
 the parts register themselves when PyTorch loads those.
 
+    backend.py   torch.compile(backend="openreg")
     dynamo.py    what Dynamo asks a device: streams, events, current device
     operators.py what becomes of custom operators
     codegen.py   what Inductor generates for the device: kernels that go through launch(), and the wrappers
@@ -18,7 +19,7 @@ import ctypes
 
 from openreg_ops import _C
 from openreg_ops.imports import after_import
-from openreg_ops.inductor import convolution, higher_order
+from openreg_ops.inductor import backend, convolution, higher_order
 
 # The operators that Inductor takes apart, with their backward, and fuses with what stands around them; of the others,
 # and in eager mode, the device's own kernel runs. May be changed at any time, for the graphs compiled from then on;
@@ -51,6 +52,7 @@ def register() -> None:
     higher_order.register_autocast()
     convolution.register()
     for name, call in (
+        ("torch._dynamo.backends.registry", backend.register),
         ("torch._dynamo.device_interface", _register_interface),
         ("torch._dynamo.variables.ctx_manager", _register_context_manager),
         ("torch._prims.rng_prims", higher_order.register_random_state),

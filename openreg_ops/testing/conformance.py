@@ -28,14 +28,14 @@ from typing import Any, TextIO
 
 import torch
 
-from openreg_ops.testing import opinfo, training, transforms
+from openreg_ops.testing import cuda_dtypes, opinfo, training
 from openreg_ops.testing.conformance_report import Case, Record, Results
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 from openreg_ops.tools import dispatch, forms
 from openreg_ops.tools.forms import Wrong
 
 SUITES = ("operators", "modules", "optimizers")
-CHECKS = tuple(dict.fromkeys((*opinfo.CHECKS, *training.CHECKS)))
+CHECKS = tuple(dict.fromkeys((*opinfo.CHECKS, *cuda_dtypes.CHECKS, *training.CHECKS)))
 
 
 def dtypes_of(suites: Iterable[str] = SUITES) -> dict[str, list[str]]:
@@ -61,8 +61,10 @@ def check(
         return training.check_module(training.modules()[name], getattr(torch, dtype), device, checks, at)
     if name.startswith("optim."):
         return training.check_optimizer(training.optimizers()[name], getattr(torch, dtype), device, checks, at)
-    checks = tuple(each for each in checks if each in opinfo.CHECKS)
-    return opinfo.check(opinfo.database()[name], getattr(torch, dtype), device, samples, checks, at)
+    op, type_ = opinfo.database()[name], getattr(torch, dtype)
+    report = opinfo.check(op, type_, device, samples, tuple(each for each in checks if each in opinfo.CHECKS), at)
+    report.add(cuda_dtypes.check(op, type_, device, samples, checks, at))
+    return report
 
 
 # ---- the worker: reads "operator dtype" lines, answers with JSON lines ----
@@ -186,8 +188,8 @@ def fingerprint(arguments: argparse.Namespace) -> Record:
     digest = hashlib.sha256()
     package = Path(opinfo.__file__).parents[1]
     backend = [Path(sys.modules[name].__file__ or "") for name in arguments.modules]
-    checkers = [Path(module.__file__ or "") for module in (opinfo, training, transforms)]
-    for path in (*sorted(package.glob("_C*.so")), *backend, *checkers):
+    # The sweeps beside this module are part of the checker.
+    for path in (*sorted(package.glob("_C*.so")), *backend, *sorted(Path(opinfo.__file__).parent.glob("*.py"))):
         if path.is_file():
             digest.update(path.read_bytes())
     return {

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from openreg_ops.testing import transforms
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
-CHECKS = ("forward", "backward", "inplace", "out", "sparse", "errors", *transforms.CHECKS)
+DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
+CHECKS = (*DIRECT, "async", "async_errors", *transforms.CHECKS)
 LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
 
 # Operators whose values are whatever was in memory; everything but the values is compared.
@@ -69,6 +70,7 @@ KINDS = {
     "structure": "results of another type or number, or Python values that differ",
     "layout": "layout, conj or neg bit, coalescing, or requires_grad differ",
     "device": "a result is not on the device",
+    "late": "an error of the call appeared at the next synchronization",
     "alias": "a result shares memory with an argument on one side only",
     "rng": "the CPU's generator moved, or the device drew other numbers from the same seed",
     "crash": "the worker process died",
@@ -88,11 +90,31 @@ class Report:
     def passed(self) -> bool:
         return not self.failures
 
+    def add(self, other: Report) -> None:
+        self.ran.update(other.ran)
+        self.failures += other.failures
+        self.notes.update(other.notes)
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """While OpInfo's lists are imported: they ask which GPU there is for the dtypes that CUDA supports."""
+    from torch.testing._internal import common_cuda
+
+    names = [name for name in vars(common_cuda) if re.fullmatch(r"SM(5|6|7|8|9)\dOrLater", name)]
+    before = {name: getattr(common_cuda, name) for name in names}
+    vars(common_cuda).update(dict.fromkeys(names, True))
+    try:
+        yield
+    finally:
+        vars(common_cuda).update(before)
+
 
 @functools.cache
 def database() -> dict[str, Any]:
     """Every OpInfo of ``op_db`` and of the foreach lists, by its full name (``linalg.svd``, ``_foreach_add``)."""
-    from torch.testing._internal import common_methods_invocations as lists
+    with _as_on_a_gpu():
+        from torch.testing._internal import common_methods_invocations as lists
 
     foreach = [getattr(lists, name) for name in dir(lists) if re.fullmatch(r"foreach_\w+_op_db", name)]
     return {op.full_name: op for op in itertools.chain(lists.op_db, *foreach)}
@@ -372,7 +394,7 @@ def check(
         for i, sample in enumerate(_samples(op, dtype, requires_grad, samples)):
             one = _Sample(op, sample, i, device, report)
             for name in checks:
-                if name in ("sparse", "errors") or (name == "backward" and not backward):
+                if name in ("sparse", "errors", "async", "async_errors") or (name == "backward" and not backward):
                     continue
                 at(f"{name}, sample {i}")
                 getattr(transforms, name)(one) if name in transforms.CHECKS else getattr(one, name)()
@@ -390,6 +412,10 @@ def check(
             for i, wrong in enumerate(itertools.islice(op.error_inputs("cpu"), 4 * samples)):
                 at(f"errors, sample {i}")
                 _Sample(op, wrong.sample_input, i, device, report).forward("errors")
+        if {"async", "async_errors"} & set(checks):
+            from openreg_ops.testing import asynchronous
+
+            asynchronous.check(op, dtype, device, samples, checks, report, at)
     return report
 
 

@@ -1,9 +1,13 @@
-"""transformers: the Trainer and generate() on tiny random models."""
+"""transformers: the Trainer in each precision, device maps and generate(), on tiny random models.
+
+"transformers" in docs/integration.md says what these tests hold.
+"""
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+integration = pytest.importorskip("openreg_ops.integrations.transformers")
 
 
 def gpt2():
@@ -37,13 +41,13 @@ def classes():
     return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids[0] > 32)} for ids in texts()]
 
 
-def train(model, data, folder, **options):
+def train(model, data, folder, library=transformers, **options):
     """The trainer; the logged losses and what evaluate() says."""
-    arguments = transformers.TrainingArguments(
+    arguments = library.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=2, logging_steps=1, report_to=[],
         learning_rate=1e-3, disable_tqdm=True, save_strategy="epoch", **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+    trainer = library.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return trainer, [*losses, trainer.evaluate()["eval_loss"]]
@@ -58,6 +62,74 @@ def test_trainer(make, data, tmp_path, use):
     use("cpu")
     _, expected = train(make(), data(), tmp_path / "cpu")
     assert losses == pytest.approx(expected, rel=1e-3)
+
+
+def lowest(model):
+    """The dtypes that a layer of the model computes in."""
+    seen = set()
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, inputs, out: seen.add(out.dtype))
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_through_the_integration(precision, tmp_path, use):
+    model = gpt2()
+    seen = lowest(model)
+    trainer, losses = train(model, language(), tmp_path / "device", integration, **{precision: True})
+    assert seen == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert next(trainer.model.parameters()).dtype == torch.float32 and losses[-1] < losses[0]
+    assert (trainer.accelerator.scaler is not None) == (precision == "fp16")
+    use("cpu")
+    _, expected = train(gpt2(), language(), tmp_path / "cpu", integration)
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+def test_a_checkpoint_of_fp16_resumes(tmp_path):
+    trainer, losses = train(gpt2(), language(), tmp_path, integration, fp16=True)
+    again = integration.Trainer(model=gpt2(), args=trainer.args, train_dataset=language())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))  # after the first of two epochs
+    assert [entry["loss"] for entry in again.state.log_history if "loss" in entry] == losses[:-1]
+    assert again.accelerator.scaler.get_scale() == trainer.accelerator.scaler.get_scale()
+
+
+def test_bf16_is_refused_by_a_list_of_vendors(tmp_path):
+    with pytest.raises(ValueError, match="Your setup doesn't support bf16/gpu"):
+        transformers.TrainingArguments(output_dir=str(tmp_path), bf16=True)
+
+
+def test_fp16_is_refused_by_a_list_of_vendors(tmp_path):
+    with pytest.raises(ValueError, match=r"fp16 mixed precision requires a device in .*\(not 'openreg'\)"):
+        train(gpt2(), language(), tmp_path, fp16=True)
+
+
+def test_bf16_by_the_environment(tmp_path, monkeypatch):
+    """The workaround that needs no import."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model = gpt2()
+    seen = lowest(model)
+    trainer, losses = train(model, language(), tmp_path)
+    assert seen == {torch.bfloat16} and losses[-1] < losses[0]
+
+
+def test_the_integration_refuses_both_precisions_and_leaves_the_cpu_alone(tmp_path, use):
+    with pytest.raises(ValueError, match="at most one of"):
+        integration.TrainingArguments(output_dir=str(tmp_path), bf16=True, fp16=True)
+    use("cpu")
+    with pytest.raises(ValueError, match="Your setup doesn't support bf16/gpu"):
+        integration.TrainingArguments(output_dir=str(tmp_path), bf16=True)
+    assert integration.TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True).device.type == "cpu"
+
+
+@pytest.mark.parametrize("place", ["openreg", "openreg:1", {"": "openreg:1"}, 0, "auto"], ids=str)
+def test_a_model_loads_onto_a_device_map(place, tmp_path):
+    expected = gpt2()
+    expected.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=place)
+    wanted = {"auto": "cpu", "openreg": "openreg:0", "0": "openreg:0"}.get(str(place), "openreg:1")
+    assert {str(p.device) for p in model.parameters()} == {wanted}
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids.to(wanted)).logits.cpu(), expected(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,13 @@
 namespace openreg {
 namespace {
 
-// The device computes as the CPU does, so the device's stub is the CPU's, called through run().
+// The device computes as the CPU does, so the device's stub is the CPU's, called through run(). CUDA also has bool,
+// which is its own absolute value.
 void abs_kernel(at::TensorIteratorBase& iter) {
+  if (iter.common_dtype() == at::kBool) {
+    iter.tensor(0).copy_(iter.tensor(1));
+    return;
+  }
   run(current_stream(iter.device(0).index()), [&] { at::native::abs_stub(at::kCPU, iter); });
 }
 

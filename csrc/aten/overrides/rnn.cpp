@@ -1,24 +1,87 @@
-// The fused LSTM and GRU cells, which PyTorch calls on every device but the CPU and has CUDA kernels
-// for only. Written with tensor operations: each is a native kernel on the device already.
+// Recurrent networks. PyTorch's composites compute a cell on the CPU with linear() and pointwise operators, and on every
+// other device with the fused cells that only CUDA has. The composites here do as the CPU's, so that results are equal,
+// and the fused cells are for those who call them directly: under torch.func, autocast and compilation the composites are
+// PyTorch's.
+#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/RNN.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/dropout.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/gru_cell_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/gru_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/lstm_cell_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/lstm_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/rnn_relu_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/rnn_tanh_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace openreg {
 namespace {
 
-at::Tensor add_bias(const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
-  return bias && bias->defined() ? gates + *bias : gates;
+using at::Tensor;
+using at::TensorList;
+using OptionalTensor = std::optional<Tensor>;
+
+bool is_given(const OptionalTensor& x) {
+  return x && x->defined();
+}
+
+// ---- the fused cells ----
+
+// What `like`, the first argument, says of every other one: a floating dtype, its own, and its device.
+void check_like(const char* op, const char* name, const Tensor& x, at::IntArrayRef shape, const Tensor& like) {
+  TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
+  const auto type = like.scalar_type();
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
+      ": expected floating-point tensors, but got ", type, "; convert them with .to()");
+  TORCH_CHECK(x.device() == like.device(), op, ": expected every tensor on ", like.device(), ", but ", name, " is on ",
+      x.device(), "; move it with .to()");
+  TORCH_CHECK(x.scalar_type() == type, op, ": expected every tensor of ", type, ", but ", name, " is of ",
+      x.scalar_type(), "; convert it with .to()");
+  TORCH_CHECK(x.sizes() == shape, op, ": expected ", name, " of shape ", shape, ", but got ", x.sizes());
+}
+
+void check_two_dimensions(const char* op, const char* name, const Tensor& x) {
+  TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
+  TORCH_CHECK(x.dim() == 2, op, ": expected ", name, " of two dimensions, but got shape ", x.sizes());
+}
+
+void check_cell(const char* op, int64_t count, const Tensor& input_gates, const Tensor& hidden_gates,
+    const Tensor& hidden, const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
+  check_two_dimensions(op, "input_gates", input_gates);
+  const int64_t rows = input_gates.size(0), columns = input_gates.size(1);
+  TORCH_CHECK(columns % count == 0, op, ": expected input_gates of ", count, " equal parts side by side, but got shape ",
+      input_gates.sizes());
+  check_like(op, "input_gates", input_gates, input_gates.sizes(), input_gates);
+  check_like(op, "hidden_gates", hidden_gates, input_gates.sizes(), input_gates);
+  check_like(op, "the hidden state", hidden, {rows, columns / count}, input_gates);
+  TORCH_CHECK(is_given(input_bias) == is_given(hidden_bias), op, ": expected two biases or none, but got one");
+  if (!is_given(input_bias)) return;
+  check_like(op, "input_bias", *input_bias, {columns}, input_gates);
+  check_like(op, "hidden_bias", *hidden_bias, {columns}, input_gates);
+}
+
+Tensor add_bias(const Tensor& gates, const OptionalTensor& bias) {
+  return is_given(bias) ? gates + *bias : gates;
 }
 
 // hy, cy and the activated gates (i, f, g, o side by side), from which backward is computed.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
-    const at::Tensor& cx, const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+std::tuple<Tensor, Tensor, Tensor> fused_lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
+    const Tensor& cx, const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
+  check_cell("_thnn_fused_lstm_cell", 4, input_gates, hidden_gates, cx, input_bias, hidden_bias);
   const auto gates = (add_bias(input_gates, input_bias) + add_bias(hidden_gates, hidden_bias)).chunk(4, 1);
   const auto i = at::sigmoid(gates[0]), f = at::sigmoid(gates[1]), g = at::tanh(gates[2]), o = at::sigmoid(gates[3]);
   const auto cy = f * cx + i * g;
@@ -26,24 +89,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input
 }
 
 // Gradients of the four gates before activation, of cx, and of one bias.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const std::optional<at::Tensor>& grad_hy,
-    const std::optional<at::Tensor>& grad_cy, const at::Tensor& cx, const at::Tensor& cy, const at::Tensor& workspace,
-    bool has_bias) {
-  const bool from_hy = grad_hy && grad_hy->defined(), from_cy = grad_cy && grad_cy->defined();
+std::tuple<Tensor, Tensor, Tensor> fused_lstm_cell_backward(const OptionalTensor& grad_hy,
+    const OptionalTensor& grad_cy, const Tensor& cx, const Tensor& cy, const Tensor& workspace, bool has_bias) {
+  constexpr const char* op = "_thnn_fused_lstm_cell_backward_impl";
+  const bool from_hy = is_given(grad_hy), from_cy = is_given(grad_cy);
   if (!from_hy && !from_cy) return {};
+  check_two_dimensions(op, "cx", cx);
+  check_like(op, "cx", cx, cx.sizes(), cx);
+  check_like(op, "cy", cy, cx.sizes(), cx);
+  check_like(op, "workspace", workspace, {cx.size(0), 4 * cx.size(1)}, cx);
+  if (from_hy) check_like(op, "grad_hy", *grad_hy, cx.sizes(), cx);
+  if (from_cy) check_like(op, "grad_cy", *grad_cy, cx.sizes(), cx);
   const auto gates = workspace.chunk(4, 1);
   const auto &i = gates[0], &f = gates[1], &g = gates[2], &o = gates[3];
   const auto tanh_cy = at::tanh(cy);
-  at::Tensor dc = from_cy ? *grad_cy : at::zeros_like(cy);
+  Tensor dc = from_cy ? *grad_cy : at::zeros_like(cy);
   if (from_hy) dc = dc + *grad_hy * o * (1 - tanh_cy * tanh_cy);
-  const at::Tensor dO = from_hy ? *grad_hy * tanh_cy * o * (1 - o) : at::zeros_like(o);
+  const Tensor dO = from_hy ? *grad_hy * tanh_cy * o * (1 - o) : at::zeros_like(o);
   const auto d = at::cat({dc * g * i * (1 - i), dc * cx * f * (1 - f), dc * i * (1 - g * g), dO}, 1);
-  return {d, dc * f, has_bias ? d.sum(0) : at::Tensor()};
+  return {d, dc * f, has_bias ? d.sum(0) : Tensor()};
 }
 
 // hy, and r, z, n, hx and the hidden part of n side by side.
-std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
-    const at::Tensor& hx, const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+std::tuple<Tensor, Tensor> fused_gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx,
+    const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
+  check_cell("_thnn_fused_gru_cell", 3, input_gates, hidden_gates, hx, input_bias, hidden_bias);
   const auto in = add_bias(input_gates, input_bias).chunk(3, 1),
              hidden = add_bias(hidden_gates, hidden_bias).chunk(3, 1);
   const auto r = at::sigmoid(in[0] + hidden[0]), z = at::sigmoid(in[1] + hidden[1]),
@@ -52,23 +122,389 @@ std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const
 }
 
 // Gradients of the input gates, the hidden gates, hx, and both biases.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(
-    const at::Tensor& grad_hy, const at::Tensor& workspace, bool has_bias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fused_gru_cell_backward(
+    const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
+  constexpr const char* op = "_thnn_fused_gru_cell_backward";
+  check_two_dimensions(op, "grad_hy", grad_hy);
+  check_like(op, "grad_hy", grad_hy, grad_hy.sizes(), grad_hy);
+  check_like(op, "workspace", workspace, {grad_hy.size(0), 5 * grad_hy.size(1)}, grad_hy);
   const auto saved = workspace.chunk(5, 1);
   const auto &r = saved[0], &z = saved[1], &n = saved[2], &hx = saved[3], &hidden_n = saved[4];
   const auto dn = grad_hy * (1 - z) * (1 - n * n), dz = grad_hy * (hx - n) * z * (1 - z),
              dr = dn * hidden_n * r * (1 - r);
   const auto in = at::cat({dr, dz, dn}, 1), hidden = at::cat({dr, dz, dn * r}, 1);
-  return {in, hidden, grad_hy * z, has_bias ? in.sum(0) : at::Tensor(), has_bias ? hidden.sum(0) : at::Tensor()};
+  return {in, hidden, grad_hy * z, has_bias ? in.sum(0) : Tensor(), has_bias ? hidden.sum(0) : Tensor()};
+}
+
+// ---- the composites, as the CPU computes them ----
+
+enum class Cell { kLstm, kGru, kTanh, kRelu };
+
+struct State {
+  Tensor h, c; // c: of an LSTM
+};
+struct Weights {
+  Tensor ih, hh, ih_bias, hh_bias, hr; // biases where there are some, hr: of an LSTM with projections
+};
+
+// A padded sequence [T, N, I], or a packed one [sum(batch_sizes), I].
+struct Sequence {
+  Tensor data;
+  bool packed = false;
+  at::IntArrayRef batch_sizes;
+};
+
+// Wrappers of modes, subclasses and torch.func, and symbolic shapes: PyTorch's composites know the fused cells, which
+// have rules there.
+bool is_plain(const Tensor& x) {
+  constexpr auto wrapped = c10::functorch_transforms_ks | c10::python_ks |
+      c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+          c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize});
+  return !x.defined() ||
+      (!x.key_set().has_any(wrapped) && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides());
+}
+bool is_plain(TensorList list) {
+  return std::all_of(list.begin(), list.end(), [](const Tensor& x) { return is_plain(x); });
+}
+
+// Autocast lowers the fused cells, with the state, as CUDA does.
+template <class... Args>
+bool as_on_cpu(const Args&... args) {
+  return (is_plain(args) && ...) && !at::autocast::is_autocast_enabled(at::kPrivateUse1);
+}
+
+std::vector<Tensor> gates_of(const char* op, const Tensor& gates, int64_t count) {
+  TORCH_CHECK(gates.dim() == 2 && gates.size(1) % count == 0, op, ": expected weights for ", count,
+      " gates, but they give gates of shape ", gates.sizes());
+  return gates.unsafe_chunk(count, 1);
+}
+
+// One step; `input` has been multiplied by its weights.
+State step(Cell cell, const Tensor& input, const State& state, const Weights& w) {
+  const Tensor hidden = at::linear(state.h, w.hh, w.hh_bias);
+  switch (cell) {
+    case Cell::kTanh:
+      return {at::tanh(hidden.add_(input)), {}};
+    case Cell::kRelu:
+      return {at::relu(hidden.add_(input)), {}};
+    case Cell::kGru: {
+      const auto in = gates_of("gru", input, 3), gates = gates_of("gru", hidden, 3);
+      const auto r = gates[0].add_(in[0]).sigmoid_(), z = gates[1].add_(in[1]).sigmoid_();
+      const auto n = in[2].add(gates[2].mul_(r)).tanh_();
+      return {(state.h - n).mul_(z).add_(n), {}};
+    }
+    case Cell::kLstm: {
+      const auto gates = gates_of("lstm", hidden.add_(input), 4);
+      const auto i = gates[0].sigmoid_(), f = gates[1].sigmoid_(), g = gates[2].tanh_(), o = gates[3].sigmoid_();
+      const auto c = (f * state.c).add_(i * g), h = o * c.tanh();
+      return {w.hr.defined() ? at::matmul(h, w.hr.t()) : h, c};
+    }
+  }
+  return {};
+}
+
+State narrow(const State& state, int64_t begin, int64_t end) {
+  const auto rows = [=](const Tensor& x) { return x.defined() ? x.narrow(0, begin, end - begin) : x; };
+  return {rows(state.h), rows(state.c)};
+}
+
+State concatenate(const std::vector<State>& states) {
+  std::vector<Tensor> h, c;
+  for (const State& each : states) {
+    h.push_back(each.h);
+    if (each.c.defined()) c.push_back(each.c);
+  }
+  return {at::cat(h, 0), c.empty() ? Tensor() : at::cat(c, 0)};
+}
+
+// One direction of one layer: the outputs, and the last state.
+std::pair<Tensor, State> padded(
+    Cell cell, const Tensor& data, const State& first, const Weights& w, bool reverse) {
+  auto steps = at::linear(data, w.ih, w.ih_bias).unbind(0);
+  TORCH_CHECK(!steps.empty(), "Expected sequence length to be larger than 0 in RNN");
+  if (reverse) std::reverse(steps.begin(), steps.end());
+  State state = first;
+  for (Tensor& each : steps) {
+    state = step(cell, each, state, w);
+    each = state.h;
+  }
+  if (reverse) std::reverse(steps.begin(), steps.end());
+  return {at::stack(steps, 0), state};
+}
+
+// The same for a packed sequence: sequences end as a forward pass goes on, and join a backward one.
+std::pair<Tensor, State> packed(
+    Cell cell, const Sequence& sequence, const State& first, const Weights& w, bool reverse) {
+  const Tensor input = at::linear(sequence.data, w.ih, w.ih_bias);
+  const at::IntArrayRef sizes = sequence.batch_sizes;
+  std::vector<Tensor> outputs;
+  if (reverse) {
+    int64_t end = sequence.data.size(0), before = sizes.back();
+    State state = narrow(first, 0, before);
+    for (auto size = sizes.rbegin(); size != sizes.rend(); before = *size++) {
+      if (*size > before) state = concatenate({state, narrow(first, before, *size)});
+      state = step(cell, input.narrow(0, end - *size, *size), state, w);
+      end -= *size;
+      outputs.push_back(state.h);
+    }
+    std::reverse(outputs.begin(), outputs.end());
+    return {at::cat(outputs, 0), state};
+  }
+  int64_t begin = 0, before = sizes.front();
+  State state = first;
+  std::vector<State> ended;
+  for (const int64_t size : sizes) {
+    if (size < before) {
+      ended.push_back(narrow(state, size, before));
+      state = narrow(state, 0, size);
+    }
+    state = step(cell, input.narrow(0, begin, size), state, w);
+    begin += size;
+    before = size;
+    outputs.push_back(state.h);
+  }
+  ended.push_back(state);
+  std::reverse(ended.begin(), ended.end());
+  return {at::cat(outputs, 0), concatenate(ended)};
+}
+
+std::vector<Weights> weights_of(TensorList params, bool has_biases, bool has_projections) {
+  const size_t each = 2 + (has_biases ? 2 : 0) + (has_projections ? 1 : 0);
+  TORCH_CHECK(params.size() % each == 0, "got an incorrect number of RNN parameters");
+  std::vector<Weights> all;
+  for (size_t i = 0; i < params.size(); i += each)
+    all.push_back({params[i], params[i + 1], has_biases ? params[i + 2] : Tensor(), has_biases ? params[i + 3] : Tensor(),
+        has_projections ? params[i + each - 1] : Tensor()});
+  return all;
+}
+
+// Every layer in every direction; `states` become the last ones.
+Tensor layers(Cell cell, Sequence sequence, std::vector<State>& states, const std::vector<Weights>& weights,
+    int64_t num_layers, double dropout, bool train, bool bidirectional) {
+  const size_t directions = bidirectional ? 2 : 1, count = static_cast<size_t>(std::max<int64_t>(num_layers, 0));
+  TORCH_CHECK(states.size() == count * directions, "Expected ", count * directions,
+      " hidden states in stacked_rnn, but got ", states.size());
+  TORCH_CHECK(weights.size() == count * directions, "Expected the weights of ", count * directions,
+      " layers in stacked_rnn, but got those of ", weights.size());
+  for (size_t layer = 0; layer < count; ++layer) {
+    std::vector<Tensor> outputs;
+    for (size_t direction = 0; direction < directions; ++direction) {
+      const size_t i = layer * directions + direction;
+      auto [output, state] = sequence.packed ? packed(cell, sequence, states[i], weights[i], direction == 1)
+                                             : padded(cell, sequence.data, states[i], weights[i], direction == 1);
+      outputs.push_back(output);
+      states[i] = state;
+    }
+    sequence.data = directions == 1 ? outputs[0] : at::cat(outputs, -1);
+    if (dropout != 0 && train && layer + 1 < count) sequence.data = at::dropout(sequence.data, dropout, /*train=*/true);
+  }
+  return sequence.data;
+}
+
+void check_devices(const Tensor& input, TensorList hidden, TensorList params) {
+  TORCH_CHECK(input.defined(), "expected the input of an RNN to be a tensor, but got None");
+  at::native::check_attributes(input, params, hidden);
+}
+
+// Batch sizes are read by the host while it records the steps.
+Sequence packed_sequence(const char* op, const Tensor& data, const Tensor& batch_sizes) {
+  TORCH_CHECK(batch_sizes.defined() && batch_sizes.is_cpu() && batch_sizes.scalar_type() == at::kLong &&
+          batch_sizes.dim() == 1 && batch_sizes.numel() > 0 && batch_sizes.is_contiguous(),
+      op, ": expected batch_sizes to be a contiguous int64 tensor of one dimension, on the CPU and not empty");
+  return {data, true, {batch_sizes.const_data_ptr<int64_t>(), static_cast<size_t>(batch_sizes.numel())}};
+}
+
+std::vector<State> states_of(const Tensor& h, const Tensor& c = {}) {
+  std::vector<State> all;
+  for (const Tensor& each : h.unbind(0)) all.push_back({each, {}});
+  if (!c.defined()) return all;
+  const auto cells = c.unbind(0);
+  TORCH_CHECK(cells.size() == all.size(), "lstm: expected as many cell states as hidden states, but got ",
+      cells.size(), " and ", all.size());
+  for (size_t i = 0; i < all.size(); ++i) all[i].c = cells[i];
+  return all;
+}
+
+Tensor stacked(const std::vector<State>& states, Tensor State::*member) {
+  std::vector<Tensor> all;
+  for (const State& each : states) all.push_back(each.*member);
+  return at::stack(all, 0);
+}
+
+bool mkldnn_supports(const char* op) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<bool()>().call();
+}
+
+// Whether oneDNN computes this LSTM on the CPU. Its kernel trusts the shapes.
+bool uses_mkldnn(const Tensor& input, TensorList hx, TensorList params, bool has_biases, int64_t num_layers,
+    bool bidirectional) {
+  static const bool bfloat16 = at::hasMKLDNN() && mkldnn_supports("mkldnn::_is_mkldnn_bf16_supported"),
+                    half = at::hasMKLDNN() && mkldnn_supports("mkldnn::_is_mkldnn_fp16_supported");
+  const auto type = input.scalar_type();
+  if (!at::hasMKLDNN() || !at::globalContext().userEnabledMkldnn() || input.numel() == 0 || input.dim() != 3) return false;
+  if (!(type == at::kFloat || (type == at::kBFloat16 && bfloat16) ||
+          (type == at::kHalf && half && !at::GradMode::is_enabled())))
+    return false;
+  const auto fits = [type](const Tensor& x, at::IntArrayRef shape) {
+    return x.defined() && x.layout() == at::kStrided && x.scalar_type() == type && x.sizes() == shape;
+  };
+  const int64_t directions = bidirectional ? 2 : 1, hidden = hx[0].size(2), each = has_biases ? 4 : 2;
+  const auto& batch = hx[0].sizes();
+  if (batch[0] != num_layers * directions || !fits(hx[0], batch) || !fits(hx[1], batch) ||
+      static_cast<int64_t>(params.size()) != num_layers * directions * each)
+    return false;
+  for (size_t i = 0; i < params.size(); i += static_cast<size_t>(each)) {
+    const bool first = static_cast<int64_t>(i) < each * directions;
+    if (!fits(params[i], {4 * hidden, first ? input.size(2) : hidden * directions}) ||
+        !fits(params[i + 1], {4 * hidden, hidden}))
+      return false;
+    for (size_t k = 2; k < static_cast<size_t>(each); ++k)
+      if (!fits(params[i + k], {4 * hidden})) return false;
+  }
+  return true;
+}
+
+void check_lstm_states(TensorList hx) {
+  TORCH_CHECK(hx.size() == 2, "lstm expects two hidden states");
+  for (const Tensor& each : hx)
+    TORCH_CHECK(each.defined() && each.dim() == 3, "lstm: expected hidden states [layers, N, H], but got ",
+        each.defined() ? c10::str("shape ", each.sizes()) : "None");
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm(const Tensor& input, TensorList hx, TensorList params, bool has_biases,
+    int64_t num_layers, double dropout, bool train, bool bidirectional, bool batch_first) {
+  check_lstm_states(hx);
+  check_devices(input, hx, params);
+  if (!as_on_cpu(input, hx, params))
+    return at::compositeimplicitautograd::lstm(
+        input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
+  if (const bool square = hx[0].size(1) == (input.dim() == 3 ? input.size(batch_first ? 0 : 1) : -1);
+      square && uses_mkldnn(input, hx, params, has_biases, num_layers, bidirectional)) {
+    Tensor output, hy, cy; // whose operators the dispatcher brings to the device
+    at::native::lstm_mkldnn_stub(at::kCPU, output, hy, cy, input, hx, params, has_biases, num_layers, dropout, train,
+        bidirectional, batch_first);
+    return {output, hy, cy};
+  }
+  auto states = states_of(hx[0], hx[1]);
+  const Tensor output = layers(Cell::kLstm, {batch_first ? input.transpose(0, 1) : input}, states,
+      weights_of(params, has_biases, hx[0].size(2) != hx[1].size(2)), num_layers, dropout, train, bidirectional);
+  return {batch_first ? output.transpose(0, 1) : output, stacked(states, &State::h), stacked(states, &State::c)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_packed(const Tensor& data, const Tensor& batch_sizes, TensorList hx,
+    TensorList params, bool has_biases, int64_t num_layers, double dropout, bool train, bool bidirectional) {
+  check_lstm_states(hx);
+  check_devices(data, hx, params);
+  const Sequence sequence = packed_sequence("lstm", data, batch_sizes);
+  if (!as_on_cpu(data, hx, params))
+    return at::compositeimplicitautograd::lstm(
+        data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
+  auto states = states_of(hx[0], hx[1]);
+  const Tensor output = layers(Cell::kLstm, sequence, states,
+      weights_of(params, has_biases, hx[0].size(2) != hx[1].size(2)), num_layers, dropout, train, bidirectional);
+  return {output, stacked(states, &State::h), stacked(states, &State::c)};
+}
+
+// A network of one hidden state, and PyTorch's composite for it.
+template <Cell cell, auto composite>
+std::tuple<Tensor, Tensor> rnn(const Tensor& input, const Tensor& hx, TensorList params, bool has_biases,
+    int64_t num_layers, double dropout, bool train, bool bidirectional, bool batch_first) {
+  check_devices(input, hx, params);
+  if (!as_on_cpu(input, hx, params))
+    return composite(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
+  auto states = states_of(hx);
+  const Tensor output = layers(cell, {batch_first ? input.transpose(0, 1) : input}, states,
+      weights_of(params, has_biases, false), num_layers, dropout, train, bidirectional);
+  return {batch_first ? output.transpose(0, 1) : output, stacked(states, &State::h)};
+}
+
+template <Cell cell, auto composite>
+std::tuple<Tensor, Tensor> rnn_packed(const Tensor& data, const Tensor& batch_sizes, const Tensor& hx,
+    TensorList params, bool has_biases, int64_t num_layers, double dropout, bool train, bool bidirectional) {
+  check_devices(data, hx, params);
+  const Sequence sequence = packed_sequence("rnn", data, batch_sizes);
+  if (!as_on_cpu(data, hx, params))
+    return composite(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
+  auto states = states_of(hx);
+  const Tensor output = layers(cell, sequence, states, weights_of(params, has_biases, false), num_layers, dropout,
+      train, bidirectional);
+  return {output, stacked(states, &State::h)};
+}
+
+// PyTorch's composites of one step check what they get; only the arithmetic is the CPU's.
+void check_step(const char* op, int64_t count, const Tensor& input, TensorList hx, const Weights& w) {
+  check_two_dimensions(op, "input", input);
+  check_two_dimensions(op, "w_ih", w.ih);
+  check_two_dimensions(op, "w_hh", w.hh);
+  const int64_t hidden = w.hh.size(1);
+  TORCH_CHECK(input.size(1) == w.ih.size(1), "input has inconsistent input_size: got ", input.size(1), " expected ",
+      w.ih.size(1));
+  for (size_t i = 0; i < hx.size(); ++i) {
+    check_two_dimensions(op, "hx", hx[i]);
+    TORCH_CHECK(input.size(0) == hx[i].size(0), "Input batch size ", input.size(0), " doesn't match hidden", i,
+        " batch size ", hx[i].size(0));
+    TORCH_CHECK(hx[i].size(1) == hidden, "hidden", i, " has inconsistent hidden_size: got ", hx[i].size(1),
+        ", expected ", hidden);
+  }
+  for (const auto& [name, weight] : {std::pair{"weight_ih", &w.ih}, std::pair{"weight_hh", &w.hh}})
+    TORCH_CHECK(weight->size(0) == count * hidden, name, " first dim must be ", count, " * hidden_size = ",
+        count * hidden, ", but got ", weight->size(0));
+}
+
+std::tuple<Tensor, Tensor> lstm_cell(const Tensor& input, TensorList hx, const Tensor& w_ih, const Tensor& w_hh,
+    const OptionalTensor& b_ih, const OptionalTensor& b_hh) {
+  const Weights weights{w_ih, w_hh, b_ih.value_or(Tensor()), b_hh.value_or(Tensor()), {}};
+  TORCH_CHECK(hx.size() == 2, "lstm_cell expects two hidden states");
+  check_step("lstm_cell", 4, input, hx, weights);
+  if (!as_on_cpu(input, hx, w_ih, w_hh, weights.ih_bias, weights.hh_bias))
+    return at::compositeimplicitautograd::lstm_cell(input, hx, w_ih, w_hh, b_ih, b_hh);
+  const State next = step(Cell::kLstm, at::linear(input, w_ih, b_ih), {hx[0], hx[1]}, weights);
+  return {next.h, next.c};
+}
+
+Tensor gru_cell(const Tensor& input, const Tensor& hx, const Tensor& w_ih, const Tensor& w_hh,
+    const OptionalTensor& b_ih, const OptionalTensor& b_hh) {
+  const Weights weights{w_ih, w_hh, b_ih.value_or(Tensor()), b_hh.value_or(Tensor()), {}};
+  check_step("gru_cell", 3, input, hx, weights);
+  if (!as_on_cpu(input, hx, w_ih, w_hh, weights.ih_bias, weights.hh_bias))
+    return at::compositeimplicitautograd::gru_cell(input, hx, w_ih, w_hh, b_ih, b_hh);
+  return step(Cell::kGru, at::linear(input, w_ih, b_ih), {hx, {}}, weights).h;
+}
+
+using Rnn = std::tuple<Tensor, Tensor> (*)(
+    const Tensor&, const Tensor&, TensorList, bool, int64_t, double, bool, bool, bool);
+using RnnPacked = std::tuple<Tensor, Tensor> (*)(
+    const Tensor&, const Tensor&, const Tensor&, TensorList, bool, int64_t, double, bool, bool);
+
+template <Cell cell, Rnn composite, RnnPacked composite_packed>
+void register_rnn(torch::Library& m, const std::string& name) {
+  m.impl((name + ".input").c_str(), rnn<cell, composite>);
+  m.impl((name + ".data").c_str(), rnn_packed<cell, composite_packed>);
+}
+
+void register_composites(torch::Library& m) {
+  namespace composites = at::compositeimplicitautograd;
+  m.impl("lstm.input", lstm);
+  m.impl("lstm.data", lstm_packed);
+  register_rnn<Cell::kGru, composites::gru, composites::gru>(m, "gru");
+  register_rnn<Cell::kTanh, composites::rnn_tanh, composites::rnn_tanh>(m, "rnn_tanh");
+  register_rnn<Cell::kRelu, composites::rnn_relu, composites::rnn_relu>(m, "rnn_relu");
+  m.impl("lstm_cell", lstm_cell);
+  m.impl("gru_cell", gru_cell);
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+  m.impl("_thnn_fused_lstm_cell", fused_lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", fused_lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", fused_gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", fused_gru_cell_backward);
+  register_composites(m);
+}
+// Composites differentiate through their parts, so autograd takes the same ones.
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  register_composites(m);
 }
 
 } // namespace openreg

@@ -1,0 +1,87 @@
+// torch.fft of Half, which PyTorch refuses on any device but CUDA before it calls a kernel: computed in float32, and
+// rounded. All else is PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <string_view>
+
+#include "../wider.h"
+
+namespace openreg {
+namespace {
+
+using torch::jit::Stack;
+
+// The sizes that a transform of `self` with these arguments (n and dim, or s and dim) runs over.
+std::vector<int64_t> signal_sizes(const at::Tensor& self, const c10::IValue* arguments, bool from_half) {
+  std::vector<int64_t> given, dims, sizes;
+  if (arguments[1].isInt()) given = {arguments[1].toInt()};
+  if (arguments[1].isIntList()) given = arguments[1].toIntVector();
+  if (arguments[2].isInt()) dims = {arguments[2].toInt()};
+  if (arguments[2].isIntList()) dims = arguments[2].toIntVector();
+  const auto rank = self.dim(), most = static_cast<int64_t>(given.empty() ? static_cast<size_t>(rank) : given.size());
+  if (arguments[2].isNone())
+    for (int64_t d = std::max<int64_t>(rank - most, 0); d < rank; ++d) dims.push_back(d);
+  for (size_t i = 0; i < dims.size(); ++i) {
+    if (i < given.size() && given[i] != -1) sizes.push_back(given[i]);
+    else if (dims[i] >= -rank && dims[i] < rank)
+      sizes.push_back(from_half && i + 1 == dims.size() ? 2 * (self.size(dims[i]) - 1) : self.size(dims[i]));
+  }
+  return sizes;
+}
+
+void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const size_t count = op.schema().arguments().size(), first = stack->size() - count;
+  // At a CPU key, the kernel of a composite operator is the composite itself.
+  const auto composite = [&](Stack* s) { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), s); };
+  const at::Tensor self = (*stack)[first].toTensor();
+  if (self.scalar_type() != at::kHalf) return composite(stack);
+
+  const std::string_view name = op.schema().name();
+  // These take one half of a symmetric spectrum.
+  const bool from_half = name.starts_with("aten::fft_hfft") || name.starts_with("aten::fft_irfft");
+  check_half_transform(op.schema().name().c_str(), signal_sizes(self, stack->data() + first, from_half));
+  Stack wide;
+  wide.emplace_back(self.to(at::kFloat));
+  for (size_t i = 1; i < 4; ++i) wide.push_back((*stack)[first + i]);
+  if (count == 4) {
+    composite(&wide);
+  } else { // out= is written by a copy
+    const auto functional = c10::Dispatcher::singleton().findSchemaOrThrow(op.schema().name().c_str(), "");
+    functional.callBoxed(&wide);
+  }
+  at::Tensor result = wide.back().toTensor();
+  result = result.to(result.is_complex() ? at::kComplexHalf : at::kHalf);
+  if (count > 4) {
+    at::Tensor out = (*stack)[first + 4].toTensor();
+    TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), name, ": result type ", result.scalar_type(),
+        " can't be cast to the desired output type ", out.scalar_type());
+    out.resize_(result.sizes());
+    result = out.copy_(result);
+  }
+  torch::jit::drop(*stack, count);
+  stack->emplace_back(std::move(result));
+}
+
+constexpr const char* kNames[] = {"fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_hfft2", "fft_hfftn", "fft_ifft",
+    "fft_ifft2", "fft_ifftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "fft_irfft", "fft_irfft2", "fft_irfftn",
+    "fft_rfft", "fft_rfft2", "fft_rfftn"};
+
+void register_all(torch::Library& m) {
+  for (const std::string name : kNames)
+    for (const std::string& each : {name, name + ".out"})
+      m.impl(each.c_str(), torch::CppFunction::makeFromBoxedFunction<&fft>());
+}
+
+} // namespace
+
+// A composite operator that a backend overrides loses its derivative together with its decomposition, so both keys.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  register_all(m);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  register_all(m);
+}
+
+} // namespace openreg

@@ -1,0 +1,79 @@
+// histc of integers, which CUDA has and the CPU refuses: counted in integers, exactly.
+#include <ATen/Dispatch.h>
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/histc_ops.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "../native.h"
+
+namespace openreg {
+namespace {
+
+// Counts the elements of x from min to max in `bins` bins of equal width, half open but the last one.
+template <typename T>
+void count(const T* x, int64_t numel, T* counts, int64_t bins, int64_t min, int64_t max) {
+  std::fill_n(counts, bins, T(0));
+  const auto width = static_cast<__int128>(max) - min;
+  for (int64_t i = 0; i < numel; ++i) {
+    const auto value = static_cast<int64_t>(x[i]);
+    if (value < min || value > max) continue;
+    const auto bin = static_cast<int64_t>((static_cast<__int128>(value) - min) * bins / width);
+    auto& counted = counts[std::min(bin, bins - 1)];
+    counted = static_cast<T>(static_cast<std::uint64_t>(counted) + 1);
+  }
+}
+
+at::Tensor integers(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  TORCH_CHECK(bins > 0, "histc: expected bins to be positive, but got bins=", bins);
+  auto low = min.to<int64_t>(), high = max.to<int64_t>();
+  if (low == high && self.numel()) {
+    const auto [least, most] = at::aminmax(self);
+    low = least.item().to<int64_t>();
+    high = most.item().to<int64_t>();
+  }
+  if (low == high) { // one wider on both sides, where there is room
+    low -= low > std::numeric_limits<int64_t>::min();
+    high += high < std::numeric_limits<int64_t>::max();
+  }
+  TORCH_CHECK(low < high, "histc: expected max to be larger than min, but got min=", low, " and max=", high);
+  const at::Tensor input = self.contiguous(), output = at::empty({bins}, self.options());
+  AT_DISPATCH_INTEGRAL_TYPES(self.scalar_type(), "histc", [&] {
+    launch(current_stream(self.device().index()),
+        [x = input.const_data_ptr<scalar_t>(), numel = input.numel(), counts = output.mutable_data_ptr<scalar_t>(),
+            bins, low, high] { count(x, numel, counts, bins, low, high); });
+  });
+  return output;
+}
+
+bool is_integral(const at::Tensor& self) {
+  return c10::isIntegralType(self.scalar_type(), /*includeBool=*/false);
+}
+
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  return is_integral(self) ? integers(self, bins, min, max) : native<at::_ops::histc>(self, bins, min, max);
+}
+
+at::Tensor& histc_out(
+    const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max, at::Tensor& out) {
+  if (!is_integral(self)) return native<at::_ops::histc_out>(self, bins, min, max, out);
+  TORCH_CHECK(out.device() == self.device(), "histc: out is on ", out.device(), " but self is on ", self.device(),
+      "; move one with .to()");
+  TORCH_CHECK(out.scalar_type() == self.scalar_type(), "histc: expected out of dtype ", self.scalar_type(),
+      ", that of self, but got ", out.scalar_type());
+  out.resize_({bins});
+  return out.copy_(integers(self, bins, min, max));
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("histc", histc);
+  m.impl("histc.out", histc_out);
+}
+
+} // namespace openreg

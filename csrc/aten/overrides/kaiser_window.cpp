@@ -1,0 +1,19 @@
+// kaiser_window: PyTorch's composite makes the window on the device and then calls this stub for it.
+#include <ATen/TensorIterator.h>
+#include <ATen/native/UnaryOps.h>
+
+#include "../native.h"
+
+namespace openreg {
+namespace {
+
+void kaiser_window(at::TensorIteratorBase& iter, int64_t length, double beta) {
+  run(current_stream(iter.device(0).index()), [&] { at::native::kaiser_window_stub(at::kCPU, iter, length, beta); });
+}
+
+} // namespace
+} // namespace openreg
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(kaiser_window_stub, &openreg::kaiser_window)
+} // namespace at::native

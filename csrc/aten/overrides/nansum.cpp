@@ -1,0 +1,36 @@
+// nansum of complex numbers, which CUDA has and the CPU refuses: a number counts if neither part is NaN.
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/nansum_ops.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include "../native.h"
+
+namespace openreg {
+namespace {
+
+at::Tensor without_nan(const at::Tensor& self) {
+  return at::where(at::isnan(self), at::Scalar(0), self);
+}
+
+at::Tensor nansum(
+    const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, std::optional<at::ScalarType> dtype) {
+  if (!self.is_complex()) return native<at::_ops::nansum>(self, dim, keepdim, dtype);
+  return at::sum(without_nan(self), dim, keepdim, dtype);
+}
+
+at::Tensor& nansum_out(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
+    std::optional<at::ScalarType> dtype, at::Tensor& out) {
+  if (!self.is_complex()) return native<at::_ops::nansum_out>(self, dim, keepdim, dtype, out);
+  return at::sum_out(out, without_nan(self), dim, keepdim, dtype);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("nansum", nansum);
+  m.impl("nansum.out", nansum_out);
+}
+
+} // namespace openreg

@@ -1,0 +1,87 @@
+// What a kernel can refuse a call for before it reads any data. See Note [Queued operators].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+namespace openreg {
+
+// A hash of an operator and its arguments: dtypes, sizes and strides of tensors, and all else by value. Two calls of
+// one hash are taken for one; of 64 bits, that costs at worst an error that appears later.
+class Signature {
+ public:
+  explicit Signature(const void* op) { add(reinterpret_cast<std::uintptr_t>(op)); }
+
+  void add(std::uint64_t value) {
+    const auto product = static_cast<unsigned __int128>(hash_ ^ value) * kFactor;
+    hash_ = static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64) ^ std::rotl(value, 32);
+  }
+  void add(at::IntArrayRef values) {
+    add(values.size());
+    for (const int64_t each : values) add(static_cast<std::uint64_t>(each));
+  }
+
+  void add_tensor(const at::Tensor& x, std::size_t place) {
+    add(place << 8 | static_cast<std::uint64_t>(x.scalar_type()));
+    add(x.sizes());
+    add(x.strides());
+  }
+
+  // A number that programs vary from call to call, such as a learning rate: one counts by where it lies between 0, 1
+  // and the limits of narrow dtypes. Several count by value, because a kernel may compare them.
+  void add_number(double value) {
+    if (value == 0 || value == 1) return add(std::bit_cast<std::uint64_t>(value) + 1);
+    if (numbers_++ == 0) first_ = value;
+    else add(std::bit_cast<std::uint64_t>(value));
+  }
+
+  // Any other argument but a tensor; false for a kind of value that is not known here.
+  bool add_value(const c10::IValue& value) {
+    if (value.isNone()) add(kNone);
+    else if (value.isInt()) add(static_cast<std::uint64_t>(value.toInt()));
+    else if (value.isDouble()) add(std::bit_cast<std::uint64_t>(value.toDouble()));
+    else if (value.isBool()) add(value.toBool() ? kTrue : kFalse);
+    else if (value.isString()) add(std::hash<std::string_view>()(value.toStringView()));
+    else if (value.isComplexDouble()) {
+      add(std::bit_cast<std::uint64_t>(value.toComplexDouble().real()));
+      add(std::bit_cast<std::uint64_t>(value.toComplexDouble().imag()));
+    } else if (value.isIntList() || value.isDoubleList() || value.isBoolList() || value.isList()) {
+      const auto list = value.toListRef();
+      add(list.size());
+      for (const c10::IValue& each : list)
+        if (!add_value(each)) return false;
+    } else return false;
+    return true;
+  }
+
+  // Never 0, and even.
+  std::uint64_t value() const {
+    Signature whole = *this;
+    if (numbers_) whole.add(numbers_ == 1 ? place(first_) : std::bit_cast<std::uint64_t>(first_));
+    return whole.hash_ < 2 ? 2 : whole.hash_ & ~std::uint64_t(1);
+  }
+
+ private:
+  static constexpr std::uint64_t kFactor = 0x9E3779B97F4A7C15, kNone = ~0ull, kTrue = ~1ull, kFalse = ~2ull;
+
+  static std::uint64_t place(double value) {
+    constexpr double kLimits[] = {1, 127, 128, 240, 255, 448, 32767, 32768, 57344, 65504, 65535};
+    const double size = std::abs(value);
+    if (!(size <= kLimits[std::size(kLimits) - 1])) return std::bit_cast<std::uint64_t>(value); // NaN too
+    std::uint64_t place = value < 0;
+    for (const double limit : kLimits) place += 2 * (std::uint64_t(size >= limit) + std::uint64_t(size > limit));
+    return place;
+  }
+
+  std::uint64_t hash_ = 0;
+  int numbers_ = 0;
+  double first_ = 0;
+};
+
+} // namespace openreg

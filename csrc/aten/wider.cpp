@@ -1,0 +1,234 @@
+#include "wider.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/native/TypeProperties.h>
+#include <ATen/ops/_to_copy.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/llvmMathExtras.h>
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "queued.h"
+#include "values.h"
+
+namespace openreg {
+namespace {
+
+using at::ScalarType;
+using torch::jit::Stack;
+
+constexpr std::uint64_t bit(ScalarType type) {
+  return std::uint64_t{1} << static_cast<unsigned>(type);
+}
+constexpr std::uint64_t kHalfs = bit(at::kHalf) | bit(at::kBFloat16), kComplexHalf = bit(at::kComplexHalf);
+
+// Every operator whose CPU kernel lacks a dtype that its CUDA kernel has, all overloads, by name. The conformance
+// check cuda_dtypes finds those that are missing here.
+const std::unordered_map<std::string, Wider>& table() {
+  static const auto* all = [] {
+    auto* made = new std::unordered_map<std::string, Wider>;
+    const auto add = [&](std::uint64_t lacks, Wider::Rule rule, std::initializer_list<const char*> names) {
+      for (const char* name : names) {
+        const std::string full = std::string("aten::") + name;
+        made->emplace(full, Wider(lacks, rule));
+        made->emplace(full + "_", Wider(lacks, rule));
+      }
+    };
+    add(kComplexHalf, Wider::kOneType,
+        {"acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cumprod", "exp", "lerp", "log",
+            "prod", "rsqrt", "sigmoid", "sigmoid_backward", "sin", "sinh", "sqrt", "sum", "tan", "tanh",
+            "tanh_backward"});
+    add(kComplexHalf | bit(at::kBool), Wider::kOneType, {"trace"});
+    add(kComplexHalf, Wider::kPromotes, {"div", "logaddexp", "pow"});
+    add(kHalfs, Wider::kOneType,
+        {"_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa",
+            "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward",
+            "avg_pool3d", "avg_pool3d_backward", "multi_margin_loss", "multi_margin_loss_backward",
+            "multilabel_margin_loss_backward", "multilabel_margin_loss_forward"});
+    add(bit(at::kHalf), Wider::kOneType, {"rrelu_with_noise"});
+    add(bit(at::kHalf) | kComplexHalf, Wider::kTransform, {"_fft_c2c", "_fft_c2r", "_fft_r2c"});
+    return made;
+  }();
+  return *all;
+}
+
+ScalarType wide(ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+    case at::kBFloat16:
+      return at::kFloat;
+    case at::kComplexHalf:
+      return at::kComplexFloat;
+    case at::kBool:
+      return at::kByte;
+    default:
+      return type;
+  }
+}
+
+// The dtype of a result that came out as `type` where the arguments should have been of dtype `narrow`.
+ScalarType rounded(ScalarType type, ScalarType narrow) {
+  const bool half = narrow == at::kHalf || narrow == at::kComplexHalf;
+  if (type == at::kComplexFloat && half) return at::kComplexHalf;
+  if (type == at::kFloat && half) return at::kHalf;
+  if (type == at::kFloat && narrow == at::kBFloat16) return at::kBFloat16;
+  return type;
+}
+
+at::Tensor cast(const at::Tensor& x, ScalarType type, std::optional<at::MemoryFormat> format = std::nullopt) {
+  if (x.scalar_type() == type) return x;
+  return at::_to_copy(x, x.options().dtype(type), /*non_blocking=*/false, format);
+}
+
+// Calls f with each defined tensor of an argument, in lists too.
+template <class F>
+void each_tensor(const c10::IValue& value, const F& f) {
+  map_tensors(value, [&](const at::Tensor& x) {
+    if (x.defined()) f(x);
+    return x;
+  });
+}
+
+bool is_dtype(const c10::Argument& argument) {
+  auto type = argument.real_type();
+  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  return type->kind() == c10::TypeKind::ScalarTypeType;
+}
+
+// The dtype that an operator computes in, and whether another one was among the arguments.
+struct Found {
+  std::optional<ScalarType> type;
+  bool mixed = false;
+};
+
+Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wider::Rule rule, std::uint64_t lacks) {
+  Found found;
+  at::native::ResultTypeState state;
+  bool wanted = false;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const bool out = argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite();
+    if (is_dtype(argument) && !arguments[i].isNone()) return {arguments[i].toScalarType(), false};
+    each_tensor(arguments[i], [&](const at::Tensor& x) {
+      const ScalarType type = x.scalar_type();
+      if (out) return;
+      wanted |= (bit(type) & lacks) != 0;
+      if (rule == Wider::kPromotes) {
+        state = at::native::update_result_type_state(x, state);
+      } else if (bit(type) & lacks) {
+        found.mixed |= found.type && *found.type != type;
+        found.type = type;
+      } else if (c10::isFloatingType(type) || c10::isComplexType(type)) {
+        found.mixed = true;
+      }
+    });
+    if (rule == Wider::kPromotes && arguments[i].isScalar() && !is_dtype(argument) &&
+        argument.type()->kind() == c10::TypeKind::NumberType)
+      state = at::native::update_result_type_state(arguments[i].toScalar(), state);
+  }
+  if (rule == Wider::kPromotes) found.type = at::native::result_type(state);
+  return found;
+}
+
+// The signal sizes of a transform.
+std::vector<int64_t> signal_sizes(const c10::OperatorHandle& op, const c10::IValue* arguments) {
+  const at::Tensor& self = arguments[0].toTensor();
+  std::vector<int64_t> sizes;
+  const auto dims = arguments[1].toIntVector();
+  for (const int64_t dim : dims)
+    if (self.dim() && dim >= -self.dim() && dim < self.dim()) sizes.push_back(self.size(dim));
+  if (op.schema().name() == "aten::_fft_c2r" && !sizes.empty()) sizes.back() = arguments[3].toInt();
+  return sizes;
+}
+
+} // namespace
+
+const Wider* Wider::of(const std::string& name) {
+  const auto it = table().find(name);
+  return it == table().end() ? nullptr : &it->second;
+}
+
+bool Wider::run(const c10::OperatorHandle& op, Stack* stack) const {
+  const c10::FunctionSchema& schema = op.schema();
+  const size_t count = schema.arguments().size(), first = stack->size() - count;
+  const Found found = find(schema, stack->data() + first, rule_, lacks_);
+  // An operator that takes one floating dtype refuses two; its CPU kernel does that.
+  if (!found.type || !lacks(*found.type) || found.mixed) return false;
+  const ScalarType narrow = *found.type;
+  if (rule_ == kTransform) check_half_transform(schema.name().c_str(), signal_sizes(op, stack->data() + first));
+
+  c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+  struct Argument {
+    at::Tensor given, wide;
+    bool written;
+  };
+  std::vector<Argument> tensors;
+  const auto known = [&](const at::Tensor& x) {
+    return std::find_if(tensors.begin(), tensors.end(), [&](const Argument& each) { return each.given.is_same(x); });
+  };
+  Stack arguments;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+    const c10::IValue& value = (*stack)[first + i];
+    if (is_dtype(argument) && !value.isNone()) {
+      arguments.emplace_back(wide(value.toScalarType()));
+      continue;
+    }
+    arguments.push_back(map_tensors(value, [&](const at::Tensor& x) {
+      if (!x.defined()) return x;
+      auto it = known(x);
+      if (it == tensors.end()) {
+        const ScalarType type = x.scalar_type();
+        const bool widens = lacks(type) || ((type == at::kHalf || type == at::kBFloat16) && narrow == at::kComplexHalf);
+        // Some CPU kernels write as if a result were contiguous; the copy has the caller's strides.
+        const auto format = written ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve;
+        at::Tensor made = widens ? cast(x, openreg::wide(type), format) : x;
+        if (widens && x.unsafeGetTensorImpl()->is_wrapped_number())
+          made.unsafeGetTensorImpl()->set_wrapped_number(true);
+        it = tensors.insert(tensors.end(), {x, std::move(made), false});
+      }
+      it->written |= written;
+      return it->wide;
+    }));
+  }
+  for (const Argument& to : tensors) {
+    if (!to.written || to.given.is_same(to.wide)) continue;
+    at::assert_no_internal_overlap(to.given);
+    for (const Argument& from : tensors)
+      if (!from.given.is_same(to.given)) at::assert_no_partial_overlap(to.given, from.given);
+  }
+
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &arguments);
+
+  for (Argument& to : tensors) {
+    if (!to.written || to.given.is_same(to.wide)) continue;
+    if (to.given.sizes() != to.wide.sizes()) { // an out= tensor, which the kernel has resized
+      to.given.resize_(to.wide.sizes());
+      to.given.unsafeGetTensorImpl()->set_sizes_and_strides(to.wide.sizes(), to.wide.strides());
+    }
+    to.given.copy_(to.wide);
+  }
+  torch::jit::drop(*stack, count);
+  for (const c10::IValue& value : arguments)
+    stack->push_back(map_tensors(value, [&](const at::Tensor& y) {
+      if (!y.defined()) return y;
+      for (const Argument& each : tensors)
+        if (each.wide.is_same(y)) return each.given;
+      return cast(y, rounded(y.scalar_type(), narrow));
+    }));
+  return true;
+}
+
+void check_half_transform(const char* name, at::IntArrayRef sizes) {
+  const bool all = std::all_of(sizes.begin(), sizes.end(),
+      [](int64_t size) { return size < 1 || c10::llvm::isPowerOf2_64(static_cast<std::uint64_t>(size)); });
+  TORCH_CHECK(all, name, ": expected signal sizes that are powers of two in half precision, as cuFFT does, but got ",
+      sizes, "; convert the input to float32, or pad the signal with n= or s=");
+}
+
+} // namespace openreg

@@ -1,0 +1,49 @@
+// Computes in a wider dtype where CUDA has a kernel for a dtype and the CPU has none. See Note [Wider dtypes].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace openreg {
+
+// Note [Wider dtypes]
+// ATen's CPU kernels lack dtypes that CUDA's have: half types in avg_pool3d, complex32 in most arithmetic. A program
+// that is right on CUDA must run here, so these operators, listed in wider.cpp, convert such arguments to a wider dtype
+// (Half and BFloat16 to Float, ComplexHalf to ComplexFloat, Bool to Byte), run again on the device, and round the
+// results to the dtype that CUDA gives. What an operator writes to (in-place, out=) is written by a copy.
+//
+// It is a list, not a second try after an error: where CUDA refuses a dtype as well, the CPU's refusal must stand, an
+// error may come after arguments were written, and in async mode it comes too late. The conversions and the wider call
+// are ordinary operators of the device, so they keep its order and are queued where they can be.
+//
+// Autograd, autocast and FakeTensor see only the operator itself. Operators that no wider dtype serves have kernels of
+// their own in overrides/: histc of integers, nansum of complex numbers, abs of bool, and torch.fft of Half, which
+// PyTorch refuses before it calls a kernel.
+
+class Wider {
+ public:
+  // How the operator of this name computes in a wider dtype; null: the CPU's kernel has every dtype of CUDA's.
+  static const Wider* of(const std::string& name);
+
+  // Runs the operator in a wider dtype, if the arguments on the stack want that; false, with nothing changed, if not.
+  bool run(const c10::OperatorHandle& op, torch::jit::Stack* stack) const;
+
+  // By the dtypes that the CPU lacks, one bit for each, and by whether the operator promotes the types of its
+  // arguments.
+  enum Rule { kOneType, kPromotes, kTransform };
+  Wider(std::uint64_t lacks, Rule rule) : lacks_(lacks), rule_(rule) {}
+
+ private:
+  bool lacks(at::ScalarType type) const { return (lacks_ >> static_cast<unsigned>(type)) & 1; }
+
+  std::uint64_t lacks_;
+  Rule rule_;
+};
+
+// Throws, as cuFFT does, where a transform of `half` precision has a size that is not a power of two.
+void check_half_transform(const char* name, at::IntArrayRef sizes);
+
+} // namespace openreg

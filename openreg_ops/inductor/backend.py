@@ -1,0 +1,40 @@
+"""torch.compile(backend="openreg"): Inductor, as by default, and an error for other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def openreg(
+    model: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph by Inductor.
+
+    Args:
+        model, inputs: the graph and its arguments, on openreg and the CPU. A program for the device can have graphs that
+            use the CPU alone, so those compile too.
+        mode, options: those of `torch.compile`.
+    Raises:
+        RuntimeError: an argument is on another device.
+    """
+    for x in inputs:
+        if isinstance(x, torch.Tensor) and x.device.type not in ("openreg", "cpu"):
+            raise RuntimeError(
+                f'torch.compile(backend="openreg"): expected tensors on openreg or the CPU, but got one on {x.device}; '
+                'use backend="inductor"'
+            )
+    return torch._TorchCompileInductorWrapper(mode, options, None)(model, inputs)
+
+
+def register() -> None:
+    """Let Dynamo find the backend by name."""
+    from torch._dynamo.backends.registry import register_backend
+
+    register_backend(openreg, name="openreg")

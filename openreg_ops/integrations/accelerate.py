@@ -1,0 +1,63 @@
+"""Import this module before the first Accelerator: accelerate then runs on the device, also with
+`Accelerator(mixed_precision="fp16")`.
+
+It sets ACCELERATE_TORCH_DEVICE, accelerate's own switch, unless that is set already. accelerate refuses fp16 for every
+device that its list of vendors lacks, so `Accelerator` here is a subclass of accelerate's; "no" and "bf16" need only the
+environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, PartialState
+
+__all__ = ["Accelerator", "use_fp16"]
+
+os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "openreg")
+_chosen = PartialState._shared_state.get("device")
+if _chosen is not None and _chosen.type != torch.device(os.environ["ACCELERATE_TORCH_DEVICE"]).type:
+    raise RuntimeError(
+        f"openreg_ops.integrations.accelerate: accelerate runs on {_chosen} already; import this module before the first "
+        "Accelerator or TrainingArguments"
+    )
+
+
+def on_device() -> bool:
+    """Whether accelerate runs on the device, or will."""
+    chosen = PartialState._shared_state.get("device") or torch.device(os.environ["ACCELERATE_TORCH_DEVICE"])
+    return chosen.type == "openreg"
+
+
+def before_fp16() -> str:
+    """The mixed_precision to make an Accelerator with that `use_fp16` then turns into one of "fp16"."""
+    if AcceleratorState._shared_state.get("_mixed_precision") == "fp16":  # an earlier one left it, for all to share
+        AcceleratorState._shared_state["_mixed_precision"] = "no"
+    return "no"
+
+
+def use_fp16(accelerator: accelerate.Accelerator) -> None:
+    """Turn an Accelerator made with mixed_precision="no" into one of "fp16".
+
+    Call it before `accelerator.prepare`. Models that it prepares then run under autocast in float16, and optimizers step
+    through a `torch.amp.GradScaler`.
+    """
+    options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, **options)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator`, which also takes mixed_precision="fp16" on the device; arguments are by keyword."""
+
+    def __init__(self, *, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
+        shared = AcceleratorState._shared_state.get("_mixed_precision")
+        wanted = mixed_precision or shared or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        fp16 = str(wanted).lower() == "fp16" and on_device() and not cpu
+        super().__init__(mixed_precision=before_fp16() if fp16 else mixed_precision, cpu=cpu, **options)
+        if fp16:
+            use_fp16(self)
