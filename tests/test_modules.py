@@ -15,9 +15,19 @@ CASES = [
 
 @pytest.mark.parametrize("name,dtype", CASES)
 def test_module(name, dtype):
-    report = training.check_module(training.modules()[name], dtype, "openreg")
+    report = training.check_module(training.modules()[name], dtype, "openreg", ("train", "eval"))
     assert not report.failures, "\n".join(map(str, report.failures))
     assert report.ran["train"] and report.ran["eval"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nn.BatchNorm2d", "nn.Conv2d", "nn.Embedding", "nn.GRU", "nn.LSTM", "nn.LSTMCell", "nn.LayerNorm", "nn.Linear",
+     "nn.MultiheadAttention", "nn.PReLU", "nn.TransformerEncoderLayer"],
+)  # fmt: skip
+def test_gradients_for_each_sample(name):
+    report = training.check_module(training.modules()[name], torch.float32, "openreg", ("vmap_grad",))
+    assert not report.failures, "\n".join(map(str, report.failures))
 
 
 class Doubled(torch.nn.Module):
@@ -46,7 +56,8 @@ def test_the_checker_sees(backward, kind):
         name = "nn.Doubled"
 
     report = training.check_module(Info(Doubled, module_inputs_func=inputs), torch.float32, "openreg")
-    assert {(failure.check, failure.kind) for failure in report.failures} == {("train", kind), ("eval", kind)}
+    checks = ("train", "eval", "vmap_grad") if backward else ("train", "eval")  # a gradient does not see the result
+    assert {(failure.check, failure.kind) for failure in report.failures} == {(check, kind) for check in checks}
 
 
 def test_lazy_modules_are_made_on_the_device():

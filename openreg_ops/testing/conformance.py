@@ -35,7 +35,7 @@ from openreg_ops.tools import dispatch, forms
 from openreg_ops.tools.forms import Wrong
 
 SUITES = ("operators", "modules", "optimizers")
-CHECKS = (*opinfo.CHECKS, *cuda_dtypes.CHECKS, *training.CHECKS)
+CHECKS = tuple(dict.fromkeys((*opinfo.CHECKS, *cuda_dtypes.CHECKS, *training.CHECKS)))
 
 
 def dtypes_of(suites: Iterable[str] = SUITES) -> dict[str, list[str]]:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from openreg_ops.testing.opinfo import Comparison, Report, _one_line, first_line
 
-CHECKS = ("train", "eval", "step")
+CHECKS = ("train", "eval", "step", "vmap_grad")
 DTYPES = ("float32", "float64")
 
 # Modules whose results differ from run to run on one device are run in evaluation mode only.
@@ -82,19 +82,19 @@ def check_module(
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Forward, and the gradients of parameters and inputs, in training and in evaluation mode."""
+    """Forward, and the gradients of parameters and inputs, in training and in evaluation mode; and for each sample."""
     report = Report()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for check in ("train", "eval"):
+        for check, compare in (("train", _module), ("eval", _module), ("vmap_grad", _per_sample)):
             if check in checks:
                 inputs = info.module_inputs_func(
-                    info, device="cpu", dtype=dtype, requires_grad=True, training=check == "train"
+                    info, device="cpu", dtype=dtype, requires_grad=True, training=check != "eval"
                 )
                 for i, sample in enumerate(inputs):
                     if sample.forward_input is not None:
                         at(f"{check}, sample {i}")
-                        _module(report, info, dtype, device, check, i, sample)
+                        compare(report, info, dtype, device, check, i, sample)
     return report
 
 
@@ -124,6 +124,48 @@ def _module(report: Report, info: Any, dtype: torch.dtype, device: str, check: s
                 comparison.fail(kind, f"expected {'no' if e is None else 'a'} gradient")
             elif e is not None:
                 comparison.tensors(e.detach(), a.detach(), kind)
+
+
+def _per_sample(report: Report, info: Any, dtype: torch.dtype, device: str, check: str, i: int, sample: Any) -> None:
+    """The parameters' gradients for each of two samples: torch.vmap of torch.func.grad of functional_call."""
+    torch.manual_seed(0)
+    host = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
+    if any(map(torch.nn.parameter.is_lazy, host.parameters())):
+        return  # it has none before its first call
+    state = {name: x.detach() for name, x in host.named_parameters()}
+    leaves, spec = tree_flatten((sample.forward_input.args, sample.forward_input.kwargs))
+    places = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+    samples = [torch.stack([x, x * 0.5 if x.is_floating_point() else x]) for x in (leaves[k].detach() for k in places)]
+    if not state or not samples:
+        return
+
+    def run(place: str) -> dict[str, torch.Tensor]:
+        module = copy.deepcopy(host).to(place)
+
+        def loss(parameters: dict[str, torch.Tensor], *tensors: torch.Tensor) -> Any:
+            given = dict(zip(places, tensors, strict=True))
+            args, kwargs = tree_unflatten([given.get(k, x) for k, x in enumerate(leaves)], spec)
+            out = torch.func.functional_call(module, parameters, args, kwargs)
+            return sum(x.abs().sum() for x in _tensors(out) if x.is_floating_point() or x.is_complex())
+
+        torch.manual_seed(1)
+        dims = (None, *(0 for _ in places))
+        return torch.vmap(torch.func.grad(loss), dims, randomness="different")(*_moved((state, *samples), place))
+
+    # What functorch can map depends on the operators that a module is made of, and these on the device: where the CPU
+    # refuses, as it does what writes into a tensor that is not mapped, the device may go on.
+    try:
+        expected = run("cpu")
+    except Exception:
+        return
+    report.ran[check] += 1
+    comparison = Comparison(report, check, i, device, True)
+    try:
+        actual = run(device)
+    except Exception as error:
+        return comparison.fail("error", f"{device} raised {first_line(error)}")
+    for name, e in expected.items():
+        comparison.tensors(e, actual[name], "gradient")
 
 
 # ---- optimizers ----
