@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import torch
@@ -29,14 +30,24 @@ def _replace_choices() -> None:
         ("can_use_flash_attention", torch.backends.cuda.flash_sdp_enabled, halves),
         ("can_use_efficient_attention", torch.backends.cuda.mem_efficient_sdp_enabled, (*halves, torch.float32)),
     ):
-        setattr(module, name, _choice(getattr(module, name), enabled, dtypes))
+        setattr(module, name, _choice(module, name, enabled, dtypes))
 
 
-def _choice(original: Any, enabled: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
+def _choice(module: types.ModuleType, name: str, enabled: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
+    original = getattr(module, name)
+
     def can_use(params: Any, debug: bool = False) -> bool:
         query = params.query
         if query.device.type != "openreg":
             return original(params, debug)
-        return enabled() and query.dtype in dtypes and query.dim() == 4 and params.attn_mask is None
+        able = query.dtype in dtypes and query.dim() == 4 and params.attn_mask is None
+        if debug and not able:
+            module.log.warning(
+                "On openreg it takes query of 4 dimensions and of %s, and no mask, but got %s of %d dimensions.",
+                ", ".join(map(str, dtypes)),
+                query.dtype,
+                query.dim(),
+            )
+        return able and enabled()
 
     return can_use

@@ -336,6 +336,13 @@ def test_jagged_choice_follows_the_switches():
     assert names == [{"aten::_flash_attention_forward"}, {"aten::_efficient_attention_forward"}]
 
 
+def test_jagged_refuses_what_cuda_refuses(caplog):
+    x = jagged(dtype=torch.float64).transpose(1, 2)
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert "On openreg it takes query of 4 dimensions and of torch.float16, torch.bfloat16, and no mask" in caplog.text
+
+
 def test_jagged_elsewhere_is_as_it_was():
     x = jagged(dtype=torch.float32, device="cpu", requires_grad=False).transpose(1, 2)
     assert not torch.nested._internal.sdpa.can_use_flash_attention(
@@ -455,6 +462,20 @@ def test_vmap_and_grad():
         torch.func.jvp(call, (queries[0],), (queries[0],))
 
 
+def test_threads_do_not_change_results():
+    """More sequences than threads run side by side, fewer one after another; dropout draws the same."""
+    lengths = torch.randint(0, 30, (12,)).tolist()
+    cu, longest = offsets(lengths), max(lengths)
+    q, k, v = (x.requires_grad_() for x in packed(4, 2, torch.half, sum(lengths)))
+    results = []
+    for threads in (1, 4, 16):
+        torch.set_num_threads(threads)
+        torch.openreg.manual_seed(0)
+        out = flash(q, k, v, cu, cu, longest, longest, 0.2, True, False)[0]
+        results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+    assert all(x.equal(y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+
+
 def test_queued():
     """In async mode the call returns before the offsets are there, and nothing waits for them."""
     with torch.openreg.launch_mode("async"):
@@ -525,6 +546,15 @@ def test_flash_refuses(name):
     changes, message = WRONG[name]
     with pytest.raises(RuntimeError, match=message):
         flash_call(**changes)
+
+
+def test_wrong_offsets_in_async_mode_appear_when_the_device_is_waited_for():
+    with torch.openreg.launch_mode("async"):
+        flash_call(max_q=4)
+        with pytest.raises(RuntimeError, match="expected sequences of at most 4 queries"):
+            torch.openreg.synchronize()
+        with pytest.raises(RuntimeError, match="expected cum_seq_k of int32"):
+            flash_call(cum_seq_k=lambda x: x.long())
 
 
 def test_inference_arguments_refuse_gradients():
