@@ -1,11 +1,10 @@
-"""Run PyTorch's operator, module and optimizer databases, and every operator of a device by its schema,
+"""Run PyTorch's databases, and every operator that a device lists, on any device against the CPU, one case at a time.
 
-on any device against the CPU, one case at a time.
-
-A case is an operator, module or optimizer, and a dtype. Cases run in worker processes, so that one which crashes or hangs costs only itself. Results go to
-a JSON-lines file as they come; a run that was interrupted goes on where it stopped. What is known to
-fail on openreg stands in `known_failures`, and the run fails when a listed operator passes. With --against, it fails
-where a case that was good in an earlier run is not.
+A case is an operator, module or optimizer, and a dtype. The suite `schemas` has a case for each operator that the
+dispatcher lists for the device, called with arguments made from its schema. Cases run in worker processes, so that one
+which crashes or hangs costs only itself. Results go to a JSON-lines file as they come; a run that was interrupted goes
+on where it stopped. What is known to fail on openreg stands in `known_failures`, and the run fails when a listed
+operator passes. With --against, it fails where a case that was good in an earlier run is not.
 """
 
 from __future__ import annotations
@@ -192,7 +191,14 @@ def fingerprint(arguments: argparse.Namespace) -> Record:
     digest = hashlib.sha256()
     package = Path(opinfo.__file__).parents[1]
     backend = [Path(sys.modules[name].__file__ or "") for name in arguments.modules]
-    for path in (*sorted(package.glob("_C*.so")), *backend, Path(opinfo.__file__), Path(training.__file__), Path(schemas.__file__), Path(generated.__file__)):
+    for path in (
+        *sorted(package.glob("_C*.so")),
+        *backend,
+        Path(opinfo.__file__),
+        Path(training.__file__),
+        Path(schemas.__file__),
+        Path(generated.__file__),
+    ):
         if path.is_file():
             digest.update(path.read_bytes())
     return {

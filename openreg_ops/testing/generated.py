@@ -168,8 +168,9 @@ class _Maker:
     def value(self, argument: Any) -> Any:
         type_ = _Type.of(argument)
         if argument.alias_info is not None and argument.alias_info.is_write and argument.is_out:
-            make = lambda: torch.empty(0, dtype=self.random.choice((self.dtype, self.dtype, torch.int64, torch.float32)))  # noqa: E731
-            return make() if type_.length is None else [make() for _ in range(self.count)]
+            dtypes = (self.dtype, self.dtype, torch.int64, torch.float32)
+            made = [torch.empty(0, dtype=self.random.choice(dtypes)) for _ in range(self.count)]
+            return made[0] if type_.length is None else made
         if type_.kind == "DeviceObj":
             return torch.device("cpu")
         if argument.has_default_value() and (self.defaults or self.random.random() < 0.3):
@@ -188,7 +189,17 @@ class _Maker:
             case "Int":
                 if name.startswith(("dim", "axis")):
                     return r.choice((0, -1, 1))
-                if "size" in name or name in ("n", "m", "steps", "groups", "num_classes", "num_layers", "N", "C", "HxW"):
+                if "size" in name or name in (
+                    "n",
+                    "m",
+                    "steps",
+                    "groups",
+                    "num_classes",
+                    "num_layers",
+                    "N",
+                    "C",
+                    "HxW",
+                ):
                     return r.choice((1, 2, 3, 4))
                 return r.choice((0, 1, 1, 2, 3))
             case "Float":
@@ -218,7 +229,17 @@ class _Maker:
         if type_.kind == "Int":
             if "stride" == name and type_.length == -1 and r.random() < 0.5:
                 return list(torch.empty(self.shape, device="meta").stride())
-            if name in ("size", "sizes", "shape", "self_sizes", "input_sizes", "input_size", "stride", "repeats", "strides"):
+            if name in (
+                "size",
+                "sizes",
+                "shape",
+                "self_sizes",
+                "input_sizes",
+                "input_size",
+                "stride",
+                "repeats",
+                "strides",
+            ):
                 if type_.length == -1 and r.random() < 0.8:
                     return list(self.shape)
             if name.startswith(("dim", "axis")):
@@ -309,6 +330,7 @@ def _bad_tensor(r: random.Random, good: Any) -> Any:
             lambda: torch.quantize_per_tensor(dense(shape, torch.float32), 0.1, 0, torch.qint8),
             lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]),
             lambda: dense(shape, torch.complex64).conj(),
+            lambda: torch._neg_view(dense(shape, torch.float32)),
             resized,
             lambda: dense(shape, torch.int64) * 10**12,
             lambda: dense(shape, torch.int64) - 10,
@@ -502,6 +524,8 @@ def _serve(answers: Any, which: range, attempt: Callable[[int], Any], enough: in
         os.dup2(null, 1)
         os.dup2(null, 2)
         warnings.simplefilter("ignore")
+        for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE):
+            signal.signal(number, signal.SIG_DFL)  # a handler of the parent's could wait for its threads
         with at_most(4 << 30):
             for i in which:
                 answers.write(json.dumps([i]) + "\n")
@@ -530,5 +554,3 @@ def at_most(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
