@@ -17,6 +17,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "host_scalars.h"
 #include "values.h"
 
 namespace openreg {
@@ -275,6 +276,12 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
     if (!each_tensor((*stack)[first + i], [&](const at::Tensor& x) { return arguments.add(x, plan.written[i]); }))
       return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
+  const auto scalars = std::count_if(
+      arguments.all().begin(), arguments.all().end(), [](const Argument& each) { return each.real.is_cpu(); });
+  if (scalars) // what may be refused is called at once
+    if (const auto accepted = host_scalars(op.operator_name().name);
+        accepted != HostScalars::kAny && (accepted != HostScalars::kOne || scalars > 1))
+      return false;
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
   Stack meta, host;
