@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from pathlib import Path
 
 # An openreg_ops that is installed already must not be loaded: it may be for another torch, which this build mends.
@@ -34,6 +35,24 @@ VECTORS = {
 }[CAPABILITY] + [f"-DCPU_CAPABILITY={CAPABILITY}"] * (CAPABILITY != "DEFAULT")
 
 
+def host_scalars() -> dict[str, int]:
+    """How many CPU scalars CUDA's operators of several tensors take, 0 or 1: Note [CPU scalars]."""
+    path = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}, which torch {torch.__version__} should have brought: reinstall torch")
+    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M)
+    entries = {each[: each.index("(")]: each for each in re.split(r"^- func: ", text, flags=re.M)[1:]}
+    checks: dict[str, set[bool]] = {}
+    for name, entry in entries.items():
+        delegate = re.search(r"structured_delegate: ([\w.]+)", entry)
+        dispatch = re.findall(r"^    ([\w, ]+):", entries[delegate[1]] if delegate else entry, flags=re.M)
+        keys = {key.strip() for line in dispatch for key in line.split(",")}
+        inputs = re.findall(r"\bTensor[^\s,]* \w+", re.split(r"\*, |\) ->", entry)[0])
+        if len(inputs) > 1 and {"CPU", "CUDA"} <= keys and not name.startswith("_foreach_"):
+            checks.setdefault(f"aten::{name.split('.')[0]}", set()).add("device_check: NoCheck" not in entry)
+    return {name: 0 if all(every) else 1 for name, every in sorted(checks.items())}
+
+
 class Build(BuildExtension):
     """Compiles, keeps the objects for the next time, and notes beside the extension which torch it is for."""
 
@@ -47,6 +66,7 @@ class Build(BuildExtension):
         (target / "openreg_ops" / "_build.py").write_text(
             '"""Written by setup.py: what the extension was built with."""\n\n'
             f'TORCH_VERSION = "{torch.__version__}"\nCPU_CAPABILITY = "{CAPABILITY}"\n'
+            f"# Note [CPU scalars] in csrc/aten/host_scalars.h\nHOST_SCALARS = {host_scalars()!r}\n"
         )
 
 

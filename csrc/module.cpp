@@ -1,7 +1,10 @@
 // Python bindings: what openreg_ops needs of C++ that torch does not offer already.
 #include <ATen/core/CachingHostAllocator.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/extension.h>
+
+#include <pthread.h>
 
 #include <chrono>
 #include <filesystem>
@@ -11,6 +14,7 @@
 
 #include "aten/autograd_fallback.h"
 #include "aten/fallback.h"
+#include "aten/host_scalars.h"
 #include "aten/native.h"
 #include "backend/allocator.h"
 #include "backend/distributed.h"
@@ -23,6 +27,7 @@
 #include "compat.h"
 #include "runtime/device.h"
 #include "runtime/fault.h"
+#include "runtime/fork.h"
 #include "runtime/isolation.h"
 #include "runtime/memory.h"
 #include "runtime/observer.h"
@@ -126,9 +131,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("native_kernels") = openreg::register_native_kernels();
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);
+  m.def("set_host_scalars", &openreg::set_host_scalars);
+  m.def("initialize", &openreg::initialize);
+  // Torch asks torch.openreg._lazy_init() once a process, and must ask it again in a child; see Note [Fork].
+  pthread_atfork(nullptr, nullptr, [] { torch::utils::set_requires_device_init(at::kPrivateUse1, true); });
   m.def("current_device", &openreg::current_device);
-  m.def("exchange_device", [](int64_t device) { return openreg::exchange_device(openreg::checked_index(device)); });
-  m.def("checked_index", [](int64_t device) { return static_cast<int>(openreg::checked_index(device)); });
+  m.def("exchange_device", [](int64_t device) {
+    openreg::initialize();
+    return openreg::exchange_device(openreg::checked_index(device));
+  });
+  m.def("checked_index", [](int64_t device) {
+    openreg::check_not_forked();
+    return static_cast<int>(openreg::checked_index(device));
+  });
   m.def("default_generator", [](int64_t device) { return openreg::default_generator(openreg::checked_index(device)); });
   m.def("launch_count", &openreg::launch_count);
   m.def("set_fallback_policy", &openreg::set_fallback_policy);
@@ -267,6 +282,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("empty_strided") = py::reinterpret_steal<py::object>(PyCFunction_New(&empty_strided_method, nullptr));
   m.def("tag", &openreg::tag);
   m.def("set_tag", &openreg::set_tag);
+  m.def("copy_metadata", &openreg::copy_metadata);
   m.def("share_storage", &openreg::share_storage, py::call_guard<py::gil_scoped_release>());
   m.def("open_storage", &openreg::open_storage, py::call_guard<py::gil_scoped_release>());
   py::class_<openreg::DistributedBackend, c10::intrusive_ptr<openreg::DistributedBackend>, c10d::Backend>(

@@ -63,8 +63,9 @@ try:
     from openreg_ops import _C
     from openreg_ops import device as _device
 
+    _C.set_host_scalars(_build.HOST_SCALARS)
     _device.register()
-    from openreg_ops import autograd, distributed, dlpack, fallback, meta, nested, optim, sharing
+    from openreg_ops import autograd, distributed, dlpack, fallback, meta, nested, optim, sharing, tags
 except environment.WrongVariable as wrong:
     _refuse(wrong)
 
@@ -84,6 +85,7 @@ from openreg_ops.tags import get_tag, set_tag  # noqa: E402
 
 dlpack.register()
 sharing.register()
+tags.register()
 distributed.register()
 nested.register()
 

@@ -86,15 +86,20 @@ def synchronize(device: torch.types.Device = None) -> None:
 
 
 def init() -> None:
-    """Nothing to do: the device is ready when the package is imported."""
+    """Count the device as used, as everything does that needs it: a child made by ``fork()`` may not use it then.
+
+    Raises:
+        RuntimeError: this process is such a child.
+    """
+    _C.initialize()
 
 
 _lazy_init = init
 
 
 def is_initialized() -> bool:
-    """Always true; kept because ``torch.cuda`` has it."""
-    return True
+    """Whether the process can use the device: false in a child made by ``fork()`` after its parent had used it."""
+    return not _C.forked()
 
 
 def get_device_name(device: torch.types.Device = None) -> str:

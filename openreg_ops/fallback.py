@@ -60,14 +60,27 @@ def _matching(patterns: Iterable[str]) -> set[str]:
     return {n for n in names for p in patterns if fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n.split(".")[0], p)}
 
 
+def _has_device_kernel(name: str) -> bool:
+    """Whether an operator has a kernel for the device that no function here registered."""
+    known = _device_kernels.get(name) if name in _routed else None
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1") if known is None else known
+
+
+def _shareable(patterns: Iterable[str]) -> set[str]:
+    """The operators that a pattern matches and that have a CPU kernel and no device kernel."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name for name in _matching(patterns) if has(name, "CPU") and not _has_device_kernel(name)}
+
+
 def _routes() -> dict[str, str]:
-    routes = dict.fromkeys(_matching(_share), "share")
+    routes = dict.fromkeys(_shareable(_share), "share")
     routes.update(dict.fromkeys(_matching(_force), "fallback"))
     routes.update(dict.fromkeys(_matching(_deny), "fallback"))  # which then refuses it
     return routes
 
 
 _routed: dict[str, str] = {}
+_device_kernels: dict[str, bool] = {}  # of the operators in _routed: whether they had one before
 
 
 def _checked(names: Iterable[str], must_exist: bool) -> list[str]:
@@ -90,6 +103,7 @@ def _apply() -> None:
     for name in _routed.keys() | wanted.keys():
         if _routed.get(name) != wanted.get(name):
             operator, _, overload = name.partition(".")
+            _device_kernels[name] = _has_device_kernel(name)
             _C.route_operator(operator, overload, wanted.get(name, ""))
             # One by one: where an operator is refused, those before it are known and can be taken back.
             if name in wanted:
@@ -172,12 +186,28 @@ def force(*names: str) -> _Names:
 def share(*names: str) -> _Names:
     """Run these operators' CPU kernels directly on device memory, without copies; also as a context manager.
 
-    For operators of other libraries: those of PyTorch are shared already.
+    For operators of other libraries: those of PyTorch are shared already. A pattern such as ``"mylib::*"`` shares the
+    operators that have a CPU kernel and no device kernel, and leaves the others as they are.
 
     Raises:
-        ValueError: no operator has such a name, or one has no CPU kernel.
+        ValueError: no operator has such a name, or none that does has a CPU kernel and no device kernel.
     """
-    return _Names(_share, names, must_exist=True)
+    for name in _checked(names, must_exist=True):
+        if _shareable([name]):
+            continue
+        matching = sorted(_matching([name]))
+        kernels = {
+            has: [each for each in matching if torch._C._dispatch_has_kernel_for_dispatch_key(each, "CPU") == has]
+            for has in (True, False)
+        }
+        why = [f"{each} has a device kernel of its own" for each in kernels[True]]
+        why += [f"{each} has no CPU kernel to share" for each in kernels[False]]
+        more = f", and {len(why) - 3} more" if len(why) > 3 else ""
+        raise ValueError(
+            f"openreg_ops.fallback.share: expected {name!r} to match an operator with a CPU kernel and no device "
+            f"kernel, but {'; '.join(why[:3])}{more}. Register a CPU kernel, or leave the operator out"
+        )
+    return _Names(_share, names)
 
 
 def report() -> list[Record]:

@@ -57,7 +57,8 @@ def isolation_mode() -> str:
 
 def empty_cache() -> None:
     """Return the free memory of every device to the operating system."""
-    torch.accelerator.empty_cache()
+    if not _C.forked():
+        torch.accelerator.empty_cache()
 
 
 def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def memory_stats_as_nested_dict(device: torch.types.Device = None) -> dict[str, 
 
 def host_memory_stats_as_nested_dict() -> dict[str, Any]:
     """`host_memory_stats` as a nested dictionary."""
-    return _C.host_memory_stats()
+    return {} if _C.forked() else _C.host_memory_stats()
 
 
 def host_memory_stats() -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Random numbers on the device, with ``torch.cuda``'s names. No function here touches the CPU's generator."""
+"""Random numbers on the device, with ``torch.cuda``'s names. No function here touches the CPU's generator.
+
+In a child made by ``fork()`` after its parent had used a device, reading a generator raises. Seeding one does not: as on
+CUDA, where seeds wait for the device's initialization, a DataLoader's worker may seed every generator that there is.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,13 @@ def get_rng_state(device: torch.types.Device = None) -> torch.Tensor:
 
 def get_rng_state_all() -> list[torch.Tensor]:
     """The state of every device's default generator."""
-    return [generator.get_state() for generator in default_generators]
+    return [get_rng_state(index) for index in range(len(default_generators))]
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.types.Device = None) -> None:
     """Set the state of `device`'s default generator to one that `get_rng_state` gave."""
-    default_generators[_index(device)].set_state(new_state.cpu())
+    if not _C.forked():
+        default_generators[_index(device)].set_state(new_state.cpu())
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
@@ -70,4 +75,4 @@ def seed_all() -> None:
 
 def initial_seed() -> int:
     """The seed of the current device's default generator."""
-    return default_generators[_C.current_device()].initial_seed()
+    return default_generators[_index()].initial_seed()

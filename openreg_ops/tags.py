@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from openreg_ops import _C
@@ -17,11 +20,26 @@ def get_tag(tensor: torch.Tensor) -> str | None:
 def set_tag(tensor: torch.Tensor, tag: str | None) -> None:
     """Give `tensor` a text; None takes it away.
 
-    It survives ``torch.save`` and ``torch.load`` to any device but the host, pickle, ``clone()``, ``detach()`` and
-    ``.to()`` any device, and a Parameter made of the tensor has it, also after ``copy.deepcopy``. What operators compute
-    from the tensor, its own ``copy.deepcopy`` and another process that it is sent to do not.
+    It survives ``torch.save`` and ``torch.load`` to any device but the host, pickle, ``copy.deepcopy``, ``clone()``,
+    ``detach()`` and ``.to()`` any device, and a Parameter made of the tensor has it. What operators compute from the
+    tensor and another process that it is sent to do not have it. The tag is one entry of
+    ``torch._utils.get_tensor_metadata``, whose other entries survive the same.
 
     Raises:
         RuntimeError: `tensor` is not on openreg.
     """
     _C.set_tag(tensor, tag)
+
+
+def register() -> None:
+    """Let ``copy.deepcopy`` keep a tensor's metadata: PyTorch's rebuilds a tensor from its storage, without it."""
+    original = torch.Tensor.__deepcopy__
+
+    @functools.wraps(original)
+    def __deepcopy__(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        copy = original(self, memo)
+        if self.device.type == "openreg" and isinstance(copy, torch.Tensor):
+            _C.copy_metadata(self, copy)
+        return copy
+
+    torch.Tensor.__deepcopy__ = __deepcopy__

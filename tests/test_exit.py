@@ -55,11 +55,92 @@ def test_a_forked_child_ends_cleanly():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+# What makes a child unable to use the device, as with CUDA: whatever initializes it in the parent.
+USES = {
+    "init": "torch.openreg.init()",
+    "set_device": "torch.openreg.set_device(1)",
+    "torch.accelerator": "torch.accelerator.set_device_index(1)",
+    "current_device": "torch.openreg.current_device()",
+    "empty": "torch.empty(3, device='openreg')",
+    "an operator": "torch.ones(3, device='openreg') + 1",
+    "a stream": "torch.openreg.Stream()",
+}
+# What torch.cuda refuses in such a child (memory statistics it gives as 0), and torch.accelerator for CUDA.
+REFUSED = (
+    "init set_device(0) set_device('openreg:1') current_device synchronize get_device_name get_device_capability "
+    "get_device_properties get_device_properties(1) can_device_access_peer(0,1) device(0).__enter__ current_stream "
+    "default_stream Stream Stream(1) stream(S).__enter__ Event().record get_stream_from_external(0) "
+    "get_rng_state get_rng_state_all initial_seed memory_allocated memory_allocated(0) max_memory_allocated "
+    "memory_reserved max_memory_reserved memory_stats memory_summary mem_get_info reset_peak_memory_stats "
+    "reset_accumulated_memory_stats get_per_process_memory_fraction set_per_process_memory_fraction(0.5) "
+    "memory.memory_allocated random.get_rng_state"
+)
+REFUSED_ELSEWHERE = (
+    "torch.ones(3).pin_memory()|torch.empty(3, pin_memory=True, device='cpu')|torch.empty(3, device='openreg')|"
+    "torch.ones(3).to('openreg')|torch.ones(3).openreg()|torch.nn.Linear(2, 2).openreg()|torch.UntypedStorage(4, device='openreg')|"
+    "torch.accelerator.current_device_index()|torch.accelerator.set_device_index(0)|torch.accelerator.synchronize()|"
+    "torch.accelerator.current_stream()|torch.accelerator.memory_allocated()|torch.accelerator.get_memory_info()"
+)
+ALLOWED = (
+    "device_count is_available is_initialized empty_cache manual_seed(1) manual_seed_all(1) seed seed_all Event "
+    "set_rng_state(R) set_rng_state_all([R,R]) host_memory_stats is_bf16_supported get_launch_mode"
+)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_forked_child_may_call(use):
+    code = f"""
+import os, re, torch, openreg_ops
+R = torch.Generator().get_state()
+{USES[use]}
+S = torch.openreg.default_stream(0)
+pid = os.fork()
+if pid == 0:
+    def call(text):
+        return eval(text if text.endswith(")") else text + "()", {{"torch": torch, "R": R, "S": S}})
+    silent = []
+    for text in [f"torch.openreg.{{name}}" for name in {REFUSED!r}.split()] + {REFUSED_ELSEWHERE!r}.split("|"):
+        try: call(text); silent.append(text)
+        except RuntimeError as error:
+            assert "Cannot re-initialize openreg in forked subprocess" in str(error), (text, error)
+    assert not silent, silent
+    for name in {ALLOWED!r}.split():
+        call("torch.openreg." + name)
+    assert torch.openreg.device_count() == 2 and torch.openreg.is_available() and not torch.openreg.is_initialized()
+    torch.manual_seed(3); torch.seed()
+    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 2
+    assert torch.ones(2).sum() == 2 and torch.openreg._is_in_bad_fork()
+    raise SystemExit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_childs_child_may_not_use_the_device_either():
+    code = (
+        "import os, torch, openreg_ops\n"
+        "torch.openreg.init()\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    if (pid := os.fork()) == 0:\n"
+        "        try: torch.openreg.init()\n"
+        "        except RuntimeError: os._exit(0)\n"
+        "        os._exit(1)\n"
+        "    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_child_of_a_parent_that_used_no_device_may_use_one():
     code = (
         "import os, torch, openreg_ops\n"
+        "torch.manual_seed(1); assert torch.openreg.device_count() == 2 and torch.openreg.is_available()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
+        "    torch.openreg.init(); assert torch.openreg.is_initialized()\n"
+        "    assert torch.ones(2).pin_memory().is_pinned() and torch.openreg.memory_allocated() == 0\n"
         "    assert (torch.ones(3, device='openreg') + 1).tolist() == [2, 2, 2]; raise SystemExit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )

@@ -212,6 +212,50 @@ def test_share_runs_another_librarys_kernel_without_copies(x):
         fallback.share("test_fallback::nowhere")
 
 
+def test_share_takes_of_a_namespace_what_can_be_shared():
+    x = torch.tensor([-1.0, 2.0], device="openreg")
+    with torch.library._scoped_library("test_shared", "DEF") as mine:
+        mine.define("plain(Tensor x) -> Tensor")
+        mine.impl("plain", lambda x: x + 1, "CPU")
+        mine.define("both(Tensor x) -> Tensor")
+        mine.impl("both", lambda x: x + 1, "CPU")
+        mine.impl("both", lambda x: x + 10, "PrivateUse1")
+        mine.define("device_only(Tensor x) -> Tensor")
+        mine.impl("device_only", lambda x: x + 10, "PrivateUse1")
+        mine.define("composite(Tensor x) -> Tensor")
+        mine.impl("composite", lambda x: x + 100, "CompositeImplicitAutograd")
+        mine.define("nothing(Tensor x) -> Tensor")
+        shared = torch.ops.test_shared
+        for _ in range(2):  # what was shared before counts as shareable still
+            with fallback.share("test_shared::*"), fallback.share("test_shared::plain"):
+                fallback.reset()
+                assert shared.plain(x).tolist() == [0, 3]
+                assert shared.both(x).tolist() == shared.device_only(x).tolist() == [9, 12]
+                assert shared.composite(x).tolist() == [99, 102]
+                assert fallback.report() == []
+                mine_later = torch.library.Library("test_shared", "FRAGMENT")
+                mine_later.define("later(Tensor x) -> Tensor")
+                mine_later.impl("later", lambda x: x + 1, "CPU")
+                assert shared.later(x).tolist() == [0, 3] and [r.operator for r in fallback.report()] == [
+                    "test_shared::later"
+                ]
+                with fallback.allow("test_shared::later"):  # any call here looks the names up
+                    fallback.reset()
+                    assert shared.later(x).tolist() == [0, 3] and fallback.report() == []
+                mine_later._destroy()
+            assert shared.plain(x).tolist() == [0, 3] and len(fallback.report()) == 1
+        with fallback.force("test_shared::both"):
+            assert shared.both(x).tolist() == [0, 3]
+            with pytest.raises(ValueError, match="test_shared::both has a device kernel of its own"):
+                fallback.share("test_shared::both")
+        for name in ("both", "device_only", "[bd]*"):
+            with pytest.raises(ValueError, match="no device kernel, but test_shared::[a-z_]+ has a(?: device| CPU)? ker|no CPU"):
+                fallback.share(f"test_shared::{name}")
+        with pytest.raises(ValueError, match="test_shared::nothing has no CPU kernel to share"):
+            fallback.share("test_shared::plain", "test_shared::nothing")
+        assert shared.both(x).tolist() == [9, 12]
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match='expected the policy "allow", "warn" or "error", but got "maybe"'):
         fallback.set_policy("maybe")

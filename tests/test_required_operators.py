@@ -154,6 +154,44 @@ def test_set_source_storage_storage_offset():
         torch.empty(0, device="openreg").set_(source.untyped_storage(), -1, (1,))
 
 
+GEOMETRIES = [(), (0,), (2,), (8,), (9,), (2, 4), (3, 3), (0, 5), (-1,)]
+STRIDES = {(): [()], (8,): [(0,), (1,), (2,)], (9,): [(1,)], (2, 4): [(4, 1), (1, 2), (8, 1)], (3, 3): [(3, 1), (1,)]}
+
+
+@pytest.mark.parametrize("start", [(0,), (8,), (9,), (2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8], ids=str)
+def test_set_is_the_cpus(start, dtype):
+    """In range, past the end and with bad arguments: the same tensor and storage, or the same error."""
+
+    def outcomes(device):
+        for offset in (0, 1, 8, 100, -1, 2**62):
+            for size in GEOMETRIES:
+                for stride in (None, *STRIDES.get(size, [(1,) * len(size)]), (-1,)):
+                    source = torch.arange(8.0, device=device)
+                    storage = source.untyped_storage()
+                    for call in (
+                        lambda x, *args, storage=storage: x.set_(storage, *args),
+                        lambda x, *args, storage=storage: torch.ops.aten.set_.source_Storage_storage_offset(
+                            x, storage, *args
+                        ),
+                        lambda x, *args, source=source: x.set_(source, *args),
+                    ):
+                        target = torch.zeros(start, dtype=dtype, device=device)
+                        case = (offset, size, stride)
+                        try:
+                            call(target, *(case if stride is not None else case[:2]))
+                            ours = (target.shape, target.stride(), target.storage_offset(), target.untyped_storage().nbytes())
+                            error = None
+                        except (RuntimeError, TypeError) as raised:
+                            ours, error = None, (type(raised), "out of bounds" in str(raised))
+                        yield case, ours, error, storage.nbytes(), source.tolist()
+
+    cpu, device = list(outcomes("cpu")), list(outcomes("openreg"))
+    assert any(error and error[1] for _, _, error, _, _ in cpu) == (start != (0,))
+    assert any(nbytes > 32 for *_, nbytes, _ in cpu)
+    assert device == cpu
+
+
 def test_set_nothing():
     assert torch.zeros(3, device="openreg").set_().shape == (0,)
 

@@ -14,6 +14,7 @@ import safetensors.torch as st
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from torch._utils import get_tensor_metadata, set_tensor_metadata
 from torch.utils.data import DataLoader
 
 from openreg_ops import get_tag, set_tag
@@ -227,6 +228,9 @@ KEEPS = {
     "parameter": torch.nn.Parameter,
     "saved parameter": lambda x: round_trip(torch.nn.Parameter(x)),
     "with gradient": lambda x: x.requires_grad_().clone(),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of two names of it": lambda x: copy.deepcopy({"a": x, "b": [x]})["b"][0],
+    "deepcopy with gradient": lambda x: copy.deepcopy(x.requires_grad_()).detach(),
     "deepcopy of a parameter": lambda x: copy.deepcopy(torch.nn.Parameter(x)),
 }
 
@@ -249,9 +253,55 @@ def test_tags_are_the_tensors_own():
         get_tag(y + 1) is None
         and get_tag(y[1:]) is None
         and get_tag(round_trip(x)) is None
-        and get_tag(copy.deepcopy(y)) is None
         and get_tag(torch.ones(3)) is None
     )
+
+
+METADATA = {"version_number": True, "format_number": True, "é": False}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_keeps_metadata(name):
+    x = torch.arange(3.0, device=D)
+    assert get_tensor_metadata(x) == {}
+    set_tensor_metadata(x, METADATA)
+    y = KEEPS[name](x)
+    assert get_tensor_metadata(y) == METADATA and y.tolist() == x.tolist()
+
+
+def test_metadata_is_one_dictionary():
+    x = tagged()
+    (name,) = get_tensor_metadata(x)  # the tag's
+    set_tensor_metadata(x, METADATA | {name: True})
+    assert get_tag(x) == "weights of layer 3, é"
+    y = x.clone()
+    set_tag(x, "other")  # of all entries, the tag changes
+    assert get_tag(x) == "other" and get_tensor_metadata(x).items() > METADATA.items()
+    set_tag(x, None)
+    assert get_tensor_metadata(x) == METADATA and get_tensor_metadata(y) == METADATA | {name: True}
+    set_tensor_metadata(y, {"only": True})
+    assert get_tensor_metadata(y) == {"only": True} and get_tag(y) is None
+    set_tensor_metadata(y, {})
+    assert get_tensor_metadata(y) == get_tensor_metadata(y + 1) == {}
+    assert get_tensor_metadata(round_trip(x, map_location="cpu")) == {}
+
+
+def test_metadata_beside_a_conjugate():
+    x = torch.ones(2, dtype=torch.complex64, device=D).conj()
+    set_tensor_metadata(x, METADATA | {"conj": True})
+    y = round_trip(x)
+    assert get_tensor_metadata(y) == METADATA | {"conj": True} and y.is_conj()
+
+
+def test_deepcopy_leaves_other_devices_alone():
+    class Sub(torch.Tensor):
+        pass
+
+    for x in (torch.ones(2), torch.ones(2).as_subclass(Sub), torch.ones(2, device=D).as_subclass(Sub)):
+        y = copy.deepcopy(x)
+        assert type(y) is type(x) and y.device == x.device and y.tolist() == x.tolist()
+    with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+        copy.deepcopy(torch.ones(2, device=D, requires_grad=True) * 2)
 
 
 def test_a_tag_on_the_host_is_lost_when_saved_there():

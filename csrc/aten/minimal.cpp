@@ -102,7 +102,9 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
 
 at::Tensor& set_storage_offset(
     at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
-  if (offset >= 0 && source.device() == self.device() && (!stride.data() || size.size() == stride.size()))
+  // A geometry that the tensor has already does not make the storage grow: what is out of its range raises below.
+  const bool same = self.sizes() == size && (!stride.data() || self.strides() == stride);
+  if (!same && offset >= 0 && source.device() == self.device() && (!stride.data() || size.size() == stride.size()))
     reserve(
         source, size, stride.data() ? at::OptionalIntArrayRef(stride) : std::nullopt, self.dtype().itemsize(), offset);
   at::native::checkSetStorage(self, source, offset, size, stride); // which refuses the rest

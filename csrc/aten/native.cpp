@@ -21,6 +21,8 @@
 #include <unordered_set>
 
 #include "../runtime/memory.h"
+#include "host_scalars.h"
+#include "own_memory.h"
 #include "wider.h"
 
 namespace openreg {
@@ -215,9 +217,31 @@ void CpuCall::index(Slot& slot) {
     index_->emplace(slot.real->unsafe_storage().unsafeGetStorageImpl(), &slot);
 }
 
+namespace {
+
+// Refuses the CPU scalars that CUDA refuses.
+void check_scalar(const char* name, bool another) {
+  const HostScalars accepted = host_scalars(name);
+  TORCH_CHECK(accepted != HostScalars::kNone, name,
+      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among those on openreg. This "
+      "operator takes no CPU scalars, as on CUDA; move it with .to()");
+  TORCH_CHECK(!another || accepted == HostScalars::kAny, name,
+      ": Expected all tensors to be on the same device, but found more than one 0-dim CPU tensor. This operator takes "
+      "one CPU scalar, as on CUDA; move the others with .to()");
+}
+
+void check_scalar_is_last(const char* name) {
+  TORCH_CHECK(host_scalars(name) != HostScalars::kLast, name,
+      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among those on openreg. This "
+      "operator takes a CPU scalar as its last tensor only, as on CUDA; move it with .to()");
+}
+
+} // namespace
+
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
   // What an operator computes on comes first, so a host tensor may not: x[i] takes i from the host, not x.
   if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
+    if (!host_tensors_) check_scalar(name_, !host_storages_.empty());
     if (tensor.has_storage())
       host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     return tensor;
@@ -241,6 +265,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
   TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!tensor.defined()) return tensor;
   if (C10_UNLIKELY(!on_device(impl))) return host(tensor, write);
+  if (C10_UNLIKELY(!host_storages_.empty()) && !write) check_scalar_is_last(name_);
   const c10::DeviceIndex index = impl->device().index();
   if (device_ < 0) {
     set_device(index);
@@ -558,6 +583,12 @@ class NativeKernel final : public c10::OperatorKernel {
         schema.name() != "aten::_scaled_dot_product_flash_attention_for_cpu";
     host_arguments_ = kHostArguments.count(schema.name()) > 0;
     reads_no_data_ = kReadsNoData.count(schema.name()) > 0;
+    takes_results_ = takes_results(schema);
+    if (constexpr std::string_view kForeach = "aten::_foreach_"; schema.name().starts_with(kForeach)) {
+      each_ = "aten::" + schema.name().substr(kForeach.size());
+      for (size_t i = 0; i < write_.size() && host_scalars(each_) == HostScalars::kLast; ++i)
+        if (schema.arguments()[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) last_list_ = i;
+    }
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
     if (target == DispatchKey::CPU) wider_ = Wider::of(schema.name());
@@ -565,6 +596,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     if (C10_UNLIKELY(wider_ != nullptr) && wider_->run(op, stack)) return;
+    if (C10_UNLIKELY(takes_results_) && target_ == DispatchKey::CPU && call_with_own_memory(op, stack)) return;
     uint64_t untried = 0;
     if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack, untried)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
@@ -594,6 +626,9 @@ class NativeKernel final : public c10::OperatorKernel {
         c10::List<at::Tensor> aliases;
         aliases.reserve(list.size());
         lists_hold(held, list);
+        if (C10_UNLIKELY(i < last_list_)) // before the list that may have CPU scalars
+          for (const at::Tensor& t : list)
+            if (t.is_cpu()) check_scalar_is_last(each_.c_str());
         for (const at::Tensor& t : list) aliases.push_back(call.alias(t, write_[i]));
         value = std::move(aliases);
       } else if (value.isOptionalTensorList()) {
@@ -656,11 +691,13 @@ class NativeKernel final : public c10::OperatorKernel {
 
   DispatchKey target_;
   std::vector<bool> write_, generator_;
-  bool takes_generator_ = false, takes_device_ = false;
+  bool takes_generator_ = false, takes_device_ = false, takes_results_ = false;
   bool draws_ = false; // random numbers, without a Generator argument
   bool host_arguments_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
   const Wider* wider_ = nullptr;
+  std::string each_;     // of a foreach operator: what it calls for each element
+  size_t last_list_ = 0; // of one that takes CPU scalars in its last list only
 };
 
 struct Layout {

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "../backend/allocator.h"
+#include "host_scalars.h"
 #include "signature.h"
 #include "values.h"
 
@@ -424,6 +425,12 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack, uint64_t& untri
   for (size_t i = 0; i < count; ++i)
     if (!arguments.add((*stack)[first + i], plan.written[i], plan.number[i])) return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
+  const auto scalars = std::count_if(
+      arguments.all().begin(), arguments.all().end(), [](const Argument& each) { return each.real.is_cpu(); });
+  if (scalars) // what may be refused is called at once
+    if (const auto accepted = host_scalars(op.operator_name().name);
+        accepted != HostScalars::kAny && (accepted != HostScalars::kOne || scalars > 1))
+      return false;
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
   Stack meta, host;

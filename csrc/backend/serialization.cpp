@@ -1,5 +1,5 @@
-// A tag: a text of the user's that belongs to a tensor, and an example of BackendMeta, the place that PyTorch has
-// for what a backend knows of a tensor.
+// What a tensor carries beside its numbers: the metadata of torch._utils.set_tensor_metadata(), in PyTorch's BackendMeta,
+// and the tag, a text of the user's among it.
 #include "serialization.h"
 
 #include <ATen/ops/_to_copy_native.h>
@@ -12,26 +12,38 @@
 #include <unordered_map>
 
 // Note [Tags]
-// detach() keeps the BackendMeta of a tensor, and saving what save() and load() below write and read. clone() and to()
-// are ours to mend: ATen's make a new tensor, which knows nothing of the old.
+// detach() keeps the BackendMeta of a tensor, and saving what save() and load() below write and read. ATen's clone() and
+// to() make a new tensor without it, so the device has its own. openreg_ops/tags.py does the same for copy.deepcopy().
 namespace openreg {
 namespace {
 
-struct Tag final : c10::BackendMeta {
-  explicit Tag(std::string text) : text(std::move(text)) {}
-  const std::string text; // tensors share it; another tag is another object
+using Metadata = std::unordered_map<std::string, bool>;
+
+struct Meta final : c10::BackendMeta {
+  explicit Meta(Metadata entries) : entries(std::move(entries)) {}
+  const Metadata entries; // tensors share it; other metadata is another object
 };
 
-// PyTorch's format has room for names and booleans: the text is part of the name.
-constexpr std::string_view kName = "openreg.tag=";
+// PyTorch's format has room for names and booleans: the tag's text is part of a name.
+constexpr std::string_view kTag = "openreg.tag=";
 
-void save(const at::Tensor& tensor, std::unordered_map<std::string, bool>& metadata) {
-  if (const auto text = tag(tensor)) metadata[std::string(kName) + *text] = true;
+Metadata metadata(const at::Tensor& tensor) {
+  const auto* meta = dynamic_cast<const Meta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  return meta ? meta->entries : Metadata();
 }
 
-void load(const at::Tensor& tensor, std::unordered_map<std::string, bool>& metadata) {
-  for (const auto& [name, on] : metadata)
-    if (on && name.starts_with(kName)) set_tag(tensor, name.substr(kName.size()));
+void set_metadata(const at::Tensor& tensor, Metadata entries) {
+  c10::intrusive_ptr<c10::BackendMeta> meta;
+  if (!entries.empty()) meta = c10::make_intrusive<Meta>(std::move(entries));
+  tensor.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+}
+
+void save(const at::Tensor& tensor, Metadata& entries) {
+  entries.merge(metadata(tensor));
+}
+
+void load(const at::Tensor& tensor, Metadata& entries) {
+  set_metadata(tensor, entries);
 }
 
 const bool registered = [] {
@@ -39,35 +51,41 @@ const bool registered = [] {
   return true;
 }();
 
-at::Tensor with_tag_of(const at::Tensor& from, at::Tensor to) {
-  if (auto meta = from.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()) [[unlikely]]
-    to.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+at::Tensor with_metadata_of(const at::Tensor& from, at::Tensor to) {
+  copy_metadata(from, to);
   return to;
 }
 
 at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format) {
-  return with_tag_of(self, at::native::clone(self, format));
+  return with_metadata_of(self, at::native::clone(self, format));
 }
 
 at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
     std::optional<at::Device> device, std::optional<bool> pin_memory, bool non_blocking,
     std::optional<at::MemoryFormat> format) {
-  return with_tag_of(self, at::native::_to_copy(self, dtype, layout, device, pin_memory, non_blocking, format));
+  return with_metadata_of(self, at::native::_to_copy(self, dtype, layout, device, pin_memory, non_blocking, format));
 }
 
 } // namespace
 
 std::optional<std::string> tag(const at::Tensor& tensor) {
-  const auto* tag = dynamic_cast<const Tag*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
-  return tag ? std::optional(tag->text) : std::nullopt;
+  for (const auto& [name, on] : metadata(tensor))
+    if (on && name.starts_with(kTag)) return name.substr(kTag.size());
+  return std::nullopt;
 }
 
 void set_tag(const at::Tensor& tensor, std::optional<std::string> text) {
   TORCH_CHECK(tensor.is_privateuseone(), "set_tag: expected a tensor on openreg, but got one on ", tensor.device(),
       "; move it with .to()");
-  c10::intrusive_ptr<c10::BackendMeta> meta;
-  if (text) meta = c10::make_intrusive<Tag>(std::move(*text));
-  tensor.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+  Metadata entries = metadata(tensor);
+  std::erase_if(entries, [](const auto& entry) { return entry.first.starts_with(kTag); });
+  if (text) entries[std::string(kTag) + *text] = true;
+  set_metadata(tensor, std::move(entries));
+}
+
+void copy_metadata(const at::Tensor& from, const at::Tensor& to) {
+  if (auto meta = from.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()) [[unlikely]]
+    to.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
 }
 
 } // namespace openreg

@@ -12,4 +12,7 @@ namespace openreg {
 std::optional<std::string> tag(const at::Tensor& tensor);
 void set_tag(const at::Tensor& tensor, std::optional<std::string> text);
 
+// Gives a tensor the metadata of another one, if that has any.
+void copy_metadata(const at::Tensor& from, const at::Tensor& to);
+
 } // namespace openreg

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 
 #include "device.h"
 #include "fault.h"
+#include "fork.h"
 #include "profile.h"
 #include "wait.h"
 
@@ -375,12 +377,13 @@ void check_not_forked() {
 }
 
 namespace {
+std::atomic<bool> initialized{false};
 bool used_at_fork = false;
 const bool fork_noticed = [] {
   pthread_atfork(
       [] {
-        used_at_fork =
-            launch_count() != 0 || std::any_of(queues.begin(), queues.end(), [](auto& each) { return each.load(); });
+        used_at_fork = initialized || launch_count() != 0 ||
+            std::any_of(queues.begin(), queues.end(), [](auto& each) { return each.load(); });
       },
       nullptr,
       [] {
@@ -389,6 +392,11 @@ const bool fork_noticed = [] {
   return true;
 }();
 } // namespace
+
+void initialize() {
+  check_not_forked();
+  initialized = true;
+}
 
 void stop_workers() noexcept {
   if (forked()) return;

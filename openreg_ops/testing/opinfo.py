@@ -26,19 +26,11 @@ from openreg_ops.testing import attention, transforms
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
 DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
-CHECKS = (*DIRECT, "attention", "async", "async_errors", *transforms.CHECKS)
+CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", *transforms.CHECKS)
 LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
 
 # Operators whose values are whatever was in memory; everything but the values is compared.
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-
-# Operators that write past the end of a non-contiguous out= tensor on the CPU itself, by cause.
-STRIDED_OUT_CORRUPTS = {
-    "lu_unpack": "its kernel steps through out's memory as if it were contiguous",
-    "linalg.lu": "calls lu_unpack",
-    "tril": "its kernel steps through a batch by the stride of its last dimension alone",
-    "triu": "as tril",
-}
 
 # Operators that want these tensor arguments on the CPU whatever the device, CUDA included.
 HOST_ARGUMENTS = {"tensor_split": "tensor_indices_or_sections is read while the shapes are made"}
@@ -72,6 +64,7 @@ KINDS = {
     "device": "a result is not on the device",
     "late": "an error of the call appeared at the next synchronization",
     "alias": "a result shares memory with an argument on one side only",
+    "guard": "memory outside of a result was written to",
     "rng": "the CPU's generator moved, or the device drew other numbers from the same seed",
     "crash": "the worker process died",
     "internal": "the device failed an internal assertion",
@@ -538,9 +531,6 @@ class _Sample:
             return
 
         for make in (_sized, _strided, _empty, _other_dtype):
-            if make is _strided and self.op.name in STRIDED_OUT_CORRUPTS:
-                continue
-
             def call(move: Mover, make: Callable = make) -> Any:
                 outs = tuple(move(make(t)) for t in flat)
                 kept = [out.data_ptr() for out in outs]
@@ -551,6 +541,12 @@ class _Sample:
                 return outs, same, moved
 
             self.comparison("out").outcomes(*self.both(call))
+
+    def layouts(self) -> None:
+        """Into permuted, sliced and expanded memory, and in place on it."""
+        from openreg_ops.testing import layouts
+
+        layouts.check(self)
 
 
 def _sized(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,127 @@
+#include "own_memory.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "queued.h"
+#include "values.h"
+
+// Note [Results in their own memory]
+// Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
+// sliced one and past its end. Others resize a result of no dimensions to the size of their input while they compute,
+// and so write over its neighbors. For these the device computes into contiguous memory and copies.
+//
+// Which kernels they are: a kernel that PyTorch does not generate from a structured definition may be any of them.
+// Structured kernels get strides that they can write to, but for those named below. The check "layouts" of
+// `python -m openreg_ops conformance` finds those that are missing there.
+namespace openreg {
+namespace {
+
+using c10::DispatchKey;
+
+const std::unordered_set<std::string> kIgnoresStrides = {"aten::_log_softmax", "aten::_log_softmax_backward_data",
+    "aten::_softmax", "aten::_softmax_backward_data", "aten::adaptive_max_pool3d", "aten::avg_pool3d",
+    "aten::fractional_max_pool2d", "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward",
+    "aten::linalg_lu", "aten::lu_unpack", "aten::mse_loss", "aten::reflection_pad3d", "aten::replication_pad2d",
+    "aten::replication_pad3d", "aten::smooth_l1_loss", "aten::tril", "aten::triu"};
+
+bool is_result(const c10::Argument& argument) {
+  return argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite() &&
+      argument.type()->kind() == c10::TypeKind::TensorType;
+}
+
+// Whether torch generated a Meta kernel for it. The Python ones stand above that, as inactive lines tell.
+bool is_structured(const c10::OperatorHandle& op) {
+  const std::string state = op.dumpState();
+  for (size_t line = state.find("\nMeta"); line != std::string::npos; line = state.find("\nMeta", line + 1))
+    if (state.find("RegisterMeta", line) < state.find('\n', line + 1)) return true;
+  return false;
+}
+
+bool honors_strides(const c10::OperatorHandle& op) {
+  // Random numbers are drawn in the order of the memory, which the CPU's results show.
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
+  static std::mutex mutex;
+  static auto* known = new std::unordered_map<c10::OperatorName, bool>; // leaked, as all that outlives main()
+  std::lock_guard lock(mutex);
+  auto it = known->find(op.operator_name());
+  if (it == known->end())
+    it = known->emplace(op.operator_name(), !kIgnoresStrides.count(op.operator_name().name) && is_structured(op)).first;
+  return it->second;
+}
+
+// Whether the memory of `x` may differ from that of a new tensor in a way that such a kernel gets wrong.
+bool lies_apart(const at::Tensor& x) {
+  if (!x.defined() || !x.unsafeGetTensorImpl()->key_set().has(DispatchKey::PrivateUse1) || !x.has_storage()) return false;
+  return !x.is_contiguous() || (x.dim() == 0 && x.storage().nbytes() > x.nbytes());
+}
+
+bool same_geometry(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.is_alias_of(b) && a.storage_offset() == b.storage_offset() &&
+      a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+// A result of the call and what the kernel writes to in its place.
+struct Result {
+  at::Tensor real, own;
+};
+
+} // namespace
+
+bool takes_results(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_result);
+}
+
+bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t count = arguments.size(), first = stack->size() - count;
+  std::vector<Result> results;
+  for (size_t i = 0; i < count; ++i)
+    if (is_result(arguments[i]) && lies_apart((*stack)[first + i].toTensor()))
+      results.push_back({(*stack)[first + i].toTensor(), {}});
+  if (results.empty() || honors_strides(op)) return false;
+
+  c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+  for (const Result& result : results) { // what the kernel's own checks would say of the result that it does not see
+    at::assert_no_internal_overlap(result.real);
+    for (size_t i = 0; i < count; ++i)
+      if (!is_result(arguments[i]))
+        map_tensors((*stack)[first + i], [&](const at::Tensor& x) {
+          if (x.defined() && x.has_storage()) at::assert_no_partial_overlap(result.real, x);
+          return x;
+        });
+  }
+  for (Result& result : results) result.own = result.real.clone(at::MemoryFormat::Contiguous);
+  const auto replaced = [&](const at::Tensor& x) {
+    for (const Result& result : results) // an input that is the result remains it
+      if (x.defined() && x.layout() == at::kStrided && x.has_storage() && same_geometry(x, result.real))
+        return result.own;
+    return x;
+  };
+  for (size_t i = first; i < stack->size(); ++i) (*stack)[i] = map_tensors((*stack)[i], replaced);
+  op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::PrivateUse1), stack);
+  for (const Result& result : results) {
+    if (result.real.sizes() != result.own.sizes()) {
+      result.real.resize_(result.own.sizes());
+      result.real.unsafeGetTensorImpl()->set_sizes_and_strides(result.own.sizes(), result.own.strides());
+    }
+    result.real.copy_(result.own);
+  }
+  const size_t returns = op.schema().returns().size();
+  for (size_t i = stack->size() - returns; i < stack->size(); ++i)
+    (*stack)[i] = map_tensors((*stack)[i], [&](const at::Tensor& x) {
+      for (const Result& result : results)
+        if (x.is_same(result.own)) return result.real;
+      return x;
+    });
+  return true;
+}
+
+} // namespace openreg

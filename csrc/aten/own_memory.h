@@ -1,0 +1,15 @@
+// out= results that a CPU kernel cannot write to where they lie.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace openreg {
+
+// Whether an operator has results to write to: the `out=` arguments of its schema.
+bool takes_results(const c10::FunctionSchema& schema);
+
+// Calls `op` with results in memory of their own and copies them to where they belong; false, with nothing changed,
+// where the kernel can write there itself. See Note [Results in their own memory].
+bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+} // namespace openreg
