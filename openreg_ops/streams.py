@@ -142,7 +142,8 @@ def set_launch_mode(mode: str) -> None:
         mode: "inline" (the default) runs work on the calling thread, at once, while its stream is idle; else it queues
             it behind what the stream has queued or, for most of PyTorch's operators, waits for that. "async" queues
             copies, and kernels whose results are allocated before they run, for the stream's thread, and the host runs
-            ahead; an error surfaces at the next synchronisation. "sync" waits after each launch, so that an error
+            ahead; wrong arguments raise at the call, and an error that depends on values in device memory surfaces at
+            the next synchronization. "sync" waits after each launch, so that an error
             appears at the line that caused it, as with CUDA_LAUNCH_BLOCKING. OPENREG_LAUNCH_MODE sets it before the
             process starts.
     Raises:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from openreg_ops import _C
 from openreg_ops.meta.op import SAMPLES
 from openreg_ops.testing import asynchronous, opinfo
+from openreg_ops.testing.checker import sample_of
 
 DEVICE = "openreg"
 MS = 1_000_000
@@ -33,24 +37,121 @@ def test_both_modes_agree(name):
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_both_modes_agree_on_the_operators_of_the_suite(name):
-    samples = list(SAMPLES[name]("cpu", torch.float32))[:2]
+    samples = map(sample_of, list(SAMPLES[name]("cpu", torch.float32))[:2])
     report = asynchronous.check_operator(getattr(torch.ops.openreg, name), samples, DEVICE)
     assert report.ran["async_errors"] > 15
     assert not report.failures, found(report)
 
 
-def test_the_check_sees_what_differs():
-    """A function that is wrong in async mode only, in each way that the check knows."""
+@pytest.mark.parametrize(
+    "kind, asynchronously",
+    {
+        "value": lambda x: x + 2,
+        "structure": lambda x: [x + 1, x],
+        "error": lambda x: x.no_such,
+        "late": lambda x: (x + 1, _C.launch_failure(0, "too late"))[0],
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_check_sees(kind, asynchronously):
+    def function(x):
+        return x + 1 if torch.openreg.get_launch_mode() == "inline" else asynchronously(x)
 
-    def wrong(kind):
-        def function(x):
+    report = asynchronous.check_operator(function, [sample_of(torch.ones(3))], DEVICE)
+    assert kind in {failure.kind for failure in report.failures}
+
+
+def test_the_check_sees_an_error_that_is_missing_or_another():
+    for kind, error in {"no error": None, "error type": ValueError}.items():
+
+        def function(x, error=error):
             if torch.openreg.get_launch_mode() == "inline":
-                return x + 1 if kind != "error" else x.view(-1, 7)
-            if kind == "late":
-                torch.openreg_ops_C_throw()
-            return {"value": x + 2, "error type": x.no_such} [kind] if kind == "value" else x + 1
+                raise TypeError("refused")
+            if error:
+                raise error("refused")
+            return x
 
-        return function
+        report = asynchronous.check_operator(function, [sample_of(torch.ones(3))], DEVICE)
+        assert {failure.kind for failure in report.failures} == {kind}
 
-    report = asynchronous.check_operator(wrong("value"), [(torch.ones(3),)], DEVICE)
-    assert {failure.kind for failure in report.failures} == {"value"}
+
+REFUSED = {
+    "float8": lambda x: x.to(torch.float8_e4m3fn) + x.to(torch.float8_e4m3fn),
+    "float8 in place": lambda x: x.to(torch.float8_e5m2).mul_(2),
+    "bool product": lambda x: (x > 0) @ (x > 0),
+    "integral softmax": lambda x: x.int().softmax(0),
+    "uint16 with a number": lambda x: x.to(torch.uint16) + 1,
+    "a dtype for out": lambda x: torch.mm(x, x, out=torch.empty(3, 3, dtype=torch.float64, device=DEVICE)),
+    "out that overlaps itself": lambda x: torch.mm(x, x, out=x.new_empty(1).expand(3, 3)),
+    "float indices": lambda x: x.index_put((x[0],), x[0]),
+    "a fill that does not fit": lambda x: x.half().fill_(1e5),
+    "a stranger's reduction": lambda x: x.scatter(0, x.long(), x, reduce="no such"),
+    "a singular matrix": lambda x: torch.linalg.inv_ex(torch.zeros_like(x), check_errors=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_kernel_refuses_is_raised_at_the_call(name):
+    x = torch.ones(3, 3, device=DEVICE)
+    with pytest.raises(Exception) as inline:
+        REFUSED[name](x)
+    with torch.openreg.launch_mode("async"):
+        x + x, x @ x, x.softmax(0), x.half().fill_(1)  # accepted, but in another dtype or with another value
+        for _ in range(2):
+            with pytest.raises(type(inline.value)) as caught:
+                REFUSED[name](x)
+            assert opinfo.first_line(caught.value) == opinfo.first_line(inline.value)
+        torch.openreg.synchronize()
+        assert torch.equal((x + x).cpu(), torch.full((3, 3), 2.0))
+
+
+def waits(call):
+    """Whether a call waits for the stream: it then raises what the work before it raised."""
+    with torch.openreg.launch_mode("async"):
+        _C.launch_failure(0, "an earlier error")
+        try:
+            call()
+        except torch.AcceleratorError:
+            return True
+        with pytest.raises(torch.AcceleratorError, match="an earlier error"):
+            torch.openreg.synchronize()
+    return False
+
+
+def test_the_first_call_of_a_kind_runs_ahead_too():
+    x = torch.ones(7, 11, 3, device=DEVICE)
+    assert not waits(lambda: (x * 2.25, x.clone().addcmul_(x, x, value=0.125), x.sigmoid(), x.clone().fill_(0.375)))
+
+
+def test_a_large_call_waits_once():
+    """Its trial is its first run; a number that changes from call to call makes no other kind of call."""
+    x, y = torch.ones(701, 601, device=DEVICE), torch.ones(700, 601, device=DEVICE)
+    assert waits(lambda: x.add_(x.new_ones(601), alpha=0.25))
+    with torch.openreg.launch_mode("async"):
+        x.add_(x.new_ones(601), alpha=0.25)
+    assert not waits(lambda: [x.add_(x.new_ones(601), alpha=0.25 + i / 8) for i in range(3)])
+    assert waits(lambda: y.add_(y.new_ones(601), alpha=0.25))
+
+
+def test_threads_try_calls_at_once():
+    x = torch.arange(24.0, device=DEVICE)
+    expected = {n: [(x.cpu()[:n] * k).tolist() for k in range(8)] for n in range(1, 24)}
+    failures = []
+
+    def work():
+        try:
+            for n in range(1, 24):
+                assert [(x[:n] * k).tolist() for k in range(8)] == expected[n]
+                with pytest.raises(NotImplementedError):
+                    x[:n].to(torch.float8_e5m2) * 2
+        except BaseException as error:
+            failures.append(error)
+
+    with torch.openreg.launch_mode("async"):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.openreg.synchronize()
+    assert not failures

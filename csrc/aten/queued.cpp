@@ -5,6 +5,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/copy_ops.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/COW.h>
@@ -209,8 +210,8 @@ class Arguments {
     if (value.isOptionalTensorList()) {
       const auto list = value.toOptionalTensorVector();
       signature.add(list.size());
-      return std::all_of(
-          list.begin(), list.end(), [&](const std::optional<at::Tensor>& x) { return add(x.value_or(at::Tensor()), written); });
+      return std::all_of(list.begin(), list.end(),
+          [&](const std::optional<at::Tensor>& x) { return add(x.value_or(at::Tensor()), written); });
     }
     if (!number || !(value.isInt() || value.isDouble())) return signature.add_value(value);
     signature.add(value.isInt());
@@ -234,9 +235,9 @@ class Arguments {
   }
   // The index in all() of one that was added.
   size_t place(const at::Tensor& x) const {
-    return static_cast<size_t>(
-        std::find_if(all_.begin(), all_.end(), [&](const Argument& each) { return each.real.is_same(x); }) -
-        all_.begin());
+    return static_cast<size_t>(std::find_if(all_.begin(), all_.end(), [&](const Argument& each) {
+      return each.real.is_same(x);
+    }) - all_.begin());
   }
   const std::vector<Argument>& all() const { return all_; }
   int device() const { return device_; } // -1: no tensor is on one
@@ -283,19 +284,14 @@ struct KeptWarnings : c10::WarningHandler {
   std::vector<c10::Warning> all;
 };
 
-// Whether a fill needs no look at values on the device: a number must fit into the dtype that it is stored in.
+// Whether a fill writes a real number to each element once.
 bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
   const at::Tensor& self = arguments.all().front().real;
   if (zero) return true;
-  const auto widens = [&](const at::Tensor& x) {
-    return x.is_cpu() ||
-        (x.is_floating_point() && c10::promoteTypes(x.scalar_type(), self.scalar_type()) == self.scalar_type());
-  };
   return self.is_floating_point() && at::has_internal_overlap(self) == at::MemOverlap::No &&
       std::none_of(stack.begin(), stack.end(), [](const c10::IValue& value) { return value.isComplexDouble(); }) &&
-      std::all_of(arguments.all().begin(), arguments.all().end(), [&](const Argument& each) {
-        return each.written || (each.real.dim() == 0 && widens(each.real));
-      });
+      std::all_of(arguments.all().begin(), arguments.all().end(),
+          [&](const Argument& each) { return each.written || (each.real.dim() == 0 && !each.real.is_complex()); });
 }
 
 // ---- trials ----
@@ -306,10 +302,14 @@ constexpr uint64_t kRefused = 1;
 constexpr size_t kSignatures = 1 << 16, kPlaces = 4;
 std::array<std::atomic<uint64_t>, kSignatures + kPlaces> signatures;
 
+size_t first_place(uint64_t signature) {
+  return (signature >> 1) % kSignatures;
+}
+
 enum class Verdict { kUnknown, kAccepted, kRefused };
 
 Verdict verdict_of(uint64_t signature) {
-  for (size_t i = signature % kSignatures, end = i + kPlaces; i < end; ++i) {
+  for (size_t i = first_place(signature), end = i + kPlaces; i < end; ++i) {
     const uint64_t known = signatures[i].load(std::memory_order_relaxed);
     if ((known & ~kRefused) == signature) return known & kRefused ? Verdict::kRefused : Verdict::kAccepted;
   }
@@ -317,7 +317,7 @@ Verdict verdict_of(uint64_t signature) {
 }
 
 void remember(uint64_t signature, bool accepted) {
-  const size_t first = signature % kSignatures;
+  const size_t first = first_place(signature);
   size_t at = first + (signature >> 60) % kPlaces;
   for (size_t i = first; i < first + kPlaces; ++i)
     if (signatures[i].load(std::memory_order_relaxed) == 0) {
@@ -373,8 +373,8 @@ bool accepts(const Kernel& kernel) {
 
 // Calls `op` on scratch memory; `results` are what the Meta kernel made, for an out= form. `tiny`: the shapes are known
 // to match. Unknown: it is too large.
-Verdict try_out(const c10::OperatorHandle& op, const Arguments& arguments, const Stack& real, const Stack& results,
-    bool tiny) {
+Verdict try_out(
+    const c10::OperatorHandle& op, const Arguments& arguments, const Stack& real, const Stack& results, bool tiny) {
   LendDeviceMemory none(-1);
   Scratch scratch;
   std::vector<at::Tensor> stand_ins;
@@ -385,8 +385,8 @@ Verdict try_out(const c10::OperatorHandle& op, const Arguments& arguments, const
   }
   Stack stack;
   for (const c10::IValue& value : real)
-    stack.push_back(map_tensors(value,
-        [&](const at::Tensor& x) { return x.defined() ? stand_ins[arguments.place(x)] : x; }));
+    stack.push_back(
+        map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? stand_ins[arguments.place(x)] : x; }));
   for (const c10::IValue& value : results) {
     stack.emplace_back(scratch.like(value.toTensor()));
     if (!stack.back().toTensor().defined()) return Verdict::kUnknown;
@@ -510,8 +510,11 @@ bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site) {
     LendDeviceMemory none(-1);
     Scratch scratch;
     const bool accepted = accepts([&] {
-      for (const auto& strides : {std::array<int64_t, 2>{2, 1}, std::array<int64_t, 2>{1, 2}})
-        scratch.like(to, {2, 2}, {2, 1}).copy_(scratch.like(from, {2, 2}, strides));
+      for (const auto& strides : {std::array<int64_t, 2>{2, 1}, std::array<int64_t, 2>{1, 2}}) {
+        at::Tensor written = scratch.like(to, {2, 2}, {2, 1});
+        const at::Tensor read = scratch.like(from, {2, 2}, strides);
+        at::_ops::copy_::redispatch(DispatchKeySet(DispatchKey::CPU), written, read, /*non_blocking=*/false);
+      }
     });
     remember(signature, accepted);
     verdict = accepted ? Verdict::kAccepted : Verdict::kRefused;

@@ -23,6 +23,14 @@ inline constexpr c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keys
 // In-place and out= forms, fills and copies go the same way. All else runs as CpuCall::run() does, after a wait.
 // Torch puts Meta kernels in Python, which take up to a millisecond, over most of its own ones in C++; those that
 // unboxed.cpp names are called past them.
+//
+// A Meta kernel does not refuse all that the kernel does: the dtypes that it has no code for, floating indices, an
+// out= that overlaps itself, a number that does not fit. These must be raised by the call, so the first call of each
+// Signature (dtypes, sizes, strides, and the other arguments) is a trial, which runs the kernel on zeros in a scratch
+// of host memory. The host runs ahead from the first call on. If the kernel raises or warns there, all calls of that
+// signature run in line, and so raise what they raise in inline mode. A call too large for the scratch runs in line
+// the first time. What is left to appear at the next synchronization depends on values in device memory, such as an
+// index out of range: a device-side assert on CUDA. linalg's operators look at their own results, and are never queued.
 
 inline bool queueing() noexcept {
   return (detail::attention.load(std::memory_order_relaxed) & detail::kModeBit) != 0 &&

@@ -36,9 +36,10 @@ class Signature {
   // A number that programs vary from call to call, such as a learning rate: one counts by where it lies between 0, 1
   // and the limits of narrow dtypes. Several count by value, because a kernel may compare them.
   void add_number(double value) {
-    if (value == 0 || value == 1) return add(std::bit_cast<std::uint64_t>(value) + 1);
-    if (numbers_++ == 0) first_ = value;
-    else add(std::bit_cast<std::uint64_t>(value));
+    const auto bits = std::bit_cast<std::uint64_t>(value);
+    if (value == 0 || value == 1 || numbers_++ > 0) return add(bits);
+    add(kLater);
+    first_ = value;
   }
 
   // Any other argument but a tensor; false for a kind of value that is not known here.
@@ -63,12 +64,15 @@ class Signature {
   // Never 0, and even.
   std::uint64_t value() const {
     Signature whole = *this;
-    if (numbers_) whole.add(numbers_ == 1 ? place(first_) : std::bit_cast<std::uint64_t>(first_));
+    if (numbers_ == 1) whole.add(kPlace + place(first_));
+    else if (numbers_) whole.add(std::bit_cast<std::uint64_t>(first_));
     return whole.hash_ < 2 ? 2 : whole.hash_ & ~std::uint64_t(1);
   }
 
  private:
-  static constexpr std::uint64_t kFactor = 0x9E3779B97F4A7C15, kNone = ~0ull, kTrue = ~1ull, kFalse = ~2ull;
+  // Any numbers that no argument is likely to be.
+  static constexpr std::uint64_t kFactor = 0x9E3779B97F4A7C15, kNone = 0xC2B2AE3D27D4EB4F, kTrue = 0x165667B19E3779F9,
+                                 kFalse = 0x27D4EB2F165667C5, kLater = 0x85EBCA77C2B2AE63, kPlace = 0xD6E8FEB86659FD93;
 
   static std::uint64_t place(double value) {
     constexpr double kLimits[] = {1, 127, 128, 240, 255, 448, 32767, 32768, 57344, 65504, 65535};
