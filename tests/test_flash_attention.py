@@ -644,6 +644,22 @@ def test_overrideable_gradient_of_the_bias(dtype, shape, causal):
         assert_close(g.cpu().double(), e, atol=8 * near, rtol=8 * near)
 
 
+def test_overrideable_refuses():
+    """ATen's kernel would read past the end of value."""
+    q = torch.randn(1, 2, 4, 8, device=DEVICE)
+    call = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+    for arguments, message in [
+        ((q, q, q[:, :, :3]), r"expected value of shape \[1, 2, 4, 8\]"),
+        ((q, q, q.cpu()), "query is on openreg:0 but value is on cpu"),
+        ((q, q.half(), q), "expected key of float32, the dtype of query"),
+        ((q[0], q, q), r"expected query of shape \[batch, heads, length, width\]"),
+        ((q[:, :1], q, q), "expected heads of query a multiple of 2"),
+        ((q, q, q, torch.ones(4, 3, device=DEVICE)), "expected attn_bias of 2 or 4 dimensions"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            call(*arguments)
+
+
 def test_overrideable_backward_refuses():
     q = torch.randn(1, 2, 4, 8, device=DEVICE)
     out, logsumexp, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, q, q)
@@ -659,6 +675,7 @@ def test_overrideable_backward_refuses():
         ({"grad": out[:, :1]}, "expected grad_out of shape"),
         ({"grad": out.cpu()}, "grad_out is on cpu"),
         ({"key": q[..., :3]}, "expected key of shape"),
+        ({"bias": torch.ones(4, device=DEVICE)}, "expected attn_bias of 2 or 4 dimensions, broadcastable to"),
         ({"out": out.half()}, "expected out of float32"),
         ({"logsumexp": logsumexp[..., :2]}, "expected logsumexp of shape"),
         ({"wants": True}, "expected a floating-point attn_bias, whose gradient is asked for, but got None"),

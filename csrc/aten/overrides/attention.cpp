@@ -45,6 +45,29 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
 using Attention = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor,
     at::Tensor, at::Tensor>;
 
+// ATen's kernel reads them all by the shapes of query and key.
+void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const std::optional<at::Tensor>& bias) {
+  for (const auto& [name, x] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
+    ops::check_same_device(op, "query", query, name, *x);
+    ops::check_dtype(op, name, *x, query.scalar_type(), "query");
+    TORCH_CHECK(
+        x->dim() == 4, op, ": expected ", name, " of shape [batch, heads, length, width], but got ", x->sizes());
+  }
+  ops::check_shape(op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)}, "as query has it");
+  ops::check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)}, "as key has it");
+  TORCH_CHECK(key.size(1) == 0 ? query.size(1) == 0 : query.size(1) % key.size(1) == 0, op,
+      ": expected heads of query a multiple of ", key.size(1), ", those of key, but got ", query.size(1));
+  if (!bias || !bias->defined()) return;
+  ops::check_same_device(op, "query", query, "attn_bias", *bias);
+  const auto shape = ops::scores_shape(query, key);
+  bool broadcasts = bias->dim() == 2 || bias->dim() == 4;
+  for (int64_t i = 1; broadcasts && i <= bias->dim(); ++i)
+    broadcasts = bias->size(-i) == 1 || bias->size(-i) == shape[4 - static_cast<size_t>(i)];
+  TORCH_CHECK(broadcasts, op, ": expected attn_bias of 2 or 4 dimensions, broadcastable to ", at::IntArrayRef(shape),
+      ", but got ", bias->sizes());
+}
+
 Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& bias, double dropout_p, bool is_causal, bool /*return_debug_mask*/,
     std::optional<double> scale) {
@@ -52,6 +75,7 @@ Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const 
       "_scaled_dot_product_fused_attention_overrideable: the device's fused attention has no "
       "dropout, but got dropout_p=",
       dropout_p, "; call scaled_dot_product_attention, which decomposes it");
+  check_inputs("_scaled_dot_product_fused_attention_overrideable", query, key, value, bias);
   auto [out, logsumexp] =
       at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, bias, scale);
   const auto none = at::empty({0}, query.options().dtype(at::kLong));
@@ -93,14 +117,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backw
     std::array<bool, 4> mask, const at::Tensor& out, const at::Tensor& logsumexp, const at::Tensor&, const at::Tensor&,
     int64_t, int64_t, double dropout_p, bool is_causal, const at::Tensor&, const at::Tensor&,
     std::optional<double> scale) {
-  // ATen's kernel reads all of these by the shapes of query and key.
   constexpr const char* op = "_scaled_dot_product_fused_attention_overrideable_backward";
-  TORCH_CHECK(
-      query.defined() && query.dim() == 4 && key.defined() && key.dim() == 4 && value.defined() && value.dim() == 4, op,
-      ": expected query, key and value of shape [batch, heads, length, width]");
+  check_inputs(op, query, key, value, bias);
   const std::array<int64_t, 4> out_shape{query.size(0), query.size(1), query.size(2), value.size(3)};
-  ops::check_shape(op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)}, "by query");
-  ops::check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)}, "by key");
   for (const auto& [name, x] : {std::pair{"grad_out", &grad}, {"out", &out}}) {
     ops::check_same_device(op, "query", query, name, *x);
     ops::check_dtype(op, name, *x, query.scalar_type(), "query");

@@ -190,7 +190,7 @@ ops::Scores<T> scores_of(const Call& c, const Inputs<T>& in, int64_t b, const Se
   if (s.keys == 1) s.bias.col = 0;
   if (c.dropout_p > 0) {
     s.dropout = {in.random[0], in.random[1], static_cast<int64_t>(std::round(c.dropout_p * 0x1p32)),
-        c.dropout_p == 1 ? 0 : 1 / (1 - c.dropout_p), c.packed() ? b : 0, c.packed() ? c.longest : c.queries, c.keys};
+        c.dropout_p == 1 ? 0 : 1 / (1 - c.dropout_p), c.packed() ? b : 0, c.queries, c.keys};
   }
   return s;
 }
