@@ -111,8 +111,9 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> N
             f"but got shape {list(v.shape)}"
         ),
     )
-    torch._check(
-        q.shape[1] == 0 if k.shape[1] == 0 else q.shape[1] % k.shape[1] == 0,
+    heads, shared = q.shape[1], k.shape[1]
+    torch._check(  # `or` and `if` would ask for a size that may not be known yet
+        (heads % torch.sym_max(shared, 1) == 0) & ((shared != 0) | (heads == 0)),
         lambda: f"{name}: expected heads of q a multiple of {k.shape[1]}, those of k and v, but got {q.shape[1]}",
     )
     if bias is None:
@@ -126,7 +127,7 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> N
 
     torch._check(bias.dim() <= 4, broadcastable)
     for size, whole in zip(reversed(bias.shape), reversed(shape), strict=False):
-        torch._check(size == 1 or size == whole, broadcastable)
+        torch._check((size == whole) | (size == 1), broadcastable)
 
 
 def _check_sizes(pairs: list[tuple[int, int]], sentence: Any) -> None:
@@ -201,14 +202,14 @@ def _wide(x: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
     """`[B, heads, group, L, D]` of a `[B, H, L, D]`, so that a head of k or v meets its group of q."""
-    return _wide(x).unflatten(1, (heads, x.shape[1] // max(heads, 1)))
+    return _wide(x).unflatten(1, (heads, x.shape[1] // torch.sym_max(heads, 1)))
 
 
 def _scores(
     q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, float, Tensor]:
     """The scores `[B, H, Lq, Lk]`, the scale, and which rows see nothing; those hold 0."""
-    scale = 1 / math.sqrt(max(q.shape[3], 1)) if scale is None else scale
+    scale = 1 / torch.sym_sqrt(torch.sym_max(q.shape[3], 1)) if scale is None else scale
     scores = scale * (_grouped(q, k.shape[1]) @ _wide(k).unsqueeze(2).mT).flatten(1, 2)
     if bias is not None:
         scores = scores + bias
@@ -231,7 +232,7 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     _check("attention", q, k, v, bias)
     scores, _, blind = _scores(q, k, bias, causal, scale)
-    logsumexp = scores.logsumexp(-1)
+    logsumexp = op.logsumexp(scores)
     p = (scores - logsumexp.unsqueeze(-1)).exp().masked_fill(blind.unsqueeze(-1), 0)
     out = (_grouped(p, k.shape[1]) @ _wide(v).unsqueeze(2)).flatten(1, 2)
     return _in_memory_of(out.to(q.dtype), (0, 2, 1, 3)), logsumexp.masked_fill(blind, -math.inf).contiguous()
@@ -270,10 +271,7 @@ def reference_backward(
         grad_bias = ds.sum_to_size(bias.shape).to(q.dtype).contiguous()
     else:
         grad_bias = q.new_empty(0)
-    grads = (
-        _in_memory_of(grad.to(x.dtype), sorted(range(4), key=x.stride, reverse=True))
-        for grad, x in ((grad_q, q), (grad_k, k), (grad_v, v))
-    )
+    grads = (_in_memory_of(grad.to(x.dtype), op.memory_order(x)) for grad, x in ((grad_q, q), (grad_k, k), (grad_v, v)))
     return *grads, grad_bias
 
 

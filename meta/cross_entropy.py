@@ -206,7 +206,7 @@ def loss_of(
     reduction: str,
 ) -> tuple[Tensor, Tensor]:
     """loss and logsumexp, of plain operators, in the dtype of logits."""
-    logsumexp = logits.logsumexp(-1)
+    logsumexp = op.logsumexp(logits)
     valid = target != ignore_index
     index = torch.where(valid, target, 0).long().unsqueeze(-1)
     loss = logsumexp - (1 - label_smoothing) * logits.gather(-1, index).squeeze(-1)

@@ -178,7 +178,7 @@ def reference_backward(
     kept = steps.round().clamp(quant_min - z, quant_max - z)
     inside = kept == steps.round()
     to_scale = grad_y.to(s.dtype) * (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
-    return grad_y.where(inside, 0).contiguous(), to_scale.sum_to_size(s.shape).reshape(scale.shape)
+    return grad_y.where(inside, 0).contiguous(), op.sum_to(to_scale, s).reshape(scale.shape)
 
 
 # A scale for each sample is one for each channel: the kernel runs with samples, or samples' channels, as channels.

@@ -193,12 +193,19 @@ def _readable(x: Tensor) -> bool:
     return not (x.is_meta or is_fake(x) or _mapped(x))
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if op.unbacked(x, weight):
+        y = op.product(x, weight.mT)
+        return y if bias is None else y + bias
+    return linear(x, weight, bias)
+
+
 @op.reference("grouped_linear")
 def reference(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor], group_sizes: Tensor) -> Tensor:
     _check_forward(x, weights, bias, group_sizes)
     groups = _Groups("grouped_linear", group_sizes, x.shape[0])
     each = zip(groups.split(x), weights, bias or [None] * len(weights), strict=True)
-    return groups.join([linear(*one) for one in each])
+    return groups.join([_linear(*one) for one in each])
 
 
 @op.reference("grouped_linear_backward")
@@ -209,8 +216,8 @@ def reference_backward(
     groups = _Groups("grouped_linear_backward", group_sizes, x.shape[0])
     grads = groups.split(grad_y)
     return (
-        groups.join([g @ w for g, w in zip(grads, weights, strict=True)]) if output_mask[0] else None,
-        [g.mT @ part for g, part in zip(grads, groups.split(x), strict=True)] if output_mask[1] else [],
+        groups.join([op.product(g, w) for g, w in zip(grads, weights, strict=True)]) if output_mask[0] else None,
+        [op.product(g.mT, part) for g, part in zip(grads, groups.split(x), strict=True)] if output_mask[1] else [],
         [g.sum(0) for g in grads] if output_mask[2] else [],
     )
 

@@ -116,6 +116,52 @@ def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any]) -> lis
     ]
 
 
+def memory_order(x: Tensor) -> list[int]:
+    """The dimensions of x, the slowest in memory first; those that cannot be compared, as sizes are not known, as they are."""
+    strides, order = x.stride(), list(range(x.dim()))
+    if all(isinstance(stride, int) for stride in strides):
+        return sorted(order, key=strides.__getitem__, reverse=True)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    for end in range(len(order) - 1, 0, -1):
+        for i in range(end):
+            if guard_or_false(strides[order[i]] < strides[order[i + 1]]):
+                order[i], order[i + 1] = order[i + 1], order[i]
+    return order
+
+
+# Operators of PyTorch that ask for sizes which are "unbacked", known only when the program runs; these do not.
+
+
+def unbacked(*tensors: Tensor) -> bool:
+    """Whether a tensor has such a size."""
+    return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for x in tensors for size in x.shape)
+
+
+def logsumexp(x: Tensor) -> Tensor:
+    """x.logsumexp(-1)."""
+    if not unbacked(x):
+        return x.logsumexp(-1)
+    top = x.detach().amax(-1, keepdim=True)
+    top = torch.where(top.isinf(), 0, top)
+    return (x - top).exp().sum(-1).log() + top.squeeze(-1)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of two matrices. The derivative of mm asks for strides, that of bmm does not."""
+    return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0) if unbacked(a, b) else a @ b
+
+
+def sum_to(x: Tensor, like: Tensor) -> Tensor:
+    """x.sum_to_size(like.shape)."""
+    if not unbacked(x, like):
+        return x.sum_to_size(like.shape)
+    leading = x.dim() - like.dim()
+    x = x.sum(list(range(leading))) if leading else x
+    shared = [d for d, size in enumerate(like.shape) if isinstance(size, int) and size == 1]
+    return x.sum(shared, keepdim=True) if shared else x
+
+
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that kernels compute and accumulate in: float32 for the half types, else `dtype`."""
     return torch.float32 if dtype in _HALF else dtype

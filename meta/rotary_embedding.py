@@ -84,13 +84,16 @@ def _check(name: str, x_name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         ),
     )
     full = (*x.shape[:-1], d // 2)
-    torch._check(
-        cos.dim() <= x.dim() and all(a == b or a == 1 for a, b in zip(cos.shape[::-1], full[::-1], strict=False)),
-        lambda: (
+
+    def broadcastable() -> str:
+        return (
             f"{name}: expected cos to broadcast to {list(full)}, but got {list(cos.shape)}; "
             "give it at most as many dimensions, each of that size or 1"
-        ),
-    )
+        )
+
+    torch._check(cos.dim() <= x.dim(), broadcastable)
+    for size, whole in zip(reversed(cos.shape), reversed(full), strict=False):
+        torch._check((size == whole) | (size == 1), broadcastable)  # `or` would ask for a size
     op.check_shape(name, "sin", sin, cos.shape, "that of cos")
 
 
@@ -109,10 +112,14 @@ def fake_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     wide = op.acc_dtype(x.dtype)
     x_wide, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
-    a, b = (x_wide[..., 0::2], x_wide[..., 1::2]) if interleaved else x_wide.chunk(2, -1)
+    half = x.shape[-1] // 2  # chunk() and flatten() would not see that two of it are the whole
+    if interleaved:
+        a, b = (x_wide[..., first::2].narrow(-1, 0, half) for first in (0, 1))
+    else:
+        a, b = (x_wide.narrow(-1, start, half) for start in (0, half))
     pair = a * cos - b * sin, b * cos + a * sin
-    y = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return y.to(x.dtype).contiguous()
+    y = torch.stack(pair, -1) if interleaved else torch.cat(pair, -1)
+    return y.to(x.dtype).contiguous().view(x.shape)
 
 
 @op.reference("rotary_embedding")

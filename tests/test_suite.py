@@ -95,6 +95,6 @@ def test_none_for_a_tensor_is_named():
 
 @pytest.mark.parametrize("name", sorted(op.SAMPLES))
 def test_operator_passes_every_check(name):
-    report = check(f"openreg::{name}")
+    report = check(f"openreg::{name}", skip=["compile_unbacked", "export_unbacked"])  # tests/test_unbacked.py has these
     assert report.device == "openreg" and report.of("pass")
     report.raise_if_failed()

@@ -171,11 +171,22 @@ const auto& backward_op() {
   return op;
 }
 
-// The first and the second members of all pairs.
+// The first and the second members of all pairs. chunk() would guard on a size that a compiler may not know.
 std::pair<Tensor, Tensor> members(const Tensor& x, bool interleaved) {
-  if (interleaved) return {x.slice(-1, 0, std::nullopt, 2), x.slice(-1, 1, std::nullopt, 2)};
-  const auto halves = x.chunk(2, -1);
-  return {halves[0], halves[1]};
+  const c10::SymInt half = x.sym_size(-1) / 2;
+  if (!interleaved) return {x.narrow_symint(-1, 0, half), x.narrow_symint(-1, half, half)};
+  return {x.slice(-1, 0, std::nullopt, 2).narrow_symint(-1, 0, half),
+      x.slice(-1, 1, std::nullopt, 2).narrow_symint(-1, 0, half)};
+}
+
+// g summed to the shape of a table, as sum_to_size() does, which would guard on sizes that a compiler may not know.
+Tensor summed_to(Tensor g, const Tensor& table) {
+  while (g.dim() > table.dim()) g = g.sum(0);
+  for (int64_t d = 0; d < g.dim(); ++d) {
+    const bool shared = TORCH_GUARD_OR_FALSE(table.sym_size(d).sym_eq(1));
+    if (shared && !TORCH_GUARD_OR_FALSE(g.sym_size(d).sym_eq(1))) g = g.sum(d, /*keepdim=*/true);
+  }
+  return g.to(table.scalar_type());
 }
 
 struct RotaryEmbedding : torch::autograd::Function<RotaryEmbedding> {
@@ -200,8 +211,8 @@ struct RotaryEmbedding : torch::autograd::Function<RotaryEmbedding> {
       const auto wide = at::toOpMathType(grad[0].scalar_type());
       const auto [x1, x2] = members(saved[2].to(wide), interleaved);
       const auto [g1, g2] = members(grad[0].to(wide), interleaved);
-      grad_cos = (g1 * x1 + g2 * x2).sum_to_size_symint(cos.sym_sizes()).to(cos.scalar_type());
-      grad_sin = (g2 * x1 - g1 * x2).sum_to_size_symint(sin.sym_sizes()).to(sin.scalar_type());
+      grad_cos = summed_to(g1 * x1 + g2 * x2, cos);
+      grad_sin = summed_to(g2 * x1 - g1 * x2, sin);
     }
     return {grad_x, grad_cos, grad_sin, Tensor()};
   }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from openreg_ops.testing.checker import Case
-from openreg_ops.testing.checks import derivatives, fakes, inputs, machine, programs, transforms, values
+from openreg_ops.testing.checks import derivatives, fakes, inputs, machine, programs, transforms, unbacked, values
 
 # In the order of the report.
 CHECKS: dict[str, Callable[[Case], str | None]] = {
@@ -29,7 +29,9 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         fakes.compile,
         fakes.fake_layouts,
         fakes.fake_dynamic,
-        fakes.fake_unbacked,
+        unbacked.fake_unbacked,
+        unbacked.compile_unbacked,
+        unbacked.export_unbacked,
         fakes.fake_errors,
         transforms.functionalization,
         transforms.out,

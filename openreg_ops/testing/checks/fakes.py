@@ -20,7 +20,6 @@ from openreg_ops.testing.checks.common import (
     layouts_of,
     needs_tensors,
     plain,
-    refused,
     resized,
     sizes_of,
     skip,
@@ -235,44 +234,6 @@ def fake_dynamic(case: Case) -> str | None:
                 "every new size compiles again, and export with a dynamic dimension fails",
                 "do not turn sizes into Python numbers in the fake kernel (int(), //, if): use them as they are, and "
                 "check them by torch._check",
-            )
-    return None
-
-
-def fake_unbacked(case: Case) -> str | None:
-    """The fake kernel works with sizes that only the data decide."""
-    needs_tensors(case)
-    tensors = case.fresh()
-    first = next((x.shape[0] for x in tensors if x.dim() and x.shape[0] > 1), None)
-    if first is None or any(x.layout != torch.strided for x in tensors):
-        skip("no strided tensor of more than one element")
-    env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=env)
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        size = env.create_unbacked_symint()
-        torch._check(size >= 2)
-        fakes = [
-            torch.empty(
-                [size if d == 0 and n == first else n for d, n in enumerate(x.shape)], dtype=x.dtype, device=x.device
-            )
-            for x in tensors
-        ]
-        try:
-            outs = case.run(*fakes)
-        except Exception as error:
-            if not refused(error) and "data-dependent" not in str(error) and "GuardOnDataDependent" not in repr(error):
-                raise
-            warn(
-                f"{case.name}: the fake kernel branches on a size that is not known before the program runs "
-                f"({last_line(error)[:160]}); a program with such sizes (nonzero, masks) does not compile",
-                "replace `if size != …: raise` by torch._check(size == …, lambda: …) in the fake kernel",
-            )
-    for i, (real, said) in enumerate(zip(case.expected, outs, strict=True)):
-        if real.dim() != said.dim() or real.dtype != said.dtype:
-            fail(
-                f"{case.name}: with an unbacked size the fake kernel says that output {i} is {dtype_name(said)} of "
-                f"{said.dim()} dimensions instead of {dtype_name(real)} of {real.dim()}",
-                "compute output shapes from x.shape alone",
             )
     return None
 
