@@ -268,9 +268,9 @@ def test_abs_for_every_dtype_and_layout(dtype, layout):
     assert torch.abs(layout(x.to("openreg")), out=out) is out and out.cpu().equal(expected)
 
 
-def test_abs_of_bool_is_refused_as_on_the_cpu():
-    with pytest.raises(RuntimeError, match="Bool"):
-        torch.zeros(2, dtype=torch.bool, device="openreg").abs()
+def test_abs_of_bool_is_itself_as_on_cuda():
+    x = torch.tensor([True, False], device="openreg")
+    assert torch.equal(x.abs(), x) and x.abs().data_ptr() != x.data_ptr() and x.abs_() is x
 
 
 def test_selu_overrides_autograd():
