@@ -167,14 +167,52 @@ def test_recurrent(name, packed):
     same_with_gradients(run, torch.randn(4, 3, 5), *(p.detach() for p in module.parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_equals_the_cpu(name, packed, dtype):
+    """To the bit, outputs and gradients, where PyTorch's fused cells would round otherwise."""
+    module, x = RECURRENT[name]().to(dtype), torch.randn(4, 3, 5).to(dtype)
+
+    def results(device, grad):
+        there, leaf = copy.deepcopy(module).to(device), x.to(device).requires_grad_()
+        with torch.set_grad_enabled(grad):
+            out, hidden = there(torch.nn.utils.rnn.pack_padded_sequence(leaf, [4, 2, 1]) if packed else leaf)
+            found = [out.data if packed else out, *(hidden if isinstance(hidden, tuple) else [hidden])]
+            if grad:
+                loss = sum(y.float().square().sum() for y in found)
+                found += torch.autograd.grad(loss, [leaf, *there.parameters()])
+        return [y.detach().cpu() for y in found]
+
+    for grad in (False, True):
+        for e, y in zip(results("cpu", grad), results("openreg", grad), strict=True):
+            assert torch.equal(y, e) and y.dtype == e.dtype and y.stride() == e.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cell", [torch.nn.LSTMCell, torch.nn.GRUCell, torch.nn.RNNCell])
-def test_cells(cell):
-    module = cell(5, 7)
-    on_device = copy.deepcopy(module).to("openreg")
-    x = torch.randn(3, 5)
-    expected, got = module(x), on_device(x.to("openreg"))
+def test_cells_equal_the_cpu(cell, dtype):
+    module = cell(5, 7).to(dtype)
+    x = torch.randn(3, 5).to(dtype)
+    expected, got = module(x), copy.deepcopy(module).to("openreg")(x.to("openreg"))
     for e, g in zip(*((t if isinstance(t, tuple) else (t,)) for t in (expected, got)), strict=True):
-        assert_close(g.cpu(), e)
+        assert torch.equal(g.cpu(), e)
+
+
+def test_recurrent_under_autocast_is_lowered():
+    module, x = torch.nn.LSTM(4, 5).to("openreg"), torch.randn(3, 2, 4, device="openreg")
+    with torch.autocast("openreg", torch.bfloat16):
+        out, hidden = module(x)
+    assert {out.dtype, *(h.dtype for h in hidden)} == {torch.bfloat16}
+
+
+def test_packed_batch_sizes_are_on_the_host():
+    w = [torch.ones(5, size, device="openreg") for size in (3, 5)]
+    with pytest.raises(
+        RuntimeError, match="expected batch_sizes to be a contiguous int64 tensor of one dimension, on the"
+    ):
+        torch.rnn_tanh(torch.ones(3, 3, device="openreg"), torch.tensor([2, 1], device="openreg"),
+                       torch.ones(1, 2, 5, device="openreg"), w, False, 1, 0.0, False, False)  # fmt: skip
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

@@ -193,7 +193,7 @@ void kv_cache_update_lazy(
     if (cache.is_neg()) x = x._neg_view();
     return x.resolve_conj().resolve_neg();
   };
-  op.call(memory(k_cache), memory(v_cache), value(k, k_cache), value(v, v_cache), slots.resolve_neg());
+  op.call(memory(k_cache), memory(v_cache), value(k, k_cache), value(v, v_cache), slots.resolve_conj().resolve_neg());
 }
 
 } // namespace

@@ -122,8 +122,8 @@ Tensor known_dtype(
   TORCH_CHECK(number >= 0 && number < static_cast<int>(at::ScalarType::Undefined),
       "dequantize_rowwise: expected dtype to be float32, float64, float16 or bfloat16, but got ", number,
       ", which is not a dtype");
-  static const auto op = find<Tensor(const Tensor&, const Tensor&, std::optional<at::ScalarType>)>(
-      "openreg::dequantize_rowwise");
+  static const auto op =
+      find<Tensor(const Tensor&, const Tensor&, std::optional<at::ScalarType>)>("openreg::dequantize_rowwise");
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
   return op.redispatch(keys & below, q, scale, dtype);
 }

@@ -1,9 +1,10 @@
-"""Run PyTorch's operator, module and optimizer databases on any device against the CPU, one case at a time.
+"""Run PyTorch's databases, and every operator that a device lists, on any device against the CPU, one case at a time.
 
-A case is an operator, module or optimizer, and a dtype. Cases run in worker processes, so that one which crashes or hangs costs only itself. Results go to
-a JSON-lines file as they come; a run that was interrupted goes on where it stopped. What is known to
-fail on openreg stands in `known_failures`, and the run fails when a listed operator passes. With --against, it fails
-where a case that was good in an earlier run is not.
+A case is an operator, module or optimizer, and a dtype. The suite `schemas` has a case for each operator that the
+dispatcher lists for the device, called with arguments made from its schema. Cases run in worker processes, so that one
+which crashes or hangs costs only itself. Results go to a JSON-lines file as they come; a run that was interrupted goes
+on where it stopped. What is known to fail on openreg stands in `known_failures`, and the run fails when a listed
+operator passes. With --against, it fails where a case that was good in an earlier run is not.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from typing import Any, TextIO
 
 import torch
 
-from openreg_ops.testing import opinfo, training
+from openreg_ops.testing import generated, opinfo, schemas, training
 from openreg_ops.testing.conformance_report import Case, Record, Results
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
 from openreg_ops.tools import dispatch, forms
 from openreg_ops.tools.forms import Wrong
 
-SUITES = ("operators", "modules", "optimizers")
-CHECKS = (*opinfo.CHECKS, *training.CHECKS)
+SUITES = ("operators", "modules", "optimizers", "schemas")
+CHECKS = (*opinfo.CHECKS, *training.CHECKS, *schemas.CHECKS)
 
 
-def dtypes_of(suites: Iterable[str] = SUITES) -> dict[str, list[str]]:
+def dtypes_of(suites: Iterable[str] = SUITES, device: str = "openreg") -> dict[str, list[str]]:
     """Everything that can be checked, by name, and the dtypes that the CPU supports for it."""
     found: dict[str, list[str]] = {}
     if "operators" in suites:
@@ -50,6 +51,8 @@ def dtypes_of(suites: Iterable[str] = SUITES) -> dict[str, list[str]]:
         }
     if "optimizers" in suites:
         found |= {name: list(training.DTYPES) for name in training.optimizers()}
+    if "schemas" in suites:  # whose generated arguments are of every dtype
+        found |= {name: ["float32"] for name in schemas.names(device)}
     return found
 
 
@@ -57,6 +60,8 @@ def check(
     name: str, dtype: str, device: str, samples: int, checks: tuple[str, ...], at: Callable[[str], None]
 ) -> opinfo.Report:
     """Check one case."""
+    if "::" in name:
+        return schemas.check(name, device, samples, checks, at)
     if name.startswith("nn.") and not name.startswith("nn.functional."):
         return training.check_module(training.modules()[name], getattr(torch, dtype), device, checks, at)
     if name.startswith("optim."):
@@ -74,7 +79,7 @@ def work(device: str, suites: tuple[str, ...], samples: int, checks: tuple[str, 
     os.dup2(2, 1)
     faulthandler.enable()
     torch.set_num_threads(threads)
-    dtypes_of(suites)  # which takes seconds
+    dtypes_of(suites, device)  # which takes seconds
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
@@ -186,7 +191,14 @@ def fingerprint(arguments: argparse.Namespace) -> Record:
     digest = hashlib.sha256()
     package = Path(opinfo.__file__).parents[1]
     backend = [Path(sys.modules[name].__file__ or "") for name in arguments.modules]
-    for path in (*sorted(package.glob("_C*.so")), *backend, Path(opinfo.__file__), Path(training.__file__)):
+    for path in (
+        *sorted(package.glob("_C*.so")),
+        *backend,
+        Path(opinfo.__file__),
+        Path(training.__file__),
+        Path(schemas.__file__),
+        Path(generated.__file__),
+    ):
         if path.is_file():
             digest.update(path.read_bytes())
     return {
@@ -324,7 +336,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites)
+    pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites, arguments.device)
     cases = [(name, d) for name, each in dtypes.items() if pattern.search(name) for d in each if d in arguments.dtypes]
     if not cases:
         raise Wrong(f"nothing matches --ops {arguments.ops!r} with dtypes {', '.join(arguments.dtypes)}")

@@ -70,6 +70,7 @@ KINDS = {
     "alias": "a result shares memory with an argument on one side only",
     "rng": "the CPU's generator moved, or the device drew other numbers from the same seed",
     "crash": "the worker process died",
+    "internal": "the device failed an internal assertion",
     "timeout": "the operator took longer than allowed",
 }
 

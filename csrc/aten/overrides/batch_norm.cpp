@@ -19,8 +19,33 @@ at::Tensor widened(const at::Tensor& tensor) {
   return tensor.to(at::toOpMathType(tensor.scalar_type()));
 }
 
+void check_tensor(const char* op, const char* name, const at::Tensor& x) {
+  TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()) || at::isIntegralType(x.scalar_type(), /*includeBool=*/false), op,
+      ": expected ", name, " of real numbers, but got ", x.scalar_type());
+}
+
 void check_input(const char* op, const at::Tensor& input) {
+  check_tensor(op, "input", input);
+  TORCH_CHECK(at::isFloatingType(input.scalar_type()), op, ": expected a floating-point input, but got ",
+      input.scalar_type(), "; convert it with .to()");
   TORCH_CHECK(input.dim() >= 2, op, ": expected an input [N, C, ...], but got one of ", input.dim(), " dimensions");
+}
+
+// One value for each channel.
+void check_channels(const char* op, const char* name, const at::Tensor& x, const at::Tensor& input) {
+  check_tensor(op, name, x);
+  TORCH_CHECK(x.numel() == input.size(1), op, ": expected ", name, " of ", input.size(1),
+      " values, one for each channel of input, but got shape ", x.sizes());
+}
+void check_channels(const char* op, const char* name, const Optional& x, const at::Tensor& input) {
+  if (x && x->defined()) check_channels(op, name, *x, input);
+}
+
+void check_gradient(const char* op, const at::Tensor& grad_out, const at::Tensor& input) {
+  check_tensor(op, "grad_out", grad_out);
+  TORCH_CHECK(grad_out.sizes() == input.sizes(), op, ": expected grad_out of the shape of input, ", input.sizes(),
+      ", but got ", grad_out.sizes());
 }
 
 // A channel's value in the place of each of its elements.
@@ -47,6 +72,12 @@ std::tuple<at::Tensor, at::Tensor> stats(const at::Tensor& input, double eps) {
 std::tuple<at::Tensor, at::Tensor> gather_stats_with_counts(const at::Tensor& input, const at::Tensor& mean,
     const at::Tensor& invstd, const Optional& running_mean, const Optional& running_var, double momentum, double eps,
     const at::Tensor& counts) {
+  constexpr const char* op = "batch_norm_gather_stats_with_counts";
+  check_tensor(op, "mean", mean);
+  check_tensor(op, "invstd", invstd);
+  check_tensor(op, "counts", counts);
+  for (const Optional* running : {&running_mean, &running_var})
+    if (*running && (*running)->defined()) check_tensor(op, "running statistics", **running);
   TORCH_CHECK(mean.dim() == 2 && invstd.sizes() == mean.sizes() && counts.numel() == mean.size(0),
       "batch_norm_gather_stats_with_counts: expected mean and invstd [processes, C] and as many counts, but got ",
       mean.sizes(), ", ", invstd.sizes(), " and ", counts.sizes());
@@ -65,6 +96,8 @@ std::tuple<at::Tensor, at::Tensor> gather_stats_with_counts(const at::Tensor& in
 std::tuple<at::Tensor, at::Tensor> gather_stats(const at::Tensor& input, const at::Tensor& mean,
     const at::Tensor& invstd, const Optional& running_mean, const Optional& running_var, double momentum, double eps,
     int64_t count) {
+  check_tensor("batch_norm_gather_stats", "mean", mean);
+  TORCH_CHECK(mean.dim() == 2, "batch_norm_gather_stats: expected mean [processes, C], but got ", mean.sizes());
   const auto counts = at::full({mean.size(0)}, count, widened(mean).options());
   return gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts);
 }
@@ -72,6 +105,11 @@ std::tuple<at::Tensor, at::Tensor> gather_stats(const at::Tensor& input, const a
 at::Tensor& elemt_out(const at::Tensor& input, const Optional& weight, const Optional& bias, const at::Tensor& mean,
     const at::Tensor& invstd, double eps, at::Tensor& out) {
   check_input("batch_norm_elemt", input);
+  check_channels("batch_norm_elemt", "mean", mean, input);
+  check_channels("batch_norm_elemt", "invstd", invstd, input);
+  check_channels("batch_norm_elemt", "weight", weight, input);
+  check_channels("batch_norm_elemt", "bias", bias, input);
+  check_tensor("batch_norm_elemt", "out", out);
   TORCH_CHECK(out.sizes() == input.sizes(), "batch_norm_elemt: expected an out of the input's shape ", input.sizes(),
       ", but got ", out.sizes());
   auto result = (widened(input) - channels(mean, input)) * channels(invstd, input);
@@ -82,6 +120,7 @@ at::Tensor& elemt_out(const at::Tensor& input, const Optional& weight, const Opt
 
 at::Tensor elemt(const at::Tensor& input, const Optional& weight, const Optional& bias, const at::Tensor& mean,
     const at::Tensor& invstd, double eps) {
+  check_input("batch_norm_elemt", input);
   auto out = at::empty_like(input);
   return elemt_out(input, weight, bias, mean, invstd, eps, out);
 }
@@ -91,7 +130,12 @@ at::Tensor elemt(const at::Tensor& input, const Optional& weight, const Optional
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_reduce(const at::Tensor& grad_out,
     const at::Tensor& input, const at::Tensor& mean, const at::Tensor& invstd, const Optional& weight, bool input_g,
     bool weight_g, bool bias_g) {
-  check_input("batch_norm_backward_reduce", input);
+  constexpr const char* op = "batch_norm_backward_reduce";
+  check_input(op, input);
+  check_gradient(op, grad_out, input);
+  check_channels(op, "mean", mean, input);
+  check_channels(op, "invstd", invstd, input);
+  check_channels(op, "weight", weight, input);
   const auto dims = all_but_channels(input);
   const auto dy = widened(grad_out);
   const auto sum = dy.sum(dims);
@@ -106,7 +150,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_reduce(const
 at::Tensor backward_elemt(const at::Tensor& grad_out, const at::Tensor& input, const at::Tensor& mean,
     const at::Tensor& invstd, const Optional& weight, const at::Tensor& sum_dy, const at::Tensor& sum_dy_xmu,
     const at::Tensor& count) {
-  check_input("batch_norm_backward_elemt", input);
+  constexpr const char* op = "batch_norm_backward_elemt";
+  check_input(op, input);
+  check_gradient(op, grad_out, input);
+  check_channels(op, "mean", mean, input);
+  check_channels(op, "invstd", invstd, input);
+  check_channels(op, "weight", weight, input);
+  check_channels(op, "sum_dy", sum_dy, input);
+  check_channels(op, "sum_dy_xmu", sum_dy_xmu, input);
+  check_tensor(op, "count", count);
   const auto total = count.sum().to(at::toOpMathType(mean.scalar_type()));
   const auto slope = widened(sum_dy_xmu) / total * invstd.square();
   auto grad = widened(grad_out) - channels(sum_dy / total, input) -

@@ -11,9 +11,9 @@ namespace openreg {
 namespace {
 
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
-  TORCH_CHECK(p >= 0 && p <= 1, "native_dropout: expected a probability between 0 and 1, but got p=", p);
   if (input.numel() == 0) return {input, at::empty_like(input)};
   if (train.has_value() && !*train) return {input.clone(), at::ones_like(input, input.options().dtype(c10::kBool))};
+  TORCH_CHECK(p >= 0 && p <= 1, "native_dropout: expected a probability between 0 and 1, but got p=", p);
   auto mask = at::empty_like(input, input.options().dtype(c10::CppTypeToScalarType<bool>::value));
   mask.bernoulli_(1 - p);
   const double scale = p == 1 ? 0.0 : 1.0 / (1.0 - p);

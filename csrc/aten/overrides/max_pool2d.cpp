@@ -14,7 +14,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
+#include <utility>
 
 #include "../native.h"
 
@@ -31,6 +34,11 @@ std::pair<int64_t, int64_t> pair_of(at::IntArrayRef values) {
   return {values[0], values[values.size() == 1 ? 0 : 1]};
 }
 
+// ATen's kernels count windows in int and refuse what does not fit.
+bool fit_in_int(at::IntArrayRef values) {
+  return std::ranges::all_of(values, [](int64_t x) { return std::in_range<int>(x); });
+}
+
 at::Tensor max_pool2d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
     at::IntArrayRef dilation, bool ceil_mode) {
   // Malformed parameters get ATen's own errors, and channels-last images its own kernel.
@@ -38,7 +46,8 @@ at::Tensor max_pool2d(const at::Tensor& self, at::IntArrayRef kernel, at::IntArr
       self.suggest_memory_format() == at::MemoryFormat::Contiguous && self.numel() > 0 && !self.is_complex() &&
       self.scalar_type() != at::kBool;
   const bool given = (kernel.size() == 1 || kernel.size() == 2) && stride.size() <= 2 && padding.size() >= 1 &&
-      padding.size() <= 2 && dilation.size() >= 1 && dilation.size() <= 2;
+      padding.size() <= 2 && dilation.size() >= 1 && dilation.size() <= 2 &&
+      std::ranges::all_of(std::array{kernel, stride, padding, dilation}, fit_in_int);
   if (!plain || !given) return decomposed(self, kernel, stride, padding, dilation, ceil_mode);
   const auto [kh, kw] = pair_of(kernel);
   const auto [sh, sw] = pair_of(stride.empty() ? kernel : stride);

@@ -1,7 +1,7 @@
-// Recurrent networks. PyTorch's composites compute a cell on the CPU with linear() and pointwise operators, and on every
-// other device with the fused cells that only CUDA has. The composites here do as the CPU's, so that results are equal,
-// and the fused cells are for those who call them directly: under torch.func, autocast and compilation the composites are
-// PyTorch's.
+// Recurrent networks. PyTorch's composites compute a cell on the CPU with linear() and pointwise operators, and on
+// every other device with the fused cells that only CUDA has. The composites here do as the CPU's, so that results are
+// equal, and the fused cells are for those who call them directly: under torch.func, autocast and compilation the
+// composites are PyTorch's.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -63,8 +63,8 @@ void check_cell(const char* op, int64_t count, const Tensor& input_gates, const 
     const Tensor& hidden, const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
   check_two_dimensions(op, "input_gates", input_gates);
   const int64_t rows = input_gates.size(0), columns = input_gates.size(1);
-  TORCH_CHECK(columns % count == 0, op, ": expected input_gates of ", count, " equal parts side by side, but got shape ",
-      input_gates.sizes());
+  TORCH_CHECK(columns % count == 0, op, ": expected input_gates of ", count,
+      " equal parts side by side, but got shape ", input_gates.sizes());
   check_like(op, "input_gates", input_gates, input_gates.sizes(), input_gates);
   check_like(op, "hidden_gates", hidden_gates, input_gates.sizes(), input_gates);
   check_like(op, "the hidden state", hidden, {rows, columns / count}, input_gates);
@@ -160,8 +160,7 @@ bool is_plain(const Tensor& x) {
   constexpr auto wrapped = c10::functorch_transforms_ks | c10::python_ks |
       c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
           c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize});
-  return !x.defined() ||
-      (!x.key_set().has_any(wrapped) && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides());
+  return !x.defined() || (!x.key_set().has_any(wrapped) && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides());
 }
 bool is_plain(TensorList list) {
   return std::all_of(list.begin(), list.end(), [](const Tensor& x) { return is_plain(x); });
@@ -218,8 +217,7 @@ State concatenate(const std::vector<State>& states) {
 }
 
 // One direction of one layer: the outputs, and the last state.
-std::pair<Tensor, State> padded(
-    Cell cell, const Tensor& data, const State& first, const Weights& w, bool reverse) {
+std::pair<Tensor, State> padded(Cell cell, const Tensor& data, const State& first, const Weights& w, bool reverse) {
   auto steps = at::linear(data, w.ih, w.ih_bias).unbind(0);
   TORCH_CHECK(!steps.empty(), "Expected sequence length to be larger than 0 in RNN");
   if (reverse) std::reverse(steps.begin(), steps.end());
@@ -273,8 +271,8 @@ std::vector<Weights> weights_of(TensorList params, bool has_biases, bool has_pro
   TORCH_CHECK(params.size() % each == 0, "got an incorrect number of RNN parameters");
   std::vector<Weights> all;
   for (size_t i = 0; i < params.size(); i += each)
-    all.push_back({params[i], params[i + 1], has_biases ? params[i + 2] : Tensor(), has_biases ? params[i + 3] : Tensor(),
-        has_projections ? params[i + each - 1] : Tensor()});
+    all.push_back({params[i], params[i + 1], has_biases ? params[i + 2] : Tensor(),
+        has_biases ? params[i + 3] : Tensor(), has_projections ? params[i + each - 1] : Tensor()});
   return all;
 }
 
@@ -319,13 +317,13 @@ std::vector<State> states_of(const Tensor& h, const Tensor& c = {}) {
   for (const Tensor& each : h.unbind(0)) all.push_back({each, {}});
   if (!c.defined()) return all;
   const auto cells = c.unbind(0);
-  TORCH_CHECK(cells.size() == all.size(), "lstm: expected as many cell states as hidden states, but got ",
-      cells.size(), " and ", all.size());
+  TORCH_CHECK(cells.size() == all.size(), "lstm: expected as many cell states as hidden states, but got ", cells.size(),
+      " and ", all.size());
   for (size_t i = 0; i < all.size(); ++i) all[i].c = cells[i];
   return all;
 }
 
-Tensor stacked(const std::vector<State>& states, Tensor State::*member) {
+Tensor stacked(const std::vector<State>& states, Tensor State::* member) {
   std::vector<Tensor> all;
   for (const State& each : states) all.push_back(each.*member);
   return at::stack(all, 0);
@@ -336,12 +334,13 @@ bool mkldnn_supports(const char* op) {
 }
 
 // Whether oneDNN computes this LSTM on the CPU. Its kernel trusts the shapes.
-bool uses_mkldnn(const Tensor& input, TensorList hx, TensorList params, bool has_biases, int64_t num_layers,
-    bool bidirectional) {
+bool uses_mkldnn(
+    const Tensor& input, TensorList hx, TensorList params, bool has_biases, int64_t num_layers, bool bidirectional) {
   static const bool bfloat16 = at::hasMKLDNN() && mkldnn_supports("mkldnn::_is_mkldnn_bf16_supported"),
                     half = at::hasMKLDNN() && mkldnn_supports("mkldnn::_is_mkldnn_fp16_supported");
   const auto type = input.scalar_type();
-  if (!at::hasMKLDNN() || !at::globalContext().userEnabledMkldnn() || input.numel() == 0 || input.dim() != 3) return false;
+  if (!at::hasMKLDNN() || !at::globalContext().userEnabledMkldnn() || input.numel() == 0 || input.dim() != 3)
+    return false;
   if (!(type == at::kFloat || (type == at::kBFloat16 && bfloat16) ||
           (type == at::kHalf && half && !at::GradMode::is_enabled())))
     return false;
@@ -426,8 +425,8 @@ std::tuple<Tensor, Tensor> rnn_packed(const Tensor& data, const Tensor& batch_si
   if (!as_on_cpu(data, hx, params))
     return composite(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
   auto states = states_of(hx);
-  const Tensor output = layers(cell, sequence, states, weights_of(params, has_biases, false), num_layers, dropout,
-      train, bidirectional);
+  const Tensor output =
+      layers(cell, sequence, states, weights_of(params, has_biases, false), num_layers, dropout, train, bidirectional);
   return {output, stacked(states, &State::h)};
 }
 
@@ -447,8 +446,8 @@ void check_step(const char* op, int64_t count, const Tensor& input, TensorList h
         ", expected ", hidden);
   }
   for (const auto& [name, weight] : {std::pair{"weight_ih", &w.ih}, std::pair{"weight_hh", &w.hh}})
-    TORCH_CHECK(weight->size(0) == count * hidden, name, " first dim must be ", count, " * hidden_size = ",
-        count * hidden, ", but got ", weight->size(0));
+    TORCH_CHECK(weight->size(0) == count * hidden, name, " first dim must be ", count,
+        " * hidden_size = ", count * hidden, ", but got ", weight->size(0));
 }
 
 std::tuple<Tensor, Tensor> lstm_cell(const Tensor& input, TensorList hx, const Tensor& w_ih, const Tensor& w_hh,

@@ -1,0 +1,388 @@
+"""Checks of single operators with arguments made from their schemas: every one that a device lists, and what is garbage.
+
+`check(op, device)` makes two comparisons. ``generated`` calls the operator with arguments that the CPU accepts, and
+compares what comes back as `opinfo` does. ``garbage`` damages such arguments: the call returns or raises, but neither
+ends the process nor fails an internal assertion, and the device accepts what the CPU accepts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from openreg_ops.testing import generated, opinfo
+from openreg_ops.testing.generated import Call, Move, Stays, StorageOf
+from openreg_ops.tools import dispatch, operators
+
+CHECKS = ("generated", "garbage")
+ATTEMPTS = 240
+
+# Operators that PyTorch's own code calls with arguments which a schema does not tell: the OpInfo that calls each.
+REACHED_BY: dict[str, str] = {
+    "aten::_batch_norm_with_update": "_batch_norm_with_update",
+    "aten::_ctc_loss": "nn.functional.ctc_loss",
+    "aten::_ctc_loss.Tensor": "nn.functional.ctc_loss",
+    "aten::_ctc_loss_backward": "nn.functional.ctc_loss",
+    "aten::_ctc_loss_backward.Tensor": "nn.functional.ctc_loss",
+    "aten::_embedding_bag": "nn.functional.embedding_bag",
+    "aten::_embedding_bag_backward": "nn.functional.embedding_bag",
+    "aten::_embedding_bag_per_sample_weights_backward": "nn.functional.embedding_bag",
+    "aten::_native_batch_norm_legit": "_native_batch_norm_legit",
+    "aten::_trilinear": "nn.functional.bilinear",
+    "aten::_upsample_bilinear2d_aa_backward": "_upsample_bilinear2d_aa",
+    "aten::_upsample_nearest_exact1d_backward": "nn.functional.interpolate.nearest-exact",
+    "aten::_upsample_nearest_exact2d_backward": "nn.functional.interpolate.nearest-exact",
+    "aten::_upsample_nearest_exact3d_backward": "nn.functional.interpolate.nearest-exact",
+    "aten::col2im": "nn.functional.unfold",
+    "aten::convolution": "nn.functional.conv_transpose1d",
+    "aten::convolution_backward": "nn.functional.conv_transpose1d",
+    "aten::fractional_max_pool2d": "nn.functional.fractional_max_pool2d",
+    "aten::fractional_max_pool3d": "nn.functional.fractional_max_pool3d",
+    "aten::fractional_max_pool3d_backward": "nn.functional.fractional_max_pool3d",
+    "aten::grid_sampler_2d": "nn.functional.grid_sample",
+    "aten::grid_sampler_2d_backward": "nn.functional.grid_sample",
+    "aten::grid_sampler_3d": "nn.functional.grid_sample",
+    "aten::grid_sampler_3d_backward": "nn.functional.grid_sample",
+    "aten::linalg_ldl_solve": "linalg.ldl_solve",
+    "aten::linalg_lu_solve": "lu_solve",
+    "aten::mv": "addmv",
+    "aten::native_group_norm_backward": "nn.functional.group_norm",
+    "aten::nll_loss2d_backward": "nn.functional.linear_cross_entropy",
+    "aten::nll_loss2d_forward": "nn.functional.linear_cross_entropy",
+    "aten::nll_loss_backward": "nn.functional.cross_entropy",
+    "aten::nll_loss_forward": "nn.functional.cross_entropy",
+    "aten::scatter.reduce": "scatter",
+    "aten::segment_reduce": "_segment_reduce.lengths",
+    "aten::upsample_bicubic2d_backward": "nn.functional.interpolate.bicubic",
+    "aten::upsample_bilinear2d_backward": "nn.functional.interpolate.bilinear",
+    "aten::upsample_linear1d_backward": "nn.functional.interpolate.linear",
+    "aten::upsample_nearest1d_backward": "nn.functional.interpolate.nearest",
+    "aten::upsample_nearest2d_backward": "nn.functional.interpolate.nearest",
+    "aten::upsample_nearest3d_backward": "nn.functional.interpolate.nearest",
+    "aten::upsample_trilinear3d_backward": "nn.functional.interpolate.trilinear",
+}
+
+# Operators without a call, and why.
+NOT_CALLED: dict[str, str] = {
+    "aten::from_file": "maps a file of the caller's",
+    "aten::_add_batch_dim": "makes a tensor for the inside of torch.vmap",
+    "aten::_remove_batch_dim": "takes a tensor from the inside of torch.vmap",
+    "aten::record_stream": "takes a stream, which the CPU has none of",
+}
+
+# Operators whose kernels on the device are its own and not the CPU's: garbage is compared with nothing.
+DIFFERENT: dict[str, str] = {
+    "aten::empty.memory_format": "the device pins no memory of its own, as CUDA, and has allocated before a layout is refused",
+    "aten::empty_strided": "as empty.memory_format",
+    "aten::resize_": "the CPU takes a negative size where another is 0",
+    "aten::set_.source_Storage_storage_offset": "the device reserves memory and takes it when it is written to",
+    "openreg::adamw_step_": "a beta that makes the bias correction 0 is an error of Python's division on the CPU",
+    "openreg::adamw_step_.tensor_lr": "as adamw_step_",
+    "openreg::grouped_linear_backward": "bool[3] of another length is refused before the kernel in C++ only",
+    "openreg::linear_cross_entropy_gradients": "as grouped_linear_backward",
+    "aten::lstm.input": "the CPU's oneDNN ignores weights and states that are too many",
+}
+
+# Operators that are called, and whose results are not compared, and why.
+_READS_BEYOND = "the CPU's kernel trusts the shapes that it gets, and reads what lies beyond"
+UNCOMPARED: dict[str, str] = {
+    "aten::_batch_norm_with_update_functional": _READS_BEYOND,
+    "aten::_convert_indices_from_csr_to_coo": "indices that do not rise leave part of the result unwritten",
+    "aten::_convert_indices_from_csr_to_coo.out": "as _convert_indices_from_csr_to_coo",
+    "aten::_compute_linear_combination": _READS_BEYOND,
+    "aten::_fused_adamw_": _READS_BEYOND,
+    "aten::_native_batch_norm_legit_no_training": _READS_BEYOND,
+    "aten::_nnpack_spatial_convolution.out": "NNPACK takes CPU tensors, and PyTorch calls it for no others",
+    "aten::_rowwise_prune": "its index mapping is made on the CPU on every device",
+    "aten::_shape_as_tensor": "its result is on the CPU on every device",
+    "aten::_test_ambiguous_defaults.a": "as _shape_as_tensor",
+    "aten::_test_ambiguous_defaults.b": "as _shape_as_tensor",
+    "aten::_to_cpu": "as _shape_as_tensor",
+    "aten::choose_qparams_optimized": "as _shape_as_tensor",
+    "aten::fbgemm_pack_gemm_matrix_fp16": "FBGEMM packs on the CPU, on every device",
+    "aten::fbgemm_pack_quantized_matrix": "as fbgemm_pack_gemm_matrix_fp16",
+    "aten::fbgemm_pack_quantized_matrix.KN": "as fbgemm_pack_gemm_matrix_fp16",
+}
+
+# Arguments that the host reads, on every device, by operator without its overload.
+HOST_ARGUMENTS: dict[str, str] = {
+    "aten::_foreach_addcdiv": "scalars",
+    "aten::_foreach_addcdiv_": "scalars",
+    "aten::_foreach_addcmul": "scalars",
+    "aten::_foreach_addcmul_": "scalars",
+    "aten::_pack_padded_sequence": "lengths",
+    "aten::_pack_padded_sequence_backward": "batch_sizes",
+    "aten::_pad_packed_sequence": "batch_sizes",
+    "aten::tensor_split": "tensor_indices_or_sections",
+}
+
+# Operators whose values are what was in memory.
+UNINITIALIZED = {"_empty_affine_quantized", "_efficientzerotensor", "resize", "resize_", "resize_as", "resize_as_"}
+
+
+def _recurrent(weights: int, lstm: bool, packed: bool) -> Call:
+    """A bidirectional layer with biases, [4, 2, 3] to 5 features."""
+    hidden = torch.rand(2, 2, 5)
+    params = [torch.rand(weights * 5, size) for size in (3, 5)] + [torch.rand(weights * 5) for _ in range(2)]
+    first = [torch.rand(7, 3), Stays(torch.tensor([2, 2, 2, 1]))] if packed else [torch.rand(4, 2, 3)]
+    rest = [True, 1, 0.0, True, True] if packed else [True, 1, 0.0, True, True, False]
+    return Call([*first, [hidden, hidden.clone()] if lstm else hidden, params * 2, *rest], {})
+
+
+def _cell(weights: int, lstm: bool) -> Call:
+    hidden = torch.rand(2, 5)
+    params = [torch.rand(weights * 5, 3), torch.rand(weights * 5, 5), torch.rand(weights * 5), torch.rand(weights * 5)]
+    return Call([torch.rand(2, 3), [hidden, hidden.clone()] if lstm else hidden, *params], {})
+
+
+def _fused_cell(weights: int) -> Call:
+    return Call([torch.rand(2, weights * 5), torch.rand(2, weights * 5), torch.rand(2, 5),
+                 torch.rand(weights * 5), torch.rand(weights * 5)], {})  # fmt: skip
+
+
+def _of_channels(*first: Any) -> list[Any]:
+    """The arguments of batch normalization, [2, 3, 4], that follow its tensors."""
+    return [*first, torch.rand(3), torch.rand(3), torch.rand(3), torch.rand(3)]
+
+
+# Operators for which random choices find no arguments, or which the CPU does not have to say which are right.
+RECIPES: dict[str, Callable[[], Call]] = {
+    "aten::lstm.input": lambda: _recurrent(4, True, False),
+    "aten::lstm.data": lambda: _recurrent(4, True, True),
+    "aten::gru.input": lambda: _recurrent(3, False, False),
+    "aten::gru.data": lambda: _recurrent(3, False, True),
+    "aten::rnn_tanh.input": lambda: _recurrent(1, False, False),
+    "aten::rnn_tanh.data": lambda: _recurrent(1, False, True),
+    "aten::rnn_relu.input": lambda: _recurrent(1, False, False),
+    "aten::rnn_relu.data": lambda: _recurrent(1, False, True),
+    "aten::lstm_cell": lambda: _cell(4, True),
+    "aten::gru_cell": lambda: _cell(3, False),
+    "aten::_thnn_fused_lstm_cell": lambda: _fused_cell(4),
+    "aten::_thnn_fused_gru_cell": lambda: _fused_cell(3),
+    "aten::_thnn_fused_gru_cell_backward": lambda: Call([torch.rand(2, 5), torch.rand(2, 25), True], {}),
+    "aten::_thnn_fused_lstm_cell_backward_impl": lambda: Call(
+        [torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 20), True], {}
+    ),
+    "aten::batch_norm_stats": lambda: Call([torch.rand(2, 3, 4), 1e-5], {}),
+    "aten::batch_norm_gather_stats": lambda: Call(
+        [torch.rand(2, 3, 4), torch.rand(2, 3), torch.rand(2, 3), torch.rand(3), torch.rand(3), 0.1, 1e-5, 8], {}
+    ),
+    "aten::batch_norm_gather_stats_with_counts": lambda: Call(
+        [torch.rand(2, 3, 4), torch.rand(2, 3), torch.rand(2, 3), torch.rand(3), torch.rand(3), 0.1, 1e-5,
+         torch.tensor([8.0, 8.0])], {},
+    ),
+    "aten::batch_norm_elemt": lambda: Call([*_of_channels(torch.rand(2, 3, 4)), 1e-5], {}),
+    "aten::batch_norm_elemt.out": lambda: Call(
+        [*_of_channels(torch.rand(2, 3, 4)), 1e-5], {"out": torch.empty(2, 3, 4)}
+    ),
+    "aten::batch_norm_backward_reduce": lambda: Call(
+        [*_of_channels(torch.rand(2, 3, 4), torch.rand(2, 3, 4))[:5], True, True, True], {}
+    ),
+    "aten::batch_norm_backward_elemt": lambda: Call(
+        [*_of_channels(torch.rand(2, 3, 4), torch.rand(2, 3, 4)), torch.rand(3), torch.tensor([8], dtype=torch.int32)], {}
+    ),
+    "aten::_scaled_dot_product_fused_attention_overrideable": lambda: Call(
+        [torch.rand(1, 2, 4, 8), torch.rand(1, 2, 4, 8), torch.rand(1, 2, 4, 8), None, 0.0, False, False], {"scale": None}
+    ),
+    "aten::_copy_from": lambda: Call([torch.rand(2, 3), torch.empty(2, 3), False], {}),
+    "aten::_copy_from_and_resize": lambda: Call([torch.rand(2, 3), torch.empty(0)], {}),
+    "aten::_reshape_alias": lambda: Call([torch.rand(2, 3), [3, 2], [2, 1]], {}),
+    "aten::convolution_overrideable": lambda: Call(
+        [torch.rand(1, 2, 5, 5), torch.rand(3, 2, 2, 2), torch.rand(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1], {}
+    ),
+    "aten::convolution_backward_overrideable": lambda: Call(
+        [torch.rand(1, 3, 4, 4), torch.rand(1, 2, 5, 5), torch.rand(3, 2, 2, 2), [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
+         [True, True, True]], {},
+    ),
+    "aten::set_.source_Storage_storage_offset": lambda: Call(
+        [torch.empty(0), StorageOf(torch.rand(16)), 1, [2, 3], [3, 1]], {}
+    ),
+    "aten::set_.source_Tensor": lambda: Call([torch.empty(0), torch.rand(2, 3)], {}),
+}  # fmt: skip
+
+
+@functools.cache
+def names(device: str) -> list[str]:
+    """Every ATen operator that the dispatcher lists for the device, and every one of openreg's own."""
+    listed = operators.operators(device, has=("own", "shared", "composite")).entries
+    own = [name for name in dispatch.names() if name.startswith("openreg::")] if device.startswith("openreg") else []
+    return [entry.name for entry in listed] + own
+
+
+def overridden(name: str) -> bool:
+    """Whether the CPU's kernel of an operator that PyTorch offers to new devices refuses every call."""
+    return name.partition(".")[0].endswith(("_overrideable", "_overrideable_backward"))
+
+
+@functools.cache
+def _key(device: str) -> str:
+    return dispatch.target(device).key
+
+
+def is_own(name: str, device: str) -> bool:
+    """Whether the operator's kernel on the device is neither the CPU's nor made of other operators."""
+    if name.startswith("openreg::"):
+        return True
+    table = dispatch.kernels(name)
+    places = [table[key].where for key in (_key(device), f"Autograd{_key(device)}") if key in table]
+    return any("csrc/aten" in place and "native.cpp" not in place and "fallback" not in place for place in places)
+
+
+def run(name: str, call: Call, device: str) -> tuple[Any, list[Any]]:
+    """What a call returns on the device, and the arguments that it writes to."""
+    return _call(name, call, Move(device))
+
+
+def _call(name: str, call: Call, move: Move) -> tuple[Any, list[Any]]:
+    on_host, cpu = HOST_ARGUMENTS.get(name.partition(".")[0]), Move("cpu")
+    names = [argument.name for argument in dispatch.schema(name).arguments]
+    args = [(cpu if each == on_host else move)(value) for each, value in zip(names, call.args, strict=False)]
+    kwargs = {key: (cpu if key == on_host else move)(value) for key, value in call.kwargs.items()}
+    out = generated.overload(name)(*args, **kwargs)
+    written = [
+        value
+        for argument, value in zip(dispatch.schema(name).arguments, [*args, *kwargs.values()], strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return out, written
+
+
+@functools.lru_cache(maxsize=4)
+def accepted(name: str, most: int) -> list[Call]:
+    """Calls that the CPU, or the meta device for operators which the CPU has not, accepts."""
+    if name in REACHED_BY:
+        return generated.recorded(name, REACHED_BY[name])[:most]
+    if name in RECIPES:
+        torch.manual_seed(opinfo.SEED)
+        return [RECIPES[name]() for _ in range(most)]
+    if name.startswith("openreg::"):
+        return _samples(name)[:most]
+    found = generated.survey(ATTEMPTS, lambda k: run(name, generated.call(name, k), "cpu"), enough=most)
+    return [generated.call(name, k) for k, outcome in found if outcome.kind == "returned"]
+
+
+def _samples(name: str) -> list[Call]:
+    """Calls of an operator of the suite, from its meta file."""
+    from openreg_ops.meta import op
+
+    base, arguments = name.partition("::")[2].partition(".")[0], dispatch.schema(name).arguments
+    calls = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for sample in op.SAMPLES[base]("cpu", dtype):
+            given = dict(sample.kwargs) if hasattr(sample, "kwargs") else {}
+            values = list(sample.args if hasattr(sample, "args") else sample)
+            call = Call([], {})
+            for i, argument in enumerate(arguments):
+                value = values[i] if i < len(values) else given.get(argument.name, argument.default_value)
+                if argument.kwarg_only:
+                    call.kwargs[argument.name] = value
+                else:
+                    call.args.append(value)
+            calls.append(call)
+    return calls
+
+
+def check(
+    name: str,
+    device: str,
+    samples: int,
+    checks: tuple[str, ...] = CHECKS,
+    at: Callable[[str], None] = lambda where: None,
+) -> opinfo.Report:
+    """Make generated calls of one operator, `samples` of them, and 16 damaged ones for each where the kernel is its own."""
+    report = opinfo.Report()
+    if name in NOT_CALLED:
+        report.notes["not called"] += 1
+        return report
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        at("making arguments")
+        calls = accepted(name, samples)
+        if not calls:
+            report.notes["no arguments found"] += 1
+        compared = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU") and not overridden(name)
+        if "generated" in checks and compared:
+            for i, call in enumerate(calls):
+                at(f"generated, sample {i}")
+                if name in UNCOMPARED:
+                    with contextlib.suppress(RuntimeError):  # not a crash
+                        run(name, call, device)
+                    report.ran["generated"] += 1
+                    continue
+                _compare(report, name, call, i, device)
+        if "garbage" in checks and is_own(name, device):
+            _garbage(report, name, calls or [generated.call(name, k) for k in range(samples)], 16 * samples, device, at)
+    return report
+
+
+def _compare(report: opinfo.Report, name: str, call: Call, sample: int, device: str) -> None:
+    base = name.partition("::")[2].partition(".")[0]
+    values = (
+        base not in opinfo.UNINITIALIZED and base not in UNINITIALIZED and not base.startswith(("empty", "new_empty"))
+    )
+    with _filled_memory():
+        cpu, there = (opinfo.run(functools.partial(_kept, name, call, Move(where)), where) for where in ("cpu", device))
+    for outcome in (cpu, there):
+        if outcome.error is None:
+            outcome.value, outcome.mover = outcome.value
+    comparison = opinfo.Comparison(report, "generated", sample, device, values)
+    before = len(report.failures)
+    comparison.outcomes(cpu, there)
+    for failure in report.failures[before:]:
+        failure.message = f"{failure.message} {call}"
+
+
+@contextlib.contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Fills new memory, because a call may be right for the CPU and leave part of its result as it was."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _kept(name: str, call: Call, move: Move, _: opinfo.Mover) -> tuple[Any, Move]:
+    return _call(name, call, move), move
+
+
+def _garbage(
+    report: opinfo.Report, name: str, calls: list[Call], count: int, device: str, at: Callable[[str], None]
+) -> None:
+    made = [generated.garbage(name, calls[k % len(calls)], k) for k in range(count)]
+    at("making garbage")
+    on_both = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU") and not overridden(name)
+    compared = on_both and name not in DIFFERENT
+    on_cpu: dict[int, generated.Outcome] = {}
+    if compared:
+        on_cpu = dict(generated.survey(count, lambda k: run(name, made[k], "cpu")))
+    for k, call in enumerate(made):
+        cpu = on_cpu.get(k)
+        if cpu is not None and cpu.kind in ("crashed", "hung") and (call.alone or not name.startswith("openreg::")):
+            report.notes["the CPU crashes"] += 1
+            continue
+        at(f"garbage, sample {k}")
+        report.ran["garbage"] += 1
+
+        def fail(kind: str, message: str, k: int = k, call: Call = call) -> None:
+            report.failures.append(opinfo.Failure("garbage", kind, k, f"{message} {call}"))
+
+        if cpu is not None and cpu.kind in ("crashed", "hung"):
+            fail("crash", f"on the CPU: {cpu.message}")
+            continue
+        try:
+            with generated.at_most(4 << 30):
+                run(name, call, device)
+            error = None
+        except Exception as raised:
+            error = opinfo.first_line(raised)
+        if error and "INTERNAL ASSERT" in error and not (cpu and "INTERNAL ASSERT" in cpu.message):
+            fail("internal", error)
+        elif cpu is not None and not call.alone and bool(error) != (cpu.kind == "raised"):
+            fail("error" if error else "no error", error or f"the CPU raised {cpu.message}")
