@@ -67,8 +67,10 @@ def test_listed_operators_agree_with_the_cpu(worker, name):
 def test_every_listed_operator_is_a_case():
     names = schemas.names("openreg")
     assert len(names) > 2500 and set(conformance.dtypes_of(["schemas"])) == set(names)
-    for table in (schemas.REACHED_BY, schemas.NOT_CALLED, schemas.RECIPES, schemas.DIFFERENT):
+    tables = (schemas.REACHED_BY, schemas.NOT_CALLED, schemas.RECIPES, schemas.DIFFERENT, schemas.UNCOMPARED)
+    for table in tables:
         assert set(table) <= set(names), set(table) - set(names)
+    assert set(schemas.HOST_ARGUMENTS) <= {name.partition(".")[0] for name in names}
     assert set(schemas.REACHED_BY.values()) <= set(opinfo.database())
 
 
