@@ -29,8 +29,8 @@ using c10::DispatchKey;
 const std::unordered_set<std::string> kIgnoresStrides = {"aten::_log_softmax", "aten::_log_softmax_backward_data",
     "aten::_softmax", "aten::_softmax_backward_data", "aten::adaptive_max_pool3d", "aten::avg_pool3d",
     "aten::fractional_max_pool2d", "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward",
-    "aten::linalg_lu", "aten::lu_unpack", "aten::mse_loss", "aten::reflection_pad3d", "aten::replication_pad2d",
-    "aten::replication_pad3d", "aten::smooth_l1_loss", "aten::tril", "aten::triu"};
+    "aten::linalg_lu", "aten::lu_unpack", "aten::reflection_pad3d", "aten::replication_pad2d",
+    "aten::replication_pad3d", "aten::tril", "aten::triu"};
 
 bool is_result(const c10::Argument& argument) {
   return argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite() &&

@@ -272,12 +272,14 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   if (!plan.possible) return false;
   const size_t count = plan.written.size(), first = stack->size() - count;
   Arguments arguments;
+  int scalars = 0; // 0-dim CPU tensors
+  const auto add = [&](const at::Tensor& x, bool written) {
+    scalars += x.defined() && x.is_cpu();
+    return arguments.add(x, written);
+  };
   for (size_t i = 0; i < count; ++i)
-    if (!each_tensor((*stack)[first + i], [&](const at::Tensor& x) { return arguments.add(x, plan.written[i]); }))
-      return false;
+    if (!each_tensor((*stack)[first + i], [&](const at::Tensor& x) { return add(x, plan.written[i]); })) return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
-  const auto scalars = std::count_if(
-      arguments.all().begin(), arguments.all().end(), [](const Argument& each) { return each.real.is_cpu(); });
   if (scalars) // what may be refused is called at once
     if (const auto accepted = host_scalars(op.operator_name().name);
         accepted != HostScalars::kAny && (accepted != HostScalars::kOne || scalars > 1))
