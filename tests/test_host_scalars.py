@@ -144,7 +144,16 @@ def test_operators_that_cuda_checks_take_none(mode):
 def test_the_table_is_pytorchs():
     counts = _build.HOST_SCALARS
     assert len(counts) > 250 and set(counts.values()) == {0, 1}
-    for name, count in {"mm": 0, "cat": 0, "gather": 0, "clamp": 0, "logaddexp": 0, "add": 1, "eq": 1, "pow": 1}.items():
+    for name, count in {
+        "mm": 0,
+        "cat": 0,
+        "gather": 0,
+        "clamp": 0,
+        "logaddexp": 0,
+        "add": 1,
+        "eq": 1,
+        "pow": 1,
+    }.items():
         assert counts[f"aten::{name}"] == count, name
     assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU") or any(
         torch._C._dispatch_has_kernel_for_dispatch_key(f"{name}.{overload}", "CPU")
