@@ -47,6 +47,8 @@ def host_scalars() -> dict[str, int]:
         delegate = re.search(r"structured_delegate: ([\w.]+)", entry)
         dispatch = re.findall(r"^    ([\w, ]+):", entries[delegate[1]] if delegate else entry, flags=re.M)
         keys = {key.strip() for line in dispatch for key in line.split(",")}
+        if any("ufunc_inner_loop:" in each for each in (entry, entries[delegate[1]] if delegate else "")):
+            keys |= {"CPU", "CUDA"}
         inputs = re.findall(r"\bTensor[^\s,]* \w+", re.split(r"\*, |\) ->", entry)[0])
         if len(inputs) > 1 and {"CPU", "CUDA"} <= keys and not name.startswith("_foreach_"):
             checks.setdefault(f"aten::{name.split('.')[0]}", set()).add("device_check: NoCheck" not in entry)

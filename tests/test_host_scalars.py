@@ -126,14 +126,13 @@ class Substitutes(TorchDispatchMode):
         return False
 
 
+@pytest.mark.parametrize("mode", ["inline"], indirect=True)
 def test_operators_that_cuda_checks_take_none(mode):
     """Of every operator that the forward of an OpInfo calls."""
     substitutes = Substitutes()
     for op in opinfo.database().values():
-        dtype = torch.float32 if torch.float32 in op.dtypes else next(iter(op.dtypes))
-        try:
-            sample = next(iter(op.sample_inputs("cpu", dtype)))
-        except Exception:  # some make none
+        sample = next(opinfo._samples(op, getattr(torch, opinfo.dtypes_of(op)[0]), False, 1), None)
+        if sample is None:
             continue
         move = opinfo.Mover(D)
         with substitutes, torch.no_grad():
@@ -144,8 +143,17 @@ def test_operators_that_cuda_checks_take_none(mode):
 
 def test_the_table_is_pytorchs():
     counts = _build.HOST_SCALARS
-    assert len(counts) > 300 and set(counts.values()) == {0, 1}
-    for name, count in {"mm": 0, "cat": 0, "gather": 0, "clamp": 0, "logaddexp": 0, "add": 1, "eq": 1, "pow": 1}.items():
+    assert len(counts) > 250 and set(counts.values()) == {0, 1}
+    for name, count in {
+        "mm": 0,
+        "cat": 0,
+        "gather": 0,
+        "clamp": 0,
+        "logaddexp": 0,
+        "add": 1,
+        "eq": 1,
+        "pow": 1,
+    }.items():
         assert counts[f"aten::{name}"] == count, name
     assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU") or any(
         torch._C._dispatch_has_kernel_for_dispatch_key(f"{name}.{overload}", "CPU")

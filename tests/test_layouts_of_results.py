@@ -91,17 +91,21 @@ def test_a_refused_call_leaves_the_result_alone(mode):
     with pytest.raises(RuntimeError):
         torch.tril(torch.ones(3, device=D), out=out)
     with pytest.raises(RuntimeError, match="[Ee]xpected .*dtype|can't be cast|Float"):
-        torch.linalg.lu(torch.ones(4, 4, device=D), out=tuple(torch.zeros(4, 4, dtype=torch.int64, device=D).t() for _ in range(3)))
+        torch.linalg.lu(
+            torch.ones(4, 4, device=D), out=tuple(torch.zeros(4, 4, dtype=torch.int64, device=D).t() for _ in range(3))
+        )
     assert (out == 7).all()
 
 
 def test_a_loss_into_one_element_of_a_buffer(mode):
     x, y = torch.rand(6, device=D), torch.rand(6, device=D)
-    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"):
-        buffer = torch.zeros(12, device=D)
-        getattr(torch._C._nn, name)(x, y, out=buffer[3])
-        wanted = getattr(torch.nn.functional, name)(x.cpu(), y.cpu())
-        assert torch.allclose(buffer[3].cpu(), wanted) and buffer.count_nonzero() == 1, name
+    buffer = torch.zeros(12, device=D)
+    torch.ops.aten.soft_margin_loss.out(x, y, out=buffer[3])
+    assert torch.allclose(buffer[3].cpu(), torch.nn.functional.soft_margin_loss(x.cpu(), y.cpu()))
+    assert buffer.count_nonzero() == 1
+    one = torch.zeros(4, 4, device=D)[::4, ::4]
+    torch.stack([torch.full((1,), 5.0, device=D)], 1, out=one)
+    assert one.item() == 5
 
 
 SAMPLE = (
@@ -154,8 +158,6 @@ def test_the_check_sees():
         torch.add(x.flatten(), 1, out=flat)
         return out
 
-    assert find(as_if_contiguous) == {"value", "guard", "no error"} - (set() if True else {"no error"}) or find(
-        as_if_contiguous
-    ) >= {"value", "guard"}
+    assert find(as_if_contiguous) >= {"value", "guard"}
     assert find(lambda x, out: out.set_((x + 1).expand_as(out))) == {"layout", "no error"}
     assert find(lambda x, out: out.copy_(x + 1) if out.is_contiguous() else 1 / 0) == {"error"}

@@ -3,7 +3,9 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -15,8 +17,8 @@
 
 // Note [Results in their own memory]
 // Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
-// sliced one and past its end. Others resize a result of no dimensions to the size of their input while they compute,
-// and so write over its neighbors. For these the device computes into contiguous memory and copies.
+// sliced one and past its end. Others resize a result of one element to the size of their input while they compute, and
+// so write over its neighbors. For these the device computes into contiguous memory and copies.
 //
 // Which kernels they are: a kernel that PyTorch does not generate from a structured definition may be any of them.
 // Structured kernels get strides that they can write to, but for those named below. The check "layouts" of
@@ -29,8 +31,8 @@ using c10::DispatchKey;
 const std::unordered_set<std::string> kIgnoresStrides = {"aten::_log_softmax", "aten::_log_softmax_backward_data",
     "aten::_softmax", "aten::_softmax_backward_data", "aten::adaptive_max_pool3d", "aten::avg_pool3d",
     "aten::fractional_max_pool2d", "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward",
-    "aten::linalg_lu", "aten::lu_unpack", "aten::mse_loss", "aten::reflection_pad3d", "aten::replication_pad2d",
-    "aten::replication_pad3d", "aten::smooth_l1_loss", "aten::tril", "aten::triu"};
+    "aten::linalg_lu", "aten::lu_unpack", "aten::reflection_pad3d", "aten::replication_pad2d",
+    "aten::replication_pad3d", "aten::tril", "aten::triu"};
 
 bool is_result(const c10::Argument& argument) {
   return argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite() &&
@@ -59,8 +61,9 @@ bool honors_strides(const c10::OperatorHandle& op) {
 
 // Whether the memory of `x` may differ from that of a new tensor in a way that such a kernel gets wrong.
 bool lies_apart(const at::Tensor& x) {
-  if (!x.defined() || !x.unsafeGetTensorImpl()->key_set().has(DispatchKey::PrivateUse1) || !x.has_storage()) return false;
-  return !x.is_contiguous() || (x.dim() == 0 && x.storage().nbytes() > x.nbytes());
+  if (!x.defined() || !x.unsafeGetTensorImpl()->key_set().has(DispatchKey::PrivateUse1) || !x.has_storage())
+    return false;
+  return !x.is_contiguous() || (x.numel() == 1 && x.storage().nbytes() > x.nbytes());
 }
 
 bool same_geometry(const at::Tensor& a, const at::Tensor& b) {
@@ -122,6 +125,21 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
       return x;
     });
   return true;
+}
+
+namespace {
+
+// An operator that PyTorch composes of others, on CUDA as well: soft_margin_loss resizes its result on the way, and
+// stack leaves a result of one element unwritten where that has strides.
+void composite(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  if (!call_with_own_memory(op, stack)) op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("soft_margin_loss.out", torch::CppFunction::makeFromBoxedFunction<&composite>());
+  m.impl("stack.out", torch::CppFunction::makeFromBoxedFunction<&composite>());
 }
 
 } // namespace openreg

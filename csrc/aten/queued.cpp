@@ -159,10 +159,12 @@ class Arguments {
     signature.add(at::globalContext().deterministicAlgorithms()); // some kernels then refuse
   }
   Signature signature;
+  int scalars = 0; // 0-dim CPU tensors among the arguments
 
   // Whether the tensor can take part in queued work.
   bool add(const at::Tensor& x, bool written) {
     if (!x.defined()) return signature.add(0), true;
+    scalars += x.is_cpu();
     if (Argument* known = find(x)) {
       known->written |= written;
       signature.add(static_cast<uint64_t>(known - all_.data()) + 1);
@@ -425,11 +427,9 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack, uint64_t& untri
   for (size_t i = 0; i < count; ++i)
     if (!arguments.add((*stack)[first + i], plan.written[i], plan.number[i])) return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
-  const auto scalars = std::count_if(
-      arguments.all().begin(), arguments.all().end(), [](const Argument& each) { return each.real.is_cpu(); });
-  if (scalars) // what may be refused is called at once
+  if (arguments.scalars) // what may be refused is called at once
     if (const auto accepted = host_scalars(op.operator_name().name);
-        accepted != HostScalars::kAny && (accepted != HostScalars::kOne || scalars > 1))
+        accepted != HostScalars::kAny && (accepted != HostScalars::kOne || arguments.scalars > 1))
       return false;
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);

@@ -1,5 +1,5 @@
-// What a tensor carries beside its numbers: the metadata of torch._utils.set_tensor_metadata(), in PyTorch's BackendMeta,
-// and the tag, a text of the user's among it.
+// What a tensor carries beside its numbers: the metadata of torch._utils.set_tensor_metadata(), in PyTorch's
+// BackendMeta, and the tag, a text of the user's among it.
 #include "serialization.h"
 
 #include <ATen/ops/_to_copy_native.h>
@@ -12,8 +12,9 @@
 #include <unordered_map>
 
 // Note [Tags]
-// detach() keeps the BackendMeta of a tensor, and saving what save() and load() below write and read. ATen's clone() and
-// to() make a new tensor without it, so the device has its own. openreg_ops/tags.py does the same for copy.deepcopy().
+// detach() keeps the BackendMeta of a tensor, and saving what save() and load() below write and read. ATen's clone()
+// and to() make a new tensor without it, so the device has its own. openreg_ops/tags.py does the same for
+// copy.deepcopy().
 namespace openreg {
 namespace {
 

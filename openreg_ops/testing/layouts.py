@@ -151,11 +151,14 @@ class Call:
     def compare(self, comparison: Comparison) -> None:
         """Compare the device, in every layout, with the CPU in contiguous memory."""
         expected = [t.detach().clone(memory_format=torch.contiguous_format) for t in self.templates]
+        addresses = [each.data_ptr() for each in expected]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             error = self.on("cpu", expected).error
-        # Not for this memory, whatever its layout: refused, or given another size, perhaps only while computing.
+        # Not into this memory, whatever its layout: refused, or given other memory or another size for a while.
         if error or any(e.shape != t.shape for e, t in zip(expected, self.templates, strict=True)):
+            return
+        if addresses != [each.data_ptr() for each in expected]:
             return
         if any("was resized since it had shape" in str(each.message) for each in said):
             return
@@ -241,9 +244,9 @@ def forms(op: Any) -> tuple[Any, Any]:
     packet = getattr(packets, f"{name}_", None)
     for other in (getattr(packet, overload) for overload in packet.overloads()) if packet else ():
         theirs = other._schema.arguments
-        if [(a.name, str(a.type)) for a in theirs] == names and [_is_written(a) for a in theirs] == [True] + [
-            False
-        ] * (len(names) - 1):
+        if [(a.name, str(a.type)) for a in theirs] == names and [_is_written(a) for a in theirs] == [True] + [False] * (
+            len(names) - 1
+        ):
             inplace = other
     return out, inplace
 
