@@ -104,6 +104,7 @@ UNCOMPARED: dict[str, str] = {
     "aten::_test_ambiguous_defaults.b": "as _shape_as_tensor",
     "aten::_to_cpu": "as _shape_as_tensor",
     "aten::choose_qparams_optimized": "as _shape_as_tensor",
+    "aten::get_device": "it says which device",
     "aten::fbgemm_pack_gemm_matrix_fp16": "FBGEMM packs on the CPU, on every device",
     "aten::fbgemm_pack_quantized_matrix": "as fbgemm_pack_gemm_matrix_fp16",
     "aten::fbgemm_pack_quantized_matrix.KN": "as fbgemm_pack_gemm_matrix_fp16",
