@@ -246,7 +246,7 @@ class _Case:
         """Into tensors of the right size, permuted ones, and empty ones, which are resized."""
         if not self.op.supports_out or "out" in self.sample.kwargs or not forward:
             return
-        for make in (opinfo._sized, opinfo._strided, opinfo._empty):
+        for make in (opinfo._sized, _strided, opinfo._empty):
             move = opinfo.Mover(self.device)
             outs = [move(make(x.detach().cpu())) for x in forward]
             torch.manual_seed(opinfo.SEED)
@@ -266,6 +266,14 @@ class _Case:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
         except AssertionError as error:
             self.fail("value", f"{where}: {opinfo._one_line(error)}")
+
+
+def _strided(t: torch.Tensor) -> torch.Tensor:
+    """The reversed dimension order, every second element."""
+    if not t.dim():
+        return torch.ones(3, dtype=t.dtype)[1]
+    big = torch.ones([*reversed(t.shape[:-1]), t.shape[-1]][: t.dim() - 1] + [2 * t.shape[-1]], dtype=t.dtype)
+    return big[..., ::2].permute(*reversed(range(t.dim() - 1)), t.dim() - 1)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
