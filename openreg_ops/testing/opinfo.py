@@ -531,6 +531,7 @@ class _Sample:
             return
 
         for make in (_sized, _empty, _other_dtype):
+
             def call(move: Mover, make: Callable = make) -> Any:
                 outs = tuple(move(make(t)) for t in flat)
                 kept = [out.data_ptr() for out in outs]
