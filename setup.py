@@ -50,7 +50,8 @@ def host_scalars() -> dict[str, int]:
         if any("ufunc_inner_loop:" in each for each in (entry, entries[delegate[1]] if delegate else "")):
             keys |= {"CPU", "CUDA"}
         inputs = re.findall(r"\bTensor[^\s,]* \w+", re.split(r"\*, |\) ->", entry)[0])
-        if len(inputs) > 1 and {"CPU", "CUDA"} <= keys and not name.startswith("_foreach_"):
+        several = len(inputs) > 1 or any("[]" in each for each in inputs)
+        if several and {"CPU", "CUDA"} <= keys and not name.startswith("_foreach_"):
             checks.setdefault(f"aten::{name.split('.')[0]}", set()).add("device_check: NoCheck" not in entry)
     return {name: 0 if all(every) else 1 for name, every in sorted(checks.items())}
 
