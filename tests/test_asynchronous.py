@@ -123,14 +123,15 @@ def test_the_first_call_of_a_kind_runs_ahead_too():
     assert not waits(lambda: (x * 2.25, x.clone().addcmul_(x, x, value=0.125), x.sigmoid(), x.clone().fill_(0.375)))
 
 
-def test_a_large_call_waits_once():
-    """Its trial is its first run; a number that changes from call to call makes no other kind of call."""
-    x, y = torch.ones(701, 601, device=DEVICE), torch.ones(700, 601, device=DEVICE)
-    assert waits(lambda: x.add_(x.new_ones(601), alpha=0.25))
-    with torch.openreg.launch_mode("async"):
-        x.add_(x.new_ones(601), alpha=0.25)
-    assert not waits(lambda: [x.add_(x.new_ones(601), alpha=0.25 + i / 8) for i in range(3)])
-    assert waits(lambda: y.add_(y.new_ones(601), alpha=0.25))
+def test_the_first_large_call_of_a_kind_runs_ahead_too():
+    """Its trial has small tensors. A dtype that the kernel refuses is still refused at the call."""
+    x = torch.ones(701, 601, device=DEVICE)
+    row, column = x.new_ones(601), x.new_ones(701, 1)
+    assert not waits(lambda: [x.add_(row, alpha=0.25 + i / 8) for i in range(3)])
+    assert not waits(lambda: (x * x, x - column, torch.softmax(x, 1), torch.cat([x, x]), x @ x.T, x.sum(0)))
+    eighths = x.to(torch.float8_e4m3fn)
+    with torch.openreg.launch_mode("async"), pytest.raises(NotImplementedError, match="Float8"):
+        eighths + eighths
 
 
 def test_threads_try_calls_at_once():

@@ -100,6 +100,8 @@ def test_complex_sums_without_nan():
     x.nansum().abs().backward()
     assert torch.nansum(x).item() == 5 + 1j and torch.nanmean(x).item() == 2.5 + 0.5j
     assert (x.grad != 0).tolist() == [True, False, False, True]
+    real = torch.tensor([1, nan], device=DEVICE)
+    assert torch.nansum(real, dtype=torch.complex64).item() == 1 and torch.nanmean(real, dtype=torch.complex64) == 1
 
 
 # ---- rounded once, and what is written is written ----
@@ -175,6 +177,9 @@ def test_writes_to_views_and_resizes():
     assert torch.equal(torch.exp(x.T, out=resized), torch.exp(x.T)) and resized.stride() == torch.exp(x.T).stride()
     expected = torch.exp(x)
     assert torch.exp(x, out=x) is x and torch.equal(x, expected)
+    counted = device([1, 1, 1, 5])
+    with pytest.warns(UserWarning, match="output with one or more elements was resized"):
+        assert torch.histc(counted, 2, out=counted).tolist() == [3, 1]
 
 
 # ---- what CUDA refuses is refused ----
@@ -203,6 +208,17 @@ def test_refusals():
         torch.exp(x[:8], out=x[4:12])
     with pytest.raises(RuntimeError, match="refers? to a single memory location"):
         torch.exp(x[:4], out=x[:1].expand(4))
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.fft.fft(half[:4].requires_grad_(), out=complex32(0))
+    with pytest.raises(RuntimeError, match="fft_fft: Expected all tensors to be on the same device, but out is on cpu"):
+        torch.fft.fft(half[:4].detach(), out=torch.empty(0, dtype=torch.complex32))
+    with pytest.raises(RuntimeError, match="Expected out tensor to have dtype .*BFloat16, but got float"):
+        torch.ops.aten.avg_pool3d.out(
+            torch.ones(1, 2, 2, 2, device=DEVICE).bfloat16(), 2, out=half.new_empty(0).float()
+        )
+    with pytest.raises(RuntimeError, match="result type ComplexHalf can't be cast to the desired output type Half"):
+        half.detach().div_(1j)
+    half = half.detach()
     with pytest.raises(RuntimeError, match="can't be cast"):
         torch.fft.rfft(half[:4], out=torch.empty(0, dtype=torch.float16, device=DEVICE))
 

@@ -74,6 +74,13 @@ def test_the_last_tensor_only():
     assert x.index_fill_(0, torch.tensor([1], device=D), torch.tensor(9.0)).tolist() == [1.5, 9]
 
 
+def test_every_form_of_clamp_refuses_a_scalar():
+    x, scalar = tensors()[0], torch.tensor(0.0)
+    for call in (x.clamp, x.clamp_, x.clamp_min, x.clamp_min_, x.clamp_max, x.clamp_max_):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            call(scalar)
+
+
 def test_one_scalar_of_two():
     x, scalar = torch.tensor([1.0, 2.0], device=D), torch.tensor(2.0)
     for call in (torch.add, torch.mul, torch.pow, torch.maximum, torch.eq, torch.atan2, torch.fmod, torch.xlogy):
@@ -150,7 +157,6 @@ def test_the_table_is_pytorchs():
         "mm": 0,
         "cat": 0,
         "gather": 0,
-        
         "logaddexp": 0,
         "add": 1,
         "eq": 1,

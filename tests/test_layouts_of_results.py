@@ -108,6 +108,15 @@ def test_a_loss_into_one_element_of_a_buffer(mode):
     assert one.item() == 5
 
 
+def test_two_results_in_the_same_memory():
+    a = torch.tensor([[4.0, 1], [2, 3]], device=D)
+    both = torch.zeros(2, 4, device=D)[:, ::2]
+    torch.linalg.lu(a, out=(torch.empty(2, 2, device=D), both, both))
+    expected = torch.zeros(2, 2, device=D)
+    torch.linalg.lu(a, out=(torch.empty(2, 2, device=D), expected, expected))
+    assert torch.equal(both, expected)
+
+
 SAMPLE = (
     "addcmul cat clamp cumsum diag_embed fft.fft gather index_select kthvalue linalg.lu linalg.qr linalg.solve lu_unpack "
     "masked_select matmul max.reduction_with_dim nn.functional.adaptive_max_pool3d nn.functional.avg_pool3d "

@@ -295,7 +295,8 @@ def test_metadata_beside_a_conjugate():
 
 def test_deepcopy_leaves_other_devices_alone():
     class Sub(torch.Tensor):
-        pass
+        def new_empty(self, size):  # PyTorch asks this of a subclass
+            return torch.empty(size, dtype=self.dtype, device=self.device).as_subclass(Sub)
 
     for x in (torch.ones(2), torch.ones(2).as_subclass(Sub), torch.ones(2, device=D).as_subclass(Sub)):
         y = copy.deepcopy(x)

@@ -124,9 +124,8 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(self.numel() > 0, "_local_scalar_dense: expected a tensor of one element, but got an empty one of shape ",
       self.sizes());
   TORCH_CHECK(self.storage().data(),
-      "_local_scalar_dense: expected a tensor with memory, but the storage of this one, "
-      "of shape ",
-      self.sizes(), ", was freed or resized to nothing");
+      "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ", self.sizes(),
+      ", was freed or resized to nothing");
   return run(current_stream(self.device().index()), [&]() -> at::Scalar {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();

@@ -597,8 +597,7 @@ class NativeKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     if (C10_UNLIKELY(wider_ != nullptr) && wider_->run(op, stack)) return;
     if (C10_UNLIKELY(takes_results_) && target_ == DispatchKey::CPU && call_with_own_memory(op, stack)) return;
-    uint64_t untried = 0;
-    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack, untried)) return;
+    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
     CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
@@ -653,7 +652,6 @@ class NativeKernel final : public c10::OperatorKernel {
       LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());
       call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
     }
-    if (C10_UNLIKELY(untried != 0)) accept_signature(untried);
     if (C10_UNLIKELY(for_host)) return;
     const size_t returns = op.schema().returns().size();
     for (size_t i = 0; i < returns; ++i) {
@@ -727,7 +725,8 @@ c10::RegistrationHandleRAII register_native_kernel(const c10::OperatorHandle& op
 const c10::BoxedKernel& native_kernel() {
   struct Any final : c10::OperatorKernel {
     void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
-      NativeKernel(op, DispatchKey::CPU)(op, keys, stack);
+      static thread_local std::unordered_map<const c10::FunctionSchema*, NativeKernel> known;
+      known.try_emplace(&op.schema(), op, DispatchKey::CPU).first->second(op, keys, stack);
     }
   };
   static const auto kernel = c10::BoxedKernel::makeFromFunctor(std::make_unique<Any>());

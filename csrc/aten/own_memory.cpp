@@ -78,6 +78,14 @@ struct Result {
 
 } // namespace
 
+void write_back(const at::Tensor& given, const at::Tensor& computed) {
+  if (given.sizes() != computed.sizes()) { // an out= tensor, which the kernel has resized
+    given.resize_(computed.sizes());
+    given.unsafeGetTensorImpl()->set_sizes_and_strides(computed.sizes(), computed.strides());
+  }
+  given.copy_(computed);
+}
+
 bool takes_results(const c10::FunctionSchema& schema) {
   return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_result);
 }
@@ -87,12 +95,14 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
   const size_t count = arguments.size(), first = stack->size() - count;
   std::vector<Result> results;
   for (size_t i = 0; i < count; ++i)
-    if (is_result(arguments[i]) && lies_apart((*stack)[first + i].toTensor()))
-      results.push_back({(*stack)[first + i].toTensor(), {}});
+    if (is_result(arguments[i]))
+      if (const at::Tensor& x = (*stack)[first + i].toTensor(); lies_apart(x) &&
+          std::none_of(results.begin(), results.end(), [&](const Result& r) { return same_geometry(x, r.real); }))
+        results.push_back({x, {}});
   if (results.empty() || honors_strides(op)) return false;
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
-  for (const Result& result : results) { // what the kernel's own checks would say of the result that it does not see
+  for (const Result& result : results) { // as the kernel's own checks, which do not see this result
     at::assert_no_internal_overlap(result.real);
     for (size_t i = 0; i < count; ++i)
       if (!is_result(arguments[i]))
@@ -110,13 +120,7 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
   };
   for (size_t i = first; i < stack->size(); ++i) (*stack)[i] = map_tensors((*stack)[i], replaced);
   op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::PrivateUse1), stack);
-  for (const Result& result : results) {
-    if (result.real.sizes() != result.own.sizes()) {
-      result.real.resize_(result.own.sizes());
-      result.real.unsafeGetTensorImpl()->set_sizes_and_strides(result.own.sizes(), result.own.strides());
-    }
-    result.real.copy_(result.own);
-  }
+  for (const Result& result : results) write_back(result.real, result.own);
   const size_t returns = op.schema().returns().size();
   for (size_t i = stack->size() - returns; i < stack->size(); ++i)
     (*stack)[i] = map_tensors((*stack)[i], [&](const at::Tensor& x) {

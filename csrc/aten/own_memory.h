@@ -12,4 +12,7 @@ bool takes_results(const c10::FunctionSchema& schema);
 // where the kernel can write there itself. See Note [Results in their own memory].
 bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+// Copies what was computed in other memory to `given`, which takes its shape and strides if its own shape differs.
+void write_back(const at::Tensor& given, const at::Tensor& computed);
+
 } // namespace openreg

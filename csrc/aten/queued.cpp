@@ -329,7 +329,7 @@ void remember(uint64_t signature, bool accepted) {
   signatures[at].store(signature | (accepted ? 0 : kRefused), std::memory_order_relaxed);
 }
 
-// What a trial may allocate. Larger calls run in line the first time.
+// What a trial may allocate. Larger calls are tried with small tensors.
 constexpr size_t kTrialBytes = 1 << 20;
 
 // Memory of the host for one trial: a tensor like `x`, all zeros, so that every index that it may be is valid.
@@ -373,8 +373,8 @@ bool accepts(const Kernel& kernel) {
   return warnings.all.empty();
 }
 
-// Calls `op` on scratch memory; `results` are what the Meta kernel made, for an out= form. `tiny`: the shapes are known
-// to match. Unknown: it is too large.
+// Calls `op` on scratch memory; `results` are what the Meta kernel made, for an out= form. `tiny`: on two elements in
+// each dimension, and results that the kernel resizes. Unknown: it is too large.
 Verdict try_out(
     const c10::OperatorHandle& op, const Arguments& arguments, const Stack& real, const Stack& results, bool tiny) {
   LendDeviceMemory none(-1);
@@ -390,7 +390,7 @@ Verdict try_out(
     stack.push_back(
         map_tensors(value, [&](const at::Tensor& x) { return x.defined() ? stand_ins[arguments.place(x)] : x; }));
   for (const c10::IValue& value : results) {
-    stack.emplace_back(scratch.like(value.toTensor()));
+    stack.emplace_back(tiny ? scratch.like(value.toTensor(), {0}, {1}) : scratch.like(value.toTensor()));
     if (!stack.back().toTensor().defined()) return Verdict::kUnknown;
   }
   return accepts([&] { op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack); }) ? Verdict::kAccepted
@@ -419,7 +419,7 @@ void set_meta_kernel(const std::string& name, c10::KernelFunction kernel) {
   meta_kernels().insert_or_assign(name, std::move(kernel));
 }
 
-bool queue_operator(const c10::OperatorHandle& op, Stack* stack, uint64_t& untried) {
+bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   const Plan& plan = plan_of(op);
   if (!plan.possible) return false;
   const size_t count = plan.written.size(), first = stack->size() - count;
@@ -461,9 +461,10 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack, uint64_t& untri
   Verdict verdict = verdict_of(signature);
   if (verdict == Verdict::kUnknown) [[unlikely]] {
     const Stack real(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
-    verdict = try_out(queued, arguments, real, plan.out ? meta : Stack(), plan.fills);
-    if (verdict == Verdict::kUnknown) untried = signature;
-    else remember(signature, verdict == Verdict::kAccepted);
+    const Stack outs = plan.out ? meta : Stack();
+    verdict = try_out(queued, arguments, real, outs, plan.fills);
+    if (verdict == Verdict::kUnknown) verdict = try_out(queued, arguments, real, outs, /*tiny=*/true);
+    remember(signature, verdict == Verdict::kAccepted);
   }
   if (verdict != Verdict::kAccepted) return false;
 
@@ -488,10 +489,6 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack, uint64_t& untri
   torch::jit::drop(*stack, count);
   std::move(results.begin(), results.end(), std::back_inserter(*stack));
   return true;
-}
-
-void accept_signature(uint64_t signature) {
-  remember(signature, true);
 }
 
 bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site) {

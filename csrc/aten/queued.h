@@ -28,9 +28,10 @@ inline constexpr c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keys
 // out= that overlaps itself, a number that does not fit. These must be raised by the call, so the first call of each
 // Signature (dtypes, sizes, strides, and the other arguments) is a trial, which runs the kernel on zeros in a scratch
 // of host memory. The host runs ahead from the first call on. If the kernel raises or warns there, all calls of that
-// signature run in line, and so raise what they raise in inline mode. A call too large for the scratch runs in line
-// the first time. What is left to appear at the next synchronization depends on values in device memory, such as an
-// index out of range: a device-side assert on CUDA. linalg's operators look at their own results, and are never queued.
+// signature run in line, and so raise what they raise in inline mode. The trial of a call that is too large for the
+// scratch has two elements in each dimension: its Meta kernel has accepted the shapes. What is left to appear at the
+// next synchronization depends on values in device memory, such as an index out of range: a device-side assert on CUDA.
+// linalg's operators look at their own results, and are never queued.
 
 inline bool queueing() noexcept {
   return (detail::attention.load(std::memory_order_relaxed) & detail::kModeBit) != 0 &&
@@ -41,10 +42,8 @@ inline bool queueing() noexcept {
 void set_meta_kernel(const std::string& name, c10::KernelFunction kernel);
 
 // Queues an operator on its device's current stream and puts the results in the place of the arguments on the stack;
-// false, with nothing changed, where it must run now. `untried` is then set if that run is to be its trial.
-bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::uint64_t& untried);
-// Calls of this signature may be queued from now on.
-void accept_signature(std::uint64_t signature);
+// false, with nothing changed, where it must run now.
+bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // The same for a copy within one device.
 bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site);

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "own_memory.h"
 #include "queued.h"
 #include "values.h"
 
@@ -108,15 +109,14 @@ struct Found {
 Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wider::Rule rule, std::uint64_t lacks) {
   Found found;
   at::native::ResultTypeState state;
-  bool wanted = false;
+  std::vector<ScalarType> outs;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
     const bool out = argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite();
     if (is_dtype(argument) && !arguments[i].isNone()) return {arguments[i].toScalarType(), false};
     each_tensor(arguments[i], [&](const at::Tensor& x) {
       const ScalarType type = x.scalar_type();
-      if (out) return;
-      wanted |= (bit(type) & lacks) != 0;
+      if (out) return outs.push_back(type);
       if (rule == Wider::kPromotes) {
         state = at::native::update_result_type_state(x, state);
       } else if (bit(type) & lacks) {
@@ -131,6 +131,9 @@ Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wide
       state = at::native::update_result_type_state(arguments[i].toScalar(), state);
   }
   if (rule == Wider::kPromotes) found.type = at::native::result_type(state);
+  // A kernel of the half types takes an out= of its own dtype only.
+  if (rule == Wider::kOneType && (lacks & kHalfs))
+    for (const ScalarType type : outs) found.mixed |= type != found.type;
   return found;
 }
 
@@ -198,6 +201,8 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack) const {
   }
   for (const Argument& to : tensors) {
     if (!to.written || to.given.is_same(to.wide)) continue;
+    TORCH_CHECK(c10::canCast(narrow, to.given.scalar_type()), "result type ", narrow,
+        " can't be cast to the desired output type ", to.given.scalar_type());
     at::assert_no_internal_overlap(to.given);
     for (const Argument& from : tensors)
       if (!from.given.is_same(to.given)) at::assert_no_partial_overlap(to.given, from.given);
@@ -205,14 +210,8 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack) const {
 
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &arguments);
 
-  for (Argument& to : tensors) {
-    if (!to.written || to.given.is_same(to.wide)) continue;
-    if (to.given.sizes() != to.wide.sizes()) { // an out= tensor, which the kernel has resized
-      to.given.resize_(to.wide.sizes());
-      to.given.unsafeGetTensorImpl()->set_sizes_and_strides(to.wide.sizes(), to.wide.strides());
-    }
-    to.given.copy_(to.wide);
-  }
+  for (const Argument& to : tensors)
+    if (to.written && !to.given.is_same(to.wide)) write_back(to.given, to.wide);
   torch::jit::drop(*stack, count);
   for (const c10::IValue& value : arguments)
     stack->push_back(map_tensors(value, [&](const at::Tensor& y) {

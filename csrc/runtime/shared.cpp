@@ -28,7 +28,7 @@ std::size_t whole_pages(std::size_t bytes) {
   return (bytes + kMemoryPage - 1) / kMemoryPage * kMemoryPage;
 }
 
-// As synchronize_device(), but what the work threw stays for the caller's next synchronisation, and signals wait.
+// As synchronize_device(), but what the work threw stays for the caller's next synchronization, and signals wait.
 void wait(int device) noexcept {
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) {
     const Ticket all = ticket({device, id});

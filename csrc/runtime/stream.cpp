@@ -118,7 +118,7 @@ class Queue {
       } catch (const std::exception& error) {
         detail::keep_error(stream_.device, item.where, error.what());
       } catch (...) {
-        detail::keep_error(stream_.device, item.where, "a kernel threw what is no std::exception");
+        detail::keep_error(stream_.device, item.where, "kernel threw an object that is not a std::exception");
       }
       item.work = nullptr; // before the waiter goes on
       lock.lock();

@@ -8,7 +8,9 @@ environment variable.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import accelerate
@@ -30,6 +32,18 @@ def on_device() -> bool:
     """Whether accelerate runs on the device, or will."""
     chosen = PartialState._shared_state.get("device") or torch.device(os.environ["ACCELERATE_TORCH_DEVICE"])
     return chosen.type == "openreg"
+
+
+@contextlib.contextmanager
+def on_cpu(wanted: bool) -> Iterator[None]:
+    """Hide ACCELERATE_TORCH_DEVICE, which accelerate prefers to cpu=True, while an Accelerator is made for the CPU."""
+    variable = "ACCELERATE_TORCH_DEVICE"
+    hidden = os.environ.pop(variable, None) if wanted else None
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[variable] = hidden
 
 
 def before_fp16() -> str:
@@ -58,6 +72,7 @@ class Accelerator(accelerate.Accelerator):
         shared = AcceleratorState._shared_state.get("_mixed_precision")
         wanted = mixed_precision or shared or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         fp16 = str(wanted).lower() == "fp16" and on_device() and not cpu
-        super().__init__(mixed_precision=before_fp16() if fp16 else mixed_precision, cpu=cpu, **options)
+        with on_cpu(cpu):
+            super().__init__(mixed_precision=before_fp16() if fp16 else mixed_precision, cpu=cpu, **options)
         if fp16:
             use_fp16(self)

@@ -7,8 +7,10 @@ else, and nothing on other devices. Importing them also makes the device acceler
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import torch
 import transformers
 
 from openreg_ops.integrations import accelerate
@@ -33,6 +35,11 @@ class TrainingArguments(transformers.TrainingArguments):
         finally:
             self.bf16, self.bf16_full_eval = wanted
 
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        with accelerate.on_cpu(self.use_cpu):
+            return super()._setup_devices
+
 
 class Trainer(transformers.Trainer):
     """`transformers.Trainer`, which also takes `TrainingArguments(fp16=True)` on the device."""
@@ -45,6 +52,7 @@ class Trainer(transformers.Trainer):
         return made
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
+        with accelerate.on_cpu(self.args.use_cpu):
+            super().create_accelerator_and_postprocess()
         if self._fp16:
             accelerate.use_fp16(self.accelerator)

@@ -120,6 +120,15 @@ def test_the_integration_refuses_both_precisions_and_leaves_the_cpu_alone(tmp_pa
     assert integration.TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True).device.type == "cpu"
 
 
+def test_the_integration_trains_on_the_cpu(tmp_path):
+    """use_cpu=True holds although ACCELERATE_TORCH_DEVICE is set, and leaves it set."""
+    arguments = integration.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
+    trainer = integration.Trainer(model=gpt2(), args=arguments, train_dataset=language())
+    assert trainer.accelerator.device.type == arguments.device.type == "cpu"
+    trainer.train()
+    assert integration.TrainingArguments(output_dir=str(tmp_path), report_to=[]).device.type == "openreg"
+
+
 @pytest.mark.parametrize("place", ["openreg", "openreg:1", {"": "openreg:1"}, 0, "auto"], ids=str)
 def test_a_model_loads_onto_a_device_map(place, tmp_path):
     expected = gpt2()

@@ -1,5 +1,6 @@
 // torch.fft of Half, which PyTorch refuses on any device but CUDA before it calls a kernel: computed in float32, and
 // rounded. All else is PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
+#include <ATen/native/Resize.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -44,6 +45,14 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   // These take one half of a symmetric spectrum.
   const bool from_half = name.starts_with("aten::fft_hfft") || name.starts_with("aten::fft_irfft");
   check_half_transform(op.schema().name().c_str(), signal_sizes(self, stack->data() + first, from_half));
+  if (count > 4) {
+    const at::Tensor& out = (*stack)[first + 4].toTensor();
+    TORCH_CHECK(!at::GradMode::is_enabled() || !(self.requires_grad() || out.requires_grad()), name,
+        ": functions with out=... arguments don't support automatic differentiation, but one of the arguments requires "
+        "grad.");
+    TORCH_CHECK(out.device() == self.device(), name, ": Expected all tensors to be on the same device, but out is on ",
+        out.device(), " and self on ", self.device(), "; move one with .to()");
+  }
   Stack wide;
   wide.emplace_back(self.to(at::kFloat));
   for (size_t i = 1; i < 4; ++i) wide.push_back((*stack)[first + i]);
@@ -54,7 +63,7 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     at::Tensor out = (*stack)[first + 4].toTensor();
     TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), name, ": result type ", result.scalar_type(),
         " can't be cast to the desired output type ", out.scalar_type());
-    out.resize_(result.sizes());
+    at::native::resize_output(out, result.sizes());
     result = out.copy_(result);
   }
   torch::jit::drop(*stack, count);

@@ -580,8 +580,7 @@ Call efficient_call(const char* op, const Tensor& query, const Tensor& key, cons
   }
   TORCH_CHECK(mask == kNone || mask == kFromTopLeft || mask == kFromBottomRight, op,
       ": expected custom_mask_type 0 (no mask), 1 (causal, from the top left) or 2 (causal, from the bottom right), "
-      "but "
-      "got ",
+      "but got ",
       mask);
   c.from_end = mask == kFromBottomRight;
   c.right = mask == kNone ? -1 : 0;

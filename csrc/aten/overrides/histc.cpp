@@ -1,4 +1,5 @@
 // histc of integers, which CUDA has and the CPU refuses: counted in integers, exactly.
+#include <ATen/native/Resize.h>
 #include <ATen/Dispatch.h>
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
@@ -65,8 +66,9 @@ at::Tensor& histc_out(
       "; move one with .to()");
   TORCH_CHECK(out.scalar_type() == self.scalar_type(), "histc: expected out of dtype ", self.scalar_type(),
       ", that of self, but got ", out.scalar_type());
-  out.resize_({bins});
-  return out.copy_(integers(self, bins, min, max));
+  const at::Tensor counts = integers(self, bins, min, max); // before out, which may be self, changes
+  at::native::resize_output(out, counts.sizes());
+  return out.copy_(counts);
 }
 
 } // namespace

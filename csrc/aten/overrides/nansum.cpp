@@ -14,15 +14,20 @@ at::Tensor without_nan(const at::Tensor& self) {
   return at::where(at::isnan(self), at::Scalar(0), self);
 }
 
+// Whether the sum is complex: its dtype is that of self unless given.
+bool is_complex(const at::Tensor& self, std::optional<at::ScalarType> dtype) {
+  return self.is_complex() || (dtype && c10::isComplexType(*dtype));
+}
+
 at::Tensor nansum(
     const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, std::optional<at::ScalarType> dtype) {
-  if (!self.is_complex()) return native<at::_ops::nansum>(self, dim, keepdim, dtype);
+  if (!is_complex(self, dtype)) return native<at::_ops::nansum>(self, dim, keepdim, dtype);
   return at::sum(without_nan(self), dim, keepdim, dtype);
 }
 
 at::Tensor& nansum_out(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
     std::optional<at::ScalarType> dtype, at::Tensor& out) {
-  if (!self.is_complex()) return native<at::_ops::nansum_out>(self, dim, keepdim, dtype, out);
+  if (!is_complex(self, dtype)) return native<at::_ops::nansum_out>(self, dim, keepdim, dtype, out);
   return at::sum_out(out, without_nan(self), dim, keepdim, dtype);
 }
 
