@@ -659,7 +659,9 @@ def good():
     @scaled.register_fake
     def _(x, weight, factor=2.0):
         torch._check(x.dtype == weight.dtype, lambda: f"scaled: expected weight of {x.dtype}, but got {weight.dtype}")
-        torch._check(x.shape[-1:] == weight.shape, lambda: f"scaled: expected weight of {x.shape[-1:]}")
+        last = x.shape[-1:]
+        same = len(last) == weight.dim() and (not last or last[0] == weight.shape[0])
+        torch._check(same, lambda: f"scaled: expected weight of {x.shape[-1:]}")
         return x.new_empty(x.shape)
 
     def setup_context(ctx, inputs, output):
