@@ -216,8 +216,11 @@ def test_a_route_that_fails_half_way_is_taken_back():
         if i % 2:
             library.impl(f"a{i}", lambda x: x + 1, "CPU")
     with pytest.raises(ValueError, match="has no CPU kernel to share"):
-        fallback.share("test_regressions::*")
+        fallback.share("test_regressions::a1", "test_regressions::a0")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert not any(has(f"test_regressions::a{i}", "PrivateUse1") for i in range(20))
+    with fallback.share("test_regressions::*"):  # those that have a CPU kernel
+        assert all(has(f"test_regressions::a{i}", "PrivateUse1") == bool(i % 2) for i in range(20))
     assert not any(has(f"test_regressions::a{i}", "PrivateUse1") for i in range(20))
     with fallback.policy("warn"):
         names = fallback.allow("test_regressions::a1")
