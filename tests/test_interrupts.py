@@ -47,7 +47,7 @@ def check(code: str, after: str = "", **environment: str) -> None:
 
 
 def test_every_wait_can_be_interrupted():
-    """Those of the runtime, and some operators of each kind that wait behind queued work."""
+    """The waits of the runtime, and of some operators of each kind behind queued work."""
     check(
         """
 def event_synchronize():

@@ -177,7 +177,7 @@ class _Case:
         self.out(actual)
 
     def dtypes(self) -> list[torch.dtype] | None:
-        """Those of the results, by the meta kernels; none where they fail."""
+        """The dtypes of the results according to the meta kernels; None if they fail."""
         try:
             return [x.dtype for x in _tensors(self.call(self.op, opinfo.Mover("meta")))]
         except Exception:
@@ -281,7 +281,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _gradients(sample: Any, result: Any, leaves: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Those of the results, weighted by the same numbers, which `dtype` holds, whatever the dtype of the results."""
+    """Gradients of the results, weighted by the same numbers. `dtype` can represent these, whatever the results' dtype."""
     outputs = [x for x in _tensors(sample.output_process_fn_grad(result)) if x.requires_grad]
     if not outputs or not leaves:
         return []
