@@ -65,6 +65,23 @@ std::vector<Matrix> matrices(const std::vector<Tensor>& list) {
   return {list.begin(), list.end()};
 }
 
+// MKL divides a product by its number of threads even where it has one, as within parallel_for, and the division
+// shows in the rounding. libtorch exports MKL's functions where it is built with MKL.
+extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
+
+class OneThread {
+ public:
+  OneThread() : before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+  ~OneThread() {
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
+  }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  int before_;
+};
+
 // c = a @ b, or c + a @ b.
 void product(const Matrix& a, const Matrix& b, bool add, const Matrix& c) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -92,6 +109,7 @@ template <class F>
 void for_each_tile(const std::vector<Tile>& tiles, int64_t depth, const F& f) {
   const int64_t grain = at::divup(kGrain, kTile * kTile * (depth + 1));
   at::parallel_for(0, static_cast<int64_t>(tiles.size()), grain, [&](int64_t begin, int64_t end) {
+    const OneThread one_thread;
     for (int64_t i = begin; i < end; ++i) f(tiles[i]);
   });
 }

@@ -123,10 +123,11 @@ def test_half_types_accumulate_in_float32(dtype):
     assert (grad_weight == 4096).all() and (grad_bias == 4096).all()
 
 
+@pytest.mark.parametrize("numbers", [(300, 5, 200), (40,)], ids=["tiles", "one tile each"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_does_not_depend_on_threads(dtype):
-    x, weights, bias, group_sizes = inputs_of((300, 5, 200), (130, 300), dtype=dtype)
-    grad = random(505, 300, dtype=dtype)
+def test_does_not_depend_on_threads(dtype, numbers):
+    x, weights, bias, group_sizes = inputs_of(numbers, (130, 300), dtype=dtype)
+    grad = random(sum(numbers), 300, dtype=dtype)
     threads = torch.get_num_threads()
     try:
         results = []
