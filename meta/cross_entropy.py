@@ -41,7 +41,8 @@ def cross_entropy(
         RuntimeError: logits has no dimension, no class or another dtype; target has another shape, dtype or device;
             label_smoothing is outside [0, 1]; reduction is another word.
         IndexError: a target is neither a class nor ignore_index; names the first such target and its row, counted
-            over all leading dimensions. On other devices the error is that of `Tensor.gather`.
+            over all leading dimensions. On other devices the error is that of `Tensor.gather`, and in backward that of
+            `Tensor.scatter`.
 
     Differentiable any number of times in logits, through loss and logsumexp both. Only logits, target and logsumexp
     are kept for backward, which writes the gradient in one pass. The half types are computed in float32, and the
@@ -252,13 +253,12 @@ def reference_backward(
     _check_backward(grad_loss, grad_logsumexp, logits, target, logsumexp, label_smoothing, reduction)
     p = (logits.to(logsumexp.dtype) - logsumexp.unsqueeze(-1)).exp()
     grad = torch.zeros_like(p) if grad_logsumexp is None else grad_logsumexp.unsqueeze(-1) * p
+    valid = target != ignore_index
+    one_hot = torch.zeros_like(p).scatter(-1, torch.where(valid, target, 0).long().unsqueeze(-1), 1)
     if grad_loss is not None:
-        valid = target != ignore_index
         count = valid.sum().clamp_min(1) if reduction == "mean" else 1
         g = torch.where(valid, grad_loss / count, 0).unsqueeze(-1)
-        index = torch.where(valid, target, 0).long().unsqueeze(-1)
-        classes = torch.arange(logits.shape[-1], device=logits.device)
-        smooth = (1 - label_smoothing) * (classes == index).to(p.dtype) + label_smoothing / logits.shape[-1]
+        smooth = (1 - label_smoothing) * one_hot + label_smoothing / logits.shape[-1]
         grad = grad + g * ((1 + 2 * z_loss * logsumexp).unsqueeze(-1) * p - smooth)
     return grad.to(logits.dtype).contiguous()
 

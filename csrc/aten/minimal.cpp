@@ -145,6 +145,11 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return self.key_set() == from.key_set() || (self.key_set().has_any(dense) && from.key_set().has_any(dense));
 }
 
+// Of SymInts: a boxed call of torch's own kernel, of int64_t, fails an assertion for those that no SymInt can hold.
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
 void record_stream_of_tensor(at::Tensor& self, at::Stream stream) {
   TORCH_CHECK(stream.device_type() == c10::kPrivateUse1 && stream.device_index() == self.device().index(),
       "record_stream: expected a stream on ", self.device(), ", but got one on ", stream.device());
@@ -165,7 +170,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", TORCH_FN(at::native::view));
-  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("_reshape_alias", reshape_alias);
   m.impl("resize_", resize_);
   m.impl("set_", set_empty);
   m.impl("set_.source_Tensor", at::native::set_tensor_);

@@ -146,7 +146,12 @@ CpuCall::~CpuCall() {
           alias->is_wrapped_number();
       if (C10_UNLIKELY(kept || (own && slot.storage.use_count() != 2) ||
               alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
-        if (own && (slot.pooled.use_count() != 1 || slot.storage.use_count() != 2)) move_to_host(slot.storage.get());
+        if (own && (slot.pooled.use_count() != 1 || slot.storage.use_count() != 2)) try {
+            move_to_host(slot.storage.get());
+          } catch (const c10::Error&) { // no memory on the host, so what was kept has none either
+            slot.storage->set_nbytes(0);
+            replace_memory(slot.storage.get(), c10::DataPtr(nullptr, kHost));
+          }
         slot.pooled.reset();
         slot.storage.reset();
       } else if (C10_UNLIKELY(slot.lazy)) {

@@ -2,12 +2,13 @@
 
 `call(op, k)` is the k-th call of an operator, `garbage(op, call, k)` the k-th damage to one: equal numbers give equal
 arguments, in every process. `survey` makes calls in a forked child. `recorded` takes arguments from PyTorch's OpInfo.
-Everything is on the CPU; `Move` takes it to a device.
+Everything is on the CPU; `Move` takes it to a device. `stays_within` says whether a call keeps to its arguments' memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import math
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from openreg_ops.testing import opinfo
 from openreg_ops.tools import dispatch
 
-__all__ = ["Call", "Move", "call", "garbage", "overload", "recorded", "survey"]
+__all__ = ["Call", "Move", "call", "garbage", "overload", "recorded", "stays_within", "survey"]
 
 
 @dataclasses.dataclass
@@ -76,6 +77,73 @@ class Move(opinfo.Mover):
                 copy.untyped_storage().resize_(0)
                 return copy
         return super().copy(tensor)
+
+
+class _Guarded(Move):
+    """Copies arguments into CPU memory that has as many bytes of one value before and behind it as a page."""
+
+    PAGE = 4096
+
+    def __init__(self, value: int) -> None:
+        super().__init__("cpu")
+        self.guard, self.memory = bytes([value]) * self.PAGE, []
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        lazy = tensor.is_conj() or tensor.is_neg()
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or lazy or not tensor.numel():
+            return super().copy(tensor)
+        storage = tensor.untyped_storage()
+        key, count = (storage._cdata, tensor.dtype), storage.nbytes() // tensor.element_size()
+        if not count:
+            return super().copy(tensor)
+        if key not in self.storages:
+            buffer = bytearray(2 * self.PAGE + storage.nbytes())
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            start = -memory.data_ptr() % 64 + self.PAGE - 64  # aligned as the memory of a tensor is
+            held = torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start)
+            buffer[:] = self.guard[:1] * len(buffer)
+            held.copy_(torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,)))
+            self.storages[key] = held
+            self.memory.append((buffer, start, start + storage.nbytes()))
+            self.kept.append(storage)
+        return self.storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def is_whole(self) -> bool:
+        return all(
+            buffer[:start] == self.guard[:1] * start and buffer[end:] == self.guard[:1] * (len(buffer) - end)
+            for buffer, start, end in self.memory
+        )
+
+
+def stays_within(call: Callable[[Move], Any]) -> bool:
+    """Whether a call on the CPU neither reads nor writes beyond its arguments: some kernels trust the shapes they get.
+
+    It is made three times, the arguments between bytes of two values; what it returns must be the same each time, and
+    the bytes must remain. A call that refuses such memory, because it resizes it, counts as one that does.
+    """
+    found = []
+    for value in (0, 0xFF, 0x5A):
+        move = _Guarded(value)
+        torch.manual_seed(opinfo.SEED)
+        try:
+            out = call(move)
+        except Exception as error:
+            if "resize" in str(error):
+                return True
+            found.append(opinfo.first_line(error))
+            continue
+        if not move.is_whole():
+            return False
+        found.append([_bits(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
+    return all(each == found[0] for each in found)
+
+
+def _bits(x: torch.Tensor) -> Any:
+    if x.layout != torch.strided or x.is_nested or x.is_quantized or x.device.type != "cpu":
+        return str(x.layout)
+    with torch.no_grad():
+        x = x.detach().resolve_conj().resolve_neg().contiguous()
+        return x.dtype, x.shape, ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
 
 
 def overload(name: str) -> Any:
@@ -465,13 +533,14 @@ def survey(
 ) -> Iterator[tuple[int, Outcome]]:
     """Attempts 0 to count - 1 in a forked child, which is forked again when one ends it or hangs.
 
-    Ends early once `enough` have returned. The attempts must not use a device that the parent has used.
+    Ends early once `enough` have returned, or three have hung. The attempts must not use a device that the parent has used.
     """
-    first = returned = 0
-    while first < count:
+    first = returned = hung = 0
+    while first < count and (enough is None or hung < 3):
         for i, outcome in _forked(range(first, count), attempt, None if enough is None else enough - returned, seconds):
             yield i, outcome
             first = i + 1
+            hung += outcome.kind == "hung"
             returned += outcome.kind == "returned"
             if enough is not None and returned >= enough:
                 return

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from openreg_ops.testing import generated, opinfo
-from openreg_ops.testing.generated import Call, Move, Stays, StorageOf
+from openreg_ops.testing.generated import Call, Move
+from openreg_ops.testing.recipes import RECIPES
 from openreg_ops.tools import dispatch, operators
 
 CHECKS = ("generated", "garbage")
@@ -89,15 +92,14 @@ DIFFERENT: dict[str, str] = {
 }
 
 # Operators that are called, and whose results are not compared, and why.
-_READS_BEYOND = "the CPU's kernel trusts the shapes that it gets, and reads what lies beyond"
 UNCOMPARED: dict[str, str] = {
-    "aten::_batch_norm_with_update_functional": _READS_BEYOND,
     "aten::_convert_indices_from_csr_to_coo": "indices that do not rise leave part of the result unwritten",
     "aten::_convert_indices_from_csr_to_coo.out": "as _convert_indices_from_csr_to_coo",
-    "aten::_compute_linear_combination": _READS_BEYOND,
-    "aten::_fused_adamw_": _READS_BEYOND,
-    "aten::_native_batch_norm_legit_no_training": _READS_BEYOND,
-    "aten::_nnpack_spatial_convolution.out": "NNPACK takes CPU tensors, and PyTorch calls it for no others",
+    "aten::_nnpack_spatial_convolution": "NNPACK takes CPU tensors, and PyTorch calls it for no others",
+    "aten::_nnpack_spatial_convolution.out": "as _nnpack_spatial_convolution",
+    "aten::_pack_padded_sequence": "the sizes of its batches are on the CPU on every device",
+    "aten::_pack_padded_sequence.out": "as _pack_padded_sequence",
+    "aten::_pad_packed_sequence": "the lengths that it returns are on the CPU on every device",
     "aten::_rowwise_prune": "its index mapping is made on the CPU on every device",
     "aten::_shape_as_tensor": "its result is on the CPU on every device",
     "aten::_test_ambiguous_defaults.a": "as _shape_as_tensor",
@@ -105,10 +107,14 @@ UNCOMPARED: dict[str, str] = {
     "aten::_to_cpu": "as _shape_as_tensor",
     "aten::choose_qparams_optimized": "as _shape_as_tensor",
     "aten::get_device": "it says which device",
+    "aten::to_mkldnn": "oneDNN's layout is the CPU's on every device",
     "aten::fbgemm_pack_gemm_matrix_fp16": "FBGEMM packs on the CPU, on every device",
     "aten::fbgemm_pack_quantized_matrix": "as fbgemm_pack_gemm_matrix_fp16",
     "aten::fbgemm_pack_quantized_matrix.KN": "as fbgemm_pack_gemm_matrix_fp16",
 }
+
+# What the CPU says of a dtype that CUDA has, and so the device.
+LACKS_DTYPE = re.compile(r"not implemented for '|Unsupported dtype|does not support complex")
 
 # Arguments that the host reads, on every device, by operator without its overload.
 HOST_ARGUMENTS: dict[str, str] = {
@@ -119,92 +125,12 @@ HOST_ARGUMENTS: dict[str, str] = {
     "aten::_pack_padded_sequence": "lengths",
     "aten::_pack_padded_sequence_backward": "batch_sizes",
     "aten::_pad_packed_sequence": "batch_sizes",
+    "aten::randint_like": "high",
     "aten::tensor_split": "tensor_indices_or_sections",
 }
 
 # Operators whose values are what was in memory.
 UNINITIALIZED = {"_empty_affine_quantized", "_efficientzerotensor", "resize", "resize_", "resize_as", "resize_as_"}
-
-
-def _recurrent(weights: int, lstm: bool, packed: bool) -> Call:
-    """A bidirectional layer with biases, [4, 2, 3] to 5 features."""
-    hidden = torch.rand(2, 2, 5)
-    params = [torch.rand(weights * 5, size) for size in (3, 5)] + [torch.rand(weights * 5) for _ in range(2)]
-    first = [torch.rand(7, 3), Stays(torch.tensor([2, 2, 2, 1]))] if packed else [torch.rand(4, 2, 3)]
-    rest = [True, 1, 0.0, True, True] if packed else [True, 1, 0.0, True, True, False]
-    return Call([*first, [hidden, hidden.clone()] if lstm else hidden, params * 2, *rest], {})
-
-
-def _cell(weights: int, lstm: bool) -> Call:
-    hidden = torch.rand(2, 5)
-    params = [torch.rand(weights * 5, 3), torch.rand(weights * 5, 5), torch.rand(weights * 5), torch.rand(weights * 5)]
-    return Call([torch.rand(2, 3), [hidden, hidden.clone()] if lstm else hidden, *params], {})
-
-
-def _fused_cell(weights: int) -> Call:
-    return Call([torch.rand(2, weights * 5), torch.rand(2, weights * 5), torch.rand(2, 5),
-                 torch.rand(weights * 5), torch.rand(weights * 5)], {})  # fmt: skip
-
-
-def _of_channels(*first: Any) -> list[Any]:
-    """The arguments of batch normalization, [2, 3, 4], that follow its tensors."""
-    return [*first, torch.rand(3), torch.rand(3), torch.rand(3), torch.rand(3)]
-
-
-# Operators for which random choices find no arguments, or which the CPU does not have to say which are right.
-RECIPES: dict[str, Callable[[], Call]] = {
-    "aten::lstm.input": lambda: _recurrent(4, True, False),
-    "aten::lstm.data": lambda: _recurrent(4, True, True),
-    "aten::gru.input": lambda: _recurrent(3, False, False),
-    "aten::gru.data": lambda: _recurrent(3, False, True),
-    "aten::rnn_tanh.input": lambda: _recurrent(1, False, False),
-    "aten::rnn_tanh.data": lambda: _recurrent(1, False, True),
-    "aten::rnn_relu.input": lambda: _recurrent(1, False, False),
-    "aten::rnn_relu.data": lambda: _recurrent(1, False, True),
-    "aten::lstm_cell": lambda: _cell(4, True),
-    "aten::gru_cell": lambda: _cell(3, False),
-    "aten::_thnn_fused_lstm_cell": lambda: _fused_cell(4),
-    "aten::_thnn_fused_gru_cell": lambda: _fused_cell(3),
-    "aten::_thnn_fused_gru_cell_backward": lambda: Call([torch.rand(2, 5), torch.rand(2, 25), True], {}),
-    "aten::_thnn_fused_lstm_cell_backward_impl": lambda: Call(
-        [torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 20), True], {}
-    ),
-    "aten::batch_norm_stats": lambda: Call([torch.rand(2, 3, 4), 1e-5], {}),
-    "aten::batch_norm_gather_stats": lambda: Call(
-        [torch.rand(2, 3, 4), torch.rand(2, 3), torch.rand(2, 3), torch.rand(3), torch.rand(3), 0.1, 1e-5, 8], {}
-    ),
-    "aten::batch_norm_gather_stats_with_counts": lambda: Call(
-        [torch.rand(2, 3, 4), torch.rand(2, 3), torch.rand(2, 3), torch.rand(3), torch.rand(3), 0.1, 1e-5,
-         torch.tensor([8.0, 8.0])], {},
-    ),
-    "aten::batch_norm_elemt": lambda: Call([*_of_channels(torch.rand(2, 3, 4)), 1e-5], {}),
-    "aten::batch_norm_elemt.out": lambda: Call(
-        [*_of_channels(torch.rand(2, 3, 4)), 1e-5], {"out": torch.empty(2, 3, 4)}
-    ),
-    "aten::batch_norm_backward_reduce": lambda: Call(
-        [*_of_channels(torch.rand(2, 3, 4), torch.rand(2, 3, 4))[:5], True, True, True], {}
-    ),
-    "aten::batch_norm_backward_elemt": lambda: Call(
-        [*_of_channels(torch.rand(2, 3, 4), torch.rand(2, 3, 4)), torch.rand(3), torch.tensor([8], dtype=torch.int32)], {}
-    ),
-    "aten::_scaled_dot_product_fused_attention_overrideable": lambda: Call(
-        [torch.rand(1, 2, 4, 8), torch.rand(1, 2, 4, 8), torch.rand(1, 2, 4, 8), None, 0.0, False, False], {"scale": None}
-    ),
-    "aten::_copy_from": lambda: Call([torch.rand(2, 3), torch.empty(2, 3), False], {}),
-    "aten::_copy_from_and_resize": lambda: Call([torch.rand(2, 3), torch.empty(0)], {}),
-    "aten::_reshape_alias": lambda: Call([torch.rand(2, 3), [3, 2], [2, 1]], {}),
-    "aten::convolution_overrideable": lambda: Call(
-        [torch.rand(1, 2, 5, 5), torch.rand(3, 2, 2, 2), torch.rand(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1], {}
-    ),
-    "aten::convolution_backward_overrideable": lambda: Call(
-        [torch.rand(1, 3, 4, 4), torch.rand(1, 2, 5, 5), torch.rand(3, 2, 2, 2), [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
-         [True, True, True]], {},
-    ),
-    "aten::set_.source_Storage_storage_offset": lambda: Call(
-        [torch.empty(0), StorageOf(torch.rand(16)), 1, [2, 3], [3, 1]], {}
-    ),
-    "aten::set_.source_Tensor": lambda: Call([torch.empty(0), torch.rand(2, 3)], {}),
-}  # fmt: skip
 
 
 @functools.cache
@@ -253,7 +179,7 @@ def _call(name: str, call: Call, move: Move) -> tuple[Any, list[Any]]:
     return out, written
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def accepted(name: str, most: int) -> list[Call]:
     """Calls that the CPU, or the meta device for operators which the CPU has not, accepts."""
     if name in REACHED_BY:
@@ -263,8 +189,75 @@ def accepted(name: str, most: int) -> list[Call]:
         return [RECIPES[name]() for _ in range(most)]
     if name.startswith("openreg::"):
         return _samples(name)[:most]
-    found = generated.survey(ATTEMPTS, lambda k: run(name, generated.call(name, k), "cpu"), enough=most)
-    return [generated.call(name, k) for k, outcome in found if outcome.kind == "returned"]
+    return _tried(name, most, "returned") or _derived(name, most)
+
+
+def refused(name: str, most: int) -> list[Call]:
+    """Calls that the CPU refuses, of an operator for which no other arguments are found."""
+    return _tried(name, most, "raised")[:most]
+
+
+@functools.lru_cache(maxsize=8)
+def _survey(name: str, most: int) -> list[tuple[int, generated.Outcome]]:
+    def attempt(k: int) -> None:
+        call = generated.call(name, k)
+        run(name, call, "cpu")
+        with _filled_memory():
+            if not generated.stays_within(functools.partial(_call, name, call)):
+                raise _ReadsBeyondError
+
+    return list(generated.survey(ATTEMPTS, attempt, enough=most))
+
+
+def _tried(name: str, most: int, kind: str) -> list[Call]:
+    return [
+        generated.call(name, k)
+        for k, outcome in _survey(name, most)
+        if outcome.kind == kind and _ReadsBeyondError.__name__ not in outcome.message
+    ]
+
+
+class _ReadsBeyondError(Exception):
+    """The CPU's kernel trusts the shapes that it gets, and reads or writes what lies beyond."""
+
+
+def _signature(name: str) -> tuple[tuple[str, str], ...]:
+    return tuple((each.name, str(each.real_type)) for each in dispatch.schema(name).arguments if not each.is_out)
+
+
+def _writes(name: str) -> bool:
+    return any(each.alias_info is not None and each.alias_info.is_write for each in dispatch.schema(name).arguments)
+
+
+def _derived(name: str, most: int) -> list[Call]:
+    """Calls of an operator that writes to its arguments, from those of the one that returns new tensors."""
+    base = name.partition(".")[0].removesuffix("_")
+    like = [each for each in dispatch.names() if each.partition(".")[0] == base and not _writes(each)]
+    like = [each for each in like if _signature(each) == _signature(name)]
+    if not like or not _writes(name):
+        return []
+    outs = [each.name for each in dispatch.schema(name).arguments if each.is_out]
+    calls = []
+    for call in accepted(like[0], most):
+        results: Any = []
+        if outs:
+            where = "cpu" if torch._C._dispatch_has_computed_kernel_for_dispatch_key(like[0], "CPU") else "meta"
+            try:
+                results = run(like[0], call, where)[0]
+            except Exception:
+                continue
+            results = results if isinstance(results, tuple) and len(outs) > 1 else (results,)
+        kwargs = {key: value for key, value in call.kwargs.items() if key in dict(_signature(name))}
+        calls.append(Call(list(call.args), kwargs | dict(zip(outs, tree_map(_emptied, results), strict=True))))
+    return calls
+
+
+def _emptied(result: Any) -> Any:
+    if not isinstance(result, torch.Tensor):
+        return result
+    if result.layout != torch.strided or result.is_nested or result.is_quantized:
+        return torch.empty_like(result)
+    return torch.empty(0, dtype=result.dtype)
 
 
 def _samples(name: str) -> list[Call]:
@@ -304,8 +297,6 @@ def check(
         warnings.simplefilter("ignore")
         at("making arguments")
         calls = accepted(name, samples)
-        if not calls:
-            report.notes["no arguments found"] += 1
         compared = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU") and not overridden(name)
         if "generated" in checks and compared:
             for i, call in enumerate(calls):
@@ -316,6 +307,8 @@ def check(
                     report.ran["generated"] += 1
                     continue
                 _compare(report, name, call, i, device)
+        if "generated" in checks and not calls:
+            _refused(report, name, samples, device, at)
         if "garbage" in checks and is_own(name, device):
             _garbage(report, name, calls or [generated.call(name, k) for k in range(samples)], 16 * samples, device, at)
     return report
@@ -336,6 +329,21 @@ def _compare(report: opinfo.Report, name: str, call: Call, sample: int, device: 
     comparison.outcomes(cpu, there)
     for failure in report.failures[before:]:
         failure.message = f"{failure.message} {call}"
+
+
+def _refused(report: opinfo.Report, name: str, samples: int, device: str, at: Callable[[str], None]) -> None:
+    """What the CPU refuses, the device refuses too, if its kernel is the CPU's."""
+    report.notes["only refused calls"] += 1
+    for i, call in enumerate(refused(name, samples)):
+        at(f"generated, refused sample {i}")
+        report.ran["generated"] += 1
+        try:
+            with generated.at_most(4 << 30):
+                run(name, call, device)
+        except Exception:
+            continue
+        if not is_own(name, device):
+            report.failures.append(opinfo.Failure("generated", "no error", i, f"the CPU refuses {call}"))
 
 
 @contextlib.contextmanager
@@ -385,5 +393,7 @@ def _garbage(
             error = opinfo.first_line(raised)
         if error and "INTERNAL ASSERT" in error and not (cpu and "INTERNAL ASSERT" in cpu.message):
             fail("internal", error)
+        elif cpu is not None and cpu.kind == "raised" and not error and LACKS_DTYPE.search(cpu.message):
+            report.notes["a dtype that the CPU lacks"] += 1
         elif cpu is not None and not call.alone and bool(error) != (cpu.kind == "raised"):
             fail("error" if error else "no error", error or f"the CPU raised {cpu.message}")
