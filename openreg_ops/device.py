@@ -104,11 +104,13 @@ def is_initialized() -> bool:
 
 def get_device_name(device: torch.types.Device = None) -> str:
     """The name of `device`."""
+    init()
     return f"openreg simulated accelerator {_index(device)}"
 
 
 def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
     """The dtypes that `device` computes in, as ``torch.accelerator.get_device_capability`` gives them."""
+    init()
     return torch.accelerator.get_device_capability(_index(device))
 
 

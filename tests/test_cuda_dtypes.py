@@ -223,6 +223,59 @@ def test_refusals():
         torch.fft.rfft(half[:4], out=torch.empty(0, dtype=torch.float16, device=DEVICE))
 
 
+# ---- softmax of float16 to float32 ----
+
+
+@pytest.fixture(params=["inline", "async"])
+def mode(request):
+    with torch.openreg.launch_mode(request.param):
+        yield
+        torch.openreg.synchronize()
+
+
+@pytest.mark.parametrize("name", ["_softmax", "_log_softmax"])
+def test_softmax_of_half_to_float(name, mode):
+    op, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward_data")
+    for x in (torch.randn(4, 5).half(), torch.randn(5, 4).half().t(), torch.randn(0, 5).half(), torch.randn(()).half()):
+        expected, there = op(x.float(), -1, False), x.to(DEVICE)
+        y = op(there, -1, True)
+        assert y.dtype == torch.float32 and torch.equal(y.cpu(), expected)
+        for out in (torch.empty(0, device=DEVICE), torch.empty(*reversed(x.shape), device=DEVICE).t()):
+            assert torch.equal(op.out(there, -1, True, out=out).cpu(), expected)
+        dy = torch.randn(x.shape)
+        dx = backward(dy, expected, -1, torch.float32).half()
+        assert torch.equal(backward(dy.to(DEVICE), y, -1, torch.float16).cpu(), dx)
+        out = torch.empty(*reversed(x.shape), dtype=torch.float16, device=DEVICE).t()
+        key = "grad_input" if name == "_softmax" else "out"
+        assert torch.equal(backward.out(dy.to(DEVICE), y, -1, torch.float16, **{key: out}).cpu(), dx)
+        with pytest.raises(RuntimeError, match="conversion is supported for Half type only"):
+            op(there.bfloat16(), -1, True)
+        with pytest.raises(RuntimeError, match="conversion is supported for Half type only"):
+            op.out(there.float(), -1, True, out=torch.empty(0, device=DEVICE))
+        with pytest.raises(RuntimeError, match="expected out of Half"):
+            backward.out(dy.to(DEVICE), y, -1, torch.float16, **{key: torch.empty(0, device=DEVICE)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_per_sample_gradients_of_a_transformer_under_autocast(dtype):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to(DEVICE)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    x = torch.randn(3, 5, 8).to(DEVICE)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x[None],)).float().square().sum()
+
+    per_sample = torch.vmap(torch.func.grad(loss), (None, 0))
+    expected = per_sample(parameters, x)
+    with torch.autocast("openreg", dtype=dtype):
+        actual = per_sample(parameters, x)
+    for name, e in expected.items():
+        assert actual[name].dtype == torch.float32
+        assert (actual[name] - e).abs().max() <= (0.02 if dtype == torch.float16 else 0.15) * (e.abs().max() + 0.1), (
+            name
+        )
+
+
 # ---- transforms ----
 
 

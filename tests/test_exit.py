@@ -64,6 +64,10 @@ USES = {
     "empty": "torch.empty(3, device='openreg')",
     "an operator": "torch.ones(3, device='openreg') + 1",
     "a stream": "torch.openreg.Stream()",
+    "an event": "torch.openreg.Event().record()",
+    "properties": "torch.openreg.get_device_properties(0)",
+    "the name": "torch.openreg.get_device_name()",
+    "pinned memory": "torch.ones(3).pin_memory()",
 }
 # What torch.cuda refuses in such a child (memory statistics it gives as 0), and torch.accelerator for CUDA.
 REFUSED = (

@@ -97,6 +97,29 @@ def test_one_scalar_of_two():
     assert torch.allclose(parameter.detach().cpu(), torch.tensor(0.9))
 
 
+def test_index_put_takes_indices_and_numbers_from_the_host(mode):
+    def x():
+        return torch.zeros(3, 3, device=D)
+
+    def ones(*shape):
+        return torch.ones(shape)
+
+    for index in (torch.tensor([0, 2]), torch.tensor([0, 2], device=D)):
+        y = x()
+        y[index] = ones()
+        assert y.index_put_((index,), ones(), accumulate=True).sum() == 12
+        for wrong in (ones(2, 3), ones(3), ones(1)):
+            with pytest.raises(RuntimeError, match="index_put_impl_: Expected all tensors to be on the same device"):
+                x()[index] = wrong
+            with pytest.raises(RuntimeError, match="same device"):
+                x().index_put_((index,), wrong, accumulate=True)
+            with pytest.raises(RuntimeError, match="same device"):
+                torch.ops.aten._unsafe_index_put(x(), (index,), wrong)
+    y = x()
+    with pytest.raises(RuntimeError, match="same device"):
+        y[y == 0] = ones(1)
+
+
 # Operators that take host tensors by design, on CUDA too.
 BY_DESIGN = {"aten::_ctc_loss", "aten::index", "aten::_index_put_impl_"}
 

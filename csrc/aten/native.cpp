@@ -587,6 +587,7 @@ class NativeKernel final : public c10::OperatorKernel {
     draws_ = !takes_generator_ && op.hasTag(at::Tag::nondeterministic_seeded) &&
         schema.name() != "aten::_scaled_dot_product_flash_attention_for_cpu";
     host_arguments_ = kHostArguments.count(schema.name()) > 0;
+    host_lists_only_ = host_arguments_ && schema.name().find("index_put") != std::string::npos;
     reads_no_data_ = kReadsNoData.count(schema.name()) > 0;
     takes_results_ = takes_results(schema);
     if (constexpr std::string_view kForeach = "aten::_foreach_"; schema.name().starts_with(kForeach)) {
@@ -622,6 +623,8 @@ class NativeKernel final : public c10::OperatorKernel {
       c10::IValue& value = (*stack)[stack->size() - count + i];
       if (value.isTensor()) {
         held.push_back(std::move(value).toTensor());
+        // The indices may be on the host; of the values, as CUDA has it, one without a dimension.
+        if (C10_UNLIKELY(host_lists_only_)) call.allow_host_tensors(held.back().dim() == 0);
         const at::Tensor& alias = call.alias(held.back(), write_[i]);
         if (C10_UNLIKELY(asks_requires_grad_) && held.back().requires_grad()) alias.set_requires_grad(true);
         value = alias;
@@ -639,6 +642,7 @@ class NativeKernel final : public c10::OperatorKernel {
         const auto list = value.toOptionalTensorList();
         c10::List<std::optional<at::Tensor>> aliases;
         aliases.reserve(list.size());
+        if (C10_UNLIKELY(host_arguments_)) call.allow_host_tensors();
         for (const std::optional<at::Tensor>& t : list) {
           if (t) held.push_back(*t);
           aliases.push_back(t ? std::optional(call.alias(*t, write_[i])) : std::nullopt);
@@ -696,7 +700,7 @@ class NativeKernel final : public c10::OperatorKernel {
   std::vector<bool> write_, generator_;
   bool takes_generator_ = false, takes_device_ = false, takes_results_ = false;
   bool draws_ = false; // random numbers, without a Generator argument
-  bool host_arguments_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
+  bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
   const Wider* wider_ = nullptr;
   std::string each_;     // of a foreach operator: what it calls for each element

@@ -57,7 +57,7 @@ class CpuCall {
   at::Generator generator(const std::optional<at::Generator>& generator);
 
   // CPU tensors that this operator takes by design (lengths, indices) need not be 0-dim.
-  void allow_host_tensors() { host_tensors_ = true; }
+  void allow_host_tensors(bool allow = true) { host_tensors_ = allow; }
 
   // Calls the kernel in the order of the device's current stream, then carries changes back.
   template <class Kernel>

@@ -125,6 +125,7 @@ void set_meta(const char* name, typename Op::schema* kernel) {
 // clang-format off: a table reads better
 #define UNBOXED(schema, op) m.impl(schema, native<at::_ops::op>)
 // A structured one, with its Meta kernel: see Note [Queued operators].
+#define META(name) set_meta<at::_ops::name>("aten::" #name, at::meta::name)
 #define STRUCTURED(schema, op, name) UNBOXED(schema, op); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
 #define UNARY(name) STRUCTURED(#name, name, name); STRUCTURED(#name "_", name##_, name##_); STRUCTURED(#name ".out", name##_out, name##_outf)
 #define BINARY(name) STRUCTURED(#name ".Tensor", name##_Tensor, name); STRUCTURED(#name "_.Tensor", name##__Tensor, name##_); STRUCTURED(#name ".out", name##_out, name##_outf)
@@ -149,8 +150,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   STRUCTURED("cumsum", cumsum, cumsum);
   STRUCTURED("mm", mm, mm); STRUCTURED("mm.out", mm_out, mm_outf); STRUCTURED("addmm", addmm, addmm); STRUCTURED("addmm.out", addmm_out, addmm_outf);
   STRUCTURED("bmm", bmm, bmm); STRUCTURED("baddbmm", baddbmm, baddbmm);
-  STRUCTURED("_softmax", _softmax, _softmax); STRUCTURED("_softmax_backward_data", _softmax_backward_data, _softmax_backward_data);
-  STRUCTURED("_log_softmax", _log_softmax, _log_softmax); STRUCTURED("_log_softmax_backward_data", _log_softmax_backward_data, _log_softmax_backward_data);
+  // Those of softmax, which stand in overrides/softmax.cpp, need their Meta kernels only.
+  META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
   STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); STRUCTURED("nll_loss_backward", nll_loss_backward, nll_loss_backward_symint);
   UNBOXED("native_layer_norm", native_layer_norm); UNBOXED("native_layer_norm_backward", native_layer_norm_backward);
   UNBOXED("index_select", index_select); UNBOXED("embedding_dense_backward", embedding_dense_backward);

@@ -3,6 +3,7 @@
 
 #include "../runtime/device.h"
 #include "../runtime/fault.h"
+#include "../runtime/fork.h"
 #include "../runtime/memory.h"
 #include "../runtime/observer.h"
 #include "../runtime/stream.h"
@@ -91,6 +92,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "openreg: an event of device ",
         static_cast<int>(device), " cannot be recorded on a stream of device ", static_cast<int>(stream.device_index()),
         "; create the event on the stream's device");
+    initialize();
     if (!*event) *event = new Event(stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT);
     static_cast<Event*>(*event)->record(checked_stream(stream));
     notice("event_recorded", *event, checked_stream(stream));

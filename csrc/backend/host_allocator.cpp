@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../runtime/fork.h"
 #include "host_allocator.h"
 #include "streams.h"
 
@@ -74,7 +75,7 @@ void free_pinned(void* pointer) {
 
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    check_not_forked(); // before the lock, which another thread of the parent may have held
+    initialize(); // before the lock, which another thread of the parent may have held
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
     TORCH_CHECK_WITH(OutOfMemoryError, bytes < size_t{1} << 62, "openreg: cannot allocate ", bytes,
         " bytes of pinned host memory; use less, or do without pin_memory");

@@ -2,13 +2,15 @@
 
 `cuda_dtypes`: an operator must take every dtype that CUDA takes. Its results are those of the CPU in a wider dtype,
 rounded; their dtypes are those of the meta device. `autocast`: every operator that runs in float32 runs under
-`torch.autocast` in float16 and bfloat16 too, forward and backward, with nearly the results of float32.
+`torch.autocast` in float16 and bfloat16 too, forward, backward and under `torch.func.grad`, with nearly the results of
+float32.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_ops.testing import opinfo
+from openreg_ops.testing import opinfo, transforms
 
 CHECKS = ("cuda_dtypes", "autocast")
 
@@ -320,10 +322,17 @@ def check_autocast(op: Any, device: str, samples: int, report: opinfo.Report, at
         plain, plain_gradients = _outcome(one, contextlib.nullcontext(), backward)
         if plain.error or (plain_gradients and plain_gradients.error):
             continue
+        transformed = backward and not opinfo.run(functools.partial(_transformed, one), device).error
         for dtype in (torch.float16, torch.bfloat16):
             at(f"autocast, sample {i}")
             report.ran["autocast"] += 1
             cast, gradients = _outcome(one, torch.autocast(torch.device(device).type, dtype=dtype), backward)
+            if transformed:
+                with torch.autocast(torch.device(device).type, dtype=dtype):
+                    again = opinfo.run(functools.partial(_transformed, one), device)
+                if again.error:
+                    message = f"{dtype}, torch.func.grad: {opinfo.first_line(again.error)}"
+                    report.failures.append(opinfo.Failure("autocast", "gradient", i, message))
             for kind, wide, half in (("error", plain, cast), ("gradient", plain_gradients, gradients)):
                 if half is None or wide is None:
                     continue
@@ -348,6 +357,15 @@ def _outcome(one: Any, context: Any, backward: bool) -> tuple[opinfo.Outcome, op
         return result, None
     dtype = torch.float32
     return result, opinfo.run(lambda move: _gradients(one.sample, result.value, result.mover.leaves, dtype), one.device)
+
+
+def _transformed(one: Any, move: opinfo.Mover) -> Any:
+    """torch.func.grad of one sample: what a backend chooses above the dispatcher meets wrappers."""
+    arguments = transforms._Arguments(one)
+    if not arguments.differentiable:
+        return None
+    gradient = torch.func.grad(transforms._loss(arguments.function(one.op, move)), arguments.differentiable)
+    return gradient(*[move(x) for x in arguments.tensors])
 
 
 def _far(expected: Any, actual: Any, dtype: torch.dtype) -> Iterator[str]:

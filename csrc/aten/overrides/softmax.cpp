@@ -1,0 +1,81 @@
+// softmax and log_softmax of Half with a Float result, half_to_float, which CUDA has and the CPU refuses: computed in
+// float32. So are their derivatives, for an input of Half. All else is the CPU's kernel.
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_log_softmax_backward_data_ops.h>
+#include <ATen/ops/_log_softmax_ops.h>
+#include <ATen/ops/_softmax_backward_data_ops.h>
+#include <ATen/ops/_softmax_ops.h>
+#include <torch/library.h>
+
+#include "../native.h"
+
+namespace openreg {
+namespace {
+
+using torch::jit::Stack;
+
+void check_half(const at::Tensor& self) {
+  TORCH_CHECK(self.scalar_type() == at::kHalf, "conversion is supported for Half type only");
+}
+
+bool is_wider(const at::Tensor& grad, at::ScalarType input_dtype) {
+  return input_dtype == at::kHalf && grad.scalar_type() == at::kFloat;
+}
+
+template <class Op>
+at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
+  if (C10_LIKELY(!half_to_float)) return native<Op>(self, dim, false);
+  check_half(self);
+  return Op::call(self.to(at::kFloat), dim, false);
+}
+
+template <class Op>
+at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& output, int64_t dim, at::ScalarType input_dtype) {
+  if (C10_LIKELY(!is_wider(grad, input_dtype))) return native<Op>(grad, output, dim, input_dtype);
+  return Op::call(grad, output, dim, at::kFloat).to(at::kHalf);
+}
+
+// (self, dim, half_to_float, out)
+void softmax_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  auto arguments = torch::jit::last(*stack, 4);
+  if (!arguments[2].toBool()) return native_kernel().callBoxed(op, keys, stack);
+  c10::IValue& self = (*stack)[stack->size() - 4];
+  check_half(self.toTensor());
+  self = self.toTensor().to(at::kFloat);
+  (*stack)[stack->size() - 2] = false;
+  op.callBoxed(stack);
+}
+
+// (grad, output, dim, input_dtype, out)
+template <class Op>
+void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 5);
+  if (!is_wider(arguments[0].toTensor(), arguments[3].toScalarType()))
+    return native_kernel().callBoxed(op, keys, stack);
+  at::Tensor out = arguments[4].toTensor();
+  TORCH_CHECK(out.scalar_type() == at::kHalf, op.schema().name(), ": expected out of Half, as the input was, but got ",
+      out.scalar_type());
+  const at::Tensor result = softmax_backward<Op>(
+      arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toInt(), arguments[3].toScalarType());
+  at::native::resize_output(out, result.sizes());
+  out.copy_(result);
+  torch::jit::drop(*stack, 5);
+  stack->emplace_back(std::move(out));
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_softmax", softmax<at::_ops::_softmax>);
+  m.impl("_log_softmax", softmax<at::_ops::_log_softmax>);
+  m.impl("_softmax_backward_data", softmax_backward<at::_ops::_softmax_backward_data>);
+  m.impl("_log_softmax_backward_data", softmax_backward<at::_ops::_log_softmax_backward_data>);
+  m.impl("_softmax.out", torch::CppFunction::makeFromBoxedFunction<&softmax_out>());
+  m.impl("_log_softmax.out", torch::CppFunction::makeFromBoxedFunction<&softmax_out>());
+  m.impl("_softmax_backward_data.out",
+      torch::CppFunction::makeFromBoxedFunction<&softmax_backward_out<at::_ops::_softmax_backward_data>>());
+  m.impl("_log_softmax_backward_data.out",
+      torch::CppFunction::makeFromBoxedFunction<&softmax_backward_out<at::_ops::_log_softmax_backward_data>>());
+}
+
+} // namespace openreg
