@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from openreg_ops.testing.generated import Call, Stays, StorageOf
+from openreg_ops.testing.generated import Call, RequiresGrad, Stays, StorageOf
 
 __all__ = ["RECIPES"]
 
@@ -17,7 +17,7 @@ def _of(*args: Any, **kwargs: Any) -> Call:
     return Call(list(args), kwargs)
 
 
-def _with(make: Callable[[], torch.Tensor], after: list[Any]) -> Call:
+def _with(make: Callable[[], Any], after: list[Any]) -> Call:
     return Call([make(), *after], {})
 
 
@@ -48,7 +48,12 @@ def _of_channels(*first: Any) -> list[Any]:
 
 # ---- tensors of other layouts ----
 
-_NAMES = {torch.sparse_csr: "crow col", torch.sparse_csc: "ccol row", torch.sparse_bsr: "crow col", torch.sparse_bsc: "ccol row"}
+_NAMES = {
+    torch.sparse_csr: "crow col",
+    torch.sparse_csc: "ccol row",
+    torch.sparse_bsr: "crow col",
+    torch.sparse_bsc: "ccol row",
+}
 
 
 def _dense() -> torch.Tensor:
@@ -57,7 +62,9 @@ def _dense() -> torch.Tensor:
 
 
 def _sparse(layout: torch.layout = torch.sparse_coo) -> torch.Tensor:
-    return _dense().to_sparse(layout=layout, blocksize=(2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None)
+    return _dense().to_sparse(
+        layout=layout, blocksize=(2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    )
 
 
 def _uncoalesced() -> torch.Tensor:
@@ -92,23 +99,22 @@ def _options(dtype: torch.dtype = torch.float32, layout: torch.layout = torch.st
 
 
 # Operators of one tensor: what makes it, and the arguments that follow.
-_OF_ONE: dict[str, tuple[Callable[[], torch.Tensor], list[Any]]] = {
+_OF_ONE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     **{
         f"{name}{copy}": (functools.partial(_sparse, layout), [])
         for copy in ("", "_copy")
         for layout, names in {
-            torch.sparse_coo: ("_indices", "_values", "indices", "values"),
-            torch.sparse_csr: ("crow_indices", "col_indices"),
+            torch.sparse_csr: ("crow_indices", "col_indices", "values"),
             torch.sparse_csc: ("ccol_indices", "row_indices"),
         }.items()
         for name in names
     },
+    **dict.fromkeys(("_indices", "_values", "indices"), (_sparse, [])),
     "_coalesce": (_uncoalesced, []),
     "coalesce": (_uncoalesced, []),
     "is_coalesced": (_uncoalesced, []),
     "_coalesced": (_sparse, [False]),
     "_sparse_broadcast_to": (_sparse, [[2, 4, 4]]),
-    "_sparse_broadcast_to_copy": (_sparse, [[2, 4, 4]]),
     "_sparse_log_softmax": (_sparse, [1, False]),
     "_sparse_log_softmax.int": (_sparse, [1, None]),
     "_sparse_softmax": (_sparse, [1, False]),
@@ -149,7 +155,9 @@ _OF_ONE: dict[str, tuple[Callable[[], torch.Tensor], list[Any]]] = {
     "_upsample_nearest_exact3d.vec": (lambda: torch.rand(1, 2, 4, 4, 4), [[6] * 3, None]),
     "upsample_nearest3d.vec": (lambda: torch.rand(1, 2, 4, 4, 4), [[6] * 3, None]),
     "upsample_trilinear3d.vec": (lambda: torch.rand(1, 2, 4, 4, 4), [[6] * 3, False, None]),
-    "retain_grad": (lambda: torch.rand(2), []),
+    "retain_grad": (lambda: RequiresGrad(torch.rand(2)), []),
+    "native_norm": (_sparse, [2]),
+    "native_norm.ScalarOpt_dim_dtype": (_sparse, [2, [0, 1], False, None]),
 }
 
 
@@ -175,12 +183,27 @@ def _projections() -> list[torch.Tensor]:
     return [torch.rand(24, 8), torch.rand(24), torch.rand(8, 8), torch.rand(8)]
 
 
+def _attended(dtype: torch.dtype, heads: int, count: int = 3) -> list[torch.Tensor]:
+    """Queries, keys and values (and more like them) of four positions and two heads; `heads` is the heads' dimension."""
+    return [torch.rand((1, 4, 2, 8) if heads == 2 else (1, 2, 4, 8)).to(dtype) for _ in range(count)]
+
+
+_NO_WINDOW = {"scale": None, "window_size_left": None, "window_size_right": None}
+
+
+def _flash(*out: torch.Tensor) -> Call:
+    more = dict.fromkeys(("seqused_k", "alibi_slopes", "block_table", "num_splits"))
+    return _of(*out, *_attended(torch.bfloat16, 2), None, None, 4, 4, 0.0, False, False, **_NO_WINDOW, **more)
+
+
 def _normalized(*after: Any) -> Call:
     return _of(torch.rand(2, 3, 4), *(torch.rand(3) for _ in range(4)), *after)
 
 
 def _ctc(lengths: Callable[[list[int]], Any]) -> Call:
-    return _of(torch.rand(6, 2, 4).log_softmax(2), torch.randint(1, 4, (2, 3)), lengths([6, 6]), lengths([3, 2]), 0, 1, False)
+    return _of(
+        torch.rand(6, 2, 4).log_softmax(2), torch.randint(1, 4, (2, 3)), lengths([6, 6]), lengths([3, 2]), 0, 1, False
+    )
 
 
 def _embedded(*after: Any) -> Call:
@@ -216,8 +239,8 @@ def _linear_int8() -> Call:
     return _of(torch.rand(2, 3), weight, packed, sums, scale, zero_point, torch.rand(5))
 
 
-def _linear_fp16() -> Call:
-    return _of(torch.rand(2, 3), Stays(torch.fbgemm_pack_gemm_matrix_fp16(torch.rand(5, 3))), torch.rand(5))
+def _linear_fp16(*out: torch.Tensor) -> Call:
+    return _of(torch.rand(2, 3), Stays(torch.fbgemm_pack_gemm_matrix_fp16(torch.rand(5, 3))), torch.rand(5), *out)
 
 
 def _observed() -> Call:
@@ -229,6 +252,7 @@ def _observed() -> Call:
 
 def _dynamic_layers(gates: int) -> list[Any]:
     """The quantized weights of one layer of a recurrent network."""
+
     def packed(size: int) -> Any:
         weight = torch.quantize_per_tensor(torch.rand(gates * 5, size), 0.1, 0, torch.qint8)
         return torch.ops.quantized.linear_prepack(weight, torch.rand(gates * 5))
@@ -244,7 +268,9 @@ def _int4() -> Call:
 
 def _dynamic_int4() -> Call:
     weight, scales = torch.randint(0, 255, (32, 32), dtype=torch.uint8), torch.rand(32, 2)
-    return _of(torch.rand(4, 64), torch.ops.aten._dyn_quant_pack_4bit_weight(weight, scales, None, 32, 64, 32), 32, 64, 32)
+    return _of(
+        torch.rand(4, 64), torch.ops.aten._dyn_quant_pack_4bit_weight(weight, scales, None, 32, 64, 32), 32, 64, 32
+    )
 
 
 def _sobol() -> Call:
@@ -436,8 +462,11 @@ RECIPES: dict[str, Callable[[], Call]] = {
     ),
     "aten::fbgemm_linear_int8_weight": _linear_int8,
     "aten::fbgemm_linear_int8_weight_fp32_activation": _linear_int8,
-    "aten::fbgemm_linear_fp16_weight": _linear_fp16,
-    "aten::fbgemm_linear_fp16_weight_fp32_activation": _linear_fp16,
+    **{
+        f"aten::fbgemm_linear_fp16_weight{which}{out}": lambda out=out: _linear_fp16(*[torch.empty(0)] * bool(out))
+        for which in ("", "_fp32_activation")
+        for out in ("", ".out")
+    },
     "aten::_wrapped_linear_prepack": lambda: _of(
         torch.rand(5, 3), torch.tensor(0.1), torch.tensor(0), torch.rand(5)
     ),
@@ -516,8 +545,24 @@ RECIPES: dict[str, Callable[[], Call]] = {
         torch.rand(2, 4, 8), 8, 2, *_projections(), False, False, 1e-5, *(torch.rand(8) for _ in range(4)),
         torch.rand(5, 8), torch.rand(5), torch.rand(8, 5), torch.rand(8), None, None,
     ),
-    "aten::_thnn_fused_lstm_cell_backward": lambda: _of(
-        torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 5), torch.rand(2, 20), True
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": lambda: _of(
+        *_attended(torch.float32, 1, 4), torch.rand(1, 2, 4, 4), [True, True, True, False], torch.rand(1, 2, 4, 8),
+        torch.rand(1, 2, 4), *[torch.empty(0, dtype=torch.int64)] * 2, 4, 4, 0.0, False,
+        *[torch.empty(0, dtype=torch.int64)] * 2, scale=None,
+    ),
+    "aten::_efficient_attention_forward": lambda: _of(
+        *_attended(torch.float32, 2), None, None, None, None, None, 0.0, 0, True, scale=None, seqlen_k=None, window_size=None
+    ),
+    "aten::_efficient_attention_backward": lambda: _of(
+        *_attended(torch.float32, 2, 4), None, torch.rand(1, 4, 2, 8), None, None, 4, 4, torch.rand(1, 2, 32), 0.0,
+        torch.tensor(0), torch.tensor(0), 0, False, scale=None, num_splits_key=None, window_size=None,
+        shared_storage_dqdkdv=False,
+    ),
+    "aten::_flash_attention_forward": _flash,
+    "aten::_flash_attention_forward_no_dropout_inplace": lambda: _flash(*_attended(torch.bfloat16, 2, 1)),
+    "aten::_flash_attention_backward": lambda: _of(
+        *_attended(torch.bfloat16, 2, 5), torch.rand(1, 2, 4), None, None, 4, 4, 0.0, False,
+        torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), **_NO_WINDOW,
     ),
     "aten::glu_jvp": lambda: _of(torch.rand(2, 2), torch.rand(2, 4), torch.rand(2, 4), 1),
     # ---- others ----
@@ -536,8 +581,6 @@ RECIPES: dict[str, Callable[[], Call]] = {
     "aten::scatter.value_reduce": lambda: _of(
         torch.rand(2, 3), 1, torch.tensor([[0, 2, 2], [1, 1, 0]]), 2.0, reduce="multiply"
     ),
-    **{
-        f"aten::{name}": lambda: _of(torch.rand(2, 3), 1, torch.tensor([[0, 2, 2], [1, 1, 0]]), torch.rand(2, 3), reduce="add")
-        for name in ("scatter_.reduce",)
-    },
+    "aten::addr_": lambda: _of(torch.rand(2, 3), torch.rand(2), torch.rand(3), beta=1, alpha=2),
+    "aten::_backward": lambda: _of(RequiresGrad(torch.rand(1)), [], None, None, False),
 }  # fmt: skip
