@@ -77,8 +77,8 @@ def _parts(layout: torch.layout) -> list[torch.Tensor]:
     return [*(getattr(x, f"{which}_indices")() for which in _NAMES[layout].split()), x.values()]
 
 
-def _nested(features: int = 3) -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.rand(2, features), torch.rand(1, features)])
+def _nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(1, 3)])
 
 
 def _quantized(*shape: int) -> torch.Tensor:
@@ -109,12 +109,11 @@ _OF_ONE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         }.items()
         for name in names
     },
-    **dict.fromkeys(("_indices", "_values", "indices"), (_sparse, [])),
+    "indices": (_sparse, []),
     "_coalesce": (_uncoalesced, []),
     "coalesce": (_uncoalesced, []),
     "is_coalesced": (_uncoalesced, []),
     "_coalesced": (_sparse, [False]),
-    "_sparse_broadcast_to": (_sparse, [[2, 4, 4]]),
     "_sparse_log_softmax": (_sparse, [1, False]),
     "_sparse_log_softmax.int": (_sparse, [1, None]),
     "_sparse_softmax": (_sparse, [1, False]),
@@ -130,10 +129,6 @@ _OF_ONE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "_to_sparse_bsr": (_dense, [[2, 2], None]),
     "_to_sparse_bsc": (_dense, [[2, 2], None]),
     "nested_to_padded_tensor": (_nested, [0.5, None]),
-    "to_padded_tensor": (_nested, [0.5, None]),
-    "_nested_tensor_size": (_nested, []),
-    "_nested_tensor_strides": (_nested, []),
-    "_nested_tensor_storage_offsets": (_nested, []),
     "int_repr": (_per_channel, []),
     "q_per_channel_scales": (_per_channel, []),
     "q_per_channel_zero_points": (_per_channel, []),
@@ -391,7 +386,6 @@ RECIPES: dict[str, Callable[[], Call]] = {
     "aten::_to_sparse": lambda: _of(_dense(), layout=torch.sparse_csr, blocksize=None, dense_dim=None),
     # ---- nested ----
     "aten::_nested_from_padded": lambda: _of(torch.rand(2, 2, 3), Stays(torch.tensor([[2, 3], [1, 3]])), False),
-    "aten::_nested_from_padded_and_nested_example": lambda: _of(torch.rand(2, 2, 3), _nested()),
     "aten::_nested_tensor_from_mask": lambda: _of(torch.rand(2, 2, 3), torch.tensor([[True, True], [True, False]]), True),
     "aten::_nested_tensor_from_tensor_list": lambda: _of(
         [torch.rand(2, 3), torch.rand(1, 3)], torch.float32, torch.strided, torch.device("cpu"), False
@@ -403,11 +397,6 @@ RECIPES: dict[str, Callable[[], Call]] = {
         for copy in ("", "_copy")
     },
     "aten::_jagged_to_padded_dense_forward": lambda: _of(torch.rand(5, 3), [torch.tensor([0, 2, 5])], [3], 0.5),
-    "aten::linear_backward": lambda: _of(_nested(3), _nested(4), torch.rand(4, 3), [True, True, True]),
-    "aten::matmul_backward": lambda: _of(
-        *(torch.nested.nested_tensor([torch.rand(shape), torch.rand(shape)]) for shape in ((2, 4), (2, 3), (3, 4))),
-        [True, True],
-    ),
     # ---- quantized ----
     "aten::quantize_per_tensor.tensor_qparams": lambda: _of(
         _dense(), torch.tensor(0.1), torch.tensor(3), torch.quint8
