@@ -48,7 +48,7 @@ def _of_channels(*first: Any) -> list[Any]:
 
 # ---- tensors of other layouts ----
 
-_NAMES = {
+_INDEX_NAMES = {
     torch.sparse_csr: "crow col",
     torch.sparse_csc: "ccol row",
     torch.sparse_bsr: "crow col",
@@ -74,7 +74,7 @@ def _uncoalesced() -> torch.Tensor:
 def _parts(layout: torch.layout) -> list[torch.Tensor]:
     """The compressed indices, plain indices and values of a sparse tensor."""
     x = _sparse(layout)
-    return [*(getattr(x, f"{which}_indices")() for which in _NAMES[layout].split()), x.values()]
+    return [*(getattr(x, f"{which}_indices")() for which in _INDEX_NAMES[layout].split()), x.values()]
 
 
 def _nested() -> torch.Tensor:
@@ -159,7 +159,7 @@ _OF_ONE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
 # ---- families ----
 
 
-def _convolved(rank: int, *after: Any, groups: int = 1) -> Call:
+def _convolved(rank: int, *after: Any) -> Call:
     """A convolution of [1, 2, 5, ...] with [3, 2, 2, ...], and the arguments after its weight."""
     return _of(torch.rand(1, 2, *[5] * rank), torch.rand(3, 2, *[2] * rank), *after)
 
@@ -178,9 +178,9 @@ def _projections() -> list[torch.Tensor]:
     return [torch.rand(24, 8), torch.rand(24), torch.rand(8, 8), torch.rand(8)]
 
 
-def _attended(dtype: torch.dtype, heads: int, count: int = 3) -> list[torch.Tensor]:
-    """Queries, keys and values (and more like them) of four positions and two heads; `heads` is the heads' dimension."""
-    return [torch.rand((1, 4, 2, 8) if heads == 2 else (1, 2, 4, 8)).to(dtype) for _ in range(count)]
+def _attended(count: int = 3, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Queries, keys and values, and more like them: four positions, and two heads of 8 features."""
+    return [torch.rand(1, 4, 2, 8).to(dtype) for _ in range(count)]
 
 
 _NO_WINDOW = {"scale": None, "window_size_left": None, "window_size_right": None}
@@ -188,11 +188,7 @@ _NO_WINDOW = {"scale": None, "window_size_left": None, "window_size_right": None
 
 def _flash(*out: torch.Tensor) -> Call:
     more = dict.fromkeys(("seqused_k", "alibi_slopes", "block_table", "num_splits"))
-    return _of(*out, *_attended(torch.bfloat16, 2), None, None, 4, 4, 0.0, False, False, **_NO_WINDOW, **more)
-
-
-def _normalized(*after: Any) -> Call:
-    return _of(torch.rand(2, 3, 4), *(torch.rand(3) for _ in range(4)), *after)
+    return _of(*out, *_attended(3, torch.bfloat16), None, None, 4, 4, 0.0, False, False, **_NO_WINDOW, **more)
 
 
 def _ctc(lengths: Callable[[list[int]], Any]) -> Call:
@@ -282,6 +278,7 @@ def _amp() -> Call:
     return _of(torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.zeros(1), 2.0, 0.5, 2)
 
 
+# A form that only sparse, quantized or nested tensors have is listed for no device; its out= form is, and takes its arguments.
 RECIPES: dict[str, Callable[[], Call]] = {
     "aten::lstm.input": lambda: _recurrent(4, True, False),
     "aten::lstm.data": lambda: _recurrent(4, True, True),
@@ -337,7 +334,7 @@ RECIPES: dict[str, Callable[[], Call]] = {
     **{f"aten::{name}": functools.partial(_with, *made) for name, made in _OF_ONE.items()},
     # ---- sparse ----
     **{
-        f"aten::sparse_{name}_tensor.{'_'.join(_NAMES[layout].split())}_value": functools.partial(
+        f"aten::sparse_{name}_tensor.{'_'.join(_INDEX_NAMES[layout].split())}_value": functools.partial(
             lambda layout: Call(_parts(layout), _options(layout=layout)), layout
         )
         for name, layout in {"bsr": torch.sparse_bsr, "bsc": torch.sparse_bsc}.items()
@@ -361,7 +358,7 @@ RECIPES: dict[str, Callable[[], Call]] = {
         f"aten::_validate_sparse_{name}_tensor_args": functools.partial(
             lambda layout: _of(*_parts(layout), [4, 4], None), layout
         )
-        for name, layout in zip(("csr", "csc", "bsr", "bsc"), _NAMES, strict=True)
+        for name, layout in zip(("csr", "csc", "bsr", "bsc"), _INDEX_NAMES, strict=True)
     },
     "aten::_validate_sparse_compressed_tensor_args": lambda: _of(
         *_parts(torch.sparse_bsr), [4, 4], torch.sparse_bsr, None
@@ -516,9 +513,9 @@ RECIPES: dict[str, Callable[[], Call]] = {
     "aten::_grid_sampler_2d_cpu_fallback": _grid,
     "aten::_grid_sampler_2d_cpu_fallback_backward": lambda: _grid(torch.rand(1, 2, 4, 4)),
     # ---- normalization, losses, embeddings and attention ----
-    "aten::_batch_norm_no_update": lambda: _normalized(0.1, 1e-5),
-    "aten::_native_batch_norm_legit_no_training": lambda: _normalized(0.1, 1e-5),
-    "aten::instance_norm": lambda: _normalized(True, 0.1, 1e-5, False),
+    "aten::_batch_norm_no_update": lambda: _of(*_of_channels(torch.rand(2, 3, 4)), 0.1, 1e-5),
+    "aten::_native_batch_norm_legit_no_training": lambda: _of(*_of_channels(torch.rand(2, 3, 4)), 0.1, 1e-5),
+    "aten::instance_norm": lambda: _of(*_of_channels(torch.rand(2, 3, 4)), True, 0.1, 1e-5, False),
     "aten::ctc_loss.IntList": lambda: _ctc(list),
     "aten::ctc_loss.Tensor": lambda: _ctc(torch.tensor),
     "aten::embedding_bag.padding_idx": lambda: _embedded(False, 0, False, torch.rand(5), False, None),
@@ -535,22 +532,22 @@ RECIPES: dict[str, Callable[[], Call]] = {
         torch.rand(5, 8), torch.rand(5), torch.rand(8, 5), torch.rand(8), None, None,
     ),
     "aten::_scaled_dot_product_fused_attention_overrideable_backward": lambda: _of(
-        *_attended(torch.float32, 1, 4), torch.rand(1, 2, 4, 4), [True, True, True, False], torch.rand(1, 2, 4, 8),
+        *(torch.rand(1, 2, 4, 8) for _ in range(4)), torch.rand(1, 2, 4, 4), [True, True, True, False], torch.rand(1, 2, 4, 8),
         torch.rand(1, 2, 4), *[torch.empty(0, dtype=torch.int64)] * 2, 4, 4, 0.0, False,
         *[torch.empty(0, dtype=torch.int64)] * 2, scale=None,
     ),
     "aten::_efficient_attention_forward": lambda: _of(
-        *_attended(torch.float32, 2), None, None, None, None, None, 0.0, 0, True, scale=None, seqlen_k=None, window_size=None
+        *_attended(), None, None, None, None, None, 0.0, 0, True, scale=None, seqlen_k=None, window_size=None
     ),
     "aten::_efficient_attention_backward": lambda: _of(
-        *_attended(torch.float32, 2, 4), None, torch.rand(1, 4, 2, 8), None, None, 4, 4, torch.rand(1, 2, 32), 0.0,
+        *_attended(4), None, torch.rand(1, 4, 2, 8), None, None, 4, 4, torch.rand(1, 2, 32), 0.0,
         torch.tensor(0), torch.tensor(0), 0, False, scale=None, num_splits_key=None, window_size=None,
         shared_storage_dqdkdv=False,
     ),
     "aten::_flash_attention_forward": _flash,
-    "aten::_flash_attention_forward_no_dropout_inplace": lambda: _flash(*_attended(torch.bfloat16, 2, 1)),
+    "aten::_flash_attention_forward_no_dropout_inplace": lambda: _flash(*_attended(1, torch.bfloat16)),
     "aten::_flash_attention_backward": lambda: _of(
-        *_attended(torch.bfloat16, 2, 5), torch.rand(1, 2, 4), None, None, 4, 4, 0.0, False,
+        *_attended(5, torch.bfloat16), torch.rand(1, 2, 4), None, None, 4, 4, 0.0, False,
         torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), **_NO_WINDOW,
     ),
     "aten::glu_jvp": lambda: _of(torch.rand(2, 2), torch.rand(2, 4), torch.rand(2, 4), 1),
