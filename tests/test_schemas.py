@@ -27,7 +27,8 @@ OWN = (
 # Composites, stubs that they call, factories, lists and shared kernels.
 LISTED = (
     "kaiser_window.beta kaiser_window.periodic hann_window.periodic _foreach_add.List linalg_svd unfold_backward "
-    "index_put native_batch_norm scatter_add topk tril_indices logcumsumexp convolution_backward fft_rfft2"
+    "index_put native_batch_norm scatter_add topk tril_indices logcumsumexp convolution_backward fft_rfft2 _coalesce.out "
+    "_sparse_softmax.out crow_indices quantize_per_channel quantized_max_pool2d.out _transformer_encoder_layer_fwd"
 ).split()
 
 
@@ -67,11 +68,32 @@ def test_listed_operators_agree_with_the_cpu(worker, name):
 def test_every_listed_operator_is_a_case():
     names = schemas.names("openreg")
     assert len(names) > 2500 and set(conformance.dtypes_of(["schemas"])) == set(names)
-    tables = (schemas.REACHED_BY, schemas.NOT_CALLED, schemas.RECIPES, schemas.DIFFERENT, schemas.UNCOMPARED)
-    for table in tables:
+    for table in (schemas.REACHED_BY, schemas.NOT_CALLED, schemas.DIFFERENT, schemas.UNCOMPARED):
         assert set(table) <= set(names), set(table) - set(names)
+    unlisted = set(schemas.RECIPES) - set(names)
+    assert unlisted <= {schemas._without_out(name) for name in names if name.endswith("out")}
     assert set(schemas.HOST_ARGUMENTS) <= {name.partition(".")[0] for name in names}
     assert set(schemas.REACHED_BY.values()) <= set(opinfo.database())
+
+
+@pytest.mark.filterwarnings("ignore")  # of operators that are deprecated
+def test_the_cpu_accepts_the_recipes():
+    for name in schemas.RECIPES:
+        if schemas._on_cpu(name):
+            for call in schemas.accepted(name, 2):
+                schemas.run(name, call, "cpu")
+
+
+def test_the_form_without_out():
+    assert schemas._without_out("aten::add.out") == "aten::add.Tensor"
+    assert schemas._without_out("aten::add_.Tensor") == "aten::add.Tensor"
+    assert schemas._without_out("aten::sparse_coo_tensor.size_out") == "aten::sparse_coo_tensor.size"
+    assert not schemas._on_cpu("aten::batch_norm_stats.out") and schemas._on_cpu("aten::_coalesce.out")
+
+
+def test_an_out_form_that_the_cpu_does_not_have():
+    report = schemas.check("aten::batch_norm_stats.out", "openreg", 2)
+    assert report.ran["generated"] >= 2 and not report.failures and not report.notes["only refused calls"]
 
 
 def test_equal_numbers_give_equal_arguments():

@@ -28,7 +28,19 @@ from torch.utils._pytree import tree_leaves
 from openreg_ops.testing import opinfo
 from openreg_ops.tools import dispatch
 
-__all__ = ["Call", "Move", "call", "garbage", "overload", "recorded", "stays_within", "survey"]
+__all__ = [
+    "Call",
+    "Move",
+    "RequiresGrad",
+    "Stays",
+    "StorageOf",
+    "call",
+    "garbage",
+    "overload",
+    "recorded",
+    "stays_within",
+    "survey",
+]
 
 
 @dataclasses.dataclass
@@ -58,6 +70,13 @@ class Stays:
     tensor: torch.Tensor
 
 
+@dataclasses.dataclass
+class RequiresGrad:
+    """A tensor that requires a gradient where it is moved to."""
+
+    tensor: torch.Tensor
+
+
 class Move(opinfo.Mover):
     """Takes the arguments of a `Call` to a device."""
 
@@ -66,6 +85,10 @@ class Move(opinfo.Mover):
             return self.tensor(value.tensor).untyped_storage()
         if isinstance(value, Stays):
             return value.tensor
+        if isinstance(value, RequiresGrad):
+            return self.tensor(value.tensor).requires_grad_()
+        if isinstance(value, torch.ScriptObject):
+            return value
         return super().__call__(value)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -155,6 +178,8 @@ def overload(name: str) -> Any:
 
 def _shown(value: Any) -> str:
     match value:
+        case RequiresGrad():
+            return f"{_shown(value.tensor)} that requires a gradient"
         case Stays():
             return f"{_shown(value.tensor)} on the CPU"
         case StorageOf():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_ops.testing import generated, opinfo
 from openreg_ops.testing.generated import Call, Move
@@ -55,6 +55,7 @@ REACHED_BY: dict[str, str] = {
     "aten::linalg_lu_solve": "lu_solve",
     "aten::mv": "addmv",
     "aten::native_group_norm_backward": "nn.functional.group_norm",
+    "aten::native_layer_norm_backward": "nn.functional.layer_norm",
     "aten::nll_loss2d_backward": "nn.functional.linear_cross_entropy",
     "aten::nll_loss2d_forward": "nn.functional.linear_cross_entropy",
     "aten::nll_loss_backward": "nn.functional.cross_entropy",
@@ -105,9 +106,17 @@ UNCOMPARED: dict[str, str] = {
     "aten::_test_ambiguous_defaults.a": "as _shape_as_tensor",
     "aten::_test_ambiguous_defaults.b": "as _shape_as_tensor",
     "aten::_to_cpu": "as _shape_as_tensor",
+    "aten::_pin_memory": "pinned memory is the CPU's on every device",
+    "aten::_pin_memory.out": "as _pin_memory",
+    "aten::pin_memory": "as _pin_memory",
     "aten::choose_qparams_optimized": "as _shape_as_tensor",
     "aten::get_device": "it says which device",
     "aten::to_mkldnn": "oneDNN's layout is the CPU's on every device",
+    "aten::mkldnn_convolution": "oneDNN takes CPU tensors, and PyTorch calls it for no others",
+    "aten::mkldnn_convolution.out": "as mkldnn_convolution",
+    "aten::quantized_gru_cell": "its fused cell refuses quantized weights, on this device as on CUDA",
+    "aten::quantized_lstm_cell": "as quantized_gru_cell",
+    "aten::_wrapped_linear_prepack": "as fbgemm_pack_gemm_matrix_fp16",
     "aten::fbgemm_pack_gemm_matrix_fp16": "FBGEMM packs on the CPU, on every device",
     "aten::fbgemm_pack_quantized_matrix": "as fbgemm_pack_gemm_matrix_fp16",
     "aten::fbgemm_pack_quantized_matrix.KN": "as fbgemm_pack_gemm_matrix_fp16",
@@ -132,7 +141,15 @@ HOST_ARGUMENTS: dict[str, str] = {
 }
 
 # Operators whose values are what was in memory, and not of OpInfo.
-UNINITIALIZED = {"_empty_affine_quantized", "_efficientzerotensor", "resize", "resize_", "resize_as", "resize_as_"}
+UNINITIALIZED = {
+    "_efficientzerotensor", "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
+    "_sparse_compressed_tensor_with_dims", "resize", "resize_", "resize_as", "resize_as_",
+}  # fmt: skip
+
+# Arguments that say what kind of tensor to make; an out= form has none of them.
+OPTIONS = {"dtype", "layout", "device", "pin_memory"}
+
+CPU_KEYS = ("CPU", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU", "MkldnnCPU")
 
 
 @functools.cache
@@ -237,35 +254,64 @@ def _writes(name: str) -> bool:
     return any(each.alias_info is not None and each.alias_info.is_write for each in dispatch.schema(name).arguments)
 
 
+@functools.cache
+def _without_out(name: str) -> str | None:
+    """The form of an out= or in-place operator that returns new tensors; it may have `OPTIONS` besides the arguments."""
+    base, outs = name.partition(".")[0], any(each.is_out for each in dispatch.schema(name).arguments)
+    for each in dispatch.names():
+        if each.partition(".")[0] != (base if outs else base.removesuffix("_")) or each == name:
+            continue
+        if any(argument.is_out for argument in dispatch.schema(each).arguments) or (_writes(each) and not outs):
+            continue
+        theirs = _signature(each)
+        if _signature(name) in (theirs, tuple(pair for pair in theirs if pair[0] not in OPTIONS)):
+            return each
+    return None
+
+
+def _on_cpu(name: str) -> bool:
+    """Whether the CPU has a kernel for some layout, also for the form that an out= operator of PyTorch's calls."""
+    like = _without_out(name) if _writes(name) else None
+    if overridden(name) or (like and not _on_cpu(like)):
+        return False
+    return any(torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key) for key in CPU_KEYS)
+
+
 def _derived(name: str, most: int) -> list[Call]:
     """Calls of an operator that writes to its arguments, from those of the one that returns new tensors."""
-    base = name.partition(".")[0].removesuffix("_")
-    like = [each for each in dispatch.names() if each.partition(".")[0] == base and not _writes(each)]
-    like = [each for each in like if _signature(each) == _signature(name)]
-    if not like or not _writes(name):
+    like = _without_out(name) if _writes(name) else None
+    if not like:
         return []
-    outs = [each.name for each in dispatch.schema(name).arguments if each.is_out]
     calls = []
-    for call in accepted(like[0], most):
-        results: Any = []
-        if outs:
-            where = "cpu" if torch._C._dispatch_has_computed_kernel_for_dispatch_key(like[0], "CPU") else "meta"
-            try:
-                results = run(like[0], call, where)[0]
-                results = tree_map(_emptied, results if isinstance(results, tuple) and len(outs) > 1 else (results,))
-            except Exception:  # the meta device has it not either, or its layout has no empty tensors
-                continue
-        kwargs = {key: value for key, value in call.kwargs.items() if key in dict(_signature(name))}
-        calls.append(Call(list(call.args), kwargs | dict(zip(outs, results, strict=True))))
+    for call in accepted(like, most):
+        for shaped in (False, True):
+            made = _with_outs(name, like, call, shaped)
+            if made and not (_on_cpu(name) and opinfo.run(lambda _, made=made: run(name, made, "cpu"), "cpu").error):
+                calls.append(made)
+                break
     return calls
 
 
-def _emptied(result: Any) -> Any:
+def _with_outs(name: str, like: str, call: Call, shaped: bool) -> Call | None:
+    """A call of `like`, and what it returns as out=: tensors of its shapes, or empty ones."""
+    outs = [each for each in dispatch.schema(name).arguments if each.is_out]
+    results = opinfo.run(lambda _: run(like, call, "cpu" if _on_cpu(like) else "meta")[0], "cpu").value if outs else ()
+    if results is None:  # also the meta device does not have it
+        results = tuple(torch.empty(0) for _ in outs)
+    if any(isinstance(x, torch.Tensor) and x.is_mkldnn for x in tree_leaves(results)):
+        return None  # oneDNN's layout cannot be made empty
+    results = results[: len(outs)] if isinstance(results, tuple) else (results,)
+    made = tree_map(lambda x: _emptied(x, shaped), list(results))
+    kwargs = {key: value for key, value in call.kwargs.items() if key in dict(_signature(name))}
+    return Call(list(call.args), kwargs | {each.name: out for each, out in zip(outs, made, strict=True)})
+
+
+def _emptied(result: Any, shaped: bool) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
     if result.layout != torch.strided or result.is_nested or result.is_quantized:
         return torch.empty_like(result)
-    return torch.empty(0, dtype=result.dtype)
+    return torch.zeros(result.shape if shaped else 0, dtype=result.dtype)
 
 
 def _samples(name: str) -> list[Call]:
@@ -305,10 +351,12 @@ def check(
         warnings.simplefilter("ignore")
         at("making arguments")
         calls = accepted(name, samples)
-        compared = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU") and not overridden(name)
-        if "generated" in checks and compared:
+        if "generated" in checks:
             for i, call in enumerate(calls):
                 at(f"generated, sample {i}")
+                if not _on_cpu(name):
+                    _runs(report, name, call, i, device)
+                    continue
                 if name in UNCOMPARED:
                     with contextlib.suppress(RuntimeError):  # not a crash
                         run(name, call, device)
@@ -320,6 +368,25 @@ def check(
         if "garbage" in checks and is_own(name, device):
             _garbage(report, name, calls or [generated.call(name, k) for k in range(samples)], 16 * samples, device, at)
     return report
+
+
+def _runs(report: opinfo.Report, name: str, call: Call, sample: int, device: str) -> None:
+    """What the CPU does not have runs on the device; an out= form gives what the form without gives."""
+    comparison = opinfo.Comparison(report, "generated", sample, device, True)
+    there = opinfo.run(lambda _: run(name, call, device)[0], device)
+    outs = {each.name for each in dispatch.schema(name).arguments if each.is_out}
+    like = _without_out(name) if outs else None
+    if there.error is None and like:
+        plain = Call(call.args, {key: value for key, value in call.kwargs.items() if key not in outs})
+        comparison.outcomes(opinfo.run(lambda _: tree_map(_to_cpu, run(like, plain, device)[0]), device), there)
+        return
+    report.ran["generated"] += 1
+    if there.error is not None:
+        comparison.fail("error", f"{opinfo.first_line(there.error)} {call}")
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _compare(report: opinfo.Report, name: str, call: Call, sample: int, device: str) -> None:
