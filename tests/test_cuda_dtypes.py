@@ -240,12 +240,12 @@ def test_softmax_of_half_to_float(name, mode):
         expected, there = op(x.float(), -1, False), x.to(DEVICE)
         y = op(there, -1, True)
         assert y.dtype == torch.float32 and torch.equal(y.cpu(), expected)
-        for out in (torch.empty(0, device=DEVICE), torch.empty(*reversed(x.shape), device=DEVICE).t()):
+        for out in (torch.empty(0, device=DEVICE), torch.empty(x.shape[::-1], device=DEVICE).t()):
             assert torch.equal(op.out(there, -1, True, out=out).cpu(), expected)
         dy = torch.randn(x.shape)
         dx = backward(dy, expected, -1, torch.float32).half()
         assert torch.equal(backward(dy.to(DEVICE), y, -1, torch.float16).cpu(), dx)
-        out = torch.empty(*reversed(x.shape), dtype=torch.float16, device=DEVICE).t()
+        out = torch.empty(x.shape[::-1], dtype=torch.float16, device=DEVICE).t()
         key = "grad_input" if name == "_softmax" else "out"
         assert torch.equal(backward.out(dy.to(DEVICE), y, -1, torch.float16, **{key: out}).cpu(), dx)
         with pytest.raises(RuntimeError, match="conversion is supported for Half type only"):

@@ -108,16 +108,17 @@ def test_index_put_takes_indices_and_numbers_from_the_host(mode):
         y = x()
         y[index] = ones()
         assert y.index_put_((index,), ones(), accumulate=True).sum() == 12
+        x()[index] = ones(1)  # which Python makes one of no dimension
         for wrong in (ones(2, 3), ones(3), ones(1)):
             with pytest.raises(RuntimeError, match="index_put_impl_: Expected all tensors to be on the same device"):
-                x()[index] = wrong
+                x()[index] = wrong.expand(2, 3)
             with pytest.raises(RuntimeError, match="same device"):
                 x().index_put_((index,), wrong, accumulate=True)
             with pytest.raises(RuntimeError, match="same device"):
                 torch.ops.aten._unsafe_index_put(x(), (index,), wrong)
     y = x()
     with pytest.raises(RuntimeError, match="same device"):
-        y[y == 0] = ones(1)
+        y[y == 0] = ones(9)
 
 
 # Operators that take host tensors by design, on CUDA too.

@@ -559,7 +559,8 @@ namespace {
 const std::unordered_set<std::string> kHostArguments = {"aten::_pack_padded_sequence", "aten::index",
     "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_masked_index",
     "aten::_unsafe_masked_index_put_accumulate", "aten::_ctc_loss", "aten::_pad_packed_sequence",
-    "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer", "aten::_nested_view_from_buffer_copy"};
+    "aten::_nested_from_padded", "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer",
+    "aten::_nested_view_from_buffer_copy", "aten::quantized_gru", "aten::quantized_lstm"};
 // Operators that read no data of their tensor arguments, which may lie on any device.
 const std::unordered_set<std::string> kReadsNoData = {"aten::empty_quantized"};
 // Results that stay on the host: the batch sizes of a packed sequence steer Python code.
@@ -568,7 +569,8 @@ const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padd
 // CPU kernels that ask an argument whether it requires grad, to save what only backward needs.
 const std::unordered_set<std::string> kAsksRequiresGrad = {"aten::_sparse_mm_reduce_impl"};
 // Composites that work on aliases only: they ask by name for a CPU tensor, or call a CPU stub directly.
-const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mode.values", "aten::conj_physical_"};
+const std::unordered_set<std::string> kHostComposites = {
+    "aten::mode", "aten::mode.values", "aten::conj_physical_", "aten::_batch_norm_no_update"};
 
 // Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
 class NativeKernel final : public c10::OperatorKernel {
