@@ -217,3 +217,19 @@ def test_a_lazy_conjugation_of_slots():
         torch.ops.openreg.kv_cache_update_(
             torch.ones(8, 2, 3), torch.ones(8, 2, 3), k, k, torch.zeros(1, dtype=torch.complex64).conj()
         )
+
+
+def test_sizes_that_lie_on_the_host():
+    layer = torch.ao.nn.quantized.dynamic.LSTM(3, 5)
+    packed, state = (
+        torch.nn.utils.rnn.pack_padded_sequence(torch.rand(4, 2, 3), torch.tensor([4, 3])),
+        torch.zeros(1, 2, 5),
+    )
+    expected, _ = layer(packed, (state, state))
+    there = state.to("openreg")
+    actual, _ = layer(packed.to("openreg"), (there, there))
+    assert torch.equal(actual.data.cpu(), expected.data) and not actual.batch_sizes.is_openreg
+    padded, sizes = torch.rand(2, 2, 3), torch.tensor([[2, 3], [1, 3]])
+    nested = torch._nested_from_padded(padded.to("openreg"), sizes)
+    for row, each in zip(nested.unbind(), torch._nested_from_padded(padded, sizes).unbind(), strict=True):
+        assert torch.equal(row.cpu(), each)
