@@ -338,7 +338,8 @@ def test_jagged_choice_follows_the_switches():
 
 def test_jagged_refuses_what_cuda_refuses(caplog):
     x = jagged(dtype=torch.float64).transpose(1, 2)
-    with pytest.raises(RuntimeError, match="No viable backend"):
+    # PyTorch says more where it is built for CUDA, and fails at that where there is no driver.
+    with pytest.raises(RuntimeError, match="No viable backend|CUDA driver"):
         F.scaled_dot_product_attention(x, x, x, is_causal=True)
     assert "On openreg it takes query of 4 dimensions and of torch.float16, torch.bfloat16, and no mask" in caplog.text
 

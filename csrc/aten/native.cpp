@@ -599,11 +599,14 @@ class NativeKernel final : public c10::OperatorKernel {
     }
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
-    if (target == DispatchKey::CPU) wider_ = Wider::of(schema.name());
+    if (target == DispatchKey::CPU || target == DispatchKey::SparseCsrCPU) wider_ = Wider::of(schema.name());
   }
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-    if (C10_UNLIKELY(wider_ != nullptr) && wider_->run(op, stack)) return;
+    if (C10_UNLIKELY(wider_ != nullptr)) {
+      const bool dense = target_ == DispatchKey::CPU;
+      if (wider_->run(op, stack, dense ? DispatchKey::PrivateUse1 : DispatchKey::SparseCsrPrivateUse1)) return;
+    }
     if (C10_UNLIKELY(takes_results_) && target_ == DispatchKey::CPU && call_with_own_memory(op, stack)) return;
     if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.

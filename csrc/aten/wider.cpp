@@ -26,6 +26,8 @@ constexpr std::uint64_t bit(ScalarType type) {
   return std::uint64_t{1} << static_cast<unsigned>(type);
 }
 constexpr std::uint64_t kHalfs = bit(at::kHalf) | bit(at::kBFloat16), kComplexHalf = bit(at::kComplexHalf);
+constexpr std::uint64_t kFloat8s =
+    bit(at::kFloat8_e4m3fn) | bit(at::kFloat8_e4m3fnuz) | bit(at::kFloat8_e5m2) | bit(at::kFloat8_e5m2fnuz);
 
 // Every operator whose CPU kernel lacks a dtype that its CUDA kernel has, all overloads, by name. The conformance
 // check cuda_dtypes finds those that are missing here.
@@ -51,7 +53,12 @@ const std::unordered_map<std::string, Wider>& table() {
             "avg_pool3d", "avg_pool3d_backward", "multi_margin_loss", "multi_margin_loss_backward",
             "multilabel_margin_loss_backward", "multilabel_margin_loss_forward"});
     add(bit(at::kHalf), Wider::kOneType, {"rrelu_with_noise"});
-    add(bit(at::kHalf) | kComplexHalf, Wider::kTransform, {"_fft_c2c", "_fft_c2r", "_fft_r2c"});
+    add((kBFloat16Transforms ? kHalfs : bit(at::kHalf)) | kComplexHalf, Wider::kTransform,
+        {"_fft_c2c", "_fft_c2r", "_fft_r2c"});
+    if (OPENREG_TORCH_AT_LEAST(2, 15)) { // their CUDA kernels took fewer dtypes before
+      add(kHalfs, Wider::kOneType, {"sparse_sampled_addmm"});
+      add(kFloat8s, Wider::kOneType, {"scatter"});
+    }
     return made;
   }();
   return *all;
@@ -61,6 +68,10 @@ ScalarType wide(ScalarType type) {
   switch (type) {
     case at::kHalf:
     case at::kBFloat16:
+    case at::kFloat8_e4m3fn:
+    case at::kFloat8_e4m3fnuz:
+    case at::kFloat8_e5m2:
+    case at::kFloat8_e5m2fnuz:
       return at::kFloat;
     case at::kComplexHalf:
       return at::kComplexFloat;
@@ -76,7 +87,7 @@ ScalarType rounded(ScalarType type, ScalarType narrow) {
   const bool half = narrow == at::kHalf || narrow == at::kComplexHalf;
   if (type == at::kComplexFloat && half) return at::kComplexHalf;
   if (type == at::kFloat && half) return at::kHalf;
-  if (type == at::kFloat && narrow == at::kBFloat16) return at::kBFloat16;
+  if (type == at::kFloat && (bit(narrow) & (bit(at::kBFloat16) | kFloat8s))) return narrow;
   return type;
 }
 
@@ -155,14 +166,15 @@ const Wider* Wider::of(const std::string& name) {
   return it == table().end() ? nullptr : &it->second;
 }
 
-bool Wider::run(const c10::OperatorHandle& op, Stack* stack) const {
+bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey key) const {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack->size() - count;
   const Found found = find(schema, stack->data() + first, rule_, lacks_);
   // An operator that takes one floating dtype refuses two; its CPU kernel does that.
   if (!found.type || !lacks(*found.type) || found.mixed) return false;
   const ScalarType narrow = *found.type;
-  if (rule_ == kTransform) check_half_transform(schema.name().c_str(), signal_sizes(op, stack->data() + first));
+  if (rule_ == kTransform && narrow != at::kBFloat16)
+    check_half_transform(schema.name().c_str(), signal_sizes(op, stack->data() + first));
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
   struct Argument {
@@ -204,12 +216,14 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack) const {
     // Of the others the CPU kernel says the same; angle and _fft_c2r have real results of complex arguments.
     TORCH_CHECK(rule_ != kPromotes || c10::canCast(narrow, to.given.scalar_type()), "result type ", narrow,
         " can't be cast to the desired output type ", to.given.scalar_type());
+    if (!to.given.has_storage()) continue;
     at::assert_no_internal_overlap(to.given);
     for (const Argument& from : tensors)
-      if (!from.given.is_same(to.given)) at::assert_no_partial_overlap(to.given, from.given);
+      if (from.given.has_storage() && !from.given.is_same(to.given))
+        at::assert_no_partial_overlap(to.given, from.given);
   }
 
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &arguments);
+  op.redispatchBoxed(c10::DispatchKeySet(key), &arguments);
 
   for (const Argument& to : tensors)
     if (to.written && !to.given.is_same(to.wide)) write_back(to.given, to.wide);

@@ -6,6 +6,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+
+#include "../compat.h"
 
 namespace openreg {
 
@@ -29,7 +32,8 @@ class Wider {
   static const Wider* of(const std::string& name);
 
   // Runs the operator in a wider dtype, if the arguments on the stack want that; false, with nothing changed, if not.
-  bool run(const c10::OperatorHandle& op, torch::jit::Stack* stack) const;
+  // `key` is the device's, for the layout of the arguments.
+  bool run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DispatchKey key) const;
 
   // By the dtypes that the CPU lacks, one bit for each, and by whether the operator promotes the types of its
   // arguments.
@@ -42,6 +46,9 @@ class Wider {
   std::uint64_t lacks_;
   Rule rule_;
 };
+
+// PyTorch 2.15 has transforms of BFloat16 for CUDA, computed in float32 and not rounded.
+constexpr bool kBFloat16Transforms = OPENREG_TORCH_AT_LEAST(2, 15);
 
 // Throws, as cuFFT does, where a transform of `half` precision has a size that is not a power of two.
 void check_half_transform(const char* name, at::IntArrayRef sizes);

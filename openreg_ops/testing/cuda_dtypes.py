@@ -29,6 +29,9 @@ WIDER = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
     torch.bool: torch.uint8,
+    **dict.fromkeys(
+        (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz), torch.float32
+    ),
 }
 
 # Of half precision, results may differ by two roundings; a gradient passes through several operators.

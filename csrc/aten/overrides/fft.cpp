@@ -1,5 +1,6 @@
 // torch.fft of Half, which PyTorch refuses on any device but CUDA before it calls a kernel: computed in float32, and
-// rounded. All else is PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
+// rounded. One of BFloat16, which it refuses likewise where CUDA has it at all, is not rounded there. All else is
+// PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
 #include <ATen/native/Resize.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -39,6 +40,7 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   // At a CPU key, the kernel of a composite operator is the composite itself.
   const auto composite = [&](Stack* s) { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), s); };
   const at::Tensor self = (*stack)[first].toTensor();
+  if (self.scalar_type() == at::kBFloat16 && kBFloat16Transforms) (*stack)[first] = self.to(at::kFloat);
   if (self.scalar_type() != at::kHalf) return composite(stack);
 
   const std::string_view name = op.schema().name();
@@ -74,7 +76,8 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 // way of any other operator of the layer, by the kernel that they share.
 void fft_transformed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
-  if (self.is_privateuseone() && self.scalar_type() == at::kHalf) return fft(op, keys, stack);
+  const bool wide = self.scalar_type() == at::kHalf || (self.scalar_type() == at::kBFloat16 && kBFloat16Transforms);
+  if (self.is_privateuseone() && wide) return fft(op, keys, stack);
   static const auto* shared = new c10::SafeKernelFunction(
       c10::Dispatcher::singleton().findSchemaOrThrow("aten::sin", "").getComputedKernelForDispatchKey(kFront));
   shared->callBoxed(op, keys, stack);
