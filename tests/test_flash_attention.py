@@ -339,8 +339,10 @@ def test_jagged_choice_follows_the_switches():
 def test_jagged_refuses_what_cuda_refuses(caplog):
     x = jagged(dtype=torch.float64).transpose(1, 2)
     # PyTorch says more where it is built for CUDA, and fails at that where there is no driver.
-    with pytest.raises(RuntimeError, match="No viable backend|CUDA driver"):
+    with pytest.raises(RuntimeError, match="No viable backend|CUDA driver") as raised:
         F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    if "CUDA driver" in str(raised.value):
+        return
     assert "On openreg it takes query of 4 dimensions and of torch.float16, torch.bfloat16, and no mask" in caplog.text
 
 

@@ -201,7 +201,8 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey ke
         const ScalarType type = x.scalar_type();
         const bool widens = lacks(type) || ((type == at::kHalf || type == at::kBFloat16) && narrow == at::kComplexHalf);
         // Some CPU kernels write as if a result were contiguous; the copy has the caller's strides.
-        const auto format = written ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve;
+        const bool contiguous = written && x.layout() == at::kStrided;
+        const auto format = contiguous ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve;
         at::Tensor made = widens ? cast(x, openreg::wide(type), format) : x;
         if (widens && x.unsafeGetTensorImpl()->is_wrapped_number())
           made.unsafeGetTensorImpl()->set_wrapped_number(true);

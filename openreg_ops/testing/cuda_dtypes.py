@@ -251,6 +251,9 @@ class _Case:
         """Into tensors of the right size, permuted ones, and empty ones, which are resized."""
         if not self.op.supports_out or "out" in self.sample.kwargs or not forward:
             return
+        if self.leaves_out(forward):
+            self.report.notes["out= is not written by PyTorch's composite"] += 1
+            return
         for make in (opinfo._sized, _strided, opinfo._empty):
             move = opinfo.Mover(self.device)
             outs = [move(make(x.detach().cpu())) for x in forward]
@@ -261,6 +264,22 @@ class _Case:
                 return self.fail("error", f"out= ({make.__name__[1:]}): {opinfo.first_line(error)}")
             for e, a in zip(forward, outs, strict=True):
                 self.same(a, e, f"out= ({make.__name__[1:]})")
+
+    def leaves_out(self, forward: list[torch.Tensor]) -> bool:
+        """Whether the CPU leaves an empty out= as it is in the wider dtype: fft.ihfftn of one dimension does."""
+        if len(forward) != 1 or not forward[0].numel():
+            return False
+        wide = WIDER.get(forward[0].dtype, forward[0].dtype)
+        out = torch.empty(0, dtype=wide)
+
+        def widened(value: Any) -> Any:
+            return _map(value, lambda x: x.detach().to(WIDER.get(x.dtype, x.dtype)), lambda d: WIDER.get(d, d))
+
+        try:
+            self.call(REFERENCES.get(self.op.name, self.op), widened, out=out)
+        except Exception:
+            return False
+        return not out.numel()
 
     def same(self, actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
         actual, expected = actual.detach().cpu(), expected.detach().cpu()
