@@ -218,7 +218,8 @@ def _dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
         parts = (torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()),)
     else:
         parts = (x,) if x.layout == torch.strided else ()
-    return [part for part in parts if part.device.type in ("openreg", "cpu") and part.numel() and _base(part)]
+    # The address first: a fake tensor has none, and to ask whether it has elements may be a guard on its sizes.
+    return [part for part in parts if part.device.type in ("openreg", "cpu") and _base(part) and part.numel()]
 
 
 def _base(x: torch.Tensor) -> int:

@@ -209,7 +209,7 @@ class Watch:
         here = any(x.device.type in self.types for x in tensors)
         made = kwargs.get("device")
         self.used |= here or (made is not None and torch.device(made).type in self.types)
-        if name in _COPIES:
+        if name in _COPIES and isinstance(args[_COPIES[name][0]], torch.Tensor):  # torch.func copies numbers too
             self._copy(*_copied(name, args, kwargs))
         elif here and name == "aten::_local_scalar_dense":
             self.waited("item")
@@ -258,8 +258,8 @@ class Watch:
     def _made(self, tensors: list[torch.Tensor], out: Any) -> None:
         known = {x.untyped_storage()._cdata for x in tensors if _has_storage(x)}
         for x in tree_iter(out):
-            if self.on_device(x) and _has_storage(x) and (storage := x.untyped_storage()).nbytes():
-                if storage._cdata not in known:
+            if self.on_device(x) and _has_storage(x) and (storage := x.untyped_storage())._cdata not in known:
+                if storage.device.type != "meta" and storage.nbytes():  # a fake tensor's size may be unknown
                     Leaks.made(storage, self, *place(self.root, sys._getframe(1)))
 
 

@@ -415,6 +415,17 @@ def test_tests_skipped_for_want_of_cuda(pytester, run):
     result.stdout.no_fnmatch_line("*hours*")
 
 
+def test_the_checker_passes_under_the_watch(pytester, run):
+    """Its fake tensors have unknown sizes, and torch.func copies numbers."""
+    pytester.makepyfile("""
+        import torch
+        def test_it(openreg_check):
+            x = torch.randn(3, 4, device="openreg")
+            openreg_check("openreg::swiglu", [(x, x + 1)])
+    """)
+    run("--device=openreg", "--device-misuse=all", process=True).assert_outcomes(passed=1)
+
+
 def test_host_access(found):
     library = """
         import ctypes

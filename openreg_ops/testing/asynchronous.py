@@ -129,7 +129,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if any(size < 0 for size in a.shape):  # as_strided makes such a tensor, which nothing can read
         return True
-    a, b = (x.detach().cpu().resolve_conj().resolve_neg().contiguous() for x in (a, b))
+    a, b = (x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for x in (a, b))
     if a.dtype.is_floating_point or a.dtype.is_complex:
         if a.element_size() > 1 and a.dtype != torch.complex32:
             return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
