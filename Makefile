@@ -12,16 +12,23 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
 CSRC := $(shell find csrc -type f)
-PACKAGE := $(shell find openreg_ops meta -name '*.py' -not -name _build.py)
+PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) pytest_openreg_ops.py
 
-.PHONY: demo test clients suites bench conformance lint install clean
+.PHONY: demo test test-fast clients suites bench conformance mutants lint install clean
 .DELETE_ON_ERROR:
 
 demo: install
 	$(BIN)/python -P examples/train_char_transformer.py $(ARGS)
 
+# On two worker processes, each with a core of its own; what ARGS chooses for `make test` runs in one, which starts at once.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+
 test: install
-	$(BIN)/pytest $(ARGS)
+	$(if $(ARGS),$(BIN)/pytest $(ARGS),$(PARALLEL))
+
+test-fast: install
+	$(PARALLEL) -m "fast or not (slow or processes or compiles or conformance)" \
+		$(addprefix tests/,runtime backend aten ops graph) $(ARGS)
 
 clients: install $(VENV)/.clients
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/clients $(ARGS)
@@ -35,13 +42,16 @@ bench: install
 conformance: install
 	$(BIN)/python -P -m openreg_ops conformance $(ARGS)
 
+mutants: install $(VENV)/.mutants
+	$(BIN)/python tests/mutants.py $(ARGS)
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 
 clean:
-	rm -rf build dist out *.egg-info .venv-* openreg_ops/_build.py openreg_ops/_C.*.so
+	rm -rf build dist out *.egg-info openreg_tools/build openreg_tools/*.egg-info .venv-* openreg_ops/_build.py openreg_ops/_C.*.so
 
 install: $(VENV)/.installed
 
@@ -53,6 +63,10 @@ $(VENV)/.requirements: requirements.txt
 
 $(VENV)/.lint: requirements-lint.txt | $(VENV)/.requirements
 	$(BIN)/pip install -r requirements-lint.txt
+	@touch $@
+
+$(VENV)/.mutants: requirements-mutants.txt | $(VENV)/.requirements
+	$(BIN)/pip install -r requirements-mutants.txt
 	@touch $@
 
 $(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.requirements
@@ -68,14 +82,14 @@ $(VENV)/.built: $(VENV)/.requirements setup.py $(CSRC)
 	$(BIN)/python setup.py build_ext --inplace
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml build_backend.py | $(VENV)/.built
-	$(BIN)/pip install --no-deps --no-build-isolation --editable .
+$(VENV)/.installed: pyproject.toml openreg_tools/pyproject.toml build_backend.py | $(VENV)/.built
+	$(BIN)/pip install --no-deps --no-build-isolation --editable ./openreg_tools --editable .
 	@touch $@
 else
-$(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml build_backend.py $(CSRC) $(PACKAGE)
+$(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml openreg_tools/pyproject.toml build_backend.py $(CSRC) $(PACKAGE)
 	@echo "== building for torch $(TORCH)"
 	rm -rf build/torch-$(TORCH)*/lib*
 	$(BIN)/python setup.py build_ext
-	$(BIN)/pip install --no-deps --no-build-isolation --force-reinstall .
+	$(BIN)/pip install --no-deps --no-build-isolation --force-reinstall ./openreg_tools .
 	@touch $@
 endif

@@ -56,6 +56,14 @@ def host_scalars() -> dict[str, int]:
     return {name: 0 if any(every) else 1 for name, every in sorted(checks.items())}
 
 
+def openreg_tools() -> str:
+    """The requirement of openreg_tools: this source's own, or with OPENREG_RELEASE=1, for an index, the same version."""
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    if os.environ.get("OPENREG_RELEASE") == "1":
+        return f"openreg_tools=={version}"
+    return f"openreg_tools @ {(ROOT / 'openreg_tools').resolve().as_uri()}"
+
+
 class Build(BuildExtension):
     """Compiles, keeps the objects for the next time, and notes beside the extension which torch it is for."""
 
@@ -94,16 +102,15 @@ setup(
         "openreg_ops.inductor",
         "openreg_ops.integrations",
         "openreg_ops.meta",
+        "openreg_ops.openreg",
         "openreg_ops.testing",
-        "openreg_ops.testing.checks",
         "openreg_ops.tools",
-        "pytest_openreg_ops",
     ],
     package_dir={"openreg_ops.meta": "meta"},
-    package_data={"openreg_ops.tools": ["templates/*", "manifests/*"]},
-    py_modules=["openreg_tools"],
+    package_data={"openreg_ops.tools": ["templates/*"]},
+    py_modules=["pytest_openreg_ops"],
     # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
-    install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
+    install_requires=[f"torch=={torch.__version__.split('+')[0]}", openreg_tools()],
     ext_modules=[
         CppExtension(
             "openreg_ops._C",

@@ -15,11 +15,11 @@
 #include "aten/autograd_fallback.h"
 #include "aten/fallback.h"
 #include "aten/host_scalars.h"
+#include "aten/minimal.h"
 #include "aten/native.h"
 #include "backend/allocator.h"
 #include "backend/distributed.h"
 #include "backend/generator.h"
-#include "backend/inductor.h"
 #include "backend/memory_history.h"
 #include "backend/profiler.h"
 #include "backend/serialization.h"
@@ -32,7 +32,6 @@
 #include "runtime/memory.h"
 #include "runtime/observer.h"
 #include "runtime/stream.h"
-#include "runtime/turn.h"
 #include "runtime/wait.h"
 
 // Of torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.

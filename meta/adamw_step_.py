@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -12,6 +11,78 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
+def _check_scalar(op_name, name, x, params, *dtypes):
+    if params:
+        op.check_same_device(op_name, "params[0]", params[0], name, x)
+    torch._check(
+        x.dtype in dtypes and x.dim() == 0,
+        lambda: (
+            f"{op_name}: expected {name} of {' or '.join(map(op.dtype_name, dtypes))} and no dimension, but got "
+            f"{op.dtype_name(x.dtype)} of shape {list(x.shape)}"
+        ),
+    )
+
+
+def _check(
+    op_name,
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    max_exp_avg_sqs,
+    state_steps,
+    lr,
+    amsgrad,
+    grad_scale,
+    found_inf,
+):
+    if isinstance(lr, Tensor):
+        _check_scalar(op_name, "lr", lr, params, torch.float32, torch.float64)
+    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if amsgrad:
+        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
+
+    def check_length(name, each):
+        torch._check(
+            len(each) == len(params),
+            lambda: f"{op_name}: expected {len(params)} {name}, as there are params, but got {len(each)}",
+        )
+
+    for name, each in lists.items():
+        check_length(name, each)
+    torch._check(
+        amsgrad or not max_exp_avg_sqs,
+        lambda: f"{op_name}: expected no max_exp_avg_sqs without amsgrad, but got {len(max_exp_avg_sqs)}",
+    )
+    check_length("state_steps", state_steps)
+    for i, (param, exp_avg) in enumerate(zip(params, exp_avgs, strict=True)):
+        name, wide = f"params[{i}]", op.acc_dtype(param.dtype)
+        op.check_floating(op_name, name, param)
+        op.check_same_device(op_name, "params[0]", params[0], name, param)
+        for list_name, each in lists.items():
+            of = f"{list_name}[{i}]"
+            op.check_same_device(op_name, name, param, of, each[i])
+            op.check_shape(op_name, of, each[i], param.shape, f"that of {name}")
+            if list_name == "grads":
+                op.check_dtype(op_name, of, each[i], param.dtype, name)
+            elif list_name == "exp_avgs":
+                torch._check(
+                    exp_avg.dtype in (param.dtype, wide),
+                    lambda param=param, name=name, wide=wide, of=of, exp_avg=exp_avg: (
+                        f"{op_name}: expected {of} of {op.dtype_name(param.dtype)}, the dtype of {name}"
+                        f"{'' if wide == param.dtype else ' (or float32)'}, but got {op.dtype_name(exp_avg.dtype)}; "
+                        "convert one with .to()"
+                    ),
+                )
+            else:
+                op.check_dtype(op_name, of, each[i], exp_avg.dtype, f"exp_avgs[{i}]")
+        _check_scalar(op_name, f"state_steps[{i}]", state_steps[i], params, torch.float32)
+    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if params and scalar is not None:
+            _check_scalar(op_name, name, scalar, params, torch.float32)
+
+
+@op.operator(check=_check, differentiable=False)
 def adamw_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -64,136 +135,6 @@ def adamw_step_(
     test_autograd_registration, the other way round, looks at arguments that do, and passes on the CPU; it knows no
     device but cpu, cuda and xpu.
     """
-    overload = "tensor_lr" if isinstance(lr, Tensor) else "default"
-    getattr(torch.ops.openreg.adamw_step_, overload)(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        state_steps,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
-
-
-_NAME = "adamw_step_"
-
-
-def _check_scalar(name: str, x: Tensor, param: Tensor) -> None:
-    op.check_same_device(_NAME, "params[0]", param, name, x)
-    torch._check(
-        x.dtype == torch.float32 and x.dim() == 0,
-        lambda: (
-            f"{_NAME}: expected {name} of float32 and no dimension, but got {op.dtype_name(x.dtype)} "
-            f"of shape {list(x.shape)}"
-        ),
-    )
-
-
-def _check(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    state_steps: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    amsgrad: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **_options: Any,
-) -> None:
-    if isinstance(lr, Tensor):
-        if params:
-            op.check_same_device(_NAME, "params[0]", params[0], "lr", lr)
-        torch._check(
-            lr.dtype in (torch.float32, torch.float64) and lr.dim() == 0,
-            lambda: (
-                f"{_NAME}: expected lr of float32 or float64 and no dimension, but got {op.dtype_name(lr.dtype)} "
-                f"of shape {list(lr.shape)}"
-            ),
-        )
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
-    if not amsgrad:
-        del lists["max_exp_avg_sqs"]
-    for name, each in [*lists.items(), ("", max_exp_avg_sqs), ("state_steps", state_steps)]:
-        if not name:
-            torch._check(
-                amsgrad or not each,
-                lambda each=each: f"{_NAME}: expected no max_exp_avg_sqs without amsgrad, but got {len(each)}",
-            )
-            continue
-        torch._check(
-            len(each) == len(params),
-            lambda name=name, each=each: (
-                f"{_NAME}: expected {len(params)} {name}, as there are params, but got {len(each)}"
-            ),
-        )
-    for i, (param, exp_avg) in enumerate(zip(params, exp_avgs, strict=True)):
-        name, wide = f"params[{i}]", op.acc_dtype(param.dtype)
-        op.check_floating(_NAME, name, param)
-        op.check_same_device(_NAME, "params[0]", params[0], name, param)
-        for list_name, each in lists.items():
-            of = f"{list_name}[{i}]"
-            op.check_same_device(_NAME, name, param, of, each[i])
-            op.check_shape(_NAME, of, each[i], param.shape, f"that of {name}")
-            if list_name == "grads":
-                op.check_dtype(_NAME, of, each[i], param.dtype, name)
-            elif list_name == "exp_avgs":
-                torch._check(
-                    exp_avg.dtype in (param.dtype, wide),
-                    lambda param=param, name=name, wide=wide, of=of, exp_avg=exp_avg: (
-                        f"{_NAME}: expected {of} of {op.dtype_name(param.dtype)}, the dtype of {name}"
-                        f"{'' if wide == param.dtype else ' (or float32)'}, but got {op.dtype_name(exp_avg.dtype)}; "
-                        "convert one with .to()"
-                    ),
-                )
-            else:
-                op.check_dtype(_NAME, of, each[i], exp_avg.dtype, f"exp_avgs[{i}]")
-        _check_scalar(f"state_steps[{i}]", state_steps[i], params[0])
-    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
-        if params and scalar is not None:
-            _check_scalar(name, scalar, params[0])
-
-
-@torch.library.register_fake("openreg::adamw_step_")
-def fake(*lists: Sequence[Tensor], **options: Any) -> None:
-    _check(*lists, **options)
-
-
-fake_tensor_lr = torch.library.register_fake("openreg::adamw_step_.tensor_lr")(fake)
-
-
-@op.reference("adamw_step_", differentiable=False)
-def reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    state_steps: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    amsgrad: bool,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
-    _check(*lists, lr=lr, amsgrad=amsgrad, grad_scale=grad_scale, found_inf=found_inf)
     if found_inf is not None and found_inf.item():
         return
     lr, tops = float(lr), max_exp_avg_sqs if amsgrad else [None] * len(params)
@@ -211,26 +152,25 @@ def reference(
         if top is not None:
             v = torch.maximum(top.to(wide), v)
             top.copy_(v)
-        denominator = v.sqrt() / math.sqrt(1 - beta2**t) + eps
+        denominator = v.sqrt() / sqrt(1 - beta2**t) + eps
         param.copy_(param.to(wide) * (1 - lr * weight_decay) - lr / (1 - beta1**t) * m / denominator)
 
 
-reference_tensor_lr = op.reference("adamw_step_.tensor_lr", differentiable=False)(reference)
+@adamw_step_.fake
+def _():
+    pass
 
 
-@op.batched("adamw_step_")
-def batched(*_args: Any, **_kwargs: Any) -> NoReturn:
+@adamw_step_.batched
+def _(*_, **_options):
     raise RuntimeError(
         "adamw_step_: expected no vmap, because samples share the steps and options; call it outside of vmap on tensors "
         "that hold all samples, which it updates element by element"
     )
 
 
-batched_tensor_lr = op.batched("adamw_step_.tensor_lr")(batched)
-
-
-@op.samples("adamw_step_")
-def samples(device: str, dtype: torch.dtype) -> Iterator[Any]:
+@adamw_step_.samples
+def _(device, dtype):
     from openreg_ops.testing import Sample
 
     def tensors() -> list[Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +11,101 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
+def _check(name, q, k, v, bias):
+    op.check_floating(name, "q", q)
+    for x_name, x in (("q", q), ("k", k), ("v", v)):
+
+        def four(x_name: str = x_name, x: Tensor = x) -> str:
+            return f"{name}: expected {x_name} of shape [batch, heads, length, width], but got {list(x.shape)}"
+
+        torch._check(x.dim() == 4, four)
+    for x_name, x in (("k", k), ("v", v)):
+        op.check_same_device(name, "q", q, x_name, x)
+        op.check_dtype(name, x_name, x, q.dtype, "q")
+    op.check_sizes(
+        (k.shape[0], k.shape[3]),
+        (q.shape[0], q.shape[3]),
+        lambda: (
+            f"{name}: expected k of batch {q.shape[0]} and width {q.shape[3]}, those of q, "
+            f"but got shape {list(k.shape)}"
+        ),
+    )
+    op.check_sizes(
+        v.shape[:3],
+        k.shape[:3],
+        lambda: (
+            f"{name}: expected v of batch, heads and length {list(k.shape[:3])}, those of k, "
+            f"but got shape {list(v.shape)}"
+        ),
+    )
+    heads, shared = q.shape[1], k.shape[1]
+    torch._check(  # `or` and `if` would ask for a size that may not be known yet
+        (heads % torch.sym_max(shared, 1) == 0) & ((shared != 0) | (heads == 0)),
+        lambda: f"{name}: expected heads of q a multiple of {k.shape[1]}, those of k and v, but got {q.shape[1]}",
+    )
+    if bias is None:
+        return
+    op.check_same_device(name, "q", q, "bias", bias)
+    op.check_dtype(name, "bias", bias, q.dtype, "q")
+    scores = [*q.shape[:3], k.shape[2]]
+    op.check_broadcasts(
+        bias.shape,
+        scores,
+        lambda: f"{name}: expected bias broadcastable to {scores}, the scores, but got {list(bias.shape)}",
+    )
+
+
+def _check_backward(name, grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp, bias_grad):
+    of, wide = "its attention output", op.acc_dtype(q.dtype)
+    _check(name, q, k, v, bias)
+    out_shape = [*q.shape[:3], v.shape[3]]
+    for x_name, x, dtype, shape in (
+        ("grad_out", grad_out, q.dtype, out_shape),
+        ("out", out, q.dtype, out_shape),
+        ("logsumexp", logsumexp, wide, q.shape[:3]),
+        ("grad_logsumexp", grad_logsumexp, wide, q.shape[:3]),
+    ):
+        if x is not None:
+            op.check_same_device(name, "q", q, x_name, x)
+            op.check_dtype(name, x_name, x, dtype, of)
+            op.check_shape(name, x_name, x, shape, f"that of {of}")
+    torch._check(
+        not bias_grad or bias is not None,
+        lambda: f"{name}: bias_grad asks for the gradient of a bias, but got none; pass bias",
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(op.acc_dtype(x.dtype))
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """`[B, heads, group, L, D]` of a `[B, H, L, D]`, so that a head of k or v meets its group of q."""
+    return _wide(x).unflatten(1, (heads, x.shape[1] // torch.sym_max(heads, 1)))
+
+
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, float, Tensor]:
+    """The scores `[B, H, Lq, Lk]`, the scale, and which rows see nothing; those hold 0."""
+    scale = 1 / torch.sym_sqrt(torch.sym_max(q.shape[3], 1)) if scale is None else scale
+    scores = scale * (_grouped(q, k.shape[1]) @ _wide(k).unsqueeze(2).mT).flatten(1, 2)
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    blind = (scores == -math.inf).all(-1)
+    return scores.masked_fill(blind.unsqueeze(-1), 0), scale, blind
+
+
+def _in_memory_of(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """x with its dimensions in this order in memory, the fastest last."""
+    back = [list(dims).index(d) for d in range(x.dim())]
+    return x.permute(*dims).clone(memory_format=torch.contiguous_format).permute(*back)
+
+
+@op.operator(check=_check)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -43,9 +137,20 @@ def attention(
     Sources: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691; grouped heads: Ainslie et al. 2023,
     arXiv:2305.13245.
     """
-    return torch.ops.openreg.attention.default(q, k, v, bias, causal=causal, scale=scale)
+    scores, _, blind = _scores(q, k, bias, causal, scale)
+    logsumexp = op.logsumexp(scores)
+    p = (scores - logsumexp.unsqueeze(-1)).exp().masked_fill(blind.unsqueeze(-1), 0)
+    out = (_grouped(p, k.shape[1]) @ _wide(v).unsqueeze(2)).flatten(1, 2)
+    return _in_memory_of(out.to(q.dtype), (0, 2, 1, 3)), logsumexp.masked_fill(blind, -math.inf).contiguous()
 
 
+@attention.fake
+def _(q, v):
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=op.acc_dtype(q.dtype))
+
+
+@op.operator(check=_check_backward)
 def attention_backward(
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
@@ -81,179 +186,6 @@ def attention_backward(
 
     Differentiable any number of times in all tensors, holding all scores.
     """
-    return torch.ops.openreg.attention_backward.default(
-        grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp, causal=causal, scale=scale, bias_grad=bias_grad
-    )
-
-
-def _check(name: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
-    op.check_floating(name, "q", q)
-    for x_name, x in (("q", q), ("k", k), ("v", v)):
-
-        def four(x_name: str = x_name, x: Tensor = x) -> str:
-            return f"{name}: expected {x_name} of shape [batch, heads, length, width], but got {list(x.shape)}"
-
-        torch._check(x.dim() == 4, four)
-    for x_name, x in (("k", k), ("v", v)):
-        op.check_same_device(name, "q", q, x_name, x)
-        op.check_dtype(name, x_name, x, q.dtype, "q")
-    _check_sizes(
-        [(k.shape[0], q.shape[0]), (k.shape[3], q.shape[3])],
-        lambda: (
-            f"{name}: expected k of batch {q.shape[0]} and width {q.shape[3]}, those of q, "
-            f"but got shape {list(k.shape)}"
-        ),
-    )
-    _check_sizes(
-        list(zip(v.shape[:3], k.shape[:3], strict=True)),
-        lambda: (
-            f"{name}: expected v of batch, heads and length {list(k.shape[:3])}, those of k, "
-            f"but got shape {list(v.shape)}"
-        ),
-    )
-    heads, shared = q.shape[1], k.shape[1]
-    torch._check(  # `or` and `if` would ask for a size that may not be known yet
-        (heads % torch.sym_max(shared, 1) == 0) & ((shared != 0) | (heads == 0)),
-        lambda: f"{name}: expected heads of q a multiple of {k.shape[1]}, those of k and v, but got {q.shape[1]}",
-    )
-    if bias is None:
-        return
-    op.check_same_device(name, "q", q, "bias", bias)
-    op.check_dtype(name, "bias", bias, q.dtype, "q")
-    shape = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]]
-
-    def broadcastable() -> str:
-        return f"{name}: expected bias broadcastable to {shape}, the scores, but got {list(bias.shape)}"
-
-    torch._check(bias.dim() <= 4, broadcastable)
-    for size, whole in zip(reversed(bias.shape), reversed(shape), strict=False):
-        torch._check((size == whole) | (size == 1), broadcastable)
-
-
-def _check_sizes(pairs: list[tuple[int, int]], sentence: Any) -> None:
-    for size, expected in pairs:
-        torch._check(size == expected, sentence)
-
-
-def _check_backward(
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    bias_grad: bool,
-) -> None:
-    name, of, wide = "attention_backward", "its attention output", op.acc_dtype(q.dtype)
-    _check(name, q, k, v, bias)
-    out_shape = [*q.shape[:3], v.shape[3]]
-    for x_name, x, dtype, shape in (
-        ("grad_out", grad_out, q.dtype, out_shape),
-        ("out", out, q.dtype, out_shape),
-        ("logsumexp", logsumexp, wide, q.shape[:3]),
-        ("grad_logsumexp", grad_logsumexp, wide, q.shape[:3]),
-    ):
-        if x is not None:
-            op.check_same_device(name, "q", q, x_name, x)
-            op.check_dtype(name, x_name, x, dtype, of)
-            op.check_shape(name, x_name, x, shape, f"that of {of}")
-    torch._check(
-        not bias_grad or bias is not None,
-        lambda: f"{name}: bias_grad asks for the gradient of a bias, but got none; pass bias",
-    )
-
-
-@torch.library.register_fake("openreg::attention")
-def fake(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, causal: bool = False, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    _check("attention", q, k, v, bias)
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])).transpose(1, 2)
-    return out, q.new_empty(q.shape[:3], dtype=op.acc_dtype(q.dtype))
-
-
-@torch.library.register_fake("openreg::attention_backward")
-def fake_backward(
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    bias_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_backward(grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp, bias_grad)
-    return *(torch.empty_like(x) for x in (q, k, v)), q.new_empty(bias.shape if bias is not None and bias_grad else 0)
-
-
-# ---- reference: the whole matrix of scores ----
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(op.acc_dtype(x.dtype))
-
-
-def _grouped(x: Tensor, heads: int) -> Tensor:
-    """`[B, heads, group, L, D]` of a `[B, H, L, D]`, so that a head of k or v meets its group of q."""
-    return _wide(x).unflatten(1, (heads, x.shape[1] // torch.sym_max(heads, 1)))
-
-
-def _scores(
-    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, float, Tensor]:
-    """The scores `[B, H, Lq, Lk]`, the scale, and which rows see nothing; those hold 0."""
-    scale = 1 / torch.sym_sqrt(torch.sym_max(q.shape[3], 1)) if scale is None else scale
-    scores = scale * (_grouped(q, k.shape[1]) @ _wide(k).unsqueeze(2).mT).flatten(1, 2)
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    blind = (scores == -math.inf).all(-1)
-    return scores.masked_fill(blind.unsqueeze(-1), 0), scale, blind
-
-
-def _in_memory_of(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """x with its dimensions in this order in memory, the fastest last."""
-    back = [list(dims).index(d) for d in range(x.dim())]
-    return x.permute(*dims).clone(memory_format=torch.contiguous_format).permute(*back)
-
-
-@op.reference("attention")
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, causal: bool = False, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    _check("attention", q, k, v, bias)
-    scores, _, blind = _scores(q, k, bias, causal, scale)
-    logsumexp = op.logsumexp(scores)
-    p = (scores - logsumexp.unsqueeze(-1)).exp().masked_fill(blind.unsqueeze(-1), 0)
-    out = (_grouped(p, k.shape[1]) @ _wide(v).unsqueeze(2)).flatten(1, 2)
-    return _in_memory_of(out.to(q.dtype), (0, 2, 1, 3)), logsumexp.masked_fill(blind, -math.inf).contiguous()
-
-
-@op.reference("attention_backward")
-def reference_backward(
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    bias_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_backward(grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp, bias_grad)
     scores, scale, blind = _scores(q, k, bias, causal, scale)
     blind = blind | (logsumexp == -math.inf)
     p = (scores - logsumexp.masked_fill(blind, 0).unsqueeze(-1)).exp().masked_fill(blind.unsqueeze(-1), 0)
@@ -275,41 +207,38 @@ def reference_backward(
     return *grads, grad_bias
 
 
+@attention_backward.fake
+def _(q, k, v, bias, bias_grad):
+    return *(torch.empty_like(x) for x in (q, k, v)), q.new_empty(bias.shape if bias is not None and bias_grad else 0)
+
+
 # ---- batching: a mapped dimension joins the batch ----
 
 
-def _joined(x: Tensor) -> Tensor:
-    return x.flatten(0, 1)
+def _joined(bias: Tensor | None, *others: Tensor | None) -> list[Tensor | None]:
+    """All with samples and batch as one dimension, bias, whose samples have up to four dimensions, last."""
+    batch = next(x.shape[1] for x in others if x is not None)
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], *[1] * (5 - bias.dim()), *bias.shape[1:]).expand(-1, batch, -1, -1, -1)
+    return [x if x is None else x.flatten(0, 1) for x in (*others, bias)]
 
 
-def _joined_bias(bias: Tensor, batch: int) -> Tensor:
-    """`[N * B, ...]` of a bias `[N, ...]` whose samples have up to four dimensions."""
-    bias = bias.reshape(bias.shape[0], *[1] * (5 - bias.dim()), *bias.shape[1:])
-    return bias.expand(-1, batch, -1, -1, -1).flatten(0, 1)
-
-
-@op.batched("attention")
-def batched(
-    in_dims: Sequence[int | None], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **options: Any
-) -> Any:
-    given = (q, k, v) if bias is None else (q, k, v, bias)
-    q, k, v, *rest = op.all_batch_first(in_dims[: len(given)], given)
-    joined = _joined_bias(rest[0], q.shape[1]) if rest else None
-    outs = torch.ops.openreg.attention(_joined(q), _joined(k), _joined(v), joined, **options)
+@attention.batched
+def _(in_dims, *inputs, **options):
+    q, k, v, bias = op.all_batch_first(in_dims, inputs)
+    outs = torch.ops.openreg.attention(*_joined(bias, q, k, v), **options)
     return tuple(x.unflatten(0, q.shape[:2]) for x in outs), (0, 0)
 
 
-@op.batched("attention_backward")
-def batched_backward(in_dims: Sequence[int | None], *inputs: Tensor | None, **options: Any) -> Any:
-    given = [(x, dim) for x, dim in zip(inputs, in_dims, strict=True) if x is not None]
-    moved = iter(op.all_batch_first([dim for _, dim in given], [x for x, _ in given]))
-    inputs = tuple(x if x is None else next(moved) for x in inputs)
-    (samples, batch), bias = inputs[2].shape[:2], inputs[5]
-    joined = [x if x is None or x is bias else _joined(x) for x in inputs]
-    if bias is not None:
-        joined[5] = _joined_bias(bias, batch)
-    *grads, grad_bias = torch.ops.openreg.attention_backward(*joined, **options)
-    if bias is not None and options.get("bias_grad"):
+@attention_backward.batched
+def _(in_dims, *inputs, bias_grad, **options):
+    *before, bias, out, logsumexp = op.all_batch_first(in_dims, inputs)
+    *joined, joined_bias = _joined(bias, *before, out, logsumexp)
+    *grads, grad_bias = torch.ops.openreg.attention_backward(
+        *joined[:5], joined_bias, *joined[5:], bias_grad=bias_grad, **options
+    )
+    samples, batch = out.shape[:2]
+    if bias is not None and bias_grad:
         grad_bias = grad_bias.unflatten(0, (samples, batch))
         if bias.dim() < 5 or bias.shape[1] == 1:
             grad_bias = grad_bias.sum(1)
@@ -319,24 +248,24 @@ def batched_backward(in_dims: Sequence[int | None], *inputs: Tensor | None, **op
     return (*(x.unflatten(0, (samples, batch)) for x in grads), grad_bias), (0, 0, 0, 0)
 
 
-# ---- samples ----
+# ---- samples: shapes of q, k, v and bias ----
+
+_SHAPES = (
+    ((2, 2, 4, 3), (2, 2, 4, 3), (2, 2, 4, 3)),
+    ((1, 4, 3, 5), (1, 2, 6, 5), (1, 2, 6, 4), (4, 1, 6)),
+    ((2, 1, 5, 2), (2, 1, 3, 2), (2, 1, 3, 2), (5, 3)),
+)
 
 
-def _sizes() -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]]:
-    yield (2, 2, 4, 3), (2, 2, 4, 3), (2, 2, 4, 3), None
-    yield (1, 4, 3, 5), (1, 2, 6, 5), (1, 2, 6, 4), (4, 1, 6)
-    yield (2, 1, 5, 2), (2, 1, 3, 2), (2, 1, 3, 2), (5, 3)
+@attention.samples
+def _(device, dtype):
+    for shapes in _SHAPES:
+        yield op.normal(device, dtype, *shapes)
 
 
-@op.samples("attention")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shapes in _sizes():
-        yield tuple(torch.randn(s, dtype=dtype, device=device) for s in shapes if s is not None)
-
-
-@op.samples("attention_backward")
-def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shapes in _sizes():
-        q, k, v, bias = (s if s is None else torch.randn(s, dtype=dtype, device=device) for s in shapes)
-        out, logsumexp = reference(q, k, v, bias)
-        yield torch.randn_like(out), torch.randn_like(logsumexp), q, k, v, bias, out, logsumexp
+@attention_backward.samples
+def _(device, dtype):
+    for shapes in _SHAPES:
+        q, k, v, *bias = op.normal(device, dtype, *shapes)
+        out, logsumexp = attention.reference(q, k, v, *bias)
+        yield torch.randn_like(out), torch.randn_like(logsumexp), q, k, v, *(bias or [None]), out, logsumexp

@@ -2,24 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
+# ---- checks: linear_cross_entropy calls these too ----
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+
+def check_target(name: str, x_name: str, x: Tensor, target: Tensor) -> None:
+    op.check_same_device(name, x_name, x, "target", target)
+    op.check_dtypes(name, "target", target, torch.int64, torch.int32)
+    op.check_shape(name, "target", target, x.shape[:-1], f"that of {x_name} without its last dimension")
+
+
+def check_options(name: str, label_smoothing: float, reduction: str) -> None:
+    torch._check(
+        0 <= label_smoothing <= 1,
+        lambda: f"{name}: expected label_smoothing in [0, 1], but got {label_smoothing:g}",
+    )
+    torch._check(
+        reduction in ("mean", "sum", "none"),
+        lambda: f'{name}: expected reduction "mean", "sum" or "none", but got "{reduction}"',
+    )
+
+
+def _check(name, logits, target, label_smoothing, reduction):
+    op.check_floating(name, "logits", logits)
+    torch._check(
+        logits.dim() >= 1,
+        lambda: (
+            f"{name}: expected logits of at least one dimension, the classes, but got a scalar; use logits.unsqueeze(0)"
+        ),
+    )
+    torch._check(
+        logits.shape[-1] > 0,
+        lambda: f"{name}: expected logits of at least one class, but got shape {list(logits.shape)}",
+    )
+    check_target(name, "logits", logits, target)
+    check_options(name, label_smoothing, reduction)
+
+
+def _check_backward(name, grad_loss, grad_logsumexp, logits, target, logsumexp, label_smoothing, reduction):
+    _check(name, logits, target, label_smoothing, reduction)
+    loss_shape = target.shape if reduction == "none" else ()
+    for x_name, x, shape, of in (
+        ("logsumexp", logsumexp, target.shape, "that of target"),
+        ("grad_loss", grad_loss, loss_shape, "that of its cross_entropy output"),
+        ("grad_logsumexp", grad_logsumexp, target.shape, "that of target"),
+    ):
+        if x is not None:
+            op.check_same_device(name, "logits", logits, x_name, x)
+            op.check_dtype(name, x_name, x, op.acc_dtype(logits.dtype), "its cross_entropy output")
+            op.check_shape(name, x_name, x, shape, of)
+
+
+# ---- forward ----
+
+
+def loss_of(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
 ) -> tuple[Tensor, Tensor]:
+    """loss and logsumexp, of plain operators, in the dtype of logits."""
+    logsumexp = op.logsumexp(logits)
+    valid = target != ignore_index
+    index = torch.where(valid, target, 0).long().unsqueeze(-1)
+    loss = logsumexp - (1 - label_smoothing) * logits.gather(-1, index).squeeze(-1)
+    if label_smoothing:
+        loss = loss - label_smoothing * logits.mean(-1)
+    if z_loss:
+        loss = loss + z_loss * logsumexp.square()
+    loss = torch.where(valid, loss, 0)
+    if reduction != "none":
+        loss = loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
+    return loss, logsumexp.contiguous()
+
+
+@op.operator(check=_check)
+def cross_entropy(
+    logits: Tensor, target: Tensor, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss of predicting `target` by the softmax of `logits`, whose last dimension is the classes.
 
     For a row x of logits with target t, s = label_smoothing and z = z_loss:
@@ -49,28 +112,31 @@ def cross_entropy(
     loss is not rounded to them. Autocast runs it in float32.
     Sources: label smoothing, Szegedy et al. 2015, arXiv:1512.00567; z-loss, Chowdhery et al. 2022, arXiv:2204.02311.
     """
-    return torch.ops.openreg.cross_entropy.default(
-        logits,
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
-    )
+    wide = logits.to(op.acc_dtype(logits.dtype))
+    loss, logsumexp = loss_of(wide, target, ignore_index, label_smoothing, z_loss, reduction)
+    return loss.contiguous(), logsumexp
 
 
+@cross_entropy.fake
+def _(logits, target, reduction):
+    logsumexp = logits.new_empty(target.shape, dtype=op.acc_dtype(logits.dtype))
+    return logsumexp.new_empty(target.shape if reduction == "none" else ()), logsumexp
+
+
+@cross_entropy.samples
+def samples(device, dtype):
+    for shape in ((4, 6), (5,), (2, 3, 7)):
+        yield torch.randn(shape, dtype=dtype, device=device), torch.randint(shape[-1], shape[:-1]).to(device)
+
+
+# ---- backward ----
+
+
+@op.operator(check=_check_backward)
 def cross_entropy_backward(
-    grad_loss: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    logsumexp: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+    grad_loss: Tensor | None, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, logsumexp: Tensor, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
     """The gradient that `cross_entropy` gives logits, as a function of independent tensors.
 
     For a row, with g the gradient of its loss (0 if ignored), h that of its logsumexp, p = exp(x - logsumexp):
@@ -89,168 +155,6 @@ def cross_entropy_backward(
 
     Differentiable any number of times in the gradients, logits and logsumexp.
     """
-    return torch.ops.openreg.cross_entropy_backward.default(
-        grad_loss,
-        grad_logsumexp,
-        logits,
-        target,
-        logsumexp,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
-    )
-
-
-# ---- checks: linear_cross_entropy calls these too ----
-
-
-def check_target(name: str, x_name: str, x: Tensor, target: Tensor) -> None:
-    op.check_same_device(name, x_name, x, "target", target)
-    torch._check(
-        target.dtype in (torch.int64, torch.int32),
-        lambda: (
-            f"{name}: expected target of int64 or int32, but got {op.dtype_name(target.dtype)}; convert it with .to()"
-        ),
-    )
-    op.check_shape(name, "target", target, x.shape[:-1], f"that of {x_name} without its last dimension")
-
-
-def check_options(name: str, label_smoothing: float, reduction: str) -> None:
-    torch._check(
-        0 <= label_smoothing <= 1,
-        lambda: f"{name}: expected label_smoothing in [0, 1], but got {label_smoothing:g}",
-    )
-    torch._check(
-        reduction in ("mean", "sum", "none"),
-        lambda: f'{name}: expected reduction "mean", "sum" or "none", but got "{reduction}"',
-    )
-
-
-def _check(name: str, logits: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
-    op.check_floating(name, "logits", logits)
-    torch._check(
-        logits.dim() >= 1,
-        lambda: (
-            f"{name}: expected logits of at least one dimension, the classes, but got a scalar; use logits.unsqueeze(0)"
-        ),
-    )
-    torch._check(
-        logits.shape[-1] > 0,
-        lambda: f"{name}: expected logits of at least one class, but got shape {list(logits.shape)}",
-    )
-    check_target(name, "logits", logits, target)
-    check_options(name, label_smoothing, reduction)
-
-
-def _check_backward(
-    grad_loss: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    logsumexp: Tensor,
-    label_smoothing: float,
-    reduction: str,
-) -> None:
-    name = "cross_entropy_backward"
-    _check(name, logits, target, label_smoothing, reduction)
-    loss_shape = target.shape if reduction == "none" else torch.Size()
-    for x_name, x, shape, of in (
-        ("logsumexp", logsumexp, target.shape, "that of target"),
-        ("grad_loss", grad_loss, loss_shape, "that of its cross_entropy output"),
-        ("grad_logsumexp", grad_logsumexp, target.shape, "that of target"),
-    ):
-        if x is not None:
-            op.check_same_device(name, "logits", logits, x_name, x)
-            op.check_dtype(name, x_name, x, op.acc_dtype(logits.dtype), "its cross_entropy output")
-            op.check_shape(name, x_name, x, shape, of)
-
-
-@torch.library.register_fake("openreg::cross_entropy")
-def fake(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> tuple[Tensor, Tensor]:
-    _check("cross_entropy", logits, target, label_smoothing, reduction)
-    logsumexp = logits.new_empty(target.shape, dtype=op.acc_dtype(logits.dtype))
-    return logsumexp.new_empty(target.shape if reduction == "none" else ()), logsumexp
-
-
-@torch.library.register_fake("openreg::cross_entropy_backward")
-def fake_backward(
-    grad_loss: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    logsumexp: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
-    _check_backward(grad_loss, grad_logsumexp, logits, target, logsumexp, label_smoothing, reduction)
-    return logits.new_empty(logits.shape)
-
-
-def loss_of(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> tuple[Tensor, Tensor]:
-    """loss and logsumexp, of plain operators, in the dtype of logits."""
-    logsumexp = op.logsumexp(logits)
-    valid = target != ignore_index
-    index = torch.where(valid, target, 0).long().unsqueeze(-1)
-    loss = logsumexp - (1 - label_smoothing) * logits.gather(-1, index).squeeze(-1)
-    if label_smoothing:
-        loss = loss - label_smoothing * logits.mean(-1)
-    if z_loss:
-        loss = loss + z_loss * logsumexp.square()
-    loss = torch.where(valid, loss, 0)
-    if reduction != "none":
-        loss = loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
-    return loss, logsumexp.contiguous()
-
-
-@op.reference("cross_entropy")
-def reference(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> tuple[Tensor, Tensor]:
-    _check("cross_entropy", logits, target, label_smoothing, reduction)
-    wide = logits.to(op.acc_dtype(logits.dtype))
-    loss, logsumexp = loss_of(wide, target, ignore_index, label_smoothing, z_loss, reduction)
-    return loss.contiguous(), logsumexp
-
-
-@op.reference("cross_entropy_backward")
-def reference_backward(
-    grad_loss: Tensor | None,
-    grad_logsumexp: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    logsumexp: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
-    _check_backward(grad_loss, grad_logsumexp, logits, target, logsumexp, label_smoothing, reduction)
     p = (logits.to(logsumexp.dtype) - logsumexp.unsqueeze(-1)).exp()
     grad = torch.zeros_like(p) if grad_logsumexp is None else grad_logsumexp.unsqueeze(-1) * p
     valid = target != ignore_index
@@ -263,55 +167,47 @@ def reference_backward(
     return grad.to(logits.dtype).contiguous()
 
 
-# Batching: a reduction is of one sample's rows, so the kernels run without one and it is made here.
+@cross_entropy_backward.fake
+def _(logits):
+    return logits.new_empty(logits.shape)
 
 
-@op.batched("cross_entropy")
-def batched(
-    in_dims: Sequence[int | None], logits: Tensor, target: Tensor, *, reduction: str = "mean", **options: Any
-) -> Any:
-    logits, target = op.all_batch_first(in_dims, (logits, target))
-    loss, logsumexp = torch.ops.openreg.cross_entropy(logits, target, reduction="none", **options)
-    if reduction != "none":
-        loss = loss.unsqueeze(-1).flatten(1).sum(-1)
-        if reduction == "mean":
-            loss = loss / count_of(target, **options)
-    return (loss, logsumexp), (0, 0)
+@cross_entropy_backward.samples
+def _(device, dtype):
+    for logits, target in samples(device, dtype):
+        logsumexp = logits.to(op.acc_dtype(dtype)).logsumexp(-1)
+        yield torch.randn_like(logsumexp.sum()), torch.randn_like(logsumexp), logits, target, logsumexp
 
 
-@op.batched("cross_entropy_backward")
-def batched_backward(
-    in_dims: Sequence[int | None], *inputs: Tensor | None, reduction: str = "mean", **options: Any
-) -> Any:
-    given = [(x, dim) for x, dim in zip(inputs, in_dims, strict=True) if x is not None]
-    moved = iter(op.all_batch_first([dim for _, dim in given], [x for x, _ in given]))
-    grad_loss, grad_logsumexp, logits, target, logsumexp = (x if x is None else next(moved) for x in inputs)
-    if grad_loss is not None and reduction != "none":
-        if reduction == "mean":
-            grad_loss = grad_loss / count_of(target, **options).clamp_min(1)
-        grad_loss = grad_loss.reshape(-1, *[1] * (target.dim() - 1)).expand(target.shape)
-    grad = torch.ops.openreg.cross_entropy_backward(
-        grad_loss, grad_logsumexp, logits, target, logsumexp, reduction="none", **options
-    )
-    return grad, 0
+# ---- batching: a reduction is of one sample's rows, so the kernels run without one and it is made here ----
 
 
-def count_of(target: Tensor, ignore_index: int = -100, **_: Any) -> Tensor:
+def counts(target: Tensor, ignore_index: int) -> Tensor:
     """How many targets of each sample count."""
     return (target != ignore_index).unsqueeze(-1).flatten(1).sum(-1)
 
 
-# ---- samples ----
+def reduce(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The loss of each sample from the losses of its rows."""
+    if reduction == "none":
+        return loss
+    total = loss.unsqueeze(-1).flatten(1).sum(-1)
+    return total / counts(target, ignore_index) if reduction == "mean" else total
 
 
-@op.samples("cross_entropy")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape in ((4, 6), (5,), (2, 3, 7)):
-        yield torch.randn(shape, dtype=dtype, device=device), torch.randint(shape[-1], shape[:-1]).to(device)
+@cross_entropy.batched
+def _(in_dims, logits, target, *, reduction, **options):
+    logits, target = op.all_batch_first(in_dims, (logits, target))
+    loss, logsumexp = torch.ops.openreg.cross_entropy(logits, target, reduction="none", **options)
+    return (reduce(loss, target, options["ignore_index"], reduction), logsumexp), (0, 0)
 
 
-@op.samples("cross_entropy_backward")
-def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for logits, target in samples(device, dtype):
-        logsumexp = logits.to(op.acc_dtype(dtype)).logsumexp(-1)
-        yield torch.randn_like(logsumexp.sum()), torch.randn_like(logsumexp), logits, target, logsumexp
+@cross_entropy_backward.batched
+def _(in_dims, *inputs, reduction, **options):
+    grad_loss, *others = op.all_batch_first(in_dims, inputs)
+    target = others[2]
+    if grad_loss is not None and reduction != "none":
+        if reduction == "mean":
+            grad_loss = grad_loss / counts(target, options["ignore_index"]).clamp_min(1)
+        grad_loss = grad_loss.reshape(-1, *[1] * (target.dim() - 1)).expand(target.shape)
+    return torch.ops.openreg.cross_entropy_backward(grad_loss, *others, reduction="none", **options), 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,6 +23,35 @@ _REFUSED = (
 )
 
 
+def _check(name, input, out=None):
+    op.check_tensor(name, "input", input)
+    if input.dtype in _REFUSED:
+        raise NotImplementedError(f"{name}: not implemented for {op.dtype_name(input.dtype)}; convert input with .to()")
+    if out is None:
+        return
+    op.check_same_device(name, "input", input, "out", out)
+    dtype = input.dtype.to_real() if input.is_complex() else input.dtype
+    torch._check(
+        out.dtype == dtype,
+        lambda: (
+            f"{name}: expected out of {op.dtype_name(dtype)}, the dtype of the result, but got "
+            f"{op.dtype_name(out.dtype)}; convert it with .to()"
+        ),
+    )
+
+
+def _check_in_place(name, input):
+    _check(name, input)
+    torch._check(
+        not input.is_complex(),
+        lambda: (
+            f"{name}: expected input of a real dtype, in which the result is stored, but got "
+            f"{op.dtype_name(input.dtype)}; use custom_abs"
+        ),
+    )
+
+
+@op.operator(check=_check, differentiable=False)
 def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The absolute value of each element, forward only.
 
@@ -46,11 +72,10 @@ def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     Not differentiable, by design: use `torch.abs`, or detach the input. Autocast leaves the dtype alone.
     Source: PyTorch's in-tree OpenReg, where it shows an operator without a derivative.
     """
-    if out is not None:
-        return torch.ops.openreg.custom_abs.out(input, out=out)
-    return torch.ops.openreg.custom_abs.default(input)
+    return torch.abs(input, out=out)
 
 
+@op.operator(check=_check_in_place, differentiable=False, batch_first=True)
 def custom_abs_(input: Tensor) -> Tensor:
     """`custom_abs` in place.
 
@@ -65,69 +90,26 @@ def custom_abs_(input: Tensor) -> Tensor:
 
     Not differentiable. Autocast leaves the dtype alone.
     """
-    return torch.ops.openreg.custom_abs_.default(input)
-
-
-def _check(name: str, input: Tensor) -> None:
-    op.check_tensor(name, "input", input)
-    if input.dtype in _REFUSED:
-        raise NotImplementedError(f"{name}: not implemented for {op.dtype_name(input.dtype)}; convert input with .to()")
-
-
-# The fake kernels are the references: on another device torch.abs computes.
-
-
-@torch.library.register_fake("openreg::custom_abs")
-def fake(input: Tensor) -> Tensor:
-    _check("custom_abs", input)
-    return torch.abs(input)
-
-
-@torch.library.register_fake("openreg::custom_abs_")
-def fake_(input: Tensor) -> Tensor:
-    _check("custom_abs_", input)
-    torch._check(
-        not input.is_complex(),
-        lambda: (
-            "custom_abs_: expected input of a real dtype, in which the result is stored, but got "
-            f"{op.dtype_name(input.dtype)}; use custom_abs"
-        ),
-    )
     return input.abs_()
 
 
-@torch.library.register_fake("openreg::custom_abs.out")
-def fake_out(input: Tensor, *, out: Tensor) -> Tensor:
-    _check("custom_abs", input)
-    op.check_same_device("custom_abs", "input", input, "out", out)
-    dtype = input.dtype.to_real() if input.is_complex() else input.dtype
-    torch._check(
-        out.dtype == dtype,
-        lambda: (
-            f"custom_abs: expected out of {op.dtype_name(dtype)}, the dtype of the result, but got "
-            f"{op.dtype_name(out.dtype)}; convert it with .to()"
-        ),
-    )
+# On another device torch.abs computes the fake results too.
+
+
+@custom_abs.fake
+def _(input, out):
     return torch.abs(input, out=out)
 
 
-reference = op.reference("custom_abs", differentiable=False)(fake)
-reference_ = op.reference("custom_abs_", differentiable=False)(fake_)
-reference_out = op.reference("custom_abs.out", differentiable=False)(fake_out)
+@custom_abs_.fake
+def _(input):
+    return input.abs_()
 
 
-@op.batched("custom_abs")
-def batched(in_dims: Sequence[int | None], input: Tensor) -> Any:
-    return torch.ops.openreg.custom_abs(input), in_dims[0]
-
-
-@op.batched("custom_abs_")
-def batched_(in_dims: Sequence[int | None], input: Tensor) -> Any:
-    return torch.ops.openreg.custom_abs_(input), in_dims[0]
-
-
-@op.batched("custom_abs.out")
-def batched_out(in_dims: Sequence[int | None], input: Tensor, *, out: Tensor) -> Any:
+@custom_abs.batched
+def _(in_dims, input, *, out):
+    if out is None:
+        return torch.ops.openreg.custom_abs(input), in_dims[0]
     torch._check(
         len(in_dims) == 2 and in_dims[0] is not None,
         lambda: "custom_abs: expected vmap to map over both input and out; call it without out",
@@ -144,8 +126,8 @@ def batched_out(in_dims: Sequence[int | None], input: Tensor, *, out: Tensor) ->
     return out, in_dims[1]
 
 
-@op.samples("custom_abs_")
-@op.samples("custom_abs")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@custom_abs_.samples
+@custom_abs.samples
+def _(device, dtype):
     for shape in ((4, 6), (5,), (2, 3, 4, 4)):
-        yield (torch.randn(shape, dtype=dtype, device=device),)
+        yield op.normal(device, dtype, shape)

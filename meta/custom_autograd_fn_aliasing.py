@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
+@op.operator(identity=True, batch_first=True)
 def custom_autograd_fn_aliasing(input: Tensor) -> Tensor:
     """A view of the whole input; its gradient is half of the output's.
 
@@ -26,27 +24,15 @@ def custom_autograd_fn_aliasing(input: Tensor) -> Tensor:
     derivative. Runs as it stands on every device. Autocast leaves the dtype alone.
     Source: PyTorch's in-tree OpenReg, where it shows an autograd function whose forward returns a view.
     """
-    return torch.ops.openreg.custom_autograd_fn_aliasing.default(input)
-
-
-# See Note [Identity operators] in csrc/ops/op.h: the C++ kernels serve every device, and graphs contain ATen's
-# alias in the operator's place, except a torch.export program before its decompositions.
-@torch.library.register_fake("openreg::custom_autograd_fn_aliasing")
-def fake(input: Tensor) -> Tensor:
-    return torch.ops.aten.alias.default(input)
-
-
-@op.batched("custom_autograd_fn_aliasing")
-def batched(in_dims: Sequence[int | None], input: Tensor) -> Any:
-    return torch.ops.openreg.custom_autograd_fn_aliasing(input), in_dims[0]
-
-
-def reference(input: Tensor) -> Tensor:
-    """The same value and gradient, of plain operators; the result is fresh memory."""
     return 0.5 * input + 0.5 * input.detach()
 
 
-@op.samples("custom_autograd_fn_aliasing")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@custom_autograd_fn_aliasing.fake
+def _(input):
+    return torch.ops.aten.alias.default(input)
+
+
+@custom_autograd_fn_aliasing.samples
+def _(device, dtype):
     for shape in ((4, 6), (5,), (2, 3, 4, 4)):
-        yield (torch.randn(shape, dtype=dtype, device=device),)
+        yield op.normal(device, dtype, shape)

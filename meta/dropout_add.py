@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
+def _check_probability(name, p):
+    torch._check(0 <= p <= 1, lambda: f"{name}: expected p from 0 to 1, but got {p:g}; it is the probability of a zero")
+
+
+def _check(name, x, residual, p, generator):
+    op.check_floating(name, "x", x)
+    op.check_like(name, "residual", residual, "x", x)
+    _check_probability(name, p)
+    if generator is not None:
+        torch._check(
+            generator.device == x.device,
+            lambda: (
+                f"{name}: x is on {x.device} but generator is on {generator.device}; "
+                "make it with torch.Generator(device=...)"
+            ),
+        )
+
+
+def _check_backward(name, grad_out, mask, p):
+    op.check_floating(name, "grad_out", grad_out)
+    op.check_same_device(name, "grad_out", grad_out, "mask", mask)
+    op.check_dtype(name, "mask", mask, torch.bool, "its dropout_add output")
+    op.check_shape(name, "mask", mask, grad_out.shape, "that of grad_out")
+    _check_probability(name, p)
+
+
+def _scale(p):
+    return 0.0 if p == 1 else 1 / (1 - p)
+
+
+@op.operator(check=_check, random=True)
 def dropout_add(
     x: Tensor, residual: Tensor, p: float, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -40,9 +68,42 @@ def dropout_add(
     the wider of the two dtypes.
     Source: Srivastava et al. 2014, JMLR 15:1929; Salmon et al. 2011, doi:10.1145/2063384.2063405 for Philox.
     """
-    return torch.ops.openreg.dropout_add.default(x, residual, p, generator=generator)
+    if x.device.type == "openreg":  # in forward mode, with the numbers that the kernel draws
+        mask = torch.ops.openreg.dropout_add(x.detach(), residual.detach(), p, generator=generator)[1]
+    else:
+        mask = x.new_empty(x.shape, dtype=torch.float64).uniform_(generator=generator) >= p
+    wide = op.acc_dtype(x.dtype)
+    out = residual.to(wide) + x.to(wide) * mask * _scale(p)
+    return out.to(x.dtype).contiguous(), mask
 
 
+@dropout_add.fake
+def _(x):
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
+
+
+@dropout_add.batched
+def _(in_dims, x, residual, p, *, vmap, generator):
+    size = vmap.batch_size()
+    x, residual = (
+        t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+        for t, dim in zip((x, residual), in_dims, strict=False)
+    )
+    if vmap.randomness() == "different":
+        return torch.ops.openreg.dropout_add(x, residual, p, generator=generator), (0, 0)
+    one = x.new_zeros(x.shape[1:])
+    mask = torch.ops.openreg.dropout_add(one, one, p, generator=generator)[1].expand(x.shape)
+    out = residual + x.to(op.acc_dtype(x.dtype)) * mask * _scale(p)  # rounded once, as the kernel does
+    return (out.to(x.dtype), mask), (0, 0)
+
+
+@dropout_add.samples
+def _(device, dtype):
+    for shape, p in (((4, 6), 0.0), ((2, 3, 7), 0.0), ((), 1.0)):  # where there is nothing random
+        yield *op.normal(device, dtype, shape, shape), p
+
+
+@op.operator(check=_check_backward, batch_first=True)
 def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
     """The gradient that `dropout_add` gives x: grad_out * mask / (1 - p). That of residual is grad_out.
 
@@ -57,110 +118,15 @@ def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
 
     Differentiable any number of times in grad_out.
     """
-    return torch.ops.openreg.dropout_add_backward.default(grad_out, mask, p)
-
-
-def _check_probability(name: str, p: float) -> None:
-    torch._check(0 <= p <= 1, lambda: f"{name}: expected p from 0 to 1, but got {p:g}; it is the probability of a zero")
-
-
-def _check(x: Tensor, residual: Tensor, p: float, generator: torch.Generator | None) -> None:
-    name = "dropout_add"
-    op.check_floating(name, "x", x)
-    op.check_same_device(name, "x", x, "residual", residual)
-    op.check_dtype(name, "residual", residual, x.dtype, "x")
-    op.check_shape(name, "residual", residual, x.shape, "that of x")
-    _check_probability(name, p)
-    if generator is not None:
-        torch._check(
-            generator.device == x.device,
-            lambda: (
-                f"{name}: x is on {x.device} but generator is on {generator.device}; "
-                "make it with torch.Generator(device=...)"
-            ),
-        )
-
-
-def _check_backward(grad_out: Tensor, mask: Tensor, p: float) -> None:
-    name = "dropout_add_backward"
-    op.check_floating(name, "grad_out", grad_out)
-    op.check_same_device(name, "grad_out", grad_out, "mask", mask)
-    op.check_dtype(name, "mask", mask, torch.bool, "its dropout_add output")
-    op.check_shape(name, "mask", mask, grad_out.shape, "that of grad_out")
-    _check_probability(name, p)
-
-
-def _scale(p: float) -> float:
-    return 0.0 if p == 1 else 1 / (1 - p)
-
-
-@torch.library.register_fake("openreg::dropout_add")
-def fake(x: Tensor, residual: Tensor, p: float, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    _check(x, residual, p, generator)
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
-
-
-@torch.library.register_fake("openreg::dropout_add_backward")
-def fake_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
-    _check_backward(grad_out, mask, p)
-    return grad_out.new_empty(grad_out.shape)
-
-
-@op.reference("dropout_add")
-def reference(
-    x: Tensor, residual: Tensor, p: float, *, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    _check(x, residual, p, generator)
-    if x.device.type == "openreg":  # in forward mode, with the numbers that the kernel draws
-        mask = torch.ops.openreg.dropout_add(x.detach(), residual.detach(), p, generator=generator)[1]
-    else:
-        mask = x.new_empty(x.shape, dtype=torch.float64).uniform_(generator=generator) >= p
-    wide = op.acc_dtype(x.dtype)
-    out = residual.to(wide) + x.to(wide) * mask * _scale(p)
-    return out.to(x.dtype).contiguous(), mask
-
-
-@op.reference("dropout_add_backward")
-def reference_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
-    _check_backward(grad_out, mask, p)
     return (grad_out.to(op.acc_dtype(grad_out.dtype)) * mask * _scale(p)).to(grad_out.dtype).contiguous()
 
 
-@op.batched("dropout_add", random=True)
-def batched(
-    in_dims: Sequence[int | None],
-    x: Tensor,
-    residual: Tensor,
-    p: float,
-    *,
-    vmap: Any,
-    generator: torch.Generator | None = None,
-) -> Any:
-    size = vmap.batch_size()
-    x, residual = (
-        t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip((x, residual), in_dims, strict=False)
-    )
-    if vmap.randomness() == "different":
-        return torch.ops.openreg.dropout_add(x, residual, p, generator=generator), (0, 0)
-    one = x.new_zeros(x.shape[1:])
-    mask = torch.ops.openreg.dropout_add(one, one, p, generator=generator)[1].expand(x.shape)
-    out = residual + x.to(op.acc_dtype(x.dtype)) * mask * _scale(p)  # rounded once, as the kernel does
-    return (out.to(x.dtype), mask), (0, 0)
+@dropout_add_backward.fake
+def _(grad_out):
+    return grad_out.new_empty(grad_out.shape)
 
 
-@op.batched("dropout_add_backward")
-def batched_backward(in_dims: Sequence[int | None], *inputs: Any) -> Any:
-    return torch.ops.openreg.dropout_add_backward(*op.all_batch_first(in_dims, inputs)), 0
-
-
-@op.samples("dropout_add")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape, p in (((4, 6), 0.0), ((2, 3, 7), 0.0), ((), 1.0)):  # where there is nothing random
-        yield *(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)), p
-
-
-@op.samples("dropout_add_backward")
-def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@dropout_add_backward.samples
+def _(device, dtype):
     for shape, p in (((4, 6), 0.5), ((2, 3, 7), 0.1), ((), 1.0)):
         yield torch.randn(shape, dtype=dtype, device=device), torch.rand(shape, device=device) >= p, p

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +10,43 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
+def _check(name, x, scale, zero_point, quant_min, quant_max, axis):
+    op.check_floating(name, "x", x)
+    torch._check(
+        axis is None or -x.dim() <= axis < x.dim(),
+        lambda: f"{name}: expected axis of a dimension of x, which has {x.dim()}, but got {axis}",
+    )
+    torch._check(
+        quant_min <= quant_max,
+        lambda: f"{name}: expected quant_min of at most quant_max, but got {quant_min} and {quant_max}",
+    )
+    op.check_same_device(name, "x", x, "scale", scale)
+    op.check_same_device(name, "x", x, "zero_point", zero_point)
+    torch._check(
+        scale.dtype == op.acc_dtype(x.dtype),
+        lambda: (
+            f"{name}: expected scale of {op.dtype_name(op.acc_dtype(x.dtype))} for x of {op.dtype_name(x.dtype)}, "
+            f"but got {op.dtype_name(scale.dtype)}; convert it with .to()"
+        ),
+    )
+    op.check_dtypes(name, "zero_point", zero_point, torch.int32)
+    shape = () if axis is None else (x.shape[axis],)
+    of = "one number, as there is no axis" if axis is None else "the size of x along axis"
+    op.check_shape(name, "scale", scale, shape, of)
+    op.check_shape(name, "zero_point", zero_point, shape, of)
+
+
+def _check_backward(name, grad_y, x, scale, zero_point, quant_min, quant_max, axis):
+    _check(name, x, scale, zero_point, quant_min, quant_max, axis)
+    op.check_like(name, "grad_y", grad_y, "x", x)
+
+
+def _along(values: Tensor, x: Tensor, axis: int | None) -> Tensor:
+    """`values`, one for each index of x along axis, in a shape that broadcasts with x."""
+    return values if axis is None else values.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
+
+
+@op.operator(check=_check)
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
 ) -> Tensor:
@@ -43,9 +79,37 @@ def fake_quantize(
     The half types are computed in float32. Autocast runs it in float32.
     Source: Bengio et al. 2013, arXiv:1308.3432; Esser et al. 2020, arXiv:1902.08153.
     """
-    return torch.ops.openreg.fake_quantize.default(x, scale, zero_point, quant_min, quant_max, axis)
+    s, z = _along(scale, x, axis), _along(zero_point, x, axis).to(scale.dtype)
+    low, high = quant_min - z, quant_max - z
+    wide = x.to(s.dtype)
+    steps = wide.detach() * s.detach().reciprocal()
+    kept = steps.round().clamp(low, high)
+    inside = kept == steps.round()
+    # The value as a constant, and zeros that have the gradients: none comes of dividing by a scale of zero.
+    zero = wide - wide.detach()
+    zero_of_scale = (s - s.detach()).where(s.isfinite(), 0)
+    to_scale = (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
+    y = kept * s.detach() + zero.where(inside, 0) + zero_of_scale * to_scale
+    return y.to(x.dtype).contiguous()
 
 
+@fake_quantize.fake
+def _(x):
+    return x.new_empty(x.shape)
+
+
+@fake_quantize.samples
+def samples(device, dtype):
+    wide = dict(device=device, dtype=op.acc_dtype(dtype))
+    for shape, axis in (((4, 6), None), ((5,), None), ((2, 3, 4, 4), 1)):
+        channels = () if axis is None else (shape[axis],)
+        scale, zero_point = torch.rand(channels, **wide) + 0.2, torch.ones(channels, dtype=torch.int32, device=device)
+        # As bfloat16 has them: rounded to it, x must not come into another step.
+        x = torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
+        yield x, scale, zero_point, -4, 3, axis
+
+
+@op.operator(check=_check_backward)
 def fake_quantize_backward(
     grad_y: Tensor,
     x: Tensor,
@@ -72,113 +136,23 @@ def fake_quantize_backward(
 
     Differentiable any number of times in grad_y; in x and scale it counts as constant.
     """
-    return torch.ops.openreg.fake_quantize_backward.default(grad_y, x, scale, zero_point, quant_min, quant_max, axis)
-
-
-def _check(
-    name: str, x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None
-) -> None:
-    op.check_floating(name, "x", x)
-    torch._check(
-        axis is None or -x.dim() <= axis < x.dim(),
-        lambda: f"{name}: expected axis of a dimension of x, which has {x.dim()}, but got {axis}",
-    )
-    torch._check(
-        quant_min <= quant_max,
-        lambda: f"{name}: expected quant_min of at most quant_max, but got {quant_min} and {quant_max}",
-    )
-    op.check_same_device(name, "x", x, "scale", scale)
-    op.check_same_device(name, "x", x, "zero_point", zero_point)
-    torch._check(
-        scale.dtype == op.acc_dtype(x.dtype),
-        lambda: (
-            f"{name}: expected scale of {op.dtype_name(op.acc_dtype(x.dtype))} for x of {op.dtype_name(x.dtype)}, "
-            f"but got {op.dtype_name(scale.dtype)}; convert it with .to()"
-        ),
-    )
-    torch._check(
-        zero_point.dtype == torch.int32,
-        lambda: (
-            f"{name}: expected zero_point of int32, but got {op.dtype_name(zero_point.dtype)}; convert it with .to()"
-        ),
-    )
-    shape = () if axis is None else (x.shape[axis],)
-    of = "one number, as there is no axis" if axis is None else "the size of x along axis"
-    op.check_shape(name, "scale", scale, shape, of)
-    op.check_shape(name, "zero_point", zero_point, shape, of)
-
-
-def _check_backward(grad_y: Tensor, x: Tensor, *arguments: Any) -> None:
-    name = "fake_quantize_backward"
-    _check(name, x, *arguments)
-    op.check_same_device(name, "x", x, "grad_y", grad_y)
-    op.check_dtype(name, "grad_y", grad_y, x.dtype, "x")
-    op.check_shape(name, "grad_y", grad_y, x.shape, "that of x")
-
-
-@torch.library.register_fake("openreg::fake_quantize")
-def fake(
-    x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
-) -> Tensor:
-    _check("fake_quantize", x, scale, zero_point, quant_min, quant_max, axis)
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("openreg::fake_quantize_backward")
-def fake_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check_backward(grad_y, x, scale, zero_point, quant_min, quant_max, axis)
-    return x.new_empty(x.shape), scale.new_empty(scale.shape)
-
-
-def _along(values: Tensor, x: Tensor, axis: int | None) -> Tensor:
-    """`values`, one for each index of x along axis, in a shape that broadcasts with x."""
-    return values if axis is None else values.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
-
-
-@op.reference("fake_quantize")
-def reference(
-    x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
-) -> Tensor:
-    _check("fake_quantize", x, scale, zero_point, quant_min, quant_max, axis)
-    s, z = _along(scale, x, axis), _along(zero_point, x, axis).to(scale.dtype)
-    low, high = quant_min - z, quant_max - z
-    wide = x.to(s.dtype)
-    steps = wide.detach() * s.detach().reciprocal()
-    kept = steps.round().clamp(low, high)
-    inside = kept == steps.round()
-    # The value as a constant, and zeros that have the gradients: none comes of dividing by a scale of zero.
-    zero = wide - wide.detach()
-    zero_of_scale = (s - s.detach()).where(s.isfinite(), 0)
-    to_scale = (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
-    y = kept * s.detach() + zero.where(inside, 0) + zero_of_scale * to_scale
-    return y.to(x.dtype).contiguous()
-
-
-@op.reference("fake_quantize_backward")
-def reference_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check_backward(grad_y, x, scale, zero_point, quant_min, quant_max, axis)
     s, z = _along(scale.detach(), x, axis), _along(zero_point, x, axis).to(scale.dtype)
     steps = x.detach().to(s.dtype) * s.reciprocal()
     kept = steps.round().clamp(quant_min - z, quant_max - z)
     inside = kept == steps.round()
     to_scale = grad_y.to(s.dtype) * (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
     return grad_y.where(inside, 0).contiguous(), op.sum_to(to_scale, s).reshape(scale.shape)
+
+
+@fake_quantize_backward.fake
+def _(x, scale):
+    return x.new_empty(x.shape), scale.new_empty(scale.shape)
+
+
+@fake_quantize_backward.samples
+def _(device, dtype):
+    for x, *rest in samples(device, dtype):
+        yield torch.randn_like(x), x, *rest
 
 
 # A scale for each sample is one for each channel: the kernel runs with samples, or samples' channels, as channels.
@@ -192,16 +166,8 @@ def _unfold(x: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
     return x if axis is None else x.unflatten(0, shape).movedim(1, axis)
 
 
-@op.batched("fake_quantize")
-def batched(
-    in_dims: Sequence[int | None],
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None = None,
-) -> Any:
+@fake_quantize.batched
+def _(in_dims, x, scale, zero_point, quant_min, quant_max, axis):
     run = torch.ops.openreg.fake_quantize
     if in_dims[1] is None and in_dims[2] is None:
         axis = axis if axis is None or axis < 0 else axis + 1
@@ -212,37 +178,11 @@ def batched(
     return _unfold(y, scale.shape, axis), 0
 
 
-@op.batched("fake_quantize_backward")
-def batched_backward(
-    in_dims: Sequence[int | None],
-    grad_y: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None = None,
-) -> Any:
+@fake_quantize_backward.batched
+def _(in_dims, grad_y, x, scale, zero_point, quant_min, quant_max, axis):
     grad_y, x, scale, zero_point = op.all_batch_first(in_dims[:4], (grad_y, x, scale, zero_point))
     axis = None if axis is None else axis % (x.dim() - 1) + 1
     grad_x, grad_scale = torch.ops.openreg.fake_quantize_backward(
         _fold(grad_y, axis), _fold(x, axis), scale.flatten(), zero_point.flatten(), quant_min, quant_max, 0
     )
     return (_unfold(grad_x, scale.shape, axis), grad_scale.reshape(scale.shape)), (0, 0)
-
-
-@op.samples("fake_quantize")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    wide = dict(device=device, dtype=op.acc_dtype(dtype))
-    for shape, axis in (((4, 6), None), ((5,), None), ((2, 3, 4, 4), 1)):
-        channels = () if axis is None else (shape[axis],)
-        scale, zero_point = torch.rand(channels, **wide) + 0.2, torch.ones(channels, dtype=torch.int32, device=device)
-        # As bfloat16 has them: rounded to it, x must not come into another step.
-        x = torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
-        yield x, scale, zero_point, -4, 3, axis
-
-
-@op.samples("fake_quantize_backward")
-def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for x, *rest in samples(device, dtype):
-        yield torch.randn_like(x), x, *rest

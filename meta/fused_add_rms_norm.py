@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
+def _check_row(name, x_name, x, weight):
+    op.check_floating(name, x_name, x)
+    op.check_rows(name, x_name, x)
+    op.check_same_device(name, x_name, x, "weight", weight)
+    op.check_dtype(name, "weight", weight, x.dtype, x_name)
+    op.check_shape(name, "weight", weight, x.shape[-1:], f"the last dimension of {x_name}")
+
+
+def _check(name, x, residual, weight):
+    _check_row(name, "x", x, weight)
+    op.check_like(name, "residual", residual, "x", x)
+
+
+def _check_backward(name, grad_y, grad_sum, sum, weight):
+    _check_row(name, "sum", sum, weight)
+    op.check_like(name, "grad_y", grad_y, "sum", sum)
+    if grad_sum is not None:
+        op.check_like(name, "grad_sum", grad_sum, "sum", sum)
+
+
+@op.operator(check=_check, batch_first=["x", "residual"])  # the kernel takes one weight for all rows
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, and scale the sum to unit root-mean-square over its last dimension.
 
@@ -34,9 +51,24 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float =
     Source: Zhang & Sennrich 2019, arXiv:1910.07467; vLLM's `fused_add_rms_norm`, which writes y over x and sum over
     residual, where this one leaves its arguments alone.
     """
-    return torch.ops.openreg.fused_add_rms_norm.default(x, residual, weight, eps)
+    sum = x + residual
+    wide = sum.to(op.acc_dtype(x.dtype))
+    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    return y.to(x.dtype).contiguous(), sum.contiguous()
 
 
+@fused_add_rms_norm.fake
+def _(x):
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@fused_add_rms_norm.samples
+def _(device, dtype):
+    for shape, *eps in (((4, 6),), ((5,), 1e-3), ((2, 3, 4, 7),)):
+        yield *op.normal(device, dtype, shape, shape, shape[-1:]), *eps
+
+
+@op.operator(check=_check_backward)  # vmap maps the reference: each sample has a grad_weight of its own
 def fused_add_rms_norm_backward(
     grad_y: Tensor, grad_sum: Tensor | None, sum: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -59,68 +91,6 @@ def fused_add_rms_norm_backward(
 
     Differentiable any number of times in all four tensors.
     """
-    return torch.ops.openreg.fused_add_rms_norm_backward.default(grad_y, grad_sum, sum, weight, eps)
-
-
-def _check_row(name: str, x_name: str, x: Tensor, weight: Tensor) -> None:
-    op.check_floating(name, x_name, x)
-    torch._check(
-        x.dim() >= 1,
-        lambda: f"{name}: expected {x_name} of at least one dimension, but got a scalar; use {x_name}.unsqueeze(0)",
-    )
-    op.check_same_device(name, x_name, x, "weight", weight)
-    op.check_dtype(name, "weight", weight, x.dtype, x_name)
-    op.check_shape(name, "weight", weight, x.shape[-1:], f"the last dimension of {x_name}")
-
-
-def _check_like(name: str, x_name: str, x: Tensor, of: str, y: Tensor) -> None:
-    op.check_same_device(name, of, y, x_name, x)
-    op.check_dtype(name, x_name, x, y.dtype, of)
-    op.check_shape(name, x_name, x, y.shape, f"that of {of}")
-
-
-def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    name = "fused_add_rms_norm"
-    _check_row(name, "x", x, weight)
-    _check_like(name, "residual", residual, "x", x)
-
-
-def _check_backward(grad_y: Tensor, grad_sum: Tensor | None, sum: Tensor, weight: Tensor) -> None:
-    name = "fused_add_rms_norm_backward"
-    _check_row(name, "sum", sum, weight)
-    _check_like(name, "grad_y", grad_y, "sum", sum)
-    if grad_sum is not None:
-        _check_like(name, "grad_sum", grad_sum, "sum", sum)
-
-
-@torch.library.register_fake("openreg::fused_add_rms_norm")
-def fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    _check(x, residual, weight)
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@torch.library.register_fake("openreg::fused_add_rms_norm_backward")
-def fake_backward(
-    grad_y: Tensor, grad_sum: Tensor | None, sum: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    _check_backward(grad_y, grad_sum, sum, weight)
-    return sum.new_empty(sum.shape), weight.new_empty(weight.shape)
-
-
-@op.reference("fused_add_rms_norm")
-def reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    _check(x, residual, weight)
-    sum = x + residual
-    wide = sum.to(op.acc_dtype(x.dtype))
-    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    return y.to(x.dtype).contiguous(), sum.contiguous()
-
-
-@op.reference("fused_add_rms_norm_backward")
-def reference_backward(
-    grad_y: Tensor, grad_sum: Tensor | None, sum: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    _check_backward(grad_y, grad_sum, sum, weight)
     acc = op.acc_dtype(sum.dtype)
     wide, grad = sum.to(acc), grad_y.to(acc)
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -132,29 +102,14 @@ def reference_backward(
     return grad_x.to(sum.dtype).contiguous(), grad_weight.to(weight.dtype)
 
 
-@op.batched("fused_add_rms_norm")
-def batched(in_dims: Sequence[int | None], x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
-    if in_dims[2] is not None:  # the kernel takes one weight for all rows
-        return NotImplemented
-    rows = op.all_batch_first(in_dims[:2], (x, residual))
-    return torch.ops.openreg.fused_add_rms_norm(*rows, weight, eps), (0, 0)
+@fused_add_rms_norm_backward.fake
+def _(sum, weight):
+    return sum.new_empty(sum.shape), weight.new_empty(weight.shape)
 
 
-@op.batched("fused_add_rms_norm_backward")
-def batched_backward(in_dims: Sequence[int | None], *_inputs: Any) -> Any:
-    return NotImplemented  # each sample has a grad_weight of its own, where the kernel adds up all rows
-
-
-@op.samples("fused_add_rms_norm")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape, *eps in (((4, 6),), ((5,), 1e-3), ((2, 3, 4, 7),)):
-        yield *(torch.randn(s, dtype=dtype, device=device) for s in (shape, shape, shape[-1:])), *eps
-
-
-@op.samples("fused_add_rms_norm_backward")
-def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@fused_add_rms_norm_backward.samples
+def _(device, dtype):
     for shape in ((4, 6), (5,), (2, 3, 4, 7)):
-        grad_y, grad_sum, sum = (torch.randn(shape, dtype=dtype, device=device) for _ in range(3))
-        weight = torch.randn(shape[-1:], dtype=dtype, device=device)
+        grad_y, grad_sum, sum, weight = op.normal(device, dtype, shape, shape, shape, shape[-1:])
         yield grad_y, grad_sum, sum, weight, 1e-3
         yield grad_y, None, sum, weight, 1e-3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,56 +13,7 @@ from torch.nn.functional import linear
 from openreg_ops.meta import op
 
 
-def grouped_linear(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None, group_sizes: Tensor) -> Tensor:
-    """Apply to each group of rows a linear layer of its own, as the experts of a mixture of experts do.
-
-    y[i] = weights[e] @ x[i] + bias[e]  where e is the group of row i: the first group_sizes[0] rows of x are
-    group 0, the next group_sizes[1] are group 1, and so on.
-
-    Args:
-        x: `[rows, in]`, its rows sorted by group; float32, float64, float16 or bfloat16; any strides.
-        weights: E tensors `[out, in]`, dtype of x; any strides, a transposed one is not copied.
-        bias: E tensors `[out]`, dtype of x; or None, which to the operator is an empty list.
-        group_sizes: `[E]`, int32 or int64, on the device of x; numbers of rows, 0 included, that sum to `rows`.
-    Returns:
-        y: `[rows, out]`, dtype of x, contiguous.
-    Raises:
-        RuntimeError: no weight; shapes, dtypes or devices do not fit; a group size is negative, or they do not sum to
-            the rows of x. Compiled for another device than openreg, this last check is an assertion in the graph.
-
-    Differentiable any number of times in x, every weight and every bias. Group sizes are data: under `torch.compile`
-    they may change from call to call, as the number of rows may. The half types are accumulated in float32.
-    Autocast runs it in its lower dtype. Compiled for another device than openreg, it runs every group on every row.
-    Source: Shazeer et al. 2017, arXiv:1701.06538; `torch.nn.functional.grouped_mm` is its kin for stacked weights.
-    """
-    return torch.ops.openreg.grouped_linear.default(x, weights, bias or [], group_sizes)
-
-
-def grouped_linear_backward(
-    grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor, output_mask: Sequence[bool]
-) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """The gradients that `grouped_linear` gives x, every weight and every bias.
-
-    With the rows of group e:  grad_x = grad_y @ weights[e],  grad_weights[e] = grad_y.T @ x,
-    grad_bias[e] = sum(grad_y, 0)
-
-    Args:
-        grad_y: `[rows, out]`, dtype of x.
-        x, weights, group_sizes: as `grouped_linear` got them.
-        output_mask: which of the three to compute.
-    Returns:
-        grad_x: `[rows, in]`, contiguous; None where the mask says no.
-        grad_weights: E tensors `[out, in]`, contiguous; an empty list where the mask says no.
-        grad_bias: E tensors `[out]`; likewise.
-    Raises:
-        RuntimeError: as `grouped_linear`, and for a grad_y of another shape, dtype or device.
-
-    Differentiable any number of times in grad_y, x and the weights.
-    """
-    return torch.ops.openreg.grouped_linear_backward.default(grad_y, x, weights, group_sizes, output_mask)
-
-
-def _check(name: str, x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor) -> None:
+def _check_groups(name, x, weights, group_sizes):
     op.check_floating(name, "x", x)
     torch._check(
         x.dim() == 2, lambda: f"{name}: expected x of shape [rows, in], but got {list(x.shape)}; flatten its rows"
@@ -73,30 +24,21 @@ def _check(name: str, x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor)
         op.check_same_device(name, "x", x, each, weight)
         op.check_dtype(name, each, weight, x.dtype, "x")
         if e == 0:
-
-            def sentence() -> str:
-                return (
+            torch._check(
+                weight.dim() == 2 and weight.shape[1] == x.shape[1],
+                lambda: (
                     f"{name}: expected weights[0] of shape [out, {x.shape[1]}], for the columns of x, "
                     f"but got {list(weights[0].shape)}"
-                )
-
-            torch._check(weight.dim() == 2, sentence)
-            torch._check(weight.shape[1] == x.shape[1], sentence)
+                ),
+            )
         op.check_shape(name, each, weight, weights[0].shape, "that of weights[0]")
     op.check_same_device(name, "x", x, "group_sizes", group_sizes)
-    torch._check(
-        group_sizes.dtype in (torch.int32, torch.int64),
-        lambda: (
-            f"{name}: expected group_sizes of int32 or int64, but got {op.dtype_name(group_sizes.dtype)}; "
-            "convert it with .to()"
-        ),
-    )
+    op.check_dtypes(name, "group_sizes", group_sizes, torch.int32, torch.int64)
     op.check_shape(name, "group_sizes", group_sizes, [len(weights)], "a number for each weight")
 
 
-def _check_forward(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor], group_sizes: Tensor) -> None:
-    name = "grouped_linear"
-    _check(name, x, weights, group_sizes)
+def _check(name, x, weights, bias, group_sizes):
+    _check_groups(name, x, weights, group_sizes)
     torch._check(
         len(bias) in (0, len(weights)),
         lambda: f"{name}: expected bias of a tensor for each of the {len(weights)} weights, but got {len(bias)}",
@@ -107,30 +49,11 @@ def _check_forward(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor],
         op.check_shape(name, f"bias[{e}]", each, weights[0].shape[:1], "a number for each row of a weight")
 
 
-def _check_backward(grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor) -> None:
-    name = "grouped_linear_backward"
-    _check(name, x, weights, group_sizes)
+def _check_backward(name, grad_y, x, weights, group_sizes):
+    _check_groups(name, x, weights, group_sizes)
     op.check_same_device(name, "x", x, "grad_y", grad_y)
     op.check_dtype(name, "grad_y", grad_y, x.dtype, "x")
     op.check_shape(name, "grad_y", grad_y, (x.shape[0], weights[0].shape[0]), "the rows of x and of a weight")
-
-
-@torch.library.register_fake("openreg::grouped_linear")
-def fake(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor], group_sizes: Tensor) -> Tensor:
-    _check_forward(x, weights, bias, group_sizes)
-    return x.new_empty(x.shape[0], weights[0].shape[0])
-
-
-@torch.library.register_fake("openreg::grouped_linear_backward")
-def fake_backward(
-    grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor, output_mask: Sequence[bool]
-) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    _check_backward(grad_y, x, weights, group_sizes)
-    return (
-        x.new_empty(x.shape) if output_mask[0] else None,
-        [w.new_empty(w.shape) for w in weights] if output_mask[1] else [],
-        [w.new_empty(w.shape[:1]) for w in weights] if output_mask[2] else [],
-    )
 
 
 class _Groups:
@@ -200,25 +123,76 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias)
 
 
-@op.reference("grouped_linear")
-def reference(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor], group_sizes: Tensor) -> Tensor:
-    _check_forward(x, weights, bias, group_sizes)
+@op.operator(check=_check)
+def grouped_linear(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None, group_sizes: Tensor) -> Tensor:
+    """Apply to each group of rows a linear layer of its own, as the experts of a mixture of experts do.
+
+    y[i] = weights[e] @ x[i] + bias[e]  where e is the group of row i: the first group_sizes[0] rows of x are
+    group 0, the next group_sizes[1] are group 1, and so on.
+
+    Args:
+        x: `[rows, in]`, its rows sorted by group; float32, float64, float16 or bfloat16; any strides.
+        weights: E tensors `[out, in]`, dtype of x; any strides, a transposed one is not copied.
+        bias: E tensors `[out]`, dtype of x; or None, which to the operator is an empty list.
+        group_sizes: `[E]`, int32 or int64, on the device of x; numbers of rows, 0 included, that sum to `rows`.
+    Returns:
+        y: `[rows, out]`, dtype of x, contiguous.
+    Raises:
+        RuntimeError: no weight; shapes, dtypes or devices do not fit; a group size is negative, or they do not sum to
+            the rows of x. Compiled for another device than openreg, this last check is an assertion in the graph.
+
+    Differentiable any number of times in x, every weight and every bias. Group sizes are data: under `torch.compile`
+    they may change from call to call, as the number of rows may. The half types are accumulated in float32.
+    Autocast runs it in its lower dtype. Compiled for another device than openreg, it runs every group on every row.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; `torch.nn.functional.grouped_mm` is its kin for stacked weights.
+    """
     groups = _Groups("grouped_linear", group_sizes, x.shape[0])
     each = zip(groups.split(x), weights, bias or [None] * len(weights), strict=True)
     return groups.join([_linear(*one) for one in each])
 
 
-@op.reference("grouped_linear_backward")
-def reference_backward(
+@grouped_linear.fake
+def _(x, weights):
+    return x.new_empty(x.shape[0], weights[0].shape[0])
+
+
+@op.operator(check=_check_backward)
+def grouped_linear_backward(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor, output_mask: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    _check_backward(grad_y, x, weights, group_sizes)
+    """The gradients that `grouped_linear` gives x, every weight and every bias.
+
+    With the rows of group e:  grad_x = grad_y @ weights[e],  grad_weights[e] = grad_y.T @ x,
+    grad_bias[e] = sum(grad_y, 0)
+
+    Args:
+        grad_y: `[rows, out]`, dtype of x.
+        x, weights, group_sizes: as `grouped_linear` got them.
+        output_mask: which of the three to compute.
+    Returns:
+        grad_x: `[rows, in]`, contiguous; None where the mask says no.
+        grad_weights: E tensors `[out, in]`, contiguous; an empty list where the mask says no.
+        grad_bias: E tensors `[out]`; likewise.
+    Raises:
+        RuntimeError: as `grouped_linear`, and for a grad_y of another shape, dtype or device.
+
+    Differentiable any number of times in grad_y, x and the weights.
+    """
     groups = _Groups("grouped_linear_backward", group_sizes, x.shape[0])
     grads = groups.split(grad_y)
     return (
         groups.join([op.product(g, w) for g, w in zip(grads, weights, strict=True)]) if output_mask[0] else None,
         [op.product(g.mT, part) for g, part in zip(grads, groups.split(x), strict=True)] if output_mask[1] else [],
         [g.sum(0) for g in grads] if output_mask[2] else [],
+    )
+
+
+@grouped_linear_backward.fake
+def _(x, weights, output_mask):
+    return (
+        x.new_empty(x.shape) if output_mask[0] else None,
+        [w.new_empty(w.shape) for w in weights] if output_mask[1] else [],
+        [w.new_empty(w.shape[:1]) for w in weights] if output_mask[2] else [],
     )
 
 
@@ -248,10 +222,8 @@ def _rows(dim: int | None, x: Tensor, samples: int) -> Tensor:
     return (x.expand(samples, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
-@op.batched("grouped_linear")
-def batched(
-    in_dims: Sequence[Any], x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor], group_sizes: Tensor
-) -> Any:
+@grouped_linear.batched
+def _(in_dims, x, weights, bias, group_sizes):
     x_dim, weight_dims, bias_dims, sizes_dim = in_dims
     layers = [*zip(weight_dims, weights, strict=True), *zip(bias_dims, bias, strict=True), (sizes_dim, group_sizes)]
     samples = _samples((x_dim, x), *layers)
@@ -272,15 +244,8 @@ def batched(
     return y.view(samples, rows.shape[0] // samples, y.shape[1]), 0
 
 
-@op.batched("grouped_linear_backward")
-def batched_backward(
-    in_dims: Sequence[Any],
-    grad_y: Tensor,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    group_sizes: Tensor,
-    output_mask: Sequence[bool],
-) -> Any:
+@grouped_linear_backward.batched
+def _(in_dims, grad_y, x, weights, group_sizes, output_mask):
     grad_dim, x_dim, weight_dims, sizes_dim, _ = in_dims
     samples = _samples(
         (grad_dim, grad_y), (x_dim, x), *zip(weight_dims, weights, strict=True), (sizes_dim, group_sizes)
@@ -308,16 +273,16 @@ def batched_backward(
     return out, (None if grad_x is None else 0, [0] * len(out[1]), [0] * len(out[2]))
 
 
-@op.samples("grouped_linear")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@grouped_linear.samples
+def samples(device, dtype):
     for sizes, has_bias in (([3, 0, 2], True), ([4], False)):
         x, weights = torch.randn(sum(sizes), 4, dtype=dtype, device=device), torch.randn(len(sizes), 6, 4, dtype=dtype)
         bias = torch.randn(len(sizes), 6, dtype=dtype, device=device).unbind() if has_bias else ()
         yield x, list(weights.to(device).unbind()), list(bias), torch.tensor(sizes, device=device)
 
 
-@op.samples("grouped_linear_backward")
-def samples_backward(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@grouped_linear_backward.samples
+def _(device, dtype):
     for x, weights, bias, sizes in samples(device, dtype):
         grad_y = torch.randn(x.shape[0], 6, dtype=dtype, device=device)
         yield grad_y, x, weights, sizes, [True, True, bool(bias)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,6 +10,37 @@ from openreg_ops.meta import op
 _MOST_COLUMNS = 132104  # sums of more products of int8 could leave int32
 
 
+def _check(name, x, weight_q, weight_scale, bias):
+    op.check_floating(name, "x", x)
+    op.check_rows(name, "x", x)
+    columns = x.shape[-1]
+    op.check_same_device(name, "x", x, "weight_q", weight_q)
+    op.check_dtypes(name, "weight_q", weight_q, torch.int8, remedy="make it with quantize_rowwise")
+    torch._check(
+        weight_q.dim() == 2 and weight_q.shape[1] == columns,
+        lambda: (
+            f"{name}: expected weight_q of shape [N, {columns}], with the last dimension of x, "
+            f"but got {list(weight_q.shape)}"
+        ),
+    )
+    torch._check(
+        columns <= _MOST_COLUMNS,
+        lambda: (
+            f"{name}: expected at most {_MOST_COLUMNS} columns, but got {columns}, whose sums could leave int32; "
+            "split x and weight_q"
+        ),
+    )
+    op.check_same_device(name, "x", x, "weight_scale", weight_scale)
+    op.check_dtype(name, "weight_scale", weight_scale, torch.float32, "a scale of quantize_rowwise")
+    op.check_shape(name, "weight_scale", weight_scale, weight_q.shape[:1], "the rows of weight_q")
+    if bias is not None:
+        op.check_same_device(name, "x", x, "bias", bias)
+        if bias.dtype != torch.float32:
+            op.check_dtype(name, "bias", bias, x.dtype, "x")
+        op.check_shape(name, "bias", bias, weight_q.shape[:1], "the rows of weight_q")
+
+
+@op.operator(check=_check, differentiable=False, batch_first=["x"])  # the kernel takes one weight for all rows
 def int8_linear(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x by a weight that `quantize_rowwise` made, in int8.
 
@@ -38,56 +66,6 @@ def int8_linear(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor 
     alone: y has that of x.
     Source: Dettmers et al. 2022, arXiv:2208.07339, section 2, without its treatment of outliers.
     """
-    return torch.ops.openreg.int8_linear.default(x, weight_q, weight_scale, bias)
-
-
-def _check(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
-    name = "int8_linear"
-    op.check_floating(name, "x", x)
-    torch._check(
-        x.dim() >= 1, lambda: f"{name}: expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)"
-    )
-    columns = x.shape[-1]
-    op.check_same_device(name, "x", x, "weight_q", weight_q)
-    torch._check(
-        weight_q.dtype == torch.int8,
-        lambda: (
-            f"{name}: expected weight_q of int8, but got {op.dtype_name(weight_q.dtype)}; make it with quantize_rowwise"
-        ),
-    )
-    torch._check(
-        weight_q.dim() == 2 and weight_q.shape[1] == columns,
-        lambda: (
-            f"{name}: expected weight_q of shape [N, {columns}], with the last dimension of x, "
-            f"but got {list(weight_q.shape)}"
-        ),
-    )
-    torch._check(
-        columns <= _MOST_COLUMNS,
-        lambda: (
-            f"{name}: expected at most {_MOST_COLUMNS} columns, but got {columns}, whose sums could leave int32; "
-            "split x and weight_q"
-        ),
-    )
-    op.check_same_device(name, "x", x, "weight_scale", weight_scale)
-    op.check_dtype(name, "weight_scale", weight_scale, torch.float32, "a scale of quantize_rowwise")
-    op.check_shape(name, "weight_scale", weight_scale, weight_q.shape[:1], "the rows of weight_q")
-    if bias is not None:
-        op.check_same_device(name, "x", x, "bias", bias)
-        if bias.dtype != torch.float32:
-            op.check_dtype(name, "bias", bias, x.dtype, "x")
-        op.check_shape(name, "bias", bias, weight_q.shape[:1], "the rows of weight_q")
-
-
-@torch.library.register_fake("openreg::int8_linear")
-def fake(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    _check(x, weight_q, weight_scale, bias)
-    return x.new_empty((*x.shape[:-1], weight_q.shape[0]))
-
-
-@op.reference("int8_linear", differentiable=False)
-def reference(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    _check(x, weight_q, weight_scale, bias)
     wide = op.acc_dtype(x.dtype)
     q, scale = torch.ops.openreg.quantize_rowwise(x)
     total = torch.nn.functional.linear(q.double(), weight_q.double())  # exact, and on every device
@@ -97,15 +75,13 @@ def reference(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | 
     return y.to(x.dtype).contiguous()
 
 
-@op.batched("int8_linear")
-def batched(in_dims: Sequence[int | None], x: Tensor, *weight: Tensor | None) -> Any:
-    if any(dim is not None for dim in in_dims[1:]):  # the kernel takes one weight for all rows
-        return NotImplemented
-    return torch.ops.openreg.int8_linear(x.movedim(in_dims[0], 0), *weight), 0
+@int8_linear.fake
+def _(x, weight_q):
+    return x.new_empty((*x.shape[:-1], weight_q.shape[0]))
 
 
-@op.samples("int8_linear")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@int8_linear.samples
+def _(device, dtype):
     for shape, rows, *bias in (((4, 6), 5), ((8,), 3, dtype), ((2, 3, 16), 7, torch.float32)):
         yield (
             torch.randn(shape, dtype=dtype, device=device),

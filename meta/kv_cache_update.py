@@ -2,81 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
-def kv_cache_update_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write the keys and values of N tokens to their slots of a cache, in place.
-
-    k_cache[slots[i]] = k[i],  v_cache[slots[i]] = v[i]  for every i with slots[i] >= 0
-
-    Args:
-        k_cache: `[num_slots, ...]`, such as `[num_slots, heads, head_dim]`; any dtype and strides, written through
-            these. A paged cache `[blocks, block_size, ...]` is `cache.flatten(0, 1)`, a view.
-        v_cache: `[num_slots, ...]`; its other dimensions, dtype and strides are its own.
-        k: `[N, ...]`, a row of k_cache for each token, in k_cache's dtype. It may be part of the cache: all is read
-            before anything is written.
-        v: `[N, ...]`, the same for v_cache.
-        slots: `[N]`, int32 or int64. A negative slot skips its token, as padding wants it.
-    Raises:
-        RuntimeError: shapes, dtypes or devices do not fit; a cache is expanded or shares memory with the other
-            (asked on openreg only); an argument requires a gradient or carries a tangent; under `torch.vmap`, a
-            cache that is not mapped over while something else is.
-        IndexError: a slot is num_slots or more, or is given twice: two tokens in one slot are a mistake of the
-            scheduler, and which of them stays would depend on the device.
-        Whatever is raised, nothing has been written.
-
-    Not differentiable: an argument that requires a gradient is refused, at once; use `torch.no_grad()`, or
-    `Tensor.index_copy` where a gradient is wanted. Autocast casts k and v to the caches' dtypes. Under `torch.compile`
-    it is functionalized, and written in place by Inductor. On openreg and CPU the slots are looked at by the host.
-    Under `torch.vmap` over slots, the slots of all samples count one after another in errors.
-    Source: reshape_and_cache of vLLM; Kwon et al. 2023, arXiv:2309.06180.
-    """
-    torch.ops.openreg.kv_cache_update_.default(k_cache, v_cache, k, v, slots)
-
-
-def kv_cache_update(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The caches that `kv_cache_update_` would leave, as new tensors.
-
-    Args:
-        k_cache, v_cache, k, v, slots: as `kv_cache_update_` takes them; the caches may be expanded too.
-    Returns:
-        new_k_cache, new_v_cache: shapes and dtypes of the caches, contiguous.
-    Raises:
-        RuntimeError, IndexError: as `kv_cache_update_`, gradients apart.
-        RuntimeError: at backward, on every device: "derivative for openreg::kv_cache_update is not implemented".
-
-    Not differentiable. Autocast casts k and v to the caches' dtypes.
-    """
-    return torch.ops.openreg.kv_cache_update.default(k_cache, v_cache, k, v, slots)
-
-
-def _check(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    op.check_same_device(name, "k_cache", k_cache, "v_cache", v_cache)
-    op.check_same_device(name, "k_cache", k_cache, "k", k)
-    op.check_same_device(name, "k_cache", k_cache, "v", v)
-    op.check_same_device(name, "k_cache", k_cache, "slots", slots)
+def _check(name, k_cache, v_cache, k, v, slots):
+    for x_name, x in (("v_cache", v_cache), ("k", k), ("v", v), ("slots", slots)):
+        op.check_same_device(name, "k_cache", k_cache, x_name, x)
     torch._check(k_cache.dim() >= 1, lambda: f"{name}: expected k_cache of shape [num_slots, ...], but got a scalar")
-
-    def as_many_slots() -> str:
-        return (
-            f"{name}: expected v_cache of as many slots as k_cache, {k_cache.shape[0]}, but got {list(v_cache.shape)}"
-        )
-
-    torch._check(v_cache.dim() >= 1, as_many_slots)
-    torch._check(v_cache.shape[0] == k_cache.shape[0], as_many_slots)
     torch._check(
-        slots.dtype in (torch.int32, torch.int64),
+        v_cache.dim() >= 1 and v_cache.shape[0] == k_cache.shape[0],
         lambda: (
-            f"{name}: expected slots of int32 or int64, but got {op.dtype_name(slots.dtype)}; convert it with .to()"
+            f"{name}: expected v_cache of as many slots as k_cache, {k_cache.shape[0]}, but got {list(v_cache.shape)}"
         ),
     )
+    op.check_dtypes(name, "slots", slots, torch.int32, torch.int64)
     torch._check(
         slots.dim() == 1,
         lambda: (
@@ -114,17 +56,6 @@ def _kept(name: str, num_slots: int, slots: Tensor) -> list[int]:
     return [position for _, position in kept]
 
 
-@torch.library.register_fake("openreg::kv_cache_update_")
-def fake_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    _check("kv_cache_update_", k_cache, v_cache, k, v, slots)
-
-
-@torch.library.register_fake("openreg::kv_cache_update")
-def fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    _check("kv_cache_update", k_cache, v_cache, k, v, slots)
-    return k_cache.new_empty(k_cache.shape), v_cache.new_empty(v_cache.shape)
-
-
 def _write(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     kept = torch.tensor(_kept(name, k_cache.shape[0], slots), dtype=torch.int64, device=slots.device)
     to, keys, values = slots[kept].long(), k[kept], v[kept]
@@ -132,26 +63,72 @@ def _write(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, sl
     v_cache[to] = values
 
 
-@op.reference("kv_cache_update_", differentiable=False)
-def reference_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    _check("kv_cache_update_", k_cache, v_cache, k, v, slots)
+@op.operator(check=_check, differentiable=False)
+def kv_cache_update_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write the keys and values of N tokens to their slots of a cache, in place.
+
+    k_cache[slots[i]] = k[i],  v_cache[slots[i]] = v[i]  for every i with slots[i] >= 0
+
+    Args:
+        k_cache: `[num_slots, ...]`, such as `[num_slots, heads, head_dim]`; any dtype and strides, written through
+            these. A paged cache `[blocks, block_size, ...]` is `cache.flatten(0, 1)`, a view.
+        v_cache: `[num_slots, ...]`; its other dimensions, dtype and strides are its own.
+        k: `[N, ...]`, a row of k_cache for each token, in k_cache's dtype. It may be part of the cache: all is read
+            before anything is written.
+        v: `[N, ...]`, the same for v_cache.
+        slots: `[N]`, int32 or int64. A negative slot skips its token, as padding wants it.
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; a cache is expanded or shares memory with the other
+            (asked on openreg only); an argument requires a gradient or carries a tangent; under `torch.vmap`, a
+            cache that is not mapped over while something else is.
+        IndexError: a slot is num_slots or more, or is given twice: two tokens in one slot are a mistake of the
+            scheduler, and which of them stays would depend on the device.
+        Whatever is raised, nothing has been written.
+
+    Not differentiable: an argument that requires a gradient is refused, at once; use `torch.no_grad()`, or
+    `Tensor.index_copy` where a gradient is wanted. Autocast casts k and v to the caches' dtypes. Under `torch.compile`
+    it is functionalized, and written in place by Inductor. On openreg and CPU the slots are looked at by the host.
+    Under `torch.vmap` over slots, the slots of all samples count one after another in errors.
+    Source: reshape_and_cache of vLLM; Kwon et al. 2023, arXiv:2309.06180.
+    """
     _write("kv_cache_update_", k_cache, v_cache, k, v, slots)
 
 
-@op.reference("kv_cache_update", differentiable=False)
-def reference(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    _check("kv_cache_update", k_cache, v_cache, k, v, slots)
+@kv_cache_update_.fake
+def _():
+    pass
+
+
+@op.operator(check=_check, differentiable=False)
+def kv_cache_update(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The caches that `kv_cache_update_` would leave, as new tensors.
+
+    Args:
+        k_cache, v_cache, k, v, slots: as `kv_cache_update_` takes them; the caches may be expanded too.
+    Returns:
+        new_k_cache, new_v_cache: shapes and dtypes of the caches, contiguous.
+    Raises:
+        RuntimeError, IndexError: as `kv_cache_update_`, gradients apart.
+        RuntimeError: at backward, on every device: "derivative for openreg::kv_cache_update is not implemented".
+
+    Not differentiable. Autocast casts k and v to the caches' dtypes.
+    """
     new = [cache.clone(memory_format=torch.contiguous_format) for cache in (k_cache, v_cache)]
     _write("kv_cache_update", *new, k, v, slots)
     return new[0], new[1]
+
+
+@kv_cache_update.fake
+def _(k_cache, v_cache):
+    return k_cache.new_empty(k_cache.shape), v_cache.new_empty(v_cache.shape)
 
 
 # Samples with slots in common are one more dimension of a row. Else the samples' slots stand one after another, and
 # a slot that is past the end of its sample goes past the end of all.
 
 
-@op.batched("kv_cache_update")
-def batched(in_dims: Sequence[int | None], *inputs: Tensor) -> Any:
+@kv_cache_update.batched
+def _(in_dims, *inputs):
     *rows, slots = op.all_batch_first(in_dims, inputs)
     if in_dims[4] is None:
         out = torch.ops.openreg.kv_cache_update(*(x.movedim(0, 1) for x in rows), inputs[4])
@@ -163,8 +140,8 @@ def batched(in_dims: Sequence[int | None], *inputs: Tensor) -> Any:
     return (k_cache.unflatten(0, samples), v_cache.unflatten(0, samples)), (0, 0)
 
 
-@op.batched("kv_cache_update_")
-def batched_(in_dims: Sequence[int | None], *inputs: Tensor) -> None:
+@kv_cache_update_.batched
+def _(in_dims, *inputs):
     for name, dim in zip(("k_cache", "v_cache"), in_dims, strict=False):
         torch._check(
             dim is not None,
@@ -191,9 +168,9 @@ def _one_after_another(slots: Tensor, num_slots: int) -> Tensor:
     return torch.where(slots < 0, -1, placed).flatten()
 
 
-@op.samples("kv_cache_update_")
-@op.samples("kv_cache_update")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+@kv_cache_update_.samples
+@kv_cache_update.samples
+def _(device, dtype):
     for slots in ([3, 0, -1, 5], [2]):
-        shapes = [(8, 2, 3), (8, 2, 3), (len(slots), 2, 3), (len(slots), 2, 3)]
-        yield (*(torch.randn(s, dtype=dtype, device=device) for s in shapes), torch.tensor(slots, device=device))
+        rows = (len(slots), 2, 3)
+        yield *op.normal(device, dtype, (8, 2, 3), (8, 2, 3), rows, rows), torch.tensor(slots, device=device)

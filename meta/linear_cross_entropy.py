@@ -2,27 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
-from openreg_ops.meta.cross_entropy import check_options, check_target, count_of, loss_of, reference_backward
+from openreg_ops.meta.cross_entropy import check_options, check_target, cross_entropy_backward, loss_of, reduce
 
 
+def _check(name, x, weight, target, bias, label_smoothing, reduction):
+    op.check_floating(name, "x", x)
+    op.check_rows(name, "x", x)
+    op.check_same_device(name, "x", x, "weight", weight)
+    op.check_dtype(name, "weight", weight, x.dtype, "x")
+
+    def sentence() -> str:
+        return (
+            f"{name}: expected weight of shape [classes, {x.shape[-1]}], at least one class by the last dimension of x, "
+            f"but got {list(weight.shape)}"
+        )
+
+    torch._check(weight.dim() == 2 and weight.shape[1] == x.shape[-1], sentence)
+    torch._check(weight.shape[0] > 0, sentence)
+    check_target(name, "x", x, target)
+    if bias is not None:
+        op.check_same_device(name, "x", x, "bias", bias)
+        op.check_dtype(name, "bias", bias, x.dtype, "x")
+        op.check_shape(name, "bias", bias, weight.shape[:1], "the classes of weight")
+    check_options(name, label_smoothing, reduction)
+
+
+def _check_gradients(name, x, weight, target, bias, grad_loss, label_smoothing, reduction, wanted):
+    _check(name, x, weight, target, bias, label_smoothing, reduction)
+    torch._check(
+        bias is not None or not wanted[2],
+        lambda: f"{name}: wanted asks for the gradient of a bias, but got none; pass bias",
+    )
+    if grad_loss is not None:
+        op.check_same_device(name, "x", x, "grad_loss", grad_loss)
+        op.check_dtype(name, "grad_loss", grad_loss, op.acc_dtype(x.dtype), "its loss")
+        op.check_shape(name, "grad_loss", grad_loss, target.shape if reduction == "none" else (), "that of its loss")
+
+
+def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = op.acc_dtype(x.dtype)
+    return torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+@op.operator(check=_check)
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
     """The loss of a language model's last layer, `cross_entropy` of its logits, without holding them.
 
     logits = x @ weight.T + bias,  loss = cross_entropy(logits, target)[0]
@@ -50,31 +87,38 @@ def linear_cross_entropy(
     Results do not depend on the number of threads.
     Sources: Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009.
     """
-    return torch.ops.openreg.linear_cross_entropy.default(
-        x,
-        weight,
-        target,
-        bias,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
-    )
+    loss, _ = loss_of(_logits(x, weight, bias), target, ignore_index, label_smoothing, z_loss, reduction)
+    return loss.contiguous()
 
 
+@linear_cross_entropy.fake
+def _loss(x, target, reduction):
+    return x.new_empty(target.shape if reduction == "none" else (), dtype=op.acc_dtype(x.dtype))
+
+
+@linear_cross_entropy.batched
+def _(in_dims, x, weight, target, bias, *, reduction, **options):
+    if in_dims[1] is not None or in_dims[3] is not None:  # the kernel takes one layer for all rows
+        return NotImplemented
+    x, target = op.all_batch_first((in_dims[0], in_dims[2]), (x, target))
+    loss = torch.ops.openreg.linear_cross_entropy(x, weight, target, bias, reduction="none", **options)
+    return reduce(loss, target, options["ignore_index"], reduction), 0
+
+
+@linear_cross_entropy.samples
+def samples(device, dtype):
+    for shape, classes, *bias in (((4, 6), 5), ((3,), 7, True), ((2, 3, 4), 9, True)):
+        x, weight = op.normal(device, dtype, shape, (classes, shape[-1]))
+        target = torch.randint(classes, shape[:-1]).to(device)
+        yield x, weight, target, *(torch.randn(classes, dtype=dtype, device=device) for _ in bias)
+
+
+@op.operator(check=_check_gradients)  # vmap maps the reference: each sample has a grad_weight of its own
 def linear_cross_entropy_gradients(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    grad_loss: Tensor | None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, grad_loss: Tensor | None, *,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
     wanted: Sequence[bool] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss of `linear_cross_entropy` together with the gradients that it gives x, weight and bias.
 
     With g the gradient that `cross_entropy` gives the logits:
@@ -94,163 +138,13 @@ def linear_cross_entropy_gradients(
 
     Not differentiable on openreg.
     """
-    return torch.ops.openreg.linear_cross_entropy_gradients.default(
-        x,
-        weight,
-        target,
-        bias,
-        grad_loss,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        reduction=reduction,
-        wanted=wanted,
-    )
-
-
-def _check(
-    name: str,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    label_smoothing: float,
-    reduction: str,
-) -> None:
-    op.check_floating(name, "x", x)
-    torch._check(
-        x.dim() >= 1,
-        lambda: f"{name}: expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)",
-    )
-    op.check_same_device(name, "x", x, "weight", weight)
-    op.check_dtype(name, "weight", weight, x.dtype, "x")
-
-    def sentence() -> str:
-        return (
-            f"{name}: expected weight of shape [classes, {x.shape[-1]}], at least one class by the last dimension of x, "
-            f"but got {list(weight.shape)}"
-        )
-
-    torch._check(weight.dim() == 2, sentence)
-    torch._check(weight.shape[1] == x.shape[-1], sentence)
-    torch._check(weight.shape[0] > 0, sentence)
-    check_target(name, "x", x, target)
-    if bias is not None:
-        op.check_same_device(name, "x", x, "bias", bias)
-        op.check_dtype(name, "bias", bias, x.dtype, "x")
-        op.check_shape(name, "bias", bias, weight.shape[:1], "the classes of weight")
-    check_options(name, label_smoothing, reduction)
-
-
-def _check_gradients(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    grad_loss: Tensor | None,
-    label_smoothing: float,
-    reduction: str,
-    wanted: Sequence[bool],
-) -> None:
-    name = "linear_cross_entropy_gradients"
-    _check(name, x, weight, target, bias, label_smoothing, reduction)
-    torch._check(
-        bias is not None or not wanted[2],
-        lambda: f"{name}: wanted asks for the gradient of a bias, but got none; pass bias",
-    )
-    if grad_loss is not None:
-        op.check_same_device(name, "x", x, "grad_loss", grad_loss)
-        op.check_dtype(name, "grad_loss", grad_loss, op.acc_dtype(x.dtype), "its loss")
-        op.check_shape(name, "grad_loss", grad_loss, target.shape if reduction == "none" else (), "that of its loss")
-
-
-def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-@torch.library.register_fake("openreg::linear_cross_entropy")
-def fake(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
-    _check("linear_cross_entropy", x, weight, target, bias, label_smoothing, reduction)
-    return x.new_empty(target.shape if reduction == "none" else (), dtype=op.acc_dtype(x.dtype))
-
-
-@torch.library.register_fake("openreg::linear_cross_entropy_gradients")
-def fake_gradients(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    grad_loss: Tensor | None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    wanted: Sequence[bool] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_gradients(x, weight, target, bias, grad_loss, label_smoothing, reduction, wanted)
-    loss = x.new_empty(target.shape if reduction == "none" else (), dtype=op.acc_dtype(x.dtype))
-    grads = (
-        x.new_empty(each.shape if each is not None and want else 0, dtype=_gradient_dtype(x.dtype))
-        for each, want in zip((x, weight, bias), wanted, strict=True)
-    )
-    return loss, *grads
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    wide = op.acc_dtype(x.dtype)
-    return torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-
-
-@op.reference("linear_cross_entropy")
-def reference(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
-    _check("linear_cross_entropy", x, weight, target, bias, label_smoothing, reduction)
-    loss, _ = loss_of(_logits(x, weight, bias), target, ignore_index, label_smoothing, z_loss, reduction)
-    return loss.contiguous()
-
-
-@op.reference("linear_cross_entropy_gradients")
-def reference_gradients(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    grad_loss: Tensor | None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    wanted: Sequence[bool] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_gradients(x, weight, target, bias, grad_loss, label_smoothing, reduction, wanted)
     options: dict[str, Any] = dict(
         ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction
     )
     logits = _logits(x, weight, bias)
     loss, logsumexp = loss_of(logits, target, **options)
     by = torch.ones_like(loss) if grad_loss is None else grad_loss
-    g = reference_backward(by, None, logits, target, logsumexp, **options)
+    g = cross_entropy_backward.reference(by, None, logits, target, logsumexp, **options)
     rows, dtype = g.reshape(-1, weight.shape[0]), _gradient_dtype(x.dtype)
     nothing = x.new_empty(0, dtype=dtype)
     return (
@@ -261,43 +155,17 @@ def reference_gradients(
     )
 
 
-@op.batched("linear_cross_entropy")
-def batched(
-    in_dims: Sequence[int | None],
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    reduction: str = "mean",
-    **options: Any,
-) -> Any:
-    if any(dim is not None for dim in (in_dims[1], *in_dims[3:])):  # the kernel takes one layer for all rows
-        return NotImplemented
-    x, target = op.all_batch_first((in_dims[0], in_dims[2]), (x, target))
-    loss = torch.ops.openreg.linear_cross_entropy(x, weight, target, bias, reduction="none", **options)
-    if reduction != "none":
-        loss = loss.unsqueeze(-1).flatten(1).sum(-1)
-        if reduction == "mean":
-            loss = loss / count_of(target, **options)
-    return loss, 0
+@linear_cross_entropy_gradients.fake
+def _(x, weight, target, bias, reduction, wanted):
+    grads = (
+        x.new_empty(each.shape if each is not None and want else 0, dtype=_gradient_dtype(x.dtype))
+        for each, want in zip((x, weight, bias), wanted, strict=True)
+    )
+    return _loss(x, target, reduction), *grads
 
 
-@op.batched("linear_cross_entropy_gradients")
-def batched_gradients(in_dims: Sequence[int | None], *_inputs: Any, **_options: Any) -> Any:
-    return NotImplemented  # each sample has a grad_weight of its own, where the kernel adds up all rows
-
-
-@op.samples("linear_cross_entropy")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for shape, classes, *bias in (((4, 6), 5), ((3,), 7, True), ((2, 3, 4), 9, True)):
-        x, weight = (torch.randn(s, dtype=dtype, device=device) for s in (shape, (classes, shape[-1])))
-        target = torch.randint(classes, shape[:-1]).to(device)
-        yield x, weight, target, *(torch.randn(classes, dtype=dtype, device=device) for _ in bias)
-
-
-@op.samples("linear_cross_entropy_gradients")
-def samples_gradients(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@linear_cross_entropy_gradients.samples
+def _(device, dtype):
     for x, weight, target, *_ in samples(device, dtype):
         bias = torch.randn(weight.shape[0], dtype=dtype, device=device)
         yield x, weight, target, bias, torch.randn((), dtype=op.acc_dtype(dtype), device=device)

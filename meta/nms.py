@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
+def _check(name, boxes, scores):
+    op.check_floating(name, "boxes", boxes)
+    op.check_same_device(name, "boxes", boxes, "scores", scores)
+    op.check_dtype(name, "scores", scores, boxes.dtype, "boxes")
+    torch._check(
+        boxes.dim() == 2 and boxes.shape[1] == 4,
+        lambda: f"{name}: expected boxes of shape [N, 4], but got {list(boxes.shape)}",
+    )
+    op.check_shape(name, "scores", scores, boxes.shape[:1], "a score for each box")
+
+
+@op.operator(check=_check, differentiable=False)
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Of boxes that overlap, keep the one of the highest score: greedy non-maximum suppression.
 
@@ -34,33 +43,6 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     On openreg it is `torchvision.ops.nms` too.
     Source: torchvision.ops.nms, with which it agrees bit for bit in float32 and float64.
     """
-    return torch.ops.openreg.nms.default(boxes, scores, iou_threshold)
-
-
-def _check(boxes: Tensor, scores: Tensor) -> None:
-    op.check_floating("nms", "boxes", boxes)
-    op.check_same_device("nms", "boxes", boxes, "scores", scores)
-    op.check_dtype("nms", "scores", scores, boxes.dtype, "boxes")
-
-    def sentence() -> str:
-        return f"nms: expected boxes of shape [N, 4], but got {list(boxes.shape)}"
-
-    torch._check(boxes.dim() == 2, sentence)
-    torch._check(boxes.shape[1] == 4, sentence)
-    op.check_shape("nms", "scores", scores, boxes.shape[:1], "a score for each box")
-
-
-@torch.library.register_fake("openreg::nms")
-def fake(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    _check(boxes, scores)
-    kept = torch.library.get_ctx().new_dynamic_size()
-    torch._check(kept <= boxes.shape[0])
-    return boxes.new_empty(kept, dtype=torch.int64)
-
-
-@op.reference("nms", differentiable=False)
-def reference(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    _check(boxes, scores)
     order = scores.sort(stable=True, descending=True).indices
     x1, y1, x2, y2 = boxes[order].to(op.acc_dtype(boxes.dtype)).unbind(1)
     area = (x2 - x1) * (y2 - y1)
@@ -86,16 +68,23 @@ def _less(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b < a, b, a)
 
 
-@op.batched("nms")
-def batched(_in_dims: Any, *_inputs: Any) -> NoReturn:
+@nms.fake
+def _(boxes):
+    kept = torch.library.get_ctx().new_dynamic_size()
+    torch._check(kept <= boxes.shape[0])
+    return boxes.new_empty(kept, dtype=torch.int64)
+
+
+@nms.batched
+def _(*_):
     raise RuntimeError(
         "nms: expected no vmap, because the number of boxes that are kept differs from sample to sample; "
         "call it for each sample, or once with the boxes of each sample moved apart from the others'"
     )
 
 
-@op.samples("nms")
-def samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@nms.samples
+def _(device, dtype):
     for n, threshold in ((6, 0.5), (1, 0.0), (40, 0.3)):
         corner, size = torch.rand(n, 2, dtype=dtype, device=device), torch.rand(n, 2, dtype=dtype, device=device)
         yield torch.cat([corner, corner + size], 1), torch.rand(n, dtype=dtype, device=device), threshold

@@ -1,22 +1,23 @@
-"""What the operators' meta files share: the sentences of their errors, and running elsewhere than on openreg.
+"""What the operators' meta files share: `operator`, which each stands on, and the sentences of their errors.
 
-The checks are those of csrc/ops/op.h, word for word; tests hold the two equal. A fake kernel and a plain
-reference call the same ones.
+The checks are those of csrc/ops, word for word; tests hold the two equal.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import compress
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.jit._builtins import _register_builtin
 from torch.utils._pytree import tree_leaves, tree_map
 
+_P, _R = ParamSpec("_P"), TypeVar("_R", covariant=True)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_HALF = (torch.float16, torch.bfloat16)
 _BATCHED, _VMAP_MODE = torch._C.DispatchKey.FuncTorchBatched, torch._C.DispatchKey.FuncTorchVmapMode
 _VMAP = torch._C.DispatchKeySet(_BATCHED) | torch._C.DispatchKeySet(_VMAP_MODE)
 _RANDOMNESS = (
@@ -24,86 +25,222 @@ _RANDOMNESS = (
     "randomness flags on vmap or perform the randomness operation out of vmap"
 )
 _library = torch.library.Library("openreg", "IMPL")
-_references: dict[str, Callable[..., Any]] = {}
+
+# The public functions by operator name.
+OPERATORS: dict[str, Operator[..., Any]] = {}
+# Sample inputs by operator name, for openreg_ops.testing.check: (device, dtype) -> argument tuples.
+SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[Any]]] = {}
 
 
-def reference(name: str, differentiable: bool = True) -> Callable[[_Function], _Function]:
-    """Make a plain-PyTorch function the kernel of ``openreg::name`` on every device without one (cpu, cuda, meta).
+class Operator(Protocol[_P, _R]):
+    """What `operator` makes: a plain function, with these attributes."""
 
-    A differentiable one also stands for the operator where autograd is on, so that its derivatives of any
-    order are those of the operators it is made of, and a compiler sees and fuses these.
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Call the operator. Its checks and its plain mathematics, on any device, are `reference`."""
+
+    reference: Callable[_P, _R]
+
+    def fake(self, kernel: _Function) -> _Function:
+        """Decorate the fake kernel: what the operator returns, without data.
+
+        It is called with those of the operator's arguments that it has, by name, once `check` has passed.
+        """
+
+    def batched(self, rule: _Function) -> _Function:
+        """Decorate the batching rule, which `torch.vmap` runs in the operator's place, on every device.
+
+        It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, mapped
+        ones given by keyword last) and all of the operator's arguments, and returns the outputs and their out_dims, of one
+        structure, an int or None for each tensor; or None where the operator returns nothing; or NotImplemented, and
+        the reference is mapped, whose own operators have their rules.
+        A `torch.library.register_vmap` that need not import functorch before it is used.
+        """
+
+    def samples(self, generator: _Function) -> _Function:
+        """Decorate a generator of sample inputs, argument tuples, from (device, dtype)."""
+
+
+def operator(
+    *,
+    check: Callable[..., None] | None = None,
+    differentiable: bool = True,
+    identity: bool = False,
+    batch_first: Collection[str] | Literal[True] = (),
+    random: bool = False,
+) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
+    """Make a documented function of plain PyTorch the public function of the operator of its name.
+
+    Callers of the name get ``torch.ops.openreg.NAME``. What the function says, behind `check`, is the operator's
+    reference: its kernel on every device without one (cpu, cuda, meta).
+
+    Args:
+        check: raises for what the operator refuses. It is called with the operator's name and, by name, those of
+            its arguments that it has, before the reference and before the fake kernel.
+        differentiable: the reference also stands for the operator where autograd is on, so that its derivatives of any
+            order are those of the operators it is made of, and a compiler sees and fuses these.
+        identity: the C++ kernels serve every device, and the function is for comparison; see Note [Identity operators]
+            in csrc/ops.
+        batch_first: the arguments (names, or True for all) that take one more leading dimension, to which `torch.vmap`
+            moves the mapped one. Where another is mapped, the reference is mapped. An operator with a batching rule
+            of its own says nothing here.
+        random: the batching rule is called when no argument is mapped, too, and with ``vmap``, the interpreter
+            that knows `randomness()` and `batch_size()`. Where the former is "error", PyTorch's sentence is raised.
     """
 
-    def register(function: _Function) -> _Function:
-        _references[name] = function
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        if differentiable:
-            _library.impl(name, function, "Autograd")
-        return function
+    def define(function: Callable[_P, _R]) -> Operator[_P, _R]:
+        name = function.__name__
+        packet = getattr(torch.ops.openreg, name)
+        overloads = [name if overload == "default" else f"{name}.{overload}" for overload in packet.overloads()]
+        positional, keywords = _parameters(function)
+        defaults = dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
+        defaults |= function.__kwdefaults__ or {}
 
-    return register
+        def bound(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+            """All arguments by name: the dispatcher leaves defaults out."""
+            return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
 
+        def taken(by: Callable[..., Any], first: int = 0) -> list[str]:
+            names = [each for group in _parameters(by) for each in group][first:]
+            if unknown := set(names).difference(positional, keywords):
+                raise TypeError(f"{by.__qualname__} takes {', '.join(unknown)}, which {name} does not")
+            return names
 
-def reference_of(name: str) -> Callable[..., Any]:
-    """The reference of ``openreg::name``."""
-    return _references[name]
+        def fake(kernel: _Function) -> _Function:
+            takes = taken(kernel)
 
+            def checked(*args: Any, **kwargs: Any) -> Any:
+                given = bound(args, kwargs)
+                if check is not None:
+                    check(name, **{each: given[each] for each in checks})
+                return kernel(**{each: given[each] for each in takes})
 
-def batched(name: str, random: bool = False) -> Callable[[_Function], _Function]:
-    """Make a function the batching rule of ``openreg::name``, what `torch.vmap` runs in its place, on every device.
+            for overload in overloads:
+                torch.library.register_fake(f"openreg::{overload}", checked, lib=_library, _stacklevel=2)
+            return kernel
 
-    It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, mapped
-    ones given by keyword last) and the operator's arguments, and returns the outputs and their out_dims, of one structure, an int
-    or None for each tensor; or None where the operator returns nothing; or NotImplemented, and the plain reference is
-    mapped, whose own operators have their rules.
-    A `torch.library.register_vmap` that need not import functorch before it is used.
+        def batched(given: _Function) -> _Function:
+            nonlocal rule
+            rule = given
+            return given
 
-    The rule of a ``random`` operator is called when no argument is mapped, too, and with ``vmap``, the interpreter
-    that knows `randomness()` and `batch_size()`. Where the former is "error" this raises PyTorch's sentence.
-    """
+        def samples(generator: _Function) -> _Function:
+            SAMPLES[name] = generator
+            return generator
 
-    def register(rule: _Function) -> _Function:
-        def kernel(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        def vmap(*args: Any, **kwargs: Any) -> Any:
             from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
             from torch._functorch.vmap import _add_batch_dim, unwrap_batched
 
-            overload = operator.attrgetter(name if "." in name else f"{name}.default")(torch.ops.openreg)
+            given = bound(args, kwargs)
+            args, kwargs = tuple(given[each] for each in positional), {each: given[each] for each in keywords}
             interpreter = retrieve_current_functorch_interpreter()
             level = interpreter.level()
-            (plain, keywords), (dims, keyword_dims) = unwrap_batched((args, kwargs), level)
-            in_dims = (*dims, *(dim for dim in keyword_dims.values() if dim is not None))
+            (plain, options), (dims, option_dims) = unwrap_batched((args, kwargs), level)
+            in_dims = (*dims, *(dim for dim in option_dims.values() if dim is not None))
             if random:
                 torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
-                keywords["vmap"] = interpreter
+                options["vmap"] = interpreter
             with torch._C._ExcludeDispatchKeyGuard(_VMAP):
                 if not random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
-                    return overload(*args, **kwargs)
-                result = rule(in_dims, *plain, **keywords)
+                    return public(*args, **kwargs)
+                result = rule(in_dims, *plain, **options)
             if result is NotImplemented:
-                return _references[name](*args, **kwargs)
+                return reference(*args, **kwargs)
             if result is None:
                 return None
             return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
 
-        # Every call inside vmap comes past its mode, one with a mapped argument past FuncTorchBatched.
-        _library.impl(name, kernel, "FuncTorchVmapMode" if random else "FuncTorchBatched", with_keyset=True)
-        return rule
+        checks = taken(check, first=1) if check is not None else []
+        rule = _batch_first(packet, positional, batch_first)
+        every = ", ".join([*positional, *(f"{each}={each}" for each in keywords)])
+        looks = f"_check({name!r}, {', '.join(f'{each}={each}' for each in checks)}), " if check is not None else ""
+        reference = _derive(function, f"({looks}_body({every}),)[-1]", _check=check, _body=function)
+        public: Any = _derive(function, _public(packet, function))
+        _register_builtin(public, f"openreg::{name}")  # TorchScript calls the operator; it would compile the body
+        public.reference, public.fake, public.batched, public.samples = reference, fake, batched, samples
+        for overload in overloads:
+            if not identity:
+                _library.impl(overload, reference, "CompositeExplicitAutograd")
+                if differentiable:
+                    _library.impl(overload, reference, "Autograd")
+            # Every call inside vmap comes past its mode, one with a mapped argument past FuncTorchBatched.
+            _library.impl(overload, vmap, "FuncTorchVmapMode" if random else "FuncTorchBatched")
+        OPERATORS[name] = public
+        return public
 
-    return register
+    return define
 
 
-# Sample inputs by operator name, for openreg_ops.testing.check: (device, dtype) -> argument tuples.
-SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[tuple[Any, ...]]]] = {}
+def reference_of(name: str) -> Callable[..., Any]:
+    """The reference of ``openreg::name``."""
+    return OPERATORS[name].reference
 
 
-def samples(name: str) -> Callable[[_Function], _Function]:
-    """Make a generator of (device, dtype) the sample inputs of ``openreg::name``."""
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the positional and of the keyword-only ones."""
+    code = function.__code__
+    end = code.co_argcount + code.co_kwonlyargcount
+    return code.co_varnames[: code.co_argcount], code.co_varnames[code.co_argcount : end]
 
-    def register(function: _Function) -> _Function:
-        SAMPLES[name] = function
-        return function
 
-    return register
+def _derive(like: Callable[..., Any], expression: str, **free: Any) -> Callable[..., Any]:
+    """A function with the parameters, name and place of `like` that returns an expression of them and `free`.
+
+    It is made from text, as `dataclasses` makes methods, so that a call packs no arguments.
+    """
+    positional, keywords = _parameters(like)
+    parameters = ", ".join([*positional, *(["*", *keywords] if keywords else [])])
+    function = eval(f"lambda {', '.join(free)}: lambda {parameters}: {expression}")(**free)
+    at = like.__code__
+    function.__code__ = function.__code__.replace(
+        co_name=at.co_name, co_qualname=at.co_qualname, co_filename=at.co_filename, co_firstlineno=at.co_firstlineno
+    )
+    function.__defaults__, function.__kwdefaults__ = like.__defaults__, like.__kwdefaults__
+    return functools.update_wrapper(function, like)
+
+
+def _public(packet: Any, function: Callable[..., Any]) -> str:
+    """The text of the call of an operator, where None for a list is an empty one.
+
+    Of several overloads, one is called where the arguments that only it has are given, and are tensors where others
+    have numbers.
+    """
+    positional, keywords = _parameters(function)
+    values = {each: each for each in positional} | {each: f"{each}={each}" for each in keywords}
+    for each, annotation in function.__annotations__.items():
+        if str(annotation).startswith("Sequence") and str(annotation).endswith("None"):
+            values[each] += " or []"
+
+    def call(overload: str, names: Iterable[str]) -> str:
+        return f"torch.ops.openreg.{function.__name__}.{overload}({', '.join(values[each] for each in names)})"
+
+    if packet.overloads() == ["default"]:
+        return call("default", values)
+    types = {
+        overload: {each.name: str(each.type) for each in getattr(packet, overload)._schema.arguments}
+        for overload in packet.overloads()
+    }
+    common = types.pop("default")
+    text = call("default", common)
+    for overload, own in types.items():
+        added = [f"{each} is not None" for each in own if each not in common]
+        tensors = [f"isinstance({each}, Tensor)" for each in own if each in common and own[each] != common[each]]
+        text = f"{call(overload, own)} if {' and '.join(added + tensors)} else {text}"
+    return text
+
+
+def _batch_first(packet: Any, names: Sequence[str], first: Collection[str] | Literal[True]) -> Callable[..., Any]:
+    """The batching rule of an operator of which the arguments in `first` take one more leading dimension."""
+    chosen = [first is True or name in first for name in names]
+
+    def rule(in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if any(dim is not None for dim, moves in zip(in_dims, chosen, strict=True) if not moves):
+            return NotImplemented
+        moved = iter(all_batch_first([*compress(in_dims, chosen)], [*compress(args, chosen)]))
+        out = packet.default(*(next(moved) if moves else x for x, moves in zip(args, chosen, strict=True)), **kwargs)
+        return out, tree_map(lambda _: 0, out)
+
+    return rule
 
 
 def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
@@ -164,12 +301,22 @@ def sum_to(x: Tensor, like: Tensor) -> Tensor:
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that kernels compute and accumulate in: float32 for the half types, else `dtype`."""
-    return torch.float32 if dtype in _HALF else dtype
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def normal(device: str, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Samples of these shapes, normally distributed."""
+    return tuple(torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+
+
+# ---- checks ----
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_tensor(op: str, name: str, x: Tensor) -> None:
@@ -180,14 +327,25 @@ def check_tensor(op: str, name: str, x: Tensor) -> None:
     )
 
 
+def check_dtypes(op: str, name: str, x: Tensor, *dtypes: torch.dtype, remedy: str = "convert it with .to()") -> None:
+    torch._check(
+        x.dtype in dtypes,
+        lambda: (
+            f"{op}: expected {name} of {' or '.join(', '.join(map(dtype_name, dtypes)).rsplit(', ', 1))}, "
+            f"but got {dtype_name(x.dtype)}; {remedy}"
+        ),
+    )
+
+
 def check_floating(op: str, name: str, x: Tensor) -> None:
     check_tensor(op, name, x)
+    check_dtypes(op, name, x, *FLOATING)
+
+
+def check_rows(op: str, name: str, x: Tensor) -> None:
     torch._check(
-        x.dtype in (torch.float32, torch.float64, *_HALF),
-        lambda: (
-            f"{op}: expected {name} of float32, float64, float16 or bfloat16, but got {dtype_name(x.dtype)}; "
-            "convert it with .to()"
-        ),
+        x.dim() >= 1,
+        lambda: f"{op}: expected {name} of at least one dimension, but got a scalar; use {name}.unsqueeze(0)",
     )
 
 
@@ -210,10 +368,27 @@ def check_dtype(op: str, name: str, x: Tensor, dtype: torch.dtype, of: str) -> N
     )
 
 
+def check_sizes(sizes: Iterable[int], expected: Iterable[int], sentence: Callable[[], str]) -> None:
+    for size, each in zip(sizes, expected, strict=True):
+        torch._check(size == each, sentence)
+
+
+def check_broadcasts(sizes: Sequence[int], to: Sequence[int], sentence: Callable[[], str]) -> None:
+    torch._check(len(sizes) <= len(to), sentence)
+    for size, whole in zip(reversed(sizes), reversed(to), strict=False):
+        torch._check((size == whole) | (size == 1), sentence)  # `or` would ask for a size
+
+
 def check_shape(op: str, name: str, x: Tensor, shape: Sequence[int], of: str) -> None:
     def sentence() -> str:
         return f"{op}: expected {name} of shape {list(shape)}, {of}, but got {list(x.shape)}"
 
     torch._check(x.dim() == len(shape), sentence)
-    for size, expected in zip(x.shape, shape, strict=True):
-        torch._check(size == expected, sentence)
+    check_sizes(x.shape, shape, sentence)
+
+
+def check_like(op: str, name: str, x: Tensor, of: str, y: Tensor) -> None:
+    """Device, dtype and shape of x are those of y."""
+    check_same_device(op, of, y, name, x)
+    check_dtype(op, name, x, y.dtype, of)
+    check_shape(op, name, x, y.shape, f"that of {of}")

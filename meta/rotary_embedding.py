@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
+def _check(name, x_name, x, cos, sin):
+    op.check_floating(name, x_name, x)
+    op.check_rows(name, x_name, x)
+    d = x.shape[-1]
+    torch._check(
+        d % 2 == 0,
+        lambda: f"{name}: expected {x_name} with a last dimension of even size, but got {d}; rotate a part of it",
+    )
+    op.check_same_device(name, x_name, x, "cos", cos)
+    op.check_same_device(name, x_name, x, "sin", sin)
+    if cos.dtype != op.acc_dtype(x.dtype):
+        op.check_dtype(name, "cos", cos, x.dtype, x_name)
+    op.check_dtype(name, "sin", sin, cos.dtype, "cos")
+    torch._check(
+        cos.dim() >= 1 and cos.shape[-1] == d // 2,
+        lambda: (
+            f"{name}: expected cos with a last dimension of {d // 2}, half that of {x_name}, but got "
+            f"{list(cos.shape)}; of a table for both halves take cos[..., :{d // 2}]"
+        ),
+    )
+    full = (*x.shape[:-1], d // 2)
+    op.check_broadcasts(
+        cos.shape,
+        full,
+        lambda: (
+            f"{name}: expected cos to broadcast to {list(full)}, but got {list(cos.shape)}; "
+            "give it at most as many dimensions, each of that size or 1"
+        ),
+    )
+    op.check_shape(name, "sin", sin, cos.shape, "that of cos")
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    wide = op.acc_dtype(x.dtype)
+    x_wide, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
+    half = x.shape[-1] // 2  # chunk() and flatten() would not see that two of it are the whole
+    if interleaved:
+        a, b = (x_wide[..., first::2].narrow(-1, 0, half) for first in (0, 1))
+    else:
+        a, b = (x_wide.narrow(-1, start, half) for start in (0, half))
+    pair = a * cos - b * sin, b * cos + a * sin
+    y = torch.stack(pair, -1) if interleaved else torch.cat(pair, -1)
+    return y.to(x.dtype).contiguous().view(x.shape)
+
+
+@op.operator(check=lambda name, x, cos, sin: _check(name, "x", x, cos, sin))
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Turn the pairs of elements of each row of x by the angles of the row's position.
 
@@ -41,9 +84,10 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     Autocast runs it in the widest of the three dtypes.
     Source: Su et al. 2021, arXiv:2104.09864; flash-attention's `apply_rotary_emb` for the tables' form.
     """
-    return torch.ops.openreg.rotary_embedding.default(x, cos, sin, interleaved)
+    return _rotate(x, cos, sin, interleaved)
 
 
+@op.operator(check=lambda name, grad_y, cos, sin: _check(name, "grad_y", grad_y, cos, sin))
 def rotary_embedding_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """The gradient that `rotary_embedding` gives x: grad_y turned back, `rotary_embedding(grad_y, cos, -sin)`.
 
@@ -57,114 +101,42 @@ def rotary_embedding_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interlea
 
     Differentiable any number of times in all three tensors.
     """
-    return torch.ops.openreg.rotary_embedding_backward.default(grad_y, cos, sin, interleaved)
-
-
-def _check(name: str, x_name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    op.check_floating(name, x_name, x)
-    torch._check(
-        x.dim() >= 1,
-        lambda: f"{name}: expected {x_name} of at least one dimension, but got a scalar; use {x_name}.unsqueeze(0)",
-    )
-    d = x.shape[-1]
-    torch._check(
-        d % 2 == 0,
-        lambda: f"{name}: expected {x_name} with a last dimension of even size, but got {d}; rotate a part of it",
-    )
-    op.check_same_device(name, x_name, x, "cos", cos)
-    op.check_same_device(name, x_name, x, "sin", sin)
-    if cos.dtype != op.acc_dtype(x.dtype):
-        op.check_dtype(name, "cos", cos, x.dtype, x_name)
-    op.check_dtype(name, "sin", sin, cos.dtype, "cos")
-    torch._check(
-        cos.dim() >= 1 and cos.shape[-1] == d // 2,
-        lambda: (
-            f"{name}: expected cos with a last dimension of {d // 2}, half that of {x_name}, but got "
-            f"{list(cos.shape)}; of a table for both halves take cos[..., :{d // 2}]"
-        ),
-    )
-    full = (*x.shape[:-1], d // 2)
-
-    def broadcastable() -> str:
-        return (
-            f"{name}: expected cos to broadcast to {list(full)}, but got {list(cos.shape)}; "
-            "give it at most as many dimensions, each of that size or 1"
-        )
-
-    torch._check(cos.dim() <= x.dim(), broadcastable)
-    for size, whole in zip(reversed(cos.shape), reversed(full), strict=False):
-        torch._check((size == whole) | (size == 1), broadcastable)  # `or` would ask for a size
-    op.check_shape(name, "sin", sin, cos.shape, "that of cos")
-
-
-@torch.library.register_fake("openreg::rotary_embedding")
-def fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    _check("rotary_embedding", "x", x, cos, sin)
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("openreg::rotary_embedding_backward")
-def fake_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    _check("rotary_embedding_backward", "grad_y", grad_y, cos, sin)
-    return grad_y.new_empty(grad_y.shape)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    wide = op.acc_dtype(x.dtype)
-    x_wide, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
-    half = x.shape[-1] // 2  # chunk() and flatten() would not see that two of it are the whole
-    if interleaved:
-        a, b = (x_wide[..., first::2].narrow(-1, 0, half) for first in (0, 1))
-    else:
-        a, b = (x_wide.narrow(-1, start, half) for start in (0, half))
-    pair = a * cos - b * sin, b * cos + a * sin
-    y = torch.stack(pair, -1) if interleaved else torch.cat(pair, -1)
-    return y.to(x.dtype).contiguous().view(x.shape)
-
-
-@op.reference("rotary_embedding")
-def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    _check("rotary_embedding", "x", x, cos, sin)
-    return _rotate(x, cos, sin, interleaved)
-
-
-@op.reference("rotary_embedding_backward")
-def reference_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    _check("rotary_embedding_backward", "grad_y", grad_y, cos, sin)
     return _rotate(grad_y, cos, -sin, interleaved)
 
 
-def _batch_first(
-    in_dims: Sequence[int | None], x: Tensor, cos: Tensor, sin: Tensor, *_interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+@rotary_embedding.fake
+def _(x):
+    return x.new_empty(x.shape)
+
+
+@rotary_embedding_backward.fake
+def _(grad_y):
+    return grad_y.new_empty(grad_y.shape)
+
+
+def _batch_first(in_dims, x, cos, sin, interleaved):
     """The mapped dimension first, with cos and sin of x's rank so that they still broadcast to it."""
     size = next(t.shape[d] for t, d in zip((x, cos, sin), in_dims, strict=False) if d is not None)
     x = x.expand(size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-    if in_dims[1] is None and in_dims[2] is None:
-        return x, cos, sin
-    cos, sin = op.all_batch_first(in_dims[1:3], (cos, sin))
-    between = (None,) * (x.dim() - cos.dim())
-    return x, cos[(slice(None), *between)], sin[(slice(None), *between)]
+    if in_dims[1] is not None or in_dims[2] is not None:
+        cos, sin = op.all_batch_first(in_dims[1:3], (cos, sin))
+        between = (None,) * (x.dim() - cos.dim())
+        cos, sin = cos[(slice(None), *between)], sin[(slice(None), *between)]
+    return x, cos, sin, interleaved
 
 
-@op.batched("rotary_embedding")
-def batched(in_dims: Sequence[int | None], *inputs: Any) -> Any:
-    return torch.ops.openreg.rotary_embedding(*_batch_first(in_dims, *inputs), *inputs[3:]), 0
+rotary_embedding.batched(lambda *given: (torch.ops.openreg.rotary_embedding(*_batch_first(*given)), 0))
+rotary_embedding_backward.batched(
+    lambda *given: (torch.ops.openreg.rotary_embedding_backward(*_batch_first(*given)), 0)
+)
 
 
-@op.batched("rotary_embedding_backward")
-def batched_backward(in_dims: Sequence[int | None], *inputs: Any) -> Any:
-    return torch.ops.openreg.rotary_embedding_backward(*_batch_first(in_dims, *inputs), *inputs[3:]), 0
-
-
-def _samples(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+@rotary_embedding_backward.samples
+@rotary_embedding.samples
+def _(device, dtype):
     for shape, table, *interleaved in (
         ((2, 3, 5, 8), (5, 4)),
         ((2, 5, 3, 6), (5, 1, 3), True),
         ((4,), (2,), False),
     ):
-        yield *(torch.randn(s, dtype=dtype, device=device) for s in (shape, table, table)), *interleaved
-
-
-op.samples("rotary_embedding")(_samples)
-op.samples("rotary_embedding_backward")(_samples)
+        yield *op.normal(device, dtype, shape, table, table), *interleaved

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.metadata
-import os
 import sys
 from typing import Any
 
@@ -26,10 +25,13 @@ import torch  # noqa: E402
 
 def _refuse(error: Exception) -> None:
     """Raise what keeps the package from loading; `python -m openreg_ops info` reports it instead."""
-    command = sys.orig_argv
-    if sys.argv[:2] == ["-m", "info"] and "openreg_ops" in command:
-        tools = ["openreg_tools" if word == "openreg_ops" else word for word in command[1:]]
-        os.execv(sys.executable, [sys.executable, *tools])
+    if sys.argv[:2] == ["-m", "info"] and "openreg_ops" in sys.orig_argv:
+        from openreg_tools.__main__ import main
+
+        sys.argv[0] = "info"  # which imports this package again, to hear what it raises
+        del sys.modules["openreg_ops"]
+        raise SystemExit(main())
+    error.add_note("`python -m openreg_tools info` says more about this installation.")
     raise error.with_traceback(None) from None  # the sentence says it all
 
 
@@ -58,14 +60,26 @@ if _build.CPU_CAPABILITY != "DEFAULT" and not getattr(torch.cpu, f"_is_{_build.C
 from openreg_ops import environment  # noqa: E402
 
 try:
+    from openreg_tools import backends
+except ImportError:
+    _refuse(
+        ImportError(
+            "openreg_ops needs openreg_tools, which is not installed: run "
+            "`pip install --no-build-isolation ./openreg_tools` in its source"
+        )
+    )
+
+try:
     environment.check()  # before _C, which reads the first of them as it is loaded
 
     from openreg_ops import _C
-    from openreg_ops import device as _device
 
     _C.set_host_scalars(_build.HOST_SCALARS)
-    _device.register()
-    from openreg_ops import autograd, distributed, dlpack, fallback, meta, nested, optim, sharing, tags
+    from openreg_ops import openreg
+
+    openreg.register()
+    from openreg_ops import autograd_fallback, distributed, dlpack, fallback, meta, nested, optim, sharing, tags
+    from openreg_ops.inductor import registration as graphs
 except environment.WrongVariable as wrong:
     _refuse(wrong)
 
@@ -82,19 +96,24 @@ atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
 from openreg_ops.tags import get_tag, set_tag  # noqa: E402
+from openreg_ops.tools.backend import Openreg  # noqa: E402
 
+autograd = autograd_fallback  # the same module under a shorter name
+
+graphs.register()
 dlpack.register()
 sharing.register()
 tags.register()
 distributed.register()
 nested.register()
+backends.register(Openreg())
 
-__all__ = ["AdamW", "autograd", "fallback", "get_tag", "meta", "optim", "set_tag", *meta.__all__]
+__all__ = ["AdamW", "autograd", "autograd_fallback", "fallback", "get_tag", "meta", "optim", "set_tag", *meta.__all__]
 
 
 def __getattr__(name: str) -> Any:
     if name == "trace":  # a tool, imported when first asked for
-        from openreg_ops.tools.trace import trace
+        from openreg_tools.trace import trace
 
         return trace
     if name == "testing":

@@ -1,6 +1,6 @@
 """DLPack for device tensors, where PyTorch serves only the devices on its list; other tensors go through to its code.
 
-The mends go when PyTorch's code does: tests/test_dlpack.py says what happens without them.
+tests/backend/test_dlpack.py says what happens without the two patches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _is_ours(tensor: torch.Tensor) -> bool:
 
 @functools.wraps(torch.Tensor.__dlpack_device__)
 def _dlpack_device(self: torch.Tensor) -> tuple[Any, int]:
-    # torch/_tensor.py compares the device's type with "privateuse1", which is its name no more.
+    # torch/_tensor.py compares the device's type with "privateuse1", but the device is called "openreg".
     if not _is_ours(self):
         return _TENSOR_METHODS["__dlpack_device__"](self)
     from torch.utils.dlpack import DLDeviceType

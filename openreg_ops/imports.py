@@ -1,4 +1,4 @@
-"""What is to happen when PyTorch imports one of its modules, which importing this package does not do for it."""
+"""Hooks that run when PyTorch imports one of its own modules later."""
 
 from __future__ import annotations
 

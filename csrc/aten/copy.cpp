@@ -11,10 +11,12 @@
 #include <memory>
 
 #include "../backend/host_allocator.h"
+#include "../runtime/event.h"
 #include "../runtime/fault.h"
 #include "../runtime/memory.h"
 #include "../runtime/profile.h"
-#include "native.h"
+#include "../runtime/stream.h"
+#include "cpu_call.h"
 #include "queued.h"
 
 namespace openreg {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 
+#include "../backend/generator.h"
 #include "../runtime/stream.h"
 #include "native.h"
 

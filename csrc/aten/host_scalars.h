@@ -17,6 +17,10 @@ enum class HostScalars { kNone, kOne, kLast, kAny }; // kLast: only as the last 
 // `name` is an operator's without its overload, "aten::add_". Operators that CUDA does not have take any.
 HostScalars host_scalars(std::string_view name);
 
+// Throw where CUDA refuses a CPU scalar: one more, if there is `another`; one before a tensor on the device.
+void check_scalar(const char* name, bool another);
+void check_scalar_is_last(const char* name);
+
 // How many CPU scalars operators take, 0 or 1, as native_functions.yaml has it. Called once, at import.
 void set_host_scalars(const std::unordered_map<std::string, int>& counts);
 

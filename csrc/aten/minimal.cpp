@@ -1,4 +1,6 @@
 // The operators that every backend must bring: creating, viewing, resizing and reading tensors.
+#include "minimal.h"
+
 #include <ATen/Context.h>
 #include <ATen/Dispatch_v2.h>
 #include <ATen/EmptyTensor.h>
@@ -10,9 +12,9 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
-#include "../backend/inductor.h"
+#include "../backend/allocator.h"
 #include "../runtime/memory.h"
-#include "native.h"
+#include "../runtime/stream.h"
 
 namespace openreg {
 namespace {
@@ -145,7 +147,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return self.key_set() == from.key_set() || (self.key_set().has_any(dense) && from.key_set().has_any(dense));
 }
 
-// Of SymInts: a boxed call of torch's own kernel, of int64_t, fails an assertion for those that no SymInt can hold.
+// Takes SymInts. A boxed call of PyTorch's kernel, which takes int64_t, fails an internal assertion for some values.
 at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }

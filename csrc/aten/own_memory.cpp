@@ -39,14 +39,6 @@ bool is_result(const c10::Argument& argument) {
       argument.type()->kind() == c10::TypeKind::TensorType;
 }
 
-// Whether torch generated a Meta kernel for it. The Python ones stand above that, as inactive lines tell.
-bool is_structured(const c10::OperatorHandle& op) {
-  const std::string state = op.dumpState();
-  for (size_t line = state.find("\nMeta"); line != std::string::npos; line = state.find("\nMeta", line + 1))
-    if (state.find("RegisterMeta", line) < state.find('\n', line + 1)) return true;
-  return false;
-}
-
 bool honors_strides(const c10::OperatorHandle& op) {
   // Random numbers are drawn in the order of the memory, which the CPU's results show.
   if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
@@ -55,7 +47,10 @@ bool honors_strides(const c10::OperatorHandle& op) {
   std::lock_guard lock(mutex);
   auto it = known->find(op.operator_name());
   if (it == known->end())
-    it = known->emplace(op.operator_name(), !kIgnoresStrides.count(op.operator_name().name) && is_structured(op)).first;
+    it = known
+             ->emplace(op.operator_name(),
+                 !kIgnoresStrides.count(op.operator_name().name) && has_generated_meta(op, /*called=*/false))
+             .first;
   return it->second;
 }
 

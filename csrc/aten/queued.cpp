@@ -26,6 +26,7 @@
 #include "../backend/allocator.h"
 #include "host_scalars.h"
 #include "signature.h"
+#include "trial.h"
 #include "values.h"
 
 namespace openreg {
@@ -108,10 +109,8 @@ Plan make_plan(const c10::OperatorHandle& op) {
   plan.fills = kFills.count(c10::toString(op.operator_name())) > 0;
   if (const auto known = meta_kernels().find(c10::toString(op.operator_name())); known != meta_kernels().end()) {
     plan.meta = &known->second;
-  } else if (!plan.fills) { // only one that torch generated is in C++ and gives the CPU's strides
-    const std::string state = op.dumpState();
-    const auto meta = state.find("\nMeta: registered at ");
-    if (meta == std::string::npos || state.find("RegisterMeta", meta) > state.find('\n', meta + 1)) return plan;
+  } else if (!plan.fills && !has_generated_meta(op, /*called=*/true)) { // which alone gives the CPU's strides
+    return plan;
   }
   if (writes) { // and returns what it writes to, all of it
     plan.possible = std::count(plan.written.begin(), plan.written.end(), true) == std::ssize(returns) &&
@@ -281,11 +280,6 @@ bool may_convert(
   return (type ? c10::isIntegralType(*type, /*includeBool=*/true) : integral) && other;
 }
 
-struct KeptWarnings : c10::WarningHandler {
-  void process(const c10::Warning& warning) override { all.push_back(warning); }
-  std::vector<c10::Warning> all;
-};
-
 // Whether a fill writes a real number to each element once.
 bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
   const at::Tensor& self = arguments.all().front().real;
@@ -294,83 +288,6 @@ bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
       std::none_of(stack.begin(), stack.end(), [](const c10::IValue& value) { return value.isComplexDouble(); }) &&
       std::all_of(arguments.all().begin(), arguments.all().end(),
           [&](const Argument& each) { return each.written || (each.real.dim() == 0 && !each.real.is_complex()); });
-}
-
-// ---- trials ----
-
-// What became of the calls of each signature, as its value plus kRefused. A call that finds its place taken is tried
-// once more: the table has a fixed size, needs no lock, and losing an entry costs no more than that.
-constexpr uint64_t kRefused = 1;
-constexpr size_t kSignatures = 1 << 16, kPlaces = 4;
-std::array<std::atomic<uint64_t>, kSignatures + kPlaces> signatures;
-
-size_t first_place(uint64_t signature) {
-  return (signature >> 1) % kSignatures;
-}
-
-enum class Verdict { kUnknown, kAccepted, kRefused };
-
-Verdict verdict_of(uint64_t signature) {
-  for (size_t i = first_place(signature), end = i + kPlaces; i < end; ++i) {
-    const uint64_t known = signatures[i].load(std::memory_order_relaxed);
-    if ((known & ~kRefused) == signature) return known & kRefused ? Verdict::kRefused : Verdict::kAccepted;
-  }
-  return Verdict::kUnknown;
-}
-
-void remember(uint64_t signature, bool accepted) {
-  const size_t first = first_place(signature);
-  size_t at = first + (signature >> 60) % kPlaces;
-  for (size_t i = first; i < first + kPlaces; ++i)
-    if (signatures[i].load(std::memory_order_relaxed) == 0) {
-      at = i;
-      break;
-    }
-  signatures[at].store(signature | (accepted ? 0 : kRefused), std::memory_order_relaxed);
-}
-
-// What a trial may allocate. Larger calls are tried with small tensors.
-constexpr size_t kTrialBytes = 1 << 20;
-
-// Memory of the host for one trial: a tensor like `x`, all zeros, so that every index that it may be is valid.
-class Scratch {
- public:
-  at::Tensor like(const at::Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
-    const size_t bytes = at::detail::computeStorageNbytes(sizes, strides, x.itemsize());
-    bytes_ += std::max(bytes, static_cast<size_t>(c10::multiply_integers(sizes)) * x.itemsize());
-    if (bytes_ > kTrialBytes) return {};
-    at::Tensor made(at::detail::empty_strided_cpu(sizes, strides, x.scalar_type()));
-    if (bytes) std::memset(made.unsafeGetTensorImpl()->unsafe_storage().mutable_data(), 0, bytes);
-    if (x.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return made;
-  }
-  at::Tensor like(const at::Tensor& x) { return like(x, x.sizes(), x.strides()); }
-  // Two elements of each dimension, or fewer.
-  at::Tensor tiny(const at::Tensor& x) {
-    std::vector<int64_t> sizes = x.sizes().vec(), strides(sizes.size(), 1);
-    for (size_t i = sizes.size(); i-- > 0;) {
-      sizes[i] = std::min<int64_t>(sizes[i], 2);
-      if (i + 1 < sizes.size()) strides[i] = strides[i + 1] * sizes[i + 1];
-    }
-    return like(x, sizes, strides);
-  }
-
- private:
-  size_t bytes_ = 0;
-};
-
-// Whether `kernel` raises nothing and warns of nothing.
-template <class Kernel>
-bool accepts(const Kernel& kernel) {
-  at::DisableRecordFunctionGuard unseen;
-  KeptWarnings warnings;
-  c10::WarningUtils::WarningHandlerGuard keep(&warnings);
-  try {
-    kernel();
-  } catch (const std::exception&) {
-    return false;
-  }
-  return warnings.all.empty();
 }
 
 // Calls `op` on scratch memory; `results` are what the Meta kernel made, for an out= form. `tiny`: on two elements in
@@ -417,6 +334,15 @@ void queue_kernel(int device, const char* name, Site site, Kernel kernel) {
 
 void set_meta_kernel(const std::string& name, c10::KernelFunction kernel) {
   meta_kernels().insert_or_assign(name, std::move(kernel));
+}
+
+// Lines of the dispatcher's own description; "Meta (inactive)" opens that of a kernel below another one.
+bool has_generated_meta(const c10::OperatorHandle& op, bool called) {
+  const std::string state = op.dumpState();
+  const char* opening = called ? "\nMeta: registered at " : "\nMeta";
+  for (size_t line = state.find(opening); line != std::string::npos; line = state.find(opening, line + 1))
+    if (state.find("RegisterMeta", line) < state.find('\n', line + 1)) return true;
+  return false;
 }
 
 bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {

@@ -41,6 +41,9 @@ inline bool queueing() noexcept {
 // The C++ Meta kernel of an operator, "aten::add.Tensor".
 void set_meta_kernel(const std::string& name, c10::KernelFunction kernel);
 
+// Whether torch generated a Meta kernel for the operator, in C++; `called`: and no other one stands above it.
+bool has_generated_meta(const c10::OperatorHandle& op, bool called);
+
 // Queues an operator on its device's current stream and puts the results in the place of the arguments on the stack;
 // false, with nothing changed, where it must run now.
 bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);

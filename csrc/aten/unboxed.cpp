@@ -150,7 +150,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   STRUCTURED("cumsum", cumsum, cumsum);
   STRUCTURED("mm", mm, mm); STRUCTURED("mm.out", mm_out, mm_outf); STRUCTURED("addmm", addmm, addmm); STRUCTURED("addmm.out", addmm_out, addmm_outf);
   STRUCTURED("bmm", bmm, bmm); STRUCTURED("baddbmm", baddbmm, baddbmm);
-  // Those of softmax, which stand in overrides/softmax.cpp, need their Meta kernels only.
+  // The kernels of softmax are in overrides/softmax.cpp.
   META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
   STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); STRUCTURED("nll_loss_backward", nll_loss_backward, nll_loss_backward_symint);
   UNBOXED("native_layer_norm", native_layer_norm); UNBOXED("native_layer_norm_backward", native_layer_norm_backward);

@@ -214,7 +214,7 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey ke
   }
   for (const Argument& to : tensors) {
     if (!to.written || to.given.is_same(to.wide)) continue;
-    // Of the others the CPU kernel says the same; angle and _fft_c2r have real results of complex arguments.
+    // The CPU kernels of the other operators check this. angle and _fft_c2r return real results for complex arguments.
     TORCH_CHECK(rule_ != kPromotes || c10::canCast(narrow, to.given.scalar_type()), "result type ", narrow,
         " can't be cast to the desired output type ", to.given.scalar_type());
     if (!to.given.has_storage()) continue;

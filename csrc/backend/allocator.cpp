@@ -10,8 +10,9 @@
 #include "../runtime/device.h"
 #include "../runtime/fault.h"
 #include "../runtime/memory.h"
+#include "../runtime/stream.h"
+#include "guard.h"
 #include "profiler.h"
-#include "streams.h"
 
 // Note [Lent memory]
 // A CPU kernel allocates its results with c10's CPU allocator. Ours stands in front of it and, on a
@@ -132,6 +133,26 @@ c10::Allocator* device_allocator() {
 void replace_memory(c10::StorageImpl* storage, c10::DataPtr&& data) {
   if (C10_UNLIKELY(storage->has_materializer())) storage->clear_materializer(); // set_data_ptr_noswap() would leave it
   storage->set_data_ptr_noswap(std::move(data));
+}
+
+void resize_storage(c10::StorageImpl* storage, size_t bytes) {
+  TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
+  c10::DataPtr grown = allocate_on(storage->device().index(), bytes);
+  if (storage->nbytes() && bytes)
+    run(current_stream(storage->device().index()),
+        [&] { std::memcpy(grown.get(), storage->data(), std::min(bytes, storage->nbytes())); });
+  replace_memory(storage, std::move(grown));
+  storage->set_nbytes(bytes);
+}
+
+void move_to_host(c10::StorageImpl* storage) {
+  const void* data = storage->data();
+  if (!data || device_of(data) < 0) return;
+  LendDeviceMemory none(-1);
+  c10::DataPtr copy = c10::GetAllocator(c10::kCPU)->allocate(storage->nbytes());
+  const detail::Access access;
+  std::memcpy(copy.get(), data, storage->nbytes());
+  replace_memory(storage, std::move(copy));
 }
 
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {

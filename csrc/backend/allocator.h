@@ -18,8 +18,14 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes);
 // Gives a storage other memory. Of copy-on-write memory it gives up its share, which is not copied first.
 void replace_memory(c10::StorageImpl* storage, c10::DataPtr&& data);
 
+// Grows or shrinks a device storage, keeping what fits.
+void resize_storage(c10::StorageImpl* storage, size_t bytes);
+
+// Copies a storage's memory to the host, if it is the device's.
+void move_to_host(c10::StorageImpl* storage);
+
 // While one lives, the CPU allocator hands out memory of `device` on this thread, labelled CPU, so
-// that what a CPU kernel returns need not be copied. See csrc/aten/native.h.
+// that what a CPU kernel returns need not be copied. See csrc/aten/cpu_call.h.
 class LendDeviceMemory {
  public:
   explicit LendDeviceMemory(c10::DeviceIndex device) : previous_(lent_) { lent_ = device; }

@@ -1,14 +1,17 @@
 // Devices, streams and events as c10's device guard sees them.
+#include "guard.h"
+
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "../runtime/device.h"
+#include "../runtime/error.h"
+#include "../runtime/event.h"
 #include "../runtime/fault.h"
 #include "../runtime/fork.h"
 #include "../runtime/memory.h"
 #include "../runtime/observer.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
-#include "streams.h"
 
 namespace openreg {
 namespace {
@@ -21,7 +24,7 @@ DeviceStream wrap(Stream s) {
   return DeviceStream(DeviceStream::UNSAFE, Device(c10::kPrivateUse1, static_cast<DeviceIndex>(s.device)), s.id);
 }
 
-// What a query says: as on CUDA, work that failed is no work that is done, and the next wait says so too.
+// The answer to a query. As on CUDA it raises when work has failed, and so does the next wait.
 bool answer(int device, bool done) {
   if (done) throw_kept_error(device, /*keep=*/true);
   return done;
@@ -137,6 +140,7 @@ const bool errors_are_torchs = [] {
 }();
 
 } // namespace
+
 Stream checked_stream(const c10::Stream& stream) {
   const Stream ours{stream.device_index(), stream.id()};
   TORCH_CHECK(stream.device_type() == c10::kPrivateUse1 && is_stream(ours), "openreg: there is no stream ", stream.id(),

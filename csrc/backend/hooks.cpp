@@ -3,7 +3,6 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 
-#include "../aten/native.h"
 #include "../runtime/device.h"
 #include "../runtime/memory.h"
 #include "allocator.h"

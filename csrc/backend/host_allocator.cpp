@@ -11,8 +11,9 @@
 #include <vector>
 
 #include "../runtime/fork.h"
+#include "../runtime/stream.h"
+#include "guard.h"
 #include "host_allocator.h"
-#include "streams.h"
 
 namespace openreg {
 namespace {

@@ -1,7 +1,7 @@
 // Pinned host memory.
 #pragma once
 
-#include "../runtime/stream.h"
+#include "../runtime/work.h"
 
 namespace openreg {
 

@@ -1,8 +1,6 @@
 // What code that Inductor generates calls; openreg_ops/inductor/codegen.py writes the calls.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -10,11 +8,3 @@
 // struct of `bytes`, which is copied where the work is queued; a profile calls it by `name`.
 extern "C" __attribute__((visibility("default"))) void openreg_launch(
     std::int64_t device, void (*kernel)(const void*), const void* arguments, std::size_t bytes, const char* name);
-
-namespace openreg {
-
-// at::empty_strided without the dispatcher, for a device index that exists.
-at::Tensor empty_strided_on(
-    c10::DeviceIndex device, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype);
-
-} // namespace openreg

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "../runtime/device.h"
+#include "../runtime/fork.h"
 
 namespace openreg {
 namespace {

@@ -1,4 +1,4 @@
-// What befell device memory and which code asked for it, for torch.openreg.memory._record_memory_history().
+// Allocator events and the code that caused them, for torch.openreg.memory._record_memory_history().
 #pragma once
 
 #include <torch/csrc/profiler/combined_traceback.h>
@@ -14,7 +14,7 @@ namespace openreg {
 
 struct HistoryOptions {
   enum Context { kNone, kState, kAlloc, kAll }; // of what tracebacks are kept: see torch.cuda's function
-  bool events;                                  // keep all that befalls memory, not only who holds some now
+  bool events;                                  // keep all events, not only the allocations that still live
   Context context;
   bool cpp; // frames of C++ too
   std::size_t max_entries; // of one device; the latest are kept

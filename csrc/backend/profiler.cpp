@@ -24,8 +24,10 @@
 #include <utility>
 
 #include "../runtime/device.h"
+#include "../runtime/event.h"
 #include "../runtime/memory.h"
 #include "../runtime/profile.h"
+#include "../runtime/stream.h"
 #include "allocator.h"
 
 namespace openreg {

@@ -4,8 +4,10 @@
 
 #include <cstring>
 
+#include "../runtime/fork.h"
 #include "../runtime/memory.h"
 #include "../runtime/shared.h"
+#include "../runtime/stream.h"
 #include "allocator.h"
 #include "profiler.h"
 

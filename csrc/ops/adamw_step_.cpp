@@ -5,7 +5,9 @@
 // Loshchilov & Hutter 2019, arXiv:1711.05101; in the order of torch.optim.AdamW, with which it agrees to rounding.
 // The threads share the elements of all tensors laid end to end, so that neither a small tensor nor a large one
 // keeps a thread waiting.
-#include "op.h"
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 #include "overlap.h"
 
 #include <ATen/ops/empty_strided.h>
@@ -256,22 +258,18 @@ void step(const Lists& lists, const std::variant<double, Tensor>& lr, const Opti
   for (const auto& [x, copy] : copies) x.copy_(copy);
 }
 
+// Lr is double or const Tensor&.
+template <class Lr>
 void adamw_step_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-    at::TensorList max_exp_avg_sqs, at::TensorList state_steps, double lr, double beta1, double beta2,
-    double weight_decay, double eps, bool amsgrad, bool maximize, const std::optional<Tensor>& grad_scale,
+    at::TensorList max_exp_avg_sqs, at::TensorList state_steps, Lr lr, double beta1, double beta2, double weight_decay,
+    double eps, bool amsgrad, bool maximize, const std::optional<Tensor>& grad_scale,
     const std::optional<Tensor>& found_inf) {
-  step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps}, lr,
-      {beta1, beta2, weight_decay, eps, amsgrad, maximize}, grad_scale, found_inf);
-}
-
-void adamw_step_tensor_lr_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-    at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps, const Tensor& lr,
-    double beta1, double beta2, double weight_decay, double eps, bool amsgrad, bool maximize,
-    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
-  if (!params.empty()) check_same_device("adamw_step_", "params[0]", params[0], "lr", lr);
-  TORCH_CHECK((lr.scalar_type() == at::kFloat || lr.scalar_type() == at::kDouble) && lr.dim() == 0,
-      "adamw_step_: expected lr of float32 or float64 and no dimension, but got ", dtype_name(lr.scalar_type()),
-      " of shape ", lr.sizes());
+  if constexpr (!std::is_same_v<Lr, double>) {
+    if (!params.empty()) check_same_device("adamw_step_", "params[0]", params[0], "lr", lr);
+    TORCH_CHECK((lr.scalar_type() == at::kFloat || lr.scalar_type() == at::kDouble) && lr.dim() == 0,
+        "adamw_step_: expected lr of float32 or float64 and no dimension, but got ", dtype_name(lr.scalar_type()),
+        " of shape ", lr.sizes());
+  }
   step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps}, lr,
       {beta1, beta2, weight_decay, eps, amsgrad, maximize}, grad_scale, found_inf);
 }
@@ -294,8 +292,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(("adamw_step_.tensor_lr" + lists + "Tensor" + options).c_str());
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
-  m.impl("adamw_step_", adamw_step_);
-  m.impl("adamw_step_.tensor_lr", adamw_step_tensor_lr_);
+  m.impl("adamw_step_", adamw_step_<double>);
+  m.impl("adamw_step_.tensor_lr", adamw_step_<const Tensor&>);
 }
 // See Note [Operators that change their arguments].
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {

@@ -2,11 +2,11 @@
 // The loops are in attention.h. logsumexp is an output, and differentiable: its gradient joins the sum over
 // out * grad_out in backward.
 #include "attention.h"
+#include "autograd.h"
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-
-#include <tuple>
 
 namespace openreg::ops {
 namespace {
@@ -20,8 +20,7 @@ void check_scores(
     TORCH_CHECK(
         x->dim() == 4, op, ": expected ", name, " of shape [batch, heads, length, width], but got ", x->sizes());
   for (const auto& [name, x] : {std::pair{"k", &k}, {"v", &v}}) {
-    check_same_device(op, "q", q, name, *x);
-    check_dtype(op, name, *x, q.scalar_type(), "q");
+    check_kind_like(op, name, *x, "q", q);
   }
   TORCH_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3), op, ": expected k of batch ", q.size(0), " and width ",
       q.size(3), ", those of q, but got shape ", k.sizes());
@@ -30,8 +29,7 @@ void check_scores(
   TORCH_CHECK(k.size(1) == 0 ? q.size(1) == 0 : q.size(1) % k.size(1) == 0, op, ": expected heads of q a multiple of ",
       k.size(1), ", those of k and v, but got ", q.size(1));
   if (!bias) return;
-  check_same_device(op, "q", q, "bias", *bias);
-  check_dtype(op, "bias", *bias, q.scalar_type(), "q");
+  check_kind_like(op, "bias", *bias, "q", q);
   const auto shape = scores_shape(q, k);
   bool broadcasts = bias->dim() <= 4;
   for (int64_t i = 1; broadcasts && i <= bias->dim(); ++i)
@@ -107,57 +105,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
   return {grad_q, grad_k, grad_v, grad_bias.to(q.scalar_type())};
 }
 
-// ---- autograd: see Note [Operator calls] ----
+// ---- autograd: see Note [Derivatives] ----
 
-const auto& forward_op() {
-  static const auto op = find<decltype(attention)>("openreg::attention");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(attention_backward)>("openreg::attention_backward");
-  return op;
-}
-
-std::optional<Tensor> if_defined(const Tensor& x) {
-  return x.defined() ? std::optional(x) : std::nullopt;
-}
-
-struct Attention : torch::autograd::Function<Attention> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+struct Attention {
+  static auto forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
       const std::optional<Tensor>& bias, bool causal, std::optional<double> scale) {
-    BelowAutograd below_autograd;
-    auto [out, logsumexp] = forward_op().call(q, k, v, bias, causal, scale);
-    ctx->save_for_backward({q, k, v, bias.value_or(Tensor()), out, logsumexp});
-    ctx->saved_data["causal"] = causal;
-    ctx->saved_data["scale"] = scale;
+    const auto result = op<attention>("openreg::attention").call(q, k, v, bias, causal, scale);
+    const auto& [out, logsumexp] = result;
     const bool bias_grad = bias && bias->requires_grad();
-    ctx->saved_data["bias_grad"] = bias_grad;
     if (!q.requires_grad() && !k.requires_grad() && !bias_grad) ctx->mark_non_differentiable({logsumexp});
-    ctx->set_materialize_grads(false);
-    return {out, logsumexp};
+    return saving(result, q, k, v, bias, out, logsumexp, causal, scale, bias_grad);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    if (!grad[0].defined() && !grad[1].defined()) return variable_list(6);
-    const Tensor& out = saved[4];
-    const bool bias_grad = ctx->saved_data["bias_grad"].toBool();
-    auto [grad_q, grad_k, grad_v, grad_bias] = backward_op().call(grad[0].defined() ? grad[0] : at::zeros_like(out),
-        if_defined(grad[1]), saved[0], saved[1], saved[2], if_defined(saved[3]), out, saved[5],
-        ctx->saved_data["causal"].toBool(), ctx->saved_data["scale"].toOptional<double>(), bias_grad);
-    return {grad_q, grad_k, grad_v, bias_grad ? grad_bias : Tensor(), Tensor(), Tensor()};
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(AutogradContext*, const variable_list& grad,
+      const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias, const Tensor& out,
+      const Tensor& logsumexp, bool causal, std::optional<double> scale, bool bias_grad) {
+    if (!grad[0].defined() && !grad[1].defined()) return {};
+    auto gradients = op<attention_backward>("openreg::attention_backward")
+                         .call(grad[0].defined() ? grad[0] : at::zeros_like(out), if_defined(grad[1]), q, k, v, bias,
+                             out, logsumexp, causal, scale, bias_grad);
+    if (!bias_grad) std::get<3>(gradients) = Tensor();
+    return gradients;
   }
 };
-
-std::tuple<Tensor, Tensor> attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
-    const std::optional<Tensor>& bias, bool causal, std::optional<double> scale) {
-  if (any_tangent(q, k, v, bias))
-    return decompose(forward_op(), q, k, v, bias, causal, scale); // see Note [Forward mode]
-  auto out = apply<Attention>(q, k, v, bias, causal, scale);
-  return {out[0], out[1]};
-}
 
 } // namespace
 
@@ -179,7 +149,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("attention_backward", attention_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("attention", attention_autograd);
+  m.impl("attention", autograd<Attention, attention>("openreg::attention"));
   m.impl("attention_backward", differentiate_by_reference());
 }
 

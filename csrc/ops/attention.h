@@ -3,6 +3,7 @@
 // by a running maximum in forward, and are computed again from logsumexp in backward. No matrix of scores exists.
 #pragma once
 
+#include "checks.h"
 #include "gemm.h"
 #include "philox.h"
 
@@ -18,18 +19,19 @@ constexpr int64_t kQueries = 96, kKeys = 256, kBackwardKeys = 128;
 
 // ---- shapes ----
 
+template <class T>
+T* data_of(const Tensor& x) {
+  if constexpr (std::is_const_v<T>) return x.const_data_ptr<std::remove_const_t<T>>();
+  else return x.mutable_data_ptr<T>();
+}
+
 // A [batch, heads, length, width] tensor of any strides.
 template <class T>
 struct Heads {
   T* data = nullptr;
   int64_t batch = 0, head = 0, row = 0, col = 0;
 
-  static Heads of(const Tensor& x) {
-    T* data;
-    if constexpr (std::is_const_v<T>) data = x.const_data_ptr<std::remove_const_t<T>>();
-    else data = x.mutable_data_ptr<T>();
-    return {data, x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
-  }
+  static Heads of(const Tensor& x) { return {data_of<T>(x), x.stride(0), x.stride(1), x.stride(2), x.stride(3)}; }
   T* at(int64_t b, int64_t h, int64_t i = 0) const { return data + b * batch + h * head + i * row; }
 };
 
@@ -41,10 +43,7 @@ struct Rows {
 
   static Rows of(const Tensor& x) {
     TORCH_INTERNAL_ASSERT(x.dim() == 3 && (x.size(2) < 2 || x.stride(2) == 1));
-    T* data;
-    if constexpr (std::is_const_v<T>) data = x.const_data_ptr<std::remove_const_t<T>>();
-    else data = x.mutable_data_ptr<T>();
-    return {data, x.stride(0), x.stride(1)};
+    return {data_of<T>(x), x.stride(0), x.stride(1)};
   }
   T* at(int64_t b, int64_t h, int64_t i = 0) const { return data + b * batch + h * head + i; }
 };

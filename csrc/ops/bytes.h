@@ -1,7 +1,7 @@
 // Masks and quantized numbers: bytes that are read and written as the vectors a kernel computes in.
 #pragma once
 
-#include "op.h"
+#include "loops.h"
 
 #ifdef __AVX2__
 #include <immintrin.h>

@@ -3,9 +3,7 @@
 // arXiv:2204.02311.
 // lse is an output: backward needs no other tensor of the rows, and no softmax is kept.
 #include "cross_entropy.h"
-
-#include <optional>
-#include <tuple>
+#include "autograd.h"
 
 namespace openreg::ops {
 namespace {
@@ -94,56 +92,24 @@ Tensor cross_entropy_backward(const std::optional<Tensor>& grad_loss_, const std
   return grad_logits;
 }
 
-// ---- autograd: see Note [Operator calls] ----
+// ---- autograd: see Note [Derivatives] ----
 
-const auto& forward_op() {
-  static const auto op = find<decltype(cross_entropy)>("openreg::cross_entropy");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(cross_entropy_backward)>("openreg::cross_entropy_backward");
-  return op;
-}
-
-std::optional<Tensor> if_defined(const Tensor& x) {
-  return x.defined() ? std::optional(x) : std::nullopt;
-}
-
-struct CrossEntropyForward : torch::autograd::Function<CrossEntropyForward> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target, int64_t ignore_index,
+struct CrossEntropyForward {
+  static auto forward(AutogradContext*, const Tensor& logits, const Tensor& target, int64_t ignore_index,
       double label_smoothing, double z_loss, std::string_view reduction) {
-    BelowAutograd below_autograd;
-    auto [loss, logsumexp] = forward_op().call(logits, target, ignore_index, label_smoothing, z_loss, reduction);
-    ctx->save_for_backward({logits, target, logsumexp});
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["ignore_index"] = ignore_index;
-    ctx->saved_data["label_smoothing"] = label_smoothing;
-    ctx->saved_data["z_loss"] = z_loss;
-    ctx->saved_data["reduction"] = std::string(reduction);
-    return {loss, logsumexp};
+    const auto out = op<cross_entropy>("openreg::cross_entropy")
+                         .call(logits, target, ignore_index, label_smoothing, z_loss, reduction);
+    return saving(out, logits, target, std::get<1>(out), ignore_index, label_smoothing, z_loss, reduction);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const auto option = [&](const char* name) -> const c10::IValue& { return ctx->saved_data[name]; };
-    Tensor grad_logits;
-    if (grad[0].defined() || grad[1].defined())
-      grad_logits = backward_op().call(if_defined(grad[0]), if_defined(grad[1]), saved[0], saved[1], saved[2],
-          option("ignore_index").toInt(), option("label_smoothing").toDouble(), option("z_loss").toDouble(),
-          option("reduction").toStringView());
-    return {grad_logits, Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+  template <class... Options>
+  static Tensor backward(AutogradContext*, const variable_list& grad, const Tensor& logits, const Tensor& target,
+      const Tensor& logsumexp, Options... options) {
+    if (!grad[0].defined() && !grad[1].defined()) return {};
+    return op<cross_entropy_backward>("openreg::cross_entropy_backward")
+        .call(if_defined(grad[0]), if_defined(grad[1]), logits, target, logsumexp, options...);
   }
 };
-
-std::tuple<Tensor, Tensor> cross_entropy_autograd(const Tensor& logits, const Tensor& target, int64_t ignore_index,
-    double label_smoothing, double z_loss, std::string_view reduction) {
-  if (any_tangent(logits)) // see Note [Forward mode]
-    return decompose(forward_op(), logits, target, ignore_index, label_smoothing, z_loss, reduction);
-  auto out = apply<CrossEntropyForward>(logits, target, ignore_index, label_smoothing, z_loss, reduction);
-  return {out[0], out[1]};
-}
 
 } // namespace
 
@@ -165,7 +131,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("cross_entropy_backward", cross_entropy_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("cross_entropy", cross_entropy_autograd);
+  m.impl("cross_entropy", autograd<CrossEntropyForward, cross_entropy>("openreg::cross_entropy"));
   m.impl("cross_entropy_backward", differentiate_by_reference());
 }
 

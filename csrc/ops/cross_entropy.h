@@ -2,7 +2,8 @@
 // linear_cross_entropy share.
 #pragma once
 
-#include "op.h"
+#include "checks.h"
+#include "loops.h"
 
 #include <cmath>
 #include <limits>

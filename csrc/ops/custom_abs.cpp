@@ -2,13 +2,16 @@
 // Every dtype and layout that torch.abs takes, with its output strides; the modulus of a complex x is real.
 // Not differentiable by design: autogradNotImplementedFallback makes backward through it an error, on
 // every device, where torch's default would warn and give partial gradients.
-#include "op.h"
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 
 #include <ATen/Dispatch_v2.h>
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/empty_like.h>
 
 namespace openreg::ops {
 namespace {
@@ -98,9 +101,9 @@ Tensor& custom_abs_out(const Tensor& input, Tensor& out) {
 // Graphs hold no writes: each form that writes becomes the one that does not, whose result then stands for what was
 // written to. Torch does this by itself for an operator that returns nothing; these return their argument.
 Tensor& write_functional(const Tensor& input, Tensor& out) {
-  static const auto op = find<decltype(custom_abs)>("openreg::custom_abs");
+  const auto& op = ops::op<custom_abs>("openreg::custom_abs");
   namespace functional = at::functionalization::impl;
-  const auto result_of = [](const Tensor& x) {
+  const auto result_of = [&op](const Tensor& x) {
     at::AutoDispatchSkipFunctionalize below;
     return op.call(x);
   };

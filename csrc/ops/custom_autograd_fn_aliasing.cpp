@@ -1,6 +1,6 @@
 // custom_autograd_fn_aliasing: y = a view of x, and dx = 0.5 dy.
 // From PyTorch's in-tree OpenReg, where it shows an autograd::Function whose forward returns a view.
-#include "op.h"
+#include "autograd.h"
 
 namespace openreg::ops {
 namespace {
@@ -10,22 +10,10 @@ Tensor custom_autograd_fn_aliasing(const Tensor& input) {
   return at::alias(input);
 }
 
-struct Aliasing : torch::autograd::Function<Aliasing> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext*, const Tensor& input) {
-    static const auto op = find<decltype(custom_autograd_fn_aliasing)>("openreg::custom_autograd_fn_aliasing");
-    if (auto y = in_outer_transforms(op, input)) return *y;
-    return at::alias(input);
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list& grad) { return {grad[0] * 0.5}; }
+struct Aliasing {
+  static Tensor view(const Tensor& input) { return at::alias(input); }
+  static Tensor gradient(const Tensor& grad) { return grad * 0.5; }
 };
-
-Tensor custom_autograd_fn_aliasing_autograd(const Tensor& input) {
-  const Tensor y = apply<Aliasing>(without_tangent(input));
-  return has_tangent(input) ? with_tangent(y, tangent(input) * 0.5) : y;
-}
 
 } // namespace
 
@@ -42,7 +30,8 @@ TORCH_LIBRARY_IMPL(openreg, Functionalize, m) {
   m.impl("custom_autograd_fn_aliasing", custom_autograd_fn_aliasing);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
-  m.impl("custom_autograd_fn_aliasing", custom_autograd_fn_aliasing_autograd);
+  m.impl("custom_autograd_fn_aliasing",
+      autograd_of_view<Aliasing, custom_autograd_fn_aliasing>("openreg::custom_autograd_fn_aliasing"));
 }
 
 } // namespace openreg::ops

@@ -2,12 +2,12 @@
 // Srivastava et al. 2014, JMLR 15:1929; fused with the residual's addition as in flash-attention's layer norms.
 // Element i's random number is a function of i and of two numbers drawn from the generator, so that it is the same
 // whatever the number of threads.
+#include "autograd.h"
 #include "bytes.h"
+#include "checks.h"
 #include "philox.h"
 
 #include <cmath>
-#include <cstring>
-#include <tuple>
 
 namespace openreg::ops {
 namespace {
@@ -62,9 +62,7 @@ std::tuple<Tensor, Tensor> dropout_add(
     const Tensor& x_, const Tensor& residual_, double p, const std::optional<at::Generator>& generator) {
   constexpr const char* op = "dropout_add";
   check_floating(op, "x", x_);
-  check_same_device(op, "x", x_, "residual", residual_);
-  check_dtype(op, "residual", residual_, x_.scalar_type(), "x");
-  check_shape(op, "residual", residual_, x_.sizes(), "that of x");
+  check_like(op, "residual", residual_, "x", x_);
   check_probability(op, p);
   const auto [key, counter] = draw(op, x_, generator);
   const Tensor x = x_.contiguous(), residual = residual_.contiguous();
@@ -113,44 +111,26 @@ Tensor dropout_add_backward(const Tensor& grad_out_, const Tensor& mask_, double
   return grad_x;
 }
 
-// ---- autograd: see Note [Operator calls] ----
+// ---- autograd: see Note [Derivatives] ----
 
-const auto& forward_op() {
-  static const auto op = find<decltype(dropout_add)>("openreg::dropout_add");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(dropout_add_backward)>("openreg::dropout_add_backward");
-  return op;
-}
-
-struct DropoutAdd : torch::autograd::Function<DropoutAdd> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, double p,
+struct DropoutAdd {
+  static auto forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, double p,
       const std::optional<at::Generator>& generator) {
-    BelowAutograd below_autograd;
-    auto [out, mask] = forward_op().call(x, residual, p, generator);
-    ctx->save_for_backward({mask});
-    ctx->saved_data["p"] = p;
+    const auto result = op<dropout_add>("openreg::dropout_add").call(x, residual, p, generator);
+    const Tensor& mask = std::get<1>(result);
     ctx->mark_non_differentiable({mask});
-    return {out, mask};
+    return saving(result, mask, p);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
+  static std::tuple<Tensor, Tensor> backward(
+      AutogradContext* ctx, const variable_list& grad, const Tensor& mask, double p) {
+    if (!grad[0].defined()) return {};
     Tensor grad_x;
-    if (ctx->needs_input_grad(0)) grad_x = backward_op().call(grad[0], saved[0], ctx->saved_data["p"].toDouble());
-    return {grad_x, grad[0], Tensor(), Tensor()};
+    if (ctx->needs_input_grad(0))
+      grad_x = op<dropout_add_backward>("openreg::dropout_add_backward").call(grad[0], mask, p);
+    return {grad_x, grad[0]};
   }
 };
-
-std::tuple<Tensor, Tensor> dropout_add_autograd(
-    const Tensor& x, const Tensor& residual, double p, const std::optional<at::Generator>& generator) {
-  if (any_tangent(x, residual)) return decompose(forward_op(), x, residual, p, generator); // see Note [Forward mode]
-  auto out = apply<DropoutAdd>(x, residual, p, generator);
-  return {out[0], out[1]};
-}
 
 } // namespace
 
@@ -168,7 +148,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("dropout_add_backward", dropout_add_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("dropout_add", dropout_add_autograd);
+  m.impl("dropout_add", autograd<DropoutAdd, dropout_add>("openreg::dropout_add"));
   m.impl("dropout_add_backward", differentiate_by_reference());
 }
 

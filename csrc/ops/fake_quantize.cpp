@@ -2,10 +2,11 @@
 // quantization to integers and back makes of x. One scale and zero_point, or one for each index along axis.
 // Its gradient counts rounding as the identity, "straight through" (Bengio et al. 2013, arXiv:1308.3432):
 // x's passes where x is in range; scale's is that of LSQ (Esser et al. 2020, arXiv:1902.08153).
-#include "op.h"
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 
 #include <cmath>
-#include <tuple>
 
 namespace openreg::ops {
 namespace {
@@ -117,9 +118,7 @@ std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_y_, const T
     const Tensor& zero_point_, int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
   constexpr const char* op = "fake_quantize_backward";
   check_arguments(op, x_, scale_, zero_point_, quant_min, quant_max, axis);
-  check_same_device(op, "x", x_, "grad_y", grad_y_);
-  check_dtype(op, "grad_y", grad_y_, x_.scalar_type(), "x");
-  check_shape(op, "grad_y", grad_y_, x_.sizes(), "that of x");
+  check_like(op, "grad_y", grad_y_, "x", x_);
   if (const int64_t at = axis_to_move(x_, axis)) {
     auto [grad_x, grad_scale] =
         fake_quantize_backward(grad_y_.movedim(at, 0), x_.movedim(at, 0), scale_, zero_point_, quant_min, quant_max, 0);
@@ -153,45 +152,20 @@ std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_y_, const T
   return {grad_x, grad_scale};
 }
 
-// ---- autograd: see Note [Operator calls] ----
-
-const auto& forward_op() {
-  static const auto op = find<decltype(fake_quantize)>("openreg::fake_quantize");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(fake_quantize_backward)>("openreg::fake_quantize_backward");
-  return op;
-}
-
-struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& scale, const Tensor& zero_point,
-      int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
-    BelowAutograd below_autograd;
-    ctx->save_for_backward({x, scale, zero_point});
-    ctx->saved_data["quant_min"] = quant_min;
-    ctx->saved_data["quant_max"] = quant_max;
-    ctx->saved_data["axis"] = axis;
-    return forward_op().call(x, scale, zero_point, quant_min, quant_max, axis);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const auto data = [&](const char* name) { return ctx->saved_data[name]; };
-    auto [grad_x, grad_scale] = backward_op().call(grad[0], saved[0], saved[1], saved[2], data("quant_min").toInt(),
-        data("quant_max").toInt(), data("axis").toOptional<int64_t>());
-    return {grad_x, grad_scale, Tensor(), Tensor(), Tensor(), Tensor()};
-  }
-};
+// ---- autograd: see Note [Derivatives] ----
 
 // The reference has this gradient too, so that forward mode and other devices may run it.
-Tensor fake_quantize_autograd(const Tensor& x, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
-    int64_t quant_max, std::optional<int64_t> axis) {
-  if (any_tangent(x, scale)) return decompose(forward_op(), x, scale, zero_point, quant_min, quant_max, axis);
-  return apply<FakeQuantize>(x, scale, zero_point, quant_min, quant_max, axis);
-}
+struct FakeQuantize {
+  static auto forward(AutogradContext*, const Tensor& x, const Tensor& scale, const Tensor& zero_point,
+      int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
+    return saving(op<fake_quantize>("openreg::fake_quantize").call(x, scale, zero_point, quant_min, quant_max, axis), x,
+        scale, zero_point, quant_min, quant_max, axis);
+  }
+  template <class... Saved>
+  static auto backward(AutogradContext*, const variable_list& grad, const Saved&... saved) {
+    return op<fake_quantize_backward>("openreg::fake_quantize_backward").call(grad[0], saved...);
+  }
+};
 
 } // namespace
 
@@ -212,7 +186,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("fake_quantize_backward", fake_quantize_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("fake_quantize", fake_quantize_autograd);
+  m.impl("fake_quantize", autograd<FakeQuantize, fake_quantize>("openreg::fake_quantize"));
   m.impl("fake_quantize_backward", differentiate_by_reference());
 }
 

@@ -3,18 +3,11 @@
 // of this name, which overwrites its arguments with them.
 // y is of the sum as it is stored, rounded to its dtype, so that the backward sees the same numbers. That one
 // computes rstd again: it reads the row of sum anyway.
-#include "op.h"
-
-#include <cmath>
-#include <tuple>
+#include "autograd.h"
+#include "rms_norm.h"
 
 namespace openreg::ops {
 namespace {
-
-template <class T>
-double mean_square(const T* s, int64_t n) {
-  return sum<T>(n, [](Vec<T> s) { return s * s; }, s) / static_cast<double>(n);
-}
 
 // One row of n elements.
 template <class T>
@@ -37,28 +30,7 @@ void backward_row(const T* grad_y, const T* grad_sum, const T* s, const T* weigh
     at::vec::map4<T>(
         [r, c](V g, V w, V s, V d) { return d + (r * g * w - c * s); }, grad_x, grad_y, weight, s, grad_sum, n);
   else at::vec::map3<T>([r, c](V g, V w, V s) { return r * g * w - c * s; }, grad_x, grad_y, weight, s, n);
-  const auto add = [&](int64_t i, V part, int64_t count) {
-    if (!first) part = part + V::loadu(grad_weight + i, count);
-    part.store(grad_weight + i, static_cast<int>(count));
-  };
-  int64_t i = 0;
-  for (; i + kLanes<T> <= n; i += kLanes<T>) add(i, read(grad_y + i) * read(s + i) * r, kLanes<T>);
-  if (i < n) add(i, read(grad_y + i, n - i) * read(s + i, n - i) * r, n - i);
-}
-
-void check_row(const char* op, const char* name, const Tensor& x, const Tensor& weight) {
-  check_floating(op, name, x);
-  TORCH_CHECK(x.dim() >= 1, op, ": expected ", name, " of at least one dimension, but got a scalar; use ", name,
-      ".unsqueeze(0)");
-  check_same_device(op, name, x, "weight", weight);
-  check_dtype(op, "weight", weight, x.scalar_type(), name);
-  check_shape(op, "weight", weight, x.sizes().slice(x.dim() - 1), c10::str("the last dimension of ", name).c_str());
-}
-
-void check_like(const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y) {
-  check_same_device(op, of, y, name, x);
-  check_dtype(op, name, x, y.scalar_type(), of);
-  check_shape(op, name, x, y.sizes(), c10::str("that of ", of).c_str());
+  add_to_grad_weight(grad_y, s, r, grad_weight, first, n);
 }
 
 std::tuple<Tensor, Tensor> fused_add_rms_norm(
@@ -93,80 +65,42 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm_backward(const Tensor& grad_y_, co
                total = sum_.contiguous(), weight = weight_.contiguous();
   Tensor grad_x = at::empty(total.sizes(), total.options());
   Tensor grad_weight = at::empty(weight.sizes(), weight.options());
-  // Rows go to a fixed number of parts, each with a sum of its own, so that grad_weight does not depend
-  // on the number of threads.
-  const int64_t n = total.size(-1), rows = n ? total.numel() / n : 0, parts = std::min<int64_t>(rows, 32);
-  Tensor partial = at::empty({parts, n}, total.options().dtype(at::toOpMathType(total.scalar_type())));
+  const int64_t n = total.size(-1), rows = n ? total.numel() / n : 0;
+  Tensor partial = at::empty({parts_of(rows), n}, total.options().dtype(at::toOpMathType(total.scalar_type())));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, total.scalar_type(), op, [&] {
     using T = scalar_t;
     launch(current_stream(total.get_device()),
         [=, g = grad_y.const_data_ptr<T>(), d = grad_sum.defined() ? grad_sum.const_data_ptr<T>() : nullptr,
             s = total.const_data_ptr<T>(), w = weight.const_data_ptr<T>(), dx = grad_x.mutable_data_ptr<T>(),
             dw = grad_weight.mutable_data_ptr<T>(), part = partial.mutable_data_ptr<Acc<T>>()] {
-          const int64_t per_part = at::divup(kGrain * parts, n * rows + 1);
-          at::parallel_for(0, parts, per_part, [&](int64_t begin, int64_t end) {
-            for (int64_t p = begin; p < end; ++p) {
-              const int64_t first = p * rows / parts * n, last = (p + 1) * rows / parts * n;
-              for (int64_t i = first; i < last; i += n)
-                backward_row(g + i, d ? d + i : nullptr, s + i, w, dx + i, part + p * n, /*first=*/i == first, n, eps);
-            }
-          });
-          at::parallel_for(0, n, at::divup(kGrain, parts + 1), [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) {
-              double total = 0;
-              for (int64_t p = 0; p < parts; ++p) total += part[p * n + i];
-              dw[i] = static_cast<T>(total);
-            }
+          rows_in_parts(rows, n, part, dw, [&](int64_t row, Acc<T>* sum, bool first) {
+            const int64_t i = row * n;
+            backward_row(g + i, d ? d + i : nullptr, s + i, w, dx + i, sum, first, n, eps);
           });
         });
   });
   return {grad_x, grad_weight};
 }
 
-// ---- autograd: see Note [Operator calls] ----
+// ---- autograd: see Note [Derivatives] ----
 
-const auto& forward_op() {
-  static const auto op = find<decltype(fused_add_rms_norm)>("openreg::fused_add_rms_norm");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(fused_add_rms_norm_backward)>("openreg::fused_add_rms_norm_backward");
-  return op;
-}
-
-struct FusedAddRmsNorm : torch::autograd::Function<FusedAddRmsNorm> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(
-      AutogradContext* ctx, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-    BelowAutograd below_autograd;
-    auto [y, sum] = forward_op().call(x, residual, weight, eps);
-    ctx->save_for_backward({sum, weight});
+struct FusedAddRmsNorm {
+  static auto forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+    const auto out = op<fused_add_rms_norm>("openreg::fused_add_rms_norm").call(x, residual, weight, eps);
+    const Tensor& sum = std::get<1>(out);
     if (!x.requires_grad() && !residual.requires_grad()) ctx->mark_non_differentiable({sum});
-    ctx->saved_data["eps"] = eps;
-    ctx->set_materialize_grads(false);
-    return {y, sum};
+    return saving(out, sum, weight, eps);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
+  static std::tuple<Tensor, Tensor, Tensor> backward(
+      AutogradContext*, const variable_list& grad, const Tensor& sum, const Tensor& weight, double eps) {
     const Tensor &grad_y = grad[0], &grad_sum = grad[1];
-    Tensor grad_x = grad_sum, grad_weight;
-    if (grad_y.defined())
-      std::tie(grad_x, grad_weight) =
-          backward_op().call(grad_y, grad_sum.defined() ? std::optional(grad_sum) : std::nullopt, saved[0], saved[1],
-              ctx->saved_data["eps"].toDouble());
-    return {grad_x, grad_x, grad_weight, Tensor()};
+    if (!grad_y.defined()) return {grad_sum, grad_sum, Tensor()};
+    auto [grad_x, grad_weight] = op<fused_add_rms_norm_backward>("openreg::fused_add_rms_norm_backward")
+                                     .call(grad_y, if_defined(grad_sum), sum, weight, eps);
+    return {grad_x, grad_x, grad_weight};
   }
 };
-
-std::tuple<Tensor, Tensor> fused_add_rms_norm_autograd(
-    const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-  if (any_tangent(x, residual, weight)) // see Note [Forward mode]
-    return decompose(forward_op(), x, residual, weight, eps);
-  auto out = apply<FusedAddRmsNorm>(x, residual, weight, eps);
-  return {out[0], out[1]};
-}
 
 } // namespace
 
@@ -185,7 +119,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("fused_add_rms_norm_backward", fused_add_rms_norm_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("fused_add_rms_norm", fused_add_rms_norm_autograd);
+  m.impl("fused_add_rms_norm", autograd<FusedAddRmsNorm, fused_add_rms_norm>("openreg::fused_add_rms_norm"));
   m.impl("fused_add_rms_norm_backward", differentiate_by_reference());
 }
 

@@ -7,7 +7,7 @@
 // An element of C is one sum in the order of k: it depends neither on the tile that it falls in nor on threads.
 #pragma once
 
-#include "op.h"
+#include "loops.h"
 
 #include <cstring>
 #include <memory>

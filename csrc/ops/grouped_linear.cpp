@@ -4,15 +4,14 @@
 // of any sizes, and a result does not depend on the number of threads.
 // No bias is an empty list. Of a `Tensor[]? bias`, the dispatcher does not look at the tensors, and transforms and
 // tensor subclasses that reach the operator through the bias alone would be missed (c10::impl::DispatchKeyExtractor).
-#include "op.h"
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
 
-#include <array>
 #include <cstring>
-#include <limits>
-#include <tuple>
 #include <vector>
 
 namespace openreg::ops {
@@ -65,8 +64,8 @@ std::vector<Matrix> matrices(const std::vector<Tensor>& list) {
   return {list.begin(), list.end()};
 }
 
-// MKL divides a product by its number of threads even where it has one, as within parallel_for, and the division
-// shows in the rounding. libtorch exports MKL's functions where it is built with MKL.
+// Within parallel_for, MKL runs a product on one thread but still splits it by its thread setting, which changes the
+// rounding. libtorch exports this function if it is built with MKL.
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 class OneThread {
@@ -156,16 +155,13 @@ void check_inputs(const char* op, const Tensor& x, at::TensorList weights, const
   for (size_t e = 0; e < weights.size(); ++e) {
     const Tensor& weight = weights[e];
     const std::string name = "weights[" + std::to_string(e) + "]";
-    check_same_device(op, "x", x, name.c_str(), weight);
-    check_dtype(op, name.c_str(), weight, x.scalar_type(), "x");
+    check_kind_like(op, name.c_str(), weight, "x", x);
     TORCH_CHECK(e > 0 || (weight.dim() == 2 && weight.size(1) == x.size(1)), op,
         ": expected weights[0] of shape [out, ", x.size(1), "], for the columns of x, but got ", weight.sizes());
     check_shape(op, name.c_str(), weight, weights[0].sizes(), "that of weights[0]");
   }
   check_same_device(op, "x", x, "group_sizes", group_sizes);
-  TORCH_CHECK(group_sizes.scalar_type() == at::kInt || group_sizes.scalar_type() == at::kLong, op,
-      ": expected group_sizes of int32 or int64, but got ", dtype_name(group_sizes.scalar_type()),
-      "; convert it with .to()");
+  check_integers(op, "group_sizes", group_sizes);
   check_shape(op, "group_sizes", group_sizes, {static_cast<int64_t>(weights.size())}, "a number for each weight");
 }
 
@@ -174,8 +170,7 @@ void check_bias(const char* op, const Tensor& x, at::TensorList weights, at::Ten
       weights.size(), " weights, but got ", bias.size());
   for (size_t e = 0; e < bias.size(); ++e) {
     const std::string name = "bias[" + std::to_string(e) + "]";
-    check_same_device(op, "x", x, name.c_str(), bias[e]);
-    check_dtype(op, name.c_str(), bias[e], x.scalar_type(), "x");
+    check_kind_like(op, name.c_str(), bias[e], "x", x);
     check_shape(op, name.c_str(), bias[e], weights[0].sizes().slice(0, 1), "a number for each row of a weight");
   }
 }
@@ -236,8 +231,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
     const Tensor& x_, at::TensorList weights_, const Tensor& group_sizes, std::array<bool, 3> output_mask) {
   constexpr const char* op = "grouped_linear_backward";
   check_inputs(op, x_, weights_, group_sizes);
-  check_same_device(op, "x", x_, "grad_y", grad_y_);
-  check_dtype(op, "grad_y", grad_y_, x_.scalar_type(), "x");
+  check_kind_like(op, "grad_y", grad_y_, "x", x_);
   check_shape(op, "grad_y", grad_y_, {x_.size(0), weights_[0].size(0)}, "the rows of x and of a weight");
   const auto first = read_groups(op, x_, group_sizes);
   const Tensor grad_y = grad_y_.contiguous(), x = as_matrix(x_);
@@ -287,34 +281,18 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
   return {grad_x, grad_weights, grad_bias};
 }
 
-// ---- autograd: see Note [Operator calls] ----
+// ---- autograd: see Note [Derivatives] ----
 
-const auto& forward_op() {
-  static const auto op = find<decltype(grouped_linear)>("openreg::grouped_linear");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(grouped_linear_backward)>("openreg::grouped_linear_backward");
-  return op;
-}
-
-struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(
-      AutogradContext* ctx, const Tensor& x, at::TensorList weights, at::TensorList bias, const Tensor& group_sizes) {
-    BelowAutograd below_autograd;
-    variable_list saved{x, group_sizes};
-    saved.insert(saved.end(), weights.begin(), weights.end());
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["biases"] = static_cast<int64_t>(bias.size());
-    return forward_op().call(x, weights, bias, group_sizes);
+struct GroupedLinear {
+  static auto forward(
+      AutogradContext*, const Tensor& x, at::TensorList weights, at::TensorList bias, const Tensor& group_sizes) {
+    return saving(op<grouped_linear>("openreg::grouped_linear").call(x, weights, bias, group_sizes), x, weights,
+        group_sizes, static_cast<int64_t>(bias.size()));
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const auto weights = at::TensorList(saved).slice(2);
-    const size_t biases = ctx->saved_data["biases"].toInt();
+  static auto backward(AutogradContext* ctx, const variable_list& grad, const Tensor& x, at::TensorList weights,
+      const Tensor& group_sizes, int64_t biases) {
+    const auto& backward_op = op<grouped_linear_backward>("openreg::grouped_linear_backward");
     const auto wanted = [&](size_t first, size_t count) {
       for (size_t i = first; i < first + count; ++i)
         if (ctx->needs_input_grad(i)) return true;
@@ -323,25 +301,13 @@ struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
     const std::array<bool, 3> mask{wanted(0, 1), wanted(1, weights.size()), wanted(1 + weights.size(), biases)};
     // torch.autograd.grad(is_grads_batched=True) has a vmap of its own, which takes no operator with lists.
     const bool batched = grad[0].key_set().has(c10::DispatchKey::Batched);
-    auto [grad_x, grad_weights, grad_bias] = batched
-        ? decompose(backward_op(), grad[0], saved[0], weights, saved[1], mask)
-        : backward_op().call(grad[0], saved[0], weights, saved[1], mask);
-    grad_weights.resize(weights.size());
-    grad_bias.resize(biases);
-    variable_list out{grad_x};
-    out.insert(out.end(), grad_weights.begin(), grad_weights.end());
-    out.insert(out.end(), grad_bias.begin(), grad_bias.end());
-    out.emplace_back(); // group_sizes
-    return out;
+    auto gradients = batched ? decompose(backward_op, grad[0], x, weights, group_sizes, mask)
+                             : backward_op.call(grad[0], x, weights, group_sizes, mask);
+    std::get<1>(gradients).resize(weights.size());
+    std::get<2>(gradients).resize(biases);
+    return gradients;
   }
 };
-
-Tensor grouped_linear_autograd(
-    const Tensor& x, at::TensorList weights, at::TensorList bias, const Tensor& group_sizes) {
-  if (any_tangent(x, weights, bias)) // see Note [Forward mode]
-    return decompose(forward_op(), x, weights, bias, group_sizes);
-  return apply<GroupedLinear>(x, weights, bias, group_sizes);
-}
 
 } // namespace
 
@@ -360,7 +326,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("grouped_linear_backward", grouped_linear_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("grouped_linear", grouped_linear_autograd);
+  m.impl("grouped_linear", autograd<GroupedLinear, grouped_linear>("openreg::grouped_linear"));
   m.impl("grouped_linear_backward", differentiate_by_reference());
 }
 

@@ -1,7 +1,9 @@
 // int8_linear: y = x @ (weight_q * weight_scale).T + bias, with the rows of x quantized to int8 on the way, so that the
 // products are of int8 and their sums of int32. Dettmers et al. 2022, arXiv:2208.07339, section 2.
 // The matrix product is ATen's _int_mm, for which oneDNN uses the processor's int8 instructions.
-#include "op.h"
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 
 #include <ATen/ops/_int_mm.h>
 
@@ -37,7 +39,7 @@ void scale_row(const int32_t* total, float scale, const Acc<T>* weight_scale, co
 void check(const Tensor& x, const Tensor& weight_q, const Tensor& weight_scale, const std::optional<Tensor>& bias) {
   constexpr const char* op = "int8_linear";
   check_floating(op, "x", x);
-  TORCH_CHECK(x.dim() >= 1, op, ": expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)");
+  check_rows(op, "x", x);
   check_same_device(op, "x", x, "weight_q", weight_q);
   TORCH_CHECK(weight_q.scalar_type() == at::kChar, op, ": expected weight_q of int8, but got ",
       dtype_name(weight_q.scalar_type()), "; make it with quantize_rowwise");
@@ -89,10 +91,10 @@ Tensor int8_linear(
 // Autocast leaves x, and with it the result, alone; scales and bias are used in float32.
 Tensor int8_linear_autocast(
     const Tensor& x, const Tensor& weight_q, const Tensor& weight_scale, const std::optional<Tensor>& bias) {
-  static const auto op = find<decltype(int8_linear)>("openreg::int8_linear");
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   const auto wide = [](const Tensor& x) { return c10::isReducedFloatingType(x.scalar_type()) ? x.to(at::kFloat) : x; };
-  return op.call(x, weight_q, wide(weight_scale), bias ? std::optional(wide(*bias)) : bias);
+  return op<int8_linear>("openreg::int8_linear")
+      .call(x, weight_q, wide(weight_scale), bias ? std::optional(wide(*bias)) : bias);
 }
 
 } // namespace
@@ -102,18 +104,10 @@ Tensor int8_linear_autocast(
 TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.int8_linear");
   m.def("int8_linear(Tensor x, Tensor weight_q, Tensor weight_scale, Tensor? bias=None) -> Tensor");
+  autocast(m, "int8_linear", int8_linear_autocast);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("int8_linear", int8_linear);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
-  m.impl("int8_linear", int8_linear_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
-  m.impl("int8_linear", int8_linear_autocast);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
-  m.impl("int8_linear", int8_linear_autocast);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
   m.impl("int8_linear", torch::autograd::autogradNotImplementedFallback());

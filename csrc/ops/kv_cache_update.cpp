@@ -3,13 +3,14 @@
 // called reshape_and_cache.
 // kv_cache_update_ writes to the caches through their strides; kv_cache_update to copies of them.
 // All slots are looked at before anything is written, so that a call that is refused has changed nothing.
-#include "op.h"
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 #include "overlap.h"
 
 #include <ATen/ops/clone.h>
 
 #include <cstring>
-#include <tuple>
 #include <vector>
 
 namespace openreg::ops {
@@ -94,8 +95,7 @@ void check(const char* op, const Tensor& k_cache, const Tensor& v_cache, const T
   TORCH_CHECK(k_cache.dim() >= 1, op, ": expected k_cache of shape [num_slots, ...], but got a scalar");
   TORCH_CHECK(v_cache.dim() >= 1 && v_cache.size(0) == k_cache.size(0), op, ": expected v_cache of as many slots as ",
       "k_cache, ", k_cache.size(0), ", but got ", v_cache.sizes());
-  TORCH_CHECK(slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong, op,
-      ": expected slots of int32 or int64, but got ", dtype_name(slots.scalar_type()), "; convert it with .to()");
+  check_integers(op, "slots", slots);
   TORCH_CHECK(slots.dim() == 1, op, ": expected slots of one dimension, but got ", slots.sizes(),
       "; flatten it together with the first dimensions of k and v");
   const auto rows_for = [&](const Tensor& cache) {
@@ -162,28 +162,20 @@ std::tuple<Tensor, Tensor> kv_cache_update(
 
 constexpr char kInPlace[] = "openreg::kv_cache_update_", kFunctional[] = "openreg::kv_cache_update";
 
-template <class Return, const char* name>
-Return in_cache_dtype(
+template <auto kernel, const char* name>
+auto in_cache_dtype(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
-  static const auto op = find<Return(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(name);
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   const auto as = [](const Tensor& x, const Tensor& cache) {
     return x.is_floating_point() && cache.is_floating_point() ? x.to(cache.scalar_type()) : x;
   };
-  return op.call(k_cache, v_cache, as(k, k_cache), as(v, v_cache), slots);
-}
-
-void register_autocast(torch::Library& m) {
-  m.impl("kv_cache_update_", in_cache_dtype<void, kInPlace>);
-  m.impl("kv_cache_update", in_cache_dtype<std::tuple<Tensor, Tensor>, kFunctional>);
+  return op<kernel>(name).call(k_cache, v_cache, as(k, k_cache), as(v, v_cache), slots);
 }
 
 // A cache with a lazy conjugation or negation is written through a view without one. torch's fallback for these bits
 // would read the returns of an operator that writes, and this one has none: it wrote beyond the stack.
 void kv_cache_update_lazy(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
-  static const auto op = find<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>(
-      "openreg::kv_cache_update_");
   const auto memory = [](Tensor cache) {
     if (cache.is_conj()) cache = cache.conj();
     return cache.is_neg() ? cache._neg_view() : cache;
@@ -193,7 +185,8 @@ void kv_cache_update_lazy(
     if (cache.is_neg()) x = x._neg_view();
     return x.resolve_conj().resolve_neg();
   };
-  op.call(memory(k_cache), memory(v_cache), value(k, k_cache), value(v, v_cache), slots.resolve_conj().resolve_neg());
+  op<kv_cache_update_>(kInPlace).call(
+      memory(k_cache), memory(v_cache), value(k, k_cache), value(v, v_cache), slots.resolve_conj().resolve_neg());
 }
 
 } // namespace
@@ -206,6 +199,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(
       "kv_cache_update(Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor slots) -> (Tensor new_k_cache, "
       "Tensor new_v_cache)");
+  autocast(m, "kv_cache_update_", in_cache_dtype<kv_cache_update_, kInPlace>);
+  autocast(m, "kv_cache_update", in_cache_dtype<kv_cache_update, kFunctional>);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("kv_cache_update_", kv_cache_update_);
@@ -225,14 +220,4 @@ TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
 TORCH_LIBRARY_IMPL(openreg, ADInplaceOrView, m) {
   m.impl("kv_cache_update_", count_changes());
 }
-TORCH_LIBRARY_IMPL(openreg, AutocastPrivateUse1, m) {
-  register_autocast(m);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCPU, m) {
-  register_autocast(m);
-}
-TORCH_LIBRARY_IMPL(openreg, AutocastCUDA, m) {
-  register_autocast(m);
-}
-
 } // namespace openreg::ops

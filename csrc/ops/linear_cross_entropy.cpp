@@ -4,17 +4,9 @@
 // only multiplies by the gradient of the loss. An operator of its own does it, so that compilers see it.
 // Rows with ignore_index take no part in any product.
 #include "../aten/transforms.h"
+#include "autograd.h"
 #include "cross_entropy.h"
 #include "gemm.h"
-
-#include <ATen/ops/alias.h>
-
-#include <algorithm>
-#include <array>
-#include <optional>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 namespace openreg::ops {
 namespace {
@@ -292,16 +284,14 @@ void linear_cross_entropy_loop(
 void check_arguments(
     const char* op, const Tensor& x, const Tensor& weight, const Tensor& target, const std::optional<Tensor>& bias) {
   check_floating(op, "x", x);
-  TORCH_CHECK(x.dim() >= 1, op, ": expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)");
-  check_same_device(op, "x", x, "weight", weight);
-  check_dtype(op, "weight", weight, x.scalar_type(), "x");
+  check_rows(op, "x", x);
+  check_kind_like(op, "weight", weight, "x", x);
   TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(-1) && weight.size(0) > 0, op,
       ": expected weight of shape [classes, ", x.size(-1), "], at least one class by the last dimension of x, but got ",
       weight.sizes());
   check_target(op, "x", x, target);
   if (!bias) return;
-  check_same_device(op, "x", x, "bias", *bias);
-  check_dtype(op, "bias", *bias, x.scalar_type(), "x");
+  check_kind_like(op, "bias", *bias, "x", x);
   check_shape(op, "bias", *bias, weight.sizes().slice(0, 1), "the classes of weight");
 }
 
@@ -366,15 +356,10 @@ Gradients linear_cross_entropy_gradients(const Tensor& x, const Tensor& weight, 
   return compute(op, x, weight, target, bias, grad_loss, options, wanted);
 }
 
-// ---- autograd: see Note [Operator calls] ----
+// ---- autograd: see Note [Derivatives] ----
 
-const auto& forward_op() {
-  static const auto op = find<decltype(linear_cross_entropy)>("openreg::linear_cross_entropy");
-  return op;
-}
 const auto& gradients_op() {
-  static const auto op = find<decltype(linear_cross_entropy_gradients)>("openreg::linear_cross_entropy_gradients");
-  return op;
+  return op<linear_cross_entropy_gradients>("openreg::linear_cross_entropy_gradients");
 }
 
 [[noreturn]] void no_second_derivative() {
@@ -384,115 +369,77 @@ const auto& gradients_op() {
 }
 
 // The gradients as forward computed them, for a backward that is recorded: to differentiate them is an error.
-struct Computed : torch::autograd::Function<Computed> {
-  static variable_list forward(AutogradContext*, at::TensorList gradients, at::TensorList /*inputs*/) {
-    BelowAutograd below_autograd;
+struct Computed {
+  static constexpr bool kOpaque = true; // its error is no operator's
+  static auto forward(AutogradContext*, at::TensorList gradients, at::TensorList /*inputs*/) {
     variable_list out;
     for (const Tensor& x : gradients) out.push_back(at::alias(x));
-    return out;
+    return saving(out);
   }
-  static variable_list backward(AutogradContext*, const variable_list&) { no_second_derivative(); }
+  static Tensor backward(AutogradContext*, const variable_list&) { no_second_derivative(); }
 };
 
-struct LinearCrossEntropyGradients : torch::autograd::Function<LinearCrossEntropyGradients> {
-  static variable_list forward(AutogradContext*, const Tensor& x, const Tensor& weight, const Tensor& target,
+struct LinearCrossEntropyGradients {
+  static constexpr bool kOpaque = true;
+  static auto forward(AutogradContext*, const Tensor& x, const Tensor& weight, const Tensor& target,
       const std::optional<Tensor>& bias, const std::optional<Tensor>& grad_loss, int64_t ignore_index,
       double label_smoothing, double z_loss, std::string_view reduction, std::array<bool, 3> wanted) {
-    BelowAutograd below_autograd;
-    auto [loss, grad_x, grad_weight, grad_bias] = gradients_op().call(
-        x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted);
-    return {loss, grad_x, grad_weight, grad_bias};
+    return saving(gradients_op().call(
+        x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted));
   }
-  static variable_list backward(AutogradContext*, const variable_list&) { no_second_derivative(); }
+  static Tensor backward(AutogradContext*, const variable_list&) { no_second_derivative(); }
 };
 
-Gradients linear_cross_entropy_gradients_autograd(const Tensor& x, const Tensor& weight, const Tensor& target,
-    const std::optional<Tensor>& bias, const std::optional<Tensor>& grad_loss, int64_t ignore_index,
-    double label_smoothing, double z_loss, std::string_view reduction, std::array<bool, 3> wanted) {
-  if (any_tangent(x, weight, bias, grad_loss)) // see Note [Forward mode]
-    return decompose(
-        gradients_op(), x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted);
-  auto out = apply<LinearCrossEntropyGradients>(
-      x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted);
-  return {out[0], out[1], out[2], out[3]};
-}
-
-struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& target,
+struct LinearCrossEntropy {
+  static auto forward(AutogradContext*, const Tensor& x, const Tensor& weight, const Tensor& target,
       const std::optional<Tensor>& bias, int64_t ignore_index, double label_smoothing, double z_loss,
       std::string_view reduction) {
-    BelowAutograd below_autograd;
     const bool record = at::GradMode::is_enabled();
     const std::array<bool, 3> wanted{
         record && x.requires_grad(), record && weight.requires_grad(), record && bias && bias->requires_grad()};
-    ctx->saved_data["wanted"] = std::vector<bool>(wanted.begin(), wanted.end());
-    if (wanted == std::array<bool, 3>() || reduction == "none") {
-      // The gradients of single rows' losses are not those of their sum: backward computes the logits again.
-      ctx->save_for_backward({x, weight, bias.value_or(Tensor()), target});
-      ctx->saved_data["ignore_index"] = ignore_index;
-      ctx->saved_data["label_smoothing"] = label_smoothing;
-      ctx->saved_data["z_loss"] = z_loss;
-      return forward_op().call(x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
+    // The gradients of single rows' losses are not those of their sum: backward computes the logits again.
+    const bool again = wanted == std::array<bool, 3>() || reduction == "none";
+    Tensor loss;
+    variable_list gradients(again ? 0 : 3);
+    if (again) {
+      loss = op<linear_cross_entropy>("openreg::linear_cross_entropy")
+                 .call(x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
+    } else {
+      std::tie(loss, gradients[0], gradients[1], gradients[2]) = gradients_op().call(
+          x, weight, target, bias, std::nullopt, ignore_index, label_smoothing, z_loss, reduction, wanted);
     }
-    auto [loss, grad_x, grad_weight, grad_bias] = gradients_op().call(
-        x, weight, target, bias, std::nullopt, ignore_index, label_smoothing, z_loss, reduction, wanted);
-    ctx->save_for_backward({x, weight, bias.value_or(Tensor()), grad_x, grad_weight, grad_bias});
-    return loss;
+    const auto if_again = [&](auto value) { return again ? std::optional(value) : std::nullopt; };
+    return saving(loss, x, weight, bias, gradients, if_again(target), if_again(ignore_index), if_again(label_smoothing),
+        if_again(z_loss), wanted);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const auto list = ctx->saved_data["wanted"].toBoolList();
-    const std::array<bool, 3> wanted{list[0], list[1], list[2]};
-    const std::array<Tensor, 3> inputs{saved[0], saved[1], saved[2]};
-    variable_list gradients;
-    Tensor by;
-    if (saved.size() == 4) {
-      const auto bias = inputs[2].defined() ? std::optional(inputs[2]) : std::nullopt;
-      auto [loss, grad_x, grad_weight, grad_bias] =
-          gradients_op().call(inputs[0], inputs[1], saved[3], bias, grad[0], ctx->saved_data["ignore_index"].toInt(),
-              ctx->saved_data["label_smoothing"].toDouble(), ctx->saved_data["z_loss"].toDouble(), "none", wanted);
+  static Gradients backward(AutogradContext*, const variable_list& grad, const Tensor& x, const Tensor& weight,
+      const std::optional<Tensor>& bias, variable_list gradients, const std::optional<Tensor>& target,
+      std::optional<int64_t> ignore_index, std::optional<double> label_smoothing, std::optional<double> z_loss,
+      std::array<bool, 3> wanted) {
+    if (target) {
+      auto [loss, grad_x, grad_weight, grad_bias] = gradients_op().call(
+          x, weight, *target, bias, grad[0], *ignore_index, *label_smoothing, *z_loss, "none", wanted);
       gradients = {grad_x, grad_weight, grad_bias};
-    } else {
-      gradients = {saved[3], saved[4], saved[5]};
-      by = grad[0];
-      if (at::GradMode::is_enabled()) {
-        variable_list differentiable;
-        bool recorded = false;
-        // Those of a transform that has ended are seen as what was wrapped, which may not be recorded, refuse already,
-        // or have tangents.
-        for (const Tensor& x : inputs) {
-          if (!x.defined()) continue;
-          differentiable.push_back(x);
-          recorded |= is_recorded(x);
-        }
-        for (Tensor& x : gradients) x = x.view_as(x);
-        const bool known = std::any_of(
-            gradients.begin(), gradients.end(), [](const Tensor& x) { return x.requires_grad() || has_tangent(x); });
-        if (recorded && !known)
-          gradients = ops::apply<Computed>(at::TensorList(gradients), at::TensorList(differentiable));
-      }
+    } else if (at::GradMode::is_enabled()) {
+      variable_list inputs{x, weight};
+      if (bias) inputs.push_back(*bias);
+      // Those of a transform that has ended are seen as what was wrapped, which may not be recorded, refuse already,
+      // or have tangents.
+      const bool recorded = std::any_of(inputs.begin(), inputs.end(), is_recorded);
+      for (Tensor& x : gradients) x = x.view_as(x);
+      const bool known = std::any_of(
+          gradients.begin(), gradients.end(), [](const Tensor& x) { return x.requires_grad() || has_tangent(x); });
+      if (recorded && !known)
+        gradients = ops::apply<FunctionOf<Computed>>(at::TensorList(gradients), at::TensorList(inputs));
     }
-    variable_list out(8);
-    constexpr std::array<size_t, 3> places{0, 1, 3};
-    for (size_t i = 0; i < 3; ++i) {
-      if (!wanted[i]) continue;
-      const Tensor& x = gradients[i];
-      out[places[i]] = (by.defined() ? x * by : x).to(inputs[i].scalar_type());
-    }
-    return out;
+    const auto scaled = [&](size_t i, const std::optional<Tensor>& input) {
+      if (!wanted[i]) return Tensor();
+      return (target ? gradients[i] : gradients[i] * grad[0]).to(input->scalar_type());
+    };
+    return {scaled(0, x), scaled(1, weight), Tensor(), scaled(2, bias)};
   }
 };
-
-Tensor linear_cross_entropy_autograd(const Tensor& x, const Tensor& weight, const Tensor& target,
-    const std::optional<Tensor>& bias, int64_t ignore_index, double label_smoothing, double z_loss,
-    std::string_view reduction) {
-  if (any_tangent(x, weight, bias)) // see Note [Forward mode]
-    return decompose(forward_op(), x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
-  return apply<LinearCrossEntropy>(x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
-}
 
 } // namespace
 
@@ -514,8 +461,9 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy_autograd);
-  m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients_autograd);
+  m.impl("linear_cross_entropy", autograd<LinearCrossEntropy, linear_cross_entropy>("openreg::linear_cross_entropy"));
+  m.impl("linear_cross_entropy_gradients",
+      autograd<LinearCrossEntropyGradients, linear_cross_entropy_gradients>("openreg::linear_cross_entropy_gradients"));
 }
 
 } // namespace openreg::ops

@@ -8,7 +8,9 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off") // area - w * h in one rounding would be another box at the threshold
 #endif
-#include "op.h"
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 
 #include <cmath>
 #include <numeric>
@@ -116,8 +118,7 @@ std::vector<int64_t> nms_loop(const T* boxes, const T* scores, int64_t n, double
 
 void check_inputs(const Tensor& boxes, const Tensor& scores) {
   check_floating("nms", "boxes", boxes);
-  check_same_device("nms", "boxes", boxes, "scores", scores);
-  check_dtype("nms", "scores", scores, boxes.scalar_type(), "boxes");
+  check_kind_like("nms", "scores", scores, "boxes", boxes);
   TORCH_CHECK(boxes.dim() == 2 && boxes.size(1) == 4, "nms: expected boxes of shape [N, 4], but got ", boxes.sizes());
   check_shape("nms", "scores", scores, boxes.sizes().slice(0, 1), "a score for each box");
 }

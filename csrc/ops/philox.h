@@ -1,11 +1,31 @@
 // Philox4x32-10, a counter-based random generator, for dropout: Salmon et al. 2011, doi:10.1145/2063384.2063405.
 #pragma once
 
-#include "op.h"
+#include "loops.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+
+#include <array>
 #include <cstring>
+#include <mutex>
+
+#include "../backend/generator.h"
 
 namespace openreg::ops {
+
+// Two numbers from `generator`, by default that of x's device, which a random operator makes all of its own from: the
+// key, and where the counter begins. The CPU's generator does not move.
+inline std::array<uint64_t, 2> draw(
+    const char* op, const at::Tensor& x, const std::optional<at::Generator>& generator) {
+  const at::Generator& used = generator && generator->defined() ? *generator : default_generator(x.get_device());
+  TORCH_CHECK(used.device() == x.device(), op, ": x is on ", x.device(), " but generator is on ", used.device(),
+      "; make it with torch.Generator(device=...)");
+  auto* inner = at::check_generator<at::CPUGeneratorImpl>(inner_generator(used));
+  std::lock_guard lock(inner->mutex_);
+  const uint64_t first = inner->random64();
+  return {first, inner->random64()};
+}
 
 // 64-bit lanes with a 32-bit number in the low half; the high halves hold anything. As many at a time as the
 // registers take.

@@ -1,7 +1,9 @@
 // quantize_rowwise: q = round(x / scale), scale = max(|x|) / 127, for each row of the last dimension, and
 // dequantize_rowwise: q * scale. Symmetric int8 quantization; Dettmers et al. 2022, arXiv:2208.07339, section 2.
 // Forward only: rounding has no useful derivative.
+#include "autograd.h"
 #include "bytes.h"
+#include "checks.h"
 
 #include <cmath>
 
@@ -70,7 +72,7 @@ void dequantize_row(const int8_t* q, float scale, T* y, int64_t n) {
 std::tuple<Tensor, Tensor> quantize_rowwise(const Tensor& x_) {
   constexpr const char* op = "quantize_rowwise";
   check_floating(op, "x", x_);
-  TORCH_CHECK(x_.dim() >= 1, op, ": expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)");
+  check_rows(op, "x", x_);
   const Tensor x = x_.contiguous();
   Tensor q = at::empty(x.sizes(), x.options().dtype(at::kChar));
   Tensor scale = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
@@ -91,7 +93,7 @@ Tensor dequantize_rowwise(const Tensor& q_, const Tensor& scale_, std::optional<
   constexpr const char* op = "dequantize_rowwise";
   TORCH_CHECK(q_.scalar_type() == at::kChar, op, ": expected q of int8, but got ", dtype_name(q_.scalar_type()),
       "; make it with quantize_rowwise");
-  TORCH_CHECK(q_.dim() >= 1, op, ": expected q of at least one dimension, but got a scalar; use q.unsqueeze(0)");
+  check_rows(op, "q", q_);
   check_same_device(op, "q", q_, "scale", scale_);
   check_dtype(op, "scale", scale_, at::kFloat, "its quantize_rowwise output");
   check_shape(op, "scale", scale_, q_.sizes().slice(0, q_.dim() - 1), "that of q without its last dimension");
@@ -122,10 +124,8 @@ Tensor known_dtype(
   TORCH_CHECK(number >= 0 && number < static_cast<int>(at::ScalarType::Undefined),
       "dequantize_rowwise: expected dtype to be float32, float64, float16 or bfloat16, but got ", number,
       ", which is not a dtype");
-  static const auto op =
-      find<Tensor(const Tensor&, const Tensor&, std::optional<at::ScalarType>)>("openreg::dequantize_rowwise");
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  return op.redispatch(keys & below, q, scale, dtype);
+  return op<dequantize_rowwise>("openreg::dequantize_rowwise").redispatch(keys & below, q, scale, dtype);
 }
 
 } // namespace

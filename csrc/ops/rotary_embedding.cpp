@@ -2,10 +2,9 @@
 // (a * cos - b * sin, b * cos + a * sin). Su et al. 2021, arXiv:2104.09864.
 // The pairs are (x[i], x[i + D/2]), as GPT-NeoX and Llama have them, or, interleaved, (x[2i], x[2i + 1]), as the paper.
 // Backward turns by the opposite angle, and so is the same kernel.
-#include "op.h"
-
-#include <array>
-#include <tuple>
+#include "autograd.h"
+#include "checks.h"
+#include "loops.h"
 
 namespace openreg::ops {
 namespace {
@@ -89,8 +88,7 @@ at::DimVector table_shape(const Tensor& x) {
 
 void check_tables(const char* op, const char* name, const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check_floating(op, name, x);
-  TORCH_CHECK(x.dim() >= 1, op, ": expected ", name, " of at least one dimension, but got a scalar; use ", name,
-      ".unsqueeze(0)");
+  check_rows(op, name, x);
   const int64_t d = x.size(-1);
   TORCH_CHECK(
       d % 2 == 0, op, ": expected ", name, " with a last dimension of even size, but got ", d, "; rotate a part of it");
@@ -160,16 +158,7 @@ Tensor rotary_embedding_backward(const Tensor& grad_y, const Tensor& cos, const 
   return rotate("rotary_embedding_backward", "grad_y", grad_y, cos, sin, interleaved, -1);
 }
 
-// ---- autograd: see Note [Operator calls] ----
-
-const auto& forward_op() {
-  static const auto op = find<decltype(rotary_embedding)>("openreg::rotary_embedding");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(rotary_embedding_backward)>("openreg::rotary_embedding_backward");
-  return op;
-}
+// ---- autograd: see Note [Derivatives] ----
 
 // The first and the second members of all pairs. chunk() would guard on a size that a compiler may not know.
 std::pair<Tensor, Tensor> members(const Tensor& x, bool interleaved) {
@@ -189,39 +178,29 @@ Tensor summed_to(Tensor g, const Tensor& table) {
   return g.to(table.scalar_type());
 }
 
-struct RotaryEmbedding : torch::autograd::Function<RotaryEmbedding> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-    BelowAutograd below_autograd;
+struct RotaryEmbedding {
+  static auto forward(AutogradContext*, const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
     // x is a part of the derivative only where the tables have one, which is rare.
     const bool tables = cos.requires_grad() || sin.requires_grad();
-    ctx->save_for_backward(tables ? variable_list{cos, sin, x} : variable_list{cos, sin});
-    ctx->saved_data["interleaved"] = interleaved;
-    return forward_op().call(x, cos, sin, interleaved);
+    return saving(op<rotary_embedding>("openreg::rotary_embedding").call(x, cos, sin, interleaved), cos, sin,
+        tables ? std::optional(x) : std::nullopt, interleaved);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &cos = saved[0], &sin = saved[1];
-    const bool interleaved = ctx->saved_data["interleaved"].toBool();
+  static std::tuple<Tensor, Tensor, Tensor> backward(AutogradContext* ctx, const variable_list& grad, const Tensor& cos,
+      const Tensor& sin, const std::optional<Tensor>& x, bool interleaved) {
     Tensor grad_x, grad_cos, grad_sin;
-    if (ctx->needs_input_grad(0)) grad_x = backward_op().call(grad[0], cos, sin, interleaved);
-    if (saved.size() == 3) {
+    if (ctx->needs_input_grad(0))
+      grad_x = op<rotary_embedding_backward>("openreg::rotary_embedding_backward").call(grad[0], cos, sin, interleaved);
+    if (x) {
       const auto wide = at::toOpMathType(grad[0].scalar_type());
-      const auto [x1, x2] = members(saved[2].to(wide), interleaved);
+      const auto [x1, x2] = members(x->to(wide), interleaved);
       const auto [g1, g2] = members(grad[0].to(wide), interleaved);
       grad_cos = summed_to(g1 * x1 + g2 * x2, cos);
       grad_sin = summed_to(g2 * x1 - g1 * x2, sin);
     }
-    return {grad_x, grad_cos, grad_sin, Tensor()};
+    return {grad_x, grad_cos, grad_sin};
   }
 };
-
-Tensor rotary_embedding_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  if (any_tangent(x, cos, sin)) return decompose(forward_op(), x, cos, sin, interleaved); // see Note [Forward mode]
-  return apply<RotaryEmbedding>(x, cos, sin, interleaved);
-}
 
 } // namespace
 
@@ -238,7 +217,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("rotary_embedding_backward", rotary_embedding_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("rotary_embedding", rotary_embedding_autograd);
+  m.impl("rotary_embedding", autograd<RotaryEmbedding, rotary_embedding>("openreg::rotary_embedding"));
   m.impl("rotary_embedding_backward", differentiate_by_reference());
 }
 

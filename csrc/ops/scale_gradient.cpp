@@ -1,6 +1,6 @@
 // scale_gradient: y = a view of x, and dx = scale * dy; with scale -1 the gradient reversal layer.
 // Ganin & Lempitsky 2015, arXiv:1409.7495.
-#include "op.h"
+#include "autograd.h"
 
 namespace openreg::ops {
 namespace {
@@ -10,25 +10,10 @@ Tensor scale_gradient(const Tensor& x, double) {
   return at::alias(x);
 }
 
-struct ScaleGradient : torch::autograd::Function<ScaleGradient> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, double scale) {
-    ctx->saved_data["scale"] = scale;
-    static const auto op = find<decltype(scale_gradient)>("openreg::scale_gradient");
-    if (auto y = in_outer_transforms(op, x, scale)) return *y;
-    return at::alias(x);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    return {grad[0] * ctx->saved_data["scale"].toDouble(), Tensor()};
-  }
+struct ScaleGradient {
+  static Tensor view(const Tensor& x) { return at::alias(x); }
+  static Tensor gradient(const Tensor& grad, double scale) { return grad * scale; }
 };
-
-Tensor scale_gradient_autograd(const Tensor& x, double scale) {
-  const Tensor y = apply<ScaleGradient>(without_tangent(x), scale);
-  return has_tangent(x) ? with_tangent(y, tangent(x) * scale) : y;
-}
 
 } // namespace
 
@@ -45,7 +30,7 @@ TORCH_LIBRARY_IMPL(openreg, Functionalize, m) {
   m.impl("scale_gradient", scale_gradient);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
-  m.impl("scale_gradient", scale_gradient_autograd);
+  m.impl("scale_gradient", autograd_of_view<ScaleGradient, scale_gradient>("openreg::scale_gradient"));
 }
 
 } // namespace openreg::ops

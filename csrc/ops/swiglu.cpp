@@ -1,10 +1,10 @@
 // swiglu: y = silu(gate) * up, silu(g) = g * sigmoid(g).
 // Shazeer 2020, arXiv:2002.05202.
 // Backward computes silu(gate) again from the arguments; forward saves no tensor of its own.
+#include "autograd.h"
+#include "checks.h"
 #include "exp.h"
-#include "op.h"
-
-#include <tuple>
+#include "loops.h"
 
 namespace openreg::ops {
 namespace {
@@ -68,9 +68,7 @@ void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_g
 
 void check_gate_up(const char* op, const Tensor& gate, const Tensor& up) {
   check_floating(op, "gate", gate);
-  check_same_device(op, "gate", gate, "up", up);
-  check_dtype(op, "up", up, gate.scalar_type(), "gate");
-  check_shape(op, "up", up, gate.sizes(), "that of gate");
+  check_like(op, "up", up, "gate", gate);
 }
 
 Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
@@ -93,9 +91,7 @@ Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& gate_, const Tensor& up_) {
   constexpr const char* op = "swiglu_backward";
   check_gate_up(op, gate_, up_);
-  check_same_device(op, "gate", gate_, "grad_y", grad_y_);
-  check_dtype(op, "grad_y", grad_y_, gate_.scalar_type(), "gate");
-  check_shape(op, "grad_y", grad_y_, gate_.sizes(), "that of gate");
+  check_like(op, "grad_y", grad_y_, "gate", gate_);
   const Tensor grad_y = grad_y_.contiguous(), gate = gate_.contiguous(), up = up_.contiguous();
   Tensor grad_gate = at::empty(gate.sizes(), gate.options()), grad_up = at::empty(gate.sizes(), gate.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), op, [&] {
@@ -114,37 +110,16 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& 
   return {grad_gate, grad_up};
 }
 
-// ---- autograd: see Note [Operator calls] ----
+// ---- autograd: see Note [Derivatives] ----
 
-const auto& forward_op() {
-  static const auto op = find<decltype(swiglu)>("openreg::swiglu");
-  return op;
-}
-const auto& backward_op() {
-  static const auto op = find<decltype(swiglu_backward)>("openreg::swiglu_backward");
-  return op;
-}
-
-struct Swiglu : torch::autograd::Function<Swiglu> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
-    BelowAutograd below_autograd;
-    ctx->save_for_backward({gate, up});
-    return forward_op().call(gate, up);
+struct Swiglu {
+  static auto forward(AutogradContext*, const Tensor& gate, const Tensor& up) {
+    return saving(op<swiglu>("openreg::swiglu").call(gate, up), gate, up);
   }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    const auto saved = ctx->get_saved_variables();
-    auto [grad_gate, grad_up] = backward_op().call(grad[0], saved[0], saved[1]);
-    return {grad_gate, grad_up};
+  static auto backward(AutogradContext*, const variable_list& grad, const Tensor& gate, const Tensor& up) {
+    return op<swiglu_backward>("openreg::swiglu_backward").call(grad[0], gate, up);
   }
 };
-
-Tensor swiglu_autograd(const Tensor& gate, const Tensor& up) {
-  if (any_tangent(gate, up)) return decompose(forward_op(), gate, up); // see Note [Forward mode]
-  return apply<Swiglu>(gate, up);
-}
 
 } // namespace
 
@@ -161,7 +136,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("swiglu_backward", swiglu_backward);
 }
 TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
-  m.impl("swiglu", swiglu_autograd);
+  m.impl("swiglu", autograd<Swiglu, swiglu>("openreg::swiglu"));
   m.impl("swiglu_backward", differentiate_by_reference());
 }
 

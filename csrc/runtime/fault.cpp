@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <map>
 #include <mutex>
 
 #include "device.h"
+#include "error.h"
+#include "fork.h"
+#include "stream.h"
 
 namespace openreg {
 namespace {
@@ -23,7 +25,6 @@ std::map<int, Armed>& armed() {
 }
 int next_number = 0;
 std::array<bool, kMaxDevices> lost_devices{};
-std::atomic<ThrowDeviceError> device_error{nullptr};
 
 void update_attention() {
   const bool on = !armed().empty() || std::find(lost_devices.begin(), lost_devices.end(), true) != lost_devices.end();
@@ -88,13 +89,9 @@ bool lost(int device) noexcept {
   return lost_devices[static_cast<std::size_t>(device)];
 }
 
-void set_device_error(ThrowDeviceError thrower) noexcept {
-  device_error = thrower;
-}
-
-void throw_device_error(const std::string& message) {
-  if (const auto thrower = device_error.load()) thrower(message);
-  throw AsyncError(message);
+void check_usable(int device) {
+  check_not_forked();
+  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(device);
 }
 
 bool detail::allocation_fails(int device) {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "stream.h"
+#include "work.h"
 
 namespace openreg {
 
@@ -36,14 +36,6 @@ bool lost(int device) noexcept;
 
 // Throws in a child of Note [Fork], and where the device is lost.
 void check_usable(int device);
-// Throws the device's error that no one has been told of, if there is one; `keep` leaves it for the next call that
-// waits.
-void throw_kept_error(int device, bool keep = false);
-
-// Throws the type that torch has for a device's errors; set by the backend, AsyncError until then.
-using ThrowDeviceError = void (*)(const std::string& message);
-void set_device_error(ThrowDeviceError thrower) noexcept;
-[[noreturn]] void throw_device_error(const std::string& message);
 
 namespace detail {
 // These are called only while a fault is armed or a device is lost.

@@ -1,10 +1,17 @@
-// What counts as using a device before fork(); see Note [Fork] in stream.h.
+// What a process made by fork() may do with a device.
 #pragma once
 
 namespace openreg {
 
-// Torch has initialized the device in this process, which it does before the first use from Python: as with CUDA, a
-// child made by fork() may not use it then. Throws in such a child.
+// Note [Fork]
+// A child made by fork() has none of its parent's threads, so what the parent had queued never runs
+// there. As with CUDA, a child whose parent had used a device may not use one: launching and allocating
+// throw. What it may do is free what it inherited, and end.
+bool forked() noexcept;
+void check_not_forked(); // throws std::runtime_error in such a child
+
+// Torch has initialized the device in this process, which it does before the first use from Python and which counts as
+// using it. Throws in such a child.
 void initialize();
 
 } // namespace openreg

@@ -15,8 +15,7 @@
 #include <mutex>
 
 #include "memory.h"
-#include "shared.h"
-#include "stream.h"
+#include "work.h"
 
 #ifdef __x86_64__
 #include <cpuid.h>

@@ -8,7 +8,7 @@ namespace openreg {
 
 // Note [Isolation]
 // The host has no rights to device memory; launch() and run() open it for the work that they run.
-// keys: the memory bears a protection key of the processor, and a thread opens it for itself by changing a
+// keys: the memory has a protection key of the processor, and a thread opens it for itself by changing a
 //   register, in tens of nanoseconds.
 // strict: mprotect() opens it for all threads while any of them runs work, in microseconds.
 // A touch from outside ends the process with a message that names the memory and the remedy, after which the
@@ -21,6 +21,10 @@ Isolation isolation() noexcept;
 void isolate(void* base, std::size_t bytes) noexcept;
 // The first `bytes` of a device's memory, and no more, may be in use from now on.
 void isolate_used(int device, void* base, std::size_t bytes) noexcept;
+
+// Maps a file over pages of device memory, or fresh private memory where `file` is -1, isolated as they were. False,
+// with errno, where the operating system refuses.
+bool remap(void* pages, std::size_t bytes, int file) noexcept;
 
 // Whether the calling thread may be host code, asked in a signal handler. With keys, a thread which is not (a worker
 // of OpenMP or MKL that is older than the launch it works for) gets its rights when it first needs them.

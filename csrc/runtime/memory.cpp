@@ -20,8 +20,11 @@
 
 #include "device.h"
 #include "fault.h"
+#include "fork.h"
 #include "isolation.h"
 #include "observer.h"
+#include "stream.h"
+#include "turn.h"
 
 // Note [Pages, runs and classes]
 // A device's address range is cut into 64 KiB pages. An allocation of more than 32 KiB is a run of

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "stream.h"
+#include "work.h"
 
 namespace openreg {
 
@@ -89,7 +89,7 @@ struct MemorySegment {
 };
 std::vector<MemorySegment> memory_snapshot(int device);
 
-// What befalls memory: kFreed comes when its streams have done with it, at the earliest with kFreeRequested.
+// Allocator events. kFreed follows kFreeRequested once no stream uses the block.
 enum class MemoryAction { kAllocated, kFreeRequested, kFreed, kFailed };
 // Told of every action while not null, with the bytes asked for, on the thread that acts; kFreed, which an
 // allocation's thread may cause, with the pool locked.

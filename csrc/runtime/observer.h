@@ -1,4 +1,4 @@
-// A log of what the race detector (openreg_ops/races.py) must know and no operator shows: memory handed out and
+// A log of what the race detector (openreg_ops/openreg/races.py) must know and no operator shows: memory handed out and
 // freed, events, and what the host waited for.
 #pragma once
 
@@ -7,15 +7,15 @@
 #include <cstdint>
 #include <vector>
 
-#include "stream.h"
+#include "work.h"
 
 namespace openreg {
 
-// What happened is named as the method of openreg_ops.races.Races that takes it.
+// What happened is named as the method of openreg_ops.openreg.races.Races that takes it.
 struct Notice {
   const char* what;
   std::uintptr_t thread; // Python's threading.get_ident()
-  const void* object;    // the memory or the event
+  const void* object; // the memory or the event
   Stream stream;
   std::size_t bytes;
 };

@@ -4,9 +4,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <mutex>
+#include <new>
 #include <string_view>
 #include <utility>
+
+#include "fork.h"
+#include "stream.h"
+#include "wait.h"
 
 namespace openreg {
 namespace {
@@ -152,7 +159,7 @@ void start_profile() {
 }
 
 std::vector<Activity> stop_profile() {
-  if (!forked()) detail::wait_for_all();
+  if (!forked()) detail::wait_for_queued(detail::Interrupt::kNever);
   std::lock_guard lock(mutex);
   detail::attention.fetch_and(~detail::kProfileBit);
   return std::exchange(log, {});

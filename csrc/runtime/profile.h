@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "stream.h"
+#include "work.h"
 
 namespace openreg {
 
@@ -57,7 +57,24 @@ inline bool profiling() noexcept {
 Task profiled(Stream stream, const Site& site, Task task);
 std::int64_t begin_call() noexcept;
 void end_call(const char* name, std::int64_t begin) noexcept;
-void wait_for_all(); // for what all streams have been given; throws nothing that it threw
+
+// While one lives, the profile counts the time as that of work on the stream.
+struct Running;
+Running* begin_work(Stream stream, const Site& site) noexcept;
+void end_work(Running* work) noexcept;
+class Profiled {
+ public:
+  Profiled(bool on, Stream stream, const Site& site) noexcept : work_(on ? begin_work(stream, site) : nullptr) {}
+  ~Profiled() {
+    if (work_) [[unlikely]]
+      end_work(work_);
+  }
+  Profiled(const Profiled&) = delete;
+  Profiled& operator=(const Profiled&) = delete;
+
+ private:
+  Running* const work_;
+};
 } // namespace detail
 
 // Logs the host's call of a function that launches no work.

@@ -13,7 +13,10 @@
 #include <string>
 #include <thread>
 
+#include "fork.h"
+#include "isolation.h"
 #include "memory.h"
+#include "stream.h"
 #include "wait.h"
 
 namespace openreg {

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "stream.h"
+#include "work.h"
 
 namespace openreg {
 
@@ -27,10 +27,6 @@ Shared* share_pages(void* pages, std::size_t bytes, int device);
 
 // The memory of another process, of as many bytes as its new_shared() was asked for; keeps a duplicate of `file`.
 Shared* open_shared(Stream stream, std::size_t bytes, int file);
-
-// Maps a file over pages of device memory, or fresh private memory where `file` is -1, isolated as they were. False,
-// with errno, where the operating system refuses. Defined in isolation.cpp.
-bool remap(void* pages, std::size_t bytes, int file) noexcept;
 
 // Waits for the device, whose work may still use the memory.
 void close_shared(Shared* shared) noexcept;

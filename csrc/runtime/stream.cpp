@@ -15,10 +15,9 @@
 #include <vector>
 
 #include "device.h"
+#include "error.h"
 #include "fault.h"
 #include "fork.h"
-#include "profile.h"
-#include "wait.h"
 
 namespace openreg {
 namespace {
@@ -33,10 +32,6 @@ std::vector<detail::LaunchCounter*>& counters() {
 }
 std::uint64_t finished = 0; // of threads that have ended
 
-// The first error of each device that no one has been told of. Leaked: a worker may end after main().
-std::mutex errors_mutex;
-auto& errors = *new std::array<std::string, kMaxDevices>;
-
 // Note [Workers]
 // A stream gets a thread when work is first queued on it. The thread waits for more work by polling
 // for kSpin, because waking a sleeping thread costs its waker tens of microseconds, then asleep, and
@@ -44,8 +39,7 @@ auto& errors = *new std::array<std::string, kMaxDevices>;
 constexpr auto kSpin = std::chrono::microseconds(20);
 constexpr auto kLinger = std::chrono::seconds(2);
 
-// While it is set, workers come to the end of what is queued: they run no kernel and wait for nothing.
-std::atomic<bool> dropping{false};
+std::atomic<bool> drops{false}; // see detail::dropping()
 
 class Queue {
  public:
@@ -108,7 +102,7 @@ class Queue {
       tasks_.pop_front();
       lock.unlock();
       try {
-        if (item.kernel && dropping.load(std::memory_order_relaxed)) {
+        if (item.kernel && detail::dropping()) {
           throw std::runtime_error("openreg error: queued work was dropped, because the process was interrupted");
         } else if (item.kernel) {
           const detail::Turn turn(detail::turn_of(stream_.device, stream_.id));
@@ -224,42 +218,26 @@ bool stream_idle(Stream stream) noexcept {
   return !queue || queue->idle();
 }
 
-void throw_kept_error(int device, bool keep) {
-  if (!(detail::attention.load() & detail::kErrorBit)) return;
-  std::string message;
-  {
-    std::lock_guard lock(errors_mutex);
-    std::string& kept = errors[static_cast<std::size_t>(device)];
-    message = kept;
-    if (!keep) kept.clear();
-    if (std::all_of(errors.begin(), errors.end(), [](const auto& each) { return each.empty(); }))
-      detail::attention.fetch_and(~detail::kErrorBit);
-  }
-  if (!message.empty()) throw_device_error(message);
-}
-
-void check_usable(int device) {
-  check_not_forked();
-  if (detail::attention.load() & detail::kFaultBit) detail::check_not_lost(device);
-}
-
 void synchronize_stream(Stream stream) {
   const HostCall call("openregStreamSynchronize");
   check_usable(stream.device);
-  if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted());
+  detail::wait_for_queued(stream);
   throw_kept_error(stream.device);
 }
 
 void synchronize_device(int device) {
   const HostCall call("openregDeviceSynchronize");
   check_usable(device);
-  for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
-    if (Queue* queue = find_queue({device, id})) queue->wait(queue->submitted());
+  for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) detail::wait_for_queued({device, id});
   throw_kept_error(device);
 }
 
-void detail::wait_for_all() {
-  wait_for_queued(Interrupt::kNever);
+bool detail::any_queue() noexcept {
+  return std::any_of(queues.begin(), queues.end(), [](auto& each) { return each.load(); });
+}
+
+void detail::wait_for_queued(Stream stream) {
+  if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted());
 }
 
 void detail::wait_for_queued(Interrupt interrupt) {
@@ -277,125 +255,18 @@ bool done(const Ticket& ticket) noexcept {
   return !queue || queue->done(ticket.number);
 }
 
-// ---- events ----
-
-struct Event::Point {
-  explicit Point(Stream stream) : stream(stream) {}
-  const Stream stream;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::atomic<bool> reached{false};
-  Clock::time_point time;
-
-  void reach() {
-    std::lock_guard lock(mutex);
-    time = Clock::now();
-    reached.store(true, std::memory_order_release);
-    changed.notify_all();
-  }
-  bool wait_for(std::chrono::nanoseconds most) {
-    std::unique_lock lock(mutex);
-    return changed.wait_for(lock, most, [&] { return reached.load(std::memory_order_acquire); });
-  }
-  void wait() {
-    if (reached.load(std::memory_order_acquire)) return;
-    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return wait_for(most); });
-  }
-  // On a worker, which has no turn and no signals.
-  void wait_unless_dropping() {
-    while (!wait_for(detail::kSlice) && !dropping.load(std::memory_order_relaxed)) {
-    }
-  }
-};
-
-Event::Event(int device, bool timed) : device_(device), timed_(timed) {}
-
-// Another thread may record() again at any time, so that a reader keeps the point that it saw.
-void Event::record(Stream stream) {
-  const HostCall call("openregEventRecord");
-  check_usable(stream.device);
-  auto point = std::make_shared<Point>(stream);
-  std::atomic_store(&point_, point);
-  if (stream_idle(stream)) point->reach();
-  else queue_of(stream).push([point] { point->reach(); }, std::source_location::current());
-}
-
-void Event::block(Stream stream) const {
-  const HostCall call("openregStreamWaitEvent");
-  check_usable(stream.device);
-  const auto point = std::atomic_load(&point_);
-  if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
-  const Site site("wait for an event", Site::kWait);
-  queue_of(stream).push(detail::profiled(stream, site, [point] { point->wait_unless_dropping(); }), site.where);
-}
-
-bool Event::query() const noexcept {
-  const auto point = std::atomic_load(&point_);
-  return !point || point->reached.load(std::memory_order_acquire);
-}
-
-void Event::synchronize() const {
-  const HostCall call("openregEventSynchronize");
-  const auto point = std::atomic_load(&point_);
-  if (!point) return;
-  check_usable(point->stream.device);
-  point->wait();
-  throw_kept_error(point->stream.device);
-}
-
-Event::Clock::time_point Event::time() const {
-  const auto point = std::atomic_load(&point_);
-  if (!point) return {};
-  check_usable(point->stream.device);
-  point->wait();
-  return point->time;
-}
-
 void sleep_on(Stream stream, std::int64_t cycles) {
   check_usable(stream.device);
   const auto sleep = [cycles] {
     using std::chrono::nanoseconds, std::chrono::steady_clock;
     const auto begin = steady_clock::now();
-    for (nanoseconds left(cycles); left.count() > 0 && !dropping.load(std::memory_order_relaxed);
+    for (nanoseconds left(cycles); left.count() > 0 && !detail::dropping();
         left = nanoseconds(cycles) - (steady_clock::now() - begin))
       std::this_thread::sleep_for(std::min<nanoseconds>(left, detail::kSlice));
   };
   const Site site("sleep");
-  queue_of(stream).push(detail::profiled(stream, site, sleep), site.where);
+  detail::queue_wait(stream, detail::profiled(stream, site, sleep), site);
   if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
-}
-
-bool forked() noexcept {
-  return detail::attention.load(std::memory_order_relaxed) & detail::kForkBit;
-}
-
-void check_not_forked() {
-  if (forked()) [[unlikely]]
-    throw std::runtime_error(
-        "Cannot re-initialize openreg in forked subprocess. To use openreg with multiprocessing, you must use the "
-        "'spawn' start method");
-}
-
-namespace {
-std::atomic<bool> initialized{false};
-bool used_at_fork = false;
-const bool fork_noticed = [] {
-  pthread_atfork(
-      [] {
-        used_at_fork = initialized || launch_count() != 0 ||
-            std::any_of(queues.begin(), queues.end(), [](auto& each) { return each.load(); });
-      },
-      nullptr,
-      [] {
-        if (used_at_fork) detail::attention.store(detail::kForkBit | (detail::attention & detail::kIsolationBit));
-      });
-  return true;
-}();
-} // namespace
-
-void initialize() {
-  check_not_forked();
-  initialized = true;
 }
 
 void stop_workers() noexcept {
@@ -404,10 +275,14 @@ void stop_workers() noexcept {
     if (Queue* queue = each.load(std::memory_order_acquire)) queue->stop();
 }
 
+bool detail::dropping() noexcept {
+  return drops.load(std::memory_order_relaxed);
+}
+
 void detail::drop_queued() noexcept {
-  dropping = true;
+  drops = true;
   stop_workers();
-  dropping = false;
+  drops = false;
 }
 
 // ---- launching ----
@@ -425,7 +300,7 @@ void detail::catch_up(Stream stream, const Site& site) {
   // The work still runs, since its caller wants a result; the error says not to use it.
   if (attention.load() & kFaultBit) {
     kernel_fails(stream, site);
-    if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted()); // for an injected latency
+    wait_for_queued(stream); // an injected latency
   }
 }
 
@@ -436,17 +311,8 @@ void detail::queue(Stream stream, Task task, const Site& site) {
   queue_of(stream).push(std::move(task), site.where, /*kernel=*/true);
 }
 
-void detail::keep_error(int device, const std::source_location& where, const char* what) {
-  std::lock_guard lock(errors_mutex);
-  auto& first = errors[static_cast<std::size_t>(device)];
-  if (!first.empty()) return;
-  // Without the C++ frames that torch's errors carry.
-  const std::string_view text = what;
-  first = std::string(text.substr(0, text.find("\nException raised from"))) +
-      "\nThis was raised by work that had been queued on openreg:" + std::to_string(device) + ", launched at " +
-      where.file_name() + ":" + std::to_string(where.line()) +
-      ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
-  attention.fetch_or(kErrorBit);
+void detail::queue_wait(Stream stream, Task task, const Site& site) {
+  queue_of(stream).push(std::move(task), site.where);
 }
 
 detail::LaunchCounter::LaunchCounter() {

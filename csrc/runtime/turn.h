@@ -13,11 +13,6 @@ namespace openreg {
 // gives its turn up meanwhile (wait.h): none ever waits for what needs the turn that it has. A kernel must not take a
 // lock that others hold while they launch.
 
-// Called around every wait for another thread, with the wait, which must not keep Python's lock: who has the turn, or
-// works off a queue, may want it. Set once, by the bindings.
-using AroundWait = void (*)(void (*wait)(void*), void* argument);
-void set_around_wait(AroundWait around) noexcept;
-
 namespace detail {
 
 struct alignas(64) TurnState {

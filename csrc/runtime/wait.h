@@ -15,6 +15,11 @@ namespace openreg {
 // cannot throw, and leave signals to Python until they are over: for the turn, which another thread has for the length
 // of one kernel; for the device when memory that processes share is freed; for the streams when a profile ends.
 
+// Called around every wait for another thread, with the wait, which must not keep Python's lock: who has the turn, or
+// works off a queue, may want it. Set once, by the bindings.
+using AroundWait = void (*)(void (*wait)(void*), void* argument);
+void set_around_wait(AroundWait around) noexcept;
+
 // Called by a wait now and then, without Python's lock: lets the program handle its signals, and throws what that
 // raises. False on a thread that handles none, and need not ask again. Set once, by the bindings.
 using CheckSignals = bool (*)();
@@ -43,12 +48,6 @@ void wait_freely(Interrupt interrupt, Wait&& wait) {
   };
   wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
 }
-
-// For all work, throwing none of its errors.
-void wait_for_queued(Interrupt interrupt);
-// Ends the workers without what is queued: a kernel that has begun ends, the others leave the error that they did not
-// run, sleeps and waits are cut short.
-void drop_queued() noexcept;
 
 } // namespace detail
 } // namespace openreg

@@ -1,16 +1,7 @@
 """Where Inductor's own code must be adapted to the device. Each function below is one adaptation: it replaces what its
-decorator names, and says what goes wrong without it; tests/inductor/test_adapt.py has a test of the same name for each.
+decorator names, and says what goes wrong without it; tests/graph/test_adapt.py has a test of the same name for each.
 
-Written against torch 2.13 and 2.15. What else of graph mode a new version of torch may break is not Inductor's code or
-is needed before Inductor is imported, and stands with what it serves, with its tests:
-
-    convolution.py   two functions of torch._C that FakeTensor asks for strides   test_convolution.py
-    higher_order.py  autocast, random state and flex_attention in torch's         test_higher_order.py
-                     operators that take functions
-    dynamo.py        Dynamo's table of device interfaces, its context managers    test_dynamo.py
-    codegen.py       the C++ name of the device (register()) and the macro in     test_modes.py, test_export.py
-                     front of model_base.h (get_device_include_path_aot)
-    ../dtensor.py    DTensor's random numbers, in graphs too                      ../test_distributed.py
+Written against torch 2.13 and 2.15. docs/pytorch-internals.md lists what else a new version of torch may break.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ FakeTensor, which knows results without computing them, asks PyTorch which kerne
 memory format. For this device PyTorch answers with convolution_overrideable, whose results FakeTensor expects to be
 contiguous, and the CPU's small kernels keep channels_last on CPU tensors only; but the kernels that run are the CPU's.
 
-Written against torch 2.13 and 2.15; tests/inductor/test_convolution.py says what breaks without each answer.
+Written against torch 2.13 and 2.15; tests/graph/test_convolution.py says what breaks without each answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operators that take functions (`cond`, checkpointing, `flex_attention`), where PyTorch serves its own devices only.
 
-Written against torch 2.13 and 2.15; tests/inductor/test_higher_order.py says what breaks without each part.
+Written against torch 2.13 and 2.15; tests/graph/test_higher_order.py says what breaks without each part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tools that test operators: `check` for authors of custom operators, and the conformance run.
+"""`check` for authors of custom operators, and what the conformance runs need to know of the openreg device.
 
-`check`, `Sample` and `Report` are imported when first asked for.
+`check`, `Sample` and `Report` are those of `openreg_tools.checker`, imported when first asked for.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openreg_ops.testing.check_report import Report
-    from openreg_ops.testing.checker import Sample, check
+    from openreg_tools.checker import Report, Sample, check
 
 __all__ = ["Report", "Sample", "check"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from openreg_ops.testing import checker
+        from openreg_tools.checker import checker
 
         return getattr(checker, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

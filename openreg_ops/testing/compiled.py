@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_ops.testing import opinfo
-from openreg_ops.tools import forms
+from openreg_tools import forms
+from openreg_tools.conformance import opinfo
 
 # Eager mode rounds each intermediate result, a fused kernel the last.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

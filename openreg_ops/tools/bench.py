@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +21,13 @@ import torch
 from torch.nn import functional as F
 
 import openreg_ops
-from openreg_ops.tools.forms import seconds
+from openreg_ops.tools.timing import compare, verdict
+from openreg_tools.forms import seconds
 
 __all__ = ["add_arguments", "main"]
 
 SIZES = {"64": (8, 8), "1M": (1024, 1024)}
 TARGETS = {"64": 1.2, "1M": 1.05, "step": 1.1, "import": 0.3}
-ROUND = 2e-3  # seconds that one batch of calls takes, at least one call
 
 
 def custom_abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -78,20 +77,6 @@ def training_step(device: str) -> Callable[[], None]:
     return step
 
 
-def compare(cpu: Callable[[], Any], device: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Median seconds of one call on the CPU and on the device; batches alternate, and so does who goes first."""
-    timers = [timeit.Timer(call) for call in (cpu, device)]
-    for timer in timers:  # the first calls fill caches and start threads
-        timer.timeit(3)
-    number = max(1, int(ROUND / min(timers[0].repeat(3, 3)) * 3))
-    times: tuple[list[float], list[float]] = ([], [])
-    for index in range(rounds):
-        for which in (0, 1) if index % 2 else (1, 0):
-            times[which].append(timers[which].timeit(number) / number)
-        torch.accelerator.synchronize()
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
 def import_seconds(rounds: int) -> float:
     """Median seconds that importing openreg_ops takes in a fresh process which has imported torch."""
     code = "import time, torch; start = time.perf_counter(); import openreg_ops; print(time.perf_counter() - start)"
@@ -101,10 +86,6 @@ def import_seconds(rounds: int) -> float:
         float(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
         for _ in range(rounds)
     )
-
-
-def verdict(value: float, target: float) -> str:
-    return "reached" if value <= target else "missed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

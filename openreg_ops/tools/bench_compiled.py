@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 import openreg_ops
 from openreg_ops import inductor
-from openreg_ops.tools.bench import compare, seconds, verdict
+from openreg_ops.tools.timing import compare, verdict
+from openreg_tools.forms import seconds
 
 ROW = 1024  # 1M elements are 1024 rows of 1024
 

@@ -276,10 +276,10 @@ def on_device(x: Any) -> Any:
 def peak(call: Callable[[], Any]) -> int:
     """Bytes that a call adds to what is allocated, at its peak."""
     gc.collect()
-    before = openreg_ops.memory.memory_allocated()
-    openreg_ops.memory.reset_peak_memory_stats()
+    before = torch.openreg.memory_allocated()
+    torch.openreg.reset_peak_memory_stats()
     call()
-    return openreg_ops.memory.max_memory_allocated() - before
+    return torch.openreg.max_memory_allocated() - before
 
 
 def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict[str, Any]:

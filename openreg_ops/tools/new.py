@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from openreg_ops.tools.forms import Wrong
+from openreg_tools.forms import Wrong
 
 TEMPLATES = Path(__file__).parent / "templates"
 STYLES = {
@@ -22,7 +22,8 @@ STYLES = {
     "function": "a torch::autograd::Function whose backward is made of PyTorch's operators",
 }
 FILES = {"NAME.cpp.in": "csrc/ops/{}.cpp", "NAME.py.in": "meta/{}.py", "test_NAME.py.in": "tests/ops/test_{}.py"}
-# Words that C++ keeps and neither Python nor op.h has.
+HEADERS = ("csrc/ops/autograd.h", "csrc/ops/checks.h", "csrc/ops/loops.h")
+# Words that C++ keeps and neither Python nor these headers have.
 CPP_WORDS = """asm catch char char8_t char16_t char32_t concept const_cast consteval constinit default delete do
 dynamic_cast extern friend goto long mutable new protected register requires restrict short signed switch this
 throw try typeid union unsigned virtual volatile wchar_t xor""".split()
@@ -43,7 +44,7 @@ def render(template: str, style: str, name: str) -> str:
 
 def new(name: str, style: str, root: Path) -> list[Path]:
     """Write the files of operator `name` into the checkout at `root`; returns them. meta/ exports it by itself."""
-    for part in ("csrc/ops/op.h", "meta/op.py", "tests/ops/kit.py"):
+    for part in (*HEADERS, "meta/op.py", "tests/ops/kit.py"):
         if not (root / part).is_file():
             raise Wrong(f"{root} is no checkout of openreg_ops, as it has no {part}; name one with --root")
     _check_name(name, root)
@@ -63,15 +64,17 @@ def _check_name(name: str, root: Path) -> None:
     for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
         if taken in (name, f"{name}_backward"):
             raise Wrong(f"there is an operator {taken} already; choose another name")
-    # The name becomes a C++ function among op.h's, and a Python name of the package.
-    words = (root / "csrc/ops/op.h").read_text() + "".join((TEMPLATES / each).read_text() for each in FILES)
+    # The name becomes a C++ function among those of the headers, and a Python name of the package.
+    words = "".join(path.read_text() for path in (*map(root.joinpath, HEADERS), *map(TEMPLATES.joinpath, FILES)))
     if (
         re.search(rf"\b{name}\b", words)
         or keyword.iskeyword(name)
         or name in CPP_WORDS
         or any((root / "openreg_ops" / each).exists() for each in (name, f"{name}.py"))
     ):
-        raise Wrong(f"{name} means something else already, in C++, Python, op.h or openreg_ops; choose another name")
+        raise Wrong(
+            f"{name} means something else already, in C++, Python, csrc/ops or openreg_ops; choose another name"
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

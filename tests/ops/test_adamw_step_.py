@@ -230,6 +230,7 @@ def test_counts_as_a_change(where):
         adamw_step_(*moved(lists, where), **OPTIONS | dict(amsgrad=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 def test_opcheck(where):
     """As the docstring of adamw_step_ says which of the tests run where."""
@@ -252,6 +253,7 @@ def test_opcheck(where):
             torch.library.opcheck(op, lists, options, test_utils="test_aot_dispatch_dynamic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(where, dynamic):

@@ -272,6 +272,8 @@ def test_results_do_not_depend_on_threads(causal):
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_memory_is_linear():
     """8192 queries by 8192 keys would be 256 MiB of scores; forward and backward take a few."""
     program = """
@@ -289,6 +291,7 @@ print(run(8192) - small)
     assert kibibytes < 64 * 1024
 
 
+@pytest.mark.slow
 def test_opcheck():
     q, k, v = qkv(1, 2, 1, 3, 4, 2, 2, grad=True)
     bias = random(3, 4, grad=True)
@@ -304,6 +307,7 @@ def test_opcheck():
     )
 
 
+@pytest.mark.slow
 def test_compiled():
     q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
     kit.check_compiled(lambda *x: attention(*x, causal=True), q, k, v)
@@ -335,6 +339,7 @@ def test_side_stream(device):
     kit.check_side_stream(attention, *qkv(1, 2, 1, 3, 4, 2, 2, device=device), random(3, 4, device=device))
 
 
+@pytest.mark.slow
 def test_other_devices():
     q, k, v = qkv(2, 4, 2, 5, 7, 3, 4, dtype=torch.bfloat16)
     kit.check_other_devices(lambda *x: attention(*x, causal=True), q, k, v, random(4, 1, 7, dtype=torch.bfloat16))

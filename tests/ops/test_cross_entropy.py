@@ -234,6 +234,7 @@ def test_opcheck():
         )
 
 
+@pytest.mark.slow
 def test_compiled():
     logits, target = random(6, 10), targets(6, classes=10)
     for options in OPTIONS:
@@ -274,6 +275,7 @@ def test_side_stream(device):
     kit.check_side_stream(lambda x: cross_entropy(x, target, z_loss=0.1), random(6, 10, device=device))
 
 
+@pytest.mark.slow
 def test_other_devices():
     target = targets(3, classes=10)
     for options, dtype in ((OPTIONS[2], torch.float32), (OPTIONS[3], torch.bfloat16)):

@@ -6,12 +6,11 @@ from halved_gradient import HalvedGradient
 from kit import random
 
 import openreg_ops
-from openreg_ops.meta.custom_autograd_fn_aliasing import reference
 
 
 class TestAliasing(HalvedGradient):
     function = staticmethod(openreg_ops.custom_autograd_fn_aliasing)
-    reference = staticmethod(reference)
+    reference = staticmethod(openreg_ops.custom_autograd_fn_aliasing.reference)
     op = torch.ops.openreg.custom_autograd_fn_aliasing.default
 
     def test_output_is_a_view(self):

@@ -127,6 +127,7 @@ def test_transforms():
     kit.check_transforms(lambda g, s, w: fused_add_rms_norm_backward(g, None, s, w, 1e-3), grad, x, weight)
 
 
+@pytest.mark.slow
 def test_opcheck():
     x, residual, weight, grad = (random(*shape, grad=True) for shape in [(3, 8), (3, 8), (8,), (3, 8)])
     kit.check_operator(OP, x, residual, weight)
@@ -135,6 +136,7 @@ def test_opcheck():
     kit.check_operator(BACKWARD, grad, None, x, weight, 1e-6)
 
 
+@pytest.mark.slow
 def test_compiled():
     kit.check_compiled(fused_add_rms_norm, random(6, 10), random(6, 10), random(10), 1e-5)
     kit.check_compiled(lambda x, r, w: fused_add_rms_norm(x.mT, r, w)[0] * 2, random(10, 6), random(6, 10), random(10))
@@ -151,6 +153,7 @@ def test_side_stream(device):
     kit.check_side_stream(fused_add_rms_norm, *inputs)
 
 
+@pytest.mark.slow
 def test_other_devices():
     kit.check_other_devices(fused_add_rms_norm, random(3, 10), random(3, 10), random(10), 1e-5)
     kit.check_other_devices(fused_add_rms_norm_backward, *(random(3, 10) for _ in range(3)), random(10), 1e-5)

@@ -190,6 +190,7 @@ def test_computes_what_is_asked_for():
     assert not grouped_linear(*inputs_of()).requires_grad
 
 
+@pytest.mark.slow
 def test_no_group_sees_another():
     """inf and NaN in one group's rows or weights stay there, in both directions."""
     x, weights, bias, group_sizes = inputs_of((2, 1, 2))
@@ -268,6 +269,7 @@ def test_vmap_over_sizes_inside_another(where):
         torch.vmap(torch.vmap(layer, in_dims=(None, 0)), in_dims=(0, None))(batch, wrong)
 
 
+@pytest.mark.slow
 def test_opcheck():
     kit.check_operator(OP, *inputs_of(grad=True))
     kit.check_operator(OP, *inputs_of(grad=True, bias=False))
@@ -328,6 +330,7 @@ def test_side_stream(device):
     kit.check_side_stream(flat(grouped_linear, (2, 0, 3)), x, *rest)
 
 
+@pytest.mark.slow
 def test_other_devices():
     for bias in (True, False):
         for dtype in (torch.float32, torch.bfloat16):

@@ -332,6 +332,7 @@ def test_metadata():
     kit.check_same_metadata(OP, k_cache.permute(0, 2, 1).contiguous().permute(0, 2, 1), *rest)
 
 
+@pytest.mark.slow
 def test_compiled():
     kit.check_compiled(kv_cache_update, *inputs_of(), grads=False)
     for dynamic in (False, True):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch._dynamo import compiled_autograd
 from torch.testing import assert_close
 
 from openreg_ops import linear_cross_entropy, linear_cross_entropy_gradients
@@ -271,6 +272,7 @@ def test_opcheck():
     kit.check_operator(GRADIENTS, *(t.detach() for t in (x, weight, target, bias)), random())
 
 
+@pytest.mark.slow
 def test_compiled():
     x, weight, bias = inputs(6, 4, classes=10)
     target = targets(6, classes=10)
@@ -381,6 +383,7 @@ def test_side_stream(device):
     kit.check_side_stream(lambda x, w, b: linear_cross_entropy(x, w, target, b), x, weight, bias)
 
 
+@pytest.mark.slow
 def test_other_devices():
     target = targets(3, classes=10)
     for options, dtype in ((OPTIONS[2], torch.float32), (OPTIONS[3], torch.bfloat16)):
@@ -451,3 +454,32 @@ def test_rejects():
     kit.check_error(
         GRADIENTS, x, weight, target, bias, random(2), match="expected grad_loss of shape [], that of its loss"
     )
+
+
+def test_compiled_autograd_keeps_one_graph_and_the_refusal():
+    """Options that backward does not use are not inputs of its graph; a second derivative is refused in our words."""
+    x, weight = random(5, 4, grad=True), random(7, 4)
+    target = torch.tensor([0, 1, 2, -100, 6], device=DEVICE)
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for smoothing in (0.0, 0.1, 0.2):
+        loss = linear_cross_entropy(x, weight, target, label_smoothing=smoothing)
+        (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+        with compiled_autograd._enable(lambda graph: torch.compile(graph, backend=backend, dynamic=True)):
+            loss.backward()
+        assert_close(x.grad, expected)
+        x.grad = None
+    assert len(graphs) == 1
+
+    loss = linear_cross_entropy(x, weight, target)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with (
+        compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
+        pytest.raises(RuntimeError, match="^linear_cross_entropy: has no second derivative"),
+    ):
+        gradient.sum().backward()

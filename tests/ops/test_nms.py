@@ -277,6 +277,8 @@ def test_rejects():
 # ---- torchvision ----
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_serves_torchvision(order):
     """torchvision's schema, loaded before or after openreg_ops, finds the device's kernel; as does autocast, which

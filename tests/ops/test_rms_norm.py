@@ -145,6 +145,7 @@ def test_opcheck():
     kit.check_operator(BACKWARD, random(3, 8, grad=True), x, weight, random(3, grad=True))
 
 
+@pytest.mark.slow
 def test_compiled():
     kit.check_compiled(rms_norm, random(6, 10), random(10), 1e-5)
     kit.check_compiled(lambda x, w: rms_norm(x.mT, w)[0] * 2, random(10, 6), random(10))
@@ -174,6 +175,7 @@ def test_side_stream(device):
     kit.check_side_stream(rms_norm, random(6, 10, device=device), random(10, device=device))
 
 
+@pytest.mark.slow
 def test_other_devices():
     kit.check_other_devices(rms_norm, random(3, 10), random(10), 1e-5)
     kit.check_other_devices(rms_norm_backward, random(3, 10), random(3, 10), random(10), random(3))

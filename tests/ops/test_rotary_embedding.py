@@ -139,6 +139,7 @@ def test_transforms(interleaved):
     kit.check_transforms(rotary_embedding_backward, *inputs, interleaved)
 
 
+@pytest.mark.slow
 def test_opcheck():
     x, cos, sin = random(2, 3, 8, grad=True), random(3, 4, grad=True), random(3, 4, grad=True)
     for op in (OP, BACKWARD):
@@ -146,6 +147,7 @@ def test_opcheck():
         kit.check_operator(op, x, cos.detach(), sin.detach(), True)
 
 
+@pytest.mark.slow
 def test_compiled():
     kit.check_compiled(rotary_embedding, random(2, 6, 10), random(6, 5), random(6, 5))
     kit.check_compiled(lambda x, c, s: rotary_embedding(x.mT, c, s, True) * 2, random(10, 6), random(5), random(5))
@@ -162,6 +164,7 @@ def test_side_stream(device):
     kit.check_side_stream(rotary_embedding, *inputs)
 
 
+@pytest.mark.slow
 def test_other_devices():
     for function in (rotary_embedding, rotary_embedding_backward):
         kit.check_other_devices(function, random(2, 3, 10), random(3, 5), random(3, 5))

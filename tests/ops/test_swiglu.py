@@ -53,6 +53,7 @@ def test_backward_operator_matches_reference():
     kit.check_against(swiglu_backward, reference_backward, random(6, 33), random(6, 33), random(6, 33))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradients_that_no_cache_holds(dtype):
     """Of more than 8 MB, and a rest that fills no register."""

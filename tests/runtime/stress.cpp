@@ -1,5 +1,5 @@
 // The runtime alone, without torch: every byte of memory that streams share is checked, from many
-// threads, in every launch mode. `stress [seconds]`; tests/test_runtime.py runs it under sanitizers.
+// threads, in every launch mode. `stress [seconds]`; tests/runtime/test_stress.py runs it under sanitizers.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -7,6 +7,8 @@
 #include <thread>
 
 #include "../../csrc/runtime/device.h"
+#include "../../csrc/runtime/error.h"
+#include "../../csrc/runtime/event.h"
 #include "../../csrc/runtime/memory.h"
 #include "../../csrc/runtime/profile.h"
 #include "../../csrc/runtime/stream.h"

@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 
 import openreg_ops
-import pytest_openreg_ops
+import openreg_tools
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```console\n\$ cd (\S+)\n\$ (pytest [^\n]*--on-device=openreg[^\n]*)\n(.*?)```", re.S)
@@ -25,7 +25,7 @@ def test_the_suite_of_the_page(tmp_path):
     with tarfile.open(tmp_path / f"{folder}.tar.gz") as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
         archive.extractall(tmp_path)
-    paths = [str(Path(module.__file__).parents[1]) for module in (openreg_ops, pytest_openreg_ops)]
+    paths = [str(Path(module.__file__).parents[1]) for module in (openreg_ops, openreg_tools)]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "pytest_openreg_ops", *shlex.split(command)[1:]],
         cwd=tmp_path / folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, text=True, capture_output=True,

@@ -48,6 +48,15 @@ void check_gradient(const char* op, const at::Tensor& grad_out, const at::Tensor
       ", but got ", grad_out.sizes());
 }
 
+void check_backward(const char* op, const at::Tensor& grad_out, const at::Tensor& input, const at::Tensor& mean,
+    const at::Tensor& invstd, const Optional& weight) {
+  check_input(op, input);
+  check_gradient(op, grad_out, input);
+  check_channels(op, "mean", mean, input);
+  check_channels(op, "invstd", invstd, input);
+  check_channels(op, "weight", weight, input);
+}
+
 // A channel's value in the place of each of its elements.
 at::Tensor channels(const at::Tensor& values, const at::Tensor& input) {
   std::vector<int64_t> shape(static_cast<size_t>(input.dim()), 1);
@@ -131,11 +140,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_reduce(const
     const at::Tensor& input, const at::Tensor& mean, const at::Tensor& invstd, const Optional& weight, bool input_g,
     bool weight_g, bool bias_g) {
   constexpr const char* op = "batch_norm_backward_reduce";
-  check_input(op, input);
-  check_gradient(op, grad_out, input);
-  check_channels(op, "mean", mean, input);
-  check_channels(op, "invstd", invstd, input);
-  check_channels(op, "weight", weight, input);
+  check_backward(op, grad_out, input, mean, invstd, weight);
   const auto dims = all_but_channels(input);
   const auto dy = widened(grad_out);
   const auto sum = dy.sum(dims);
@@ -151,11 +156,7 @@ at::Tensor backward_elemt(const at::Tensor& grad_out, const at::Tensor& input, c
     const at::Tensor& invstd, const Optional& weight, const at::Tensor& sum_dy, const at::Tensor& sum_dy_xmu,
     const at::Tensor& count) {
   constexpr const char* op = "batch_norm_backward_elemt";
-  check_input(op, input);
-  check_gradient(op, grad_out, input);
-  check_channels(op, "mean", mean, input);
-  check_channels(op, "invstd", invstd, input);
-  check_channels(op, "weight", weight, input);
+  check_backward(op, grad_out, input, mean, invstd, weight);
   check_channels(op, "sum_dy", sum_dy, input);
   check_channels(op, "sum_dy_xmu", sum_dy_xmu, input);
   check_tensor(op, "count", count);

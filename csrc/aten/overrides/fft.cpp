@@ -1,6 +1,6 @@
-// torch.fft of Half, which PyTorch refuses on any device but CUDA before it calls a kernel: computed in float32, and
-// rounded. One of BFloat16, which it refuses likewise where CUDA has it at all, is not rounded there. All else is
-// PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
+// torch.fft of Half and BFloat16, which PyTorch supports on CUDA only and refuses elsewhere before it calls a kernel.
+// Both are computed in float32; results are rounded to half precision for Half only, as on CUDA. All else is PyTorch's
+// own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
 #include <ATen/native/Resize.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -35,13 +35,19 @@ std::vector<int64_t> signal_sizes(const at::Tensor& self, const c10::IValue* arg
   return sizes;
 }
 
+bool is_widened(const at::Tensor& self) {
+  return self.scalar_type() == at::kHalf || (kBFloat16Transforms && self.scalar_type() == at::kBFloat16);
+}
+
 void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   // At a CPU key, the kernel of a composite operator is the composite itself.
   const auto composite = [&](Stack* s) { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), s); };
   const at::Tensor self = (*stack)[first].toTensor();
-  if (self.scalar_type() == at::kBFloat16 && kBFloat16Transforms) (*stack)[first] = self.to(at::kFloat);
-  if (self.scalar_type() != at::kHalf) return composite(stack);
+  if (self.scalar_type() != at::kHalf) {
+    if (is_widened(self)) (*stack)[first] = self.to(at::kFloat);
+    return composite(stack);
+  }
 
   const std::string_view name = op.schema().name();
   // These take one half of a symmetric spectrum.
@@ -76,8 +82,7 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 // way of any other operator of the layer, by the kernel that they share.
 void fft_transformed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
-  const bool wide = self.scalar_type() == at::kHalf || (self.scalar_type() == at::kBFloat16 && kBFloat16Transforms);
-  if (self.is_privateuseone() && wide) return fft(op, keys, stack);
+  if (self.is_privateuseone() && is_widened(self)) return fft(op, keys, stack);
   static const auto* shared = new c10::SafeKernelFunction(
       c10::Dispatcher::singleton().findSchemaOrThrow("aten::sin", "").getComputedKernelForDispatchKey(kFront));
   shared->callBoxed(op, keys, stack);

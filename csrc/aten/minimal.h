@@ -1,0 +1,12 @@
+// Tensors made without the dispatcher.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace openreg {
+
+// at::empty_strided for a device index that exists.
+at::Tensor empty_strided_on(
+    c10::DeviceIndex device, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype);
+
+} // namespace openreg

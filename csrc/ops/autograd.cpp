@@ -1,0 +1,209 @@
+// What operators register, boxed: autocast policies, second derivatives by reference, and what stands in for autograd
+// where an operator has no derivative.
+#include "autograd.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "../aten/transforms.h"
+#include "../aten/values.h"
+
+namespace openreg::ops {
+namespace {
+
+using Values = torch::jit::Stack;
+
+template <class F>
+void replace_tensors(Values& values, const F& f) {
+  for (auto& value : values) value = map_tensors(value, [&](const Tensor& x) { return x.defined() ? f(x) : x; });
+}
+
+variable_list tensors_of(Values values) {
+  variable_list out;
+  replace_tensors(values, [&](const Tensor& x) { return out.emplace_back(x); });
+  return out;
+}
+
+// `values` with `tensors`, in order, in the places of its own.
+Values with_tensors(Values values, const variable_list& tensors) {
+  auto next = tensors.begin();
+  replace_tensors(values, [&](const Tensor&) { return *next++; });
+  return values;
+}
+
+// The operator's arguments, which are the last values on the stack, taken off it.
+Values take_arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto first = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  Values arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
+  stack->erase(first, stack->end());
+  return arguments;
+}
+
+// ---- autocast ----
+
+template <Cast policy, c10::DeviceType device>
+void autocast_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+  Values arguments = take_arguments(op, stack);
+  at::ScalarType type = policy == Cast::kLower ? at::autocast::get_autocast_dtype(device) : at::kFloat;
+  if constexpr (policy == Cast::kPromote) {
+    std::optional<at::ScalarType> widest;
+    for (const Tensor& x : tensors_of(arguments))
+      if (x.is_floating_point()) widest = c10::promoteTypes(widest.value_or(x.scalar_type()), x.scalar_type());
+    type = widest.value_or(type);
+  }
+  replace_tensors(arguments, [&](const Tensor& x) {
+    const bool wide = x.scalar_type() == at::kDouble; // which autocast leaves alone, but a promotion may want
+    if (!x.is_floating_point() || (policy != Cast::kPromote && wide)) return x;
+    return wide || type == at::kDouble ? x.to(type) : at::autocast::cached_cast(type, x, device);
+  });
+  op.callBoxed(&arguments);
+  std::move(arguments.begin(), arguments.end(), std::back_inserter(*stack));
+}
+
+template <Cast policy>
+void register_policy(torch::Library& m, const char* name) {
+  const auto on = [&](c10::DispatchKey key, auto device) {
+    m.impl(name,
+        torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&autocast_kernel<policy, device.value>>()));
+  };
+  on(c10::DispatchKey::AutocastPrivateUse1, std::integral_constant<c10::DeviceType, at::kPrivateUse1>());
+  on(c10::DispatchKey::AutocastCPU, std::integral_constant<c10::DeviceType, at::kCPU>());
+  on(c10::DispatchKey::AutocastCUDA, std::integral_constant<c10::DeviceType, at::kCUDA>());
+}
+
+// ---- second derivatives ----
+
+struct ByReference {
+  static constexpr bool kOpaque = true; // its backward is of graphs that it makes itself
+
+  static auto forward(AutogradContext*, at::TensorList tensors, const c10::OperatorHandle& op, const Values& arguments,
+      Values& results) {
+    // Saved variables hold the tensors; here stay the places where they go.
+    c10::List<c10::IValue> rest(c10::AnyType::get());
+    static const Tensor place = at::detail::empty_cpu({0}, at::kFloat); // past the dispatcher and its modes
+    for (auto& each : with_tensors(arguments, variable_list(tensors.size(), place))) rest.push_back(std::move(each));
+    results = arguments;
+    op.callBoxed(&results);
+    return saving(tensors_of(results), tensors, op.schema().name(), std::move(rest));
+  }
+
+  static std::tuple<variable_list> backward(AutogradContext*, const variable_list& grad, variable_list tensors,
+      const std::string& name, const c10::List<c10::IValue>& rest) {
+    const bool again = at::GradMode::is_enabled();
+    at::AutoGradMode differentiate(true);
+    // Aliases, because a tensor that is two of the arguments has a derivative as each of them. One that a
+    // transform of torch.func wrapped which has ended since is seen as what was wrapped: a leaf here.
+    variable_list inputs, outputs, output_grads;
+    std::vector<bool> wanted;
+    bool recorded = false; // whether anything that the gradients depend on is
+    for (const Tensor& dy : grad) recorded |= dy.defined() && is_recorded(dy);
+    for (Tensor& x : tensors) {
+      recorded |= is_recorded(x);
+      wanted.push_back(x.requires_grad());
+      if (!wanted.back()) continue;
+      x = x.view_as(x);
+      if (!x.requires_grad()) x = x.detach().set_requires_grad(true);
+      inputs.push_back(x);
+    }
+    Values stack = with_tensors(Values(rest.begin(), rest.end()), tensors);
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), &stack);
+    auto of_output = grad.begin();
+    for (const Tensor& y : tensors_of(stack)) {
+      if (const Tensor& dy = *of_output++; dy.defined() && y.requires_grad()) {
+        outputs.push_back(y);
+        output_grads.push_back(dy);
+      }
+    }
+    variable_list found(inputs.size());
+    if (!outputs.empty())
+      found = torch::autograd::grad(outputs, inputs, output_grads, std::nullopt, again, /*allow_unused=*/true);
+    if (!recorded)
+      for (Tensor& x : found) x = x.defined() ? x.detach() : x; // from the leaves made here
+    variable_list out(tensors.size());
+    auto next = found.begin();
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (wanted[i]) out[i] = *next++;
+    return out;
+  }
+};
+
+void by_reference_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Values arguments = take_arguments(op, stack);
+  const variable_list tensors = tensors_of(arguments);
+  Values results = arguments;
+  if (has_tangent(tensors)) {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradCPU), &results);
+  } else {
+    const variable_list out = apply<FunctionOf<ByReference>>(at::TensorList(tensors), op, arguments, results);
+    results = with_tensors(std::move(results), out);
+  }
+  std::move(results.begin(), results.end(), std::back_inserter(*stack));
+}
+
+// ---- see Note [Operators that change their arguments] ----
+
+void refuse_gradients_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& arguments = schema.arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const variable_list tensors = tensors_of({values[i]});
+    for (size_t k = 0; k < tensors.size(); ++k) {
+      const Tensor& x = tensors[k];
+      const bool gradient = at::GradMode::is_enabled() && x.requires_grad();
+      if (!gradient && !has_tangent(x)) continue;
+      const std::string name = arguments[i].name() + (values[i].isTensor() ? "" : "[" + std::to_string(k) + "]");
+      TORCH_CHECK(!gradient, schema.name().substr(schema.name().rfind(':') + 1), ": expected no gradient, but ", name,
+          " requires one and there is no derivative; call it under torch.no_grad()");
+      TORCH_CHECK(false, schema.name().substr(schema.name().rfind(':') + 1), ": expected no tangent, but ", name,
+          " carries one and there is no derivative; take its primal with torch.autograd.forward_ad.unpack_dual()");
+    }
+  }
+  at::AutoDispatchBelowAutograd below_autograd;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+void count_changes_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  Values written;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (const auto* alias = arguments[i].alias_info(); alias && alias->isWrite())
+      written.push_back(torch::jit::peek(*stack, i, arguments.size()));
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  for (const Tensor& x : tensors_of(std::move(written)))
+    if (!x.is_inference()) torch::autograd::increment_version(x);
+}
+
+} // namespace
+
+torch::CppFunction refuse_gradients() {
+  return torch::CppFunction::makeFromBoxedFunction<&refuse_gradients_kernel>();
+}
+
+torch::CppFunction count_changes() {
+  return torch::CppFunction::makeFromBoxedFunction<&count_changes_kernel>();
+}
+
+void autocast(torch::Library& m, const char* name, Cast policy) {
+  switch (policy) {
+    case Cast::kFloat32:
+      return register_policy<Cast::kFloat32>(m, name);
+    case Cast::kPromote:
+      return register_policy<Cast::kPromote>(m, name);
+    case Cast::kLower:
+      return register_policy<Cast::kLower>(m, name);
+  }
+}
+
+torch::CppFunction differentiate_by_reference() {
+  return torch::CppFunction::makeFromBoxedFunction<&by_reference_kernel>();
+}
+
+} // namespace openreg::ops

@@ -1,0 +1,31 @@
+// Events: points in a stream's order.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "work.h"
+
+namespace openreg {
+
+// A point in a stream's order, with the time at which the stream reached it. Copies share the point.
+class Event {
+ public:
+  using Clock = std::chrono::steady_clock;
+  Event(int device, bool timed);
+  int device() const noexcept { return device_; }
+  bool timed() const noexcept { return timed_; }
+  void record(Stream stream);
+  void block(Stream stream) const; // work launched on `stream` from now on runs behind the point
+  bool query() const noexcept;
+  void synchronize() const; // throws as synchronize_stream()
+  Clock::time_point time() const;
+
+ private:
+  struct Point;
+  int device_;
+  bool timed_;
+  std::shared_ptr<Point> point_; // of the latest record()
+};
+
+} // namespace openreg

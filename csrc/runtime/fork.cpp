@@ -1,0 +1,42 @@
+#include "fork.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <stdexcept>
+
+#include "stream.h"
+
+namespace openreg {
+namespace {
+
+std::atomic<bool> initialized{false};
+bool used_at_fork = false;
+
+const bool noticed = [] {
+  pthread_atfork([] { used_at_fork = initialized || launch_count() != 0 || detail::any_queue(); }, nullptr,
+      [] {
+        if (used_at_fork) detail::attention.store(detail::kForkBit | (detail::attention & detail::kIsolationBit));
+      });
+  return true;
+}();
+
+} // namespace
+
+bool forked() noexcept {
+  return detail::attention.load(std::memory_order_relaxed) & detail::kForkBit;
+}
+
+void check_not_forked() {
+  if (forked()) [[unlikely]]
+    throw std::runtime_error(
+        "Cannot re-initialize openreg in forked subprocess. To use openreg with multiprocessing, you must use the "
+        "'spawn' start method");
+}
+
+void initialize() {
+  check_not_forked();
+  initialized = true;
+}
+
+} // namespace openreg

@@ -1,0 +1,56 @@
+"""``torch.openreg``, the module of the device, as ``torch.cuda`` is CUDA's: `register` assembles it from the files here.
+
+index.py       the index of a device given in any form; imports no other file, every other file imports it
+devices.py     which devices exist, and which is current
+streams.py     streams, events and launch modes
+memory.py      statistics, snapshots and limits of device memory
+random.py      the generators' states and seeds
+amp.py         what torch.autocast asks for
+faults.py      torch.openreg.faults
+profiler.py    torch.openreg.profiler
+_sanitizer.py  torch.openreg._sanitizer, which turns races.py on; race_report.py says what that found
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+
+from openreg_ops.openreg import _sanitizer, amp, devices, faults, memory, profiler, random, streams
+from openreg_ops.openreg.index import device_index
+
+
+def register() -> None:
+    """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
+    module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
+    flat = {"amp": amp, "memory": memory, "random": random, "streams": streams}  # their names are torch.openreg's too
+    for part in (devices, *flat.values()):
+        for name in part.__all__:
+            setattr(module, name, getattr(part, name))
+    for name, part in {**flat, "faults": faults, "profiler": profiler, "_sanitizer": _sanitizer}.items():
+        setattr(module, name, part)
+        sys.modules[f"torch.openreg.{name}"] = part
+    module.reset_device = faults.reset_device
+    module._sleep = streams._sleep
+    module.__path__ = []  # so that `import torch.openreg.random` works
+    module.__all__ = [name for part in (devices, *flat.values()) for name in part.__all__]
+    module._is_in_bad_fork = devices._is_in_bad_fork
+    module._initialized = True  # torch.utils.checkpoint saves random state only where this is true
+    module._lazy_init = devices.init
+    module._lazy_call = lambda call, **_: call()
+    module._get_device_index = lambda device=None, optional=False, allow_cpu=False: device_index(device)
+
+    torch.utils.rename_privateuse1_backend("openreg")
+    torch._register_device_module("openreg", module)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True,
+        for_module=True,
+        for_packed_sequence=True,
+        for_storage=True,
+        # Typed storages of these cannot be made by PyTorch's generated methods on any device.
+        unsupported_dtype=[torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8],
+    )
+    faults._from_environment()
+    _sanitizer._from_environment()

@@ -1,0 +1,138 @@
+"""Devices: which exist and which is current, with ``torch.cuda``'s names."""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import Any
+
+import torch
+
+from openreg_ops import _C
+from openreg_ops.openreg.index import constant, current_device, device_index
+
+__all__ = [
+    "can_device_access_peer",
+    "current_device",
+    "device",
+    "device_count",
+    "device_of",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "init",
+    "ipc_collect",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "set_device",
+    "synchronize",
+]
+
+# torch.cuda's name for "made by fork() after the parent had used a device".
+_is_in_bad_fork = _C.forked
+
+
+@constant
+def is_available() -> bool:
+    """Whether there is at least one device."""
+    return _C.device_count() > 0
+
+
+@constant
+def device_count() -> int:
+    """The number of devices; set by the environment variable OPENREG_DEVICE_COUNT, 2 by default."""
+    return _C.device_count()
+
+
+def set_device(device: torch.types.Device) -> None:
+    """Make `device` current for the calling thread; a negative index changes nothing."""
+    if not (isinstance(device, int) and device < 0):
+        _C.exchange_device(device_index(device))
+
+
+def synchronize(device: torch.types.Device = None) -> None:
+    """Wait until all work on all streams of `device` has finished."""
+    torch.accelerator.synchronize(device_index(device))
+
+
+def init() -> None:
+    """Count the device as used, as everything does that needs it: a child made by ``fork()`` may not use it then.
+
+    Raises:
+        RuntimeError: this process is such a child.
+    """
+    _C.initialize()
+
+
+def is_initialized() -> bool:
+    """Whether the process can use the device: false in a child made by ``fork()`` after its parent had used it."""
+    return not _C.forked()
+
+
+def get_device_name(device: torch.types.Device = None) -> str:
+    """The name of `device`."""
+    init()
+    return f"openreg simulated accelerator {device_index(device)}"
+
+
+def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
+    """The dtypes that `device` computes in, as ``torch.accelerator.get_device_capability`` gives them."""
+    init()
+    return torch.accelerator.get_device_capability(device_index(device))
+
+
+@constant
+def get_device_properties(device: torch.types.Device = None) -> types.SimpleNamespace:
+    """Name, total memory (bytes) and number of processors of `device`."""
+    index = device_index(device)
+    return types.SimpleNamespace(
+        name=get_device_name(index),
+        index=index,
+        total_memory=_C.device_memory(),
+        multi_processor_count=os.cpu_count(),
+    )
+
+
+@constant
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Whether the device computes in bfloat16: where there is one, it does."""
+    return is_available()
+
+
+def can_device_access_peer(device: torch.types.Device, peer_device: torch.types.Device) -> bool:
+    """Whether `device` can reach the memory of `peer_device`: of every other device."""
+    return device_index(device) != device_index(peer_device)
+
+
+def ipc_collect() -> None:
+    """Nothing to do: memory sent to another process is freed as soon as the last process lets go of it."""
+
+
+class device:
+    """Context manager that makes a device current; ``None`` or a negative index changes nothing.
+
+    Args:
+        device: index, ``torch.device`` or string such as ``"openreg:1"``.
+    """
+
+    def __init__(self, device: torch.types.Device) -> None:
+        none = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if none else device_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        if self.idx >= 0:
+            self.prev_idx = _C.exchange_device(self.idx)
+
+    def __exit__(self, *exception: object) -> bool:
+        if self.idx >= 0:
+            self.idx = _C.exchange_device(self.prev_idx)
+        return False
+
+
+class device_of(device):
+    """Context manager that makes the device of a tensor or storage current; a CPU one changes nothing."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(obj.device.index if obj.device.type == "openreg" else -1)

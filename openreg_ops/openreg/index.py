@@ -1,0 +1,40 @@
+"""The index of a device that is given in any of PyTorch's forms: what every part of ``torch.openreg`` starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from openreg_ops import _C
+
+__all__ = ["constant", "current_device", "device_index"]
+
+
+def constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo call `function` while it traces; ``torch.compiler.assume_constant_result`` without importing Dynamo."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant
+def _checked(index: int) -> int:
+    return _C.checked_index(index)
+
+
+def current_device() -> int:
+    """The index of the calling thread's current device."""
+    return torch.accelerator.current_device_index()  # what a compiled graph is guarded on
+
+
+def device_index(device: torch.types.Device = None) -> int:
+    """The checked index for a device given in any of PyTorch's forms; None or no index is the current one."""
+    if device is None:
+        return _checked(current_device())
+    if isinstance(device, int):
+        return current_device() if device == -1 else _checked(device)
+    device = torch.device(device)
+    if device.type != "openreg":
+        raise ValueError(f"expected an openreg device, but got {device}; pass an index, 'openreg' or 'openreg:N'")
+    return _checked(current_device() if device.index is None else device.index)

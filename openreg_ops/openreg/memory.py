@@ -1,0 +1,319 @@
+"""Device memory: what is used, and giving free memory back; names and units are ``torch.cuda``'s (bytes)."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from typing_extensions import deprecated  # which torch requires
+
+from openreg_ops import _C
+from openreg_ops.openreg import faults
+from openreg_ops.openreg.index import device_index
+
+__all__ = [
+    "OutOfMemoryError",
+    "empty_cache",
+    "get_per_process_memory_fraction",
+    "host_memory_stats",
+    "host_memory_stats_as_nested_dict",
+    "isolation_mode",
+    "max_memory_allocated",
+    "max_memory_cached",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_cached",
+    "memory_reserved",
+    "memory_snapshot",
+    "memory_stats",
+    "memory_stats_as_nested_dict",
+    "memory_summary",
+    "reset_accumulated_host_memory_stats",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_host_memory_stats",
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+]
+
+OutOfMemoryError = torch.OutOfMemoryError
+
+
+def isolation_mode() -> str:
+    """What keeps the host from device memory: "keys", "strict" or "off"; the environment variable OPENREG_ISOLATION.
+
+    While it is "keys" or "strict", host code that dereferences device memory (ctypes, NumPy over ``data_ptr()``, C++)
+    ends the process with a message that names the address, its allocation and the remedy. "keys" are the processor's
+    protection keys and cost tens of nanoseconds an operator; "strict" changes the pages' protection and costs
+    microseconds.
+    """
+    return _C.isolation_mode()
+
+
+def empty_cache() -> None:
+    """Return the free memory of every device to the operating system."""
+    if not _C.forked():
+        torch.accelerator.empty_cache()
+
+
+def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
+    """The allocator's statistics for `device`, with the keys of ``torch.cuda.memory_stats``.
+
+    "active" is what is allocated, and what was freed while a stream that it was recorded on may still use it.
+    "num_alloc_retries" and "num_sync_all_streams" count the allocations that waited for queued work. "inactive_split" and
+    "oversize" stay 0: blocks are not split.
+    """
+    return torch.accelerator.memory_stats(device_index(device))
+
+
+def memory_stats_as_nested_dict(device: torch.types.Device = None) -> dict[str, Any]:
+    """`memory_stats` as a nested dictionary."""
+    nested: dict[str, Any] = {}
+    for name, value in memory_stats(device).items():
+        *path, last = name.split(".")
+        inner = nested
+        for each in path:
+            inner = inner.setdefault(each, {})
+        inner[last] = value
+    return nested
+
+
+def host_memory_stats_as_nested_dict() -> dict[str, Any]:
+    """`host_memory_stats` as a nested dictionary."""
+    return {} if _C.forked() else _C.host_memory_stats()
+
+
+def host_memory_stats() -> dict[str, Any]:
+    """The statistics of pinned host memory, with the keys of ``torch.cuda.host_memory_stats``; bytes, microseconds."""
+    flat = {}
+    for name, value in host_memory_stats_as_nested_dict().items():
+        flat.update({f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
+    return dict(sorted(flat.items()))
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Start the peaks of `host_memory_stats` afresh."""
+    _C.reset_peak_host_memory_stats()
+
+
+def reset_accumulated_host_memory_stats() -> None:
+    """Start what `host_memory_stats` has counted afresh: all of its "allocated" and "freed"."""
+    _C.reset_accumulated_host_memory_stats()
+
+
+def memory_allocated(device: torch.types.Device = None) -> int:
+    """Bytes that tensors occupy on `device` now."""
+    return torch.accelerator.memory_allocated(device_index(device))
+
+
+def max_memory_allocated(device: torch.types.Device = None) -> int:
+    """The most bytes that tensors occupied at once since `reset_peak_memory_stats`."""
+    return torch.accelerator.max_memory_allocated(device_index(device))
+
+
+def memory_reserved(device: torch.types.Device = None) -> int:
+    """Bytes that the allocator holds on `device`, used or kept for reuse."""
+    return torch.accelerator.memory_reserved(device_index(device))
+
+
+def max_memory_reserved(device: torch.types.Device = None) -> int:
+    """The most bytes that the allocator held at once since `reset_peak_memory_stats`."""
+    return torch.accelerator.max_memory_reserved(device_index(device))
+
+
+@deprecated("torch.openreg.memory_cached is torch.openreg.memory_reserved", category=FutureWarning)
+def memory_cached(device: torch.types.Device = None) -> int:
+    """The old name of `memory_reserved`."""
+    return memory_reserved(device)
+
+
+@deprecated("torch.openreg.max_memory_cached is torch.openreg.max_memory_reserved", category=FutureWarning)
+def max_memory_cached(device: torch.types.Device = None) -> int:
+    """The old name of `max_memory_reserved`."""
+    return max_memory_reserved(device)
+
+
+def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
+    """Bytes of `device` that are neither used nor kept for reuse (`empty_cache` gives those back), and its total bytes."""
+    return torch.accelerator.get_memory_info(device_index(device))
+
+
+def reset_peak_memory_stats(device: torch.types.Device = None) -> None:
+    """Start the peaks afresh."""
+    torch.accelerator.reset_peak_memory_stats(device_index(device))
+
+
+_RESETS = "torch.openreg.{} is torch.openreg.reset_peak_memory_stats, which starts all peaks afresh"
+
+
+@deprecated(_RESETS.format("reset_max_memory_allocated"), category=FutureWarning)
+def reset_max_memory_allocated(device: torch.types.Device = None) -> None:
+    """An old name of `reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+@deprecated(_RESETS.format("reset_max_memory_cached"), category=FutureWarning)
+def reset_max_memory_cached(device: torch.types.Device = None) -> None:
+    """An old name of `reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+def reset_accumulated_memory_stats(device: torch.types.Device = None) -> None:
+    """Start the counts afresh."""
+    torch.accelerator.reset_accumulated_memory_stats(device_index(device))
+
+
+def memory_summary(device: torch.types.Device = None, abbreviated: bool = False) -> str:
+    """The statistics of `device` as a table for people: ``torch.cuda.memory_summary``, of this device."""
+    summary = torch.cuda.memory.memory_summary
+    # Its code, with our statistics in the place of CUDA's.
+    names = {
+        **summary.__globals__,
+        "memory_stats": memory_stats,
+        "_get_device_index": lambda device, **_: device_index(device),
+    }
+    text = types.FunctionType(summary.__code__, names)(device_index(device), abbreviated)
+    return text.replace("PyTorch CUDA memory", "openreg memory     ").replace(
+        "cudaMalloc retries", "allocation retries"
+    )
+
+
+def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
+    """The segments of every device's memory (or of `device` alone) and their blocks, by address.
+
+    The format is that of ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
+    (pytorch.org/memory_viz) reads; `_dump_snapshot` writes a file for it. The frames of a block are those of the code
+    that allocated it, where `_record_memory_history` was called before. A block's state is "active_allocated", "active_pending_free" (freed, but work that a stream has been given may
+    still use it) or "inactive".
+    """
+    states = ("active_allocated", "active_pending_free", "inactive")
+    out = []
+    for index in range(_C.device_count()) if device is None else [device_index(device)]:
+        for address, size, stream, small, blocks in _C.memory_snapshot(index):
+            frames = _C.allocation_tracebacks([at for at, *_ in blocks])
+            of = [
+                {"address": at, "size": n, "requested_size": asked, "state": states[state], "frames": of_block or []}
+                for (at, n, state, asked), of_block in zip(blocks, frames, strict=True)
+            ]
+            if rest := size - sum(block["size"] for block in of):  # of a page that its blocks do not fill
+                end = {"address": address + size - rest, "size": rest, "requested_size": rest}
+                of.append({**end, "state": "inactive", "frames": []})
+            active = sum(block["size"] for block in of if block["state"] != "inactive")
+            allocated = sum(block["size"] for block in of if block["state"] == "active_allocated")
+            out.append(
+                {
+                    "device": index,
+                    "address": address,
+                    "total_size": size,
+                    "allocated_size": allocated,
+                    "active_size": active,
+                    "requested_size": sum(
+                        block["requested_size"] for block in of if block["state"] == "active_allocated"
+                    ),
+                    "stream": stream,
+                    "segment_type": "small" if small else "large",
+                    "segment_pool_id": (0, 0),
+                    "is_expandable": False,
+                    "frames": [],
+                    "blocks": of,
+                }
+            )
+    return out
+
+
+_ACTIONS = ("alloc", "free_requested", "free_completed", "oom")
+_history: dict[str, Any] = {"skip_actions": ()}
+
+
+def _record_memory_history(
+    enabled: str | None = "all",
+    context: str | None = "all",
+    stacks: str = "all",
+    max_entries: int = sys.maxsize,
+    *,
+    clear_history: bool = False,
+    skip_actions: Sequence[str] | None = None,
+) -> None:
+    """Keep what befalls device memory from now on, and the stack traces: ``torch.cuda.memory._record_memory_history``.
+
+    Args:
+        enabled: "all" keeps every allocation and free, "state" only who allocated what is in use, None ends recording
+            and forgets.
+        context: What gets a stack trace: "all", "alloc" (allocations), "state" (what is in use), None (nothing).
+        stacks: "python", or "all" for the frames of C++ as well, which cost more.
+        max_entries: The most entries that a device's history keeps, the latest ones.
+        clear_history: Forget what was recorded before.
+        skip_actions: Actions that `_snapshot` leaves out: "alloc", "free_requested", "free_completed", "oom".
+    Raises:
+        ValueError: An argument is none of these.
+    """
+    contexts = (None, "state", "alloc", "all")
+    for name, value, allowed in (
+        ("enabled", enabled, (None, "state", "all")),
+        ("context", context, contexts),
+        ("stacks", stacks, ("python", "all")),
+        *(("an action to skip", action, _ACTIONS) for action in skip_actions or ()),
+    ):
+        if value not in allowed:
+            raise ValueError(f"_record_memory_history: expected {name} among {allowed}, but got {value!r}")
+    if not isinstance(max_entries, int) or not 0 <= max_entries <= sys.maxsize:
+        raise ValueError(
+            f"_record_memory_history: expected max_entries, an integer from 0 to sys.maxsize, but got {max_entries!r}"
+        )
+    _history["skip_actions"] = tuple(skip_actions or ())
+    if clear_history:
+        _C.clear_memory_history()
+    on = enabled is not None
+    _C.record_memory_history(on, enabled == "all", contexts.index(context), stacks == "all", max_entries)
+
+
+def _snapshot(device: torch.types.Device = None) -> dict[str, Any]:
+    """The state of device memory and its recorded history, in the format of ``torch.cuda.memory._snapshot``."""
+    traces: list[list[dict[str, Any]]] = []
+    for index in range(_C.device_count()):
+        trace = []
+        if device is None or index == device_index(device):
+            for action, address, size, free, stream, time_us, frames in _C.memory_history(index):
+                entry = {"action": _ACTIONS[action], "size": size, "stream": stream, "time_us": time_us}
+                entry |= {"device_free": free} if _ACTIONS[action] == "oom" else {"addr": address}
+                if entry["action"] not in _history["skip_actions"]:
+                    trace.append(entry | {"frames": frames or [], "segment_pool_id": (0, 0)})
+        traces.append(trace)
+    return {
+        "segments": memory_snapshot(device),
+        "device_traces": traces,
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
+    """Write `_snapshot` to a file that pytorch.org/memory_viz draws."""
+    with open(filename, "wb") as file:
+        pickle.dump(_snapshot(), file)
+
+
+def set_per_process_memory_fraction(fraction: float, device: torch.types.Device = None) -> None:
+    """Let tensors occupy no more than this fraction of `device`; beyond it an allocation raises OutOfMemoryError.
+
+    Args:
+        fraction: 0.0 to 1.0.
+    Raises:
+        TypeError: fraction is no float. ValueError: it is not from 0 to 1.
+    """
+    if not isinstance(fraction, float):
+        raise TypeError(f"set_per_process_memory_fraction: expected fraction as a float, but got {fraction!r}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"set_per_process_memory_fraction: expected a fraction from 0 to 1, but got {fraction}")
+    faults._set_memory_limit(device_index(device), int(fraction * _C.device_memory()))
+
+
+def get_per_process_memory_fraction(device: torch.types.Device = None) -> float:
+    """The fraction of `device` that tensors may occupy."""
+    return _C.memory_limit(device_index(device)) / _C.device_memory()

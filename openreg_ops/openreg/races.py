@@ -1,0 +1,417 @@
+"""The race detector: which accesses to memory the program has put in order. `torch.openreg._sanitizer` turns it on.
+
+It analyses order, not time, so that it finds the same races in every launch mode and on every run. Each stream, and the
+host, has a clock: how far it is ordered behind each other stream. Operators are seen by a dispatch mode, with what they
+read and write from their schema; what happens to memory, events and the host's waits is told by the runtime's log
+(csrc/runtime/observer.h). The clocks, the arguments' meaning and the errors' base classes are those of
+``torch.cuda._sanitizer``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.cuda import _sanitizer as csan
+from torch.cuda._sanitizer import AccessType, SynchronizationError
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from openreg_ops import _C
+from openreg_ops.openreg.race_report import (
+    READ,
+    WRITE,
+    Access,
+    Memory,
+    OpenregSanitizerErrors,
+    Span,
+    Stream,
+    Trace,
+    UnsynchronizedAccessError,
+    address_of,
+)
+
+__all__ = ["OpenregSanitizerErrors", "Races", "SynchronizationError", "UnsynchronizedAccessError"]
+
+
+def _current_stream(index: int) -> Stream:
+    return index, torch.accelerator.current_stream(index).stream_id
+
+
+class _Arguments(csan.ArgumentHandler):
+    """The tensors that an operator reads and writes, by its schema; of a tensor that it only views, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.Tensor, AccessType, str | None]] = []
+
+    def _handle_argument(
+        self,
+        value: Any,
+        is_write: bool,
+        metadata_only: bool,
+        name: str | None = None,
+        is_output: bool = False,
+    ) -> None:
+        if isinstance(value, torch.Tensor) and (is_write or not metadata_only):
+            self.found += [(x, WRITE if is_write else READ, name) for x in _dense_parts(value)]
+
+
+def _dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The strided tensors with memory that hold the data of `x`, of whatever layout."""
+    if x.layout == torch.sparse_coo:
+        parts = (x._indices(), x._values())
+    elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (x.crow_indices(), x.col_indices(), x.values())
+    elif x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (x.ccol_indices(), x.row_indices(), x.values())
+    elif x.is_nested:
+        parts = (torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()),)
+    else:
+        parts = (x,) if x.layout == torch.strided else ()
+    # Check the address first: a fake tensor has none, and numel() could add a guard on its sizes.
+    return [part for part in parts if part.device.type in ("openreg", "cpu") and address_of(part) and part.numel()]
+
+
+class _Traits(NamedTuple):
+    """What is the same in every call of an operator."""
+
+    ignored: bool  # it reads and writes no memory
+    reads: bool  # its arguments' values, not only their shapes
+    allocates: bool  # without writing
+    copies: bool  # has the argument non_blocking
+    waits: bool  # the host, for a value or a size
+
+
+@functools.cache
+def _traits(func: torch._ops.OpOverload) -> _Traits:
+    schema, tags = func._schema, func.tags
+    name = schema.name.partition("::")[2]
+    waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    returns = any("Tensor" in str(each.type) for each in schema.returns)
+    query = not returns and not waits and not schema.is_mutable  # is_pinned, is_same_size
+    return _Traits(
+        ignored=func is torch.ops.aten.record_stream.default or torch.Tag.inplace_view in tags or query,
+        reads=not csan.FACTORY_FUNCTION_REGEX.match(name),
+        allocates=bool(re.match("_?(new_)?empty", name)),
+        copies=any(argument.name == "non_blocking" for argument in schema.arguments),
+        waits=waits and name != "index",
+    )
+
+
+class Races:
+    """What the program has done so far, and the check of what it does next.
+
+    `report` is given the errors of an access in place of an exception.
+    """
+
+    def __init__(self, report: Callable[[list[UnsynchronizedAccessError]], None] | None = None) -> None:
+        self.report = report
+        self.syncs = csan.StreamSynchronizations()
+        self.memory: dict[int, Memory] = {}  # of devices, by address
+        self.left: list[Memory] = []  # freed, but a stream for which the owner did not wait may still use it
+        self.host: dict[int, tuple[StorageWeakRef, Memory]] = {}  # used by copies for which the host did not wait
+        self.seq_num = 0
+        self.caller = threading.get_ident()  # the thread that last called an operator outside a backward
+        self.lock = threading.RLock()
+        self.on = True
+
+    # ---- order ----
+
+    def after(self, stream: Stream | None, access: Access) -> bool:
+        """Whether what `stream`, or the host, does from now on comes after an access."""
+        if stream is None:
+            return access.seq_num <= self.syncs.host_sync_state.get(access.stream, -1)
+        return self.syncs.is_ordered_after(stream, access.seq_num, access.stream)
+
+    def wait(self, stream: Stream, other: Stream) -> None:
+        """`stream` waits for `other`, as a copy between their devices makes it."""
+        states = self.syncs.current_sync_states
+        self.syncs._ensure_stream_exists(stream)
+        self.syncs._ensure_stream_exists(other)
+        self.syncs._state_wait_for_other(states[stream], states[other])
+
+    def _unsettled(self, memory: Memory) -> list[Access]:
+        """The accesses to freed memory for which neither its owner, nor the allocator, nor the host has waited."""
+        return [
+            each
+            for each in memory.accesses
+            if each.stream not in memory.recorded and not self.after(memory.owner, each) and not self.after(None, each)
+        ]
+
+    # ---- the runtime's notices ----
+
+    def drain(self, trace: Trace | None = None) -> None:
+        """Take in what happened; what this thread allocated, it allocated at `trace`."""
+        for what, thread, address, stream, size in _C.take_notices():
+            if what == "allocated":
+                self.allocated(address, size, stream, trace if thread == threading.get_ident() else None)
+            else:
+                getattr(self, what)(address, stream)
+
+    def allocated(self, address: int, size: int, stream: Stream, trace: Trace | None) -> None:
+        self.memory[address] = memory = Memory(address, address + size, stream, trace)
+        for old in self.left:
+            old.accesses = self._unsettled(old)
+            if old.start < memory.end and memory.start < old.end:
+                memory.accesses += old.accesses
+        self.left = [old for old in self.left if old.accesses]
+
+    def freed(self, address: int, _stream: Stream) -> None:
+        if (memory := self.memory.pop(address, None)) is None:
+            return
+        memory.accesses = self._unsettled(memory)
+        for access in memory.accesses:
+            access.freed = memory
+        if memory.accesses:
+            self.left.append(memory)
+
+    def stream_recorded(self, address: int, stream: Stream) -> None:
+        if address in self.memory:
+            self.memory[address].recorded.add(stream)
+
+    def event_recorded(self, event: int, stream: Stream) -> None:
+        self.syncs.record_state(event, stream)
+
+    def event_waited_for(self, event: int, stream: Stream) -> None:
+        self.syncs.stream_wait_for_event(stream, event)
+
+    def event_synchronized(self, event: int, _stream: Stream) -> None:
+        self.syncs.all_streams_wait_for_event(event)
+
+    def event_destroyed(self, event: int, _stream: Stream) -> None:
+        self.syncs.recorded_sync_states.pop(event, None)
+
+    def stream_synchronized(self, _object: int, stream: Stream) -> None:
+        self.syncs.all_streams_wait_for_stream(stream)
+
+    def device_synchronized(self, _object: int, stream: Stream) -> None:
+        for each in list(self.syncs.current_sync_states):
+            if isinstance(each, tuple) and each[0] == stream[0]:
+                self.syncs.all_streams_wait_for_stream(each)
+
+    # ---- accesses ----
+
+    def _memory_of(self, x: torch.Tensor) -> Memory | None:
+        """What is known of the memory of a tensor; None for host memory that no copy in flight uses."""
+        if x.device.type == "cpu":
+            return self.host.get(x.untyped_storage()._cdata, (None, None))[1]
+        base = address_of(x)
+        if base not in self.memory:  # allocated before the sanitizer was on
+            self.memory[base] = Memory(base, base + x.untyped_storage().nbytes(), (x.device.index, 0))
+        return self.memory[base]
+
+    def watch(self, x: torch.Tensor) -> None:
+        """Keep what happens to the memory of a host tensor, while a copy uses it and until it is freed."""
+        for key, (storage, memory) in list(self.host.items()):
+            memory.accesses = [each for each in memory.accesses if not self.after(None, each)]
+            if storage.expired() or not memory.accesses:
+                del self.host[key]
+        storage = x.untyped_storage()
+        self.host.setdefault(
+            storage._cdata, (StorageWeakRef(storage), Memory(address_of(x), address_of(x) + storage.nbytes()))
+        )
+
+    def check(
+        self, accesses: Iterable[tuple[torch.Tensor, Access]], made_only: bool = False
+    ) -> list[tuple[Memory, Access]]:
+        """Raise if one of the accesses, which come at the same time, is out of order; return those to be kept."""
+        errors, found = [], []
+        for x, access in accesses:
+            if (memory := self._memory_of(x)) is None:
+                continue
+            found.append((memory, access))
+            for previous in () if made_only else memory.accesses:
+                if (
+                    WRITE in (access.type, previous.type)
+                    and not self.after(access.stream, previous)
+                    and access.span.meets(previous.span)
+                ):
+                    errors.append(UnsynchronizedAccessError(memory, access, previous))
+        if errors and self.report:
+            self.report(errors)
+        elif errors:
+            raise OpenregSanitizerErrors(errors)
+        return [each for each in found if each[1].stream is not None]
+
+    def keep(self, memory: Memory, access: Access) -> None:
+        """Add an access, for those before it that it makes needless: whoever waits for it has waited for them."""
+        memory.accesses = [
+            each
+            for each in memory.accesses
+            if not self.after(None, each)
+            and not (
+                (access.type is WRITE or each.type is READ)
+                and access.span.covers(each.span)
+                and self.after(access.stream, each)
+            )
+        ]
+        memory.accesses.append(access)
+
+
+class _Call:
+    """One operator's call: where it runs, what it accesses, and for what the host waits in it."""
+
+    def __init__(self, races: Races, func: torch._ops.OpOverload, traits: _Traits, args: Any, kwargs: Any) -> None:
+        self.races, self.func, self.traits, self.args, self.kwargs = races, func, traits, args, kwargs
+        self.streams: list[Stream] = []  # where it runs, and those of other devices that wait for it
+        self.non_blocking = False
+        if traits.copies:
+            given = {argument.name: value for argument, value in csan.zip_arguments(func._schema, args, kwargs)}
+            self.non_blocking = bool(given.get("non_blocking"))
+
+    def run(self) -> Any:
+        arguments = _Arguments()
+        arguments.parse_inputs(self.func._schema, self.args, self.kwargs, is_factory=not self.traits.reads)
+        inputs = arguments.found
+        on_host = [each for each in inputs if each[0].device.type == "cpu"]
+        if on_host and len(on_host) == len(inputs) and not self.traits.copies and not self.races.host:
+            return self.func(*self.args, **self.kwargs)
+        in_flight = on_host if self.non_blocking else []  # whether they are is known when the outputs are
+        with self.races.lock:
+            self.trace = Trace(self.races.caller)
+            if self.trace.node is None:
+                self.races.caller = threading.get_ident()
+            self.races.drain()
+            self.races.seq_num += 1
+            self.seq_num = self.races.seq_num
+            # A copy between devices runs on its source's stream, as on CUDA.
+            self.runs_on(sorted(inputs, key=lambda each: each[1] is WRITE))
+            accesses = self.check([each for each in inputs if each[0].device.type != "cpu" or not in_flight])
+            written = {access.span for _, access in accesses if access.type is WRITE}
+        out = self.func(*self.args, **self.kwargs)
+        with self.races.lock:
+            self.races.drain(self.trace)
+            arguments.found = []
+            arguments.parse_outputs(self.func._schema, out, is_factory=False)
+            outputs = [each for each in arguments.found if Span.of(each[0]) not in written]
+            self.runs_on(outputs)
+            accesses += self.check(in_flight)
+            accesses += self.check(outputs, is_output=True)
+            for memory, access in accesses:
+                self.races.keep(memory, access)
+            host = on_host + [each for each in outputs if each[0].device.type == "cpu"]
+            if self.waits(inputs) or (self.traits.copies and host and self.copy_waits(host)):
+                for stream in self.streams:
+                    self.races.syncs.all_streams_wait_for_stream(stream)
+            for other in self.streams[1:]:
+                self.races.wait(other, self.streams[0])
+        return out
+
+    def runs_on(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> None:
+        """The operator runs on the current stream of the first tensor's device; it waits for those of the others."""
+        for index in dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg"):
+            stream = _current_stream(index)
+            if not self.streams:
+                self.races.syncs.update_seq_num(stream, self.seq_num)
+                self.streams.append(stream)
+            elif stream not in self.streams:
+                self.races.wait(self.streams[0], stream)
+                self.streams.append(stream)
+
+    def check(
+        self, found: list[tuple[torch.Tensor, AccessType, str | None]], is_output: bool = False
+    ) -> list[tuple[Memory, Access]]:
+        accesses: dict[tuple[Span, AccessType, bool], tuple[torch.Tensor, Access]] = {}
+        for x, kind, name in found:
+            stream = self.streams[0] if self.streams else None
+            if x.device.type == "cpu":
+                # A copy has read or written pageable memory when it returns, as CUDA documents.
+                if self.non_blocking and stream and x.is_pinned():
+                    self.races.watch(x)
+                elif is_output or not self.races.host:
+                    continue
+                else:
+                    stream = None
+            elif kind is WRITE and torch._C._is_cow_tensor(x):
+                kind = READ  # of the memory that it shares; it writes its own
+            key = (Span.of(x), kind, stream is None)
+            if key not in accesses:
+                new = Access(kind, self.seq_num, stream, self.func._schema, [], is_output, self.trace, key[0])
+                accesses[key] = (x, new)
+            if name is not None:
+                accesses[key][1].aliases.append(name)
+        # A tensor made without values is checked when it gets some.
+        return self.races.check(accesses.values(), made_only=is_output and self.traits.allocates)
+
+    def copy_waits(self, host: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
+        """Whether the host waits for a copy: not for a non_blocking one that reads host memory, or writes pinned one."""
+        written = [x for x, kind, _ in host if kind is WRITE]
+        return not self.non_blocking or (
+            bool(written) and not written[-1].is_pinned()
+        )  # in lists, the last one comes last
+
+    def waits(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
+        """Whether the host waits for the result: for a value, or for a size that depends on values."""
+        masks = (torch.bool, torch.uint8)
+        is_index = self.func is torch.ops.aten.index.Tensor
+        return self.traits.waits or (is_index and any(x.dtype in masks for x, _, _ in found[1:]))
+
+
+class SanitizerDispatchMode(TorchDispatchMode):
+    """Checks each operator of a thread, and of the backward passes that it starts."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, races: Races) -> None:
+        super().__init__()
+        self.races = races
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile compiles as without the mode; the compiled operators are checked when they run."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, classes)):  # comes back with the tensors in it
+            return NotImplemented
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **kwargs)
+        traits = _traits(func)
+        if traits.ignored or not self.races.on or not all(map(_is_plain, classes)):  # fake tensors
+            return func(*args, **kwargs)
+        return _Call(self.races, func, traits, args, kwargs).run()
+
+
+class SanitizerFunctionMode(TorchFunctionMode):
+    """Checks what reads a tensor without an operator: on the host, and by printing. `_sanitizer` sees saving."""
+
+    READERS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "__repr__", "numpy", "tolist")}
+
+    def __init__(self, races: Races) -> None:
+        super().__init__()
+        self.races = races
+
+    def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # traced with the program
+            return func(*args, **(kwargs or {}))
+        if func in self.READERS and self.races.on and _is_plain(type(args[0])):
+            if not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
+                self.read(f"Tensor.{func.__name__}", args[0])
+        return func(*args, **(kwargs or {}))
+
+    def read(self, name: str, x: torch.Tensor) -> None:
+        with self.races.lock, torch._C._DisableTorchDispatch():
+            self.races.drain()
+            self.races.seq_num += 1
+            for part in _dense_parts(x):
+                stream = None
+                if part.device.type == "openreg":
+                    stream = _current_stream(part.device.index)
+                    self.races.syncs.update_seq_num(stream, self.races.seq_num)
+                trace = Trace(self.races.caller)
+                access = Access(READ, self.races.seq_num, stream, name, ["self"], False, trace, Span.of(part))
+                self.races.check([(part, access)])
+                if stream:
+                    self.races.syncs.all_streams_wait_for_stream(stream)
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors has no dispatch of its own."""
+    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

@@ -1,0 +1,170 @@
+"""Streams and events, with ``torch.cuda``'s names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+
+from openreg_ops import _C
+from openreg_ops.openreg.index import device_index
+
+__all__ = [
+    "Event",
+    "ExternalStream",
+    "Stream",
+    "StreamContext",
+    "current_stream",
+    "default_stream",
+    "get_launch_mode",
+    "get_stream_from_external",
+    "launch_mode",
+    "set_launch_mode",
+    "set_stream",
+    "stream",
+]
+
+_MODES = ("inline", "async", "sync")
+
+
+class _OfDevice(type):
+    """Makes ``isinstance(x, torch.openreg.Stream)`` true for any ``torch.Stream`` of the device, and so for events."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls._base) and instance.device.type == "openreg"
+
+
+class Stream(metaclass=_OfDevice):
+    """A queue of work on one device, run in order: makes a ``torch.Stream``.
+
+    Args:
+        device: the device; the current one unless given.
+        priority: 0, or negative for a more urgent stream.
+    """
+
+    _base = torch.Stream
+
+    def __new__(cls, device: torch.types.Device = None, priority: int = 0, **kwargs: Any) -> torch.Stream:
+        if kwargs:  # stream_id, device_index, device_type: an existing stream
+            return torch.Stream(**kwargs)
+        return torch.Stream(device=torch.device("openreg", device_index(device)), priority=priority)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the most urgent priority."""
+        return 0, -1
+
+
+class Event(metaclass=_OfDevice):
+    """A point in a stream's order: makes a ``torch.Event`` on the current device.
+
+    It is a ``torch.Event`` itself and no subclass, because ``torch.Event.elapsed_time`` takes no subclass.
+
+    Args:
+        enable_timing: whether `elapsed_time` may be asked of it.
+        blocking, interprocess: as in ``torch.cuda.Event``.
+    """
+
+    _base = torch.Event
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+        return torch.Event("openreg", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+
+def current_stream(device: torch.types.Device = None) -> torch.Stream:
+    """The calling thread's current stream on `device`."""
+    return torch.accelerator.current_stream(device_index(device))
+
+
+def default_stream(device: torch.types.Device = None) -> torch.Stream:
+    """The default stream of `device`, which every thread starts with."""
+    return torch.Stream(stream_id=0, device_index=device_index(device), device_type=int(DeviceType.PrivateUse1))
+
+
+def set_stream(stream: torch.Stream) -> None:
+    """Make `stream` current on its device, and its device current."""
+    torch.accelerator.set_stream(stream)
+
+
+class StreamContext:
+    """Context manager that makes a stream current; ``None`` changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> torch.Stream | None:
+        return self.stream.__enter__() if self.stream is not None else None
+
+    def __exit__(self, *exception: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*exception)
+
+
+def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager:
+    """``with torch.openreg.stream(s):`` runs its body's work on `s`."""
+    return contextlib.nullcontext() if stream is None else stream  # a stream is one itself, and Dynamo knows it
+
+
+def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -> torch.Stream:
+    """The stream of `device` that another library names by its native handle, ``stream.native_handle``."""
+    index = device_index(device)
+    if not isinstance(data_ptr, int) or not 0 <= data_ptr < 2**63 or not _C.is_stream(index, data_ptr):
+        raise ValueError(
+            f"get_stream_from_external: {data_ptr!r} is no stream of openreg:{index}; pass a stream's native_handle"
+        )
+    return torch.Stream(stream_id=data_ptr, device_index=index, device_type=int(DeviceType.PrivateUse1))
+
+
+class ExternalStream(Stream):
+    """A stream that another library made, by its native handle: makes a ``torch.Stream``.
+
+    Args:
+        stream_ptr: the handle, ``stream.native_handle``.
+        device: the device; the current one unless given.
+    """
+
+    def __new__(cls, stream_ptr: int, device: torch.types.Device = None, **_kwargs: Any) -> torch.Stream:
+        return get_stream_from_external(stream_ptr, device)
+
+
+def get_launch_mode() -> str:
+    """Where work runs: "inline", "async" or "sync"; see `set_launch_mode`."""
+    return _MODES[_C.launch_mode()]
+
+
+def set_launch_mode(mode: str) -> None:
+    """Choose where work runs, for the whole process. Work on a stream runs in the stream's order in every mode.
+
+    Args:
+        mode: "inline" (the default) runs work on the calling thread, at once, while its stream is idle; else it queues
+            it behind what the stream has queued or, for most of PyTorch's operators, waits for that. "async" queues
+            copies, and kernels whose results are allocated before they run, for the stream's thread, and the host runs
+            ahead; wrong arguments raise at the call, and an error that depends on values in device memory surfaces at
+            the next synchronization. "sync" waits after each launch, so that an error
+            appears at the line that caused it, as with CUDA_LAUNCH_BLOCKING. OPENREG_LAUNCH_MODE sets it before the
+            process starts.
+    Raises:
+        ValueError: another mode.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"set_launch_mode: expected 'inline', 'async' or 'sync', but got {mode!r}")
+    _C.set_launch_mode(_MODES.index(mode))
+
+
+@contextlib.contextmanager
+def launch_mode(mode: str) -> Iterator[None]:
+    """``with torch.openreg.launch_mode("async"):`` runs its body's work in that mode; see `set_launch_mode`."""
+    before = get_launch_mode()
+    set_launch_mode(mode)
+    try:
+        yield
+    finally:
+        set_launch_mode(before)
+
+
+def _sleep(cycles: int) -> None:
+    """Keep the current stream busy for `cycles` nanoseconds, as ``torch.cuda._sleep`` does, to make races repeat."""
+    _C.sleep(device_index(), int(cycles))

@@ -1,0 +1,223 @@
+"""What the openreg device tells `openreg_tools`: see openreg_tools/backends.py. Registered when openreg_ops is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from openreg_tools.backends import Backend
+
+if TYPE_CHECKING:
+    from openreg_tools.conformance.report import Known
+    from openreg_tools.dispatch import Has, Kernel
+    from openreg_tools.info import Info
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Openreg(Backend):
+    device = "openreg"
+    package = "openreg_ops"
+    namespace = "openreg"
+    source = PACKAGE.parent
+
+    # ---- explain, operators, drift, trace ----
+
+    fallback = "the fallback of this process or a shared kernel"
+
+    def has(self, op: str, key: str, kernel: Kernel) -> Has | None:
+        """What the fallback does, by its policies and routes, and which kernels are the CPU's."""
+        from openreg_tools.dispatch import Has
+
+        if kernel.source == "backend fallback":
+            return _fallen(op, key, kernel)
+        if "by openreg_ops.fallback" in kernel.where:  # denied, or forced
+            return _fallen(op, "PrivateUse1", kernel)
+        if "sharing the CPU's kernel" in kernel.where or "csrc/aten/unboxed.cpp" in kernel.where:
+            return Has("shared", "runs the CPU's kernel on device memory", kernel.where)
+        return None
+
+    def policies(self) -> tuple[Any, ...]:
+        from openreg_ops import fallback
+
+        f = fallback
+        return (f.get_policy(), *f._allow, "", *f._deny, "", *f._force, "", *f._share)
+
+    def queues(self) -> bool:
+        return torch.openreg.get_launch_mode() == "async"
+
+    # ---- the checker ----
+
+    def samples(self, op: str) -> Callable[[str, Any], Iterable[Any]] | None:
+        from openreg_ops.meta.op import SAMPLES
+
+        return SAMPLES.get(op.partition("::")[2])
+
+    def known(self, op: str) -> Mapping[str, str]:
+        from openreg_ops.testing.known_failures import OPERATORS
+
+        return OPERATORS.get(op, {})
+
+    def may_pass(self, op: str) -> Iterable[str]:
+        from openreg_ops.testing.known_failures import MAY_PASS
+
+        return MAY_PASS.get(op, ())
+
+    def state(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        from openreg_ops import _C, autograd_fallback
+
+        return [(autograd_fallback.get_fallback_mode, autograd_fallback.set_fallback_mode), (_C.poison, _C.set_poison)]
+
+    @contextlib.contextmanager
+    def filled(self, byte: int) -> Iterator[None]:
+        from openreg_ops import _C
+
+        before = _C.poison()
+        _C.set_poison(byte == 0xFF)  # the only byte that the device fills memory with
+        try:
+            yield
+        finally:
+            _C.set_poison(before)
+
+    # ---- conformance ----
+
+    draws_as_cpu = True
+
+    def known_failures(self) -> Mapping[str, Known]:
+        from openreg_ops.testing.known_failures import KNOWN_FAILURES
+
+        return KNOWN_FAILURES
+
+    def differs(self) -> Mapping[str, str]:
+        from openreg_ops.testing.known_failures import DIFFERENT
+
+        return DIFFERENT
+
+    def is_own(self, op: str) -> bool:
+        from openreg_tools import dispatch
+
+        table = dispatch.kernels(op)
+        places = [table[key].where for key in ("PrivateUse1", "AutogradPrivateUse1") if key in table]
+        return any("csrc/aten" in place and "native.cpp" not in place and "fallback" not in place for place in places)
+
+    def files(self) -> Iterable[Path]:
+        return PACKAGE.glob("_C*.so")
+
+    # ---- the pytest plugin ----
+
+    sees = frozenset({"host", "race"})
+    isolation = {"OPENREG_ISOLATION": "strict"}
+    access = r"^openreg: the host (.*?):.*\n.*$"
+    hidden = (str(PACKAGE / "openreg" / "races.py"),)
+
+    def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
+        return torch.openreg._sanitizer.sanitize(found)
+
+    def fallbacks(self) -> int:
+        from openreg_ops import _C
+
+        return sum(calls for _, calls, *_ in _C.fallback_report())
+
+    # ---- info ----
+
+    def info(self, info: Info) -> None:
+        _build(info)
+        _devices(info)
+        _settings(info)
+        _environment(info)
+
+
+def _fallen(op: str, key: str, found: Kernel) -> Has:
+    """What the fallback does with an operator: csrc/aten/fallback.cpp says the same in C++, and a test holds it equal."""
+    from openreg_ops import fallback
+    from openreg_tools.dispatch import Has, returns_view
+
+    if key != "PrivateUse1":
+        return Has("refused", f"openreg has no kernel for {key}", found.where)
+    matches = lambda patterns: any(  # noqa: E731
+        fnmatch.fnmatchcase(op, p) or fnmatch.fnmatchcase(op.partition(".")[0], p) for p in patterns
+    )
+    if matches(fallback._deny):
+        return Has("refused", "it is on the deny list of openreg_ops.fallback", found.where)
+    if fallback.get_policy() == "error" and not matches(fallback._allow):
+        return Has("refused", 'it would run on the CPU, and the fallback policy is "error"', found.where)
+    if returns_view(op):
+        return Has("refused", "it returns a view, which copies cannot give", found.where)
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, "CPU"):
+        return Has("refused", "it has no kernel for openreg and none for the CPU to fall back to", found.where)
+    return Has("fallback", "copies to the CPU and back", found.where)
+
+
+# ---- info ----
+
+
+def isolation(_C: Any) -> str:
+    """The isolation mode: "off", "strict" or "keys"; a build whose extension cannot say has none."""
+    mode = getattr(_C, "isolation_mode", None)
+    return mode() if mode else "off"
+
+
+def _build(info: Info) -> None:
+    from openreg_ops import _build
+
+    info.add("openreg_ops", built_for=f"torch {_build.TORCH_VERSION}, {_build.CPU_CAPABILITY}")
+    library, source = next(PACKAGE.glob("_C*.so"), None), PACKAGE.parent / "csrc"
+    if library and source.is_dir():
+        newer = [path for path in source.rglob("*.[ch]*") if path.stat().st_mtime > library.stat().st_mtime]
+        if newer:
+            info.problem(
+                f"{len(newer)} C++ files are newer than the extension, {min(newer).relative_to(source.parent)} among them",
+                "python setup.py build_ext --inplace",
+            )
+
+
+def _devices(info: Info) -> None:
+    from openreg_ops import _C
+    from openreg_tools.forms import size
+
+    count = _C.device_count()
+    info.add("devices", count=count, isolation=isolation(_C))
+    if (name := torch._C._get_privateuse1_backend_name()) != "openreg":
+        info.problem(f"PrivateUse1 is named {name}", "a process has one PrivateUse1 backend: import openreg_ops alone")
+    if not count:
+        info.problem("there is no device", "set OPENREG_DEVICE_COUNT to at least 1")
+    for i in range(count):
+        free, total = torch.openreg.mem_get_info(i)
+        info.sections["devices"][f"openreg:{i}"] = (
+            f"{size(total)}, {size(free)} free, {size(torch.openreg.memory_allocated(i))} in tensors"
+        )
+    if torch.openreg.is_available():
+        info.works("openreg", "unset OPENREG_FAULTS if it is set; else report this, with the whole of `info`")
+
+
+def _settings(info: Info) -> None:
+    from openreg_ops import _C, autograd_fallback, fallback
+    from openreg_ops.openreg import _sanitizer, faults
+
+    fell = fallback.report()
+    info.add(
+        "switched on",
+        launch_mode=("inline", "async", "sync")[_C.launch_mode()],
+        fallback=f"{fallback.get_policy()}; {len(fell)} operators fell back so far",
+        autograd_fallback=autograd_fallback.get_fallback_mode(),
+        poison="on: new device memory holds NaN" if _C.poison() else "off",
+        sanitizer="on" if _sanitizer._races else "off",
+        faults=", ".join(fault.kind for fault in faults._armed) or "none armed",
+        kernels=f"{_C.native_kernels} of torch's CPU kernels shared",
+    )
+
+
+def _environment(info: Info) -> None:
+    from openreg_ops.environment import VARIABLES
+
+    for name in sorted(os.environ):
+        if name.startswith("OPENREG_") and name not in VARIABLES:
+            info.problem(f"{name} means nothing here", f"unset it, or mend its name; there are {', '.join(VARIABLES)}")
+    if os.environ.get("OPENREG_FAULTS"):
+        info.problem("OPENREG_FAULTS makes the device fail on purpose", "unset it")

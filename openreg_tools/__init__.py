@@ -1,0 +1,22 @@
+"""Tools for custom operators and backends of PyTorch, on any device: see ``openreg-tools --help``.
+
+Importing this package registers no device, and imports neither torch nor a backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["check"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check":
+        from openreg_tools.checker.checker import check
+
+        return check
+    if name == "__version__":
+        import importlib.metadata
+
+        return importlib.metadata.version("openreg_tools")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,86 @@
+"""The command line: ``openreg-tools COMMAND`` and ``python -m openreg_tools COMMAND``. Imports torch only in a command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Mapping
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+# Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
+COMMANDS = {
+    "check": ("openreg_tools.checker.command", "find what is wrong with a custom operator of any library"),
+    "conformance": ("openreg_tools.conformance.command", "run PyTorch's test databases on a device against the CPU"),
+    "drift": ("openreg_tools.drift", "compare two versions of torch, and say which registrations break"),
+    "explain": ("openreg_tools.explain", "show the path of one call through the dispatcher, key by key"),
+    "info": ("openreg_tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
+    "operators": ("openreg_tools.operators", "list torch's operators by class, and what a device has for each"),
+    "trace": ("openreg_tools.trace", "run a program, and say what it ran on a device and which kernels to write"),
+}
+
+
+def run(commands: Mapping[str, tuple[str, str]], program: str, description: str) -> int:
+    """Parse the command line, and run the command that it names."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    chosen_parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
+    for name, (module, text) in commands.items():
+        sub = chosen_parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            importlib.import_module(module).add_arguments(sub)
+    arguments = parser.parse_args()
+    try:
+        return importlib.import_module(commands[arguments.command][0]).main(arguments)
+    except BrokenPipeError:  # head has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def options(words: list[str]) -> list[str]:
+    """The words before the script that `trace` runs, whose own arguments follow it."""
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    return words[:script]
+
+
+def device_of(words: list[str]) -> str:
+    """The type of the device that --device asks for, "" without one."""
+    asked = [b for a, b in zip(words, words[1:], strict=False) if a == "--device"]
+    asked += [word.partition("=")[2] for word in words if word.startswith("--device=")]
+    return asked[0].partition(":")[0] if asked else ""
+
+
+def _load_backends(words: list[str]) -> None:
+    """Import torch and the backends that are installed for it, as `import torch` does; one that fails leaves a line."""
+    installed = importlib.metadata.entry_points(group="torch.backends")
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return  # the command says it where it needs torch
+    if any(word.partition("=")[0] == "--import" for word in words):
+        return  # a process has one PrivateUse1 backend: the one that was asked for, here and in worker processes
+    del os.environ[AUTOLOAD]
+    if before is not None:
+        os.environ[AUTOLOAD] = before
+    for entry in installed if before != "0" else ():
+        try:
+            entry.load()()
+        except Exception as error:
+            sentence = f"the backend {entry.name} cannot be loaded, the tools run without it: {error}"
+            print(f"openreg_tools: {sentence}", file=sys.stderr)
+
+
+def main() -> int:
+    words = options(sys.argv[1:])
+    if "info" not in words[:1]:  # which loads them one by one, and says what is wrong
+        _load_backends(words)
+    return run(COMMANDS, "python -m openreg_tools", "Tools for custom operators and backends of PyTorch.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""One operator with one sample, as the checks see it, and how a check ends."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from openreg_tools.samples import Sample
+
+Operator = torch._ops.OpOverload
+SEED = 4321
+
+
+def name_of(op: Operator) -> str:
+    """``mylib::foo``, or ``mylib::foo.out`` for another overload than the default one."""
+    return op.name().removesuffix(".default")
+
+
+class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them are errors
+    """How a check ends that has something to say."""
+
+    def __init__(self, status: str, sentence: str, remedy: str = "") -> None:
+        super().__init__(sentence)
+        self.status, self.sentence, self.remedy = status, sentence, remedy
+
+
+def last_line(error: BaseException) -> str:
+    """``Type: message`` of an exception, in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}" if lines else type(error).__name__
+
+
+class Case:
+    """One operator with one sample, and fresh copies of its arguments as often as a check wants them."""
+
+    def __init__(
+        self,
+        op: Operator,
+        sample: Sample,
+        device: str,
+        reference: Callable[..., Any] | None,
+        differentiate: Callable[[Case], None],
+    ) -> None:
+        self.op, self.sample, self.device, self.reference = op, sample, torch.device(device), reference
+        self._differentiate = differentiate  # checks.derivatives.derivative, which needs this class
+        self.name = name_of(op)
+        self.schema = op._schema
+        self.leaves = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
+        wanted = [x.requires_grad for x in self.leaves]
+        self.wanted = [
+            differentiable(x) and (flag or not any(wanted)) for x, flag in zip(self.leaves, wanted, strict=True)
+        ]
+        self.seeded = torch.Tag.nondeterministic_seeded in op.tags
+        self.mutable = self.schema.is_mutable
+        self._source()
+
+    def _source(self) -> None:
+        """`names`, and the text of a function of the tensors alone; see `function`."""
+        position, constants = itertools.count(), {}
+        self.names: list[str] = []
+        written: list[str] = []
+
+        def text(value: Any, name: str, writes: bool) -> str:
+            if isinstance(value, Tensor):
+                self.names.append(name)
+                tensor = f"t{next(position)}"
+                if writes:
+                    written.append(tensor)
+                return tensor
+            if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in tree_leaves(value)):
+                return f"[{', '.join(text(x, f'{name}[{i}]', writes) for i, x in enumerate(value))}]"
+            if (
+                value is None
+                or isinstance(value, (bool, int, float, str))
+                and repr(value) not in ("inf", "-inf", "nan")
+            ):
+                return repr(value)
+            constants[f"c{len(constants)}"] = value
+            return f"c{len(constants) - 1}"
+
+        arguments = {argument.name: argument for argument in self.schema.arguments}
+        positional = [argument for argument in self.schema.arguments if not argument.kwarg_only]
+        pieces = []
+        for argument, value in zip(positional, self.sample.args, strict=False):
+            pieces.append(text(value, argument.name, argument.is_write))
+        for name, value in self.sample.kwargs.items():
+            pieces.append(f"{name}={text(value, name, name in arguments and arguments[name].is_write)}")
+        returns = [str(each.type) for each in self.schema.returns]
+        one = len(returns) == 1
+        outs = [
+            f"*{'out' if one else f'out[{i}]'}" if kind.startswith("List") else ("out" if one else f"out[{i}]")
+            for i, kind in enumerate(returns)
+            if "Tensor" in kind
+        ]
+        tensors = [f"t{i}" for i in range(len(self.names))]
+        self.call_text = f"op({', '.join(pieces)})"
+        self.text = f"def function({', '.join(tensors)}):\n" + "".join(f"    {t} = {t}.clone()\n" for t in written)
+        self.text += f"    out = {self.call_text}\n    return ({''.join(f'{out}, ' for out in [*outs, *written])})\n"
+        self.raw_text = f"def function({', '.join(tensors)}):\n    out = {self.call_text}\n"
+        self.raw_text += f"    return ({''.join(f'{out}, ' for out in outs)})\n"
+        more = ["out.contiguous()", "torch.zeros(out.shape, dtype=out.dtype, device=out.device)"]
+        self.program_text = self.text.replace("    return ", "    outs = ")
+        self.program_text += f"    return (*outs, {', '.join(f'*[{each} for out in outs]' for each in more)})\n"
+        self.constants = constants
+        self.written = [int(t[1:]) for t in written]
+
+    def function(self, op: Any = None, raw: bool = False, program: bool = False) -> Callable[..., tuple[Tensor, ...]]:
+        """The operator as a function of its tensors that returns a tuple of tensors.
+
+        It writes to none of its arguments: those that the schema says it writes to are cloned, and returned too;
+        `raw` leaves that out. A `program` returns the outputs, and then contiguous() and zeros of the shape and dtype of
+        each, which a compiler makes of what it believes of the outputs. Every call makes new code, so that compilers keep
+        nothing from another check.
+        """
+        text = self.raw_text if raw else self.program_text if program else self.text
+        scope = {"op": op or self.op, "torch": torch, "__name__": __name__, **self.constants}
+        exec(compile(text, f"<{self.name}>", "exec"), scope)
+        function = scope["function"]
+        if not self.seeded:
+            return function
+
+        @functools.wraps(function)
+        def seeded(*tensors: Tensor) -> tuple[Tensor, ...]:
+            torch.manual_seed(SEED)
+            return function(*tensors)
+
+        return seeded
+
+    def fresh(
+        self, grad: bool = False, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> list[Tensor]:
+        """Copies of the tensors with their strides and the memory around them, as leaves."""
+        storages: dict[int, Tensor] = {}
+        with torch.no_grad():
+            tensors = [_copied(x.detach(), device or self.device, storages) for x in self.leaves]
+        if dtype:
+            complex_dtype = dtype.to_complex()
+            tensors = [x.to(complex_dtype if x.is_complex() else dtype) if differentiable(x) else x for x in tensors]
+        return self.leaf(tensors) if grad else tensors
+
+    def leaf(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The same, requiring a gradient where the sample wants one."""
+        return [x.detach().requires_grad_(flag) for x, flag in zip(tensors, self.wanted, strict=True)]
+
+    def arguments(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The sample's arguments with these tensors in place of its own."""
+        rest = iter(tensors)
+        return tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (self.sample.args, self.sample.kwargs))
+
+    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Those that the sample wants a gradient of."""
+        return [x for x, flag in zip(tensors, self.wanted, strict=True) if flag]
+
+    @functools.cached_property
+    def run(self) -> Callable[..., tuple[Tensor, ...]]:
+        return self.function()
+
+    @functools.cached_property
+    def expected(self) -> list[Tensor]:
+        """The eager result."""
+        with torch.no_grad():
+            return [out.detach().clone() for out in self.run(*self.fresh())]
+
+    @functools.cached_property
+    def gradients(self) -> list[Tensor | None]:
+        """The eager gradients under `cotangents`; asks for nothing if the operator has none."""
+        return gradients(self.run, self.fresh(grad=True), self.wanted)
+
+    @functools.cached_property
+    def wide(self) -> torch.dtype | None:
+        """float64 where the operator takes it, else None: the samples' own dtypes."""
+        try:
+            with torch.no_grad():
+                self.run(*self.fresh(dtype=torch.float64))
+            return torch.float64
+        except Exception:
+            return None
+
+    @functools.cached_property
+    def derivative(self) -> Outcome:
+        """Whether it has a derivative: status pass, skip (nothing to differentiate), refused, or fail."""
+        try:
+            self._differentiate(self)
+        except Outcome as outcome:
+            return outcome
+        return Outcome("pass", "")
+
+    def has_kernel(self, *keys: str) -> bool:
+        """Whether one was registered at one of these keys itself."""
+        return any(torch._C._dispatch_has_kernel_for_dispatch_key(self.op.name(), key) for key in keys)
+
+    def has_computed_kernel(self, key: str) -> bool:
+        """Whether a call at this key finds one, an alias key's or a composite's included."""
+        return torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.op.name(), key)
+
+    @property
+    def key(self) -> str:
+        """The dispatch key of the device: CPU, CUDA, PrivateUse1."""
+        return torch._C._dispatch_key_for_device(self.device.type)
+
+    @property
+    def composite(self) -> bool:
+        return self.has_kernel("CompositeImplicitAutograd")
+
+
+def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:
+    """A copy with the strides and the memory around x; tensors that share memory go on sharing it."""
+    if x.layout != torch.strided or x.is_quantized or x.is_nested or x.is_conj() or x.is_neg():
+        return x.clone().to(device)
+    storage = x.untyped_storage()
+    if storage._cdata not in storages:
+        count = storage.nbytes() // x.element_size()
+        whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (count,), (1,))
+        storages[storage._cdata] = whole.clone().to(device)
+    whole = storages[storage._cdata]
+    return whole.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset()).detach()
+
+
+def differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def cotangents(outs: Iterable[Tensor]) -> list[Tensor]:
+    """Fixed numbers of no special value, in the outputs' shapes."""
+    made = []
+    for out in outs:
+        numbers = torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7)
+        made.append(numbers.reshape(out.shape).to(out.dtype).to(out.device))
+    return made
+
+
+def gradients(
+    function: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], wanted: list[bool]
+) -> list[Tensor | None]:
+    """Gradients of the tensors that are wanted, through every output that has one."""
+    outs = [out for out in function(*tensors) if out.requires_grad]
+    leaves = [x for x, flag in zip(tensors, wanted, strict=True) if flag]
+    if not outs or not leaves:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(outs, leaves, cotangents(outs), allow_unused=True))

@@ -1,0 +1,382 @@
+"""The checker of custom operators: `check(op, samples)` finds what torch.library.opcheck misses.
+
+Here are the operator, its samples, and the run. A `Case` is what one check gets; the checks are in `checks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import itertools
+import logging
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from openreg_tools import backends, dispatch
+from openreg_tools.checker.case import SEED, Case, Operator, Outcome, last_line, name_of
+from openreg_tools.checker.checks import ANY_LAYOUT, CHECKS
+from openreg_tools.checker.checks.derivatives import derivative
+from openreg_tools.checker.report import Report, Result
+from openreg_tools.forms import Wrong
+from openreg_tools.samples import Sample, sample_of
+
+# ---- the operator ----
+
+
+def operator(op: Any) -> Operator:
+    """The operator that `op` stands for.
+
+    Args:
+        op: an `OpOverload`, an `OpOverloadPacket`, a name such as ``"mylib::foo"`` or ``"mylib::foo.out"``, what
+            `torch.library.custom_op` or `triton_op` returned, or a function whose code names one
+            ``torch.ops.mylib.foo``.
+    Raises:
+        ValueError: there is no such operator, or more than one is meant.
+    """
+    if isinstance(op, Operator):
+        return op
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        overloads = [name for name in op.overloads() if _dispatched(getattr(op, name))]  # TorchScript has others
+        if "default" in overloads or len(overloads) == 1:
+            return getattr(op, "default" if "default" in overloads else overloads[0])
+        raise ValueError(f"{op} has no default overload; name one of {', '.join(overloads)}, as in {op}.{overloads[0]}")
+    if isinstance(op, torch._library.custom_ops.CustomOpDef):
+        return op._opoverload
+    if isinstance(op, str):
+        namespace, _, rest = op.removeprefix("torch.ops.").replace("::", ".").partition(".")
+        name, _, overload = rest.partition(".")
+        if not name:
+            raise ValueError(f"expected an operator's name such as mylib::foo, but got {op!r}")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is None:
+            known = sorted({s.name.split("::")[1] for s in _schemas() if s.name.startswith(namespace + "::")})
+            near = f"; {namespace} has {', '.join(known[:12])}" if known else f"; no operator is in {namespace} at all"
+            raise ValueError(f"there is no operator {namespace}::{name}{near}. Import the module that defines it first")
+        if overload and overload not in packet.overloads():
+            raise ValueError(f"{namespace}::{name} has no overload {overload}, only {', '.join(packet.overloads())}")
+        return getattr(packet, overload) if overload else operator(packet)
+    if callable(op) and hasattr(op, "__code__"):
+        named = _named_operators(op.__code__)
+        if len(named) == 1:
+            return operator(named.pop())
+        found = f"names {len(named)}: {', '.join(sorted(named))}" if named else "names none"
+        raise ValueError(
+            f"{op.__module__}.{op.__qualname__} is a function, and its code {found}; a function stands for an operator "
+            "when its code names one as torch.ops.mylib.foo. Give the operator instead, as mylib::foo"
+        )
+    raise ValueError(f"expected an operator, its name, or what custom_op returned, but got {type(op).__name__} {op!r}")
+
+
+def _dispatched(op: Operator) -> bool:
+    return torch._C._dispatch_has_kernel(op.name())
+
+
+def _schemas() -> list[Any]:
+    return torch._C._jit_get_all_schemas()
+
+
+def _named_operators(code: Any) -> set[str]:
+    """The operators that a function's code reads as ``torch.ops.NAMESPACE.NAME``."""
+    named: set[str] = set()
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain.append(instruction.argval)
+            if chain[:2] == ["torch", "ops"] and len(chain) == 4:
+                named.add("::".join(chain[2:]))
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST"):
+            chain = [instruction.argval]
+    return named
+
+
+# ---- samples ----
+
+
+def _registered(op: Operator) -> Callable[[str, torch.dtype], Iterable[Any]] | None:
+    """The samples that the package of an operator registers."""
+    name = op._schema.name
+    return backends.of_operator(name).samples(name) if op._overloadname == "default" else None
+
+
+# Shapes of the tensor arguments that are tried, by position; the last stands for all that follow.
+SHAPES = (
+    [(4, 6)],
+    [(4, 6), (6,)],
+    [(4, 6), (6, 4)],
+    [(4, 6), (4, 6), (6,)],
+    [(4, 6), (6,), (6,)],
+    [(2, 3, 4, 4)],
+    [(2, 3, 4, 4), (3,)],
+    [(3, 4, 5)],
+    [(6,)],
+    [(4,), (4, 6)],
+    [(4, 4)],
+)
+
+
+def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> list[Sample]:
+    """Samples made up from the schema that the operator accepts.
+
+    Raises:
+        ValueError: it accepts none.
+    """
+    found: list[Sample] = []
+    refusal = "its schema has arguments of unknown types"
+    seen = set()
+    for shapes in SHAPES:
+        numbers = torch.Generator().manual_seed(SEED)
+        position = itertools.count()
+        try:
+            args, kwargs = [], {}
+            for argument in op._schema.arguments:
+                value = _made_up(argument, shapes, position, numbers, device, dtype)
+                if argument.kwarg_only:
+                    kwargs[argument.name] = value
+                else:
+                    args.append(value)
+            sample = Sample(*args, **kwargs)
+            if repr(sample) in seen:
+                continue
+            seen.add(repr(sample))
+            copy = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                op(*copy[0], **copy[1])
+            found.append(sample)
+        except Exception as error:
+            refusal = last_line(error)
+        if len(found) == most:
+            break
+    if not found:
+        raise ValueError(
+            f"{name_of(op)}: no inputs that were made up from its schema are accepted (the last error was: {refusal}); "
+            "give sample inputs"
+        )
+    return found
+
+
+def _made_up(argument: Any, shapes: Any, position: Any, numbers: Any, device: str, dtype: torch.dtype) -> Any:
+    def tensor() -> Tensor:
+        shape = shapes[min(next(position), len(shapes) - 1)]
+        return (torch.rand(shape, generator=numbers, dtype=torch.float64) + 0.25).to(dtype).to(device)
+
+    kind = str(argument.type)
+    if kind == "Tensor":
+        return tensor()
+    if argument.has_default_value():
+        return argument.default_value
+    if kind.startswith("Optional"):
+        return tensor() if kind == "Optional[Tensor]" else None
+    plain = {"int": 1, "SymInt": 1, "float": 0.5, "number": 1.5, "Scalar": 1.5, "bool": False, "str": ""}
+    if kind in plain:
+        return plain[kind]
+    if kind == "List[Tensor]":
+        return [tensor(), tensor()]
+    lists = {"List[int]": [0], "List[SymInt]": [0], "List[float]": [0.5], "List[bool]": [False]}
+    if kind in lists:
+        return lists[kind]
+    if kind in ("Device", "ScalarType", "Layout"):
+        return {"Device": torch.device(device), "ScalarType": dtype, "Layout": torch.strided}[kind]
+    raise ValueError(f"no value is known for {argument.name}, of type {kind}")
+
+
+# ---- the run ----
+
+
+def check(
+    op: Any,
+    sample_inputs: Iterable[Any] | Callable[[str, torch.dtype], Iterable[Any]] | None = None,
+    device: str | torch.device | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    reference: Callable[..., Any] | None = None,
+    only: str | Collection[str] = (),
+    skip: str | Collection[str] = (),
+    known: Mapping[str, str] | None = None,
+    progress: Callable[[str], None] = lambda where: None,
+) -> Report:
+    """Run every check on every sample.
+
+    Args:
+        op: an operator of any library: see `operator`.
+        sample_inputs: argument tuples, `Sample`s or OpInfo's SampleInputs, or a function of (device, dtype) that
+            gives them. Without any: those that the package of the operator registers, else made up from the schema.
+        device: where to run; the samples are copied there. By default where the first sample's tensors are.
+        dtype: handed to a function of samples, and used for made-up ones.
+        reference: a plain function of the same arguments, called with copies on the CPU. Without one, and away from
+            the CPU, the operator's own CPU kernel.
+        only, skip: names of checks, or one name.
+        known: checks that this operator is known to fail, each with the cause. They count as passed; one that fails
+            for no sample any more fails the report. By default those that the package of the operator lists.
+        progress: hears what runs next.
+    Returns:
+        The report; `report.raise_if_failed()` raises an AssertionError.
+    Raises:
+        ValueError: no such operator, check, sample or device.
+
+    A sample's tensors that require a gradient are those that derivatives are checked for; if none does, every
+    floating one is. Whatever a check changes globally is put back.
+    """
+    op = operator(op)
+    only, skip = ([names] if isinstance(names, str) else names for names in (only, skip))
+    only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
+    known = backends.of_operator(name_of(op)).known(name_of(op)) if known is None else known
+    for name in (*only, *skip, *known):
+        if name not in CHECKS:
+            raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}")
+    chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
+    if reference is not None and not callable(reference):
+        raise ValueError(f"expected reference to be a function, but got {type(reference).__name__} {reference!r}")
+    notes = []
+    target = str(device) if device is not None else None
+    if target:
+        try:
+            dispatch.usable(target)
+        except Wrong as error:
+            raise ValueError(str(error)) from None
+    if sample_inputs is None:
+        registered = _registered(op)
+        target = target or _home(op)
+        if registered:
+            sample_inputs = list(registered(target, dtype))
+        else:
+            sample_inputs = derived(op, target, dtype)
+            notes.append("These inputs were made up from the schema; sample inputs of your own say more.")
+    elif callable(sample_inputs):
+        target = target or "cpu"
+        sample_inputs = sample_inputs(target, dtype)
+    if not isinstance(sample_inputs, Iterable):
+        raise ValueError(
+            "expected sample_inputs to be a list of argument tuples, or a function of (device, dtype) that gives them, "
+            f"but got {type(sample_inputs).__name__} {sample_inputs!r}"
+        )
+    samples = [sample_of(value) for value in sample_inputs]
+    if not samples:
+        raise ValueError(f"{name_of(op)}: sample_inputs is empty; give at least one tuple of arguments")
+    if target is None:
+        tensors = (x for s in samples for x in tree_leaves((s.args, s.kwargs)) if isinstance(x, Tensor))
+        target = next((str(x.device) for x in tensors), "cpu")
+    report = Report(
+        operator=name_of(op),
+        schema=str(op._schema),
+        device=target,
+        torch=torch.__version__,
+        samples=[repr(sample) for sample in samples],
+        about={name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen},
+        notes=notes,
+    )
+    began = time.perf_counter()
+    with preserved(target):
+        for i, sample in enumerate(samples):
+            case = Case(op, sample, target, reference, derivative)
+            refusal = _refusal(case)
+            for name in chosen:
+                progress(f"checking sample {i}: {name}")
+                start = time.perf_counter()
+                if refusal and name != "runs":
+                    outcome = Outcome("skip", f"{case.name} refuses this sample")
+                elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
+                    outcome = Outcome("skip", "it is for strided tensors")
+                else:
+                    with preserved(target):
+                        outcome = _run_check(CHECKS[name], case)
+                result = Result(name, i, outcome.status, outcome.sentence, outcome.remedy)
+                result.seconds = round(time.perf_counter() - start, 4)
+                if name in known and result.status == "fail":
+                    result.status, result.remedy = "known", known[name]
+                report.results.append(result)
+    for name in known.keys() - set(backends.of_operator(report.operator).may_pass(report.operator)):
+        if (row := report.row(name)) and not any(result.status == "known" for result in row):
+            for result in row:
+                result.status, result.remedy = "fail", "take it off the list of known failures"
+                result.sentence = f"{report.operator} was known to fail this, and does not any more: {known[name]}"
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _home(op: Operator) -> str:
+    """The device of an operator that came without samples: that of its package, else where it has a kernel."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if _registered(op):
+        return backends.of_operator(op._schema.name).device
+    elsewhere = has(op.name(), "PrivateUse1") and not has(op.name(), "CPU")
+    return torch._C._get_privateuse1_backend_name() if elsewhere else "cpu"
+
+
+def _refusal(case: Case) -> str:
+    try:
+        case.expected  # noqa: B018 -- it runs the operator
+    except Exception as error:
+        return last_line(error)
+    return ""
+
+
+def _run_check(function: Callable[[Case], str | None], case: Case) -> Outcome:
+    try:
+        return Outcome("pass", function(case) or "")
+    except Outcome as outcome:
+        return outcome
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if "/torch/" not in f.filename), "")
+        return Outcome(
+            "fail",
+            f"{case.name}: the check {function.__name__} ended in {last_line(error)}"
+            + (f" ({where})" if where else ""),
+            "the operator raised where its result was expected; see the section of this check for what it calls",
+        )
+
+
+@contextlib.contextmanager
+def preserved(device: str) -> Iterator[None]:
+    """Puts back whatever a check, or a broken operator, changes for the whole process."""
+    kind = torch.device(device).type
+    functorch, fill = torch._C._functorch, torch.utils.deterministic
+    states: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        (lambda: fill.fill_uninitialized_memory, lambda on: setattr(fill, "fill_uninitialized_memory", on)),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (torch._C._get_autograd_fallback_mode, torch._C._set_autograd_fallback_mode),
+        (functorch._is_vmap_fallback_enabled, functorch._set_vmap_fallback_enabled),
+        (torch._C._debug_only_are_vmap_fallback_warnings_enabled, functorch._set_vmap_fallback_warning_enabled),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    ]
+    states += [state for backend in backends.registered() for state in backend.state()]
+    for each in sorted({kind, "cpu"}):
+        if torch.amp.is_autocast_available(each):
+            states += [
+                (
+                    functools.partial(torch.is_autocast_enabled, each),
+                    functools.partial(torch.set_autocast_enabled, each),
+                ),
+                (functools.partial(torch.get_autocast_dtype, each), functools.partial(torch.set_autocast_dtype, each)),
+            ]
+    before = [get() for get, _ in states]
+    accelerator = torch.accelerator.current_accelerator()  # torch.manual_seed seeds it too
+    kinds = {kind, *(each.device for each in backends.registered()), accelerator.type if accelerator else kind}
+    disabled = logging.root.manager.disable
+    try:
+        logging.disable()  # compilers log every error that a check means to meet
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            for each in kinds - {"cpu", "meta"}:
+                devices = range(getattr(torch, each).device_count())
+                stack.enter_context(torch.random.fork_rng(devices, device_type=each))
+            yield
+    finally:
+        logging.disable(disabled)
+        for (get, put), value in zip(states, before, strict=True):
+            if get() != value:
+                put(value)

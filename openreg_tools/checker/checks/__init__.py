@@ -1,0 +1,60 @@
+"""The checks of `checker.check`: one function each, with a section in docs/checker.md.
+
+A check passes by returning, with a note or without, and ends in any other way by fail(), warn(), refuse() or skip().
+The first line of its docstring is what the report says it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from openreg_tools.checker.case import Case
+from openreg_tools.checker.checks import derivatives, fakes, inputs, machine, programs, transforms, unbacked, values
+
+# In the order of the report.
+CHECKS: dict[str, Callable[[Case], str | None]] = {
+    check.__name__: check
+    for check in (
+        values.runs,
+        values.schema,
+        values.reference,
+        values.opcheck_schema,
+        values.opcheck_autograd_registration,
+        values.opcheck_faketensor,
+        values.opcheck_aot_dispatch_dynamic,
+        derivatives.backward,
+        derivatives.gradcheck,
+        derivatives.gradgradcheck,
+        derivatives.forward_ad,
+        fakes.compile,
+        fakes.fake_layouts,
+        fakes.fake_dtypes,
+        fakes.fake_dynamic,
+        unbacked.fake_unbacked,
+        unbacked.compile_unbacked,
+        unbacked.export_unbacked,
+        fakes.fake_errors,
+        transforms.functionalization,
+        transforms.out,
+        transforms.vmap,
+        transforms.vmap_grad,
+        transforms.autocast,
+        programs.export,
+        programs.jit_trace,
+        programs.jit_script,
+        programs.copies,
+        inputs.layouts,
+        inputs.empty,
+        inputs.zero_dim,
+        inputs.large,
+        machine.stream,
+        machine.poison,
+        machine.determinism,
+        machine.threads,
+        machine.overhead,
+    )
+}
+
+# Those that say something about sparse and other tensors without strides.
+ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace", "jit_script", "copies", "determinism",
+              "threads", "poison", "overhead"}  # fmt: skip

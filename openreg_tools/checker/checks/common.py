@@ -1,0 +1,241 @@
+"""What the checks share: how they end, how they compare, and the layouts that they try."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from openreg_tools.checker.case import Case, Outcome, differentiable, last_line
+
+
+def fail(sentence: str, remedy: str) -> NoReturn:
+    raise Outcome("fail", sentence, remedy)
+
+
+def warn(sentence: str, remedy: str = "") -> NoReturn:
+    raise Outcome("warn", sentence, remedy)
+
+
+def refuse(sentence: str) -> NoReturn:
+    raise Outcome("refused", sentence)
+
+
+def skip(reason: str) -> NoReturn:
+    raise Outcome("skip", reason)
+
+
+# ---- what an error means ----
+
+# An operator, or PyTorch, says that something is not supported; any other error is an accident.
+_REFUSAL = re.compile(
+    r"not (yet |currently )?(been )?(implemented|supported)|(n't|not) (yet )?(have )?support|unsupported|not differentiable"
+    r"|no autograd formula|(no|not? have an?) (second |double |higher[- ]order )?(derivative|gradient|backward|forward)"
+    r"|once_differentiable|cannot use C\+\+|must override the setup_context|generate_vmap_rule|vmap",
+    re.IGNORECASE,
+)
+# The error of a derivative that another operator lacks, by PyTorch's or the device's fallback.
+LACKING = re.compile(
+    r"(?<!the )derivative for (\w+::\w+)[.\w]* is not implemented"
+    r"|backward through (\w+\.\w+)[.\w]* but no autograd formula"
+)
+WARNED = "autograd kernel was not registered"
+# Python's own errors, whose words may be a refusal's: "unsupported operand type(s)". Of TypeErrors only its sentences.
+_ACCIDENTS = (LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
+_TYPE_ACCIDENT = re.compile(
+    r"^unsupported (operand|format)|between instances of|^'[\w.]+' object |\w\(\) (takes|got|missing)"
+)
+
+
+def refused(error: BaseException) -> bool:
+    if isinstance(error, NotImplementedError):
+        return True
+    accident = isinstance(error, _ACCIDENTS) or (isinstance(error, TypeError) and _TYPE_ACCIDENT.search(str(error)))
+    return not accident and bool(_REFUSAL.search(str(error)))
+
+
+def refuse_or_fail(case: Case, error: BaseException, what: str, remedy: str) -> NoReturn:
+    """End as refused if the error says so, else as failed."""
+    if refused(error):
+        refuse(last_line(error))
+    fail(f"{case.name}: {what} raised {last_line(error)}", remedy)
+
+
+def needs_tensors(case: Case) -> None:
+    if not case.expected:
+        skip("it returns no tensor, and a compiler does not know its result")
+
+
+def needs_derivative(case: Case) -> None:
+    if case.derivative.status != "pass":
+        skip("there is no derivative to check: see backward")
+
+
+# ---- comparing ----
+
+_TOLERANCE = {  # rtol and atol; atol is that of numbers about 1, and grows with the largest
+    torch.float64: 1e-9,
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+    torch.complex128: 1e-9,
+    torch.complex64: 2e-5,
+}
+
+
+def tolerance(*tensors: Tensor) -> float:
+    """That of the coarsest of their dtypes; 0 for whole numbers."""
+    return max((_TOLERANCE.get(x.dtype, 0.1) for x in tensors if differentiable(x)), default=0.0)
+
+
+def differs(
+    actual: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    what: str = "output",
+    exact: bool = False,
+    dtype: bool = True,
+    coarse: float = 0,
+) -> str:
+    """What differs first between two lists of tensors, as "output 0 is …"; "" if nothing does."""
+    if len(actual) != len(expected):
+        return f"there are {len(actual)} {what}s instead of {len(expected)}"
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        if a is None or e is None:
+            if not (is_zero(a) and is_zero(e)):
+                return f"{what} {i} is {'missing' if a is None else 'there'}, and was not to be"
+            continue
+        if a.shape != e.shape:
+            return f"{what} {i} has shape {list(a.shape)} instead of {list(e.shape)}"
+        if dtype and a.dtype != e.dtype:
+            return f"{what} {i} is {dtype_name(a)} instead of {dtype_name(e)}"
+        if a.is_meta or e.is_meta or not a.numel():
+            continue
+        a, e = (x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in (a, e))
+        near = 0.0 if exact else max(tolerance(a, e), coarse)
+        wide = torch.complex128 if a.is_complex() or e.is_complex() else torch.float64
+        if differentiable(a) or differentiable(e):
+            x, y = a.cpu().to(wide), e.cpu().to(wide)
+            finite = y[y.isfinite()].abs()
+            same = torch.isclose(x, y, rtol=near, atol=near * max(1.0, finite.max().item() if len(finite) else 1.0))
+            same |= x.isnan() & y.isnan()
+        else:
+            x, y = a.cpu(), e.cpu()
+            same = x == y
+        if not same.all():
+            at = tuple((~same).nonzero()[0].tolist())
+            got, was = (f"{z[at].item():.6g}" if differentiable(z) else str(z[at].item()) for z in (x, y))
+            if got == was:
+                got, was = repr(x[at].item()), repr(y[at].item())
+            wrong = same.numel() - int(same.sum())
+            return f"{what} {i} differs in {wrong} of {same.numel()} elements: {got} instead of {was} at {list(at)}"
+    return ""
+
+
+def is_zero(x: Tensor | None) -> bool:
+    return x is None or not x.count_nonzero()
+
+
+def dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().clone() for x in tensors]
+
+
+def picks(case: Case) -> bool:
+    """Whether it also gives whole numbers, as sort does: of equal elements it may pick any."""
+    return any(not differentiable(x) for x in case.expected)
+
+
+def plain(case: Case, tensors: Sequence[Tensor], function: Any = None) -> list[Tensor]:
+    """The outputs without autograd, kept apart from what may overwrite them."""
+    with torch.no_grad():
+        return _detached((function or case.run)(*tensors))
+
+
+def by_reference(case: Case, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The outputs of the reference, or of the operator's CPU kernel; None if there is neither."""
+    function = reference_of(case)
+    return plain(case, [x.detach().cpu() for x in tensors], function) if function else None
+
+
+def reference_of(case: Case) -> Callable[..., tuple[Tensor, ...]] | None:
+    if case.reference:
+        return case.function(op=case.reference)
+    host = not any(isinstance(c, torch.device) for c in case.constants.values())
+    # Each device's generator gives other random numbers.
+    if case.device.type != "cpu" and host and not case.seeded and case.has_computed_kernel("CPU"):
+        return case.function()
+    return None
+
+
+def storage_of(x: Tensor) -> int | None:
+    return x.untyped_storage()._cdata if x.layout == torch.strided and x.numel() else None
+
+
+# ---- layouts: the values are kept, the strides are not ----
+
+
+def permuted(x: Tensor) -> Tensor:
+    return x.movedim(-1, 0).contiguous().movedim(0, -1) if x.dim() > 1 else x.clone()
+
+
+def padded(x: Tensor) -> Tensor:
+    if x.dim() == 0:
+        return torch.stack([x, x, x])[1]
+    return torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+
+
+def stepped(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 1]
+
+
+def _expanded(x: Tensor) -> Tensor:
+    return x[:1].expand_as(x) if x.dim() and x.shape[0] else x
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    if x.dim() < 2:
+        return x
+    x = x if x.dim() >= 4 else x.expand(*(2, 3)[: 4 - x.dim()], *x.shape)
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "permuted": permuted,
+    "padded": padded,
+    "stepped": stepped,
+    "expanded": _expanded,
+    "channels-last": _channels_last,
+}
+
+
+def layouts_of(case: Case, **options: Any) -> Iterator[tuple[str, list[Tensor]]]:
+    """The sample as it is, in every layout, and with only its first tensor permuted."""
+    yield "the sample's", case.fresh(**options)
+    for name, layout in LAYOUTS.items():
+        yield name, [layout(x) if x.layout == torch.strided else x for x in case.fresh(**options)]
+    tensors = case.fresh(**options)
+    if len(tensors) > 1 and tensors[0].dim() > 1:
+        yield "one permuted and otherwise contiguous", [permuted(tensors[0]), *tensors[1:]]
+
+
+def resized(tensors: Sequence[Tensor], old: int, new: int) -> list[Tensor]:
+    """Every dimension of size `old` made `new` long, by repeating or leaving out."""
+    out = []
+    for x in tensors:
+        for d, size in enumerate(x.shape):
+            if size == old:
+                x = x.index_select(d, torch.arange(new, device=x.device) % max(old, 1))
+        out.append(x)
+    return out
+
+
+def sizes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The different sizes of more than one, those of the largest tensor first."""
+    ordered = sorted(tensors, key=lambda x: -x.dim())
+    return list(dict.fromkeys(size for x in ordered for size in x.shape if size > 1))

@@ -1,0 +1,320 @@
+"""Checks of derivatives: that there are all of them or an error, and that they are right."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
+from openreg_tools.checker.checks.common import (
+    LACKING,
+    WARNED,
+    differs,
+    fail,
+    is_zero,
+    needs_derivative,
+    plain,
+    refuse_or_fail,
+    refused,
+    skip,
+    warn,
+)
+
+
+def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | None = None) -> float:
+    """The derivative of the weighted outputs along a fixed direction of one tensor, by finite difference."""
+    x = tensors[which]
+    step = {torch.float64: 1e-6, torch.complex128: 1e-6}.get(x.dtype, 1e-2)
+    direction = cotangents([x])[0]
+    ends = []
+    for sign in (1, -1):
+        moved = [y.detach().clone() for y in tensors]
+        moved[which] = moved[which] + sign * step * direction
+        every = [out for out in plain(case, moved) if differentiable(out)]
+        weighted = [
+            (out.to(torch.complex128 if out.is_complex() else torch.float64).cpu() * c.cpu()).sum().real
+            for i, (out, c) in enumerate(zip(every, cotangents(every), strict=True))
+            if outs is None or i in outs
+        ]
+        ends.append(sum(float(w) for w in weighted))
+    return (ends[0] - ends[1]) / (2 * step)
+
+
+def derivative(case: Case) -> None:
+    """What `Case.derivative` caches: a silent or partial gradient is a failure, an error that says so is not."""
+    if not any(case.wanted):
+        skip("no floating tensor argument")
+    tensors = case.fresh(grad=True, dtype=case.wide)
+    remedy = (
+        "register a derivative (torch.library.register_autograd, or an autograd::Function at the Autograd key), or "
+        "refuse: raise in an Autograd kernel, as torch::autograd::autogradNotImplementedFallback does"
+    )
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            every = case.run(*tensors)
+        except Exception as error:
+            refuse_or_fail(case, error, "a call whose inputs require a gradient", remedy)
+        outs = [out for out in every if differentiable(out)]
+        if not outs:
+            skip("no floating output")
+        attached = [out for out in outs if out.requires_grad]
+        if not attached:
+            for i, flag in enumerate(case.wanted):
+                if flag and abs(slope(case, i, tensors)) > 1e-3:
+                    fail(
+                        f"{case.name}: it depends on {case.names[i]}, which requires a gradient, but its output does "
+                        "not; a program's gradient leaves the operator out, without an error or a warning",
+                        remedy,
+                    )
+            skip("its outputs do not depend on the values of its inputs")
+        _written_unseen(case, tensors, every)
+        try:
+            grads = torch.autograd.grad(attached, case.of(tensors), cotangents(attached), allow_unused=True)
+        except Exception as error:
+            refuse_or_fail(case, error, "backward", "mend the backward")
+    warned = any(WARNED in str(w.message) for w in heard)
+    nodes = {out.grad_fn.name() for out in attached if out.grad_fn is not None}
+    if warned or any("WarnNotImplemented" in name for name in nodes):
+        fail(
+            f"{case.name}: it has no derivative, its output says requires_grad, and backward only warns and leaves "
+            "the operator out: a program gets a partial gradient",
+            remedy,
+        )
+    mine = iter(grads)
+    for i, flag in enumerate(case.wanted):
+        got = next(mine) if flag else None
+        connected = [k for k, out in enumerate(outs) if out.requires_grad]
+        if flag and is_zero(got) and abs(slope(case, i, tensors, connected)) > 1e-3:
+            fail(
+                f"{case.name}: the gradient of {case.names[i]} is {'missing' if got is None else 'zero'}, but the output "
+                f"depends on {case.names[i]}",
+                "return the gradient of every argument that requires one (needs_input_grad), or raise",
+            )
+
+
+def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Fails if what the operator wrote has the gradient of what was there before."""
+    for i, out in zip(case.written, outs[len(outs) - len(case.written) :], strict=True):
+        untouched = out.grad_fn is not None and out.grad_fn.name().startswith("CloneBackward")
+        if untouched and case.wanted[i] and differs([out], [tensors[i]]):
+            name = case.names[i]
+            fail(
+                f"{case.name}: it writes to {name}, which requires a gradient, and autograd is not told: the gradient "
+                f"passes as if {name} were as before, without an error",
+                "make the operator functional and give it a derivative, or raise in a kernel at the Autograd key when "
+                f"{name} requires a gradient",
+            )
+
+
+def backward(case: Case) -> str | None:
+    """Asking for a gradient gives all of it, or an error."""
+    if case.derivative.status != "pass":
+        raise case.derivative
+    tensors = case.fresh(grad=True, dtype=case.wide)
+    outs = [out for out in case.run(*tensors) if differentiable(out)]
+    apart = [k for k, out in enumerate(outs) if not out.requires_grad]
+    for i, flag in enumerate(case.wanted):
+        if apart and flag and abs(slope(case, i, tensors, apart)) > 1e-3:
+            warn(
+                f"{case.name}: output {apart[0]} depends on {case.names[i]} but does not require a gradient; what is "
+                "computed from it is left out of a program's gradient",
+                "differentiate it too, or document that it is a constant for autograd",
+            )
+    with torch.no_grad():
+        if any(out.requires_grad for out in case.function(raw=True)(*case.fresh())):
+            fail(f"{case.name}: an output requires a gradient under torch.no_grad()", "keep no graph there")
+
+
+def _wide_leaves(case: Case) -> tuple[list[Tensor], dict[str, float]]:
+    """Leaves for finite differences, and the step and tolerances that their dtype allows."""
+    tensors = [x.contiguous() if 0 in x.stride() else x for x in case.fresh(dtype=case.wide)]
+    if any(x.dtype in (torch.float16, torch.bfloat16) for x in case.of(tensors)):
+        skip("it takes no float64, and finite differences of a half type say nothing")
+    return case.leaf(tensors), {} if case.wide else dict(eps=1e-3, atol=2e-2, rtol=2e-2)
+
+
+_SMALL = 48  # elements up to which every column of a Jacobian is looked at
+
+
+def _finite_differences(case: Case, check: Callable[..., bool], what: str, remedy: str) -> str | None:
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(filter(differentiable, case.run(*tensors)))
+
+    tensors, options = _wide_leaves(case)
+    if not sum(x.numel() for x in case.of(tensors)):
+        skip("the sample is empty")
+    fast = sum(x.numel() for x in case.of(tensors)) > _SMALL and bool(case.wide)
+    try:
+        check(function, tensors, fast_mode=fast, **options)
+    except GradcheckError as error:
+        text = re.split(r"numerical: ?\n?tensor|\nThe max per-element|, but got", str(error))[0]
+        fail(f"{case.name}: {what}: {' '.join(text.split())[:300].rstrip(' ,')}", remedy)
+    return None if case.wide else "in float32, as it takes no float64"
+
+
+def gradcheck(case: Case) -> str | None:
+    """Gradients agree with finite differences."""
+    needs_derivative(case)
+    return _finite_differences(
+        case,
+        torch.autograd.gradcheck,
+        "its gradient is not the derivative",
+        "mend the formula of the backward; it must also take gradients that are undefined or not contiguous",
+    )
+
+
+def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
+    """Fails if torch.func loses the second derivative where vjp has ended before its backward runs.
+
+    `twice` says whether eager has one, which is then what is expected; else a gradient that varies is enough.
+    """
+    tensors = case.fresh(dtype=case.wide)
+    wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
+    if case.seeded or any(tensors[i].is_complex() for i in wanted) or any(x.is_complex() for x in case.expected):
+        return
+
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        moved = dict(zip(wanted, leaves, strict=True))
+        outs = case.run(*[moved.get(i, x) for i, x in enumerate(tensors)])
+        return tuple(out for out in outs if differentiable(out))
+
+    def penalty(*leaves: Tensor) -> Tensor:
+        outs, pull = torch.func.vjp(forward, *leaves)
+        grads = pull(tuple(cotangents(outs)))
+        return sum((g * c).sum() for g, c in zip(grads, cotangents(grads), strict=True))
+
+    leaves = [tensors[i] for i in wanted]
+    try:
+        got = torch.func.grad(penalty, tuple(range(len(wanted))))(*leaves)
+    except Exception:  # no silence; whether torch.func works at all, vmap_grad says
+        return
+    if twice:
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        outs = [out for out in forward(*leaves) if out.requires_grad]
+        grads = torch.autograd.grad(
+            outs, leaves, cotangents(outs), create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        total = sum((g * c).sum() for g, c in zip(grads, cotangents(grads), strict=True))
+        expected = [None] * len(leaves)
+        if total.requires_grad:
+            expected = torch.autograd.grad(total, leaves, allow_unused=True)
+        lost = all(map(is_zero, got)) and not all(map(is_zero, expected))
+    else:
+        ends = [penalty(*[x * factor for x in leaves]) for factor in (1, 1.25)]
+        lost = all(map(is_zero, got)) and bool(differs(ends[:1], ends[1:]))
+    if lost:
+        fail(
+            f"{case.name}: torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
+            + ("has a second derivative" if twice else "refuses the second derivative"),
+            remedy,
+        )
+
+
+def gradgradcheck(case: Case) -> str | None:
+    """Second derivatives agree with finite differences, or are refused by an error of its own."""
+    needs_derivative(case)
+    tensors, _ = _wide_leaves(case)
+    outs = [out for out in case.run(*tensors) if out.requires_grad]
+    given = [c.requires_grad_() for c in cotangents(outs)]
+    leaves = case.of(tensors)
+    remedy = (
+        "compute the backward with differentiable operators, give the backward operator a derivative of its own, or "
+        "refuse second derivatives by torch.autograd.function.once_differentiable"
+    )
+    grads = torch.autograd.grad(outs, leaves, given, create_graph=True, allow_unused=True)
+    attached = [g for g in grads if g is not None and g.requires_grad]
+    if len(attached) < sum(g is not None for g in grads):
+        # A constant gradient is right when it stays the same for other inputs and other gradients of the output.
+        other = [(x.detach() * 1.25 + 0.125).requires_grad_(x.requires_grad) for x in tensors]
+        again = torch.autograd.grad(
+            [out for out in case.run(*other) if out.requires_grad],
+            case.of(other),
+            [2 * c.detach() for c in given],
+            allow_unused=True,
+        )
+        for name, g, h in zip(
+            [n for n, w in zip(case.names, case.wanted, strict=True) if w], grads, again, strict=True
+        ):
+            if g is not None and not g.requires_grad and differs([g], [h]):
+                fail(
+                    f"{case.name}: its backward is not differentiable: the gradient of {name} does not require a "
+                    "gradient under create_graph=True, so second derivatives leave it out without an error",
+                    remedy,
+                )
+    if not attached:
+        return "the gradient is constant"
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            torch.autograd.grad(attached, [*leaves, *given], cotangents(attached), allow_unused=True)
+        except Exception as error:
+            lacking = LACKING.search(str(error))
+            name = (lacking[1] or lacking[2].replace(".", "::", 1)) if lacking else case.schema.name
+            if lacking and name != case.schema.name:
+                fail(
+                    f"{case.name}: its backward is not differentiable: it calls {name}, which has no derivative, so "
+                    f"double backward ends in that operator's error: {last_line(error)}",
+                    remedy,
+                )
+            if refused(error):
+                _after_vjp(case, False, remedy)
+            refuse_or_fail(case, error, "the second derivative", remedy)
+    _after_vjp(case, True, remedy)
+    if any(WARNED in str(w.message) for w in heard):
+        named = re.search(r"(\w+::\w+)", str(next(w.message for w in heard if WARNED in str(w.message))))
+        fail(
+            f"{case.name}: its backward is not differentiable: it calls {named[1] if named else 'an operator'}, which "
+            "has no derivative, and double backward only warns and leaves it out",
+            remedy,
+        )
+    return _finite_differences(
+        case, torch.autograd.gradgradcheck, "its backward is not differentiable: the second derivative is wrong", remedy
+    )
+
+
+def forward_ad(case: Case) -> str | None:
+    """Forward-mode derivatives agree with those of backward, or are refused by an error."""
+    if case.derivative.status not in ("pass", "refused"):
+        skip("there is no derivative to check: see backward")
+    forward = torch.autograd.forward_ad
+    tensors = case.fresh(dtype=case.wide)
+    directions = cotangents(case.of(tensors))
+    with forward.dual_level():
+        rest = iter(directions)
+        duals = [forward.make_dual(x, next(rest)) if flag else x for x, flag in zip(tensors, case.wanted, strict=True)]
+        try:
+            outs = [out for out in case.run(*duals) if differentiable(out)]
+        except Exception as error:
+            refuse_or_fail(case, error, "a call with forward-mode tangents", "mend the jvp formula")
+        pairs = [forward.unpack_dual(out) for out in outs]
+    weights = cotangents([p.primal for p in pairs])
+    got = sum(float((p.tangent * w).sum().real) for p, w in zip(pairs, weights, strict=True) if p.tangent is not None)
+    if case.derivative.status == "pass":
+        leaves = case.fresh(grad=True, dtype=case.wide)
+        grads = gradients(case.run, leaves, case.wanted)
+        products = [float((g * d.conj()).sum().real) for g, d in zip(grads, directions, strict=True) if g is not None]
+        size = sum(abs(p) for p in products)
+        expected = sum(products)
+    else:
+        expected = sum(slope(case, i, tensors) for i, flag in enumerate(case.wanted) if flag)
+        size = abs(expected)
+    close = (1e-6 if case.wide else 2e-2) if case.derivative.status == "pass" else 5e-2
+    if abs(got - expected) <= close * max(size, 1e-3):
+        return None
+    if all(p.tangent is None for p in pairs) or got == 0:
+        warn(
+            f"{case.name}: forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, "
+            "and its derivative is not zero",
+            "custom_op has no place for a jvp formula; say so in the documentation, or wrap the call in a "
+            "torch.autograd.Function with one. In C++, an autograd::Function refuses by itself",
+        )
+    fail(
+        f"{case.name}: forward-mode AD gives {got:.6g} where backward gives {expected:.6g}",
+        "mend the jvp formula",
+    )

@@ -1,0 +1,189 @@
+"""Checks of what the machine does: streams, memory, threads, time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_tools import backends
+from openreg_tools.checker.case import Case, differentiable, gradients, last_line
+from openreg_tools.checker.checks.common import differs, fail, plain, resized, sizes_of, skip, warn
+
+
+def stream(case: Case) -> str | None:
+    """On another stream it gives what it gives on the default one."""
+    if case.device.type in ("cpu", "meta"):
+        skip(f"{case.device.type} has no streams")
+    side = torch.Stream(device=case.device)
+    side.wait_stream(torch.accelerator.current_stream(case.device))
+    tensors = case.fresh()
+    with side:
+        outs = plain(case, tensors)
+        grads = gradients(case.run, case.fresh(grad=True), case.wanted) if case.derivative.status == "pass" else []
+    side.record_event().synchronize()
+    remedy = "launch on the current stream of the tensors' device, not on the default one"
+    if wrong := differs(outs, case.expected):
+        fail(f"{case.name}: on another stream {wrong}, which the default stream gives", remedy)
+    if grads and (wrong := differs(grads, case.gradients, "the gradient of differentiable argument")):
+        fail(f"{case.name}: on another stream {wrong}, which the default stream gives", remedy)
+    return None
+
+
+@contextlib.contextmanager
+def _garbage(case: Case, pattern: int) -> Iterator[None]:
+    """Memory handed out in here is filled with the byte `pattern`, as far as this device and C library let us."""
+    kind = case.device.type
+    if filled := backends.of_device(kind).filled(pattern):
+        with filled:
+            yield
+        return
+    # Leave garbage in freed blocks of the sizes that the call will ask for.
+    blocks = []
+    for x in (*case.leaves, *case.expected):
+        for _ in range(4):
+            blocks.append(torch.full((x.numel() * x.element_size(),), pattern, dtype=torch.uint8, device=case.device))
+    del blocks
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if kind == "cpu" else None
+    if not mallopt:
+        yield
+        return
+    perturb = -6  # glibc's M_PERTURB: malloc fills memory with the complement; 0 is off
+    mallopt(perturb, pattern ^ 0xFF or 0x100)
+    try:
+        yield
+    finally:
+        mallopt(perturb, 0)
+
+
+def poison(case: Case) -> str | None:
+    """What it gives does not depend on what was in memory before."""
+    remedy = "write every element of what torch.empty gives before it is read; torch.zeros where sums start from it"
+
+    def run(what: str) -> list[Tensor | None]:
+        tensors = case.fresh(grad=what == "gradient")
+        seen = gradients(case.run, tensors, case.wanted) if what == "gradient" else plain(case, tensors)
+        return [x if x is None else x.detach().clone() for x in seen]
+
+    for what in ("output", "gradient"):
+        if what == "gradient" and case.derivative.status != "pass":
+            continue
+        expected = None
+        for pattern in (0x5A, 0xFF, 0x00):
+            with _garbage(case, pattern):
+                got = run(what)
+            expected = expected or got
+            if wrong := differs(got, expected, what):
+                fail(
+                    f"{case.name}: it reads memory that was never written: with fresh memory filled by 0x{pattern:02X} "
+                    f"bytes instead of 0x5A, {wrong}",
+                    remedy,
+                )
+    return None
+
+
+def determinism(case: Case) -> str | None:
+    """Three calls give the same bits, with any number of threads."""
+    remedy = "add in a fixed order: one partial sum a block, combined by index, not by arrival"
+    function = gradients if case.derivative.status == "pass" else None
+
+    def everything() -> list[Tensor | None]:
+        outs: list[Tensor | None] = list(plain(case, case.fresh()))
+        return outs + (function(case.run, case.fresh(grad=True), case.wanted) if function else [])
+
+    first = everything()
+    for what, threads in (("the same call again", None), ("one thread", 1), ("three threads", 3)):
+        if threads:
+            torch.set_num_threads(threads)
+        for _ in range(2):
+            again = everything()
+            if wrong := differs(again, first, "result"):
+                fail(f"{case.name}: {what} gives another result: {wrong}", remedy)
+            if wrong := differs(again, first, "result", exact=True):
+                warn(f"{case.name}: {what} rounds differently: {wrong}", remedy)
+    return None
+
+
+PATIENCE = 120  # seconds that threads get to end
+
+
+def threads(case: Case) -> str | None:
+    """Calls from four threads at once give what one gives, on inputs of their own and on shared ones."""
+    if case.seeded:
+        skip("its numbers are random, and the generator is shared")
+    distinct = [[x * s if differentiable(x) else x for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
+    shared = case.fresh()
+    wrongs: list[str] = []
+    start = threading.Barrier(4)
+
+    def work(tensors: list[Tensor], expected: list[Tensor], what: str) -> None:
+        try:
+            start.wait(60)
+            for _ in range(8):
+                if wrong := differs(plain(case, tensors), expected):
+                    wrongs.append(f"on {what}, {wrong}, which one thread alone gives")
+                    return
+        except Exception as error:
+            wrongs.append(f"on {what}, a call raised {last_line(error)}")
+
+    for what, inputs in (("inputs of their own", distinct), ("shared inputs", [shared] * 4)):
+        alone = [plain(case, tensors) for tensors in inputs]
+        workers = [
+            threading.Thread(target=work, args=(tensors, expected, what), daemon=True)
+            for tensors, expected in zip(inputs, alone, strict=True)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(PATIENCE)
+        if any(worker.is_alive() for worker in workers):
+            fail(f"{case.name}: four threads that call it on {what} do not end", "look for a lock that is taken twice")
+        if wrongs:
+            fail(
+                f"{case.name}: called from four threads {wrongs[0]}",
+                "keep nothing between calls (static buffers, module globals), or guard it by a lock",
+            )
+    return None
+
+
+def overhead(case: Case) -> str | None:
+    """What a call costs beside the work, in nanoseconds."""
+    tensors = case.fresh()
+    for size in sizes_of(tensors)[:2]:
+        with contextlib.suppress(Exception):
+            nothing = resized(tensors, size, 0)
+            plain(case, nothing)
+            tensors = nothing
+            break
+    inputs = "empty inputs" if any(not x.numel() for x in tensors) else "the sample"
+    args, kwargs = case.arguments(tensors)
+    with torch.no_grad():
+        call = _nanoseconds(lambda: case.op(*args, **kwargs))
+        small = torch.ones(1, device=case.device)
+        base = _nanoseconds(lambda: torch.ops.aten.neg.default(small))
+    text = f"{call:,.0f} ns a call on {inputs}"
+    if case.derivative.status == "pass" and not case.mutable:
+        args, kwargs = case.arguments(case.leaf(tensors))
+        text += f", {_nanoseconds(lambda: case.op(*args, **kwargs)):,.0f} ns where a gradient is wanted"
+    return f"{text}; aten::neg takes {base:,.0f} ns"
+
+
+def _nanoseconds(call: Callable[[], Any]) -> float:
+    """The quickest of some batches, of 40 ms altogether."""
+    call()
+    best, count = float("inf"), 1
+    end = time.perf_counter_ns() + 40_000_000
+    while (begin := time.perf_counter_ns()) < end:
+        for _ in range(count):
+            call()
+        took = time.perf_counter_ns() - begin
+        best = min(best, took / count)
+        if took < 1_000_000:
+            count *= 2
+    return best

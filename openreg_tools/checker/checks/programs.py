@@ -1,0 +1,117 @@
+"""Checks of programs that use the operator: exported, traced, scripted, copied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_tools.checker.case import SEED, Case, last_line
+from openreg_tools.checker.checks.common import differs, fail, needs_tensors, skip
+from openreg_tools.checker.checks.fakes import program, unlike_eager
+
+
+class _Program(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.function(*tensors)
+
+
+def export(case: Case) -> str | None:
+    """torch.export traces it; the program, its decompositions, and a saved copy run."""
+    needs_tensors(case)
+    if case.seeded:
+        skip("its numbers are random")
+    remedy = "mend the fake kernel: export runs nothing else"
+    try:
+        exported = torch.export.export(_Program(program(case)), tuple(case.fresh()), strict=False)
+        file = io.BytesIO()
+        torch.export.save(exported, file)
+        file.seek(0)
+        forms = {
+            "exported": exported,
+            "decomposed": exported.run_decompositions(),
+            "saved and loaded": torch.export.load(file),
+        }
+    except Exception as error:
+        fail(f"{case.name}: torch.export raised {last_line(error)}", remedy)
+    for what, form in forms.items():
+        with torch.no_grad():
+            outs = form.module()(*case.fresh())
+        if wrong := unlike_eager(case, outs):
+            fail(f"{case.name}: {what}, {wrong}, which eager gives", remedy)
+    return None
+
+
+def jit_trace(case: Case) -> str | None:
+    """torch.jit.trace runs it."""
+    if case.seeded:
+        skip("its numbers are random")
+    if not case.expected or not case.leaves:
+        skip("torch.jit.trace wants tensors in and out")
+    traced = torch.jit.trace(case.function(), tuple(case.fresh()), check_trace=False)
+    outs = traced(*case.fresh())
+    if wrong := differs([outs] if isinstance(outs, Tensor) else outs, case.expected):
+        fail(
+            f"{case.name}: under torch.jit.trace {wrong}, which eager gives",
+            "see what the trace fixed: print its graph",
+        )
+    return None
+
+
+def jit_script(case: Case) -> str | None:
+    """torch.jit.script runs it."""
+    if case.seeded:
+        skip("its numbers are random")
+    if case.constants:
+        skip("TorchScript has no literal for an argument of the sample")
+    if case.mutable:
+        skip("the operator writes to its arguments")
+    arguments = ", ".join(f"t{i}: Tensor" for i in range(len(case.leaves)))
+    name = case.schema.name.replace("::", ".")
+    text = f"def function({arguments}):\n    return {case.call_text.replace('op(', f'torch.ops.{name}(', 1)}\n"
+    unit = torch.jit.CompilationUnit(text)
+    with torch.no_grad():
+        outs = unit.function(*case.fresh())
+    outs = [x for x in torch.utils._pytree.tree_leaves(outs) if isinstance(x, Tensor)]
+    if wrong := differs(outs, case.expected):
+        fail(f"{case.name}: under torch.jit.script {wrong}, which eager gives", "mend the schema's defaults and types")
+    return None
+
+
+def copies(case: Case) -> str | None:
+    """A program that uses it survives copy.deepcopy and pickle."""
+    if any(isinstance(value, (torch.Generator, torch.ScriptObject)) for value in case.constants.values()):
+        skip("the code of a program has no literal for an argument of the sample")
+    graph = torch.fx.Graph()
+    placeholders = [graph.placeholder(f"t{i}") for i in range(len(case.leaves))]
+    args, kwargs = case.arguments(placeholders)
+    result = graph.call_function(case.op, args, kwargs)
+    graph.output(result)
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+
+    def run(program: Any) -> list[Tensor]:
+        if case.seeded:
+            torch.manual_seed(SEED)
+        with torch.no_grad():
+            outs = program(*case.fresh())
+        return [x.clone() for x in torch.utils._pytree.tree_leaves(outs) if isinstance(x, Tensor)]
+
+    expected = run(module)
+    for what, copied in (
+        ("copy.deepcopy", copy.deepcopy(module)),
+        ("pickle", pickle.loads(pickle.dumps(module))),
+    ):
+        if wrong := differs(run(copied), expected):
+            fail(f"{case.name}: after {what} of a program that calls it, {wrong}", "see what the copy lacks")
+    return None

@@ -1,0 +1,259 @@
+"""Checks of functionalization, out=, vmap and autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_tools.checker.case import SEED, Case, cotangents, differentiable, last_line, name_of
+from openreg_tools.checker.checks.common import (
+    differs,
+    dtype_name,
+    fail,
+    permuted,
+    plain,
+    refuse_or_fail,
+    skip,
+    stepped,
+    tolerance,
+    warn,
+)
+from openreg_tools.checker.checks.fakes import compiled, lost, quiet
+
+
+def functionalization(case: Case) -> str | None:
+    """Functionalized, it gives what it gave."""
+    remedy = "declare in the schema what is written to and what is a view; functionalization believes it"
+    try:
+        outs = torch.func.functionalize(case.function())(*case.fresh())
+    except Exception as error:
+        if not case.mutable or "alias annotations" not in str(error):
+            refuse_or_fail(case, error, "torch.func.functionalize", remedy)
+        # C++ functionalization knows no custom operator that writes; the compiler's does.
+        with quiet():
+            outs = compiled(case, False)(*case.fresh())
+    if wrong := differs(outs, case.expected):
+        fail(f"{case.name}: functionalized, {wrong}, which eager gives", remedy)
+    return None
+
+
+def out(case: Case) -> str | None:
+    """Its out= overload writes into tensors of any layout, resizes empty ones, and returns them."""
+    packet = getattr(getattr(torch.ops, case.op.namespace), case.schema.name.split("::")[1])
+    variant = next(
+        (o for o in (getattr(packet, n) for n in packet.overloads()) if _outs(o) and _same_inputs(case.op, o)), None
+    )
+    if variant is None:
+        skip("it has no out= overload")
+    if any("List" in str(a.type) for a in variant._schema.arguments if a.is_out):
+        skip("its out= takes a list")
+    if _outs(case.op):
+        skip("it is an out= overload")
+    names = _outs(variant)
+    remedy = "resize out (at::native::resize_output), copy the result into it, and return it"
+
+    def run(outs: list[Tensor]) -> Any:
+        args, kwargs = case.arguments(case.fresh())
+        if case.seeded:
+            torch.manual_seed(SEED)
+        with torch.no_grad():
+            return variant(*args, **kwargs, **dict(zip(names, outs, strict=True)))
+
+    for what, make in (
+        ("of the right size", lambda x: torch.full_like(x, 1)),
+        ("with other strides", lambda x: stepped(x).fill_(1) if x.dim() < 2 else torch.full_like(permuted(x), 1)),
+        ("of no elements", lambda x: x.new_empty(0)),
+    ):
+        outs = [make(x) for x in case.expected]
+        strides = [x.stride() for x in outs]
+        returned = run(outs)
+        returned = [returned] if isinstance(returned, Tensor) else list(returned or outs)
+        where = f"{case.name}: {name_of(variant)} with out= {what}"
+        if wrong := differs(outs, case.expected):
+            fail(f"{where}: {wrong}, which the operator returns", remedy)
+        if any(r is not o for r, o in zip(returned, outs, strict=True)):
+            fail(f"{where} returns another tensor than out", remedy)
+        if what != "of no elements" and strides != [x.stride() for x in outs]:
+            fail(f"{where} changed the strides of out, which has the right size", remedy)
+    return None
+
+
+def _outs(op: Any) -> list[str]:
+    return [a.name for a in op._schema.arguments if a.is_out]
+
+
+def _same_inputs(op: Any, other: Any) -> bool:
+    given = [(a.name, str(a.type)) for a in op._schema.arguments]
+    return given == [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
+
+
+def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Three times the arguments, floating values scaled differently."""
+    return [[x * s if differentiable(x) else x.clone() for x in tensors] for s in (1.0, 0.875, 1.125)]
+
+
+def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]:
+    """What the call under vmap gives, and whether PyTorch's loop over samples was needed."""
+    functorch = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        return call(), False
+    except Exception as error:
+        if "vmap fallback" not in str(error):
+            refuse_or_fail(case, error, "torch.vmap", remedy)
+    finally:
+        functorch._set_vmap_fallback_enabled(True)
+    try:
+        return call(), True
+    except Exception as error:
+        refuse_or_fail(case, error, "torch.vmap", remedy)
+
+
+_RULES = (
+    "mend the batching rules, of the operator and of those that its backward calls: a rule gets every argument, and for "
+    "each the batched dimension, None for what is no tensor"
+)
+_SLOW = "register a batching rule: torch.library.register_vmap, or a kernel at FuncTorchBatched"
+
+
+def vmap(case: Case) -> str | None:
+    """Under torch.vmap it gives what a loop gives, and without PyTorch's slow loop."""
+    if case.seeded:
+        skip("its numbers are random")
+    if not case.leaves:
+        skip("no tensor argument")
+    batch = _batches(case.fresh())
+    remedy = "mend the batching rule: it gets the batched dimension of each argument, or None"
+    slow = False
+    ways = [("every argument batched", [0] * len(case.leaves))]
+    if len(case.leaves) > 1:
+        ways.append((f"only {case.names[0]} batched", [0] + [None] * (len(case.leaves) - 1)))
+    if case.leaves[0].dim():
+        ways.append((f"{case.names[0]} batched last", [-1] + [0] * (len(case.leaves) - 1)))
+    for what, dims in ways:
+        rows = [
+            [x if d is not None else batch[0][i] for i, (x, d) in enumerate(zip(r, dims, strict=True))] for r in batch
+        ]
+        single = [plain(case, r) for r in rows]
+        if not single[0]:
+            skip("no output")
+        expected = [torch.stack(outs) for outs in zip(*single, strict=True)]
+        stacked = [
+            torch.stack([r[i] for r in rows], d) if d is not None else rows[0][i].clone() for i, d in enumerate(dims)
+        ]
+        call = torch.vmap(case.run, in_dims=tuple(dims))
+        outs, looped = _loops(case, lambda call=call, stacked=stacked: call(*stacked), remedy)
+        slow = slow or looped
+        if wrong := differs(outs, expected, coarse=4 * tolerance(*case.leaves)):
+            fail(f"{case.name}: under torch.vmap with {what}, {wrong}, which a loop gives", remedy)
+    if slow:
+        warn(f"{case.name}: torch.vmap is right but takes PyTorch's slow loop over the samples", _SLOW)
+    return None
+
+
+def vmap_grad(case: Case) -> str | None:
+    """torch.vmap of torch.func.grad gives what a loop over backward gives."""
+    if case.seeded:
+        skip("its numbers are random")
+    if case.derivative.status not in ("pass", "refused"):
+        skip("there is no derivative to check: see backward")
+    wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
+
+    def loss(*tensors: Tensor) -> Tensor:
+        outs = [out for out in case.run(*tensors) if differentiable(out)]
+        return sum((out * c).sum() for out, c in zip(outs, weights, strict=True))
+
+    weights = cotangents([out for out in case.expected if differentiable(out)])
+    if not weights or any(w.is_complex() for w in weights) or any(x.is_complex() for x in case.leaves):
+        skip("torch.func.grad is for real numbers")
+    batch = _batches(case.fresh())
+    stacked = [torch.stack(each) for each in zip(*batch, strict=True)]
+    got, slow = _loops(case, lambda: torch.vmap(torch.func.grad(loss, wanted))(*stacked), _RULES)
+    if case.derivative.status == "refused":
+        lost(case, "torch.func.grad")
+    single = []
+    for r in batch:
+        leaves = case.leaf(r)
+        single.append(torch.autograd.grad(loss(*leaves), case.of(leaves), allow_unused=True, materialize_grads=True))
+    expected = [torch.stack(each) for each in zip(*single, strict=True)]
+    if wrong := differs(got, expected, "the gradient of differentiable argument", coarse=4 * tolerance(*case.leaves)):
+        fail(f"{case.name}: under torch.vmap of torch.func.grad {wrong}, which a loop over backward gives", _RULES)
+    if slow:
+        warn(f"{case.name}: torch.vmap of torch.func.grad is right but takes PyTorch's slow loop", _SLOW)
+    return None
+
+
+def autocast(case: Case) -> str | None:
+    """Under autocast it takes the dtypes that a linear before it makes, by a policy of its own."""
+    kind = case.device.type
+    if not torch.amp.is_autocast_available(kind):
+        skip(f"{kind} has no autocast")
+    floats = [i for i, x in enumerate(case.leaves) if x.is_floating_point()]
+    if not floats:
+        skip("no floating tensor argument")
+    if any(case.leaves[i].dtype == torch.float64 for i in floats):
+        skip("autocast leaves float64 alone")
+    if case.schema.name.endswith("_backward"):
+        skip("autograd calls a backward operator in the dtypes that its forward saw, with autocast off")
+    policy = case.has_kernel(f"Autocast{case.key}")
+    # A linear gives the half type; parameters, and what other operators give, stay float32.
+    mixes = [{i: torch.bfloat16 if i == floats[0] else torch.float32 for i in floats}]
+    if len(floats) > 1:
+        mixes.append({i: torch.float32 if i == floats[0] else torch.bfloat16 for i in floats})
+    mixed = len(floats) > 1
+    dtypes = set()
+    for mix in mixes:
+        said = ", ".join(f"{case.names[i]} {str(d).removeprefix('torch.')}" for i, d in mix.items())
+        tensors = case.fresh()
+        tensors = [x.to(mix[i]) if i in mix else x for i, x in enumerate(tensors)]
+        try:
+            with torch.autocast(kind, dtype=torch.bfloat16):
+                outs = plain(case, tensors)
+        except Exception as error:
+            fail(
+                f"{case.name}: under autocast, given what a linear makes ({said}), it raised {last_line(error)}; "
+                + ("its autocast kernel does not cast" if policy else f"it has no kernel at Autocast{case.key}"),
+                "register an autocast policy: torch.library.register_autocast(op, device_type, dtype), or a kernel at the "
+                "Autocast key that casts and calls the operator again",
+            )
+        # The same values in float32; whole numbers, such as indices, may follow the rounding.
+        wide = plain(case, [x.to(case.leaves[i].dtype) if i in mix else x for i, x in enumerate(tensors)])
+        if wrong := differs(*(list(filter(differentiable, each)) for each in (outs, wide)), dtype=False, coarse=8e-2):
+            fail(
+                f"{case.name}: under autocast, given {said}, {wrong}, which float32 gives",
+                "compute in float32 where bfloat16 is not enough",
+            )
+        dtypes.add(", ".join(dtype_name(x) for x in outs))
+        if case.derivative.status == "pass":
+            leaves = case.leaf(tensors)
+            with torch.autocast(kind, dtype=torch.bfloat16):
+                outs = case.run(*leaves)
+            attached = [x for x in outs if x.requires_grad]
+            try:
+                grads = torch.autograd.grad(attached, case.of(leaves), cotangents(attached), allow_unused=True)
+            except Exception as error:
+                fail(
+                    f"{case.name}: the backward of a call under autocast ({said}) raised {last_line(error)}",
+                    "give the backward the dtypes that the forward computed in; an autocast kernel that casts before "
+                    "autograd does so",
+                )
+            if wrong := differs(
+                grads, case.gradients, "the gradient of differentiable argument", dtype=False, coarse=0.15
+            ):
+                fail(
+                    f"{case.name}: under autocast ({said}) {wrong}, which float32 gives",
+                    "compute the backward in float32 where bfloat16 is not enough",
+                )
+    result = f"mixed inputs give {' or '.join(sorted(dtypes))}"
+    if mixed and not policy and not case.composite:
+        warn(
+            f"{case.name}: it has no autocast policy (no kernel at Autocast{case.key}) and computes with whatever dtypes "
+            f"arrive: {result}",
+            "decide: register_autocast in the half type for what is quick and safe there, in float32 for sums, "
+            "exponentials and norms",
+        )
+    return result if mixed else f"a bfloat16 input gives {' or '.join(sorted(dtypes))}"

@@ -1,0 +1,216 @@
+"""Checks of what a call gives and changes: schema, reference, and opcheck."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_tools.checker.case import Case, Outcome, cotangents, differentiable, gradients, last_line
+from openreg_tools.checker.checks.common import (
+    differs,
+    fail,
+    needs_tensors,
+    padded,
+    plain,
+    reference_of,
+    refused,
+    skip,
+    storage_of,
+    tolerance,
+    warn,
+)
+
+
+def runs(case: Case) -> str | None:
+    """The operator accepts the sample."""
+    try:
+        case.expected  # noqa: B018 -- it runs the operator
+    except Exception as error:
+        fail(f"{case.name}: the sample was refused: {last_line(error)}", "give samples that the operator accepts")
+
+
+def schema(case: Case) -> str | None:
+    """It writes to nothing, and shares memory with nothing, but what its schema says."""
+    variants = [("the sample's", case.fresh()), ("padded", [padded(x) for x in case.fresh()])]
+    variants.append(("of larger values,", [x * 3 + 1 if differentiable(x) else x for x in case.fresh()]))
+    for which, tensors in variants:
+        try:
+            _schema_of(case, tensors, which)
+        except Outcome:
+            raise
+        except Exception:  # not every operator takes the others
+            if which == "the sample's":
+                raise
+    if case.derivative.status == "pass":
+        tensors = case.fresh(grad=True)
+        outs = [out for out in case.run(*tensors) if out.requires_grad]
+        given = cotangents(outs)
+        before = [bytes_of(x) for x in (*tensors, *given)]
+        torch.autograd.grad(outs, case.of(tensors), given, allow_unused=True)
+        for i, (x, was) in enumerate(zip((*tensors, *given), before, strict=True)):
+            if not torch.equal(bytes_of(x), was):
+                what = case.names[i] if i < len(tensors) else f"the gradient of output {i - len(tensors)}"
+                fail(
+                    f"{case.name}: its backward writes to {what}, which others still use",
+                    "compute into fresh memory in the backward: clone what is to be changed",
+                )
+
+
+def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
+    memory, versions = [bytes_of(x) for x in tensors], [x._version for x in tensors]
+    with torch.no_grad():
+        outs = list(case.function(raw=True)(*tensors))
+    arguments = {argument.name: argument for argument in case.schema.arguments}
+    infos = [arguments[name.partition("[")[0]].alias_info for name in case.names]
+    for x, name, info, before, version in zip(tensors, case.names, infos, memory, versions, strict=True):
+        changed = not torch.equal(bytes_of(x), before)
+        if info is None or not info.is_write:
+            remedy = (
+                f"write to a copy ({name}.clone()), or declare the mutation: Tensor(a!) {name} in the schema, "
+                f'mutates_args=("{name}",) in custom_op'
+            )
+            if changed:
+                fail(
+                    f"{case.name}: the schema says that {name} is not written to, but the call changed the memory "
+                    f"of {name} ({which} {list(x.shape)})",
+                    remedy,
+                )
+            if x._version != version:
+                fail(
+                    f"{case.name}: the schema says that {name} is not written to, but its version counter went from "
+                    f"{version} to {x._version}: it is written to and put back",
+                    remedy,
+                )
+        elif changed and x._version == version:
+            fail(
+                f"{case.name}: it writes to {name}, as its schema says, but the version counter of {name} stays at "
+                f"{version}, so autograd uses the changed {name} where it saved the old one, without an error",
+                "register a kernel at ADInplaceOrView that calls torch.autograd.graph.increment_version (bump_version "
+                "in C++) after the call; custom_op(mutates_args=…) does it by itself",
+            )
+    returned = _returned(case, outs)
+    for i, (out, info) in enumerate(zip(outs, returned, strict=True)):
+        mine = storage_of(out)
+        if mine is None:
+            continue
+        shared = False
+        for x, name, other in zip(tensors, case.names, infos, strict=True):
+            # A list's annotation names no set: its tensors may alias any annotated argument.
+            declared = info is not None and other is not None
+            declared = declared and bool(not info.before_set or info.before_set & other.before_set)
+            if storage_of(x) == mine:
+                shared = shared or declared
+                if not declared:
+                    fail(
+                        f"{case.name}: output {i} shares the memory of {name}, and the schema does not say so",
+                        f"return a copy, or declare the view: Tensor(a) {name} and -> Tensor(a) in the schema",
+                    )
+        if info is not None and not shared:
+            said = f"{case.name}: the schema says that output {i} is an alias of an input, but it is memory of its own"
+            remedy = "return the input or its view, or take the (a) out of the schema's return"
+            fail(said, remedy) if info.is_write else warn(said, remedy)
+        for j in range(i):
+            if storage_of(outs[j]) == mine and (info is None or returned[j] is None):
+                fail(
+                    f"{case.name}: outputs {j} and {i} share memory, and the schema does not say so",
+                    "return a copy of one; two outputs must not share memory",
+                )
+
+
+def _returned(case: Case, outs: Sequence[Tensor]) -> list[Any]:
+    """The alias annotation of each output."""
+    kinds = [(r.alias_info, str(r.type)) for r in case.schema.returns if "Tensor" in str(r.type)]
+    if any(kind.startswith("List") for _, kind in kinds):
+        return [kinds[0][0] if len(kinds) == 1 else None] * len(outs)
+    return [info for info, _ in kinds]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Every byte of its storage, what lies between and around its elements included."""
+    if x.layout != torch.strided:
+        return x.detach().to_dense().cpu().clone()
+    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return flat.set_(x.untyped_storage()).cpu().clone()
+
+
+def reference(case: Case) -> str | None:
+    """Outputs and gradients are those of the reference, or of its own CPU kernel."""
+    function = reference_of(case)
+    if not function:
+        if case.seeded:
+            skip("its numbers are random, and no reference was given")
+        skip("no reference was given" + ("" if case.device.type == "cpu" else ", and the operator has no CPU kernel"))
+    remedy = "one of the two is wrong; try the sample by hand, or give a reference in float64"
+    kernel = "the reference" if case.reference else "its CPU kernel"
+    expected = plain(case, case.fresh(device="cpu"), function)
+    coarse = tolerance(*case.leaves)
+    if wrong := differs(case.expected, expected, dtype=not case.reference, coarse=coarse):
+        fail(f"{case.name}: {wrong}, which {kernel} gives", remedy)
+    if case.derivative.status != "pass":
+        return f"outputs only; against {kernel}"
+    try:
+        host = gradients(function, case.fresh(grad=True, device="cpu"), case.wanted)
+    except RuntimeError as error:
+        if refused(error):
+            return f"outputs only, as {kernel} has no gradient"
+        raise
+    if not any(x is not None for x in host):
+        return f"outputs only, as {kernel} has no gradient"
+    if wrong := differs(case.gradients, host, "the gradient of differentiable argument", coarse=coarse * 4):
+        fail(f"{case.name}: {wrong}, which {kernel} gives", remedy)
+    return f"against {kernel}"
+
+
+# ---- opcheck ----
+
+
+def _opcheck(case: Case, test: str) -> None:
+    tensors = case.fresh(grad=case.derivative.status in ("pass", "fail") and test != "test_schema")
+    for i in case.written:  # a leaf that requires a gradient cannot be written to
+        tensors[i] = tensors[i].detach()
+    args, kwargs = case.arguments(tensors)
+    try:
+        torch.library.opcheck(case.op, args, kwargs, test_utils=test)
+    except Exception as error:
+        fail(f"{case.name}: opcheck's {test} says: {last_line(error)}", f"see {test} of torch.library.opcheck")
+
+
+def opcheck_schema(case: Case) -> str | None:
+    """torch.library.opcheck's test_schema."""
+    _opcheck(case, "test_schema")
+
+
+def opcheck_autograd_registration(case: Case) -> str | None:
+    """torch.library.opcheck's test_autograd_registration, on every device."""
+    if not any(case.wanted):
+        skip("no floating tensor argument")
+    if case.device.type in ("cpu", "cuda", "xpu"):
+        return _opcheck(case, "test_autograd_registration")
+    # PyTorch's own knows three devices; this is what it does.
+    if case.has_kernel(f"Autograd{case.key}", "Autograd", "CompositeImplicitAutograd"):
+        return None
+    torch._C._set_autograd_fallback_mode("nothing")
+    tensors = case.fresh(grad=True)
+    with contextlib.suppress(NotImplementedError):
+        outs = case.function(raw=True)(*tensors)
+        given = {id(x) for x in tensors}
+        if case.derivative.status == "pass" and any(out.requires_grad and id(out) not in given for out in outs):
+            fail(
+                f"{case.name}: an output requires a gradient, but no kernel is registered at Autograd{case.key}",
+                "register the autograd function at the Autograd key, not at the device's",
+            )
+
+
+def opcheck_faketensor(case: Case) -> str | None:
+    """torch.library.opcheck's test_faketensor."""
+    _opcheck(case, "test_faketensor")
+
+
+def opcheck_aot_dispatch_dynamic(case: Case) -> str | None:
+    """torch.library.opcheck's test_aot_dispatch_dynamic."""
+    needs_tensors(case)
+    _opcheck(case, "test_aot_dispatch_dynamic")

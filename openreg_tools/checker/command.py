@@ -1,0 +1,103 @@
+"""``openreg-tools check MODULE:OP``: the checker on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import sys
+from typing import Any
+
+from openreg_tools import forms
+from openreg_tools.checker.checker import check
+from openreg_tools.checker.checks import CHECKS
+from openreg_tools.forms import Wrong
+from openreg_tools.samples import dtype_of, parse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP", help="MODULE:NAME (an operator, or what custom_op returned), or ns::name")
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                        help="import it first: for an operator given as ns::name")  # fmt: skip
+    parser.add_argument("--samples", metavar="MODULE:FUNCTION", help="a function of (device, dtype) that gives samples")
+    parser.add_argument("--input", action="append", default=[], metavar="ARGUMENTS",
+                        help="one sample, such as 'f32[3,4], f32[4], eps=1e-5'; may be repeated")  # fmt: skip
+    parser.add_argument("--reference", metavar="MODULE:FUNCTION", help="a plain function of the same arguments")
+    parser.add_argument("--device", help="where to run (default: where the samples are)")
+    parser.add_argument("--dtype", default="float32", help="of samples that are made (default float32)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK")
+    forms.add_arguments(parser)
+    parser.add_argument("--verbose", action="store_true", help="say too why checks were skipped, and what passed")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0 if nothing failed, 1 if something did, 2 if what was asked for is wrong."""
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.insert(0, "")  # python -P leaves it out, and my_module is most likely here
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # an operator that crashes the process says in which check
+    live = sys.stderr.isatty()
+
+    def progress(where: str) -> None:
+        if not arguments.quiet:
+            print(f"\r{where:<60.60}" if live else where, end="" if live else "\n", file=sys.stderr, flush=True)
+
+    try:
+        report = check(
+            *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
+            skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
+            progress=progress,
+        )  # fmt: skip
+    except (Wrong, ValueError) as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if live and not arguments.quiet:
+            print(f"\r{'':60}\r", end="", file=sys.stderr)
+    forms.write(report, arguments, verbose=arguments.verbose)
+    return 0 if report.passed else 1
+
+
+def _names(given: list[str]) -> list[str]:
+    """What stands between commas too."""
+    return [name for each in given for name in each.split(",") if name]
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The operator and the samples."""
+    for module in arguments.modules:
+        _module(module)
+    by_name = "::" in arguments.op or ":" not in arguments.op
+    op = arguments.op if by_name else _named(arguments.op)
+    if arguments.samples and arguments.input:
+        raise Wrong("give --samples or --input, not both")
+    if arguments.samples:
+        return op, _named(arguments.samples)
+    return op, [parse(text) for text in arguments.input] or None
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise Wrong(f"importing {name} failed: {error}") from error
+        raise Wrong(f"there is no module {name} in the current folder or on the path") from error
+    except Exception as error:
+        raise Wrong(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _named(text: str) -> Any:
+    """What ``module:name.name`` stands for."""
+    module_name, _, path = text.partition(":")
+    if not path:
+        raise Wrong(f"expected MODULE:NAME, but got {text!r}")
+    found = _module(module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            raise Wrong(f"{module_name} has no {path}" + (f"; it has {', '.join(public[:20])}" if public else ""))
+        found = getattr(found, part)
+    return found

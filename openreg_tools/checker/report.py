@@ -1,0 +1,195 @@
+"""What the checker found: results, and the terminal table, JSON and HTML page they are printed as."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from openreg_tools.forms import page, wrapped
+
+DOCS = "docs/checker.md"
+MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "skip": "-"}
+MEANINGS = {
+    "pass": "as it should be",
+    "fail": "wrong",
+    "warn": "works, and costs or surprises",
+    "known": "wrong, for a known cause",
+    "refused": "the operator says in an error that it does not do this",
+    "skip": "does not apply",
+}
+
+
+@dataclasses.dataclass
+class Result:
+    """What one check says about one sample."""
+
+    check: str
+    sample: int
+    status: str  # one of MARKS
+    sentence: str = ""  # which operator, the rule, what arrived; for a skip, why
+    remedy: str = ""
+    seconds: float = 0.0
+
+    @property
+    def docs(self) -> str:
+        """Where the check is explained."""
+        return f"{DOCS}#{self.check}"
+
+
+@dataclasses.dataclass
+class Report:
+    """Every result of one operator: `passed`, `failures`, and the forms `str(report)`, `json()` and `html()`."""
+
+    operator: str
+    schema: str
+    device: str
+    torch: str
+    samples: list[str]
+    about: dict[str, str]  # check -> what it holds, in the order of the table
+    results: list[Result] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Result]:
+        return self.of("fail")
+
+    def of(self, status: str, check: str | None = None) -> list[Result]:
+        return [r for r in self.results if r.status == status and check in (None, r.check)]
+
+    def row(self, check: str) -> list[Result]:
+        """The results of a check, by sample."""
+        return sorted((r for r in self.results if r.check == check), key=lambda r: r.sample)
+
+    def raise_if_failed(self) -> None:
+        """Raises:
+        AssertionError: a check failed; its text is the report.
+        """
+        if not self.passed:
+            raise AssertionError(f"{self.operator} fails {len(self.failures)} checks\n\n{self}")
+
+    def grouped(self, *statuses: str) -> list[tuple[Result, list[int]]]:
+        """Results of these statuses, in the order of the table, with the samples that share one sentence."""
+        groups: dict[tuple[str, str], tuple[Result, list[int]]] = {}
+        for status in statuses:
+            for check in self.about:
+                for r in self.row(check):
+                    if r.status == status:
+                        groups.setdefault((r.check, r.sentence), (r, []))[1].append(r.sample)
+        return list(groups.values())
+
+    def summary(self) -> str:
+        counts = Counter(r.status for r in self.results)
+        text = ", ".join(f"{counts[status]} {status}" for status in MARKS if counts[status])
+        return f"{self.operator} {'passes' if self.passed else 'FAILS'}: {text or 'nothing ran'}; {self.seconds:.1f} s"
+
+    # ---- the three forms ----
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, verbose: bool = False) -> str:
+        """The table for a terminal of 80 columns; verbose adds why checks were skipped and what passed."""
+        lines = [f"{self.schema}", f"on {self.device}, torch {self.torch}", ""]
+        lines += [f"  {i}  {text}" for i, text in enumerate(self.samples)]
+        lines += [*wrapped(self.notes), ""]
+        shown = [check for check in self.about if verbose or any(r.status != "skip" for r in self.row(check))]
+        name = max(map(len, shown), default=0)
+        narrow = 5 * len(self.samples) <= 78 - name  # else one letter a sample
+        cells = len(self.samples)
+        per_line = cells if narrow else min(cells, 76 - name)
+        for start in range(0, cells, per_line or 1):
+            block = range(start, min(start + per_line, cells))
+            header = "".join(f"{i:>5}" if narrow else str(i % 10) for i in block)
+            lines.append(f"{'':{name}}{'' if narrow else '  '}{header}")
+            for check in shown:
+                marks = {r.sample: MARKS[r.status] for r in self.row(check)}
+                if marks:
+                    row = "".join(f"{marks.get(i, ''):>5}" if narrow else marks.get(i, " ")[0] for i in block)
+                    lines.append(f"{check:{name}}{'' if narrow else '  '}{row}")
+            lines.append("")
+        if hidden := [check for check in self.about if check not in shown]:
+            lines += [*wrapped([f"Skipped for every sample (--verbose says why): {', '.join(hidden)}"]), ""]
+        statuses = ("fail", "warn", "known", "refused", *(("skip", "pass") if verbose else ()))
+        for result, samples in self.grouped(*statuses):
+            if not result.sentence:
+                continue
+            where = "" if len(samples) == len(self.samples) else f" (sample {', '.join(map(str, samples))})"
+            lines.append(f"{result.status.upper() if result.status == 'fail' else result.status} {result.check}{where}")
+            lines += wrapped([result.sentence])
+            if result.remedy:
+                lines += wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {result.remedy}"])
+            if result.status in ("fail", "warn", "known"):
+                lines.append(f"    {result.docs}")
+        lines += ["", self.summary()]
+        return "\n".join(lines)
+
+    def dict(self) -> dict[str, Any]:
+        """What `json()` writes."""
+        return {
+            "operator": self.operator,
+            "schema": self.schema,
+            "device": self.device,
+            "torch": self.torch,
+            "passed": self.passed,
+            "seconds": round(self.seconds, 3),
+            "notes": self.notes,
+            "samples": self.samples,
+            "checks": self.about,
+            "results": [{**dataclasses.asdict(r), "docs": r.docs} for r in self.results],
+        }
+
+    def json(self) -> str:
+        return json.dumps(self.dict(), indent=1)
+
+    def html(self) -> str:
+        """One page that needs no other file: the matrix, failures opened, everything else to open."""
+        e = html.escape
+        head = "".join(f'<th title="{e(text)}">{i}</th>' for i, text in enumerate(self.samples))
+        rows = []
+        for check, about in self.about.items():
+            by_sample = {r.sample: r for r in self.row(check)}
+            if not by_sample:
+                continue
+            cells = ""
+            for i in range(len(self.samples)):
+                r = by_sample.get(i)
+                status = r.status if r else "skip"
+                text = e(r.sentence if r else "")
+                cells += f'<td class="{status}" title="{text}">{MARKS[status]}</td>'
+            rows.append(f'<tr><th><a href="{_docs(check)}" title="{e(about)}">{check}</a></th>{cells}</tr>')
+        details = []
+        for result, samples in self.grouped("fail", "warn", "known", "refused", "pass", "skip"):
+            if not result.sentence:
+                continue
+            remedy = f"<p><b>Remedy.</b> {e(result.remedy)}</p>" if result.remedy else ""
+            details.append(
+                f'<details class="{result.status}"{" open" if result.status == "fail" else ""}>'
+                f"<summary><b>{result.status}</b> {result.check}, sample {', '.join(map(str, samples))}</summary>"
+                f"<p>{e(result.sentence)}</p>{remedy}"
+                f'<p>{e(self.about[result.check])} <a href="{_docs(result.check)}">{result.docs}</a></p></details>'
+            )
+        samples = "".join(f"<li><code>{e(text)}</code></li>" for text in self.samples)
+        notes = "".join(f"<p>{e(note)}</p>" for note in self.notes)
+        legend = " ".join(f'<span class="{s}">{m}</span> {MEANINGS[s]}' for s, m in MARKS.items())
+        return page(
+            self.operator,
+            self.summary(),
+            f"<p><code>{e(self.schema)}</code> on {e(self.device)}, torch {e(self.torch)}</p>"
+            f'<ol start="0">{samples}</ol>{notes}<p>{legend}</p>'
+            f"<table><tr><th>check</th>{head}</tr>{''.join(rows)}</table>{''.join(details)}",
+        )
+
+
+def _docs(check: str) -> str:
+    """The section's address: the checkout's file where there is one."""
+    path = Path(__file__).resolve().parents[2] / DOCS
+    return html.escape(f"{path.as_uri() if path.exists() else DOCS}#{check}")

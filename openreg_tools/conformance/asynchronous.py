@@ -1,0 +1,278 @@
+"""Launch modes against each other: what a call raises and returns in async mode must be what it does inline.
+
+Two checks of `openreg-tools conformance` for a device that has launch modes (``torch.DEVICE.launch_mode``, as
+openreg has); on any other device they make no comparison.
+
+    async         valid samples: values, and the operands that the call wrote to
+    async_errors  samples that an operator refuses: OpInfo's error inputs, and valid samples made wrong in one way, by a
+                  dtype, a shape or an argument. The call raises what the inline call raises, before it returns; nothing
+                  appears at the next synchronization, and the operands hold what they hold inline
+
+An operator may raise at the synchronization where CUDA reports a device-side assert: see `ASSERTS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from openreg_tools.conformance import opinfo
+
+CHECKS = ("async", "async_errors")
+
+# What each wrong sample changes a tensor to. The CPU has kernels for few of these.
+DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "float32", "float16", "complex64", "complex32", "int64", "uint8", "bool", "uint16", "uint32", "float8_e4m3fn",
+        "float8_e5m2", "float8_e8m0fnu",
+    )
+    if hasattr(torch, name)
+)  # fmt: skip
+# Of a sample in every wrong dtype; one of these follows for each tensor alone.
+MIXED = (torch.float64, torch.int64, torch.float8_e4m3fn)
+
+# Errors that depend on values which only the device has: CUDA's kernels assert them there, or check nothing.
+ASSERTS = re.compile(r"out of (bounds|range)|expected targets in")
+
+# Operators whose values are compared for valid samples only, by cause.
+GARBAGE = {
+    "resize_": "memory that it adds holds whatever was there",
+    "resize_as_": "as resize_",
+    "grid_sampler_3d": "an unknown mode leaves its result as it was allocated",
+    "nn.functional.embedding_bag": "offsets past the end are read from other memory",
+    "_segment_reduce.offsets": "as nn.functional.embedding_bag",
+}
+
+
+def has_modes(device: str) -> bool:
+    """Whether the device runs its work in launch modes."""
+    module = getattr(torch, torch.device(device).type, None)
+    return hasattr(module, "launch_mode")
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a program could see of a call: its result or error, what synchronizing raised, and the operands after it."""
+
+    outcome: opinfo.Outcome
+    late: Exception | None
+    operands: list[torch.Tensor]
+
+
+def observe(call: Callable[[opinfo.Mover], Any], device: str, mode: str) -> Seen:
+    """Call in a launch mode, then synchronize."""
+    module = getattr(torch, torch.device(device).type)
+    late = None
+    with module.launch_mode(mode), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outcome = opinfo.run(call, device)
+        try:
+            module.synchronize()
+        except Exception as error:
+            late = error
+    return Seen(outcome, late, list(outcome.mover.tensors.values()))
+
+
+def compare(
+    report: opinfo.Report, check: str, index: int, what: str, call: Callable, device: str, values: bool = True
+) -> None:
+    """Call in both modes and note each difference, in values too if they mean something."""
+    expected = observe(call, device, "inline")
+    actual = observe(call, device, "async")
+    report.ran[check] += 1
+
+    def fail(kind: str, message: str) -> None:
+        report.failures.append(opinfo.Failure(check, kind, index, f"{what}: {message}"))
+
+    error = expected.outcome.error
+    theirs, ours = (each and opinfo.first_line(each) for each in (error, actual.outcome.error))
+    if actual.late is not None:
+        if error is None or not (ASSERTS.search(str(error)) and str(error).splitlines()[0] in str(actual.late)):
+            fail("late", f"the synchronization raised {opinfo.first_line(actual.late)}; inline: {theirs}")
+        return
+    if theirs != ours:
+        return fail(
+            "error" if error is None else "error type" if ours else "no error", f"inline: {theirs}; async: {ours}"
+        )
+    pairs = list(zip(expected.operands, actual.operands, strict=False))  # an error may come before all are made
+    leaves = [tree_leaves(each.outcome.value) for each in (expected, actual)] if error is None else ([], [])
+    if len(expected.operands) != len(actual.operands) or len(leaves[0]) != len(leaves[1]):
+        return fail("structure", "results of another number")
+    pairs += zip(*leaves, strict=True)
+    for e, a in pairs if values else ():
+        if isinstance(e, torch.Tensor) and not same(e, a):
+            fail("value", f"async gave {_short(a)}, inline {_short(e)}")
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the bit, in all that a program can see."""
+    if (a.dtype, a.layout, a.device, a.requires_grad) != (b.dtype, b.layout, b.device, b.requires_grad):
+        return False
+    if a.is_nested or b.is_nested:
+        return a.is_nested == b.is_nested and all(map(same, a.unbind(), b.unbind()))
+    if a.shape != b.shape:
+        return False
+    if a.layout != torch.strided:
+        return same(a.to_dense(), b.to_dense())
+    if a.is_quantized:
+        return same(a.int_repr(), b.int_repr())
+    if a.stride() != b.stride():
+        return False
+    if any(size < 0 for size in a.shape):  # as_strided makes such a tensor, which nothing can read
+        return True
+    a, b = (x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for x in (a, b))
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        if a.element_size() > 1 and a.dtype != torch.complex32:
+            return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
+
+
+def _short(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)} {x.flatten()[:3].tolist()}" if isinstance(x, torch.Tensor) else repr(x)
+
+
+# ---- wrong samples ----
+
+Arguments = tuple[Any, tuple, dict]
+
+
+def wrong(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
+    """The arguments of a valid call made wrong, or only different, in one way each, and what was changed."""
+    leaves, spec = tree_flatten(arguments)
+    tensors = [i for i, x in enumerate(leaves) if _is_plain(x)]
+    floats = [i for i in tensors if leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex]
+    others = [i for i in tensors if i not in floats]
+
+    def change(which: list[int], change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
+        return tree_unflatten([change(x) if i in which else x for i, x in enumerate(leaves)], spec)
+
+    for group, name in ((floats, "floating"), (others, "integral")):
+        for dtype in DTYPES if group else ():
+            yield f"{name} tensors to {dtype}", change(group, lambda x, dtype=dtype: _to(x, dtype))
+    for i in tensors[:4] if len(tensors) > 1 else ():
+        for dtype in MIXED:
+            yield f"tensor {i} to {dtype}", change([i], lambda x, dtype=dtype: _to(x, dtype))
+    for i in tensors[:4]:
+        for name, reshape in SHAPES.items():
+            yield f"tensor {i} {name}", change([i], reshape)
+    for i, x in enumerate(leaves):
+        if isinstance(x, bool) or not isinstance(x, (int, float, str)):
+            continue
+        for value in WRONG_VALUES[type(x)]:
+            yield f"argument {x!r} as {value!r}", tree_unflatten([*leaves[:i], value, *leaves[i + 1 :]], spec)
+
+
+# A stray size would have the CPU allocate it, or compute for minutes: numbers stay small.
+WRONG_VALUES: dict[type, tuple] = {int: (-1, -7, 7), float: (-1.5, 300.0, 1e6), str: ("no such",)}
+
+SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "with one column more": lambda x: torch.cat([x, x[..., :1]], -1) if x.dim() and x.numel() else x,
+    "without its first dimension": lambda x: x[0] if x.dim() and x.shape[0] else x,
+    "with a dimension more": lambda x: x.unsqueeze(0).expand(2, *x.shape).contiguous(),
+    "empty": lambda x: x.flatten()[:0],
+    "transposed": lambda x: x.mT if x.dim() > 1 else x,
+}
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested and not x.is_quantized
+
+
+def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype, with the values 0 and 1 so that every dtype holds them and most indices are in range."""
+    x = x.detach()
+    return (x.abs() > 1 if x.dtype != torch.bool else x).to(torch.float32).to(dtype)
+
+
+def _call(op: Any, function: Callable, arguments: Arguments, **more: Any) -> Callable[[opinfo.Mover], Any]:
+    def call(move: opinfo.Mover) -> Any:
+        rest = opinfo.Mover("cpu") if op.name in opinfo.HOST_ARGUMENTS else move
+        input_, args, kwargs = arguments
+        return function(move(input_), *rest(args), **rest({**kwargs, **more}))
+
+    return call
+
+
+def check(
+    op: Any,
+    dtype: torch.dtype,
+    device: str,
+    samples: int,
+    checks: tuple[str, ...],
+    report: opinfo.Report,
+    at: Callable[[str], None],
+) -> None:
+    """Run those of `CHECKS` that are in `checks` for one operator and dtype, into `report`."""
+    if not has_modes(device) or op.name in opinfo.UNINITIALIZED:
+        return
+    values = op.full_name not in GARBAGE
+    for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
+        arguments = (sample.input, tuple(sample.args), sample.kwargs)
+        if not any(map(_is_plain, tree_leaves(arguments))):
+            continue  # a factory, whose device Mover cannot tell
+        forms = {"": op.op, " in place": None if sample.broadcasts_input else op.get_inplace()}
+        for form, function in forms.items():
+            if function is None:
+                continue
+            at(f"async, sample {i}")
+            if "async" in checks:
+                compare(report, "async", i, f"valid{form}", _call(op, function, arguments), device)
+            if "async_errors" not in checks or dtype != opinfo._first_dtype(op):
+                continue
+            for what, changed in wrong(arguments):
+                at(f"async_errors, sample {i}")
+                compare(report, "async_errors", i, what + form, _call(op, function, changed), device, values)
+        if "async_errors" in checks and dtype == opinfo._first_dtype(op) and op.supports_out:
+            _outs(op, arguments, i, device, report)
+    if "async_errors" in checks and op.error_inputs_func and dtype == opinfo._first_dtype(op):
+        torch.manual_seed(opinfo.SEED)
+        for i, each in enumerate(itertools.islice(op.error_inputs("cpu"), 8 * samples)):
+            at(f"async_errors, sample {i}")
+            sample = each.sample_input
+            call = _call(op, op.op, (sample.input, tuple(sample.args), sample.kwargs))
+            compare(report, "async_errors", i, "error input", call, device)
+
+
+def _outs(op: Any, arguments: Arguments, index: int, device: str, report: opinfo.Report) -> None:
+    """Into results of another dtype, shape and layout."""
+    expected = opinfo.run(_call(op, op.op, arguments), "cpu").value
+    single = isinstance(expected, torch.Tensor)
+    flat = [expected] if single else expected
+    if not isinstance(flat, (list, tuple)) or not all(map(_is_plain, flat)) or "out" in arguments[2]:
+        return
+    for what, make in {
+        **{f"out of {dtype}": lambda t, dtype=dtype: torch.zeros_like(t, dtype=dtype) for dtype in DTYPES},
+        "out of another shape": lambda t: t.new_ones(3, *t.shape),
+        "out that overlaps itself": lambda t: t.new_ones(()).expand(t.shape),
+    }.items():
+        outs = [make(t.detach().resolve_conj().resolve_neg()) for t in flat]
+        call = _call(op, op.op, arguments, out=outs[0] if single else tuple(outs))
+        compare(report, "async_errors", index, what, call, device)
+
+
+def _call_with(function: Callable, args: tuple, kwargs: dict[str, Any], move: opinfo.Mover) -> Any:
+    return function(*move(args), **move(kwargs))
+
+
+def check_operator(function: Callable, samples: Iterable[Any], device: str) -> opinfo.Report:
+    """The check async_errors for any function, such as ``torch.ops.mylib.foo``.
+
+    Args:
+        samples: objects with ``args`` and ``kwargs``, tensors on the CPU (`openreg_tools.samples.Sample`).
+    """
+    report = opinfo.Report()
+    for i, sample in enumerate(samples):
+        valid = (None, tuple(sample.args), dict(sample.kwargs))
+        for what, (_, args, kwargs) in itertools.chain([("valid", valid)], wrong(valid)):
+            call = functools.partial(_call_with, function, args, kwargs)
+            compare(report, "async_errors", i, what, call, device)
+    return report

@@ -1,0 +1,371 @@
+"""Run PyTorch's databases, and every operator that a device lists, on any device against the CPU, one case at a time.
+
+A case is an operator, module or optimizer, and a dtype. The suite `schemas` has a case for each operator that the
+dispatcher lists for the device, called with arguments made from its schema. Cases run in worker processes, so that one
+which crashes or hangs costs only itself. Results go to a JSON-lines file as they come; a run that was interrupted goes
+on where it stopped. What is known to fail on a device, its package tells, and the run fails when such an operator passes. With --against, it fails where a case that was good in an earlier run is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import hashlib
+import json
+import os
+import queue
+import re
+import selectors
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from openreg_tools import backends, dispatch, forms
+from openreg_tools.conformance import cuda_dtypes, opinfo, schemas, sweep, training
+from openreg_tools.conformance.report import Case, Record, Results
+from openreg_tools.forms import Wrong
+
+SUITES = ("operators", "modules", "optimizers", "schemas")
+CHECKS = tuple(dict.fromkeys((*sweep.CHECKS, *cuda_dtypes.CHECKS, *training.CHECKS, *schemas.CHECKS)))
+
+
+def dtypes_of(suites: Iterable[str] = SUITES, device: str | None = None) -> dict[str, list[str]]:
+    """Everything that can be checked, by name, and the dtypes that the CPU supports for it."""
+    found: dict[str, list[str]] = {}
+    if "operators" in suites:
+        found |= {name: opinfo.dtypes_of(op) for name, op in opinfo.database().items()}
+    if "modules" in suites:
+        found |= {
+            name: [dtype for dtype in training.DTYPES if getattr(torch, dtype) in info.dtypes]
+            for name, info in training.modules().items()
+        }
+    if "optimizers" in suites:
+        found |= {name: list(training.DTYPES) for name in training.optimizers()}
+    if "schemas" in suites:  # whose generated arguments are of every dtype
+        found |= {name: ["float32"] for name in schemas.names(dispatch.target(device).device)}
+    return found
+
+
+def check(
+    name: str, dtype: str, device: str, samples: int, checks: tuple[str, ...], at: Callable[[str], None]
+) -> opinfo.Report:
+    """Check one case."""
+    if "::" in name:
+        return schemas.check(name, device, samples, checks, at)
+    if name.startswith("nn.") and not name.startswith("nn.functional."):
+        return training.check_module(training.modules()[name], getattr(torch, dtype), device, checks, at)
+    if name.startswith("optim."):
+        return training.check_optimizer(training.optimizers()[name], getattr(torch, dtype), device, checks, at)
+    op, type_ = opinfo.database()[name], getattr(torch, dtype)
+    report = sweep.check(op, type_, device, samples, tuple(each for each in checks if each in sweep.CHECKS), at)
+    report.add(cuda_dtypes.check(op, type_, device, samples, checks, at))
+    return report
+
+
+# ---- the worker: reads "operator dtype" lines, answers with JSON lines ----
+
+
+def work(device: str, suites: tuple[str, ...], samples: int, checks: tuple[str, ...], threads: int) -> None:
+    """Serve cases from stdin until it closes. What operators print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    torch.set_num_threads(threads)
+    dtypes_of([suite for suite in suites if suite != "schemas"])  # which takes seconds
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+
+    answer(ready=True)
+    for line in sys.stdin:
+        name, dtype = line.split()
+        start = time.perf_counter()
+        report = check(name, dtype, device, samples, checks, at=lambda where: answer(at=where))
+        answer(
+            operator=name,
+            dtype=dtype,
+            ran=dict(report.ran),
+            failures=[vars(failure) for failure in report.failures],
+            notes=dict(report.notes),
+            seconds=round(time.perf_counter() - start, 3),
+        )
+
+
+class Worker:
+    """A worker process, started again after it dies."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        a = self.arguments
+        self.stderr = tempfile.TemporaryFile()
+        command = [sys.executable, "-P", "-m", "openreg_tools", "conformance", "--worker", "--device", a.device]
+        command += [
+            "--suites",
+            *a.suites,
+            "--samples",
+            str(a.samples),
+            "--checks",
+            *a.checks,
+            "--threads",
+            str(a.threads),
+        ]
+        packages = [backend.package for backend in backends.registered()]
+        command += [word for module in dict.fromkeys([*packages, *a.modules]) for word in ("--import", module)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.process.stdout, selectors.EVENT_READ)
+        self.buffer = b""
+        if not (self.read(time.monotonic() + 120) or {}).get("ready"):
+            self.stop()
+            raise RuntimeError(f"the worker did not start: {self.last_words()}")
+
+    def stop(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.selector.close()
+            self.process = None
+
+    def read(self, deadline: float) -> Record | None:
+        """The next answer; None at the end of the process, TimeoutError at the deadline."""
+        while b"\n" not in self.buffer:
+            if not self.selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            got = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not got:
+                return None
+            self.buffer += got
+        line, self.buffer = self.buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def run(self, name: str, dtype: str) -> Record:
+        if self.process is None:
+            self.start()
+        start, where = time.monotonic(), "start"
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{name} {dtype}\n".encode())
+            self.process.stdin.flush()
+        try:
+            while answer := self.read(start + self.arguments.timeout):
+                if "operator" in answer:
+                    return answer
+                where = answer["at"]
+            code = self.process.wait()
+            kind, message = "crash", f"{f'signal {-code}' if code < 0 else f'exit {code}'}: {self.last_words()}"
+        except TimeoutError:
+            kind, message = "timeout", f"no result after {self.arguments.timeout} s"
+        self.stop()
+        check, _, sample = where.partition(", sample ")
+        failure = {"check": check, "kind": kind, "sample": int(sample or -1), "message": message}
+        return {
+            "operator": name, "dtype": dtype, "ran": {}, "failures": [failure], "notes": {},
+            "seconds": round(time.monotonic() - start, 3),
+        }  # fmt: skip
+
+    def last_words(self) -> str:
+        """What the process said before it died: its error, or the fault that ended it."""
+        self.stderr.seek(0)
+        lines = [line.strip() for line in self.stderr.read().decode(errors="replace").splitlines() if line.strip()]
+        for i, line in enumerate(lines):
+            if line.startswith(("Fatal Python error", "Traceback")):
+                return lines[i if line.startswith("Fatal") else -1]
+        return " ".join(lines[-2:])[:300]
+
+
+# ---- the run ----
+
+
+def fingerprint(arguments: argparse.Namespace) -> Record:
+    """What must be equal for earlier results to count: the backend, the checker, torch, and what was asked."""
+    digest = hashlib.sha256()
+    libraries = sorted(backends.of_device(arguments.device).files())
+    backend = [Path(sys.modules[name].__file__ or "") for name in arguments.modules]
+    # The sweeps beside this module are part of the checker.
+    for path in (*libraries, *backend, *sorted(Path(opinfo.__file__).parent.glob("*.py"))):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return {
+        "torch": torch.__version__,
+        "build": digest.hexdigest()[:16],
+        "device": arguments.device,
+        "samples": arguments.samples,
+        "checks": list(arguments.checks),
+    }
+
+
+def load(path: Path, header: Record | None) -> dict[Case, Record]:
+    """Earlier results by operator and dtype; none where a `header` is given that is not theirs."""
+    if not path.exists():
+        return {}
+    lines = []
+    with path.open() as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run
+                lines.append(json.loads(line))
+    if not lines or header not in (None, lines[0]):
+        return {}
+    return {(record["operator"], record["dtype"]): record for record in lines[1:]}
+
+
+class Progress:
+    """A bar on a terminal, a line every half minute elsewhere."""
+
+    def __init__(self, total: int, out: TextIO) -> None:
+        self.total, self.out, self.done, self.differing = total, out, 0, 0
+        self.start = self.shown = time.monotonic()
+        self.live = out.isatty()
+
+    def step(self, record: Record) -> None:
+        self.done += 1
+        self.differing += bool(record["failures"])  # known failures too
+        now = time.monotonic()
+        if now - self.shown < (0.1 if self.live else 30) and self.done < self.total:
+            return
+        self.shown = now
+        left = (now - self.start) / self.done * (self.total - self.done)
+        filled = 20 * self.done // self.total
+        text = (
+            f"[{'#' * filled}{'.' * (20 - filled)}] {self.done}/{self.total} {self.differing} differ, "
+            f"{left / 60:.0f} min left  {record['operator']} {record['dtype']}"
+        )
+        print(f"\r{text:<79.79}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)
+        if self.live and self.done == self.total:
+            print(file=self.out)
+
+
+def run(cases: Iterable[Case], arguments: argparse.Namespace, results: TextIO) -> list[Record]:
+    """Run the cases on `arguments.jobs` workers, writing each record as it comes."""
+    todo: queue.SimpleQueue[Case] = queue.SimpleQueue()
+    for case in cases:
+        todo.put(case)
+    records: list[Record] = []
+    progress, lock, errors = Progress(todo.qsize(), sys.stderr), threading.Lock(), []
+
+    def serve() -> None:
+        worker = Worker(arguments)
+        try:
+            while not errors:
+                record = worker.run(*todo.get_nowait())
+                with lock:
+                    records.append(record)
+                    results.write(json.dumps(record) + "\n")
+                    results.flush()
+                    progress.step(record)
+        except queue.Empty:
+            pass
+        except Exception as error:
+            errors.append(error)
+        finally:
+            worker.stop()
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(arguments.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return records
+
+
+# ---- the command ----
+
+DEFAULT_SAMPLES = 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="device under test (default: the accelerator of this process)")
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                        help="import it first: the device's package")  # fmt: skip
+    parser.add_argument("--suites", nargs="+", default=SUITES, choices=SUITES, metavar="SUITE",
+                        help=f"of {', '.join(SUITES)} (default all)")  # fmt: skip
+    parser.add_argument(
+        "--ops", type=forms.regex, default="", metavar="REGEX", help="only cases whose full name matches"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE")
+    parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS, metavar="CHECK",
+                        help=f"of {', '.join(CHECKS)} (default all)")  # fmt: skip
+    parser.add_argument(
+        "--samples", type=int, default=DEFAULT_SAMPLES, help="sample inputs a case, spread over all (default 6)"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one a core)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each worker (default 1)")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds allowed for one case (default 180)")
+    parser.add_argument("--out", type=Path, help="results file (default out/conformance-DEVICE.jsonl)")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results instead of going on")
+    parser.add_argument("--retry", action="store_true", help="run again the cases that failed")
+    parser.add_argument("--against", type=Path, metavar="FILE",
+                        help="an earlier results file: fail where a case is worse than there, and only there")  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="list every operator, also those that pass")
+    forms.add_arguments(parser)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0 if all is good, 1 if not, 2 if what was asked for is wrong, 130 if interrupted."""
+    try:
+        dispatch.load(arguments.modules)
+        arguments.device = dispatch.target(arguments.device).device
+        dispatch.usable(arguments.device)
+        if arguments.against and not arguments.against.is_file():
+            raise Wrong(f"there is no results file {arguments.against}")
+        if arguments.worker:
+            work(arguments.device, arguments.suites, arguments.samples, tuple(arguments.checks), arguments.threads)
+            return 0
+        return _run(arguments)
+    except Wrong as error:
+        print(f"conformance: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites, arguments.device)
+    cases = [(name, d) for name, each in dtypes.items() if pattern.search(name) for d in each if d in arguments.dtypes]
+    if not cases:
+        raise Wrong(f"nothing matches --ops {arguments.ops!r} with dtypes {', '.join(arguments.dtypes)}")
+    path = arguments.out or Path("out") / f"conformance-{arguments.device.replace(':', '')}.jsonl"
+    against = load(arguments.against, None) if arguments.against else None  # before it is written, if it is `path`
+    header = fingerprint(arguments)
+    earlier = {} if arguments.fresh else load(path, header)
+    if arguments.retry:
+        earlier = {case: record for case, record in earlier.items() if not record["failures"]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written anew, so that a record that is run again stands once.
+    with path.open("w") as results:
+        for line in (header, *earlier.values()):
+            results.write(json.dumps(line) + "\n")
+        results.flush()
+        todo = [case for case in cases if case not in earlier]
+        if earlier:
+            print(
+                f"{len(cases) - len(todo)} of {len(cases)} cases are in {path} already (--fresh runs all)",
+                file=sys.stderr,
+            )
+        try:
+            records = run(todo, arguments, results) if todo else []
+        except KeyboardInterrupt:
+            print(f"\nstopped; the same command goes on from {path}", file=sys.stderr)
+            return 130
+    report = Results(
+        header,
+        [earlier[case] for case in cases if case in earlier] + records,
+        dtypes,
+        dict(backends.of_device(arguments.device).known_failures()),
+        thorough=arguments.samples >= DEFAULT_SAMPLES and set(arguments.checks) == set(CHECKS),
+        against=against,
+    )
+    forms.write(report, arguments, verbose=arguments.verbose)
+    if arguments.json != "-":
+        print(f"results in {path}")
+    return 0 if report.good else 1

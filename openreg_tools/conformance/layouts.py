@@ -1,0 +1,344 @@
+"""Checks what operators write to memory that is not contiguous: `out=` and in-place forms on views of guarded memory.
+
+The CPU computes into contiguous memory, because some of its own kernels ignore the strides of what they write to and
+leave its memory. The device writes to a view with a guard on both sides. Its elements must be the CPU's, and every
+other byte must keep its value. `check` does this for `op(..., out=)` of an OpInfo, and for the `out=` and in-place form
+of each ATen operator that the forward and the backward pass call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from openreg_tools.conformance import opinfo
+from openreg_tools.conformance.opinfo import Comparison, _Sample
+
+# Calls of one ATen operator that are checked in a sample.
+CALLS = 2
+
+# Operators with results that are written in part only, by the part that is not.
+WRITTEN_IN_PART = {"_ctc_loss": "log_alpha beyond the lengths of inputs and targets"}
+
+# What a refusal of overlapping memory says.
+_OVERLAP = re.compile(r"single memory location|overlap")
+
+
+# ---- views of guarded memory ----
+
+
+def _contiguous(sizes: list[int]) -> list[int]:
+    return [math.prod(max(size, 1) for size in sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _reversed(sizes: list[int]) -> list[int] | None:
+    """The strides of ``empty(reversed sizes).permute(reversed dimensions)``."""
+    return _contiguous(sizes[::-1])[::-1] if len(sizes) > 1 else None
+
+
+def _transposed_batch(sizes: list[int]) -> list[int] | None:
+    """Matrices are contiguous; the first two dimensions of the batch, or of a batch and its rows, are swapped."""
+    if len(sizes) < 3:
+        return None
+    strides = _contiguous([sizes[1], sizes[0], *sizes[2:]])
+    return [strides[1], strides[0], *strides[2:]]
+
+
+def _sliced(sizes: list[int]) -> list[int] | None:
+    """Every second element of the first and of the last dimension."""
+    doubled = list(sizes)
+    for d in {0, len(sizes) - 1} if sizes else ():
+        doubled[d] *= 2
+    strides = _contiguous(doubled)
+    for d in {0, len(sizes) - 1} if sizes else ():
+        strides[d] *= 2
+    return strides
+
+
+def _expanded(sizes: list[int]) -> list[int] | None:
+    """The elements of one dimension share memory."""
+    wide = [d for d, size in enumerate(sizes) if size > 1]
+    if not wide:
+        return None
+    strides = _contiguous([1 if d == wide[0] else size for d, size in enumerate(sizes)])
+    strides[wide[0]] = 0
+    return strides
+
+
+LAYOUTS: dict[str, Callable[[list[int]], list[int] | None]] = {
+    "reversed": _reversed,
+    "transposed batch": _transposed_batch,
+    "sliced": _sliced,
+    "expanded": _expanded,
+}
+
+
+@dataclasses.dataclass
+class Guarded:
+    """A tensor of some layout in the middle of memory that it does not own."""
+
+    view: torch.Tensor
+    memory: torch.Tensor  # bytes, with the guards
+    before: torch.Tensor  # what they were, on the CPU
+    owned: torch.Tensor  # which bytes are the view's
+    address: int = 0  # of the view's first element
+
+    def __post_init__(self) -> None:
+        self.address = self.view.data_ptr()
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, layout: str, device: torch.device | str) -> Guarded | None:
+        """A view with the shape and dtype of `tensor` and this layout, filled with it; None where there is none."""
+        strides = LAYOUTS[layout](list(tensor.shape))
+        if strides is None or not tensor.numel():
+            return None
+        item = tensor.element_size()
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1
+        guard = max(tensor.numel(), span) + 17
+        owned = torch.zeros(2 * guard + span, item, dtype=torch.bool)
+        owned[:, 0].as_strided(tensor.shape, [stride * item for stride in strides], guard * item).fill_(True)
+        owned[:, 1:] = owned[:, :1]
+        before = (torch.arange(owned.numel()) % 251).to(torch.uint8)
+        memory = before.clone().to(device)
+        view = memory.view(tensor.dtype).as_strided(tensor.shape, strides, guard).detach()
+        (view if layout != "expanded" else view.select(strides.index(0), 0)).copy_(
+            tensor if layout != "expanded" else tensor.select(strides.index(0), 0)
+        )
+        return cls(view, memory, before, owned.flatten())
+
+    def overrun(self) -> str | None:
+        """What was written outside of the view, in words."""
+        changed = (self.memory.cpu() != self.before) & ~self.owned
+        if not changed.any():
+            return None
+        where = changed.nonzero().flatten()
+        inside = self.owned.nonzero().flatten()
+        past = int(((where < inside[0]) | (where > inside[-1])).sum())
+        return f"{len(where)} bytes outside of the result were written, {past} of them before its start or past its end"
+
+
+# ---- one call ----
+
+
+@dataclasses.dataclass
+class Call:
+    """A call that writes to `results`: `function(move, results)` makes it and returns what it returned."""
+
+    name: str
+    function: Callable[[opinfo.Mover, list[torch.Tensor]], Any]
+    templates: list[torch.Tensor]  # what `results` must look like, and holds before the call
+    draws: bool = False  # random numbers, in the order of the memory
+
+    def on(self, device: str, results: list[torch.Tensor]) -> opinfo.Outcome:
+        def call(move: opinfo.Mover) -> Any:
+            with torch.no_grad():
+                return self.function(move, results)
+
+        return opinfo.run(call, device)
+
+    def compare(self, comparison: Comparison) -> None:
+        """Compare the device, in every layout, with the CPU in contiguous memory."""
+        expected = [t.detach().clone(memory_format=torch.contiguous_format) for t in self.templates]
+        addresses = [each.data_ptr() for each in expected]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            error = self.on("cpu", expected).error
+        # Not into this memory, whatever its layout: refused, or given other memory or another size for a while.
+        if error or any(e.shape != t.shape for e, t in zip(expected, self.templates, strict=True)):
+            return
+        if addresses != [each.data_ptr() for each in expected]:
+            return
+        if any("was resized since it had shape" in str(each.message) for each in said):
+            return
+        for layout in LAYOUTS:
+            if self.draws and layout != "expanded":
+                made = self.guarded(layout, "cpu")
+                self.on("cpu", expected := [each.view if isinstance(each, Guarded) else each for each in made])
+            self.compare_layout(comparison, layout, expected)
+
+    def compare_layout(self, comparison: Comparison, layout: str, expected: list[torch.Tensor]) -> None:
+        device = str(comparison.device)
+        made = self.guarded(layout, device)
+        if not any(isinstance(each, Guarded) for each in made):
+            return
+        comparison.report.ran[comparison.check] += 1
+        where = f"{self.name}, {layout}: "
+        views = [each.view if isinstance(each, Guarded) else each for each in made]
+        outcome = self.on(device, views)
+        for each in made:
+            if isinstance(each, Guarded) and (overrun := each.overrun()):
+                return comparison.fail("guard", where + overrun)
+        if outcome.error is not None:
+            if layout != "expanded" or not _OVERLAP.search(str(outcome.error)):
+                comparison.returned(self.by_the_cpu(layout), outcome, where=where)
+            return
+        if layout == "expanded":
+            # The elements share memory, so only whether the CPU refuses that can be compared.
+            comparison.returned(self.by_the_cpu(layout), outcome, where=where)
+            return
+        for view, each, wanted in zip(views, made, expected, strict=True):
+            if view.shape != wanted.shape:
+                comparison.fail("shape", f"{where}expected {list(wanted.shape)}, but got {list(view.shape)}")
+            elif isinstance(each, Guarded) and each.address != view.data_ptr():
+                comparison.fail("layout", f"{where}expected the result in the memory that was passed")
+            elif comparison.values:
+                before = len(comparison.report.failures)
+                comparison.close(wanted, view.cpu(), "value")
+                for failure in comparison.report.failures[before:]:
+                    failure.message = where + failure.message
+
+    def guarded(self, layout: str, device: str) -> list[Guarded | torch.Tensor]:
+        return [Guarded.like(t, layout, device) or t.detach().clone().to(device) for t in self.templates]
+
+    def by_the_cpu(self, layout: str) -> opinfo.Outcome:
+        made = self.guarded(layout, "cpu")
+        return self.on("cpu", [each.view if isinstance(each, Guarded) else each for each in made])
+
+
+# ---- forms of an ATen operator ----
+
+
+def _plain(tensor: object) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+@functools.cache
+def forms(op: Any) -> tuple[Any, Any]:
+    """The `out=` form and the in-place form of a functional operator that returns new tensors; None where it has none."""
+    schema = op._schema
+    out = inplace = None
+    names = [(a.name, str(a.type)) for a in schema.arguments]
+    if schema.is_mutable or any(r.alias_info for r in schema.returns) or not schema.returns:
+        return None, None
+    if not all(str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns):
+        return None, None
+    space, name = schema.name.split("::")
+    packets = getattr(torch.ops, space)
+    packet = getattr(packets, name)
+    for other in (getattr(packet, overload) for overload in packet.overloads()):
+        theirs = other._schema.arguments
+        written = theirs[len(names) :]
+        if len(written) == len(schema.returns) and all(map(_is_written, written)):
+            if [(a.name, str(a.type)) for a in theirs[: len(names)]] == names:
+                out = other
+    packet = getattr(packets, f"{name}_", None)
+    for other in (getattr(packet, overload) for overload in packet.overloads()) if packet else ():
+        theirs = other._schema.arguments
+        if [(a.name, str(a.type)) for a in theirs] == names and [_is_written(a) for a in theirs] == [True] + [False] * (
+            len(names) - 1
+        ):
+            inplace = other
+    return out, inplace
+
+
+class _Forms(TorchDispatchMode):
+    """Compares the `out=` and in-place form of each operator that is called on the CPU."""
+
+    def __init__(self, one: _Sample, comparison: Callable[[], Comparison]) -> None:
+        super().__init__()
+        self.one, self.comparison, self.calls = one, comparison, Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or self.calls[func] == CALLS:
+            return func(*args, **kwargs)
+        out, inplace = forms(func)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        value = func(*args, **kwargs)
+        results = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+        if (out is None and inplace is None) or not all(map(_plain, results)):
+            return value
+        if not all(t.layout == torch.strided for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+            return value
+        if func.overloadpacket.__name__ in (opinfo.UNINITIALIZED | WRITTEN_IN_PART.keys()):
+            return value
+        self.calls[func] += 1
+        for call in _calls(func, out, inplace, args, kwargs, value):
+            comparison = self.comparison()
+            comparison.values &= not seeded or opinfo.draws_as_cpu(comparison.device.type)
+            call.draws = seeded
+            call.compare(comparison)
+        return value
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import dynamo
+
+
+def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: Any) -> Iterator[Call]:
+    if out is not None:
+        wants = out._schema.arguments[len(func._schema.arguments) :]
+        lists = [str(a.type) == "List[Tensor]" for a in wants]
+
+        def into(move: opinfo.Mover, results: list[torch.Tensor]) -> Any:
+            rest = iter(results)
+            values = [value] if len(wants) == 1 else list(value)
+            outs = {
+                a.name: [next(rest) for _ in each] if is_list else next(rest)
+                for a, is_list, each in zip(wants, lists, values, strict=True)
+            }
+            return out(*move(args), **move(kwargs), **outs)
+
+        yield Call(str(out), into, [torch.ones_like(t) for t in tree_leaves(value)])
+    if inplace is not None and args:
+        changed, results = tree_leaves(args[0]), tree_leaves(value)
+        same = len(changed) == len(results) and all(
+            _plain(a) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(changed, results, strict=True)
+        )
+        if same:
+
+            def over(move: opinfo.Mover, results: list[torch.Tensor]) -> Any:
+                rest = iter(results)
+                first = tree_map(lambda _: next(rest), args[0])
+                return inplace(first, *move(args[1:]), **move(kwargs))
+
+            yield Call(str(inplace), over, changed)
+
+
+# ---- the check ----
+
+
+def check(one: _Sample) -> None:
+    """Every layout of the results of one sample."""
+
+    def comparison() -> Comparison:
+        return one.comparison("layouts")
+
+    with torch.no_grad(), opinfo._Draws() as draws:
+        expected = opinfo.run(lambda move: one.call(one.op, move), "cpu")
+    single = isinstance(expected.value, torch.Tensor)
+    flat = [expected.value] if single else expected.value
+    if expected.error or not isinstance(flat, (list, tuple)) or not all(map(_plain, flat)):
+        return
+    if one.op.supports_out and "out" not in one.sample.kwargs and one.op.name not in opinfo.UNINITIALIZED:
+
+        def into(move: opinfo.Mover, results: list[torch.Tensor]) -> Any:
+            return one.call(one.op, move, out=results[0] if single else tuple(results))
+
+        templates = [torch.ones_like(t) for t in flat]
+        Call(f"{one.op.full_name}(out=)", into, templates, draws=draws.drew).compare(comparison())
+
+    def forward_and_backward(move: opinfo.Mover) -> None:
+        outcome = opinfo.Outcome(one.call(one.op, move), mover=move)
+        one.gradient(outcome)
+
+    with _Forms(one, comparison):
+        opinfo.run(forward_and_backward, "cpu", requires_grad=True)

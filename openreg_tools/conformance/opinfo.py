@@ -1,0 +1,503 @@
+"""What the checks of PyTorch's operators share: its OpInfo database, calls on a device and on the CPU, and comparisons.
+
+sweep.py runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+import unittest
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from openreg_tools import backends
+from openreg_tools.conformance import attention
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
+LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
+
+# Operators whose values are whatever was in memory; everything but the values is compared.
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+# Operators that want these tensor arguments on the CPU whatever the device, CUDA included.
+HOST_ARGUMENTS = {"tensor_split": "tensor_indices_or_sections is read while the shapes are made"}
+
+SEED = 1234
+
+
+def draws_as_cpu(kind: str) -> bool:
+    """Whether the generator of a type of device draws the CPU's numbers."""
+    return kind == "cpu" or backends.of_device(kind).draws_as_cpu
+
+
+@dataclasses.dataclass
+class Failure:
+    """One difference between the device and the CPU."""
+
+    check: str  # one of CHECKS
+    kind: str  # what differed: see `KINDS`
+    sample: int
+    message: str
+
+
+KINDS = {
+    "error": "the device raised, the CPU did not",
+    "no error": "the CPU raised, the device did not",
+    "error type": "the CPU and the device raised errors of different types",
+    "value": "values differ",
+    "gradient": "gradients differ, or exist on one side only",
+    "dtype": "dtypes differ",
+    "shape": "shapes differ",
+    "structure": "results of another type or number, or Python values that differ",
+    "layout": "layout, conj or neg bit, coalescing, or requires_grad differ",
+    "device": "a result is not on the device",
+    "late": "an error of the call appeared at the next synchronization",
+    "alias": "a result shares memory with an argument on one side only",
+    "guard": "memory outside of a result was written to",
+    "rng": "the CPU's generator moved, or the device drew other numbers from the same seed",
+    "crash": "the worker process died",
+    "internal": "the device failed an internal assertion",
+    "timeout": "the operator took longer than allowed",
+}
+
+
+@dataclasses.dataclass
+class Report:
+    """What `check` found for one operator and dtype."""
+
+    ran: Counter[str] = dataclasses.field(default_factory=Counter)  # comparisons made, by check
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    notes: Counter[str] = dataclasses.field(default_factory=Counter)  # differences that are allowed: strides, rounding
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def add(self, other: Report) -> None:
+        self.ran.update(other.ran)
+        self.failures += other.failures
+        self.notes.update(other.notes)
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """While OpInfo's lists are imported: they ask which GPU there is for the dtypes that CUDA supports."""
+    from torch.testing._internal import common_cuda
+
+    names = [name for name in vars(common_cuda) if re.fullmatch(r"SM(5|6|7|8|9)\dOrLater", name)]
+    before = {name: getattr(common_cuda, name) for name in names}
+    vars(common_cuda).update(dict.fromkeys(names, True))
+    try:
+        yield
+    finally:
+        vars(common_cuda).update(before)
+
+
+@functools.cache
+def database() -> dict[str, Any]:
+    """Every OpInfo of ``op_db`` and of the foreach lists, by its full name (``linalg.svd``, ``_foreach_add``)."""
+    with _as_on_a_gpu():
+        from torch.testing._internal import common_methods_invocations as lists
+
+    foreach = [getattr(lists, name) for name in dir(lists) if re.fullmatch(r"foreach_\w+_op_db", name)]
+    return {op.full_name: op for op in itertools.chain(lists.op_db, *foreach)}
+
+
+def dtypes_of(op: Any) -> list[str]:
+    """The dtypes of `DTYPES` that the CPU supports for `op`, or that `attention` checks."""
+    if op.name in attention.OPERATORS:
+        return list(attention.OPERATORS[op.name])
+    supported = op.supported_dtypes("cpu")
+    return [name for name in DTYPES if getattr(torch, name) in supported]
+
+
+# ---- moving arguments ----
+
+
+class Mover:
+    """Copies arguments to a device: same strides, offsets, conj bits, and tensors on one storage stay on one."""
+
+    def __init__(self, device: str, requires_grad: bool = False) -> None:
+        self.device = torch.device(device)
+        self.requires_grad = requires_grad
+        self.storages: dict[int, torch.Tensor] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.leaves: list[torch.Tensor] = []  # those that want a gradient, in order
+        self.kept: list[Any] = []  # keeps ids in use valid
+
+    def __call__(self, value: Any) -> Any:
+        match value:
+            case torch.Tensor():
+                return self.tensor(value)
+            case torch.Generator():
+                generator = torch.Generator(self.device)
+                generator.set_state(value.get_state())
+                return generator
+            case torch.device(type="cpu") | "cpu":
+                return self.device if isinstance(value, torch.device) else str(self.device)
+            case torch.Size() | torch.dtype() | str():
+                return value
+            case tuple() if hasattr(value, "_fields"):
+                return type(value)(*map(self, value))
+            case list() | tuple():
+                return type(value)(map(self, value))
+            case dict():
+                return {key: self(each) for key, each in value.items()}
+            case slice():
+                return slice(self(value.start), self(value.stop), self(value.step))
+        return value
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self.tensors:
+            return self.tensors[id(tensor)]
+        with torch.no_grad():
+            copy = self.copy(tensor.detach())
+        if tensor.requires_grad and self.requires_grad:
+            copy.requires_grad_()
+            self.leaves.append(copy)
+        self.kept.append(tensor)
+        self.tensors[id(tensor)] = copy
+        return copy
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            return tensor.clone().to(self.device)
+        if tensor.is_conj():
+            return self.copy(tensor.conj()).conj()
+        if tensor.is_neg():
+            return self.copy(torch._neg_view(tensor))._neg_view()
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.dtype)
+        if key not in self.storages:
+            count = storage.nbytes() // tensor.element_size()
+            flat = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,))
+            self.storages[key] = flat.clone().to(self.device)
+            self.kept.append(storage)
+        moved = self.storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return moved.detach() if moved._is_view() else moved
+
+
+# ---- running and comparing ----
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a call returned or raised, and the arguments it ran on."""
+
+    value: Any = None
+    error: Exception | None = None
+    mover: Mover | None = None
+    drew: bool = False  # random numbers from the CPU's generator
+
+
+def run(call: Callable[[Mover], Any], device: str, requires_grad: bool = False) -> Outcome:
+    """Seed everything, then call."""
+    outcome = Outcome(mover=Mover(device, requires_grad))
+    torch.manual_seed(SEED)
+    before = torch.get_rng_state()
+    try:
+        outcome.value = call(outcome.mover)
+    except Exception as error:
+        outcome.error = error
+        error.__traceback__ = None
+    outcome.drew = not torch.equal(before, torch.get_rng_state())
+    return outcome
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether random numbers are drawn, also by what puts the generator's state back (OpInfo's wrappers do)."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.drew |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import dynamo
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+
+
+class Comparison:
+    """Compares the device's outcome with the CPU's, collecting failures and notes into a report."""
+
+    def __init__(self, report: Report, check: str, sample: int, device: str, values: bool) -> None:
+        self.report, self.check, self.sample, self.values = report, check, sample, values
+        self.device = torch.device(device)
+        self.exact = False
+
+    def fail(self, kind: str, message: str) -> None:
+        self.report.failures.append(Failure(self.check, kind, self.sample, message))
+
+    def outcomes(self, cpu: Outcome, device: Outcome) -> bool:
+        """Whether both returned; their values are compared then."""
+        self.report.ran[self.check] += 1
+        if self.device.type != "cpu" and device.drew:
+            self.fail("rng", "the CPU's generator moved")
+        # The same seed gives the same numbers, to the bit, where the device's generator is the CPU's algorithm; elsewhere
+        # random values are not comparable.
+        self.exact = cpu.drew
+        self.values &= not cpu.drew or draws_as_cpu(self.device.type)
+        if not self.returned(cpu, device):
+            return False
+        self.results(cpu, device)
+        return True
+
+    def returned(self, cpu: Outcome, device: Outcome, kind: str = "error", where: str = "") -> bool:
+        """Whether neither raised; if one did, so must the other, and the same type."""
+        if cpu.error is None and device.error is None:
+            return True
+        ours, theirs = device.error and first_line(device.error), cpu.error and first_line(cpu.error)
+        if cpu.error is None:
+            self.fail(kind, f"{where}{ours}")
+        elif device.error is None:
+            self.fail("no error", f"{where}the CPU raised {theirs}")
+        elif type(cpu.error) is not type(device.error):
+            self.fail("error type", f"{where}the CPU raised {theirs}; the device {ours}")
+        return False
+
+    def results(self, cpu: Outcome, device: Outcome) -> None:
+        expected, expected_spec = tree_flatten(cpu.value)
+        actual, actual_spec = tree_flatten(device.value)
+        if expected_spec != actual_spec:
+            return self.fail("structure", f"expected {expected_spec}, but got {actual_spec}")
+        for e, a in zip(expected, actual, strict=True):
+            if isinstance(e, torch.Tensor) and isinstance(a, torch.Tensor):
+                self.tensors(e, a)
+                self.aliases(e, a, cpu.mover, device.mover)
+            elif type(e) is not type(a):
+                self.fail("structure", f"expected {type(e).__name__}, but got {type(a).__name__}")
+            elif not isinstance(e, torch.device) and not (e == a or e != e):
+                self.fail("structure", f"expected {e!r}, but got {a!r}")
+
+    def tensors(self, expected: torch.Tensor, actual: torch.Tensor, kind: str = "value") -> None:
+        if actual.device.type != self.device.type:
+            return self.fail("device", f"a result is on {actual.device}")
+        if actual.dtype != expected.dtype:
+            return self.fail("dtype", f"expected {expected.dtype}, but got {actual.dtype}")
+        if actual.layout != expected.layout or actual.is_nested != expected.is_nested:
+            return self.fail("layout", f"expected {expected.layout}, but got {actual.layout}")
+        if expected.layout == torch.sparse_coo and actual.is_coalesced() != expected.is_coalesced():
+            self.fail("layout", f"expected is_coalesced() to be {expected.is_coalesced()}")
+        if not expected.is_nested and actual.shape != expected.shape:
+            return self.fail("shape", f"expected {list(expected.shape)}, but got {list(actual.shape)}")
+        for bit in ("is_conj", "is_neg"):
+            if getattr(actual, bit)() != getattr(expected, bit)():
+                self.fail("layout", f"expected {bit}() to be {getattr(expected, bit)()}")
+        if actual.requires_grad != expected.requires_grad:
+            self.fail("layout", f"expected requires_grad={expected.requires_grad}")
+        if expected.layout == torch.strided and not expected.is_nested:
+            # Strides of dimensions of size 0 and 1 mean nothing.
+            if expected.numel() and any(
+                size > 1 and e != a
+                for size, e, a in zip(expected.shape, expected.stride(), actual.stride(), strict=True)
+            ):
+                self.report.notes["strides"] += 1
+        if self.values:
+            self.close(expected.detach(), actual.detach().cpu(), kind)
+
+    def close(self, expected: torch.Tensor, actual: torch.Tensor, kind: str) -> None:
+        if expected.is_nested:
+            for e, a in zip(expected.unbind(), actual.unbind(), strict=True):
+                self.close(e, a, kind)
+            return
+        try:
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+            return
+        except AssertionError as error:
+            message = _one_line(error)
+        if self.exact:
+            return self.fail("rng", f"from the same seed: {message}")
+        try:
+            torch.testing.assert_close(actual, expected, equal_nan=True)
+            self.report.notes["rounding"] += 1
+        except AssertionError as error:
+            self.fail(kind, _one_line(error))
+
+    def aliases(self, expected: torch.Tensor, actual: torch.Tensor, cpu: Mover, device: Mover) -> None:
+        e, a = _shares(expected, cpu), _shares(actual, device)
+        if e != a:
+            self.fail("alias", f"expected a result that shares memory with {_arguments(e)}, not with {_arguments(a)}")
+
+    def gradients(self, cpu: Outcome, device: Outcome) -> None:
+        if not self.returned(cpu, device, "gradient", "backward: "):
+            return
+        for i, (e, a) in enumerate(zip(cpu.value, device.value, strict=True)):
+            if (e is None) != (a is None):
+                self.fail("gradient", f"input {i}: expected {'no' if e is None else 'a'} gradient")
+            elif e is not None:
+                self.tensors(e, a, "gradient")
+
+
+def _one_line(error: AssertionError) -> str:
+    """assert_close's message, with the number of wrong elements and the greatest difference."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:300]
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    if tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def _shares(result: torch.Tensor, mover: Mover) -> tuple[int, ...]:
+    """Which arguments, in order, a result shares its storage with."""
+    mine = _storage(result)
+    if mine is None:
+        return ()
+    return tuple(i for i, argument in enumerate(mover.tensors.values()) if _storage(argument) == mine)
+
+
+def _arguments(which: tuple[int, ...]) -> str:
+    return f"tensor arguments {list(which)}" if which else "no argument"
+
+
+# ---- one sample ----
+
+
+def _first_dtype(op: Any) -> torch.dtype | None:
+    """The dtype under which the dtype-independent error inputs run."""
+    names = dtypes_of(op)
+    return getattr(torch, names[0]) if names else None
+
+
+def _samples(op: Any, dtype: torch.dtype, requires_grad: bool, most: int) -> Iterator[Any]:
+    torch.manual_seed(SEED)
+    made = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), 20 * most))
+    # Spread over the list: neighbours tend to differ in little.
+    step = max(1, len(made) / most)
+    return iter([made[int(i * step)] for i in range(min(most, len(made)))])
+
+
+def _sparse_samples(op: Any, layout: str, dtype: torch.dtype, most: int) -> list[Any]:
+    """The samples of a sparse layout; few operators that support one have any."""
+    if not getattr(op, "supports_sparse" if layout == "coo" else f"supports_sparse_{layout}"):
+        return []
+    torch.manual_seed(SEED)
+    requires_grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    try:
+        samples = op.sample_inputs_sparse(getattr(torch, f"sparse_{layout}"), "cpu", dtype, requires_grad=requires_grad)
+        return list(itertools.islice(samples, most))
+    except (NotImplementedError, unittest.SkipTest):
+        return []
+
+
+class _Sample:
+    def __init__(self, op: Any, sample: Any, index: int, device: str, report: Report) -> None:
+        self.op, self.sample, self.index, self.device, self.report = op, sample, index, device, report
+        self.values = op.name not in UNINITIALIZED
+
+    def comparison(self, check: str) -> Comparison:
+        return Comparison(self.report, check, self.index, self.device, self.values)
+
+    def both(self, call: Callable[[Mover], Any], requires_grad: bool = False) -> tuple[Outcome, Outcome]:
+        if draws_as_cpu(torch.device(self.device).type):
+            return run(call, "cpu", requires_grad), run(call, self.device, requires_grad)
+        with _Draws() as draws:
+            cpu = run(call, "cpu", requires_grad)
+        cpu.drew |= draws.drew
+        return cpu, run(call, self.device, requires_grad)
+
+    def call(self, function: Callable, move: Mover, **more: Any) -> Any:
+        sample = self.sample
+        rest = Mover("cpu") if self.op.name in HOST_ARGUMENTS else move
+        input_, args, kwargs = move(sample.input), rest(tuple(sample.args)), rest(sample.kwargs)
+        # A factory that names no device makes its tensor on the default one.
+        factory = not move.tensors and "device" not in kwargs
+        with move.device if factory else contextlib.nullcontext():
+            return function(input_, *args, **kwargs, **more)
+
+    def forward(self, check: str = "forward") -> None:
+        self.comparison(check).outcomes(*self.both(lambda move: self.call(self.op, move)))
+
+    def backward(self, check: str = "backward") -> None:
+        self.differentiate(lambda move: self.call(self.op, move), check)
+
+    def differentiate(self, call: Callable[[Mover], Any], check: str) -> None:
+        comparison = self.comparison(check)
+        cpu, device = self.both(call, requires_grad=True)
+        if comparison.outcomes(cpu, device):
+            gradients = (run(lambda _, side=side: self.gradient(side), side.mover.device) for side in (cpu, device))
+            comparison.gradients(*gradients)
+
+    def gradient(self, outcome: Outcome) -> list[torch.Tensor | None]:
+        outputs = [
+            out.to_dense() if out.layout != torch.strided else out
+            for out in tree_leaves(self.sample.output_process_fn_grad(outcome.value))
+            if isinstance(out, torch.Tensor) and out.requires_grad
+        ]
+        if not outputs or not outcome.mover.leaves:
+            return []
+        host = torch.Generator().manual_seed(SEED)
+        weights = [torch.randn(out.shape, dtype=out.dtype, generator=host).to(out.device) for out in outputs]
+        return list(torch.autograd.grad(outputs, outcome.mover.leaves, weights, allow_unused=True))
+
+    def inplace(self) -> None:
+        function, input_ = self.op.get_inplace(), self.sample.input
+        if function is None or self.sample.broadcasts_input or not isinstance(input_, (torch.Tensor, list)):
+            return
+
+        def call(move: Mover) -> Any:
+            changed = tree_leaves(move(input_))
+            out = tree_leaves(self.call(function, move))
+            return changed, [a is b for a, b in zip(out, changed, strict=False)]
+
+        self.comparison("inplace").outcomes(*self.both(call))
+        if self.op.supports_inplace_autograd and isinstance(input_, torch.Tensor) and input_.requires_grad:
+
+            def through_a_clone(move: Mover) -> Any:
+                leaf = move(input_)
+                args, kwargs = move(tuple(self.sample.args)), move(self.sample.kwargs)
+                return function(leaf.clone(), *args, **kwargs)
+
+            self.differentiate(through_a_clone, "inplace")
+
+    def out(self) -> None:
+        """Into tensors of the right size, empty ones (to be resized), and of another dtype; `layouts` has strided ones."""
+        if not self.op.supports_out or "out" in self.sample.kwargs:
+            return
+        expected = run(lambda move: self.call(self.op, move), "cpu")
+        flat = [expected.value] if isinstance(expected.value, torch.Tensor) else expected.value
+        if expected.error or not isinstance(flat, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in flat):
+            return
+        if any(t.layout != torch.strided for t in flat):
+            return
+
+        for make in (_sized, _empty, _other_dtype):
+
+            def call(move: Mover, make: Callable = make) -> Any:
+                outs = tuple(move(make(t)) for t in flat)
+                kept = [out.data_ptr() for out in outs]
+                result = self.call(self.op, move, out=outs[0] if isinstance(expected.value, torch.Tensor) else outs)
+                leaves = [result] if isinstance(result, torch.Tensor) else list(result)
+                same = [a is b for a, b in zip(leaves, outs, strict=False)]
+                moved = [a != out.data_ptr() for a, out in zip(kept, outs, strict=True)]
+                return outs, same, moved
+
+            self.comparison("out").outcomes(*self.both(call))
+
+
+def _sized(t: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(t)
+
+
+def _empty(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=t.dtype)
+
+
+def _other_dtype(t: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(t, dtype=torch.int64 if t.dtype != torch.int64 else torch.float32)

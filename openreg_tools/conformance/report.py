@@ -1,0 +1,218 @@
+"""What a conformance run found: tables by dtype and by operator, JSON, and an HTML heat map; and what regressed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import html
+from typing import Any
+
+from openreg_tools import forms
+from openreg_tools.conformance import opinfo, sweep
+
+Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, failures, notes, seconds
+Case = tuple[str, str]  # operator, dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Why an operator differs, and in which checks and dtypes."""
+
+    cause: str
+    checks: tuple[str, ...] = sweep.CHECKS
+    dtypes: tuple[str, ...] = opinfo.DTYPES
+
+
+VERDICTS = {
+    "pass": "equal to the CPU",
+    "known": "differs, for a cause in known_failures.py",
+    "fail": "differs",
+    "fixed": "listed as a known failure, but passes",
+}
+MARKS = {"pass": ".", "known": "k", "fail": "F", "fixed": "x"}
+SHORT = {
+    "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "complex64": "c64", "int64": "i64",
+    "int32": "i32", "uint8": "u8", "bool": "b8",
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Results:
+    """The records of a run, judged."""
+
+    header: Record
+    records: list[Record]
+    dtypes: dict[str, list[str]]  # of each operator there is
+    known: dict[str, Known] = dataclasses.field(default_factory=dict)
+    thorough: bool = True  # fewer samples or checks can miss a known failure
+    against: dict[Case, Record] | None = None  # an earlier run
+
+    def __post_init__(self) -> None:
+        passed = {(r["operator"], r["dtype"]) for r in self.records if not r["failures"] and r["ran"]}
+        # The listed operators that pass in every dtype they are listed for, all of those having run.
+        self.fixed = {
+            name
+            for name, known in self.known.items()
+            if self.thorough
+            and all((name, dtype) in passed for dtype in self.dtypes.get(name, ()) if dtype in known.dtypes)
+        }
+
+    def verdict(self, record: Record) -> str:
+        """One of VERDICTS."""
+        known = self.known.get(record["operator"])
+        listed = known is not None and record["dtype"] in known.dtypes
+        if record["failures"]:
+            return "known" if listed and {f["check"] for f in record["failures"]} <= set(known.checks) else "fail"
+        return "fixed" if listed and record["operator"] in self.fixed else "pass"
+
+    @property
+    def regressions(self) -> list[tuple[Record, list[str]]]:
+        """The cases that fail now in what did not fail in the earlier run."""
+        found = []
+        for record in self.records:
+            before = (self.against or {}).get((record["operator"], record["dtype"]))
+            if before is not None and self.verdict(record) == "fail":
+                differed = {(f["check"], f["kind"]) for f in before["failures"]}
+                new = {(f["check"], f["kind"]) for f in record["failures"]} - differed
+                if new:
+                    found.append((record, sorted(f"{check} [{kind}]" for check, kind in new)))
+        return found
+
+    @property
+    def mended(self) -> list[Record]:
+        """The cases that failed in the earlier run and do not now."""
+        before = self.against or {}
+        return [
+            r for r in self.records
+            if not r["failures"] and before.get((r["operator"], r["dtype"]), {}).get("failures")
+        ]  # fmt: skip
+
+    @property
+    def good(self) -> bool:
+        """No regression, where there is an earlier run; else nothing that fails, and no known failure that passes."""
+        if self.against is not None:
+            return not self.regressions
+        return not any(self.verdict(r) in ("fail", "fixed") for r in self.records)
+
+    # ---- text ----
+
+    def text(self, verbose: bool = False) -> str:
+        lines = forms.table(self._by_dtype(), left=1)
+        kinds = collections.Counter(kind for r in self.records for kind in {f["kind"] for f in r["failures"]})
+        notes = collections.Counter(note for r in self.records for note in r["notes"])
+        if kinds:
+            lines += ["", "Cases in which something differed:"]
+            lines += [f"  {count:5} {kind}: {opinfo.KINDS[kind]}" for kind, count in kinds.most_common()]
+        if notes:
+            said = ", ".join(f"{count} {note}" for note, count in notes.most_common())
+            lines += ["", *forms.wrapped([f"Differences that are allowed, in cases: {said}"], 0)]
+        lines += self._grid(verbose) + self._failures()
+        for record in self.records:
+            if self.verdict(record) == "fixed":
+                lines.append(
+                    f"{record['operator']} {record['dtype']} is a known failure but passes: take it off the list"
+                )
+        if self.against is not None:
+            lines += self._compared()
+        return "\n".join([*lines, "", *forms.wrapped([self.summary()], 0)])
+
+    def summary(self) -> str:
+        judged = collections.Counter(map(self.verdict, self.records))
+        operators = {r["operator"] for r in self.records}
+        bad = {r["operator"] for r in self.records if self.verdict(r) in ("fail", "fixed")}
+        return (
+            f"{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} not; "
+            f"{len(self.records)} cases: " + ", ".join(f"{judged[v]} {v}" for v in VERDICTS)
+        )
+
+    def _by_dtype(self) -> list[list[Any]]:
+        rows: list[list[Any]] = [["dtype", "compared", "cases", *VERDICTS]]
+        present = [dtype for dtype in opinfo.DTYPES if any(r["dtype"] == dtype for r in self.records)]
+        for name in (*present, "all"):
+            chosen = [r for r in self.records if name in ("all", r["dtype"])]
+            judged = collections.Counter(map(self.verdict, chosen))
+            rows.append(
+                [name, sum(sum(r["ran"].values()) for r in chosen), len(chosen), *(judged[v] for v in VERDICTS)]
+            )
+        return rows
+
+    def _matrix(self) -> dict[str, dict[str, Record]]:
+        matrix: dict[str, dict[str, Record]] = {}
+        for record in self.records:
+            matrix.setdefault(record["operator"], {})[record["dtype"]] = record
+        return dict(sorted(matrix.items()))
+
+    def _grid(self, verbose: bool) -> list[str]:
+        """A row for each operator, a mark for each dtype; only those that do not pass, unless verbose."""
+        rows = [["", *SHORT.values()]]
+        for name, by_dtype in self._matrix().items():
+            marks = [MARKS[self.verdict(by_dtype[d])] if d in by_dtype else "" for d in SHORT]
+            if verbose or set(marks) - {".", ""}:
+                rows.append([forms.cut(name, 32), *marks])
+        if len(rows) == 1:
+            return []
+        legend = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
+        return ["", *forms.table(rows, left=1), legend]
+
+    def _failures(self) -> list[str]:
+        groups: dict[tuple[str, str, str], list[tuple[Record, Record]]] = collections.defaultdict(list)
+        for record in self.records:
+            if self.verdict(record) == "fail":
+                for failure in record["failures"]:
+                    groups[record["operator"], failure["check"], failure["kind"]].append((record, failure))
+        lines = ["", "Failures, most frequent first:"] if groups else []
+        for (name, check, kind), found in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+            dtypes = ", ".join(sorted({record["dtype"] for record, _ in found}, key=opinfo.DTYPES.index))
+            record, failure = found[0]
+            lines.append(f"{len(found):5} {name} {check} [{kind}]")
+            where = f"{dtypes}; {record['dtype']} sample {failure['sample']}: {failure['message']}"
+            lines += forms.wrapped([where], 6)
+        return lines
+
+    def _compared(self) -> list[str]:
+        lines = ["", f"Against the earlier run: {len(self.regressions)} regressions, {len(self.mended)} cases mended"]
+        for record, new in self.regressions:
+            lines += forms.wrapped([f"REGRESSED {record['operator']} {record['dtype']}: {', '.join(new)}"], 2)
+        return lines
+
+    # ---- JSON and HTML ----
+
+    def dict(self) -> dict[str, Any]:
+        return {
+            **self.header,
+            "good": self.good,
+            "summary": self.summary(),
+            "regressions": [
+                {"operator": r["operator"], "dtype": r["dtype"], "new": new} for r, new in self.regressions
+            ],
+            "cases": [{**r, "verdict": self.verdict(r)} for r in self.records],
+        }
+
+    def html(self) -> str:
+        """A heat map: a row for each operator, a column for each dtype."""
+        e = html.escape
+        present = [d for d in SHORT if any(r["dtype"] == d for r in self.records)]
+        head = "".join(f"<th>{SHORT[d]}</th>" for d in present)
+        rows = []
+        regressed = {(r["operator"], r["dtype"]) for r, _ in self.regressions}
+        for name, by_dtype in self._matrix().items():
+            cells = ""
+            for dtype in present:
+                if dtype not in by_dtype:
+                    cells += "<td></td>"
+                    continue
+                record = by_dtype[dtype]
+                verdict = self.verdict(record)
+                said = "\n".join(f"{f['check']} [{f['kind']}] {f['message']}" for f in record["failures"])
+                mark = "R" if (name, dtype) in regressed else MARKS[verdict]
+                cells += f'<td class="{verdict}" title="{e(f"{name} {dtype}: {said or verdict}")}">{mark}</td>'
+            rows.append(f"<tr><th>{e(name)}</th>{cells}</tr>")
+        legend = " ".join(f'<span class="{v}">{MARKS[v]}</span> {text}' for v, text in VERDICTS.items())
+        about = ", ".join(f"{name} {value}" for name, value in self.header.items())
+        return forms.page(
+            f"conformance of {self.header.get('device', '')}",
+            self.summary(),
+            f"<p>{e(about)}</p><p>{legend} <b>R</b> regressed</p>{forms.html_table(self._by_dtype())}<br>"
+            f'<table class="map"><tr><th></th>{head}</tr>{"".join(rows)}</table>',
+            ".fixed{background:#fbeebc}.map td{padding:0 .5em;font-size:.8em}.map th{padding:0 .5em}",
+        )

@@ -1,0 +1,72 @@
+"""Checks one operator of PyTorch's OpInfo database on a device against the CPU.
+
+`check(op, dtype, device)` runs the operator's sample inputs on both and compares what a program could
+notice: values, dtype, shape, device, aliasing, gradients, the type of an error, and that the CPU's
+random numbers do not move. The device is only a name here: ``"cpu"`` checks the checker itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from openreg_tools.conformance import asynchronous, attention, layouts, opinfo, transforms
+
+DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
+CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", *transforms.CHECKS)
+
+
+def check(
+    op: Any,
+    dtype: torch.dtype,
+    device: str,
+    samples: int = 8,
+    checks: tuple[str, ...] = CHECKS,
+    at: Callable[[str], None] = lambda where: None,
+) -> opinfo.Report:
+    """Compare `op` on `device` with the CPU over at most `samples` sample inputs; `at` hears where it is."""
+    report = opinfo.Report()
+    if op.name in attention.OPERATORS:  # which the CPU does not have
+        for i, kind, message in attention.check(op, dtype, device, at) if "attention" in checks else ():
+            report.ran["attention"] += 1
+            if kind:
+                report.failures.append(opinfo.Failure("attention", kind, i, message))
+        return report
+    checks = tuple(name for name in checks if name != "attention")
+    at("making samples")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        backward = "backward" in checks and differentiable
+        requires_grad = differentiable and not {"backward", *transforms.CHECKS}.isdisjoint(checks)
+        for i, sample in enumerate(opinfo._samples(op, dtype, requires_grad, samples)):
+            one = opinfo._Sample(op, sample, i, device, report)
+            for name in checks:
+                if name in ("sparse", "errors", "async", "async_errors") or (name == "backward" and not backward):
+                    continue
+                at(f"{name}, sample {i}")
+                if name == "layouts":
+                    layouts.check(one)
+                else:
+                    getattr(transforms, name)(one) if name in transforms.CHECKS else getattr(one, name)()
+        if "sparse" in checks:
+            for layout in opinfo.LAYOUTS:
+                for i, sample in enumerate(opinfo._sparse_samples(op, layout, dtype, samples)):
+                    at(f"sparse, sample {i}")
+                    one = opinfo._Sample(op, sample, i, device, report)
+                    one.forward("sparse")
+                    if backward:
+                        one.backward("sparse")
+        if "errors" in checks and op.error_inputs_func and dtype == opinfo._first_dtype(op):
+            at("making error inputs")
+            torch.manual_seed(opinfo.SEED)
+            for i, wrong in enumerate(itertools.islice(op.error_inputs("cpu"), 4 * samples)):
+                at(f"errors, sample {i}")
+                opinfo._Sample(op, wrong.sample_input, i, device, report).forward("errors")
+        if {"async", "async_errors"} & set(checks):
+            asynchronous.check(op, dtype, device, samples, checks, report, at)
+    return report

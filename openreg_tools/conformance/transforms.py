@@ -1,0 +1,215 @@
+"""Runs an OpInfo sample under torch.func's transforms, on a device and on the CPU.
+
+Each function here is a check of `opinfo`: the same transform runs on both, over copies of the same tensors, and gives
+the same values, or errors of the same type. A transform wraps tensors, so what a backend computes above the
+dispatcher (a choice between algorithms, an autograd kernel of its own) meets tensors without memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from openreg_tools.conformance.opinfo import HOST_ARGUMENTS, Mover, _Sample
+
+CHECKS = ("vmap", "grad", "jvp", "jacrev", "vmap_grad")
+
+ALONE = 6  # of the tensors are batched alone; lists of them are long
+ROWS = 8  # of a Jacobian: elements of each output that it is of
+
+
+class _Arguments:
+    """A sample's arguments with the tensors taken out."""
+
+    def __init__(self, one: _Sample) -> None:
+        sample = one.sample
+        self.leaves, self.spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+        self.stay = one.op.name in HOST_ARGUMENTS  # all arguments but the first
+        self.places = [i for i, leaf in enumerate(self.leaves) if _is_strided(leaf) and not (self.stay and i)]
+        self.tensors: list[Tensor] = [self.leaves[i] for i in self.places]
+        self.differentiable = tuple(i for i, x in enumerate(self.tensors) if x.requires_grad)  # among the tensors
+
+    def function(self, op: Callable, move: Mover) -> Callable[..., Any]:
+        """`op` as a function of the tensors; the rest of the arguments is moved once."""
+        rest = [leaf if i in self.places or self.stay else move(leaf) for i, leaf in enumerate(self.leaves)]
+
+        def call(*tensors: Tensor) -> Any:
+            leaves = list(rest)
+            for i, tensor in zip(self.places, tensors, strict=True):
+                leaves[i] = tensor
+            input_, args, kwargs = tree_unflatten(leaves, self.spec)
+            return op(input_, *args, **kwargs)
+
+        return call
+
+
+def _is_strided(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not (leaf.is_nested or leaf.is_quantized)
+
+
+# ---- vmap ----
+
+
+def in_dims(tensors: list[Tensor]) -> Iterator[tuple[int | None, ...]]:
+    """Which dimension of each tensor is the batch: all the first, all the last, each tensor alone, first and last."""
+    count = len(tensors)
+    yield (0,) * count
+    if any(x.dim() for x in tensors):
+        yield (-1,) * count
+    if count > 1:
+        for i in range(min(count, ALONE)):
+            for dim in (0, -1) if tensors[i].dim() else (0,):
+                yield tuple(dim if i == k else None for k in range(count))
+
+
+def batch(tensors: list[Tensor], dims: tuple[int | None, ...]) -> list[Tensor]:
+    """Each tensor and half of it, stacked; what is not a number to scale twice."""
+    return [x if dim is None else torch.stack([x, _halved(x)], dim) for x, dim in zip(tensors, dims, strict=True)]
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x * 0.5 if x.is_floating_point() or x.is_complex() else x
+
+
+class _Vmap:
+    """torch.vmap with different random numbers for each sample, or the same where the CPU refuses others.
+
+    It refuses an in-place draw into an unbatched tensor. Which operators draw in place depends on the device: dropout
+    on the CPU does, the fused one of accelerators does not. The CPU runs first and decides for both.
+    """
+
+    def __init__(self, dims: tuple[int | None, ...]) -> None:
+        self.dims, self.randomness = dims, "different"
+
+    def __call__(self, function: Callable, tensors: list[Tensor]) -> Any:
+        try:
+            return torch.vmap(function, self.dims, randomness=self.randomness)(*tensors)
+        except RuntimeError as error:
+            if "different inplace randomness" not in str(error) or not all(x.is_cpu for x in tensors):
+                raise
+        self.randomness = "same"
+        torch.manual_seed(torch.initial_seed())
+        return torch.vmap(function, self.dims, randomness="same")(*tensors)
+
+
+def vmap(one: _Sample) -> None:
+    """torch.vmap with each in_dims, of the operator and of its in-place form; and the gradient of the former."""
+    arguments = _Arguments(one)
+    if not arguments.places:
+        return
+    for dims in in_dims(arguments.tensors):
+        batched = batch(arguments.tensors, dims)
+
+        def call(move: Mover, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
+            return over(arguments.function(one.op, move), [move(x) for x in batched])
+
+        if arguments.differentiable and dims == (0,) * len(dims):
+            one.differentiate(call, "vmap")
+        else:
+            one.comparison("vmap").outcomes(*one.both(call))
+    inplace = one.op.get_inplace()
+    if inplace is None or one.sample.broadcasts_input or not _is_strided(one.sample.input):
+        return
+    for dims in {(0,) * len(arguments.places), (None, *(0,) * (len(arguments.places) - 1))} - {(None,)}:
+        batched = batch(arguments.tensors, dims)
+
+        def change(move: Mover, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
+            tensors = [move(x) for x in batched]
+            return over(arguments.function(inplace, move), tensors), tensors[0]
+
+        one.comparison("vmap").outcomes(*one.both(change))
+
+
+# ---- derivatives ----
+
+
+def _weights(out: Tensor) -> Tensor:
+    """Fixed numbers of no special value in the shape of `out`."""
+    numbers = torch.sin(1.3 * torch.arange(math.prod(out.shape), dtype=torch.float64) + 0.7)
+    return numbers.reshape(out.shape).to(out.dtype).to(out.device)
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if _is_strided(x) and (x.is_floating_point() or x.is_complex())]
+
+
+def _real(out: Tensor) -> Tensor:
+    return torch.view_as_real(out) if out.is_complex() else out
+
+
+def _loss(function: Callable) -> Callable[..., Any]:
+    """A real number made of every element of every output."""
+
+    def loss(*tensors: Tensor) -> Any:
+        outs = map(_real, _differentiable(function(*tensors)))
+        return sum((out * _weights(out)).sum() for out in outs)
+
+    return loss
+
+
+def _derivative(one: _Sample, check: str, transform: Callable[[Callable, tuple[Tensor, ...]], Any]) -> None:
+    """`transform` of the operator in all differentiable arguments, the first alone and the last alone.
+
+    The other tensors are constants that no transform has wrapped.
+    """
+    arguments = _Arguments(one)
+    every = arguments.differentiable
+    for chosen in dict.fromkeys((every, every[:1], every[-1:])) if every else ():
+
+        def call(move: Mover, chosen: tuple = chosen) -> Any:
+            tensors = [move(x) for x in arguments.tensors]
+            function = arguments.function(one.op, move)
+
+            def of_chosen(*primals: Tensor) -> list[Tensor]:
+                given = dict(zip(chosen, primals, strict=True))
+                return _differentiable(function(*(given.get(i, x) for i, x in enumerate(tensors))))
+
+            return transform(of_chosen, tuple(tensors[i] for i in chosen))
+
+        one.comparison(check).outcomes(*one.both(call))
+
+
+def grad(one: _Sample) -> None:
+    """torch.func.grad."""
+    _derivative(one, "grad", lambda f, primals: torch.func.grad(_loss(f), tuple(range(len(primals))))(*primals))
+
+
+def jvp(one: _Sample) -> None:
+    """torch.func.jvp."""
+    _derivative(one, "jvp", lambda f, primals: torch.func.jvp(f, primals, tuple(map(_weights, primals))))
+
+
+def jacrev(one: _Sample) -> None:
+    """torch.func.jacrev of the first elements of each output: vmap over the backward."""
+
+    def transform(function: Callable, primals: tuple[Tensor, ...]) -> Any:
+        def some(*primals: Tensor) -> list[Tensor]:
+            return [_real(out).reshape(-1)[:ROWS] for out in function(*primals)]
+
+        return torch.func.jacrev(some, tuple(range(len(primals))))(*primals)
+
+    _derivative(one, "jacrev", transform)
+
+
+def vmap_grad(one: _Sample) -> None:
+    """Per-sample gradients: torch.vmap of torch.func.grad, with every tensor batched, the first, and all the others."""
+    arguments = _Arguments(one)
+    if not arguments.differentiable:
+        return
+    count = len(arguments.places)
+    ways = {(0,) * count: 0, (0, *(None,) * (count - 1)): 0, (None, *(0,) * (count - 1)): 0}
+    for dims in ways:
+        if dims == (None,):
+            continue
+        batched = batch(arguments.tensors, dims)
+
+        def call(move: Mover, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
+            gradient = torch.func.grad(_loss(arguments.function(one.op, move)), arguments.differentiable)
+            return over(gradient, [move(x) for x in batched])
+
+        one.comparison("vmap_grad").outcomes(*one.both(call))

@@ -1,0 +1,284 @@
+"""``openreg-tools explain OP``: the path of one call through the dispatcher, key by key.
+
+What TORCH_SHOW_DISPATCH_TRACE prints in a debug build of torch, from a released one, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map
+
+from openreg_tools import dispatch, forms
+from openreg_tools.forms import Wrong
+from openreg_tools.recorder import Call, Recorder, Step, about, keyset, listed, path, step
+from openreg_tools.samples import dtype_of, parse, shown
+
+__all__ = ["Explanation", "explain"]
+
+# Shown for every operator, reached or not.
+ALWAYS = ("Autocast{}", "Autograd{}", "ADInplaceOrView", "Functionalize", "BackendSelect", "{}")
+
+
+@dataclasses.dataclass
+class Explanation:
+    """One call: its keys in the dispatcher's order, and where it ends."""
+
+    operator: str
+    schema: str
+    called: str
+    target: dispatch.Target
+    has: dispatch.Has
+    end: tuple[str, dispatch.Has]  # the out variant that a structured operator runs, or itself, and what there is
+    steps: list[Step]  # the kernels that run, in order
+    others: list[Step]  # keys that the call does not have, or falls through
+    calls: list[Call]  # made by running it
+    outcome: str  # what running it gave
+    overloads: list[str]  # others that the operator has, where the call does not say which
+
+    def text(self) -> str:
+        head = [self.schema, f"called with {self.called}; torch {torch.__version__}"]
+        if self.overloads:
+            head.insert(1, f"other overloads: {', '.join(self.overloads)}")
+        lines = [*forms.wrapped(head, 0), ""]
+        order = {key: i for i, key in enumerate(reversed([*dispatch.kernels(self.operator)]))}
+        shown = sorted([*self.steps, *self.others], key=lambda s: order.get(s.key, len(order)))
+        numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}
+        width = max(len(s.key) for s in shown)
+        for each in shown:
+            does = textwrap.wrap(each.does, forms.WIDTH - width - 5) or [""]
+            lines.append(f"{numbers.get(id(each), ''):>2} {each.key:{width}}  {does[0]}".rstrip())
+            lines += [f"{'':{width + 5}}{line}" for line in does[1:]]
+            if id(each) in numbers and each.where:
+                margin = width + 5 if width + 5 + len(each.where) <= forms.WIDTH else 4
+                lines.append(" " * margin + forms.cut(each.where, forms.WIDTH - margin))
+        lines += ["", *forms.wrapped([self.conclusion()], 0)]
+        if self.calls or self.outcome:
+            lines += ["", *self.trace(), *forms.wrapped([f"It {self.outcome}."], 0)]
+        return "\n".join(lines)
+
+    def conclusion(self) -> str:
+        """Whether the operator runs, decomposes, falls back or raises, and what to write to change it."""
+        name, key = self.operator, self.target.key
+        if self.steps[-1].does.startswith("decomposes"):
+            return f"{name} decomposes at {self.steps[-1].key}: what it is made of is dispatched anew."
+        end, has = self.end
+        if has.kind == "composite" or end != name and has.kind in ("own", "shared"):
+            return f"{name} has no kernel for {key}: it {self.has.why.replace('structured: ', '')}."
+        if has.kind in ("own", "shared"):
+            return f"{name} runs on {self.target.device}: {self.has.why}."
+        what = "falls back" if has.kind == "fallback" else "raises NotImplementedError"
+        namespace, _, short = end.partition("::")
+        runs, owner = ("", "its own") if end == name else (f"it runs {end}; ", end)
+        return (
+            f"{name} {what}: {runs}{has.why}. A kernel of {owner} is registered by "
+            f'TORCH_LIBRARY_IMPL({namespace}, {key}, m) {{ m.impl("{short}", kernel); }}'
+        )
+
+    def trace(self) -> list[str]:
+        """The calls, in the form of TORCH_SHOW_DISPATCH_TRACE."""
+        top = Call(self.operator, self.has.kind, [], 0, 0, 0.0)
+        if not self.steps[0].key.startswith("Autocast"):
+            return trace_lines(_around(top, self.steps, self.calls), self.target.key)
+        # The kernel casts and calls the operator anew. That call is among the recorded, but for a CompositeImplicit's,
+        # of which only the parts are: then it comes after the casts. A kernel that sets the dtype argument makes none.
+        casts = len(self.calls)
+        again = []
+        if self.steps[-1].does.startswith("decomposes"):
+            sets = any(a.name == "dtype" for a in dispatch.schema(self.operator).arguments)
+            other = (i for i, c in enumerate(self.calls) if not c.depth and (sets or c.name != "aten::_to_copy"))
+            casts = next(other, casts)
+            again = _around(top, self.steps[1:], self.calls[casts:])
+        inside = [*((call, None) for call in self.calls[:casts]), *again]
+        deeper = [(dataclasses.replace(call, depth=call.depth + 1), steps) for call, steps in inside]
+        return trace_lines([(dataclasses.replace(top, has=""), self.steps[:1]), *deeper], self.target.key)
+
+    def dict(self) -> dict[str, Any]:
+        steps = [dataclasses.asdict(s) for s in self.steps]
+        return {
+            "operator": self.operator, "schema": self.schema, "called": self.called, "torch": torch.__version__,
+            "device": self.target.device, "key": self.target.key, "has": self.has.kind, "why": self.has.why,
+            "steps": steps, "conclusion": self.conclusion(), "outcome": self.outcome,
+            "overloads": self.overloads,
+            "calls": [{"operator": c.name, "has": c.has, "depth": c.depth} for c in self.calls],
+        }  # fmt: skip
+
+
+def _around(top: Call, steps: list[Step], calls: list[Call]) -> list[tuple[Call, list[Step] | None]]:
+    """The recorded calls with `steps` for the first if it is `top`, or inside `top`, which was not recorded."""
+    if calls and calls[0].name == top.name:
+        return [(calls[0], steps), *((call, None) for call in calls[1:])]
+    return [(top, steps), *((dataclasses.replace(call, depth=call.depth + 1), None) for call in calls)]
+
+
+def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> list[str]:
+    """Calls in the form of the dispatch trace; the steps of a call are found where they are not given."""
+    lines, margins = [], [0]  # of the calls at each depth
+    for call, steps in calls:
+        steps = path(call.name, call.keys, backend) if steps is None else steps
+        del margins[call.depth + 1 :]
+        for i, each in enumerate(steps):
+            tail = "" if i < len(steps) - 1 else f"  {call.has}"
+            margin = " " * (margins[-1] + i)
+            lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}".rstrip())
+        if call.error:
+            lines += forms.wrapped([f"raised {call.error}"], margins[-1] + 1)
+        margins.append(margins[-1] + len(steps))
+    return lines
+
+
+def explain(
+    op: str, *args: Any, target: dispatch.Target | None = None, run: bool = False, **kwargs: Any
+) -> Explanation:
+    """The path of ``op(*args, **kwargs)`` in the modes in force (autocast, inference); without arguments, on `target`.
+
+    Args:
+        op: ``"aten::add.Tensor"``; ``"aten::add"`` or ``"add"`` takes the overload of the arguments, or one of tensors.
+        run: also call it, and say what happened inside; writes to `args` if the operator does.
+    Raises:
+        Wrong: no such operator, or no overload of it takes these arguments; of one that is named it shows on running.
+    """
+    name = _resolve(op, args, kwargs)
+    overloads = _overloads(name, dispatch.names()) if "." not in op and not (args or kwargs) else []
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if target is None:
+        places = [t.device for t in tensors if t.device.type != "cpu"] or [t.device for t in tensors]
+        target = dispatch.target(str(places[0]) if places else None)
+    given = bool(args or kwargs)
+    keys = listed(keyset((args, kwargs)))
+    if not given and any("Tensor" in str(a.type) for a in dispatch.schema(name).arguments):
+        keys = [f"Autograd{target.key}", "ADInplaceOrView", target.key]  # as a plain tensor's
+    steps = path(name, keys, target.key)
+    if steps and steps[0].key.startswith("Autocast"):
+        does = f"{steps[0].does}; the next steps are in the call that it makes"
+        steps[0] = dataclasses.replace(steps[0], does=does)
+    table = dispatch.kernels(name)
+    others = []
+    for form in ALWAYS:
+        key = form.format(target.key)
+        if any(s.key == key for s in steps) or key not in table and about(key):
+            continue
+        if key in keys or table.get(key) and table[key].fallthrough:
+            others.append(Step(key, "falls through" if table[key].fallthrough else "not reached", table[key].where))
+        elif about(key):
+            others.append(Step(key, f"not in this call; {step(name, key, table[key]).does}", table[key].where))
+    last = steps[-1].key if steps and not about(steps[-1].key) else target.key
+    has = dispatch.has(name, last)
+    delegate = dispatch.delegate_of(name) if has.kind == "composite" else ""
+    end = (delegate, dispatch.has(delegate, last)) if delegate else (name, has)
+    explanation = Explanation(
+        name, str(dispatch.schema(name)), _described(args, kwargs) if given else f"nothing; as on {target.device}",
+        dispatch.Target(target.device, last), has, end, steps, others, [], "",
+        [each.partition(".")[2] or "default" for each in overloads if each != name],
+    )  # fmt: skip
+    if run:
+        _run(explanation, args, kwargs)
+    return explanation
+
+
+def _resolve(op: str, args: tuple, kwargs: dict) -> str:
+    op = op if "::" in op else f"aten::{op}"
+    known = set(dispatch.names())
+    if "." in op or not (args or kwargs):
+        overloads = _overloads(op, known)
+        if "." in op and op.removesuffix(".default") in known:
+            return op.removesuffix(".default")
+        if overloads and "." not in op:
+            return overloads[0]
+        overloads.sort()
+        raise Wrong(f"there is no operator {op}" + (f"; there are {', '.join(overloads)}" if overloads else ""))
+    if not any(name.partition(".")[0] == op for name in known):
+        raise Wrong(f"there is no operator {op}; for one of another library, import that first")
+    try:
+        overload = torch._C._jit_resolve_packet(op, *args, **kwargs)
+    except RuntimeError as error:
+        raise Wrong(f"no overload of {op} takes {_described(args, kwargs)}: {str(error).splitlines()[0]}") from None
+    return op if overload in ("", "default") else f"{op}.{overload}"
+
+
+def _overloads(op: str, known: Iterable[str]) -> list[str]:
+    """Every overload of an operator: Tensor, the default, and the one of most tensors first, what writes to out last."""
+
+    def order(name: str) -> tuple:
+        arguments, overload = dispatch.schema(name).arguments, name.partition(".")[2]
+        tensors = sum(str(a.type) == "Tensor" for a in arguments)
+        return any(a.is_out for a in arguments), overload != "Tensor", overload != "", -tensors, name
+
+    return sorted((name for name in known if name.partition(".")[0] == op.partition(".")[0]), key=order)
+
+
+def _described(args: tuple, kwargs: dict) -> str:
+    def described(value: Any) -> str:
+        return f"{shown(value)}@{value.device}" if isinstance(value, torch.Tensor) else shown(value)
+
+    return ", ".join([*map(described, args), *(f"{name}={described(value)}" for name, value in kwargs.items())])
+
+
+def _run(explanation: Explanation, args: tuple, kwargs: dict) -> None:
+    namespace, _, name = explanation.operator.partition("::")
+    name, _, overload = name.partition(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    with Recorder(explanation.target) as recorder:
+        try:
+            out = function(*args, **kwargs)
+            explanation.outcome = f"returned {_described((out,), {})}"
+        except Exception as error:
+            first = re.split(" (?:Declaration|Schema): |\n", str(error))[0]
+            if explanation.schema in str(error):  # the arguments do not bind, so nothing was called
+                raise Wrong(f"{explanation.operator} does not take these arguments: {first} Its schema is "
+                            f"{explanation.schema}") from None  # fmt: skip
+            explanation.outcome = f"raised {type(error).__name__}: {first}".rstrip(".")
+    explanation.calls = recorder.calls
+
+
+# ---- the command ----
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP", help="aten::add.Tensor, aten::add or add")
+    parser.add_argument("--input", metavar="ARGUMENTS",
+                        help="call it, with for example 'f32[3,4]@openreg, f32[4], alpha=2'; a tensor that names no "
+                        "device is on --device")  # fmt: skip
+    parser.add_argument("--grad", action="store_true", help="tensors of floating dtype require gradients")
+    parser.add_argument("--autocast", metavar="DTYPE", help="under torch.autocast to bfloat16, for example")
+    dispatch.add_arguments(parser)
+    forms.add_arguments(parser, page=False)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0 if the operator has a kernel or decomposes, 1 if it falls back or raises, 2 if what was asked for is wrong."""
+    try:
+        dispatch.load(arguments.modules)
+        target = dispatch.target(arguments.device, arguments.key)
+        args, kwargs = (), {}
+        if arguments.input:
+            sample = parse(arguments.input, target.device)
+            args, kwargs = sample.args, sample.kwargs
+            if arguments.grad:
+                args, kwargs = tree_map(_require_grad, (args, kwargs))
+        autocast = contextlib.nullcontext()
+        if arguments.autocast:
+            autocast = torch.autocast(torch.device(target.device).type, dtype_of(arguments.autocast))
+        with autocast:
+            given = None if arguments.input else target
+            explanation = explain(arguments.op, *args, target=given, run=bool(arguments.input), **kwargs)
+    except Wrong as error:
+        tip = "; `operators` and `explain` without --input need no device" * isinstance(error, dispatch.Unusable)
+        print(f"explain: {error}{tip}", file=sys.stderr)
+        return 2
+    forms.write(explanation, arguments)
+    return 1 if explanation.end[1].kind in ("fallback", "refused") or explanation.outcome.startswith("raised") else 0
+
+
+def _require_grad(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+        return value.requires_grad_()
+    return value

@@ -1,0 +1,235 @@
+"""``openreg-tools operators``: every operator of the installed torch by class, and what a device has for it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import html
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from openreg_tools import dispatch, forms, manifest
+from openreg_tools.dispatch import HAS
+from openreg_tools.forms import Wrong
+
+__all__ = ["Entry", "Operators", "operators"]
+
+CLASSES = {
+    "required": "a backend must register a kernel",
+    "structured": "only the out variant is needed, which this one runs",
+    "explicit": "optional: composed of other operators, with a derivative of its own",
+    "implicit": "optional: composed of other operators, whose derivatives serve",
+    "elsewhere": "of one library, vendor or layout, such as cuDNN, MPS or sparse: no new backend writes it",
+}
+OPTIONAL = ("explicit", "implicit")
+TRAITS = {
+    "backward": "its derivative calls an operator that a backend must register too",
+    "view": "returns a view",
+    "inplace": "changes an argument and returns it",
+    "out": "writes its result into an argument",
+    "random": "draws random numbers",
+    "data": "the shape or value of a result depends on the data (a synchronisation)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One operator."""
+
+    name: str  # "aten::add.Tensor"
+    kind: str  # one of CLASSES
+    has: str  # one of dispatch.HAS
+    why: str
+    where: str  # of the registration that serves it
+    traits: tuple[str, ...]  # of TRAITS
+    needs: tuple[str, ...]  # the out variant, or the backward operators, that it runs
+    schema: str
+
+    @property
+    def missing(self) -> bool:
+        return self.has in ("fallback", "refused")
+
+
+@dataclasses.dataclass
+class Operators:
+    """The entries that were asked for, and totals of them."""
+
+    target: dispatch.Target
+    entries: list[Entry]
+
+    def totals(self) -> dict[str, Counter[str]]:
+        """Operators by class and by what the device has."""
+        out = {kind: Counter() for kind in CLASSES}
+        for entry in self.entries:
+            out[entry.kind][entry.has] += 1
+        return out
+
+    def _totals(self) -> list[list[Any]]:
+        rows = [["", *HAS, "all"]]
+        totals = self.totals()
+        for kind, counts in [*totals.items(), ("all", sum(totals.values(), Counter()))]:
+            if counts.total() or kind == "all":
+                rows.append([kind, *(counts[each] for each in HAS), counts.total()])
+        return rows
+
+    def text(self, totals: bool = False) -> str:
+        lines = []
+        if self.entries and not totals:
+            rows = [["operator", "class", self.target.device, ""]]
+            rows += [[e.name, e.kind, e.has, ", ".join(e.traits)] for e in self.entries]
+            lines += [*forms.table(rows, left=4, fit=True), ""]
+        lines.append(f"{len(self.entries)} operators of torch {torch.__version__}; {self.target.key}:")
+        return "\n".join([*lines, *forms.table(self._totals(), left=1)])
+
+    def dict(self) -> dict[str, Any]:
+        return {
+            "torch": torch.__version__,
+            "device": self.target.device,
+            "key": self.target.key,
+            "totals": self.totals(),
+            "operators": [dataclasses.asdict(entry) for entry in self.entries],
+        }
+
+    def html(self) -> str:
+        e = html.escape
+        lines = "".join(
+            f'<tr><th title="{e(x.schema)}">{e(x.name)}</th><td title="{CLASSES[x.kind]}">{x.kind}</td>'
+            f'<td class="{STYLES[x.has]}" title="{e(f"{x.why} {x.where}")}">{x.has}</td><td>{", ".join(x.traits)}</td></tr>'
+            for x in self.entries
+        )
+        return forms.page(
+            f"operators on {self.target.device}",
+            f"{len(self.entries)} operators of torch {torch.__version__} on {self.target.device}",
+            f"{forms.html_table(self._totals())}<table><tr><th>operator</th><th>class</th><th>{e(self.target.device)}</th>"
+            f"<th>also</th></tr>{lines}</table>",
+        )
+
+
+STYLES = {"own": "pass", "shared": "pass", "composite": "skip", "fallback": "warn", "refused": "fail"}
+
+
+def operators(
+    device: str | None = None,
+    key: str | None = None,
+    *,
+    namespaces: Collection[str] = ("aten",),
+    pattern: str = "",
+    kinds: Collection[str] = (),
+    has: Collection[str] = (),
+    traits: Collection[str] = (),
+    missing: bool = False,
+) -> Operators:
+    """The operators of `namespaces` (all, where empty) whose name matches `pattern`, on `device` or at `key`.
+
+    Args:
+        kinds, has: one of these; traits: all of these. An empty filter passes everything. "optional" is two kinds.
+        missing: only those that fall back or are refused.
+    Raises:
+        Wrong: no such device, key or namespace, or `pattern` matches no operator.
+    """
+    target = dispatch.target(device, key)
+    kinds = {*kinds, *OPTIONAL} if "optional" in kinds else kinds
+    found, known, matched = [], set(), False
+    for name in dispatch.names():
+        known.add(name.partition("::")[0])
+        if namespaces and name.partition("::")[0] not in namespaces or not re.search(pattern, name):
+            continue
+        matched = True
+        entry = _entry(name, target.key)
+        if (
+            (not kinds or entry.kind in kinds)
+            and (not has or entry.has in has)
+            and set(traits) <= set(entry.traits)
+            and (entry.missing or not missing)
+        ):
+            found.append(entry)
+    if unknown := set(namespaces) - known:
+        raise Wrong(f"there are no operators of {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    if not matched:
+        raise Wrong(f"nothing matches --ops {pattern!r}")
+    return Operators(target, found)
+
+
+def _entry(name: str, key: str) -> Entry:
+    schema, tags = dispatch.schema(name), dispatch.tags(name)
+    short = name.removeprefix("aten::")
+    native = manifest.installed().operators.get(short) if name.startswith("aten::") else None
+    backward = manifest.installed().backward.get(short, ()) if native else ()
+    traits = []
+    if backward:
+        traits.append("backward")
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        traits.append("view")
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if written:
+        traits.append("out" if all(a.is_out for a in written) else "inplace")
+    if torch.Tag.nondeterministic_seeded in tags:
+        traits.append("random")
+    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        traits.append("data")
+    here = dispatch.has(name, key)
+    needs = tuple(f"aten::{each}" for each in ((native.delegate,) if native and native.delegate else ()) + backward)
+    kind = native.kind_at(key) if native else _kind(name)
+    return Entry(name, kind, here.kind, here.why, here.where, tuple(traits), needs, str(schema))
+
+
+def _kind(name: str) -> str:
+    """The class of an operator that torch's own lists do not have, from what is registered for every device."""
+    for key, kind in (
+        ("CompositeImplicitAutograd", "implicit"),
+        ("CompositeExplicitAutograd", "explicit"),
+        ("CompositeExplicitAutogradNonFunctional", "explicit"),
+    ):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            return kind
+    return "required"
+
+
+# ---- the command ----
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    dispatch.add_arguments(parser)
+    parser.add_argument(
+        "--ops", type=forms.regex, default="", metavar="REGEX", help="only operators whose name matches"
+    )
+    parser.add_argument("--namespaces", nargs="+", default=["aten"], metavar="NS", help="or `all` (default aten)")
+    kinds = parser.add_argument_group("class; several: any of them")
+    for name, text in CLASSES.items():
+        kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, default=[], help=text)
+    kinds.add_argument(
+        "--optional", dest="kinds", action="append_const", const="optional", help="explicit and implicit"
+    )
+    has = parser.add_argument_group("what the device has; several: any of them")
+    for name in HAS:
+        has.add_argument(f"--{name}", dest="has", action="append_const", const=name, default=[])
+    has.add_argument(
+        "--missing", action="store_true", help="fallback or refused; with --required: a backend's to-do list"
+    )
+    traits = parser.add_argument_group("traits; several: all of them")
+    for name, text in TRAITS.items():
+        traits.add_argument(f"--{name}", dest="traits", action="append_const", const=name, default=[], help=text)
+    parser.add_argument("--totals", action="store_true", help="print the totals alone")
+    forms.add_arguments(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0, or 2 if what was asked for is wrong."""
+    try:
+        dispatch.load(arguments.modules)
+        report = operators(
+            arguments.device, arguments.key,
+            namespaces=() if arguments.namespaces == ["all"] else arguments.namespaces,
+            pattern=arguments.ops, kinds=arguments.kinds, has=arguments.has, traits=arguments.traits,
+            missing=arguments.missing,
+        )  # fmt: skip
+    except Wrong as error:
+        print(f"operators: {error}", file=sys.stderr)
+        return 2
+    forms.write(report, arguments, totals=arguments.totals)
+    return 0

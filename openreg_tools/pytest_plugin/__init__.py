@@ -1,0 +1,99 @@
+"""The pytest plugin: ``pytest --device DEVICE`` runs a suite there, and tells what would break on it.
+
+docs/testing-your-library.md shows it. A pytest run that uses neither its options nor its fixtures does not import torch.
+The parts that watch are in session.py and misuse.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from openreg_tools.pytest_plugin.findings import KINDS
+
+# ---- options ----
+
+_DEVICE = {
+    "dest": "on_device",
+    "metavar": "DEVICES",
+    "help": "run the tests that take a device on this one (openreg, cuda:1, …; several: commas between)",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("device", "running on a device")
+    group.addoption("--on-device", **{**_DEVICE, "help": "--device, where the suite has an option --device of its own"})
+    group.addoption("--device-misuse", metavar="KINDS", help=f"report misuse: all, or some of {', '.join(KINDS)}")
+    group.addoption("--device-forbid", metavar="KINDS", help="and fail the run where these are found")
+    group.addoption("--device-sync-budget", metavar="N", type=int,
+                    help="fail a test in which the library waits for the device more than N times")  # fmt: skip
+    group.addoption("--device-report", metavar="FILE", help="write what was found as JSON")
+    parser.addini("device_names", "arguments of tests that are devices", type="args", default=["device"])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Iterator[None]:
+    """Add --device, once it is known that no conftest.py has one."""
+    # Until then its value looks like a file, which would keep pytest from loading the conftest.py of `testpaths`.
+    values = {value for option, value in zip(args, args[1:], strict=False) if option == "--device"}
+    known = early_config.known_args_namespace
+    known.file_or_dir = [path for path in known.file_or_dir if path not in values]
+    result = yield
+    missing = object()
+    if early_config.getoption("--device", missing) is missing:  # else the suite has one, which is its own affair
+        parser.getgroup("device").addoption("--device", **_DEVICE)
+    return result
+
+
+@pytest.hookimpl(trylast=True)  # behind pytest's faulthandler, which must be on before the device is first used
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "device_syncs(max): the library may wait for the device so often in this test")
+    option = config.option
+    asked = (
+        option.device_misuse or option.device_forbid or option.device_report or option.device_sync_budget is not None
+    )
+    if option.on_device:
+        from openreg_tools.pytest_plugin.session import Session
+
+        config.pluginmanager.register(Session(config), "openreg_tools.pytest_plugin.session")
+    elif asked:
+        raise pytest.UsageError("--device-misuse and its like need --device DEVICE (or --on-device) to watch")
+
+
+# ---- fixtures ----
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> Any:
+    """The ``torch.device`` that ``--device`` names, "cpu" unless it is given."""
+    import torch
+
+    session = pytestconfig.pluginmanager.get_plugin("openreg_tools.pytest_plugin.session")
+    return session.devices[0] if session else torch.device("cpu")
+
+
+@pytest.fixture
+def device_syncs(pytestconfig: pytest.Config) -> Callable[..., AbstractContextManager[Any]]:
+    """``with device_syncs(max=0) as waits:`` fails if the host waits for the device more often in its body."""
+    from openreg_tools.pytest_plugin.session import device_syncs
+
+    return device_syncs
+
+
+@pytest.fixture
+def openreg_check() -> Callable[..., Any]:
+    """`openreg_tools.checker.check` that fails the test, with the report, where a check fails; returns the report."""
+    from openreg_tools.checker import check
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        report = check(*args, **kwargs)
+        if not report.passed:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return checked

@@ -1,0 +1,500 @@
+"""Watches what a test does with a device: a mode for calls from Python, one for operators, and a few patched functions.
+
+The line that a finding names is the innermost one that is neither torch's, NumPy's nor pytest's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import reprlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy
+import pluggy
+import pytest
+import torch
+import typing_extensions
+from _pytest._io import saferepr
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_iter
+
+from openreg_tools import backends
+
+Found = Callable[[str, str, str, bool], None]  # kind, what, where, whether that is the tests' own code
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_SKIPPED = (
+    _TORCH,
+    os.path.dirname(__file__) + os.sep,
+    *(os.path.dirname(module.__file__) + os.sep for module in (numpy, pluggy, pytest)),
+    os.path.join(os.path.dirname(os.path.dirname(pytest.__file__)), "_pytest") + os.sep,
+    typing_extensions.deprecated.__call__.__code__.co_filename,  # around what torch deprecates
+    "<",
+)
+_FOR_ANY = {
+    f"torch.cuda.{name}": f": torch.accelerator.{name} asks for any" for name in ("is_available", "device_count")
+}
+# Calls that give the host a value. A copy to the host and a shape that depends on data are seen as operators.
+_READS = {
+    getattr(torch.Tensor, name): name.strip("_")
+    for name in (
+        "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__repr__", "__format__"
+    )
+}  # fmt: skip
+_TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
+_IS_CUDA = torch.Tensor.is_cuda.__get__
+# Copies, and which arguments are the source and the target.
+_COPIES = {"aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_to_copy": (0, None)}
+
+
+@functools.cache  # asked first when a test begins, when the packages of the devices are imported
+def skipped() -> tuple[str, ...]:
+    """Beginnings of the files whose lines are not the program's."""
+    return (*_SKIPPED, *(file for backend in backends.registered() for file in backend.hidden))
+
+
+@functools.cache
+def _may_name_cuda() -> tuple[str, ...]:
+    """What is skipped, and all of the packages of the devices."""
+    files = [sys.modules[backend.package].__file__ for backend in backends.registered()]
+    return (*skipped(), *(os.path.dirname(file) + os.sep for file in files))
+
+
+def place(root: Path, frame: FrameType | None) -> tuple[str, bool]:
+    """The program's line above a frame, and whether it is the tests' own code."""
+    while frame is not None and frame.f_code.co_filename.startswith(skipped()):
+        frame = frame.f_back
+    if frame is None:
+        return "in a backward pass", False
+    return shown(root, frame.f_code.co_filename, frame.f_lineno), _is_test(root, frame)
+
+
+def shown(root: Path, file: str, line: int) -> str:
+    """A line, relative to the suite's root or to site-packages."""
+    with contextlib.suppress(ValueError):
+        return f"{Path(file).relative_to(root)}:{line}"
+    return f"{file.rpartition(f'site-packages{os.sep}')[2]}:{line}"
+
+
+def _is_test(root: Path, frame: FrameType) -> bool:
+    """A module whose asserts pytest rewrites, or a file in a folder of tests."""
+    if type(frame.f_globals.get("__loader__")).__name__ == "AssertionRewritingHook":
+        return True
+    file = Path(frame.f_code.co_filename)
+    return file.is_relative_to(root) and bool({"test", "tests"} & set(file.relative_to(root).parts[:-1]))
+
+
+def _explains(frame: FrameType | None) -> bool:
+    """Whether pytest shows a value, to explain an assertion that failed."""
+    while frame is not None and frame.f_code.co_filename.startswith((*skipped(), reprlib.__file__)):
+        if frame.f_code.co_filename == saferepr.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Watch:
+    """What one test does with devices of some types; `found` is told, `with watch.watching():`.
+
+    Args:
+        types: device types, "cpu" not among them.
+        kinds: what to look for, of `findings.KINDS`.
+        root: the folder that lines are relative to.
+    """
+
+    def __init__(self, types: set[str], kinds: set[str], root: Path, found: Found) -> None:
+        self.types, self.kinds, self.root, self.found = types, kinds, root, found
+        self.backends = [backends.of_device(each) for each in sorted(types)]
+        self.seeded = False
+        self.suspects: list[tuple[str, str, str, bool]] = []  # errors that are misuse if the test does not expect them
+        self.draws: list[tuple[str, str, str, bool]] = []  # misuse if the test uses the device
+        self.used = False
+        self.quiet = 0  # inside a call that has been told
+        self.placed = 0  # inside a call that says where its result is to be
+        self.fallbacks = 0
+        self.named: set[str] = set()  # lines that name a part of torch.cuda
+
+    def tell(self, kind: str, what: str) -> None:
+        if kind in self.kinds:
+            self.found(kind, what, *place(self.root, sys._getframe(1)))
+
+    def suspect(self, kind: str, what: str) -> None:
+        if kind in self.kinds:
+            self.suspects.append((kind, what, *place(self.root, sys._getframe(1))))
+
+    def failed(self) -> None:
+        """The test failed: the errors that it met are to be told."""
+        for each in self.suspects:
+            self.found(*each)
+
+    def on_device(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.device.type in self.types
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for backend in self.backends if self.kinds & {"race", "pinned"} else ():
+                stack.enter_context(backend.races(self._raced))
+            stack.enter_context(_patched(self))
+            if "cuda" in self.kinds - self.types:
+                stack.enter_context(_naming_cuda(self))
+            stack.enter_context(_Calls(self))
+            stack.enter_context(_Operators(self))
+            yield
+        for each in self.draws if self.used else ():
+            self.found(*each)
+
+    # ---- what is looked for ----
+
+    def _raced(self, errors: list[Any]) -> None:
+        for error in errors:
+            now, then = error.current_access, error.previous_access
+            if now.stream is None and now.type.name == "WRITE":
+                self.tell("pinned", f"written while {_name(then)} may read it")
+            else:
+                reader = "the host" if now.stream is None else f"stream {now.stream[1]}"
+                self.tell("race", f"{reader} did not wait for {_name(then)}")
+
+    def waited(self, what: str) -> None:
+        if not self.quiet and not _explains(sys._getframe(1)):
+            self.tell("sync", what)
+
+    def cuda(self, what: str) -> None:
+        if "cuda" not in self.types and not self.quiet:
+            self.tell("cuda", what)
+
+    def names_cuda(self, name: str) -> None:
+        """A line names a part of torch.cuda."""
+        self.named.add(place(self.root, sys._getframe(1))[0])
+        self.cuda(name + _FOR_ANY.get(name, ""))
+
+    def uses_cuda(self) -> None:
+        """CUDA is initialised: by a function that was imported by its name, if the line does not say torch.cuda."""
+        if place(self.root, sys._getframe(1))[0] not in self.named:
+            self.cuda("torch.cuda is used")
+
+    def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """A call of torch's Python interface."""
+        __tracebackhide__ = True
+        if said := _says_cuda(func, args, kwargs):
+            self.cuda(said)
+        reads = _READS.get(func)
+        device = bool(args) and self.on_device(args[0])
+        if reads and device:
+            self.waited({"repr": "print", "format": "print"}.get(reads, reads))
+        hidden = bool(said) or (reads is not None and device)
+        placed = kwargs.get("device") is not None
+        self.quiet += hidden
+        self.placed += placed
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            if func in _TO_NUMPY and device:
+                self.suspect("host", f"{func.__name__}() of a tensor on {args[0].device}")
+            elif "device" in str(error) and len(devices := _devices(args, kwargs)) > 1:
+                self.suspect("mixed", f"{getattr(func, '__name__', func)} of {' and '.join(devices)}")
+            raise
+        finally:
+            self.quiet -= hidden
+            self.placed -= placed
+
+    def operator(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+        """An operator, below autograd."""
+        __tracebackhide__ = True
+        name = func.name()
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+        here = any(x.device.type in self.types for x in tensors)
+        made = kwargs.get("device")
+        self.used |= here or (made is not None and torch.device(made).type in self.types)
+        if name in _COPIES and isinstance(args[_COPIES[name][0]], torch.Tensor):  # torch.func copies numbers too
+            self._copy(*_copied(name, args, kwargs))
+        elif here and name == "aten::_local_scalar_dense":
+            self.waited("item")
+        elif here and _depends_on_data(func, tensors):
+            self.waited(f"{name.removeprefix('aten::')}: a size or value that depends on data")
+        elif not here and "seed" in self.kinds and torch.Tag.nondeterministic_seeded in func.tags:
+            self._drawn(name, kwargs, bool(tensors) or bool(self.placed))
+        out = func(*args, **kwargs)
+        if here and "sync" in self.kinds:
+            fallbacks = sum(backend.fallbacks() for backend in self.backends)
+            if fallbacks > self.fallbacks:
+                self.waited(f"{name} falls back to the CPU")
+            self.fallbacks = fallbacks
+        if "leak" in self.kinds:
+            self._made(tensors, out)
+        return out
+
+    def _copy(self, source: torch.Tensor, to: torch.Tensor | torch.device, non_blocking: bool) -> None:
+        there = to.device if isinstance(to, torch.Tensor) else to
+        if source.device.type in self.types and there.type == "cpu":
+            pinned = not isinstance(to, torch.Tensor) or to.is_pinned()  # torch makes new memory for such a copy pinned
+            if not non_blocking:
+                self.waited("copy to the host")
+            elif not pinned:
+                self.tell("pinned", "non_blocking copy to memory that is not pinned: the host waits")
+                self.waited("non_blocking copy to memory of the host that is not pinned")
+        elif source.device.type == "cpu" and there.type in self.types and non_blocking and not source.is_pinned():
+            self.tell("pinned", "non_blocking copy of memory that is not pinned: the host copies it to a buffer first")
+
+    def _drawn(self, name: str, kwargs: dict, placed: bool) -> None:
+        device = kwargs.get("device")
+        if kwargs.get("generator") is not None or (device is not None and torch.device(device).type != "cpu"):
+            return
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(skipped()):
+            if frame.f_code.co_filename == f"{_TORCH}nn/init.py" or frame.f_code.co_name == "reset_parameters":
+                return  # a module is made on the CPU and moved
+            frame = frame.f_back
+        where, own = place(self.root, frame)
+        what = f"{name.removeprefix('aten::').partition('.')[0]} on the CPU, "
+        if not own and not placed:  # and not where its arguments are
+            self.draws.append(("seed", what + "in the library", where, own))
+        elif own and not self.seeded:
+            self.draws.append(("seed", what + "which this test has not seeded", where, own))
+
+    def _made(self, tensors: list[torch.Tensor], out: Any) -> None:
+        known = {x.untyped_storage()._cdata for x in tensors if _has_storage(x)}
+        for x in tree_iter(out):
+            if self.on_device(x) and _has_storage(x) and (storage := x.untyped_storage())._cdata not in known:
+                if storage.device.type != "meta" and storage.nbytes():  # a fake tensor's size may be unknown
+                    Leaks.made(storage, self, *place(self.root, sys._getframe(1)))
+
+
+class Leaks:
+    """The device memory that tests made and that is still there; one list, since the last test may free the first's."""
+
+    alive: list[tuple[StorageWeakRef, int, Watch, str, bool]] = []
+    most = 1000
+
+    @classmethod
+    def made(cls, storage: torch.UntypedStorage, watch: Watch, where: str, own: bool) -> None:
+        cls.alive.append((StorageWeakRef(storage), storage.nbytes(), watch, where, own))
+        if len(cls.alive) > cls.most:
+            cls._prune()
+            cls.most = max(1000, 2 * len(cls.alive))
+
+    @classmethod
+    def _prune(cls) -> None:
+        cls.alive = [each for each in cls.alive if not each[0].expired()]
+
+    @classmethod
+    def forget(cls, watch: Watch) -> None:
+        """A test failed: its traceback keeps what its frames hold."""
+        cls.alive = [each for each in cls.alive if each[2] is not watch]
+
+    @classmethod
+    def tell(cls) -> None:
+        """All tests have ended: tell what is left."""
+        gc.collect()
+        cls._prune()
+        for _, nbytes, watch, where, own in cls.alive:
+            watch.found("leak", f"{nbytes:,} bytes", where, own)
+        cls.alive = []
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        __tracebackhide__ = True
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        return self.watch.call(func, args, kwargs or {})
+
+
+class _Operators(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled operators are seen when they run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        __tracebackhide__ = True
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # comes back with the tensors in it
+            return NotImplemented
+        plain = all(kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl for kind in types)
+        if not plain or not isinstance(func, torch._ops.OpOverload):  # fake tensors; higher-order operators
+            return func(*args, **(kwargs or {}))
+        return self.watch.operator(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def _patched(watch: Watch) -> Iterator[None]:
+    """What no mode sees: waits for a whole device, and CUDA's own module."""
+
+    def before(owner: Any, name: str, notice: Callable[..., None]) -> Callable[[], None]:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            notice(*args, **kwargs)
+            watch.quiet += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                watch.quiet -= 1
+
+        setattr(owner, name, noticed)
+        return lambda: setattr(owner, name, function)
+
+    modules = [torch.accelerator, *(getattr(torch, kind, None) for kind in watch.types)]
+    undo = [
+        before(module, "synchronize", lambda *_, **__: watch.waited("synchronize"))
+        for module in modules
+        if hasattr(module, "synchronize")
+    ]
+    undo.append(before(torch.cuda, "_lazy_init", lambda: watch.uses_cuda()))
+
+    def autocast(_: Any, device_type: str = "", *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            watch.cuda('autocast("cuda")')
+
+    def scaler(_: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        if device == "cuda":
+            watch.cuda('GradScaler("cuda")')
+
+    def default(kind: Any) -> None:
+        if _is_cuda_type(kind):
+            watch.cuda(f'"{kind}"')
+
+    undo.append(before(torch.autocast, "__init__", autocast))
+    undo.append(before(torch.amp.GradScaler, "__init__", scaler))
+    undo.append(before(torch, "set_default_tensor_type", default))
+    try:
+        yield
+    finally:
+        for each in reversed(undo):
+            each()
+
+
+@contextlib.contextmanager
+def _naming_cuda(watch: Watch) -> Iterator[None]:
+    """While it lasts, each `torch.cuda.NAME` outside torch is told.
+
+    The modules tell what is taken from them. Nothing in them is replaced: classes stay themselves, and a test that
+    patches a function there puts back the right one, however late.
+    """
+
+    may_name_cuda = _may_name_cuda()
+
+    class Module(ModuleType):
+        def __getattribute__(self, name: str) -> Any:  # does not name `torch`, else Dynamo would compile it
+            __tracebackhide__ = True
+            value = super().__getattribute__(name)
+            if (
+                not name.startswith("_")
+                and name not in ("autocast", "GradScaler")  # told when one is made
+                and not isinstance(value, ModuleType)
+                and not sys._getframe(1).f_code.co_filename.startswith(may_name_cuda)
+            ):
+                watch.names_cuda(f"{self.__name__}.{name}")
+            return value
+
+    modules = [module for name, module in sys.modules.items() if f"{name}.".startswith("torch.cuda.")]
+    before = [(module, type(module)) for module in modules if isinstance(module, ModuleType)]
+    try:
+        for module, _ in before:
+            module.__class__ = Module
+        yield
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
+
+
+@contextlib.contextmanager
+def noticing_seeds(watch: Callable[[], Watch | None]) -> Iterator[None]:
+    """While it lasts, a test that seeds the CPU's generator is known to have done so."""
+
+    def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def seeds(*args: Any, **kwargs: Any) -> Any:
+            if (current := watch()) is not None:
+                current.seeded = True
+            return function(*args, **kwargs)
+
+        return seeds
+
+    before = {(owner, name): getattr(owner, name)
+              for owner in (torch, torch.random) for name in ("manual_seed", "set_rng_state")}  # fmt: skip
+    for (owner, name), function in before.items():
+        setattr(owner, name, noticing(function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
+
+
+# ---- calls and operators ----
+
+
+def _name(access: Any) -> str:
+    return str(access.operator).partition("(")[0]
+
+
+def _says_cuda(func: Any, args: tuple, kwargs: dict) -> str:
+    """What in a call insists on CUDA; empty if nothing does."""
+    if func is torch.Tensor.cuda:
+        return ".cuda()"
+    if func == _IS_CUDA:
+        caller = sys._getframe(3).f_code.co_filename
+        return "" if caller.startswith(_TORCH) else "is_cuda"
+    if func is torch.Tensor.type:
+        return next((f'"{kind}"' for kind in (*args[1:], *kwargs.values()) if _is_cuda_type(kind)), "")
+    named = [kwargs.get("device"), *(args if func in (torch.device, torch.Tensor.to) else ())]
+    named += [each for each in args if isinstance(each, torch.device)]
+    for each in named:
+        if (isinstance(each, torch.device) and each.type == "cuda") or (
+            isinstance(each, str) and each.partition(":")[0] == "cuda"
+        ):
+            return f'device "{each}"'
+    return ""
+
+
+def _is_cuda_type(kind: Any) -> bool:
+    """Whether a tensor type's name is one of CUDA's; the types themselves are parts of torch.cuda."""
+    return isinstance(kind, str) and kind.startswith("torch.cuda.")
+
+
+def _devices(args: tuple, kwargs: dict) -> list[str]:
+    """The devices of the tensors in a call, but for numbers on the CPU, which go with any."""
+    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+    return sorted({str(x.device) for x in tensors if x.dim() or x.device.type != "cpu"})
+
+
+def _copied(name: str, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | torch.device, bool]:
+    """Of a copy: the source, the target or the device of a new one, and whether it is non_blocking."""
+    source, target = _COPIES[name]
+    to = kwargs.get("device") if target is None else args[target]
+    return (
+        args[source],
+        to if target is not None else torch.device(args[source].device if to is None else to),
+        bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])),
+    )
+
+
+def _depends_on_data(func: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> bool:
+    if func is torch.ops.aten.index.Tensor:  # only where a mask is among the indices
+        return any(x.dtype in (torch.bool, torch.uint8) for x in tensors[1:])
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def _has_storage(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested and torch._C._has_storage(x)

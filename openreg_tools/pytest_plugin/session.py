@@ -1,0 +1,324 @@
+"""A pytest run on a device: what its tests get for `device`, what is watched while they run, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from openreg_tools import backends
+from openreg_tools.pytest_plugin import isolated, misuse
+from openreg_tools.pytest_plugin.findings import KINDS, Finding, Findings
+
+__all__ = ["Session", "device_syncs"]
+
+# Kinds that only a device can tell which looks for them.
+_OF_THE_DEVICE = {"host", "race"}
+
+
+class Session:
+    """The plugin object of a run with --device."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        option = config.option
+        self.config = config
+        self.devices = [_device(name.strip()) for name in option.on_device.split(",")]
+        self.names: list[str] = config.getini("device_names")
+        self.types = {device.type for device in self.devices} - {"cpu"}
+        self.forbidden = _kinds("--device-forbid", option.device_forbid)
+        self.kinds = _kinds("--device-misuse", option.device_misuse) | self.forbidden
+        self.budget: int | None = option.device_sync_budget
+        if self.budget is not None:
+            self.kinds |= {"sync"}
+        told = {kind for each in self.types for kind in backends.of_device(each).sees}
+        seen = set(KINDS) - (_OF_THE_DEVICE - told) if self.types else {"cuda"}
+        self.unseen = self.kinds - seen
+        self.kinds &= seen
+        self.findings = Findings()
+        self.ended: list[str] = []  # tests that ended their process, which knew of leaks
+        self.tests = 0
+        self.watch: misuse.Watch | None = None
+        self.child = isolated.child(config)
+        if self.child:
+            config.pluginmanager.register(self.child)
+        # A worker of pytest-xdist, or a process that isolated.py started, leaves the report to the one that started it.
+        self.is_worker = hasattr(config, "workerinput") or self.child is not None
+        self.isolates = "host" in self.kinds and not self.child and isolated.starts(config)
+        if "seed" in self.kinds:
+            seeds = misuse.noticing_seeds(lambda: self.watch)
+            seeds.__enter__()
+            config.add_cleanup(lambda: seeds.__exit__(None, None, None))
+
+    def pytest_report_header(self) -> str:
+        line = f"device: {', '.join(map(str, self.devices))}"
+        for words, kinds in (("watched for", self.kinds), ("not seen there", self.unseen)):
+            line += f"; {words}: {', '.join(kind for kind in KINDS if kind in kinds)}" * bool(kinds)
+        return line
+
+    # ---- which device a test gets ----
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> Iterator[None]:
+        """Each argument that is a device is one of ours, whether the suite has a fixture, a parameter, or neither."""
+        names = [name for name in self.names if name in metafunc.fixturenames]
+        parametrize, seen = metafunc.parametrize, set()
+
+        def substituted(argnames: Any, argvalues: Any, *args: Any, **kwargs: Any) -> None:
+            split = [n.strip() for n in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
+            for name in set(split) & set(names):
+                seen.add(name)
+                argvalues = [*argvalues]  # a generator gives its values once
+                if (values := _substitute(split, split.index(name), argvalues, self.devices)) is not None:
+                    argvalues = values
+                    if not callable(kwargs.get("ids")):
+                        kwargs["ids"] = _id
+            parametrize(argnames, argvalues, *args, **kwargs)
+
+        metafunc.parametrize = substituted
+        try:
+            return (yield)
+        finally:
+            metafunc.parametrize = parametrize
+            for name in names:
+                if name not in seen:
+                    parametrize(name, self.devices, ids=str, scope="session")
+
+    # ---- what is watched ----
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        marker = item.get_closest_marker("device_syncs")
+        kinds = self.kinds | ({"sync"} if marker else set())
+        if kinds and self.types:
+            self.watch = _ItemWatch(self, item, kinds)
+        try:
+            return (yield)
+        finally:
+            self.watch = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        watch = self.watch
+        if watch is None:
+            return (yield)
+        try:
+            with watch.watching():
+                result = yield
+        except pytest.skip.Exception:
+            raise
+        except BaseException:
+            watch.failed()
+            misuse.Leaks.forget(watch)
+            raise
+        watch.hold_to_budget()
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        report = yield
+        if report.skipped and isinstance(report.longrepr, tuple):
+            path, line, reason = report.longrepr
+            if "cuda" in self.kinds and "cuda" not in self.types and re.search(r"\b(cuda|gpu)\b", reason, re.I):
+                where = misuse.shown(self.config.rootpath, path, line)
+                self.findings.add(Finding("cuda", reason.removeprefix("Skipped: "), where, item.nodeid, True))
+        if self.is_worker:  # the report goes to the other process, and this with it
+            report.device_findings = self.findings.pack()
+        return report
+
+    # ---- the report ----
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.tests += report.when == "call"
+        if not self.is_worker:
+            self.findings.unpack(getattr(report, "device_findings", []))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        misuse.Leaks.tell()
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["device_findings"] = self.findings.pack()
+        elif self.child:
+            self.child.send(findings=self.findings.pack())
+        else:
+            self._finish(session)
+        return (yield)
+
+    def _finish(self, session: pytest.Session) -> None:
+        if self.forbidden & self.findings.kinds() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if path := self.config.option.device_report:
+            self.findings.write(
+                path, torch=torch.__version__, devices=[*map(str, self.devices)], tests=self.tests,
+                kinds=[kind for kind in KINDS if kind in self.kinds],
+            )  # fmt: skip
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.findings.unpack(getattr(node, "workeroutput", {}).get("device_findings", []))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str) -> None:
+        if "host" in self.kinds:  # pytest-xdist tells no more than that a worker ended
+            self.findings.add(Finding("host", "a worker ended; run this test without -n", crashitem, crashitem))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run the tests in a process with isolated device memory, which a host access ends."""
+        if not self.isolates or session.config.option.collectonly:
+            return None
+        if session.testsfailed and not session.config.option.continue_on_collection_errors:
+            return None
+        isolated.run(session, self)
+        return True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.kinds and not self.findings.counts:
+            return
+        terminalreporter.section(f"device misuse on {', '.join(map(str, self.devices))}")
+        for line in self.findings.text() or [f"none found in {self.tests} test{'s' * (self.tests != 1)}"]:
+            terminalreporter.line(line)
+        for test in self.ended:
+            terminalreporter.line(f"leak: not known of the tests whose process {test} ended", red=True)
+        if found := self.forbidden & self.findings.kinds():
+            terminalreporter.line(f"--device-forbid: found {', '.join(k for k in KINDS if k in found)}", red=True)
+
+
+class _ItemWatch(misuse.Watch):
+    """The watch over one test."""
+
+    def __init__(self, session: Session, item: pytest.Item, kinds: set[str]) -> None:
+        super().__init__(session.types, kinds, session.config.rootpath, self._found)
+        self.session, self.item = session, item
+        self.waits: dict[str, int] = {}  # in the library, by line
+
+    def _found(self, kind: str, what: str, where: str, own: bool) -> None:
+        if kind in self.session.kinds:
+            self.session.findings.add(Finding(kind, what, where, self.item.nodeid, own))
+        if kind == "sync" and not own:
+            line = f"{where}  {what}"
+            self.waits[line] = self.waits.get(line, 0) + 1
+
+    def hold_to_budget(self) -> None:
+        """Fail the test if the library waited more often than its marker, or the run's budget, allows."""
+        marker = self.item.get_closest_marker("device_syncs")
+        budget = self.session.budget if marker is None else _most(*marker.args, **marker.kwargs)
+        if budget is not None and (count := sum(self.waits.values())) > budget:
+            pytest.fail(_exceeded("the library", budget, count, self.waits), pytrace=False)
+
+
+def _most(max: int) -> int:  # noqa: A002 -- the marker's argument
+    if not isinstance(max, int):
+        raise TypeError(f"device_syncs: expected max as an integer, but got {max!r}")
+    return max
+
+
+def _exceeded(who: str, budget: int, count: int, lines: dict[str, int]) -> str:
+    ordered = sorted(lines.items(), key=lambda each: -each[1])
+    shown = "".join(f"\n  {times:>5,}  {line}" for line, times in ordered[:10])
+    return f"{who} waited for the device {count} times, and the budget is {budget}:{shown}"
+
+
+# ---- the fixture device_syncs ----
+
+
+@contextlib.contextmanager
+def device_syncs(max: int | None = None) -> Iterator[list[str]]:  # noqa: A002
+    """Count the waits of the body, in tests' code too; gives the list of their lines, complete at the end.
+
+    Args:
+        max: fail if there are more.
+    """
+    waits: list[str] = []
+    accelerator = torch.accelerator.current_accelerator()
+    with contextlib.ExitStack() as stack:
+        # A watch of its own, also where the run has one, which counts too: modes see each other's calls once.
+        watch = misuse.Watch(
+            {accelerator.type} if accelerator else set(), {"sync"}, Path.cwd(),
+            lambda kind, what, where, own: waits.append(f"{where}  {what}"),
+        )  # fmt: skip
+        stack.enter_context(watch.watching())
+        yield waits
+    if max is not None and len(waits) > max:
+        lines = {line: waits.count(line) for line in dict.fromkeys(waits)}
+        pytest.fail(_exceeded("the body of device_syncs", max, len(waits), lines), pytrace=False)
+
+
+# ---- devices ----
+
+
+def _device(name: str) -> torch.device:
+    """The device of a name, after trying it; a suite that does not import the package of the device gets it here."""
+    packages = importlib.metadata.entry_points(group="torch.backends", name=name.partition(":")[0])
+    for package in packages:
+        try:
+            package.load()
+        except Exception as error:
+            raise pytest.UsageError(
+                f"--device {name}: importing {package.module} failed: {error}; `python -m openreg_tools info` says more"
+            ) from error
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError, AttributeError) as error:
+        said = str(error).splitlines()[0]
+        if not packages:
+            said += "; if another package brings the device, import it with `-p PACKAGE`"
+        raise pytest.UsageError(
+            f"--device {name}: torch {torch.__version__} cannot make a tensor there: {said}"
+        ) from error
+    return device
+
+
+def _kinds(option: str, text: str | None) -> set[str]:
+    asked = {kind.strip() for kind in (text or "").split(",")} - {""}
+    if unknown := asked - {*KINDS, "all"}:
+        raise pytest.UsageError(f"{option}: no kind {', '.join(sorted(unknown))}; there are all, {', '.join(KINDS)}")
+    return set(KINDS) if "all" in asked else asked
+
+
+def _substitute(names: list[str], index: int, rows: list[Any], devices: list[torch.device]) -> list[Any] | None:
+    """A parametrization with our devices in the place of its own; None where its values are no devices.
+
+    Rows that differ only in their device become one for each of ours. A row loses what skips it: that was for its device.
+    None, the default device, is one where another value names one.
+    """
+    plain = [r.values if type(r).__name__ == "ParameterSet" else (r,) if len(names) == 1 else tuple(r) for r in rows]
+    named = [values[index] for values in plain if values[index] is not None]
+    if not named or not all(map(_names_a_device, named)):
+        return None
+    out, seen = [], set()
+    for row, values in zip(rows, plain, strict=True):
+        marks = [m for m in getattr(row, "marks", ()) if getattr(m, "name", "") not in ("skip", "skipif")]
+        own = named[0] if values[index] is None else values[index]
+        for device in devices:
+            new = (*values[:index], str(device) if isinstance(own, str) else device, *values[index + 1 :])
+            if (key := _key(new)) not in seen:
+                seen.add(key)
+                out.append(pytest.param(*new, marks=marks))
+    return out
+
+
+def _key(value: Any) -> Any:
+    """Equal for values that are surely the same: plain ones by what they show, others by identity."""
+    if type(value) in (tuple, list):
+        return type(value), *map(_key, value)
+    plain = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+    return (type(value), repr(value)) if type(value) in plain else id(value)
+
+
+def _names_a_device(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return True
+    try:
+        return isinstance(value, str) and bool(torch.device(value))
+    except RuntimeError:
+        return False
+
+
+def _id(value: Any) -> str | None:
+    return str(value) if isinstance(value, torch.device) else None

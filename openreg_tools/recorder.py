@@ -1,0 +1,304 @@
+"""The calls that a program makes through the dispatcher: which keys each passes, and a mode that records them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from openreg_tools import dispatch
+
+__all__ = ["Call", "Recorder", "Step", "keyset", "path"]
+
+
+# ---- the keys of one call ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one key does in a call."""
+
+    key: str
+    does: str
+    where: str
+    last: bool = False  # nothing below this key is reached by this operator itself
+
+
+# What kernels of these keys do, by the key's name without a device's.
+DOES = {
+    "Autograd": "records the derivative",
+    "ADInplaceOrView": "counts versions, relates views",
+    "Autocast": "casts, by autocast's policy",
+    "Functionalize": "replaces writes and views by copies",
+    "BackendSelect": "takes the backend from the device argument",
+    "Conjugate": "resolves a lazy conjugation",
+    "Negative": "resolves a lazy negation",
+    "ZeroTensor": "materialises an efficient zero",
+    "Python": "calls a tensor subclass or a mode in Python",
+    "FuncTorch": "applies a transform of torch.func",
+    "Batched": "applies vmap",
+    "Tracer": "records for torch.jit.trace",
+}
+
+
+def about(key: str) -> str:
+    """What a key is for; empty for a backend's."""
+    return next((does for name, does in DOES.items() if key.startswith(name)), "")
+
+
+def step(op: str, key: str, kernel: dispatch.Kernel | None) -> Step:
+    """What `key` does with an operator whose table has `kernel` there."""
+    if kernel is None or not about(key):
+        here = dispatch.has(op, key)
+        return Step(key, f"{here.kind}: {here.why}" if here.kind != "own" else here.why, here.where, last=True)
+    if kernel.fallthrough:
+        return Step(key, "falls through", kernel.where)
+    if kernel.source == "math kernel":
+        return Step(key, "decomposes (CompositeImplicitAutograd)", kernel.where, last=True)
+    if key.startswith("Autograd") and kernel.source == "backend fallback":
+        return Step(key, "has no derivative: the fallback's rule holds", kernel.where)
+    return Step(key, about(key), kernel.where)
+
+
+def keyset(values: Any, exclude: torch._C.DispatchKeySet | None = None) -> torch._C.DispatchKeySet:
+    """The keys that a call with these arguments has, in the modes of the calling thread."""
+    if exclude is None:
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+    keys = torch._C._dispatch_tls_local_include_set()
+    for value in tree_iter(values):
+        if isinstance(value, torch.Tensor):
+            keys = keys | torch._C._dispatch_keys(value)
+    return keys - exclude
+
+
+def listed(keys: torch._C.DispatchKeySet) -> list[str]:
+    """The names of the keys, the first to be called first."""
+    out = []
+    while (first := keys.highestPriorityTypeId()) != torch._C.DispatchKey.Undefined:
+        out.append(first.name)
+        keys = keys.remove(first)
+    return out
+
+
+def path(op: str, keys: list[str], backend: str, everything: bool = False) -> list[Step]:
+    """The kernels that a call passes, in order; with `everything`, also keys that fall through.
+
+    `backend` is the key that a factory's device argument chooses; where a tensor has a backend's key it counts.
+    """
+    table = dispatch.kernels(op)
+    if not any(not about(key) for key in keys):
+        chosen = table.get("BackendSelect")
+        keys = [*keys, backend if chosen and not chosen.fallthrough else "Undefined"]
+    steps = []
+    for key in keys:
+        found = step(op, key, table.get(key))
+        if everything or found.does != "falls through":
+            steps.append(found)
+        if found.last:
+            break
+    return steps
+
+
+# ---- calls ----
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call that reached the device: below autograd, or inside a composite."""
+
+    name: str
+    has: str  # one of dispatch.HAS
+    keys: list[str]
+    depth: int
+    thread: int
+    start: float  # seconds since the recording began
+    seconds: float = 0.0  # with the calls inside
+    own: float = 0.0  # without
+    part: float = 0.0  # of the longest call inside that is no composite itself
+    bytes: int = 0  # of the tensors that it reads and writes
+    wait: str = ""  # why the host waits for the device
+    where: str = ""  # the program's line, of what waits or falls back
+    error: str = ""
+
+
+_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
+_COMPOSITES = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+# Copies, and which arguments are the source and the target.
+_COPIES = {
+    "aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_copy_from_and_resize": (0, 1), "aten::_to_copy": (0, None)
+}  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator that runs on a device; those of the autograd engine's threads too.
+
+    Times are the host's clock around the call, without waiting for the device: what the kernel took where it ran on
+    the calling thread. With `events` the device's own events are recorded around each call instead, which is right
+    where work is queued. Composites are entered, so that `own` of a call excludes the calls inside. `overhead` is taken
+    off the host's times: the seconds that a call takes longer from here, and those that each part costs a composite.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, target: dispatch.Target, events: bool = False, overhead: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        super().__init__()
+        self.target, self.events, self.overhead = target, events, overhead
+        self.type = torch.device(target.device).type
+        self.calls: list[Call] = []
+        self.elsewhere = 0  # calls that touched no tensor of the device
+        self.origin = time.perf_counter()
+        self.outer = torch._C._dispatch_tls_local_exclude_set()
+        self._local = threading.local()
+        self._threads: dict[int, int] = {}
+        self._pairs: list[tuple[Call, torch.Event, torch.Event, list[Call]]] = []
+        self._has = functools.cache(lambda op, key, policies: dispatch.has(op, key).kind)
+        self._backend = functools.cache(lambda raw: next((k for k in listed(_keys(raw)) if not about(k)), ""))
+        self._names = functools.cache(lambda raw: listed(_keys(raw)))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import dynamo
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        entered = time.perf_counter()
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+        device = kwargs.get("device")
+        here = device is not None and torch.device(device).type == self.type
+        if not here and not any(t.device.type == self.type for t in tensors):
+            self.elsewhere += 1
+            return func(*args, **kwargs)
+
+        name, local = func.name(), self._local
+        if not hasattr(local, "stack"):
+            local.stack = []
+        raw = keyset(tensors, self.outer).raw_repr() if tensors else 0
+        key = self._backend(raw) or self.target.key
+        composite_inside = any(frame[0] is not None for frame in local.stack)
+        names = self._names(raw)
+        if composite_inside:  # below autograd
+            names = [each for each in names if not each.startswith(("Auto", "AD"))]
+        elif not torch.is_autocast_enabled(self.type):
+            names = [each for each in names if not each.startswith("Autocast")]
+        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+        call = Call(name, self._has(name, key, dispatch.policies()), names, len(local.stack), thread, 0.0)
+        call.wait = self._waits(func, call, args, kwargs)
+        if call.wait:
+            call.where = _program_line()
+        enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
+        enter = enter and all(frame[1] != name for frame in local.stack)  # a mode makes detach() call itself
+        local.stack.append([call if enter else None, name, 0.0, [], False])  # and of its parts: time, calls, waits
+        self.calls.append(call)
+        call.start = time.perf_counter() - self.origin
+        function = functools.partial(func._op_dk, _composite_key(name)) if enter else func
+        begin = self._event()
+        if enter:
+            self.__enter__()
+        started = time.perf_counter()
+        try:
+            out = function(*args, **kwargs)
+        except Exception as error:
+            call.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise
+        finally:
+            ended = time.perf_counter()
+            if enter:
+                self.__exit__(None, None, None)
+            end = self._event()
+            *_, inside, children, waited = local.stack.pop()
+            each, part = self.overhead
+            call.own = max(0.0, ended - started - inside - each - part * len(children))
+            call.seconds = call.own + sum(child.seconds for child in children)
+            call.part = _part(children)
+            if waited:  # a part has said so
+                call.wait = call.where = ""
+            if local.stack:
+                local.stack[-1][4] |= waited or bool(call.wait)
+            if begin is not None and end is not None:
+                self._pairs.append((call, begin, end, children))
+        if not _view(func):
+            written = [value for value in tree_iter(out) if isinstance(value, torch.Tensor)]
+            unique = {id(t): t for t in (*tensors, *written)}
+            call.bytes = sum(_nbytes(t) for t in unique.values())
+        if local.stack:
+            local.stack[-1][2] += time.perf_counter() - entered
+            local.stack[-1][3].append(call)
+        return out
+
+    def _event(self) -> torch.Event | None:
+        if not self.events:
+            return None
+        event = torch.Event(self.type, enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        """Read the events' times."""
+        for call, begin, end, children in self._pairs:  # children before their parents
+            end.synchronize()
+            call.seconds = begin.elapsed_time(end) / 1e3
+            call.own = max(0.0, call.seconds - sum(child.seconds for child in children))
+            call.part = _part(children)
+        self._pairs.clear()
+
+    def _waits(self, func: OpOverload, call: Call, args: tuple, kwargs: dict) -> str:
+        """Why the host waits for the device in this call, or an empty string."""
+        if call.has == "fallback":
+            return "fallback"
+        if self.type == "cpu":
+            return ""
+        if call.name == "aten::_local_scalar_dense":
+            return "item"
+        if call.name in _COPIES:
+            source, target = _COPIES[call.name]
+            to = kwargs.get("device") if target is None else args[target].device
+            asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            if target is not None and to.type == "cpu":  # torch makes a new target pinned
+                asynchronous = asynchronous and args[target].is_pinned()
+            from_here = args[source].device.type == self.type
+            return "copy to host" if from_here and to and torch.device(to).type == "cpu" and not asynchronous else ""
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return "shape from data"
+        return "value from data" if torch.Tag.data_dependent_output in func.tags else ""
+
+
+def _part(children: list[Call]) -> float:
+    return max((child.part if child.has == "composite" else child.seconds for child in children), default=0.0)
+
+
+def _keys(raw: int) -> torch._C.DispatchKeySet:
+    return torch._C.DispatchKeySet.from_raw_repr(raw)
+
+
+def _composite_key(op: str) -> torch._C.DispatchKey:
+    key = next(key for key in _COMPOSITES if torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
+    return getattr(torch._C.DispatchKey, key)
+
+
+def _view(func: OpOverload) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0
+
+
+def _program_line() -> str:
+    """The line of the program that runs: the innermost frame that is neither torch's nor of these tools."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "backward"

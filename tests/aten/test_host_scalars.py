@@ -1,0 +1,190 @@
+"""CPU scalars, 0-dim CPU tensors, beside tensors on the device: accepted where CUDA accepts them, refused elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openreg_ops import _build
+from openreg_tools.conformance import opinfo
+
+D = "openreg"
+REFUSED = "Expected all tensors to be on the same device"
+
+
+@pytest.fixture(params=["inline", "async"], autouse=True)
+def mode(request):
+    with torch.openreg.launch_mode(request.param):
+        yield
+        torch.openreg.synchronize()
+
+
+def forms(name):
+    """Every form of a pointwise operator of three tensors; each returns its result as a list."""
+    f = getattr(torch, name)
+    foreach = getattr(torch, f"_foreach_{name}")
+    yield lambda x, y, z: [f(x, y, z, value=2)]
+    yield lambda x, y, z: [f(x, y, z, value=2, out=torch.empty(3, device=D))]
+    yield lambda x, y, z: foreach([x, x], [y, y], [z, z], value=2)
+    yield lambda x, y, z: foreach([x, x], [y, y], [z, z], [2, 2])
+    if name == "addcdiv":
+        yield lambda x, y, z: [torch.ops.aten.addcdiv(x, y, z, value=2)]
+
+
+def in_place(name):
+    f, foreach = getattr(torch.Tensor, f"{name}_"), getattr(torch, f"_foreach_{name}_")
+    yield lambda x, y, z: [f(x, y, z, value=2)]
+    yield lambda x, y, z: foreach(out := [x.clone(), x], [y, y], [z, z], 2) or out
+
+
+def tensors():
+    return [torch.tensor([1.0, 2.0, 3.0], device=D) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
+def test_addcmul_takes_a_scalar_as_tensor2_and_addcdiv_none(name):
+    scalar = torch.tensor(2.0)
+    for form in (*forms(name), *in_place(name)):
+        for position in range(3):
+            arguments = tensors()
+            arguments[position] = scalar
+            if position == 2 and name == "addcmul":
+                for result in form(*arguments):
+                    assert result.tolist() == [5, 10, 15]
+                continue
+            with pytest.raises(RuntimeError, match=f"{REFUSED}|is on cpu|written to"):
+                form(*arguments)
+        x, _, _ = tensors()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            form(x, scalar, scalar)
+        with pytest.raises(RuntimeError, match=REFUSED):  # x twice: the second tensor is one that was seen before
+            form(x, scalar, x)
+    x = tensors()[0]
+    assert torch.addcmul(x, x, scalar).tolist() == [3, 6, 9]
+
+
+def test_the_last_tensor_only():
+    x, scalar = torch.tensor([1.0, 2.0], device=D), torch.tensor(0.5)
+    assert torch.lerp(x, x + 1, scalar).tolist() == x.lerp_(x + 1, scalar).tolist() == [1.5, 2.5]
+    for wrong in ((scalar, x, x), (x, scalar, x), (x, scalar, scalar)):
+        with pytest.raises(RuntimeError, match="takes a CPU scalar as its last tensor only|takes one CPU scalar"):
+            torch.lerp(*wrong)
+    assert x.masked_fill_(x > 2, scalar).tolist() == [1.5, 0.5]
+    assert x.index_fill_(0, torch.tensor([1], device=D), torch.tensor(9.0)).tolist() == [1.5, 9]
+
+
+def test_every_form_of_clamp_refuses_a_scalar():
+    x, scalar = tensors()[0], torch.tensor(0.0)
+    for call in (x.clamp, x.clamp_, x.clamp_min, x.clamp_min_, x.clamp_max, x.clamp_max_):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            call(scalar)
+
+
+def test_one_scalar_of_two():
+    x, scalar = torch.tensor([1.0, 2.0], device=D), torch.tensor(2.0)
+    for call in (torch.add, torch.mul, torch.pow, torch.maximum, torch.eq, torch.atan2, torch.fmod, torch.xlogy):
+        assert torch.equal(call(x, scalar).cpu(), call(x.cpu(), scalar))
+        assert torch.equal(call(scalar, x).cpu(), call(scalar, x.cpu()))
+        with pytest.raises(RuntimeError, match="takes one CPU scalar, as on CUDA"):
+            call(scalar, scalar, out=torch.empty((), dtype=call(scalar, scalar).dtype, device=D))
+    assert torch.where(scalar > 1, scalar, x).tolist() == [2, 2]  # which moves every scalar
+    assert torch.equal(torch._foreach_mul([x, x], [scalar, x])[0].cpu(), x.cpu() * 2)
+    parameter = torch.ones(2, device=D, requires_grad=True)
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.1), fused=True)
+    parameter.grad = torch.ones(2, device=D)
+    optimizer.step()
+    assert torch.allclose(parameter.detach().cpu(), torch.tensor(0.9))
+
+
+def test_index_put_takes_indices_and_numbers_from_the_host(mode):
+    def x():
+        return torch.zeros(3, 3, device=D)
+
+    def ones(*shape):
+        return torch.ones(shape)
+
+    for index in (torch.tensor([0, 2]), torch.tensor([0, 2], device=D)):
+        y = x()
+        y[index] = ones()
+        assert y.index_put_((index,), ones(), accumulate=True).sum() == 12
+        x()[index] = ones(1)  # which Python makes one of no dimension
+        for wrong in (ones(2, 3), ones(3), ones(1)):
+            with pytest.raises(RuntimeError, match="index_put_impl_: Expected all tensors to be on the same device"):
+                x()[index] = wrong.expand(2, 3)
+            with pytest.raises(RuntimeError, match="same device"):
+                x().index_put_((index,), wrong, accumulate=True)
+            with pytest.raises(RuntimeError, match="same device"):
+                torch.ops.aten._unsafe_index_put(x(), (index,), wrong)
+    y = x()
+    with pytest.raises(RuntimeError, match="same device"):
+        y[y == 0] = ones(9)
+
+
+# Operators that take host tensors by design, on CUDA too.
+BY_DESIGN = {"aten::_ctc_loss", "aten::index", "aten::_index_put_impl_"}
+
+
+class Substitutes(TorchDispatchMode):
+    """Puts a CPU scalar in the place of each tensor of a call on the device that CUDA checks."""
+
+    def __init__(self):
+        super().__init__()
+        self.tried, self.accepted = set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        value = func(*args, **kwargs)
+        name = func._schema.name
+        tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        if _build.HOST_SCALARS.get(name) != 0 or len(tensors) < 2 or func in self.tried or name in BY_DESIGN:
+            return value
+        if func._schema.is_mutable or not all(args[i].is_openreg and args[i].layout == torch.strided for i in tensors):
+            return value
+        self.tried.add(func)
+        for i in tensors:
+            changed = [torch.ones((), dtype=a.dtype) if k == i else a for k, a in enumerate(args)]
+            try:
+                func(*changed, **kwargs)
+                self.accepted.append((str(func), i))
+            except Exception as error:
+                if "same device" not in str(error) and "on cpu" not in str(error):
+                    self.accepted.append((str(func), i, str(error)[:90]))
+        return value
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["inline"], indirect=True)
+def test_operators_that_cuda_checks_take_none(mode):
+    """Of every operator that the forward of an OpInfo calls."""
+    substitutes = Substitutes()
+    for op in opinfo.database().values():
+        if not opinfo.dtypes_of(op):
+            continue
+        sample = next(opinfo._samples(op, getattr(torch, opinfo.dtypes_of(op)[0]), False, 1), None)
+        if sample is None:
+            continue
+        move = opinfo.Mover(D)
+        with substitutes, torch.no_grad():
+            opinfo.run(lambda _, op=op, sample=sample, move=move: op(move(sample.input), *move(tuple(sample.args)), **move(sample.kwargs)), "cpu")  # fmt: skip
+    assert len(substitutes.tried) > 20, len(substitutes.tried)
+    assert not substitutes.accepted, substitutes.accepted
+
+
+def test_the_table_is_pytorchs():
+    counts = _build.HOST_SCALARS
+    assert len(counts) > 250 and set(counts.values()) == {0, 1}
+    for name, count in {
+        "mm": 0,
+        "cat": 0,
+        "gather": 0,
+        "logaddexp": 0,
+        "add": 1,
+        "eq": 1,
+        "pow": 1,
+    }.items():
+        assert counts[f"aten::{name}"] == count, name

@@ -1,0 +1,205 @@
+"""Sparse, quantized and nested tensors: computed by the CPU's kernels for their layout, or refused clearly."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def coo():
+    return torch.sparse_coo_tensor(torch.tensor([[0, 1, 1], [2, 0, 0]]), torch.tensor([3.0, 4.0, 5.0]), (2, 3))
+
+
+COO = {
+    "to_dense": lambda s: s.to_dense(),
+    "coalesce": lambda s: s.coalesce(),
+    "values": lambda s: s.coalesce().values(),
+    "indices": lambda s: s.coalesce().indices(),
+    "add": lambda s: s + s,
+    "mul": lambda s: s.coalesce() * 2,
+    "mm": lambda s: s @ torch.arange(6.0, device=s.device).view(3, 2),
+    "spmm": lambda s: torch.sparse.mm(s, s.t()),
+    "t": lambda s: s.t(),
+    "sum": lambda s: torch.sparse.sum(s, 0),
+    "neg": lambda s: -s,
+    "clone": lambda s: s.clone(),
+    "to_csr": lambda s: s.to_sparse_csr(),
+    "dense round trip": lambda s: s.to_dense().to_sparse(),
+    "double": lambda s: s.to(torch.double),
+    "cat": lambda s: torch.cat([s, s]),
+    "softmax": lambda s: torch.sparse.softmax(s, 1),
+}
+
+
+@pytest.mark.parametrize("name", COO)
+def test_coo(coo, name):
+    expected, got = COO[name](coo), COO[name](coo.to("openreg"))
+    assert got.device.type == "openreg" and got.layout == expected.layout
+    assert_close(
+        got.cpu().to_dense() if got.layout != torch.strided else got.cpu(),
+        expected.to_dense() if expected.layout != torch.strided else expected,
+    )
+
+
+def test_coo_in_place_and_construction(coo):
+    s = torch.sparse_coo_tensor(coo._indices().to("openreg"), coo._values().to("openreg"), (2, 3))
+    assert s.device.type == "openreg" and s._values().is_openreg
+    s.mul_(2)
+    assert_close(s.to_dense().cpu(), coo.to_dense() * 2)
+    dense = torch.ones(2, 3, device="openreg")
+    dense.add_(s)
+    assert_close(dense.cpu(), 1 + coo.to_dense() * 2)
+
+
+def test_coo_values_share_memory(coo):
+    s = coo.to("openreg").coalesce()
+    s.values().fill_(1)
+    assert s.to_dense().sum().item() == 2
+
+
+def test_sparse_gradients_train():
+    embedding = torch.nn.Embedding(5, 3, sparse=True).to("openreg")
+    before = embedding.weight.detach().cpu()
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    embedding(torch.tensor([1, 2, 1], device="openreg")).sum().backward()
+    assert embedding.weight.grad.is_sparse and embedding.weight.grad.device.type == "openreg"
+    optimizer.step()
+    expected = before - torch.tensor([0.0, 2, 1, 0, 0])[:, None]
+    assert_close(embedding.weight.detach().cpu(), expected)
+
+
+CSR = {
+    "to_dense": lambda s: s.to_dense(),
+    "values": lambda s: s.values(),
+    "mm": lambda s: s @ torch.arange(6.0, device=s.device).view(3, 2),
+    "mv": lambda s: s @ torch.arange(3.0, device=s.device),
+    "add": lambda s: s + s,
+    "mul": lambda s: s * 2,
+    "transpose": lambda s: s.transpose(0, 1).to_dense(),
+    "to_coo": lambda s: s.to_sparse_coo(),
+    "clone": lambda s: s.clone(),
+}
+
+
+@pytest.mark.parametrize("name", CSR)
+def test_csr(coo, name):
+    csr = coo.to_sparse_csr()
+    expected, got = CSR[name](csr), CSR[name](csr.to("openreg"))
+    assert got.device.type == "openreg" and got.layout == expected.layout
+    assert_close(
+        got.cpu().to_dense() if got.layout != torch.strided else got.cpu(),
+        expected.to_dense() if expected.layout != torch.strided else expected,
+    )
+
+
+QUANTIZE = {
+    "per tensor": lambda x: torch.quantize_per_tensor(x, 0.1, 3, torch.quint8),
+    "per channel": lambda x: torch.quantize_per_channel(
+        x,
+        torch.tensor([0.1, 0.2], dtype=torch.double, device=x.device),
+        torch.zeros(2, dtype=torch.long, device=x.device),
+        0,
+        torch.qint8,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZE)
+def test_quantized(kind):
+    x = torch.randn(2, 5)
+    expected, got = QUANTIZE[kind](x), QUANTIZE[kind](x.to("openreg"))
+    assert got.is_quantized and got.device.type == "openreg"
+    assert got.dequantize().cpu().equal(expected.dequantize()) and got.int_repr().cpu().equal(expected.int_repr())
+    assert got.qscheme() == expected.qscheme()
+    assert got.clone().dequantize().cpu().equal(expected.dequantize())
+
+
+def test_a_quantizer_keeps_its_scales_alive():
+    scales = torch.tensor([0.5, 2.0], dtype=torch.double, device="openreg")
+    q = torch.quantize_per_channel(
+        torch.ones(2, 2, device="openreg"), scales, torch.zeros(2, dtype=torch.long, device="openreg"), 0, torch.qint8
+    )
+    del scales
+    filler = [torch.full((2,), 7.0, dtype=torch.double, device="openreg") for _ in range(100)]
+    assert q.q_per_channel_scales().tolist() == [0.5, 2.0] == q.q_per_channel_scales().tolist()
+    assert q.dequantize().tolist() == [[1, 1], [0, 0]]  # 1 / 2.0 rounds to the even 0
+    assert q.q_per_channel_scales().is_openreg and len(filler) == 100
+
+
+def test_fake_quantize():
+    x = torch.randn(4, 4)
+    assert_close(
+        torch.fake_quantize_per_tensor_affine(x.to("openreg"), 0.1, 0, -8, 7).cpu(),
+        torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7),
+    )
+
+
+def test_nested():
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    host, device = torch.nested.nested_tensor(parts), torch.nested.nested_tensor(parts, device="openreg")
+    assert device.is_nested and device.device.type == "openreg"
+    for function in (
+        lambda n: n,
+        lambda n: n * 2,
+        lambda n: torch.nn.functional.relu(n),
+        lambda n: n @ torch.ones(2, 3, 4, device=n.device),
+    ):
+        try:
+            expected = torch.nested.to_padded_tensor(function(host), 0.0)
+        except RuntimeError:
+            continue
+        assert_close(torch.nested.to_padded_tensor(function(device), 0.0).cpu(), expected)
+
+
+def test_jagged():
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, device="openreg")
+    assert_close((jagged * 2).values().cpu(), torch.cat(parts) * 2)
+
+
+def test_a_layout_without_a_kernel_is_refused_with_the_remedy(coo):
+    with warnings.catch_warnings(), pytest.raises((NotImplementedError, RuntimeError), match="openreg|sparse|Sparse"):
+        torch.cumsum(coo.to("openreg"), 0)
+    with pytest.raises(RuntimeError, match="strided|sparse|Sparse"):
+        coo.to("openreg").view(6)
+
+
+def test_an_update_in_place_that_gives_a_sparse_tensor_other_members():
+    """It wrote to the old ones, which had been freed: the process ended within some tens of rounds."""
+    for _ in range(200):
+        indices, values = torch.empty(0, 1, dtype=torch.long), torch.empty(1, 2, 3, 4, 10, 0)
+        s = torch.sparse_coo_tensor(indices.to("openreg"), values.to("openreg"), (2, 3, 4, 10, 0))
+        s.mul_(torch.empty(10, 0, device="openreg"))
+        assert s._nnz() == 0 and s._values().is_openreg and s.to_dense().shape == (2, 3, 4, 10, 0)
+
+
+def test_sparse_invariants_are_checked():
+    indices, values = torch.tensor([[1, 0], [0, 1]], device="openreg"), torch.ones(2, device="openreg")
+    make = torch.sparse_coo_tensor
+    assert make(indices.flip(1), values, (2, 2), check_invariants=True, is_coalesced=True).is_coalesced()
+    with pytest.raises(RuntimeError, match="cannot set is_coalesced to true if indices correspond to uncoalesced"):
+        make(indices, values, (2, 2), check_invariants=True, is_coalesced=True)
+    values.requires_grad_()
+    make(indices, values, (2, 2), check_invariants=True).to_dense().sum().backward()
+    assert values.grad.tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_tensors_move_between_devices():
+    q = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.qint8)
+    there = q.to("openreg:1")
+    assert there.is_quantized and there.device == torch.device("openreg:1") and there.q_zero_point() == 3
+    assert there.cpu().int_repr().equal(q.int_repr()) and there.to("openreg:0").dequantize().cpu().equal(q.dequantize())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_dropout_leaves_the_cpus_generator_alone():
+    nested = torch.nested.nested_tensor([torch.ones(50), torch.ones(30)], device="openreg")
+    host, device = torch.get_rng_state(), torch.openreg.get_rng_state()
+    F.dropout(nested, 0.5)
+    assert torch.get_rng_state().equal(host) and not torch.openreg.get_rng_state().equal(device)

@@ -1,0 +1,174 @@
+"""Results in memory that is not contiguous: the CPU's numbers in the right places, and nothing else written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openreg_tools.conformance import layouts, opinfo, sweep
+
+pytestmark = pytest.mark.conformance
+
+D = "openreg"
+
+
+@pytest.fixture(params=["inline", "async", "sync"])
+def mode(request):
+    with torch.openreg.launch_mode(request.param):
+        yield request.param
+        torch.openreg.synchronize()
+
+
+LU = torch.linalg.lu_factor(torch.rand(4, 4, 3, 3, generator=torch.Generator().manual_seed(1)))
+X = torch.rand(4, 4, 3, 3, generator=torch.Generator().manual_seed(2))
+CALLS = {
+    "tril": lambda move, out: torch.tril(move(X), 1, out=out[0]),
+    "triu": lambda move, out: torch.triu(move(X), out=out[0]),
+    "lu_unpack": lambda move, out: torch.lu_unpack(*move(tuple(LU)), out=out),
+    "linalg.lu": lambda move, out: torch.linalg.lu(move(X), out=out),
+    "softmax": lambda move, out: torch.ops.aten._softmax.out(move(X), 1, False, out=out[0]),
+    "gelu": lambda move, out: torch.ops.aten.gelu.out(move(X), out=out[0]),
+    "avg_pool3d": lambda move, out: torch._C._nn.avg_pool3d(move(X), 2, 1, out=out[0]),
+    "add": lambda move, out: torch.add(move(X), move(X), out=out[0]),
+    "mm": lambda move, out: torch.mm(move(X[0, 0]), move(X[1, 0]), out=out[0]),
+}
+
+
+def on_the_cpu(call):
+    """What the call gives in contiguous memory that it resizes."""
+    out = tuple(torch.empty(0) for _ in range({"lu_unpack": 3, "linalg.lu": 3}.get(call, 1)))
+    CALLS[call](lambda x: x, out)
+    return out
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_out(call, layout, mode):
+    expected = on_the_cpu(call)
+    made = [layouts.Guarded.like(torch.full_like(t, 7), layout, D) for t in expected]
+    if None in made:
+        return  # a matrix has no batch
+    outs = tuple(each.view for each in made)
+    if layout == "expanded":
+        with pytest.raises(RuntimeError, match="single memory location"):
+            CALLS[call](lambda x: torch.utils._pytree.tree_map(lambda t: t.to(D), x), outs)
+            torch.openreg.synchronize()
+            pytest.fail("expanded memory was written to")
+        return
+    CALLS[call](lambda x: torch.utils._pytree.tree_map(lambda t: t.to(D), x), outs)
+    for each, wanted in zip(made, expected, strict=True):
+        assert torch.allclose(each.view.cpu(), wanted, rtol=1e-6, atol=1e-6) and each.overrun() is None
+        assert each.view.data_ptr() == each.address
+
+
+@pytest.mark.parametrize("name", ["tril_", "triu_"])
+def test_in_place(name, mode):
+    for layout in ("reversed", "transposed batch", "sliced"):
+        made = layouts.Guarded.like(X, layout, D)
+        assert getattr(made.view, name)() is made.view
+        assert torch.equal(made.view.cpu(), getattr(X.clone(), name)()) and made.overrun() is None
+
+
+def test_a_result_that_is_an_input(mode):
+    x = X.permute(3, 2, 1, 0).to(D)
+    expected = torch.tril(x.cpu())
+    assert torch.tril(x, out=x) is x and torch.equal(x.cpu(), expected)
+    half = X.to(D)[:, ::2]
+    torch.triu(half, out=half)
+    assert torch.equal(half.cpu(), torch.triu(X[:, ::2]))
+    dense = X.to(D)
+    with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor refer to"):
+        torch.tril(dense, out=dense.permute(3, 2, 1, 0).permute(3, 2, 0, 1))
+
+
+def test_a_result_of_another_size_is_resized_with_the_warning(mode):
+    out = torch.empty(2, 3, device=D).t()
+    with pytest.warns(UserWarning, match="was resized since it had shape"):
+        assert torch.tril(X.to(D), out=out) is out
+    assert out.is_contiguous() and torch.equal(out.cpu(), torch.tril(X))
+
+
+def test_a_refused_call_leaves_the_result_alone(mode):
+    out = torch.full((4, 3), 7.0, device=D).t()
+    with pytest.raises(RuntimeError):
+        torch.tril(torch.ones(3, device=D), out=out)
+    with pytest.raises(RuntimeError, match="[Ee]xpected .*dtype|can't be cast|Float"):
+        torch.linalg.lu(
+            torch.ones(4, 4, device=D), out=tuple(torch.zeros(4, 4, dtype=torch.int64, device=D).t() for _ in range(3))
+        )
+    assert (out == 7).all()
+
+
+def test_a_loss_into_one_element_of_a_buffer(mode):
+    x, y = torch.rand(6, device=D), torch.rand(6, device=D)
+    buffer = torch.zeros(12, device=D)
+    torch.ops.aten.soft_margin_loss.out(x, y, out=buffer[3])
+    assert torch.allclose(buffer[3].cpu(), torch.nn.functional.soft_margin_loss(x.cpu(), y.cpu()))
+    assert buffer.count_nonzero() == 1
+    one = torch.zeros(4, 4, device=D)[::4, ::4]
+    torch.stack([torch.full((1,), 5.0, device=D)], 1, out=one)
+    assert one.item() == 5
+
+
+def test_two_results_in_the_same_memory():
+    a = torch.tensor([[4.0, 1], [2, 3]], device=D)
+    both = torch.zeros(2, 4, device=D)[:, ::2]
+    torch.linalg.lu(a, out=(torch.empty(2, 2, device=D), both, both))
+    expected = torch.zeros(2, 2, device=D)
+    torch.linalg.lu(a, out=(torch.empty(2, 2, device=D), expected, expected))
+    assert torch.equal(both, expected)
+
+
+SAMPLE = (
+    "addcmul cat clamp cumsum diag_embed fft.fft gather index_select kthvalue linalg.lu linalg.qr linalg.solve lu_unpack "
+    "masked_select matmul max.reduction_with_dim nn.functional.adaptive_max_pool3d nn.functional.avg_pool3d "
+    "nn.functional.fractional_max_pool2d nn.functional.gelu nn.functional.logsigmoid nn.functional.max_pool3d "
+    "nn.functional.max_unpool2d nn.functional.nll_loss nn.functional.pad.replicate nn.functional.pad.reflect narrow_copy "
+    "normal sort softmax stack std_mean take topk triu tril"
+).split()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_the_sweep(name):
+    op = opinfo.database()[name]
+    report = sweep.check(op, torch.float32, D, 3, ("layouts",))
+    assert report.ran["layouts"] and not report.failures, report.failures[:3]
+
+
+def test_a_sample_of_the_sweep_in_async_mode():
+    with torch.openreg.launch_mode("async"):
+        for name in ("tril", "linalg.lu", "softmax", "nn.functional.gelu", "add", "sort"):
+            report = sweep.check(opinfo.database()[name], torch.float32, D, 2, ("layouts",))
+            assert report.ran["layouts"] and not report.failures, (name, report.failures[:3])
+
+
+# ---- the check sees ----
+
+
+def find(device_side):
+    """What the check says of an operator whose out= form does `device_side` on the device."""
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+    def call(x, *, out=None):
+        if out is None:
+            return x + 1
+        return device_side(x, out) if x.device.type == D else torch.add(x, 1, out=out)
+
+    def samples(op, device, dtype, requires_grad, **_):
+        yield SampleInput(torch.arange(12.0, dtype=dtype, device=device).reshape(2, 2, 3))
+
+    op = OpInfo("wrong", op=call, dtypes=(torch.float32,), sample_inputs_func=samples, supports_out=True)
+    return {failure.kind for failure in sweep.check(op, torch.float32, D, checks=("layouts",)).failures}
+
+
+def test_the_check_sees():
+    assert not find(lambda x, out: torch.add(x, 1, out=out))
+
+    def as_if_contiguous(x, out):
+        flat = out.as_strided((out.numel(),), (1,), out.storage_offset())
+        torch.add(x.flatten(), 1, out=flat)
+        return out
+
+    assert find(as_if_contiguous) >= {"value", "guard"}
+    assert find(lambda x, out: out.set_((x + 1).expand_as(out))) == {"layout", "no error"}
+    assert find(lambda x, out: out.copy_(x + 1) if out.is_contiguous() else 1 / 0) == {"error", "error type"}

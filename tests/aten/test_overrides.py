@@ -1,0 +1,477 @@
+"""Operators that needed thought: each way of overriding one, against the CPU, forward and backward."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def same_with_gradients(function, *inputs, rtol=1e-4, atol=1e-5):
+    """Runs `function` on the CPU and on the device; compares results and the gradient of every input."""
+    host = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    device = [t.detach().to("openreg").requires_grad_(t.is_floating_point()) for t in inputs]
+    expected, got = function(*host), function(*device)
+    assert got.is_openreg
+    assert_close(got.cpu(), expected, rtol=rtol, atol=atol)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (got * weights.to("openreg")).sum().backward()
+    for h, d in zip(host, device, strict=True):
+        if h.requires_grad:
+            assert d.grad.is_openreg
+            assert_close(d.grad.cpu(), h.grad, rtol=rtol, atol=atol)
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(dtype, causal):
+    q, k, v = (torch.randn(2, 3, 9, 8, dtype=dtype) for _ in range(3))
+    loose = 1e-2 if dtype.itemsize == 2 else 1e-5
+    same_with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v, rtol=loose, atol=loose
+    )
+
+
+@pytest.mark.parametrize("mask", ["bool", "float", "learned"])
+def test_attention_masks(mask):
+    q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)
+    m = torch.randn(5, 7)
+    if mask == "learned":
+        same_with_gradients(F.scaled_dot_product_attention, q, k, v, m)
+    else:
+        m = m > -1 if mask == "bool" else m
+        same_with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, m.to(q.device)), q, k, v)
+
+
+def test_attention_grouped_heads_and_scale():
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    same_with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3), q, k, v)
+
+
+def test_attention_dropout():
+    q = torch.randn(2, 3, 50, 8, device="openreg")
+    host = torch.get_rng_state()
+    torch.openreg.manual_seed(1)
+    first = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    torch.openreg.manual_seed(1)
+    assert F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).equal(first)
+    assert not first.allclose(F.scaled_dot_product_attention(q, q, q)) and torch.get_rng_state().equal(host)
+
+
+def test_attention_chooses_the_cpus_flash_kernel():
+    q = torch.randn(1, 2, 4, 8)
+    assert (
+        torch._fused_sdp_choice(q.to("openreg"), q.to("openreg"), q.to("openreg"))
+        == torch._fused_sdp_choice(q, q, q)
+        != 0
+    )
+
+
+def test_overrideable_attention():
+    q = torch.randn(1, 2, 4, 8, device="openreg", requires_grad=True)
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, q, q)
+    assert_close(out, F.scaled_dot_product_attention(q, q, q))
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert_close(grad, torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)[0])
+    with pytest.raises(RuntimeError, match="has no dropout, but got dropout_p=0.5"):
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, q, q, dropout_p=0.5)
+
+
+def test_multi_head_attention_module():
+    module = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    on_device = copy.deepcopy(module).to("openreg")
+    x = torch.randn(2, 5, 8)
+    for mode in (True, False):
+        module.train(mode), on_device.train(mode)
+        assert_close(on_device(x.to("openreg")).cpu(), module(x), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert_close(on_device(x.to("openreg")).cpu(), module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_is_traced(dynamic):
+    """Its algorithm is chosen above the backend, where tensors are fake and modes are active."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 9, 8, device="openreg")
+        assert F.scaled_dot_product_attention(q, q, q, is_causal=True).shape == (2, 3, 9, 8)
+    torch._dynamo.reset()
+    attend = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length in (9, 12):
+        q = torch.randn(2, 3, length, 8, device="openreg", requires_grad=True)
+        assert_close(attend(q, q, q), F.scaled_dot_product_attention(q, q, q))
+        (got,) = torch.autograd.grad(attend(q, q, q).square().sum(), q)
+        assert_close(got, torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).square().sum(), q)[0])
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to("openreg")
+    x = torch.randn(2, 5, 8, device="openreg")
+    assert_close(torch.compile(layer, backend="aot_eager")(x), layer(x))
+
+
+# ---- convolution ----
+
+CONVOLUTIONS = {
+    "1d": (torch.nn.Conv1d(4, 6, 3), (2, 4, 9)),
+    "2d": (torch.nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 8, 9)),
+    "3d": (torch.nn.Conv3d(2, 4, 2), (2, 2, 4, 5, 5)),
+    "depthwise": (torch.nn.Conv2d(4, 4, 3, groups=4, padding="same"), (2, 4, 8, 8)),
+    "grouped no bias": (torch.nn.Conv2d(4, 6, 3, groups=2, bias=False), (2, 4, 8, 8)),
+    "dilated": (torch.nn.Conv2d(4, 6, 3, dilation=2), (2, 4, 8, 8)),
+    "transposed": (torch.nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
+    "transposed grouped": (torch.nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
+    "empty batch": (torch.nn.Conv2d(4, 6, 3), (0, 4, 8, 8)),
+    "unbatched": (torch.nn.Conv2d(4, 6, 3), (4, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_convolution(name, dtype):
+    module, shape = CONVOLUTIONS[name]
+    module = copy.deepcopy(module).to(dtype)
+    x = torch.randn(shape, dtype=dtype)
+    loose = 5e-2 if dtype == torch.bfloat16 else 1e-4
+    names = [n for n, _ in module.named_parameters()]
+
+    def run(x, *parameters):
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), x)
+
+    same_with_gradients(run, x, *module.parameters(), rtol=loose, atol=loose)
+
+
+def test_convolution_keeps_channels_last():
+    module = torch.nn.Conv2d(4, 6, 3)
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    on_device = copy.deepcopy(module).to("openreg")
+    assert on_device(x.to("openreg")).stride() == module(x).stride()
+
+
+def test_convolution_twice_differentiable():
+    x, w = (
+        torch.randn(s, dtype=torch.double, device="openreg", requires_grad=True) for s in [(1, 2, 4, 4), (2, 2, 3, 3)]
+    )
+    assert torch.autograd.gradcheck(F.conv2d, (x, w)) and torch.autograd.gradgradcheck(F.conv2d, (x, w))
+
+
+# ---- recurrent cells ----
+
+RECURRENT = {
+    "lstm": lambda: torch.nn.LSTM(5, 7, 2, bidirectional=True),
+    "lstm projection": lambda: torch.nn.LSTM(5, 7, proj_size=3),
+    "lstm no bias": lambda: torch.nn.LSTM(5, 7, bias=False),
+    "gru": lambda: torch.nn.GRU(5, 7, 2, bidirectional=True),
+    "gru no bias": lambda: torch.nn.GRU(5, 7, bias=False),
+    "rnn": lambda: torch.nn.RNN(5, 7, nonlinearity="relu"),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("packed", [False, True])
+def test_recurrent(name, packed):
+    module = RECURRENT[name]()
+    names = [n for n, _ in module.named_parameters()]
+
+    def run(x, *parameters):
+        x = torch.nn.utils.rnn.pack_padded_sequence(x, [4, 2, 1]) if packed else x
+        out, hidden = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
+        out = out.data if packed else out
+        return torch.cat([out.flatten(), *(h.flatten() for h in (hidden if isinstance(hidden, tuple) else [hidden]))])
+
+    same_with_gradients(run, torch.randn(4, 3, 5), *(p.detach() for p in module.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_equals_the_cpu(name, packed, dtype):
+    """To the bit, outputs and gradients, where PyTorch's fused cells would round otherwise."""
+    module, x = RECURRENT[name]().to(dtype), torch.randn(4, 3, 5).to(dtype)
+
+    def results(device, grad):
+        there, leaf = copy.deepcopy(module).to(device), x.to(device).requires_grad_()
+        with torch.set_grad_enabled(grad):
+            out, hidden = there(torch.nn.utils.rnn.pack_padded_sequence(leaf, [4, 2, 1]) if packed else leaf)
+            found = [out.data if packed else out, *(hidden if isinstance(hidden, tuple) else [hidden])]
+            if grad:
+                loss = sum(y.float().square().sum() for y in found)
+                found += torch.autograd.grad(loss, [leaf, *there.parameters()])
+        return [y.detach().cpu() for y in found]
+
+    for grad in (False, True):
+        for e, y in zip(results("cpu", grad), results("openreg", grad), strict=True):
+            assert torch.equal(y, e) and y.dtype == e.dtype and y.stride() == e.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cell", [torch.nn.LSTMCell, torch.nn.GRUCell, torch.nn.RNNCell])
+def test_cells_equal_the_cpu(cell, dtype):
+    module = cell(5, 7).to(dtype)
+    x = torch.randn(3, 5).to(dtype)
+    expected, got = module(x), copy.deepcopy(module).to("openreg")(x.to("openreg"))
+    for e, g in zip(*((t if isinstance(t, tuple) else (t,)) for t in (expected, got)), strict=True):
+        assert torch.equal(g.cpu(), e)
+
+
+def test_recurrent_under_autocast_is_lowered():
+    module, x = torch.nn.LSTM(4, 5).to("openreg"), torch.randn(3, 2, 4, device="openreg")
+    with torch.autocast("openreg", torch.bfloat16):
+        out, hidden = module(x)
+    assert {out.dtype, *(h.dtype for h in hidden)} == {torch.bfloat16}
+
+
+def test_packed_batch_sizes_are_on_the_host():
+    w = [torch.ones(5, size, device="openreg") for size in (3, 5)]
+    with pytest.raises(
+        RuntimeError, match="expected batch_sizes to be a contiguous int64 tensor of one dimension, on the"
+    ):
+        torch.rnn_tanh(torch.ones(3, 3, device="openreg"), torch.tensor([2, 1], device="openreg"),
+                       torch.ones(1, 2, 5, device="openreg"), w, False, 1, 0.0, False, False)  # fmt: skip
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_fused_cells_gradcheck(cell):
+    def double(*shape):
+        return torch.randn(*shape, dtype=torch.double, device="openreg", requires_grad=True)
+
+    if cell == "lstm":
+        inputs = (double(2, 12), double(2, 12), double(2, 3), double(12), double(12))
+        function = lambda *a: torch.ops.aten._thnn_fused_lstm_cell(*a)[:2]  # noqa: E731
+    else:
+        inputs = (double(2, 9), double(2, 9), double(2, 3), double(9), double(9))
+        function = lambda *a: torch.ops.aten._thnn_fused_gru_cell(*a)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+# ---- a stub, an autograd override, a composite override ----
+
+
+def test_abs_runs_through_the_stub():
+    table = torch._C._dispatch_dump_table("aten::abs.out")
+    assert "overrides/abs.cpp" in next(line for line in table.splitlines() if line.startswith("PrivateUse1"))
+    from openreg_ops import _C
+
+    x = torch.ones(3, device="openreg")
+    before = _C.launch_count()
+    x.abs()
+    assert _C.launch_count() == before + 1
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [*FLOATS, torch.complex64, torch.complex128, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda t: t,
+        lambda t: t.t(),
+        lambda t: t[::2, 1:5],
+        lambda t: t[:0],
+        lambda t: t.expand(3, 5, 7),
+        lambda t: t[0, 0],
+    ],
+    ids=["dense", "transposed", "sliced", "empty", "expanded", "scalar"],
+)
+def test_abs_for_every_dtype_and_layout(dtype, layout):
+    x = (torch.randn(5, 7) * 10).to(dtype)
+    expected, got = layout(x).abs(), layout(x.to("openreg")).abs()
+    assert got.cpu().equal(expected) and got.stride() == expected.stride() and got.dtype == expected.dtype
+    out = torch.empty_like(got)
+    assert torch.abs(layout(x.to("openreg")), out=out) is out and out.cpu().equal(expected)
+
+
+def test_abs_of_bool_is_itself_as_on_cuda():
+    x = torch.tensor([True, False], device="openreg")
+    assert torch.equal(x.abs(), x) and x.abs().data_ptr() != x.data_ptr() and x.abs_() is x
+
+
+def test_selu_overrides_autograd():
+    assert (
+        "overrides/selu.cpp"
+        in torch._C._dispatch_dump_table("aten::selu").split("AutogradPrivateUse1")[1].splitlines()[0]
+    )
+    x = torch.randn(4, dtype=torch.double, device="openreg", requires_grad=True)
+    assert "Selu" in type(F.selu(x).grad_fn).__name__ or "CppFunction" in type(F.selu(x).grad_fn).__name__
+    assert torch.autograd.gradcheck(F.selu, x) and torch.autograd.gradgradcheck(F.selu, x)
+    same_with_gradients(F.selu, torch.randn(3, 4))
+    with torch.no_grad():
+        assert_close(F.selu(x).cpu(), F.selu(x.cpu()))
+
+
+POOLS = [
+    dict(kernel_size=2),
+    dict(kernel_size=3, stride=2, padding=1),
+    dict(kernel_size=(2, 3), dilation=2),
+    dict(kernel_size=3, stride=2, ceil_mode=True),
+]
+
+
+@pytest.mark.parametrize("options", POOLS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 9, 10), (3, 9, 10)], ids=str)
+def test_max_pool2d_overrides_a_composite(options, dtype, shape):
+    x = (torch.randn(shape) * 10).to(dtype)
+    x[..., 0, 0] = float("nan") if dtype.is_floating_point else -(2**31)
+    got = F.max_pool2d(x.to("openreg"), **options)
+    assert_close(got.cpu(), F.max_pool2d(x, **options), equal_nan=True, rtol=0, atol=0)
+
+
+def test_max_pool2d_gradient_and_layouts():
+    x = torch.randn(2, 3, 8, 8)
+    same_with_gradients(lambda x: F.max_pool2d(x, 2), x)
+    cl = x.to(memory_format=torch.channels_last)
+    assert F.max_pool2d(cl.to("openreg"), 2).stride() == F.max_pool2d(cl, 2).stride()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.to("openreg"), torch.ones_like(x).to("openreg"))
+        assert torch.autograd.forward_ad.unpack_dual(F.max_pool2d(dual, 2)).tangent.eq(1).all()
+
+
+def test_max_pool2d_makes_no_indices_without_gradients():
+    x = torch.randn(1, 1, 64, 64, device="openreg")
+    torch.openreg.reset_peak_memory_stats()
+    before = torch.openreg.memory_allocated()
+    F.max_pool2d(x, 2)
+    assert torch.openreg.max_memory_allocated() - before == 32 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(kernel_size=0),
+        dict(kernel_size=2, padding=2),
+        dict(kernel_size=20),
+        dict(kernel_size=(1, 2, 3)),
+        dict(kernel_size=2, stride=0),
+    ],
+    ids=str,
+)
+def test_max_pool2d_refuses_what_the_cpu_refuses(bad):
+    x = torch.randn(1, 1, 8, 8)
+    with pytest.raises(RuntimeError) as expected:
+        F.max_pool2d(x, **bad)
+    with pytest.raises(RuntimeError) as got:
+        F.max_pool2d(x.to("openreg"), **bad)
+    assert str(got.value).split("\n")[0] == str(expected.value).split("\n")[0]
+
+
+def test_max_pool2d_under_fake_tensors_and_modes():
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Log(), torch.no_grad():
+        F.max_pool2d(torch.ones(1, 1, 4, 4, device="openreg"), 2)
+    assert any("max_pool2d" in str(func) for func in seen)
+    with FakeTensorMode(), torch.no_grad():
+        assert F.max_pool2d(torch.empty(2, 1, 28, 28, device="openreg"), 2).shape == (2, 1, 14, 14)
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2)).to("openreg")
+    x = torch.randn(2, 1, 8, 8, device="openreg")
+    with torch.no_grad():
+        assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), net(x))
+
+
+def test_abs_refuses_an_out_of_another_dtype_as_the_cpu_does():
+    for device in ("cpu", "openreg"):
+        with pytest.raises(RuntimeError, match="Found dtype Double but expected Long"):
+            torch.abs(torch.tensor([-1], device=device), out=torch.empty(1, dtype=torch.float64, device=device))
+
+
+def test_functional_transforms_of_selu():
+    x = torch.randn(4)
+    f = lambda t: F.selu(t).sum()  # noqa: E731
+    assert_close(torch.func.grad(f)(x.to("openreg")).cpu(), torch.func.grad(f)(x))
+    assert_close(torch.func.hessian(f)(x.to("openreg")).cpu(), torch.func.hessian(f)(x))
+    tangent = torch.func.jvp(F.selu, (x.to("openreg"),), (torch.ones(4, device="openreg"),))[1]
+    assert_close(tangent.cpu(), torch.func.jvp(F.selu, (x,), (torch.ones(4),))[1])
+    assert_close(torch.vmap(F.selu)(x.view(2, 2).to("openreg")).cpu(), F.selu(x.view(2, 2)))
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("train", [True, False, None])
+def test_native_dropout(p, train):
+    torch.manual_seed(5)
+    expected = torch.native_dropout(torch.ones(64), p, train)
+    torch.manual_seed(5)
+    host = torch.get_rng_state()
+    got = torch.native_dropout(torch.ones(64, device="openreg"), p, train)
+    assert torch.get_rng_state().equal(host)
+    for g, e in zip(got, expected, strict=True):
+        assert g.cpu().equal(e)
+
+
+def test_native_dropout_refuses_a_bad_probability():
+    with pytest.raises(RuntimeError, match="native_dropout: expected a probability between 0 and 1, but got p=2"):
+        torch.native_dropout(torch.ones(2, device="openreg"), 2.0, True)
+
+
+# ---- batch normalization over several processes: tests/backend/test_distributed.py runs SyncBatchNorm ----
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_batch_norm_by_parts(dtype, layout):
+    x, grad = (torch.randn(6, 3, 4, 5, dtype=dtype).to(memory_format=layout) + 2 for _ in range(2))
+    weight, bias, running_mean, running_var = (torch.rand(3, dtype=dtype) + 0.5 for _ in range(4))
+    wide = [t.to(torch.float64, copy=True).requires_grad_() for t in (x, weight, bias)]
+    means, variances = (t.to(torch.float64, copy=True) for t in (running_mean, running_var))
+    expected = F.batch_norm(wide[0], means, variances, *wide[1:], training=True, momentum=0.3, eps=1e-3)
+    expected.backward(grad.double())
+
+    parts, grads = (t.to("openreg").split([2, 4]) for t in (x, grad))
+    weight, bias, running_mean, running_var = (t.to("openreg") for t in (weight, bias, running_mean, running_var))
+    statistics = [torch.batch_norm_stats(part, 1e-3) for part in parts]
+    counts = torch.tensor([40, 80], device="openreg")
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(
+        x.to("openreg"), *map(torch.stack, zip(*statistics, strict=True)), running_mean, running_var, 0.3, 1e-3, counts
+    )
+    assert mean.dtype == invstd.dtype == (torch.float32 if dtype.itemsize == 2 else dtype)
+    loose = {"rtol": 2e-2, "atol": 2e-2} if dtype.itemsize == 2 else {"rtol": 1e-4, "atol": 1e-4}
+
+    def assert_same(got, expected):
+        assert got.is_openreg
+        assert_close(got.cpu().double(), expected, **loose)
+
+    assert_same(running_mean, means)
+    assert_same(running_var, variances)
+    results = [torch.batch_norm_elemt(part, weight, bias, mean, invstd, 1e-3) for part in parts]
+    assert all(y.dtype == dtype and y.is_contiguous(memory_format=layout) for y in results)
+    assert_same(torch.cat(results), expected.detach())
+    out = torch.empty_like(parts[0])
+    torch.batch_norm_elemt(parts[0], weight, bias, mean, invstd, 1e-3, out=out)
+    assert out.equal(results[0])
+    sums = [
+        torch.batch_norm_backward_reduce(*each, mean, invstd, weight, True, True, True)
+        for each in zip(grads, parts, strict=True)
+    ]
+    assert_same(sums[0][2] + sums[1][2], wide[1].grad)
+    assert_same(sums[0][3] + sums[1][3], wide[2].grad)
+    both = sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]
+    got = [
+        torch.batch_norm_backward_elemt(*each, mean, invstd, weight, *both, counts.int())
+        for each in zip(grads, parts, strict=True)
+    ]
+    assert_same(torch.cat(got), wide[0].grad)
+    even = torch.batch_norm_gather_stats(parts[0], mean[None], invstd[None], None, None, 0.3, 1e-3, 120)
+    assert_close(even, (mean, invstd))
+    with pytest.raises(RuntimeError, match=r"batch_norm_stats: expected an input \[N, C, ...\], but got one of 1 dim"):
+        torch.batch_norm_stats(weight, 1e-3)
+    with pytest.raises(RuntimeError, match="as many counts, but got"):
+        torch.batch_norm_gather_stats_with_counts(x.to("openreg"), mean, invstd, None, None, 0.3, 1e-3, counts)

@@ -1,0 +1,117 @@
+"""Every operator of the suite passes the checker, with the sample inputs that its meta file gives."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from openreg_ops.meta import op
+from openreg_ops.testing import check
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+SOURCES = [path.read_text() for path in (ROOT / "csrc/ops").glob("*.cpp")]
+
+
+def operators() -> set[str]:
+    return {
+        name.removeprefix("openreg::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("openreg::")
+    }
+
+
+def test_every_operator_has_samples():
+    assert {name.partition(".")[0] for name in operators()} == set(op.SAMPLES)
+
+
+@pytest.mark.skipif(not README.exists(), reason="needs the source tree")
+def test_the_readme_lists_every_operator_as_it_is():
+    """Its signatures are the schemas; its styles are the code's, by what is registered for a derivative."""
+    schemas = {
+        re.sub("9.99+5e-07", "1e-6", str(torch._C._get_schema(*(f"openreg::{name}".partition(".")[::2]))))
+        for name in operators()
+        if not name.partition(".")[0].endswith(("_backward", "_gradients"))
+    }
+    (listed,) = re.findall(r"<summary>Signatures</summary>\n\n```\n(.*?)```", README.read_text(), re.S)
+    assert {f"openreg::{each}" for each in re.sub(r"\n    +", " ", listed).splitlines()} == schemas
+
+    forward = {schema.partition("::")[2].partition("(")[0].partition(".")[0] for schema in schemas}
+    styles = {}
+    for names, style in re.findall(
+        r"^\| (`.*?) \| (forward-only|separate backward|`autograd::Function`|mutating) \|", README.read_text(), re.M
+    ):
+        for name in re.findall(r"`(\w+|…\w+)`", names):
+            styles[name.replace("…", "custom_autograd_fn")] = style.strip("`")
+    assert set(styles) == forward
+    for name, style in styles.items():
+        source = next(text for text in SOURCES if f'"{name}(' in text or f'm.def(("{name}" +' in text)
+        separate = f"{name}_backward" in operators()
+        assert separate == (style == "separate backward"), name
+        derivative = re.search(r"m\.impl\([^;]*\bautograd(_of_view)?<", source)
+        assert (style == "autograd::Function") == (bool(derivative) and not separate), name
+
+
+def test_outputs_require_a_gradient_as_the_references_do():
+    """For each tensor argument alone. Backward operators are let off: one that runs cannot know what its derivative is."""
+    asked = 0
+    for name, samples in op.SAMPLES.items():
+        overload = getattr(torch.ops.openreg, name).default
+        if overload._schema.is_mutable or name.endswith(("_backward", "_gradients")):
+            continue
+        for sample in samples("cpu", torch.float32):
+            for i, x in enumerate(sample):
+                if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+                    continue
+                flags = []
+                for where in ("openreg", "cpu"):
+                    arguments = tree_map_only(torch.Tensor, lambda x, where=where: x.to(where), [*sample])
+                    arguments[i].requires_grad_()
+                    out = tree_leaves(overload(*arguments))
+                    flags.append([y.requires_grad for y in out])
+                assert flags[0] == flags[1], (name, i)
+                asked += 1
+    assert asked > 50
+
+
+@pytest.mark.parametrize("name", ["swiglu", "rms_norm", "quantize_rowwise", "custom_abs", "nms"])
+def test_nested_tensors_are_refused(name):
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], device="openreg")
+    others = {"swiglu": (x,), "rms_norm": (torch.ones(4, device="openreg"), 1e-5), "nms": (x, 0.5)}.get(name, ())
+    refused = rf"^openreg::{name}: .* called with \(Float\[2 nested\]@openreg:0.*Convert"
+    if name in ("swiglu", "rms_norm"):  # which the plain reference is asked about
+        refused = rf"^{name}: expected (x|gate) to be one tensor, but got nested ones; call it for each"
+    with pytest.raises(RuntimeError, match=refused):
+        getattr(torch.ops.openreg, name)(x, *others)
+
+
+def test_none_for_a_tensor_is_named():
+    x = torch.ones(2, 4, device="openreg")
+    for where in ("openreg", "cpu"):
+        with pytest.raises(RuntimeError, match="^swiglu: expected up to be a tensor, but got None"):
+            torch.ops.openreg.swiglu(x.to(where), None)
+        with pytest.raises(RuntimeError, match="^rms_norm: expected weight to be a tensor, but got None"):
+            torch.ops.openreg.rms_norm(x.to(where), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(op.SAMPLES))
+def test_operator_passes_every_check(name):
+    report = check(f"openreg::{name}", skip=["compile_unbacked", "export_unbacked"])  # test_unbacked.py has these
+    assert report.device == "openreg" and report.of("pass")
+    report.raise_if_failed()
+
+
+@pytest.mark.parametrize("device", ["openreg", "cpu"])
+@pytest.mark.parametrize(
+    "name, grad",
+    [("scale_gradient", 4.0), ("custom_autograd_fn_returns_self", 1.0), ("custom_autograd_fn_aliasing", 1.0)],
+)
+def test_backward_runs_twice_where_it_needs_no_tensor(name, grad, device):
+    """As for `x + 1`: two losses may share the output of a gradient reversal."""
+    x = torch.ones(3, device=device, requires_grad=True)
+    factor = (2.0,) if name == "scale_gradient" else ()
+    y = getattr(torch.ops.openreg, name)(x, *factor)
+    (y + 1).sum().backward()
+    (y + 2).sum().backward()
+    assert x.grad.tolist() == [grad] * 3

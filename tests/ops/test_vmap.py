@@ -1,0 +1,173 @@
+"""torch.vmap with its rarer options: half types, batches of one and of expanded memory, chunks, and randomness."""
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, random
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from openreg_ops import dropout_add
+from openreg_ops.meta import op
+from openreg_ops.testing import Sample
+
+HALF = (torch.float16, torch.bfloat16)
+# What a rule of these mutates, it mutates in the batch; kit's tests of them have that.
+MUTABLE = {name for name in op.SAMPLES if getattr(torch.ops.openreg, name).default._schema.is_mutable}
+SEEDED = {"dropout_add"}
+REFUSING = {"nms"}  # the number of its results depends on the data
+NAMES = sorted(op.SAMPLES.keys() - MUTABLE - SEEDED - REFUSING)
+
+
+def call(name, sample):
+    """The operator as a function of the sample's tensors, and these."""
+    args, kwargs = (sample.args, sample.kwargs) if isinstance(sample, Sample) else (sample, {})
+    flat, spec = tree_flatten((args, kwargs))
+    where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+
+    def function(*tensors):
+        values = list(flat)
+        for i, x in zip(where, tensors, strict=True):
+            values[i] = x
+        args, kwargs = tree_unflatten(values, spec)
+        return tuple(kit.leaves(getattr(torch.ops.openreg, name).default(*args, **kwargs)))
+
+    return function, [flat[i] for i in where]
+
+
+def check(function, batches, in_dims, tolerance, size, **options):
+    """What vmap gives is what a loop gives, in dtype too."""
+    rows = [
+        [x if dim is None else x.select(dim, i) for x, dim in zip(batches, in_dims, strict=True)] for i in range(size)
+    ]
+    expected = [
+        torch.stack(outs, options.get("out_dims", 0)) for outs in zip(*(function(*r) for r in rows), strict=True)
+    ]
+    actual = torch.vmap(function, in_dims, **options)(*batches)
+    for one, loop in zip(actual, expected, strict=True):
+        assert_close(one, loop, equal_nan=True, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_batches(name, dtype):
+    """Of one, for all arguments and for one, of all but one, of expanded memory, in chunks, to another dimension."""
+    tolerance = {key: 2 * value for key, value in kit.TOLERANCE[dtype].items()}
+    for sample in op.SAMPLES[name](DEVICE, dtype):
+        function, tensors = call(name, sample)
+        if not function(*tensors):
+            continue
+        every = (0,) * len(tensors)
+        check(function, [x.unsqueeze(0) for x in tensors], every, tolerance, 1)
+        check(function, [x.expand(3, *x.shape) for x in tensors], every, tolerance, 3)
+        batches = [torch.stack([x, x.roll(1), x.roll(2)]) for x in tensors]
+        if name.startswith(("grouped_linear", "kv_cache")):  # whose numbers of rows, or slots, are not to be moved
+            batches = [
+                b if x.is_floating_point() else x.expand(3, *x.shape) for x, b in zip(tensors, batches, strict=True)
+            ]
+        check(function, batches, every, tolerance, 3, chunk_size=2)
+        check(function, batches, every, tolerance, 3, out_dims=-1)
+        for i, x in enumerate(tensors):
+            one = [y.unsqueeze(0) if i == j else y for j, y in enumerate(tensors)]
+            check(function, one, tuple(0 if i == j else None for j in range(len(tensors))), tolerance, 1)
+            if len(tensors) > 1:
+                others = [x if i == j else y for j, y in enumerate(batches)]
+                check(function, others, tuple(None if i == j else 0 for j in range(len(tensors))), tolerance, 3)
+
+
+# ---- random numbers ----
+
+
+def generator(seed=3):
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
+@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_dropout_add_with_a_generator(dtype, mapped):
+    """The same numbers are those of one call with this generator, different ones those of a call with the batch."""
+    full = [random(3, 1000, dtype=dtype) for _ in mapped]
+    inputs = [x if dim == 0 else x[0] for x, dim in zip(full, mapped, strict=True)]
+    rows = [x if dim == 0 else x[:1].expand(3, 1000) for x, dim in zip(full, mapped, strict=True)]
+
+    def mapping(randomness, p=0.25):
+        g = generator()
+        out = torch.vmap(lambda x, r: dropout_add(x, r, p, generator=g), mapped, randomness=randomness)(*inputs)
+        return *out, g.get_state()
+
+    alone = generator()
+    _, kept_alone = dropout_add(rows[0][0], rows[1][0], 0.25, generator=alone)
+    out, mask, state = mapping("same")
+    assert out.dtype == dtype and mask.dtype == torch.bool and torch.equal(state, alone.get_state())
+    for i in range(3):
+        assert torch.equal(mask[i], kept_alone)
+        assert torch.equal(out[i], dropout_add(rows[0][i], rows[1][i], 0.25, generator=generator())[0])
+    whole = generator()
+    expected = dropout_add(*rows, 0.25, generator=whole)
+    out, mask, state = mapping("different")
+    assert torch.equal(mask, expected[1]) and torch.equal(out, expected[0])
+    assert torch.equal(state, whole.get_state()) and not torch.equal(mask[0], mask[1])
+    for p, kept in ((0.0, True), (1.0, False)):
+        for randomness in ("same", "different"):
+            assert (mapping(randomness, p)[1] == kept).all()
+
+
+def test_dropout_add_of_one_sample():
+    x = random(1, 1000)
+    for randomness in ("same", "different"):
+        torch.manual_seed(5)
+        out, mask = torch.vmap(lambda x: dropout_add(x, x, 0.5), randomness=randomness)(x)
+        torch.manual_seed(5)
+        assert torch.equal(mask, dropout_add(x, x, 0.5)[1]) and torch.equal(out, x + 2 * x * mask)
+
+
+def constant():
+    """What is not mapped: PyTorch has no "same" randomness of mapped probabilities."""
+    return torch.full((100,), 0.5, device=DEVICE)
+
+
+RANDOM = {
+    "rand_like": lambda x, g: torch.rand_like(x),
+    "randn_like": lambda x, g: torch.randn_like(x),
+    "randint_like": lambda x, g: torch.randint_like(x, 1000),
+    "rand": lambda x, g: torch.rand(x.shape, generator=g, device=DEVICE) + 0 * x,
+    "randn": lambda x, g: torch.randn(x.shape, generator=g, device=DEVICE) + 0 * x,
+    "randint": lambda x, g: torch.randint(1000, x.shape, generator=g, device=DEVICE) + 0 * x,
+    "randperm": lambda x, g: torch.randperm(len(x), generator=g, device=DEVICE) + 0 * x,
+    "bernoulli": lambda x, g: torch.bernoulli(constant(), generator=g) + 0 * x,
+    "bernoulli_p": lambda x, g: torch.bernoulli(constant(), 0.5, generator=g) + 0 * x,
+    "normal": lambda x, g: torch.normal(constant(), 1.0, generator=g) + 0 * x,
+    "multinomial": lambda x, g: torch.multinomial(constant(), 100, True, generator=g) + 0 * x,
+    "dropout": lambda x, g: torch.dropout(x.exp(), 0.5, True),
+    "alpha_dropout": lambda x, g: torch.nn.functional.alpha_dropout(x, 0.5, True),
+    "bernoulli_": lambda x, g: torch.empty_like(x).bernoulli_(0.5, generator=g),
+    "normal_": lambda x, g: torch.empty_like(x).normal_(generator=g),
+    "uniform_": lambda x, g: torch.empty_like(x).uniform_(generator=g),
+    "exponential_": lambda x, g: torch.empty_like(x).exponential_(generator=g),
+    "random_": lambda x, g: torch.empty_like(x).random_(1000, generator=g),
+}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["default", "generator"])
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operators(name, given):
+    """ "same" gives every sample what one call gives, "different" others, "error" refuses."""
+    x = random(3, 100)
+    x[1:] = x[0]
+
+    def run(function):
+        torch.manual_seed(11)
+        g = generator() if given else None
+        return function(lambda x: RANDOM[name](x, g))
+
+    single = run(lambda f: f(x[0]))
+    same = run(lambda f: torch.vmap(f, randomness="same")(x))
+    assert same.dtype == single.dtype and same.device == x.device
+    for row in same:
+        assert torch.equal(row, single)
+    different = run(lambda f: torch.vmap(f, randomness="different")(x))
+    assert torch.equal(different, run(lambda f: torch.vmap(f, randomness="different")(x)))
+    assert not torch.equal(different[0], different[1]) and not torch.equal(different[1], different[2])
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        run(lambda f: torch.vmap(f)(x))

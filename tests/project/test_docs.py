@@ -1,0 +1,45 @@
+"""Every block of docs/integration.md is a program that runs as it stands.
+
+tests/clients/test_docs.py runs those about training frameworks, which the tests' environment does not have.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openreg_ops
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^## ([^\n]+)|^```python\n(.*?)^```", (ROOT / "docs/integration.md").read_text(), re.M | re.S)
+TITLES = [title for title, _ in BLOCKS]
+PROGRAMS = [
+    pytest.param(code, id=title)
+    for i, (_, code) in enumerate(BLOCKS)
+    if code and (title := next(title for title in reversed(TITLES[:i]) if title)) != "Training frameworks"
+]
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_a_block_runs(code, tmp_path):
+    # Loaded as `import torch` does it for a user; the tests' own environment may have turned that off.
+    (tmp_path / "program.py").write_text("import openreg_ops\n" + code)
+    installed = str(Path(openreg_ops.__file__).parents[1])  # the checkout, or a copy where it is not built
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in (installed, os.environ.get("PYTHONPATH")) if p)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    # A profile prints these also without this package: torch 2.13 where it starts and stops, and torch with CUDA's
+    # libraries on a machine without a GPU.
+    known = ("USDT:", "gpuGetDeviceCount failed")
+    errors = [line for line in done.stderr.splitlines() if not any(text in line for text in known)]
+    assert (done.returncode, errors) == (0, [])

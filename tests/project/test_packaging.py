@@ -1,0 +1,250 @@
+"""What is packaged, and what happens when the package is imported."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import openreg_ops
+from openreg_ops import environment, fallback
+from openreg_ops.openreg import faults
+from openreg_ops.tools.new import FILES
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
+]
+autoload = pytest.mark.skipif(
+    "openreg" not in importlib.metadata.entry_points(group="torch.backends").names,
+    reason="openreg_ops is on the path but not installed, so torch does not know of it",
+)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a new interpreter that finds the same openreg_ops."""
+    path = str(Path(openreg_ops.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error", **environment}
+    if environment["PYTHONPATH"] != path:  # the entry point is found in either case
+        environment["PYTHONPATH"] += os.pathsep + path
+    return subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+
+
+def printed(code: str, **environment: str) -> str:
+    result = python(code, **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def setup(*arguments: str) -> None:
+    """Runs setup.py away from the source tree's own metadata."""
+    result = subprocess.run([sys.executable, "setup.py", "-q", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+# ---- what is packaged ----
+
+
+def test_sdist_has_all_that_a_build_needs(tmp_path):
+    setup("egg_info", "--egg-base", str(tmp_path), "sdist", "--dist-dir", str(tmp_path), "--formats", "gztar")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    for pattern in (
+        "csrc/**/*.cpp",
+        "csrc/**/*.h",
+        "meta/*.py",
+        "tests/**/*.py",
+        "openreg_ops/*.py",
+        "openreg_tools/**/*.py",
+        "examples/*.py",
+    ):
+        missing = {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)} - names - {"openreg_ops/_build.py"}
+        assert not missing
+    assert {
+        "setup.py",
+        "pyproject.toml",
+        "openreg_tools/pyproject.toml",
+        "build_backend.py",
+        "Makefile",
+        "LICENSE",
+    } <= names
+    assert not {name for name in names if name.endswith(".so") or name == "openreg_ops/_build.py"}
+    assert not {name for name in names if name.startswith("openreg_ops/meta/")}, "meta/ is there twice"
+
+
+def test_wheel_has_every_module(tmp_path):
+    setup("egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib"))
+    built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*") if path.is_file()}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*.py")}
+    meta = {f"openreg_ops/{path.relative_to(ROOT)}" for path in (ROOT / "meta").glob("*.py")}
+    templates = {f"openreg_ops/tools/templates/{each}" for each in FILES}
+    outside = {"pytest_openreg_ops.py"}  # pytest imports it in every run
+    assert modules | meta | templates | outside | {"openreg_ops/_build.py"} == built | {"openreg_ops/_build.py"}
+
+
+def test_wheel_of_the_tools(tmp_path):
+    """Built from a copy, which a build leaves files in; everything of the folder is in it, and it is pure Python."""
+    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    source = shutil.copytree(ROOT / "openreg_tools", tmp_path / "a folder" / "openreg_tools", ignore=ignored)
+    files = {f"openreg_tools/{path.relative_to(source)}" for path in source.rglob("*") if path.is_file()}
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    result = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = tmp_path.glob("openreg_tools-*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert names == files - {"openreg_tools/pyproject.toml", "openreg_tools/README.md"}
+    assert "openreg-tools = openreg_tools.__main__:main" in metadata
+
+
+def test_the_tools_import_no_device(tmp_path):
+    """Neither does any of their modules, nor do they name the package of a device."""
+    found = re.compile(r"^\s*(from|import) openreg_ops\b", re.M)
+    assert not [path for path in (ROOT / "openreg_tools").rglob("*.py") if found.search(path.read_text())]
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "openreg_tools").rglob("*.py")
+        if "build" not in path.parts
+    ]
+    code = f"import importlib, sys, torch\nfor name in {modules}: importlib.import_module(name)\n"
+    code += "print('openreg_ops' in sys.modules, torch._C._get_privateuse1_backend_name())"
+    assert printed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split() == ["False", "privateuseone"]
+
+
+def test_versions_are_equal():
+    versions = {
+        tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]["version"]
+        for path in (".", "openreg_tools")
+    }
+    assert len(versions) == 1
+
+
+def test_meta_is_part_of_the_package():
+    assert openreg_ops.meta.__name__ == "openreg_ops.meta"
+    files = {path.name for path in Path(openreg_ops.meta.__file__).parent.glob("*.py")}
+    assert files == {path.name for path in (ROOT / "meta").glob("*.py")}
+
+
+# ---- import ----
+
+
+@autoload
+def test_import_torch_is_enough():
+    assert printed("import torch; print(torch.ones(2, device='openreg:1').device)") == "openreg:1"
+
+
+@autoload
+def test_autoload_can_be_turned_off():
+    code = "import sys, torch; print('openreg_ops' in sys.modules); import openreg_ops; print(torch.openreg.device_count())"
+    assert printed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0", OPENREG_DEVICE_COUNT="1").split() == ["False", "1"]
+
+
+def test_openreg_ops_may_be_imported_first():
+    assert printed("import openreg_ops, torch; print(torch.zeros(1, device='openreg').item())") == "0.0"
+
+
+@pytest.fixture
+def built_for_another_torch(tmp_path):
+    """openreg_ops as built for torch 2.0.0; its extension could not be loaded."""
+    package = tmp_path / "openreg_ops"
+    package.mkdir()
+    (package / "__init__.py").write_text((ROOT / "openreg_ops" / "__init__.py").read_text())
+    (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\n')
+    (package / "_C.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    return str(tmp_path)
+
+
+SENTENCE = (
+    f"ImportError: openreg_ops was built for torch 2.0.0+cpu but torch {torch.__version__} is installed; "
+    "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
+    "or install torch==2.0.0"
+)
+
+
+NOTE = "`python -m openreg_tools info` says more about this installation."
+
+
+def test_another_torch_is_named_with_the_remedy(built_for_another_torch):
+    result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-2:] == [SENTENCE, NOTE]
+    assert "undefined symbol" not in result.stderr
+
+
+@autoload
+def test_another_torch_is_named_by_autoload_too(built_for_another_torch):
+    result = python("import torch", PYTHONPATH=built_for_another_torch)
+    assert SENTENCE in result.stderr.splitlines()
+
+
+def test_not_built_says_what_to_do(built_for_another_torch):
+    # Not removed: an editable install's finder would bring the checkout's.
+    (Path(built_for_another_torch) / "openreg_ops" / "_build.py").write_text("raise ModuleNotFoundError('_build')\n")
+    result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    remedy = "run `pip install --no-build-isolation -e .` in its source"
+    assert result.stderr.splitlines()[-2:] == [f"ImportError: openreg_ops is not built here: {remedy}", NOTE]
+    assert "_build'" not in result.stderr and result.stderr.count("Traceback") == 1
+
+
+# ---- environment variables ----
+
+PROPERTIES = "import torch, openreg_ops as _; print(torch.openreg.device_count(), torch.openreg.mem_get_info()[1]);"
+
+
+def test_device_count_and_memory():
+    settings = {"OPENREG_DEVICE_COUNT": "3", "OPENREG_DEVICE_MEMORY": "64 MiB"}
+    result = python(PROPERTIES + "torch.empty(65 << 20, dtype=torch.uint8, device='openreg')", **settings)
+    assert result.stdout.split() == ["3", str(64 << 20)]
+    assert result.stderr.splitlines()[-1].startswith("torch.OutOfMemoryError")
+
+
+def test_no_device_is_not_available():
+    code = "import torch, openreg_ops; print(torch.openreg.is_available(), torch.accelerator.is_available())"
+    assert printed(code, OPENREG_DEVICE_COUNT="0") == "False False"
+
+
+def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
+    """Of every variable, in one form: name, rule, value and remedy."""
+    for name in environment.VARIABLES:
+        for other in environment.VARIABLES:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, "much")
+        with pytest.raises(
+            environment.WrongVariable, match=f"^{name}: expected .*, but got 'much'.*; set it so, or unset it$"
+        ):
+            environment.check()
+            {"OPENREG_FAULTS": faults, "OPENREG_FALLBACK_ALLOW": fallback, "OPENREG_FALLBACK_DENY": fallback}[
+                name
+            ]._from_environment()
+        monkeypatch.setenv(name, "")
+        environment.check()
+    result = python(PROPERTIES, OPENREG_DEVICE_COUNT="many")
+    assert "WrongVariable: OPENREG_DEVICE_COUNT: expected a number from 0 to 64, but got 'many'" in result.stderr
+    assert result.returncode != 0
+    result = python(PROPERTIES, OPENREG_FALLBACK_ALLOW="aten::add, nosuch")
+    rule = "expected operators such as aten::add or mylib::*, commas between"
+    said = f"OPENREG_FALLBACK_ALLOW: {rule}, but got 'aten::add, nosuch'; set it so, or unset it"
+    named = [line for line in result.stderr.splitlines() if said in line]
+    assert named == [f"openreg_ops.environment.WrongVariable: {said}"]  # torch's autoload adds lines of its own
+    assert "in _from_environment" not in result.stderr  # where it was found is no help
+    result = python(PROPERTIES, OPENREG_FALLBACK_DENY="aten::nosuch")
+    assert "but got 'aten::nosuch' (no operator matches 'aten::nosuch'; " in result.stderr
+    assert "in _from_environment" not in result.stderr and "During handling" not in result.stderr
+
+
+@pytest.mark.parametrize("good", ["1048576", "8GiB", "0.5 g", "512 MB", "1e9", "2t", "1b"])
+@pytest.mark.parametrize("bad", ["", "0", "-1", "nan", "8GiBs", "GiB", "1e30"])
+def test_sizes(good, bad):
+    assert environment._is_size(good) and not environment._is_size(bad)

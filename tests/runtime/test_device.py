@@ -1,0 +1,358 @@
+"""Devices, streams, events, memory numbers, and the methods that PyTorch generates for a named backend."""
+
+import pytest
+import torch
+from programs import run
+from torch.testing import assert_close
+
+import openreg_ops
+
+
+def test_module_is_registered():
+    assert torch.get_device_module("openreg") is torch.openreg
+    assert torch.accelerator.current_accelerator() == torch.device("openreg")
+    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 2 == torch.openreg.device_count()
+    assert torch._C._get_privateuse1_backend_name() == "openreg"
+
+
+def test_current_device_by_every_route():
+    assert torch.openreg.current_device() == 0
+    torch.openreg.set_device("openreg:1")
+    assert torch.accelerator.current_device_index() == 1
+    torch.accelerator.set_device_index(0)
+    with torch.openreg.device(1):
+        assert torch.openreg.current_device() == 1
+        with torch.openreg.device(-1), torch.openreg.device(None):
+            assert torch.openreg.current_device() == 1
+    with torch.openreg.device_of(torch.zeros(1, device="openreg:1")):
+        assert torch.zeros(1, device="openreg").device.index == 1
+    assert torch.openreg.current_device() == 0
+
+
+def test_peers_and_dtypes():
+    """What is said of the device is so: bfloat16 computes, and a copy reaches the other device's memory."""
+    assert torch.openreg.is_bf16_supported() and torch.openreg.is_bf16_supported(including_emulation=False)
+    x = torch.full((2,), 1.5, dtype=torch.bfloat16, device="openreg:0")
+    assert torch.openreg.can_device_access_peer(0, "openreg:1") and (x + x).to("openreg:1").tolist() == [3, 3]
+    assert not torch.openreg.can_device_access_peer(1, "openreg:1")
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.openreg.can_device_access_peer(0, 7)
+    assert torch.openreg.ipc_collect() is None
+
+
+@pytest.mark.parametrize("bad", [2, 5, 63, "openreg:9"])
+def test_a_device_that_is_not_there(bad):
+    for use in (
+        torch.openreg.set_device,
+        torch.openreg.device,
+        torch.openreg.get_device_name,
+        torch.openreg.memory_allocated,
+    ):
+        with pytest.raises(RuntimeError, match="invalid device ordinal .*; there are 2 devices"):
+            use(bad)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.zeros(1).to(torch.device("openreg", bad if isinstance(bad, int) else 9))
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.Generator(device=f"openreg:{bad if isinstance(bad, int) else 9}")
+    assert torch.openreg.current_device() == 0
+
+
+def test_a_device_of_another_type():
+    with pytest.raises(ValueError, match="expected an openreg device, but got cpu"):
+        torch.openreg.set_device("cpu")
+
+
+def test_tensor_methods():
+    x = torch.zeros(2)
+    assert not x.is_openreg and x.openreg().is_openreg and x.openreg(1).device.index == 1
+    assert x.openreg().openreg().device == torch.device("openreg:0")
+    y = x.openreg()
+    assert y.openreg() is y
+
+
+def test_module_methods():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).openreg(1)
+    assert {t.device for t in module.state_dict().values()} == {torch.device("openreg:1")}
+
+
+def test_storage_methods():
+    storage = torch.arange(3.0).untyped_storage()
+    assert not storage.is_openreg and storage.openreg().is_openreg
+    assert storage.openreg(1).device == torch.device("openreg:1")
+    assert storage.openreg().cpu().tolist() == storage.tolist()
+
+
+def test_unsupported_dtypes_are_named():
+    with pytest.raises(RuntimeError, match="Cannot store torch.quint4x2 on openreg|quint4x2|not supported"):
+        torch.TypedStorage(2, dtype=torch.quint4x2).openreg()
+
+
+def test_packed_sequence_methods():
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 1]))
+    moved = packed.openreg()
+    assert moved.is_openreg and moved.data.device.type == "openreg" and moved.batch_sizes.device.type == "cpu"
+    padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(moved)
+    assert_close(padded.cpu(), torch.nn.utils.rnn.pad_packed_sequence(packed)[0])
+    assert lengths.tolist() == [3, 1]
+
+
+def test_packing_on_the_device_keeps_lengths_on_the_host():
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4, device="openreg"), [3, 1])
+    assert packed.data.is_openreg and packed.batch_sizes.tolist() == [2, 1, 1]
+    assert packed.batch_sizes.device.type == "cpu"
+
+
+def test_streams():
+    default = torch.openreg.default_stream()
+    assert torch.openreg.current_stream() == default and default.stream_id == 0
+    side = torch.openreg.Stream()
+    assert isinstance(side, torch.openreg.Stream) and isinstance(default, torch.openreg.Stream)
+    assert not isinstance(default, torch.openreg.Event)
+    with torch.openreg.stream(side):
+        assert torch.openreg.current_stream() == side != default
+        y = torch.ones(3, device="openreg") + 1
+    assert torch.openreg.current_stream() == default
+    side.synchronize()
+    default.wait_stream(side)
+    assert side.query() and y.tolist() == [2, 2, 2]
+    y.record_stream(side)
+    assert torch.openreg.Stream(1).device.index == 1
+    torch.openreg.synchronize(1)
+
+
+def test_streams_are_current_for_each_thread_and_device():
+    import threading
+
+    seen = []
+    with torch.openreg.stream(torch.openreg.Stream()):
+        thread = threading.Thread(target=lambda: seen.append(torch.openreg.current_stream().stream_id))
+        thread.start()
+        thread.join()
+        assert seen == [0] and torch.openreg.current_stream(1).stream_id == 0
+
+
+def test_events():
+    start, end = torch.openreg.Event(enable_timing=True), torch.openreg.Event(enable_timing=True)
+    start.record()
+    torch.ones(1000, device="openreg").sum()
+    end.record()
+    end.synchronize()
+    assert end.query() and start.elapsed_time(end) > 0 and isinstance(start, torch.openreg.Event)
+    torch.openreg.current_stream().wait_event(end)
+
+
+def test_untimed_events_have_no_time():
+    a, b = torch.openreg.Event(), torch.openreg.Event()
+    a.record(), b.record()
+    with pytest.raises((RuntimeError, ValueError), match="enable_timing"):
+        a.elapsed_time(b)
+
+
+def test_memory_numbers():
+    torch.openreg.reset_peak_memory_stats()
+    before = torch.openreg.memory_allocated()
+    x = torch.empty(1 << 20, dtype=torch.uint8, device="openreg")
+    assert torch.openreg.memory_allocated() - before == 1 << 20
+    assert torch.openreg.memory_allocated(1) == torch.openreg.memory_stats(1)["allocated_bytes.all.current"]
+    free, total = torch.openreg.mem_get_info()
+    assert total - free == torch.openreg.memory_reserved()
+    del x
+    assert torch.openreg.memory_allocated() == before
+    assert torch.openreg.max_memory_allocated() == before + (1 << 20)
+    torch.openreg.empty_cache()
+    assert torch.openreg.memory_reserved() <= torch.openreg.max_memory_reserved()
+
+
+def test_out_of_memory_loses_nothing():
+    keep = torch.arange(10.0, device="openreg")
+    before = torch.openreg.memory_allocated()
+    for size in (1 << 44, 1 << 55):
+        with pytest.raises(
+            torch.OutOfMemoryError, match="openreg out of memory. Tried to allocate .*iB. Device 0 has a total"
+        ):
+            torch.empty(size, dtype=torch.uint8, device="openreg")
+        with pytest.raises(torch.openreg.OutOfMemoryError):
+            keep.expand(size // 4, 10).contiguous()
+    with pytest.raises(RuntimeError, match="overflow|Storage size"):
+        torch.empty(1 << 62, 8, device="openreg")
+    assert torch.openreg.memory_allocated() == before and keep.sum().item() == 45
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: x + y,
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.stack([x, y]),
+        lambda x, y: x.mul_(y),
+        lambda x, y: torch.add(x, x, out=y),
+        lambda x, y: x @ y,
+        lambda x, y: torch.where(x > 0, x, y),
+        lambda x, y: torch._foreach_add([x], [y]),
+        lambda x, y: torch.nn.functional.linear(x, y),
+        lambda x, y: torch.gather(x, 0, y.long()),
+        lambda x, y: y[x.long()],
+    ],
+)
+@pytest.mark.parametrize("other", ["cpu", "openreg:1"])
+def test_mixed_devices(call, other):
+    x, y = torch.ones(2, 2, device="openreg"), torch.ones(2, 2, device=other)
+    rule = "Expected all tensors to be on the same device|indices should be either on cpu or on the same device"
+    with pytest.raises(RuntimeError, match=rf"aten::\w+: ({rule}).*[Mm]ove one with .to"):
+        call(x, y)
+    assert x.tolist() == [[1, 1], [1, 1]] and y.tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_scalar_on_the_host_may_meet_a_device_tensor():
+    x = torch.ones(2, device="openreg")
+    assert (x + torch.tensor(2.0)).tolist() == [3, 3] == (torch.tensor(2.0) + x).tolist()
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.tensor(2.0).add_(x[0])
+
+
+def test_an_index_on_the_host_is_allowed_as_on_cuda():
+    x = torch.arange(6.0, device="openreg")
+    assert x[torch.tensor([1, 3])].tolist() == [1, 3]
+    x[torch.tensor([0])] = 5.0
+    assert x[0].item() == 5
+
+
+@pytest.mark.parametrize(
+    "call,error,match",
+    [
+        (lambda x: x @ torch.ones(3, 3, device="openreg"), RuntimeError, "cannot be multiplied"),
+        (lambda x: x.long() @ x, RuntimeError, "dtype"),
+        (lambda x: x.view(7), RuntimeError, "invalid for input of size"),
+        (lambda x: x[5], IndexError, "out of bounds"),
+        (lambda x: torch.gather(x, 0, torch.full((1, 1), 9, device="openreg")), RuntimeError, "out of bounds"),
+        (lambda x: torch.zeros(-3, device="openreg"), RuntimeError, "negative"),
+        (lambda x: torch.nn.functional.conv2d(x, x), RuntimeError, "Expected"),
+        (lambda x: x.numpy(), TypeError, "can't convert openreg:0 device type tensor to numpy"),
+        (lambda x: torch.linalg.inv(torch.zeros(2, 2, device="openreg")), torch.linalg.LinAlgError, "singular"),
+        (lambda x: torch.bernoulli(x, generator=torch.Generator()), RuntimeError, "openreg"),
+        (lambda x: torch.nn.functional.embedding(torch.tensor([7], device="openreg"), x), IndexError, "out of range"),
+    ],
+)
+def test_bad_input_raises_what_the_cpu_raises(call, error, match):
+    x = torch.ones(2, 2, device="openreg")
+    with pytest.raises(error, match=match):
+        call(x)
+    assert (x + x).sum().item() == 8  # and the device goes on
+
+
+def test_set_default_device():
+    torch.set_default_device("openreg:1")
+    try:
+        assert torch.zeros(1).device == torch.device("openreg:1")
+    finally:
+        torch.set_default_device(None)
+
+
+def test_properties():
+    assert torch.openreg.get_device_properties(1).total_memory == torch.openreg.mem_get_info(1)[1]
+    assert torch.openreg.get_device_name(1) == "openreg simulated accelerator 1"
+    assert torch.float32 in torch.openreg.get_device_capability()["supported_dtypes"]
+
+
+def test_printing():
+    assert "device='openreg:0'" in repr(torch.ones(2, device="openreg"))
+
+
+def test_launches_are_counted():
+    before = openreg_ops._C.launch_count()
+    torch.ones(2, device="openreg").add_(1)
+    assert openreg_ops._C.launch_count() - before == 2  # fill and add
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_no_devices():
+    code = (
+        "import torch, openreg_ops\n"
+        "assert torch.openreg.device_count() == 0 and not torch.accelerator.is_available()\n"
+        "for call in (lambda: torch.ones(1, device='openreg'), lambda: torch.UntypedStorage(4, device='openreg'),\n"
+        "             torch.openreg.get_rng_state, torch.openreg.synchronize, torch.openreg.memory_allocated):\n"
+        "    try: call()\n"
+        "    except RuntimeError as e: assert 'there are no devices. Set OPENREG_DEVICE_COUNT' in str(e), e\n"
+        "    else: raise SystemExit('no error')\n"
+    )
+    done = run(code, OPENREG_DEVICE_COUNT="0")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("index", [257, 255, 127, 10**6, -2])
+def test_a_device_index_is_not_cut_to_eight_bits(index):
+    for use in (torch.openreg.get_device_name, torch.openreg.memory_allocated, torch.openreg.get_rng_state):
+        with pytest.raises(RuntimeError, match=f"invalid device ordinal {index}; there are 2 devices"):
+            use(index)
+
+
+# ---- the second of everything ----
+
+
+def test_a_device_context_is_entered_again():
+    """Each entry makes the device current, each exit that before it, wherever the program has gone meanwhile."""
+    context = torch.openreg.device(1)
+    for before in (0, 1, 0):
+        torch.openreg.set_device(before)
+        with context:
+            assert torch.openreg.current_device() == 1
+        assert torch.openreg.current_device() == before
+    torch.openreg.set_device(0)
+    with torch.openreg.device(1), torch.openreg.device(0), torch.openreg.device(None), torch.openreg.device(-1):
+        assert torch.openreg.current_device() == 0
+    assert torch.openreg.current_device() == 0
+    with torch.openreg.device_of(torch.ones(1, device="openreg:1")):
+        assert torch.openreg.current_device() == 1
+        with torch.openreg.device_of(torch.ones(1)):
+            assert torch.openreg.current_device() == 1
+    assert torch.openreg.current_device() == 0
+
+
+def test_what_is_no_stream_or_event():
+    event = torch.openreg.Event()
+    assert isinstance(event, torch.openreg.Event) and not isinstance(event, torch.openreg.Stream)
+    assert not isinstance(torch.openreg.Stream(), torch.openreg.Event)
+    for other in (3, None, "openreg", torch.device("openreg"), torch.ones(1, device="openreg"), torch.Stream, object()):
+        assert not isinstance(other, torch.openreg.Stream) and not isinstance(other, torch.openreg.Event)
+
+
+def test_a_stream_context_is_entered_again():
+    first, second = torch.openreg.Stream(0), torch.openreg.Stream(1)
+    for _ in range(2):
+        with torch.openreg.stream(second):
+            assert torch.openreg.current_stream(1) == second and torch.openreg.current_device() == 1
+            with torch.openreg.stream(first), torch.openreg.stream(None):
+                assert torch.openreg.current_stream() == first and torch.openreg.current_stream(1) == second
+            assert torch.openreg.current_device() == 1
+        assert torch.openreg.current_device() == 0
+        assert torch.openreg.current_stream(0) == torch.openreg.default_stream(0)
+        assert torch.openreg.current_stream(1) == torch.openreg.default_stream(1)
+
+
+def test_memory_of_the_second_device_is_its_own():
+    torch.openreg.synchronize()
+    before = [torch.openreg.memory_allocated(i) for i in (0, 1)]
+    x = torch.ones(1 << 20, device="openreg:1")
+    assert [torch.openreg.memory_allocated(i) for i in (0, 1)] == [before[0], before[1] + x.nbytes]
+    torch.openreg.reset_peak_memory_stats(0)
+    assert torch.openreg.max_memory_allocated(1) >= before[1] + x.nbytes
+    del x
+    torch.openreg.synchronize(1)
+    assert torch.openreg.max_memory_allocated(1) >= before[1] + (4 << 20)
+    torch.openreg.reset_peak_memory_stats(1)
+    assert torch.openreg.max_memory_allocated(1) == before[1]
+
+
+def test_random_numbers_of_the_second_device_are_its_own():
+    torch.openreg.manual_seed_all(3)
+    one, other = (torch.rand(5, device=f"openreg:{i}").cpu() for i in (0, 1))
+    state = torch.openreg.get_rng_state(1)
+    torch.rand(5, device="openreg:0")
+    assert torch.equal(torch.openreg.get_rng_state(1), state)
+    again = torch.rand(5, device="openreg:1")
+    torch.openreg.set_rng_state(state, 1)
+    assert torch.equal(torch.rand(5, device="openreg:1"), again)
+    torch.openreg.manual_seed_all(3)
+    assert torch.equal(torch.rand(5, device="openreg:1").cpu(), other)
+    assert torch.equal(torch.rand(5, device="openreg:0").cpu(), one)

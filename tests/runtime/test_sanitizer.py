@@ -1,0 +1,980 @@
+"""The race detector: each kind of race is caught in every launch mode, its mended version and PyTorch's patterns pass."""
+
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.openreg._sanitizer as sanitizer
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from openreg_ops import _C
+from openreg_ops.meta import op
+from openreg_ops.openreg import races
+
+DEVICE = "openreg"
+MS = 1_000_000  # cycles
+N = 1 << 18  # elements of 1 MiB, a copy that is queued
+
+current = torch.openreg.current_stream
+
+
+@pytest.fixture(params=["inline", "async", "sync"], autouse=True)
+def mode(request):
+    with torch.openreg.launch_mode(request.param):
+        yield request.param
+        torch.openreg.synchronize(0)
+        torch.openreg.synchronize(1)
+
+
+@pytest.fixture(autouse=True)
+def sanitized(mode):
+    with sanitizer.sanitize():
+        yield
+
+
+def caught():
+    return pytest.raises(sanitizer.OpenregSanitizerErrors)
+
+
+def busy(stream):
+    """Keep a stream busy, so that what is queued on it comes late."""
+    with stream:
+        torch.openreg._sleep(20 * MS)
+
+
+def message(error) -> str:
+    """The report, in one line."""
+    return " ".join(str(error.value).split())
+
+
+# ---- races ----
+
+
+def use_without_wait(wait):
+    x = torch.ones(N, device=DEVICE)
+    side = torch.openreg.Stream()
+    busy(current())
+    y = torch.ops.openreg.custom_abs(x)
+    if wait == "stream":
+        side.wait_stream(current())
+    elif wait == "event":
+        side.wait_event(current().record_event())
+    elif wait == "host":
+        current().synchronize()
+    elif wait == "host, event":
+        current().record_event().synchronize()
+    elif wait == "device":
+        torch.openreg.synchronize()
+    elif wait == "value":
+        y.sum().item()
+    elif wait == "poll":
+        event = current().record_event()
+        while not event.query():
+            pass
+    with side:
+        z = y + 1
+    current().wait_stream(side)
+    return z
+
+
+def test_use_on_another_stream_without_a_wait():
+    with caught() as error:
+        use_without_wait(None)
+    text = message(error)
+    assert "a possible data race on the tensor with data pointer 0x" in text
+    assert "of openreg:0 during: aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1)" in text
+    assert "-> Tensor reading from argument(s) self With stack trace:" in text
+    assert "Previous access by the default stream of openreg:0 during: openreg::custom_abs(Tensor" in text
+    assert "-> Tensor writing to the output With stack trace:" in text
+    assert text.count("in use_without_wait z = y + 1") == 1
+    assert text.count("in use_without_wait y = torch.ops.openreg.custom_abs(x)") == 2  # the access and the allocation
+    assert "Tensor was allocated with stack trace:" in text and "races.py" not in text
+    assert "call its wait_stream() with the default stream of openreg:0, or its wait_event()" in text
+
+
+def test_the_report_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs/streams.md").read_text().partition("## A report")[2]
+    _, code, _, report, _ = text.split("```", 4)
+    with caught() as error:
+        exec(compile(code.removeprefix("python\n"), "example.py", "exec"), {})
+    (race,) = error.value.errors
+    report = report.replace("stream 1", f"stream {race.current_access.stream[1]}")
+    for line in report.splitlines():
+        if not any(each in line for each in ("0x", "…", " = ")):  # an address, what is left out, a line of the file
+            assert " ".join(line.split()) in message(error)
+
+
+@pytest.mark.parametrize("wait", ["stream", "event", "host", "host, event", "device", "value", "poll"])
+def test_use_on_another_stream_with_a_wait(wait):
+    assert use_without_wait(wait)[-1] == 2
+
+
+def test_write_while_another_stream_reads():
+    x = torch.ones(N, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    busy(side)
+    with side:
+        x * 2
+    with caught() as error:
+        x.zero_()
+    assert "aten::zero_(Tensor(a!) self) -> Tensor(a!) writing to argument(s) self" in message(error)
+    assert "reading from argument(s) self" in message(error)
+    current().wait_stream(side)
+    x.zero_()
+
+
+def test_a_wait_for_what_was_recorded_earlier_is_no_wait():
+    x = torch.ones(N, device=DEVICE)
+    side, event = torch.openreg.Stream(), current().record_event()
+    x.add_(1)
+    side.wait_event(event)
+    with side, caught():
+        x.add_(1)
+
+
+def test_waits_are_transitive():
+    a, b, c = (torch.openreg.Stream() for _ in range(3))
+    with a:
+        x = torch.ones(N, device=DEVICE)
+    b.wait_stream(a)
+    c.wait_stream(b)
+    with c:
+        x.add_(1)
+    with b, caught():
+        x.add_(1)
+
+
+def test_an_event_made_where_another_was_has_recorded_nothing():
+    x = torch.ones(N, device=DEVICE)
+    side = torch.openreg.Stream()
+    for _ in range(20):
+        current().record_event()  # its address is used again
+    side.wait_event(torch.openreg.Event())
+    with side, caught():
+        x.add_(1)
+
+
+def test_synchronizing_one_device_says_nothing_of_another():
+    x = torch.ones(4, device="openreg:1")
+    torch.openreg.synchronize(0)
+    with torch.openreg.Stream(device="openreg:1"), caught():
+        x.add_(1)
+
+
+def copied_to_host(mended, pinned=True):
+    x = torch.ones(N, device=DEVICE)
+    busy(current())
+    host = torch.zeros(N, pin_memory=pinned)
+    host.copy_(x, non_blocking=mended != "blocking")
+    if mended == "event":
+        current().record_event().synchronize()
+    elif mended == "stream":
+        current().synchronize()
+    return host
+
+
+READS = {
+    "item": lambda host: host[3].item(),
+    "sum": lambda host: host.sum(),
+    "add": lambda host: host + 1,
+    "copy": lambda host: host.to(DEVICE),
+    "numpy": lambda host: host.numpy(),
+    "tolist": lambda host: host[:3].tolist(),
+    "print": lambda host: str(host),
+    "save": lambda host: torch.save({"host": host}, io.BytesIO()),
+    "pickle": lambda host: pickle.dumps(host),
+    "write": lambda host: host.zero_(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_the_host_reads_a_non_blocking_copy_too_early(read):
+    host = copied_to_host(mended=None)
+    assert host.is_pinned() and host.shape == (N,)  # ask for no values
+    with caught() as error:
+        READS[read](host)
+    text = message(error)
+    assert ("writing to" if read == "write" else "reading from") + " argument(s) self" in text
+    assert "Previous access by the default stream of openreg:0 during: aten::copy_(Tensor(a!) self, Tensor src" in text
+    assert "in copied_to_host host.copy_(x, non_blocking" in text
+    assert "Before the host uses the tensor, call synchronize() on the default stream of openreg:0 or on an" in text
+    current().synchronize()
+    READS[read](host)
+
+
+@pytest.mark.parametrize("mended", ["blocking", "event", "stream"])
+@pytest.mark.parametrize("read", READS)
+def test_the_host_reads_a_copy_in_time(read, mended):
+    READS[read](copied_to_host(mended))
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_copy_to_pageable_memory_has_arrived(read):
+    host = copied_to_host(None, pinned=False)
+    assert not host.is_pinned() and host[-1] == 1
+    READS[read](host)
+
+
+def test_a_new_host_tensor_of_a_non_blocking_copy_is_pinned():
+    with caught():
+        torch.ones(N, device=DEVICE).to("cpu", non_blocking=True).numpy()
+    torch.ones(N, device=DEVICE).cpu().numpy()
+
+
+def test_the_host_has_waited_after_a_copy_to_pageable_memory():
+    x = torch.ones(N, device=DEVICE)
+    pinned, host = torch.zeros(N, pin_memory=True), torch.zeros(N)
+    side = torch.openreg.Stream()
+    busy(current())
+    pinned.copy_(x, non_blocking=True)
+    x.mul_(2)
+    host.copy_(x, non_blocking=True)  # and so has what was queued before
+    with side:
+        x + 1
+    assert pinned.sum() == N and host.sum() == 2 * N
+    current().wait_stream(side)
+    x.mul_(2)
+    host.to(DEVICE, non_blocking=True)  # from pageable memory, it does not wait
+    with side, caught():
+        x + 1
+
+
+def test_lists_of_pinned_and_pageable_tensors():
+    xs = [torch.ones(4, device=DEVICE) for _ in range(2)]
+    host = [torch.zeros(4, pin_memory=True), torch.zeros(4)]
+    torch._foreach_copy_(host, xs, non_blocking=True)
+    assert host[1].sum() == 4
+    assert host[0].sum() == 4  # before the other
+    host = [torch.zeros(4), torch.zeros(4, pin_memory=True)]
+    torch._foreach_copy_(host, xs, non_blocking=True)
+    assert host[0].sum() == 4
+    with caught():  # behind the other
+        host[1].sum()
+
+
+def test_the_race_is_real(mode):
+    """What the detector says can be wrong is wrong, where the host runs ahead."""
+    sanitizer.disable_openreg_sanitizer()
+    host = copied_to_host(mended=None)
+    assert host[-1] == (1 if mode == "sync" else 0)
+    current().synchronize()
+    assert host[-1] == 1
+
+
+def test_another_part_of_the_host_memory_may_be_used():
+    host = torch.zeros(8, pin_memory=True)
+    host[:4].copy_(torch.ones(4, device=DEVICE), non_blocking=True)
+    assert host[4:].sum() == 0
+    with caught():
+        host[3:].sum()
+
+
+def test_the_host_writes_what_a_copy_still_reads():
+    host = torch.ones(N, pin_memory=True)
+    busy(current())
+    x = host.to(DEVICE, non_blocking=True)
+    assert host.sum() == N  # both read
+    with caught() as error:
+        host.zero_()
+    assert "aten::zero_(Tensor(a!) self) -> Tensor(a!) writing to argument(s) self" in message(error)
+    assert "aten::_to_copy(" in message(error) and "reading from argument(s) self" in message(error)
+    current().synchronize()
+    host.zero_()
+    pageable = torch.ones(N)
+    y = pageable.to(DEVICE, non_blocking=True)
+    pageable.zero_()  # a copy has read pageable memory when it returns
+    assert x[-1] == y[-1] == 1
+
+
+def test_host_memory_that_is_freed_is_forgotten():
+    for _ in range(10):
+        torch.ones(100, device=DEVICE).to("cpu", non_blocking=True)
+        torch.zeros(100, pin_memory=True)
+        host = torch.zeros(100)
+        host.copy_(torch.ones(100, device=DEVICE), non_blocking=True)
+        del host
+        torch.zeros(100)
+
+
+def freed_too_early(mended):
+    gc.collect()  # what earlier tests left behind is freed before, not in between
+    torch.openreg.synchronize()
+    torch.openreg.empty_cache()  # nor does the stream keep other memory of that size
+    side = torch.openreg.Stream()
+    x = torch.ones(N, device=DEVICE)
+    address = x.data_ptr()
+    side.wait_stream(current())
+    busy(side)
+    with side:
+        y = torch.ops.openreg.custom_abs(x)
+    if mended == "record_stream":
+        x.record_stream(side)
+    elif mended == "wait_stream":
+        current().wait_stream(side)
+    elif mended == "wait_stream later":
+        _C.set_poison(False)  # it would write at once
+    del x
+    again = torch.empty(N, device=DEVICE)
+    reused = again.data_ptr() == address
+    assert reused or mended
+    if mended == "wait_stream later":
+        current().wait_stream(side)
+    again.fill_(2)
+    current().wait_stream(side)
+    assert y.sum().item() == N
+    return reused
+
+
+def test_reuse_without_record_stream():
+    with caught() as error:
+        freed_too_early(None)
+    text = message(error)
+    assert "aten::fill_.Scalar(Tensor(a!) self, Scalar value) -> Tensor(a!) writing to argument(s) self" in text
+    assert ", before the memory was freed, during: openreg::custom_abs(Tensor" in text
+    assert text.count("in freed_too_early x = torch.ones(N, device=DEVICE)") == 1
+    assert text.count("in freed_too_early again = torch.empty(N, device=DEVICE)") == 1
+    assert "Call its record_stream() with stream" in text
+
+
+@pytest.mark.parametrize("mended", ["record_stream", "wait_stream", "wait_stream later"])
+def test_reuse_in_order(mended, mode):
+    reused = freed_too_early(mended)
+    assert reused or mended == "record_stream"
+
+
+def test_idle_memory_of_another_stream_is_in_order():
+    """Here an idle stream's memory is anybody's, and the allocator has seen that the stream is idle."""
+    for _ in range(8):
+        stream = torch.openreg.Stream()
+        with stream:
+            x = torch.ones(N, device=DEVICE)
+            x.add_(1)
+        del x
+        stream.synchronize()
+
+
+def test_what_autograd_passes_between_streams_is_recorded(monkeypatch):
+    """The engine records, through the device guard, the stream that goes on with another's gradient."""
+    recorded = []
+    monkeypatch.setattr(races.Races, "stream_recorded", lambda self, address, stream: recorded.append(stream))
+    side = torch.openreg.Stream()
+    x = torch.ones(N, device=DEVICE, requires_grad=True)
+    y = x * 2
+    side.wait_stream(current())
+    with side:
+        z = (y * y).sum()
+    current().wait_stream(side)
+    z.backward()
+    assert x.grad[0] == 8
+    assert {(0, 0), (0, side.stream_id)} <= set(recorded)
+
+
+def test_backward_is_checked_on_autograds_threads():
+    w = torch.ones(N, device=DEVICE)
+    x = torch.ones(N, device=DEVICE, requires_grad=True)
+    loss = (x * w).sum()
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        w.data.mul_(2)
+    with caught() as error:
+        loss.backward()
+    text = message(error)
+    assert "aten::mul.Tensor(Tensor self, Tensor other) -> Tensor reading from argument(s) other" in text
+    assert "test_backward_is_checked_on_autograds_threads loss.backward()" in text
+    assert "in the backward of MulBackward0" in text
+
+
+def test_a_backward_under_anomaly_mode_names_its_forward():
+    with torch.autograd.detect_anomaly(check_nan=False):
+        w = torch.ones(4, device=DEVICE)
+        x = torch.ones(4, device=DEVICE, requires_grad=True)
+        loss = (x * w).sum()
+        with torch.openreg.Stream() as side:
+            side.wait_stream(torch.openreg.default_stream())
+            w.data.mul_(2)
+        with caught() as error:
+            loss.backward()
+    assert "whose forward was called here:" in message(error) and "loss = (x * w).sum()" in message(error)
+
+
+def test_views_race_where_they_overlap():
+    x = torch.ones(8, 8, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    x[2:5].zero_()
+    x[:, 5].zero_()
+    with side:
+        for apart in (x[:2, :5], x[5:, 6:], x[5:, :4].t(), x[:, :5][5]):
+            apart.add_(1)
+        for meets in (x[4:], x[0], x[:2, 3:6], x.diagonal(), x[7, 5:6], x.t()):
+            with caught():
+                meets.add_(1)
+
+
+def test_copies_between_devices_are_ordered_on_both():
+    x = torch.ones(N, device="openreg:0")
+    y = x.to("openreg:1", non_blocking=True)
+    x.zero_()
+    y.add_(1)
+    y.copy_(x, non_blocking=True)
+    x.add_(1)
+    assert y.sum().item() == 0
+    y = x.to("openreg:1", non_blocking=True)
+    with torch.openreg.Stream(device="openreg:1"), caught():
+        y.add_(1)
+    torch.openreg.set_device(0)
+    with torch.openreg.Stream(device="openreg:0"), caught():
+        x.zero_()
+
+
+def test_an_inner_dispatch_is_seen():
+    """The tensors in a subclass; what a transform runs."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = TwoTensor(torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE))
+    side = torch.openreg.Stream()
+    with side, caught():
+        x.add_(1)
+    y = torch.ones(4, 4, device=DEVICE)
+    with side, caught():
+        torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(y)
+
+
+def test_sparse_tensors():
+    x = torch.eye(4, device=DEVICE).to_sparse()
+    side = torch.openreg.Stream()
+    with side, caught():
+        x * 2
+    side.wait_stream(current())
+    with side:
+        x * 2
+
+
+def test_lists_of_tensors():
+    xs = [torch.ones(4, device=DEVICE) for _ in range(3)]
+    side = torch.openreg.Stream()
+    with side, caught() as error:
+        torch._foreach_add_(xs, 1)
+    assert len(error.value.errors) == 3
+    host = [torch.zeros(4, pin_memory=True) for _ in range(3)]
+    torch._foreach_copy_(host, xs, non_blocking=True)
+    with caught():
+        host[2].sum()
+
+
+def test_factories_read_only_shapes():
+    x = torch.ones(4, device=DEVICE)
+    with torch.openreg.Stream():
+        torch.zeros_like(x), x.new_ones(3), torch.empty_like(x), x.view(2, 2).t().detach()
+
+
+def test_the_program_goes_on_after_a_report():
+    x = torch.ones(4, device=DEVICE)
+    side = torch.openreg.Stream()
+    for _ in range(2):
+        with side, caught():
+            x.add_(1)
+    side.wait_stream(current())
+    with side:
+        assert x.tolist() == [1, 1, 1, 1]  # what raced has not run
+
+
+def test_errors_are_those_of_cudas_sanitizer():
+    from torch.cuda import _sanitizer as csan
+
+    x = torch.ones(4, device=DEVICE)
+    with torch.openreg.Stream(), pytest.raises(csan.CUDASanitizerErrors) as error:
+        x.add_(1)
+    (race,) = error.value.errors
+    assert isinstance(race, sanitizer.UnsynchronizedAccessError) and isinstance(race, csan.UnsynchronizedAccessError)
+    assert race.data_ptr == x.data_ptr() and race.current_access.stream != race.previous_access.stream
+
+
+# ---- PyTorch's own patterns, without a report ----
+
+
+def model():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).to(DEVICE)
+
+
+class Prefetcher:
+    """The loader of NVIDIA's examples: copies the next batch on a stream of its own."""
+
+    def __init__(self, loader, record=True):
+        self.batches, self.record = iter(loader), record
+        self.stream = torch.openreg.Stream()
+        self.preload()
+
+    def preload(self):
+        self.next = next(self.batches, None)
+        if self.next is None:
+            return
+        with self.stream:
+            self.next = [x.to(DEVICE, non_blocking=True) for x in self.next]
+            self.next[0] = self.next[0].float().sub_(0.5)
+
+    def __iter__(self):
+        while self.next is not None:
+            current().wait_stream(self.stream)
+            batch = self.next
+            for x in batch if self.record else ():
+                x.record_stream(current())
+            self.preload()
+            yield batch
+
+
+def loader(**options):
+    data = torch.utils.data.TensorDataset(torch.rand(48, 16, dtype=torch.float64), torch.randint(4, (48,)))
+    return torch.utils.data.DataLoader(data, batch_size=8, pin_memory=True, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_dataloader_with_a_prefetcher(workers):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.openreg.synchronize()
+    losses = []
+    for x, target in Prefetcher(loader(num_workers=workers)):
+        loss = nn.functional.cross_entropy(net(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert torch.stack(losses).isfinite().all()
+
+
+def test_a_prefetcher_that_forgets_record_stream():
+    with caught() as error:
+        for x, _ in Prefetcher(loader(), record=False):
+            torch.openreg._sleep(MS)
+            x.square().sum()
+            del x, _
+    assert "before the memory was freed" in message(error) and "record_stream()" in message(error)
+
+
+def bucketed(wait_before, wait_after):
+    """DDP's overlap: as each gradient is ready, a side stream reduces it in a bucket."""
+    net = model()
+    side = torch.openreg.Stream()
+    bucket = torch.zeros(sum(p.numel() for p in net.parameters()), device=DEVICE)
+    parts = bucket.split([p.numel() for p in net.parameters()])
+
+    def ready(parameter, part):
+        event = current().record_event()
+        if wait_before:
+            side.wait_event(event)
+        with side:
+            part.copy_(parameter.grad.view(-1), non_blocking=True)
+            part.div_(2)
+        parameter.grad.record_stream(side)
+
+    for parameter, part in zip(net.parameters(), parts, strict=True):
+        parameter.register_post_accumulate_grad_hook(lambda parameter, part=part: ready(parameter, part))
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(3):
+        side.wait_stream(current())
+        net(torch.randn(8, 16, device=DEVICE)).square().mean().backward()
+        if wait_after:
+            current().wait_stream(side)
+        for parameter, part in zip(net.parameters(), parts, strict=True):
+            parameter.grad.view(-1).copy_(part)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def test_ddp_style_overlap():
+    assert all(p.isfinite().all() for p in bucketed(True, True).parameters())
+
+
+@pytest.mark.parametrize("waits", [(False, True), (True, False)])
+def test_ddp_style_overlap_without_a_wait(waits):
+    with caught():
+        bucketed(*waits)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant):
+    net = model()
+    x = torch.randn(8, 16, device=DEVICE, requires_grad=True)
+    for _ in range(2):
+        checkpoint(lambda x: nn.functional.dropout(net(x), 0.5), x, use_reentrant=use_reentrant).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """Saved tensors wait in pinned memory, copied on a side stream; `recorded` and `waited` are what that needs."""
+
+    def __init__(self, recorded=True, waited=True):
+        side = torch.openreg.Stream()
+
+        def pack(x):
+            side.wait_stream(current())
+            with side:
+                host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                host.copy_(x, non_blocking=True)
+            if recorded:
+                x.record_stream(side)
+            return host
+
+        def unpack(host):
+            with side:
+                x = host.to(DEVICE, non_blocking=True)
+            if waited:
+                current().wait_stream(side)
+            x.record_stream(current())
+            return x
+
+        super().__init__(pack, unpack)
+
+
+def test_cpu_offload():
+    net = model()
+    for hooks in (Offload(), torch.autograd.graph.save_on_cpu(pin_memory=True)):
+        with hooks:
+            loss = net(torch.randn(8, 16, device=DEVICE)).square().mean()
+        loss.backward()
+    assert all(p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_cpu_offload_without_a_wait():
+    net = model()
+    with Offload(waited=False):
+        loss = net(torch.randn(8, 16, device=DEVICE)).square().mean()
+    with caught():
+        loss.backward()
+
+
+def test_transforms():
+    x = torch.randn(5, 3, device=DEVICE)
+    f = lambda x: (x.sin() * x).sum()  # noqa: E731
+    torch.func.vmap(torch.func.grad(f))(x)
+    torch.func.hessian(f)(x[0])
+    torch.func.jvp(f, (x,), (x,))
+    torch.func.functionalize(lambda x: x.clone().add_(1))(x)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers(kind, options):
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(8, 16, device=DEVICE)).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+
+
+def test_autocast_and_grad_scaler():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(DEVICE)
+    for _ in range(2):
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            loss = net(torch.randn(8, 16, device=DEVICE)).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_two_devices():
+    a, b = nn.Linear(8, 8, device="openreg:0"), nn.Linear(8, 8, device="openreg:1")
+    x = torch.randn(4, 8).pin_memory().to("openreg:0", non_blocking=True)
+    for _ in range(2):
+        b(a(x).relu().to("openreg:1", non_blocking=True)).sum().backward()
+    assert a.weight.grad.isfinite().all()
+
+
+def test_graphs_on_side_streams():
+    """Forward on two streams; autograd runs each node's backward where its forward ran, and orders them."""
+    net, other = model(), model()
+    x = torch.randn(8, 16, device=DEVICE)
+    sides = [torch.openreg.Stream() for _ in range(2)]
+    for _ in range(3):
+        outputs = []
+        for side, each in zip(sides, (net, other), strict=True):
+            side.wait_stream(current())
+            with side:
+                outputs.append(each(x))
+            current().wait_stream(side)
+            outputs[-1].record_stream(current())
+        sum(outputs).square().mean().backward()
+        for parameter in (*net.parameters(), *other.parameters()):
+            parameter.data.sub_(parameter.grad)
+            parameter.grad = None
+
+
+DIFFERENTIABLE = {name for name in op.SAMPLES if f"{name}_backward" in op.SAMPLES} | {
+    "custom_autograd_fn_aliasing", "custom_autograd_fn_returns_self", "linear_cross_entropy", "scale_gradient", "swiglu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(op.SAMPLES))
+def test_openreg_operators(name):
+    """Forward, and backward where the operator has one, on a stream that waits for the inputs."""
+    side = torch.openreg.Stream()
+    for sample in [*op.SAMPLES[name](DEVICE, torch.float32)][:2]:
+        args, kwargs = (sample, {}) if isinstance(sample, tuple) else (sample.args, sample.kwargs)
+        if name in DIFFERENTIABLE:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf:
+                    x.requires_grad_()
+        side.wait_stream(current())
+        with side:
+            out = getattr(torch.ops.openreg, name)(*args, **kwargs)
+            leaves = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+            assert bool(leaves) == (name in DIFFERENTIABLE)
+            if leaves:
+                torch.autograd.backward(leaves, [torch.ones_like(x) for x in leaves])
+        current().wait_stream(side)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend):
+    torch._dynamo.reset()
+    compiled = []
+    counting = lambda graph, inputs: compiled.append(graph) or torch._dynamo.lookup_backend(backend)(graph, inputs)  # noqa: E731
+    net = torch.compile(model(), backend=counting, fullgraph=True)
+    x = torch.randn(8, 16, device=DEVICE)
+    net(x).sum().backward()
+    assert compiled
+    side = torch.openreg.Stream()
+    with side, caught():
+        net(x)
+    torch._dynamo.reset()
+
+
+def test_higher_order_operators():
+    """They pass: torch.cond, and what torch.compile makes of a mutation. What is in them is not checked."""
+    cache, new = (torch.zeros(2, 4, 1, 3, device=DEVICE) for _ in range(2))
+    add = torch.compile(lambda x, y: torch.ops.aten.add_(x, y) * 2, backend="aot_eager", fullgraph=True)
+    assert add(cache, new).sum().item() == 0
+    out = torch.cond(torch.tensor(True, device=DEVICE), lambda x: x + 1, lambda x: x - 1, (cache,))
+    assert out.sum().item() == cache.numel()
+    torch._dynamo.reset()
+
+
+def test_character_transformer(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import train_char_transformer as example
+
+    run = example.Run(50, DEVICE, torch.float32)
+    for _ in range(2):
+        run.step(torch.randint(50, (example.BATCH, example.CONTEXT + 1)))
+    del sys.modules["train_char_transformer"]
+
+
+# ---- turning it on ----
+
+
+def test_off_means_off():
+    sanitizer.disable_openreg_sanitizer()
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    x = torch.ones(4, device=DEVICE)
+    assert _C.take_notices() == []
+    with torch.openreg.Stream():
+        x.add_(1)
+    sanitizer.disable_openreg_sanitizer()
+
+
+def test_on_twice_is_on_once():
+    sanitizer.enable_openreg_sanitizer()
+    with sanitizer.sanitize():
+        assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 1
+    with torch.openreg.Stream() as side:
+        side.wait_stream(torch.openreg.default_stream())
+        x = torch.ones(4, device=DEVICE)
+    with caught():
+        x.add_(1)
+
+
+def test_another_thread_that_turns_it_on():
+    x = torch.ones(4, device=DEVICE)
+    errors = []
+
+    def work():
+        with sanitizer.sanitize(), torch.openreg.Stream():
+            try:
+                x.add_(1)
+            except sanitizer.OpenregSanitizerErrors as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    with torch.openreg.Stream(), caught():  # and it is on here still
+        x.add_(1)
+
+
+def test_what_was_there_before_is_taken_as_ready():
+    sanitizer.disable_openreg_sanitizer()
+    x = torch.ones(4, device=DEVICE)
+    with sanitizer.sanitize(), torch.openreg.Stream():
+        x.add_(1)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "value, ends",
+    [("1", "OpenregSanitizerErrors"), ("0", ""), ("yes", "OPENREG_SANITIZER: expected 0 or 1, but got 'yes'")],
+)
+def test_environment(value, ends, mode):
+    code = (
+        "import torch, openreg_ops, sys\n"
+        "assert ('torch.cuda._sanitizer' in sys.modules) == (sys.argv[1] == '1'), 'imported on demand'\n"
+        "x = torch.ones(4, device='openreg')\n"
+        "with torch.openreg.Stream(): x.add_(1)\n"
+    )
+    environment = {**os.environ, "OPENREG_SANITIZER": value, "OPENREG_LAUNCH_MODE": mode}
+    done = subprocess.run([sys.executable, "-P", "-c", code, value], env=environment, capture_output=True, text=True)
+    assert ends in done.stderr and (done.returncode != 0) == bool(ends), done.stderr
+    if value == "1":
+        assert "Remedy: Before this access, have stream 1 of openreg:0 wait" in done.stderr
+
+
+def test_a_report_in_place_of_an_exception():
+    """The program goes on, and every race is told."""
+    told = []
+    torch.openreg._sanitizer.disable_openreg_sanitizer()  # which raises in these tests
+    with torch.openreg._sanitizer.sanitize(told.extend):
+        x = torch.ones(4, device="openreg")
+        with torch.openreg.Stream():
+            y = x + 1
+            z = x.mul_(2)
+    assert [str(error.current_access.operator).partition("(")[0] for error in told] == [
+        "aten::add.Tensor",
+        "aten::mul_.Tensor",
+    ]
+    assert y.shape == z.shape == (4,)
+
+
+# ---- programs that are right, with rarer layouts ----
+
+LAYOUTS = {
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "coo": lambda x: x.to_sparse(),
+    "transposed": lambda x: x.t(),
+    "strided": lambda x: x[::2, 1::2],
+    "expanded": lambda x: x[:1].expand(8, 8),
+    "conjugated": lambda x: x.to(torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_right_programs_in_other_layouts(layout):
+    x = LAYOUTS[layout](torch.eye(8, device=DEVICE))
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        y = x * 2
+        back = y.to_dense() if y.layout != torch.strided else y.resolve_conj().clone()
+    current().wait_stream(side)
+    for each in (y, back):
+        if each.layout == torch.strided:
+            each.record_stream(side)
+    z = (x * 3).to_dense() if x.layout != torch.strided else x * 3  # both streams only read x
+    assert torch.equal(back.cpu() * 3, z.cpu() * 2)
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo"])
+def test_a_race_in_other_layouts(layout):
+    x = LAYOUTS[layout](torch.eye(64, device=DEVICE))
+    busy(current())
+    x.values().mul_(2) if layout != "coo" else x._values().mul_(2)
+    with caught(), torch.openreg.Stream():
+        _ = x * 3
+
+
+def test_masks():
+    """What a mask chooses is written on one stream, and read on another that waits."""
+    x, mask = torch.arange(64.0, device=DEVICE), torch.arange(64, device=DEVICE) % 2 == 0
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        chosen = x[mask]
+        filled = x.masked_fill(mask, 0.0)
+    y = x.masked_select(~mask)  # reads the same memory at the same time
+    current().wait_stream(side)
+    x[mask] = -1.0
+    x.index_put_((mask.nonzero().squeeze(1),), chosen)
+    assert torch.equal(x.cpu(), torch.arange(64.0)) and filled.sum() == y.sum()
+
+
+def test_partly_reused_memory():
+    """Parts of one allocation on two streams; then the whole, after a wait; then its memory, by a smaller tensor."""
+    x = torch.zeros(2, N, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        x[0].add_(1)
+    x[1].add_(2)
+    current().wait_stream(side)
+    assert x.sum(1).tolist() == [N, 2 * N]
+    address = x.data_ptr()
+    del x
+    parts = [torch.ones(N // 4, device=DEVICE) for _ in range(4)]
+    assert any(address <= part.data_ptr() < address + 8 * N for part in parts)
+    side.wait_stream(current())
+    with side:
+        doubled = [part * 2 for part in parts]
+    current().wait_stream(side)
+    assert sum(each.sum().item() for each in doubled) == 2 * N
+
+
+def test_interleaved_columns_do_not_race():
+    x = torch.zeros(256, 8, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        x[:, ::2].add_(1)
+    x[:, 1::2].add_(2)
+    current().wait_stream(side)
+    assert x.sum().item() == 256 * 12
+
+
+def test_spans_meet_where_they_share_a_byte():
+    """Also those that touch, that begin before another, and columns; one covers another only if it leaves out nothing."""
+    x = torch.zeros(8, 8, dtype=torch.int16, device=DEVICE)
+    span = races.Span.of
+    whole, top, rest, column, next_column = (span(part) for part in (x, x[:3], x[3:], x[:, 2], x[:, 3]))
+    for one, other, meet in (
+        (whole, top, True), (top, rest, False), (column, next_column, False), (column, rest, True), (column, column, True),
+        (span(x[3:5, 2]), span(x[5:, 2]), False), (span(x[:5, 2]), span(x[4:, 2]), True),
+        (span(x[:, ::2]), span(x[0, 1::2]), False), (span(x[2:5]), span(x[4, 7:]), True),
+    ):  # fmt: skip
+        assert one.meets(other) == other.meets(one) == meet
+    assert whole.covers(column) and whole.covers(whole) and column.covers(column) and whole.covers(top)
+    assert not top.covers(whole) and not column.covers(next_column) and not column.covers(span(x[:3, 2]))
+    assert not rest.covers(top) and not top.covers(rest) and not span(x[1:]).covers(whole)
+
+
+@pytest.mark.parametrize("first, second", [(0, 1), (1, 0)])
+def test_two_races_are_reported_with_their_devices(first, second):
+    """The second report is about the second race, on the device that it is on."""
+    for number in (first, second):
+        name = f"openreg:{number}"
+        x = torch.ones(N, device=name)
+        busy(current(number))
+        x.add_(1)
+        side = torch.openreg.Stream(number)
+        with caught() as error, side:
+            x.mul_(2)
+        assert f"of {name}" in message(error) and f"of openreg:{1 - number}" not in message(error)

@@ -1,0 +1,387 @@
+"""Streams, events and launch modes: work runs in its stream's order wherever it runs."""
+
+import gc
+import os
+import resource
+import threading
+import time
+
+import pytest
+import torch
+from programs import run
+
+import openreg_ops
+from openreg_ops import _C
+
+MS = 1_000_000  # cycles: a cycle is a nanosecond
+MODES = ["inline", "async", "sync"]
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    with torch.openreg.launch_mode(request.param):
+        yield request.param
+        torch.openreg.synchronize()
+
+
+def side_stream():
+    """A stream that may use what the current stream has made."""
+    stream = torch.openreg.Stream()
+    stream.wait_stream(torch.openreg.current_stream())
+    return stream
+
+
+def test_sleep_keeps_a_stream_busy(mode):
+    stream = torch.openreg.Stream()
+    with stream:
+        torch.openreg._sleep(300 * MS)
+    assert stream.query() == (mode == "sync")
+    assert torch.openreg.default_stream().query()
+    stream.synchronize()
+    assert stream.query()
+
+
+def test_work_queues_behind_a_sleep(mode):
+    x = torch.zeros(4, device="openreg")
+    stream = side_stream()
+    with stream:
+        torch.openreg._sleep(100 * MS)
+        y = torch.ops.openreg.custom_abs(x - 1)
+        assert y.tolist() == [1, 1, 1, 1]
+    assert stream.query()
+
+
+def test_event_orders_two_streams(mode):
+    x = torch.zeros(1000, device="openreg")
+    a, b = side_stream(), torch.openreg.Stream()
+    with a:
+        torch.openreg._sleep(100 * MS)
+        x.add_(1)
+        event = a.record_event()
+    with b:
+        b.wait_event(event)
+        y = x * 2
+        assert y.sum().item() == 2000
+    assert event.query()
+
+
+def test_wait_stream_and_record_event(mode):
+    a, b = torch.openreg.Stream(), torch.openreg.Stream()
+    x = torch.zeros(300_000, pin_memory=True)
+    with a:
+        torch.openreg._sleep(60 * MS)
+        y = x.to("openreg", non_blocking=True)
+        x_again = y.cpu()
+    b.wait_stream(a)
+    with b:
+        z = y + 1
+    b.synchronize()
+    assert x_again.sum() == 0 and z.sum().item() == 300_000
+
+
+def test_elapsed_time_is_real(mode):
+    start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.openreg._sleep(100 * MS)
+    end.record()
+    end.synchronize()
+    assert 99 <= start.elapsed_time(end) < 5000
+
+
+def test_elapsed_time_of_unreached_events():
+    start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
+    stream = torch.openreg.Stream()
+    with stream:
+        start.record()
+        torch.openreg._sleep(300 * MS)
+        end.record()
+    with pytest.raises(RuntimeError, match="[Bb]oth events must be completed"):
+        start.elapsed_time(end)
+    stream.synchronize()
+    assert start.elapsed_time(end) >= 299
+
+
+def test_non_blocking_copy_runs_behind_the_host():
+    """In inline mode too: the host goes on, and what it reads too early is not there yet."""
+    x = torch.ones(1 << 20, device="openreg")
+    stream = side_stream()
+    host = torch.zeros(1 << 20, pin_memory=True)
+    seen = host.numpy()  # which reads too early unseen by the sanitizer
+    with stream:
+        torch.openreg._sleep(300 * MS)
+        host.copy_(x, non_blocking=True)
+        assert not stream.query() and seen[0] == 0
+    stream.synchronize()
+    assert host.sum() == 1 << 20
+
+
+def test_blocking_and_pageable_copies_wait():
+    x = torch.ones(1 << 20, device="openreg")
+    with side_stream():
+        torch.openreg._sleep(60 * MS)
+        pageable = torch.zeros(1 << 20)
+        pageable.copy_(x, non_blocking=True)
+        assert pageable.sum() == 1 << 20
+        torch.openreg._sleep(60 * MS)
+        assert x.cpu().sum() == 1 << 20
+
+
+def test_pinned_memory_is_reused_only_when_its_copies_are_done():
+    with torch.openreg.Stream() as stream:
+        torch.openreg._sleep(300 * MS)
+        host = torch.ones(1 << 19, pin_memory=True)
+        address = host.data_ptr()
+        x = host.to("openreg", non_blocking=True)
+        del host
+        other = torch.full((1 << 19,), 7.0).pin_memory()
+        assert other.data_ptr() != address
+    stream.synchronize()
+    assert x.sum().item() == 1 << 19
+    again = torch.empty(1 << 19, pin_memory=True)
+    assert again.data_ptr() == address
+
+
+def test_copy_between_devices_is_ordered_on_both(mode):
+    x = torch.zeros(1 << 19, device="openreg:0")
+    with torch.openreg.Stream(device="openreg:0") as source, torch.openreg.Stream(device="openreg:1") as target:
+        torch.accelerator.set_device_index(0)
+        source.wait_stream(torch.openreg.default_stream("openreg:0"))
+        torch.openreg._sleep(100 * MS)
+        torch.ops.openreg.custom_abs(x)
+        x.add_(1)
+        y = x.to("openreg:1", non_blocking=True)
+        x.zero_()
+        y.add_(1)
+        assert y.sum().item() == 2 << 19 and x.sum().item() == 0
+        assert source.device.index == 0 and target.device.index == 1
+
+
+def test_async_errors_surface_at_synchronisation():
+    x = torch.ones(4, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        _C.launch_failure(0, "a kernel's own message")
+        y = torch.ops.openreg.custom_abs(x)  # the host runs ahead
+        with pytest.raises(RuntimeError, match="a kernel's own message(.|\n)*launched at .*module.cpp") as caught:
+            torch.openreg.synchronize()
+        assert "OPENREG_LAUNCH_MODE=sync" in str(caught.value)
+        torch.openreg.synchronize()  # told once
+        assert y.tolist() == [1, 1, 1, 1]
+
+
+def test_sync_mode_raises_at_the_line():
+    with torch.openreg.launch_mode("sync"), pytest.raises(RuntimeError, match="a kernel's own message"):
+        _C.launch_failure(0, "a kernel's own message")
+
+
+def test_current_stream_is_per_thread_and_device():
+    stream = torch.openreg.Stream(device="openreg:0")
+    seen = []
+    with stream:
+        assert torch.openreg.current_stream() == stream
+        assert torch.openreg.current_stream("openreg:1") == torch.openreg.default_stream("openreg:1")
+        thread = threading.Thread(target=lambda: seen.append(torch.openreg.current_stream()))
+        thread.start()
+        thread.join()
+    assert seen == [torch.openreg.default_stream()]
+
+
+def test_a_stream_can_be_used_by_another_thread(mode):
+    stream = torch.openreg.Stream()
+    x = torch.zeros(1000, device="openreg")
+
+    def work():
+        with stream:
+            torch.openreg._sleep(60 * MS)
+            x.add_(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.openreg.current_stream().wait_stream(stream)
+    assert x.sum().item() == 1000
+
+
+def test_threads_on_one_stream_take_turns(mode):
+    """Updates in place by several threads are whole, as on a device whose stream runs one kernel at a time."""
+    x = torch.zeros(200_000, device="openreg")
+    errors = []
+
+    def work(scale):
+        try:
+            for _ in range(100):
+                x.add_(scale)
+                torch.ops.openreg.custom_abs_(x)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in (1, 2, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and x.unique().tolist() == [700]
+
+
+def test_a_thread_that_waits_for_its_turn_lets_python_go_on(mode):
+    """A kernel in Python has the turn and wants the interpreter; another thread has that and wants the turn."""
+    running, overlaps, results = [], [], []
+
+    def slow(x):
+        overlaps.extend(running)
+        running.append(threading.get_ident())
+        for _ in range(50):
+            time.sleep(0.001)
+        running.pop()
+        return x + 1
+
+    library = torch.library.Library("turn_test", "FRAGMENT")
+    library.define("slow(Tensor x) -> Tensor")
+    library.impl("slow", slow, "CPU")
+    with openreg_ops.fallback.share("turn_test::slow"):
+        x = torch.zeros(4, device="openreg")
+        threads = [threading.Thread(target=lambda: results.append(torch.ops.turn_test.slow(x))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            x.tolist()
+            str(x)
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+    library._destroy()
+    assert [y.tolist() for y in results] == [[1] * 4] * 3 and not overlaps
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_wait_for_a_queue_lets_python_go_on():
+    """Three parties: this thread waits for the worker, which waits for the turn of a kernel, which wants Python."""
+    code = """
+import threading, time, torch, openreg_ops
+x = torch.randint(0, 1 << 40, (3_000_000,)).to("openreg")
+y, z = torch.ones(3, device="openreg"), torch.ones(1 << 18, device="openreg")
+torch.openreg.memory._record_memory_history(stacks="python")
+torch.openreg.set_launch_mode("async")
+thread = threading.Thread(target=lambda: x.unique(), daemon=True)
+thread.start()
+time.sleep(0.1)
+y.add_(1)
+z.untyped_storage().resize_(1 << 21)
+z.untyped_storage().fill_(0)
+thread.join()
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_external_streams():
+    stream = torch.openreg.Stream()
+    same = torch.openreg.ExternalStream(stream.native_handle)
+    assert same == stream and isinstance(same, torch.openreg.Stream)
+    for handle in (12345, None, -1, 2**70):
+        with pytest.raises(ValueError, match=f"{handle} is no stream of openreg:0"):
+            torch.openreg.ExternalStream(handle)
+
+
+def test_priorities():
+    assert _C.stream_priority(0, torch.openreg.Stream(priority=-1).stream_id) == -1
+    assert torch.openreg.Stream(priority=-1) != torch.openreg.Stream(priority=0)
+    least, greatest = torch.openreg.Stream.priority_range()
+    for priority, held in ((least + 5, least), (greatest - 5, greatest)):
+        assert _C.stream_priority(0, torch.openreg.Stream(priority=priority).stream_id) == held
+
+
+def test_launch_mode_of_the_environment_and_errors():
+    with pytest.raises(ValueError, match="expected 'inline', 'async' or 'sync', but got 'eager'"):
+        torch.openreg.set_launch_mode("eager")
+    assert torch.openreg.get_launch_mode() == "inline"
+
+
+def test_training_is_the_same_in_every_mode():
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.GELU(), torch.nn.Linear(40, 3)).to("openreg")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(10):
+            x = torch.randn(16, 20).pin_memory().to("openreg", non_blocking=True)
+            loss = (
+                torch.ops.openreg.rms_norm(model(x), torch.ones(3, device="openreg"))[0].square().mean()
+                + model(x).square().mean()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = train()
+    for mode in MODES:
+        with torch.openreg.launch_mode(mode):
+            assert train() == expected
+
+
+def test_freed_memory_is_reused_in_stream_order():
+    """What a sleeping stream's work uses is not given to another stream, though the tensor is gone."""
+    with torch.openreg.launch_mode("async"):
+        stream = torch.openreg.Stream()
+        with stream:
+            torch.openreg._sleep(300 * MS)
+            x = torch.full((1 << 18,), 3.0).pin_memory().to("openreg", non_blocking=True)
+            y = torch.ops.openreg.custom_abs(x)
+            address = x.data_ptr()
+            del x
+        other = torch.empty(1 << 18, device="openreg")
+        assert other.data_ptr() != address
+        other.zero_()
+        stream.synchronize()
+        assert y.sum().item() == 3 << 18
+
+
+def test_ten_thousand_streams_and_events_leave_no_threads():
+    before = threading.active_count()
+    for i in range(10_000):
+        stream = torch.openreg.Stream(priority=-(i % 2))
+        event = stream.record_event()
+        if i % 200 == 0:
+            with stream:
+                torch.openreg._sleep(1000)
+        del event
+    torch.openreg.synchronize()
+    gc.collect()
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    assert names.count("openreg_stream") <= 64 and threading.active_count() <= before
+
+
+@pytest.mark.parametrize("stream_id, index", [(9999, 0), (65, 0), (-1, 0), (0, 63), (0, 100)])
+def test_streams_that_do_not_exist_are_refused(stream_id, index):
+    kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+    stream = torch.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+    for use in (stream.query, stream.synchronize, stream.record_event):
+        with pytest.raises(RuntimeError, match=f"there is no stream {stream_id} on"):
+            use()
+
+
+def test_an_event_recorded_again_while_another_thread_waits():
+    a, b = torch.openreg.Stream(), torch.openreg.Stream()
+    for _ in range(20):
+        event = torch.openreg.Event()
+        with a:
+            torch.openreg._sleep(MS)
+        event.record(a)
+        thread = threading.Thread(target=event.synchronize)
+        thread.start()
+        event.record(b)
+        thread.join()
+        assert event.query()
+
+
+def test_a_reused_pinned_buffer_keeps_one_use_a_stream():
+    host, x = torch.empty(16).pin_memory(), torch.empty(16, device="openreg")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(300_000):
+        x.copy_(host, non_blocking=True)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096, "KiB"

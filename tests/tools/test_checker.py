@@ -1,0 +1,1160 @@
+"""The checker: broken operators that opcheck passes are caught, good ones pass, and nothing stays changed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import openreg_ops
+from openreg_ops import _C
+from openreg_ops.testing import Sample, check
+from openreg_tools.checker.case import Case
+from openreg_tools.checker.checker import derived, operator, preserved
+from openreg_tools.checker.checks import CHECKS
+from openreg_tools.checker.checks.derivatives import derivative
+from openreg_tools.samples import parse
+
+ROOT = Path(__file__).parents[2]
+pytest_plugins = ["pytest_openreg_ops"]
+
+LIBRARY = torch.library.Library("broken", "FRAGMENT")
+
+
+def define(schema, kernel, fake, key="CPU"):
+    """A C++-style operator: TORCH_LIBRARY's def, impl, and a fake kernel."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"broken::{name}", fake)
+    return getattr(torch.ops.broken, name).default
+
+
+@contextlib.contextmanager
+def zeroed_memory():
+    """Fresh CPU memory holds zeros, as most of a new process's does; other tests leave NaN in what they freed."""
+    perturb = -6  # glibc's M_PERTURB: malloc fills memory with the complement; 0 is off
+    ctypes.CDLL(None).mallopt(perturb, 0xFF)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).mallopt(perturb, 0)
+
+
+def caught(op, samples, row, *, only=None, device=None, status="fail"):
+    """The sentence of a check that must end so, for an operator that opcheck passes."""
+    with zeroed_memory():
+        for sample in samples:
+            assert set(opcheck(op, sample).values()) == {"SUCCESS"}
+    report = check(
+        op, [tuple(x.detach() if isinstance(x, Tensor) else x for x in s) for s in samples], device, only=only or [row]
+    )
+    found = report.of(status, row)
+    assert found, str(report)
+    assert found[0].docs == f"docs/checker.md#{row}" and (found[0].remedy or status == "refused")
+    assert found[0].sentence.startswith(op.name() if isinstance(op, torch._ops.OpOverload) else "broken::")
+    return found[0].sentence
+
+
+# ---- broken operators that opcheck passes ----
+
+
+def test_forward_only_with_a_warning():
+    """Its output says requires_grad, and backward leaves it out: f(x) + x gets the gradient of x alone."""
+
+    def kernel(x):
+        with torch.no_grad():
+            return x.sin()
+
+    op = define("forward_only(Tensor x) -> Tensor", kernel, torch.empty_like)
+    x = torch.randn(4, 6, requires_grad=True)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        (op(x) + x).sum().backward()
+    assert (x.grad == 1).all()  # partial
+    sentence = caught(op, [(x.detach().requires_grad_(),)], "backward")
+    assert "backward only warns and leaves the operator out: a program gets a partial gradient" in sentence
+
+
+def test_forward_only_that_detaches():
+    """Its output does not even say requires_grad."""
+    op = define("detaches(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
+
+    def autograd(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x)
+
+    LIBRARY.impl("detaches", autograd, "Autograd")
+    sentence = caught(op, [(torch.randn(4, 6, requires_grad=True),)], "backward")
+    assert "it depends on x, which requires a gradient, but its output does not" in sentence
+
+
+def test_gradient_of_one_argument_missing():
+    @torch.library.custom_op("broken::one_gradient", mutates_args=())
+    def one_gradient(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    one_gradient.register_fake(lambda x, y: torch.empty_like(x))
+    one_gradient.register_autograd(
+        lambda ctx, g: (g * ctx.saved_tensors[0], None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    )
+    x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    assert "the gradient of y is missing" in caught(one_gradient, [(x, y)], "backward")
+
+
+def test_fake_strides_of_a_permuted_input():
+    op = define(
+        "fake_strides(Tensor x) -> Tensor", lambda x: torch.empty_like(x).copy_(x), lambda x: x.new_empty(x.shape)
+    )
+    sentence = caught(op, [(torch.randn(4, 6),)], "fake_layouts")
+    assert "in permuted layout (x [4, 6] of strides (1, 4))" in sentence
+    assert "has strides (1, 4), but the fake kernel says (6, 1)" in sentence
+
+
+def test_fake_dtype_of_a_half_input():
+    """The kernel accumulates in float32; the fake kernel says so for float32 alone."""
+
+    @torch.library.custom_op("broken::rms", mutates_args=())
+    def rms(x: Tensor) -> Tensor:
+        return x.float().square().mean(-1).sqrt()
+
+    rms.register_fake(lambda x: x.new_empty(x.shape[:-1]))
+    sentence = caught(rms, [(torch.randn(4, 6),)], "fake_dtypes")
+    assert "given float16 x output 0 is float32, but the fake kernel says float16" in sentence
+
+
+def test_fake_dtype_of_mixed_inputs():
+    """It promotes; the fake kernel takes the dtype of the first."""
+
+    @torch.library.custom_op("broken::promotes", mutates_args=())
+    def promotes(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    promotes.register_fake(lambda x, y: torch.empty_like(x))
+    sentence = caught(promotes, [(torch.randn(4, 6), torch.randn(4, 6))], "fake_dtypes")
+    assert "given float16 x output 0 is float32, but the fake kernel says float16" in sentence
+
+
+def test_fake_kernel_that_takes_no_half_types():
+    def fake(x):
+        torch._check(x.dtype == torch.float32, lambda: "floats: expected float32")
+        return torch.empty_like(x)
+
+    op = define("floats(Tensor x) -> Tensor", lambda x: x * 2, fake)
+    sentence = caught(op, [(torch.randn(4, 6),)], "fake_dtypes")
+    assert "given float16 x the kernel runs, but the fake kernel raised RuntimeError: floats: expected f" in sentence
+
+
+def test_cpu_kernel_of_another_dtype():
+    """In half types the kernel on the CPU accumulates elsewhere than that of the device."""
+    define("sums(Tensor x) -> Tensor", lambda x: x.sum(-1), lambda x: x.new_empty(x.shape[:-1], dtype=torch.float32))
+    LIBRARY.impl("sums", lambda x: x.float().sum(-1), "PrivateUse1")
+    (failure,) = check(
+        "broken::sums", lambda device, dtype: [(torch.ones(4, 6),)], "openreg", only="fake_dtypes"
+    ).failures
+    assert "given float16 x output 0 is float32, but the CPU kernel gives float16" in failure.sentence
+
+
+@pytest.fixture(scope="module")
+def not_differentiable():
+    @torch.library.custom_op("broken::square", mutates_args=())
+    def square(x: Tensor) -> Tensor:
+        return x * x
+
+    @torch.library.custom_op("broken::square_backward", mutates_args=())
+    def square_backward(g: Tensor, x: Tensor) -> Tensor:
+        return 2 * g * x
+
+    square.register_fake(torch.empty_like)
+    square_backward.register_fake(lambda g, x: torch.empty_like(x))
+    square.register_autograd(
+        lambda ctx, g: square_backward(g, ctx.saved_tensors[0]),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return square
+
+
+def test_backward_operator_without_autograd(not_differentiable):
+    sentence = caught(not_differentiable, [(torch.randn(4, 6, requires_grad=True),)], "gradgradcheck")
+    assert "its backward is not differentiable: it calls broken::square_backward, which has no derivative" in sentence
+
+
+def test_backward_without_a_graph():
+    @torch.library.custom_op("broken::cube", mutates_args=())
+    def cube(x: Tensor) -> Tensor:
+        return x**3
+
+    def backward(ctx, g):
+        with torch.no_grad():
+            return 3 * g * ctx.saved_tensors[0] ** 2
+
+    cube.register_fake(torch.empty_like)
+    cube.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    sentence = caught(cube, [(torch.randn(4, 6, requires_grad=True),)], "gradgradcheck")
+    assert "does not require a gradient under create_graph=True" in sentence
+
+
+def test_backward_operator_that_only_warns():
+    """The backward operator is C++-style: double backward warns, and is wrong."""
+
+    def kernel(g, x):
+        with torch.no_grad():
+            return g * x.cos()
+
+    sin_backward = define("sin_backward(Tensor g, Tensor x) -> Tensor", kernel, lambda g, x: torch.empty_like(x))
+
+    @torch.library.custom_op("broken::sin", mutates_args=())
+    def sin(x: Tensor) -> Tensor:
+        return x.sin()
+
+    sin.register_fake(torch.empty_like)
+    sin.register_autograd(
+        lambda ctx, g: sin_backward(g, ctx.saved_tensors[0]),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    sentence = caught(sin, [(torch.randn(4, 6, requires_grad=True),)], "gradgradcheck")
+    assert "it calls broken::sin_backward, which has no derivative, and double backward only warns" in sentence
+
+
+def test_autocast_ineligible():
+    @torch.library.custom_op("broken::scale", mutates_args=())
+    def scale(x: Tensor, weight: Tensor) -> Tensor:
+        torch._check(x.dtype == weight.dtype, lambda: f"scale: expected weight of {x.dtype}, but got {weight.dtype}")
+        return x * weight
+
+    @scale.register_fake
+    def _(x, weight):
+        torch._check(x.dtype == weight.dtype, lambda: f"scale: expected weight of {x.dtype}, but got {weight.dtype}")
+        return x * weight
+
+    sentence = caught(scale, [(torch.randn(4, 6), torch.randn(6))], "autocast")
+    assert "given what a linear makes (x bfloat16, weight float32)" in sentence
+    assert "expected weight of torch.bfloat16, but got torch.float32; it has no kernel at AutocastCPU" in sentence
+
+
+def test_autocast_without_a_policy():
+    op = define("adds(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y, lambda x, y: x + y)
+    sentence = caught(op, [(torch.randn(4, 6), torch.randn(4, 6))], "autocast", status="warn")
+    assert "it has no autocast policy" in sentence and "mixed inputs give float32" in sentence
+
+
+def test_undeclared_mutation_within_rounding():
+    """It scales its input and scales it back: equal within opcheck's tolerance, not in bits."""
+
+    def kernel(x):
+        out = x.mul_(3).sum(-1)
+        x.div_(3)
+        return out
+
+    op = define("scales_back(Tensor x) -> Tensor", kernel, lambda x: x.new_empty(x.shape[:-1]))
+    sentence = caught(op, [(torch.randn(40, 6),)], "schema")
+    assert "the schema says that x is not written to, but the call changed the memory of x (the sample's" in sentence
+
+
+def test_undeclared_mutation_around_a_view():
+    """It clears the memory between the rows of a padded input."""
+
+    def kernel(x):
+        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        whole[: x.storage_offset()] = 0
+        return x.clone()
+
+    op = define("clears_padding(Tensor x) -> Tensor", kernel, torch.empty_like)
+    assert "changed the memory of x (padded" in caught(op, [(torch.randn(4, 6),)], "schema")
+
+
+def test_undeclared_mutation_of_other_values():
+    """It clips its input in place: the samples lie inside, what arrives later does not."""
+    op = define("clips(Tensor x) -> Tensor", lambda x: x.clamp_(-1, 1) * 2, torch.empty_like)
+    x = torch.rand(4, 6)
+    assert set(opcheck(op, (x,)).values()) == {"SUCCESS"}
+    assert not check(op, [(x,)], only=["schema"]).passed
+
+
+def test_declared_mutation_that_autograd_does_not_see():
+    """Writing through numpy leaves the version counter: a saved tensor changes without an error."""
+
+    def kernel(x):
+        x.numpy()[...] *= 2
+
+    op = define("doubles(Tensor(a!) x) -> ()", kernel, lambda x: None)
+    assert "the version counter of x stays at 0" in caught(op, [(torch.randn(4, 6),)], "schema")
+
+
+def test_mutation_that_autograd_is_not_told_of():
+    """What a mutating custom_op writes has the gradient of what was there before."""
+
+    @torch.library.custom_op("broken::triples", mutates_args=("x",))
+    def triples(x: Tensor) -> None:
+        x.mul_(3)
+
+    x = torch.randn(4, requires_grad=True)
+    y = x.clone()
+    triples(y)
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [1.0] * 4  # of 3 * x
+    sentence = caught(triples, [(torch.randn(4, 6),)], "backward")
+    assert "it writes to x, which requires a gradient, and autograd is not told" in sentence
+
+
+def test_backward_that_writes_to_the_gradient():
+    @torch.library.custom_op("broken::writes_gradient", mutates_args=())
+    def writes_gradient(x: Tensor) -> Tensor:
+        return x * 2
+
+    writes_gradient.register_fake(torch.empty_like)
+    writes_gradient.register_autograd(lambda ctx, g: g.mul_(2))
+    sentence = check(writes_gradient, [(torch.randn(4, 6),)], only=["schema"]).failures[0].sentence
+    assert "its backward writes to the gradient of output 0" in sentence
+
+
+@pytest.mark.parametrize("device", ["cpu", "openreg"])
+def test_uninitialised_memory(device):
+    """0 * NaN is NaN: what torch.empty gave is scaled by 0, not overwritten."""
+    name = f"unwritten_{device}"
+    key = "CPU" if device == "cpu" else "PrivateUse1"
+    op = define(
+        f"{name}(Tensor x) -> Tensor",
+        lambda x: torch.zeros_like(x) + torch.empty_like(x).mul_(0) + x,
+        torch.empty_like,
+        key,
+    )
+    _C.set_poison(False)
+    x = torch.randn(4, 6)
+    if device == "cpu":
+        sentence = caught(op, [(x,)], "poison")
+    else:
+        sentence = check(op, [(x,)], device, only=["poison"]).failures[0].sentence
+    assert "it reads memory that was never written" in sentence and "nan instead of" in sentence
+
+
+def test_race_between_threads():
+    """One buffer for all calls, and time for another thread in between."""
+    buffer = torch.empty(4, 6)
+
+    def kernel(x):
+        import time
+
+        buffer.copy_(x)
+        time.sleep(0.001)
+        return buffer.clone()
+
+    op = define("shares_a_buffer(Tensor x) -> Tensor", kernel, torch.empty_like)
+    assert "called from four threads on inputs of their own" in caught(op, [(torch.randn(4, 6),)], "threads")
+
+
+def test_wrong_batching_rule():
+    @torch.library.custom_op("broken::last_sum", mutates_args=())
+    def last_sum(x: Tensor) -> Tensor:
+        return x.sum(-1)
+
+    last_sum.register_fake(lambda x: x.new_empty(x.shape[:-1]))
+    last_sum.register_vmap(lambda info, dims, x: (x.sum(-1), 0))  # right only where the batch comes first
+    sentence = caught(last_sum, [(torch.randn(4, 6),)], "vmap")
+    assert "under torch.vmap with x batched last" in sentence
+
+
+def test_batching_rule_that_raises():
+    @torch.library.custom_op("broken::times", mutates_args=())
+    def times(x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    times.register_vmap(lambda info, dims, x, factor: (x * factor.expand(3), 0))  # factor is no tensor
+    LIBRARY.define("calls_times(Tensor x) -> Tensor")
+    LIBRARY.impl("calls_times", lambda x: x * times(x.detach(), 2.0), "CompositeImplicitAutograd")
+    (failure,) = check("broken::calls_times", [(torch.randn(4, 6),)], only=["vmap_grad"]).failures
+    assert "'float' object has no attribute 'expand'" in failure.sentence
+    assert failure.remedy.startswith("mend the batching rules") and "None for what is no tensor" in failure.remedy
+
+
+def test_slow_vmap_is_flagged(not_differentiable):
+    sentence = caught(not_differentiable, [(torch.randn(4, 6, requires_grad=True),)], "vmap", status="warn")
+    assert "slow loop" in sentence
+
+
+def test_fake_kernel_that_fixes_a_size():
+    op = define("fixes(Tensor x) -> Tensor", lambda x: x * 2, lambda x: x.new_empty([int(n) for n in x.shape]))
+    report = check(op, [(torch.randn(4, 6),)], only=["fake_dynamic", "fake_unbacked"])
+    assert "fixes dimension 0 of x to 4" in report.failures[0].sentence
+    assert [r.check for r in report.of("warn")] == ["fake_unbacked"]
+
+
+def test_fake_kernel_that_refuses_nothing():
+    def kernel(x, y):
+        torch._check(x.shape == y.shape, lambda: "pairs: expected y of the shape of x")
+        return x * y
+
+    op = define("pairs(Tensor x, Tensor y) -> Tensor", kernel, lambda x, y: torch.empty_like(x))
+    sentence = caught(op, [(torch.randn(4, 6), torch.randn(4, 6))], "fake_errors", status="warn")
+    assert "pairs: expected y of the shape of x, and the fake kernel takes it" in sentence
+
+
+def test_ignores_strides():
+    """It reads memory in order: right for contiguous inputs alone."""
+
+    def kernel(x):
+        flat = x.as_strided((x.numel(),), (1,), x.storage_offset())
+        return (flat * 2).reshape(x.shape)
+
+    op = define("ignores_strides(Tensor x) -> Tensor", kernel, lambda x: x.new_empty(x.shape))
+    assert "for inputs in permuted layout output 0 differs" in caught(op, [(torch.randn(4, 6),)], "layouts")
+
+
+def test_not_deterministic():
+    calls = []
+
+    def kernel(x):
+        calls.append(1)
+        return x + len(calls) % 3 * 1e-7
+
+    op = define("drifts(Tensor x) -> Tensor", kernel, torch.empty_like)
+    assert check(op, [(torch.full((4, 6), 0.5),)], only=["determinism"]).of("warn")
+
+
+def test_wrong_out_overload():
+    op = define("plus(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
+    LIBRARY.define("plus.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    LIBRARY.impl("plus.out", lambda x, out: out.fill_(x[0, 0] + 1), "CPU")
+    report = check(op, [(torch.rand(1, 1),)], only=["out"])
+    assert "broken::plus.out with out= of no elements" in report.failures[0].sentence
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)], ids=str)
+def test_out_overload_that_leaves_other_strides_unwritten(shape):
+    name = f"contiguous_{len(shape)}"
+    op = define(f"{name}(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
+    LIBRARY.define(f"{name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+
+    def kernel(x, out):
+        out = out.resize_(x.shape) if not out.numel() else out
+        return out.copy_(x + 1) if out.is_contiguous() else out
+
+    LIBRARY.impl(f"{name}.out", kernel, "CPU")
+    report = check(op, [(torch.rand(shape),)], only=["out"])
+    assert f"broken::{name}.out with out= with other strides: output 0 differs" in report.failures[0].sentence
+
+
+def test_wrong_on_large_inputs():
+    op = define(
+        "chunks(Tensor x) -> Tensor", lambda x: torch.where(torch.arange(len(x)) < 1000, x.T, 0).T, torch.empty_like
+    )
+    sentence = check(op, [(torch.rand(4, 6),)], reference=lambda x: x, only=["large", "reference"]).failures[0].sentence
+    assert "which the reference gives" in sentence
+
+
+def test_wrong_gradient():
+    @torch.library.custom_op("broken::wrong_gradient", mutates_args=())
+    def wrong_gradient(x: Tensor) -> Tensor:
+        return x.sin()
+
+    wrong_gradient.register_fake(torch.empty_like)
+    wrong_gradient.register_autograd(
+        lambda ctx, g: g * ctx.saved_tensors[0].cos() * 2,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    sentence = caught(wrong_gradient, [(torch.randn(4, 6, requires_grad=True),)], "gradcheck")
+    assert "its gradient is not the derivative: Jacobian mismatch for output 0 with respect to input 0" in sentence
+
+
+def test_wrong_forward_mode():
+    op = define("wrong_jvp(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.save_for_forward(x)
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent * ctx.saved_tensors[0].sin()
+
+    LIBRARY.impl("wrong_jvp", Sin.apply, "Autograd")
+    sentence = caught(op, [(torch.randn(4, 6, requires_grad=True),)], "forward_ad")
+    assert re.search(r"forward-mode AD gives \S+ where backward gives", sentence)
+
+
+def test_unwritten_gradient():
+    """The forward is right; the backward adds to what torch.empty gave."""
+
+    @torch.library.custom_op("broken::unwritten_gradient", mutates_args=())
+    def unwritten_gradient(x: Tensor) -> Tensor:
+        return x * 2
+
+    unwritten_gradient.register_fake(torch.empty_like)
+    unwritten_gradient.register_autograd(lambda ctx, g: torch.empty_like(g).mul_(0) + 2 * g)
+    _C.set_poison(False)
+    sentence = caught(unwritten_gradient, [(torch.randn(4, 6, requires_grad=True),)], "poison")
+    assert "gradient 0 differs" in sentence
+
+
+def test_another_stream():
+    def kernel(x):
+        return x + torch.accelerator.current_stream().stream_id
+
+    op = define("knows_its_stream(Tensor x) -> Tensor", kernel, torch.empty_like, "PrivateUse1")
+    report = check(op, [(torch.zeros(4, 6),)], "openreg", only=["stream"])
+    assert "on another stream output 0 differs in 24 of 24 elements" in report.failures[0].sentence
+
+
+@pytest.mark.parametrize(
+    "row, kernel, sentence",
+    [
+        ("reference", lambda x: x * 3, "output 0 differs in 24 of 24 elements: 3 instead of 2 at [0, 0], which the reference"),
+        ("empty", lambda x: x * (8 // len(x)), "size 4 are empty it ended in ZeroDivisionError"),
+        ("zero_dim", lambda x: x * [0, 1, 2][x.dim()], "output 0 differs in 1 of 1 elements: 0 instead of 2"),
+        ("opcheck_faketensor", lambda x: x[:2] * 2, "opcheck's test_faketensor says"),
+        ("opcheck_schema", lambda x: x, "opcheck's test_schema says"),
+        ("schema", lambda x: x, "output 0 shares the memory of x, and the schema does not say so"),
+        ("fake_layouts", lambda x: x.double() * 2, "output 0 has dtype float64, but the fake kernel says float32"),
+        ("compile", lambda x: x.double() * 2, "with static shapes zeros like output 0 is float32 instead of float64"),
+        ("export", lambda x: x[:2] * 2, "exported, zeros like output 0 has shape"),
+        ("determinism", lambda x: x + torch.rand(()), "the same call again gives another result"),
+    ],
+)  # fmt: skip
+def test_every_row_fails_where_it_should(row, kernel, sentence):
+    op = define(f"row_{row}(Tensor x) -> Tensor", kernel, torch.empty_like)
+    report = check(op, [(torch.ones(4, 6),)], reference=lambda x: x * 2, only=[row])
+    assert report.failures, str(report)
+    assert sentence in report.failures[0].sentence
+
+
+def test_no_fake_kernel():
+    LIBRARY.define("no_fake(Tensor x) -> Tensor")
+    LIBRARY.impl("no_fake", lambda x: x * 2, "CPU")
+    report = check("broken::no_fake", [(torch.ones(4, 6),)], only=["fake_layouts", "compile", "export"])
+    assert [r.check for r in report.failures] == ["compile", "fake_layouts", "export"]
+
+
+# ---- refusals are no failures ----
+
+
+def test_refusals():
+    @torch.library.custom_op("broken::refuses", mutates_args=())
+    def refuses(x: Tensor) -> Tensor:
+        return x.sin()
+
+    refuses.register_fake(torch.empty_like)
+    report = check(refuses, [(torch.randn(4, 6),)], only=["backward", "gradcheck", "compile", "vmap_grad"])
+    assert report.passed and "no autograd formula was registered" in report.of("refused", "backward")[0].sentence
+    report = check("openreg::custom_abs", only=["backward"])
+    assert {r.sentence for r in report.results} == {
+        "RuntimeError: derivative for openreg::custom_abs is not implemented"
+    }
+
+
+def test_gradient_that_only_eager_refuses():
+    """A Python kernel below autograd refuses; while tracing, the fake kernel is all there is."""
+    op = define("half_refuses(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            raise NotImplementedError("half_refuses has no derivative")
+
+    def autograd(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            y = op(x)
+        return Sin.apply(x) if type(x) is Tensor else y
+
+    LIBRARY.impl("half_refuses", autograd, "Autograd")
+    report = check(op, [(torch.randn(4, 6),)], only=["backward", "compile"])
+    assert report.of("refused", "backward")
+    assert (
+        "eager refuses the gradient by an error, but under torch.compile there is neither"
+        in report.failures[0].sentence
+    )
+
+
+def test_second_derivative_refused():
+    @torch.library.custom_op("broken::once", mutates_args=())
+    def once(x: Tensor) -> Tensor:
+        return x.sin()
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, g, x):
+            return g * x.cos()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, *grads):
+            raise AssertionError
+
+    class Refused(Backward):
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError("broken::once has no second derivative")
+
+    once.register_fake(torch.empty_like)
+    for function, sentence in ((Refused, "has no second derivative"),):
+        once.register_autograd(
+            lambda ctx, g, function=function: function.apply(g, ctx.saved_tensors[0]),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+        report = check(once, [(torch.randn(4, 6),)], only=["gradgradcheck"])
+        assert report.passed and sentence in report.of("refused")[0].sentence
+
+
+def test_second_derivative_lost_after_vjp():
+    """It refuses, but under torch.func takes the gradient for a constant."""
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.cos()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("broken::keeps has no second derivative")
+
+    class Sin(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * Refused.apply(*ctx.saved_tensors)
+
+    def kernel(x):
+        if not torch._C._are_functorch_transforms_active():
+            return Sin.apply(x)
+        constant = x.detach()
+        return constant.sin() + (x - constant) * constant.cos()
+
+    LIBRARY.define("keeps(Tensor x) -> Tensor")
+    LIBRARY.impl("keeps", kernel, "CompositeImplicitAutograd")
+    (failure,) = check("broken::keeps", [(torch.randn(4, 6),)], only="gradgradcheck").failures
+    assert "torch.func.vjp gives zero, without an error; eager refuses the second derivative" in failure.sentence
+
+
+@pytest.mark.parametrize(
+    "accident, sentence",
+    [
+        (lambda g: g * None, "unsupported operand type"),
+        (lambda g: g if None < 1 else g, "'<' not supported between instances"),
+        (lambda g: {}["no gradient slot"], "no gradient slot"),
+        (lambda g: g.not_supported, "no attribute 'not_supported'"),
+    ],
+    ids=["operand", "instances", "key", "attribute"],
+)
+def test_accidents_are_no_refusals(accident, sentence):
+    @torch.library.custom_op("broken::accident", mutates_args=())
+    def operator(x: Tensor) -> Tensor:
+        return x * 2
+
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda ctx, g: accident(g))
+    operator.register_vmap(lambda info, dims, x: (accident(x), 0))
+    report = check(operator, [(torch.randn(4, 6),)], only=["backward", "vmap"])
+    assert [r.check for r in report.failures] == ["backward", "vmap"], str(report)
+    assert all(sentence in r.sentence for r in report.failures)
+
+
+def test_a_type_error_may_refuse():
+    @torch.library.custom_op("broken::no_vmap", mutates_args=())
+    def operator(x: Tensor) -> Tensor:
+        return x * 2
+
+    def refuse(info, dims, x):
+        raise TypeError("broken::no_vmap: vmap is not supported")
+
+    operator.register_fake(torch.empty_like)
+    operator.register_vmap(refuse)
+    report = check(operator, [(torch.randn(4, 6),)], only=["vmap"])
+    assert report.passed and report.of("refused", "vmap")
+
+
+# ---- good operators pass ----
+
+
+@pytest.fixture(scope="module")
+def good():
+    """A custom_op with everything an author can register."""
+
+    @torch.library.custom_op("good::scaled", mutates_args=())
+    def scaled(x: Tensor, weight: Tensor, factor: float = 2.0) -> Tensor:
+        torch._check(x.dtype == weight.dtype, lambda: f"scaled: expected weight of {x.dtype}, but got {weight.dtype}")
+        torch._check(x.shape[-1:] == weight.shape, lambda: f"scaled: expected weight of {x.shape[-1:]}")
+        return (x * weight * factor).contiguous()
+
+    @scaled.register_fake
+    def _(x, weight, factor=2.0):
+        torch._check(x.dtype == weight.dtype, lambda: f"scaled: expected weight of {x.dtype}, but got {weight.dtype}")
+        last = x.shape[-1:]
+        same = len(last) == weight.dim() and (not last or last[0] == weight.shape[0])
+        torch._check(same, lambda: f"scaled: expected weight of {x.shape[-1:]}")
+        return x.new_empty(x.shape)
+
+    def setup_context(ctx, inputs, output):
+        x, weight, ctx.factor = inputs
+        ctx.save_for_backward(x, weight)
+
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g * weight * ctx.factor, (g * x * ctx.factor).sum_to_size(weight.shape), None
+
+    def batched(info, dims, x, weight, factor=2.0):
+        x = x.movedim(dims[0], 0) if dims[0] is not None else x.expand(info.batch_size, *x.shape)
+        if dims[1] is not None:
+            weight = weight.movedim(dims[1], 0).reshape(
+                info.batch_size, *[1] * (x.dim() - 2), weight.shape[1 - dims[1] % 2]
+            )
+        return (x * weight * factor).contiguous(), 0
+
+    scaled.register_autograd(backward, setup_context=setup_context)
+    scaled.register_vmap(batched)
+    scaled.register_autocast("cpu", torch.float32)
+    return scaled
+
+
+def test_good_custom_op(good):
+    report = check(
+        good,
+        [
+            (torch.randn(4, 6), torch.randn(6)),
+            (torch.randn(2, 3, 5), torch.randn(5), 0.5),
+            Sample(torch.randn(5), torch.randn(5), factor=3.0),
+        ],
+        reference=lambda x, weight, factor=2.0: x * weight * factor,
+    )
+    assert report.passed, str(report)
+    assert {r.check for r in report.of("warn")} <= {"forward_ad", "zero_dim"}, str(report)
+    assert "silently loses the tangent" in report.of("warn", "forward_ad")[0].sentence  # as every custom_op does
+    assert {"vmap", "autocast", "gradgradcheck", "reference", "compile", "export"} <= {
+        r.check for r in report.of("pass")
+    }
+
+
+def test_good_operator_of_ours():
+    report = check("openreg::rms_norm")
+    assert report.passed, str(report)
+    assert report.device == "openreg" and len(report.samples) == 3
+    assert {r.check for r in report.of("warn")} <= {"vmap"}  # C++ autograd functions take the loop
+    assert report.seconds > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "openreg"])
+def test_good_operator_of_torch(device):
+    x, y, z = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6)
+    report = check(torch.ops.aten.addcmul.default, [Sample(x, y, z, value=0.5)], device)
+    assert report.passed, str(report)
+    assert report.of("pass", "out")
+
+
+def test_good_operator_with_random_numbers():
+    x = torch.randn(4, 6)
+    report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["runs", "reference", "zero_dim", "large"])
+    assert report.passed, str(report)
+    assert "its numbers are random" in report.of("skip", "reference")[0].sentence
+    report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["reference"], reference=lambda x, y, p: x)
+    assert report.failures
+
+
+def test_good_operators_that_write():
+    @torch.library.custom_op("good::counts", mutates_args=("x",))
+    def counts(x: Tensor) -> None:
+        x.add_(1)
+
+    for op, sample in (
+        (counts, (torch.arange(24).reshape(4, 6),)),
+        ("aten::mul_.Tensor", (torch.randn(4, 6), torch.randn(6))),
+    ):
+        report = check(op, [sample], skip=["overhead"])
+        assert report.passed, str(report)
+        assert report.of("pass", "schema") and report.of("pass", "functionalization")
+
+
+def test_good_operator_with_lists_and_whole_numbers():
+    assert check(
+        "aten::index_select",
+        [(torch.randn(4, 6), 1, torch.tensor([0, 5, 2]))],
+        only=["runs", "schema", "backward", "fake_layouts"],
+    ).passed
+    report = check("aten::cat", [([torch.randn(4, 6), torch.randn(2, 6)], 0)], skip=["overhead"])
+    assert report.passed, str(report)
+    report = check("aten::argmax", [(torch.randn(4, 6), -1)], skip=["overhead"])
+    assert report.passed, str(report)
+
+
+# ---- nothing ends the run, nothing stays changed ----
+
+
+def test_a_check_that_crashes_is_a_failure(monkeypatch):
+    def crash(case):
+        raise KeyError("lost")
+
+    crash.__name__ = "runs"
+    monkeypatch.setitem(CHECKS, "schema", crash)
+    crash.__doc__ = "It crashes."
+    report = check("aten::sin", [(torch.randn(4),)], only=["schema", "determinism"])
+    assert "KeyError: 'lost'" in report.failures[0].sentence and report.of("pass", "determinism")
+
+
+def test_a_refused_sample_is_said_once():
+    report = check(
+        "aten::mm",
+        [(torch.randn(4, 6), torch.randn(5)), (torch.randn(4, 6), torch.randn(6, 2))],
+        only=["runs", "determinism"],
+    )
+    assert [r.check for r in report.failures] == ["runs"]
+    assert [r.status for r in report.row("determinism")] == ["skip", "pass"]
+
+
+def test_nothing_stays_changed():
+    import torch._dynamo.config as dynamo
+
+    def state():
+        return (
+            torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("openreg"), torch.get_autocast_dtype("openreg"), torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory, torch._C._get_autograd_fallback_mode(),
+            openreg_ops.autograd.get_fallback_mode(), openreg_ops.fallback.get_policy(), _C.poison(),
+            torch._C._functorch._is_vmap_fallback_enabled(), torch._C._debug_only_are_vmap_fallback_warnings_enabled(),
+            dynamo.suppress_errors, dynamo.verbose, torch.openreg.current_device(), bytes(torch.get_rng_state().numpy()),
+            bytes(torch.openreg.get_rng_state().cpu().numpy()),
+        )  # fmt: skip
+
+    def rude(x):
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(1)
+        torch.set_autocast_enabled("cpu", True)
+        torch.use_deterministic_algorithms(True)
+        torch.manual_seed(len(x))
+        return x.clone()
+
+    op = define("rude(Tensor x) -> Tensor", rude, torch.empty_like)
+    before = state()
+    check("openreg::swiglu", [(torch.randn(3), torch.randn(3))], "openreg")
+    before = (*before[:-2], *state()[-2:])  # the samples above drew numbers
+    check(op, [(torch.ones(3),)])
+    assert state() == before
+    with pytest.raises(KeyError), preserved("cpu"):
+        rude(torch.ones(3))
+        raise KeyError
+    assert state() == before
+
+
+# ---- operators and samples ----
+
+
+def test_ways_to_name_an_operator(good):
+    default = torch.ops.aten.sin.default
+    for op in (default, torch.ops.aten.sin, "aten::sin", "aten::sin.default", "torch.ops.aten.sin.default"):
+        assert operator(op) is default
+    assert operator("aten::sin.out") is torch.ops.aten.sin.out
+    assert operator(good) is torch.ops.good.scaled.default
+    assert operator(openreg_ops.rms_norm) is torch.ops.openreg.rms_norm.default
+
+    @torch.library.triton_op("good::triton", mutates_args=())
+    def triton(x: Tensor) -> Tensor:
+        return x + 1
+
+    assert operator(triton) is torch.ops.good.triton.default
+    assert check(triton, [(torch.randn(4, 6),)], only=["runs", "schema", "compile"]).passed
+
+
+@pytest.mark.parametrize(
+    "op, sentence",
+    [
+        ("nothing::here", "there is no operator nothing::here; no operator is in nothing at all"),
+        ("openreg::rms", "there is no operator openreg::rms; openreg has adamw_step_"),
+        ("rms_norm", "expected an operator's name such as mylib::foo, but got 'rms_norm'"),
+        ("aten::sin.inplace", "aten::sin has no overload inplace, only"),
+        (torch.ops.aten.add, "has no default overload; name one of"),
+        (torch.nn.functional.rms_norm, "is a function, and its code names none"),
+        (3, "expected an operator, its name, or what custom_op returned, but got int 3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_no_such_operator(op, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        check(op)
+
+
+def test_other_wrong_requests():
+    with pytest.raises(ValueError, match="there is no check strides; there are runs, schema"):
+        check("aten::sin", only=["strides"])
+    with pytest.raises(ValueError, match="aten::sin: sample_inputs is empty"):
+        check("aten::sin", [])
+    with pytest.raises(ValueError, match="no inputs that were made up from its schema are accepted"):
+        check("aten::convolution")
+    with pytest.raises(ValueError, match="that gives them, but got int 5"):
+        check("aten::sin", 5)
+    for device in ("banana", "openreg:9"):
+        with pytest.raises(ValueError, match=f"{device} cannot be used here: .*; name one that is here"):
+            check("aten::sin", [(torch.randn(4),)], device)
+    assert {r.check for r in check("aten::sin", [(torch.randn(4),)], only="runs").results} == {"runs"}
+
+
+def test_forms_of_samples():
+    x = torch.randn(4)
+    like = types.SimpleNamespace(input=x, args=(), kwargs={})
+    report = check("aten::sin", [(x,), Sample(x), like, x], only=["runs", "fake-layouts"])
+    assert report.passed and report.samples == ["float32[4]"] * 4
+    report = check(
+        "aten::sin",
+        lambda device, dtype: [(torch.ones(2, dtype=dtype, device=device),)],
+        "openreg",
+        dtype=torch.float64,
+        only=["runs"],
+    )
+    assert report.samples == ["float64[2]"] and report.device == "openreg"
+    assert "made up from the schema" in check("aten::addmm", only=["runs"]).notes[0]
+
+
+def test_samples_keep_strides_and_memory():
+    whole = torch.randn(8, 6)
+    case = Case(torch.ops.aten.add.Tensor, Sample(whole[::2, 1:], whole[1::2, 1:]), "openreg", None, derivative)
+    x, y = case.fresh()
+    assert x.stride() == (12, 1) and x.storage_offset() == 1 and x.untyped_storage().nbytes() == 192
+    assert x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    assert torch.equal(x.cpu(), whole[::2, 1:])
+
+
+def test_made_up_samples():
+    for name in ("mm", "addmm", "cat", "mul.Tensor", "_softmax", "conv2d"):
+        assert derived(operator(f"aten::{name}"), "cpu", torch.float32)
+
+
+def test_inputs_as_text():
+    sample = parse("f32[3,4], bf16[2,2]@(1,2), [i64[2], i64[]], 1e-5, 'a, b', none, dim=-1, dtype=torch.float64")
+    x, y, z, *rest = sample.args
+    assert (x.dtype, x.shape) == (torch.float32, (3, 4)) and y.stride() == (1, 2) and [t.dim() for t in z] == [1, 0]
+    assert rest == [1e-5, "a, b", None] and sample.kwargs == {"dim": -1, "dtype": torch.float64}
+
+
+# ---- the report ----
+
+
+@pytest.fixture(scope="module")
+def report():
+    return check(
+        "aten::mul.Tensor",
+        [(torch.randn(4, 6), torch.randn(4, 6)), (torch.randn(3), torch.randn(4))],
+        only=["runs", "schema", "out", "determinism"],
+    )
+
+
+def test_table(report):
+    text = str(report)
+    assert all(len(line) <= 80 for line in text.splitlines()[1:]), text
+    assert re.search(r"^runs +\. FAIL$", text, re.M) and re.search(r"^schema +\. +-$", text, re.M)
+    assert "FAIL runs (sample 1)" in text and "Remedy: give samples that the operator accepts" in text
+    assert "aten::mul.Tensor FAILS" in text
+    with pytest.raises(AssertionError, match="aten::mul.Tensor fails 1 checks"):
+        report.raise_if_failed()
+
+
+def test_many_samples_fit_the_table():
+    text = str(check("aten::sin", [(torch.ones(2),)] * 100, only=["runs"]))
+    assert all(len(line) <= 80 for line in text.splitlines()) and re.search(r"^runs +\.{60}", text, re.M)
+
+
+def test_json(report):
+    data = json.loads(report.json())
+    assert data["operator"] == "aten::mul.Tensor" and data["passed"] is False and len(data["results"]) == 8
+    assert {r["docs"] for r in data["results"]} == {f"docs/checker.md#{name}" for name in data["checks"]}
+
+
+def test_html(report):
+    from html.parser import HTMLParser
+
+    page = report.html()
+    tags = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            tags.append((tag, dict(attrs)))
+
+    Parser().feed(page)
+    names = [tag for tag, _ in tags]
+    assert names.count("table") == 1 and names.count("tr") == 5 and "script" not in names and "link" not in names
+    assert sum(tag == "details" and "open" in attrs for tag, attrs in tags) == 1
+    assert all(attrs["href"].partition("#")[2] in CHECKS for tag, attrs in tags if tag == "a")
+
+
+def test_every_check_has_its_section():
+    text = (ROOT / "docs" / "checker.md").read_text()
+    sections = re.split(r"^## ", text, flags=re.M)
+    headings = [section.split("\n")[0].strip() for section in sections[1:]]
+    assert [h for h in headings if h in CHECKS] == list(CHECKS)
+    for section in sections:
+        name = section.split("\n")[0].strip()
+        if name in CHECKS:
+            assert "opcheck" in section and "Remedy" in section, (
+                f"{name} says neither why opcheck misses it nor the remedy"
+            )
+    assert all(function.__doc__ for function in CHECKS.values())
+
+
+# ---- command line and pytest ----
+
+
+def command(*arguments, cwd):
+    installed = Path(openreg_ops.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{installed}{os.pathsep}{cwd}"}
+    return subprocess.run(
+        [sys.executable, "-m", "openreg_ops", "check", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("module")
+    (folder / "my_module.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+
+            @torch.library.custom_op("mine::twice", mutates_args=())
+            def my_op(x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            my_op.register_fake(torch.empty_like)
+
+            def samples(device, dtype):
+                yield (torch.ones(3, 5, device=device, dtype=dtype),)
+
+            def reference(x):
+                return x + x
+            """
+        )
+    )
+    return folder
+
+
+def test_command(module):
+    only = ["--only", "runs", "fake_layouts", "reference"]
+    result = command(
+        "my_module:my_op",
+        "--samples",
+        "my_module:samples",
+        "--reference",
+        "my_module:reference",
+        "--html",
+        "page.html",
+        "--json",
+        "data.json",
+        *only,
+        cwd=module,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "mine::twice(Tensor x) -> Tensor" in result.stdout and "float32[3, 5]" in result.stdout
+    assert (module / "page.html").read_text().startswith("<!DOCTYPE html>")
+    assert json.loads((module / "data.json").read_text())["operator"] == "mine::twice"
+
+
+def test_command_by_name(module):
+    result = command(
+        "mine::twice", "--import", "my_module", "--input", "f32[3,4]", "--json", "-", "--only", "runs", cwd=module
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["samples"] == ["float32[3, 4]"]
+    result = command("openreg_ops:rms_norm", "--only", "runs,fake_layouts", "--skip", "out,", "vmap", cwd=module)
+    assert result.returncode == 0 and "openreg::rms_norm passes" in result.stdout, result.stderr
+
+
+def test_progress_names_the_check_that_crashes(module):
+    (module / "crashes.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+            import torch
+
+            @torch.library.custom_op("mine::crashes", mutates_args=())
+            def crashes(x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @crashes.register_fake
+            def fake(x):
+                os.abort()
+            """
+        )
+    )
+    result = command("crashes:crashes", "--input", "f32[3]", "--only", "runs", "fake_layouts", cwd=module)
+    progress = [line for line in result.stderr.splitlines() if line.startswith("checking")]
+    assert result.returncode < 0 and progress == ["checking sample 0: runs", "checking sample 0: fake_layouts"]
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["no_module:op"], "there is no module no_module in the current folder or on the path"),
+        (["my_module:op"], "my_module has no op; it has torch, my_op, samples, reference"),
+        (["mine::thrice"], "there is no operator mine::thrice"),
+        (["my_module:my_op", "--only", "all"], "there is no check all; there are runs"),
+        (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
+        (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
+        (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that gives them, but got int"),
+        (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "check: banana cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "check: openreg:9 cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]@openreg:9"], "; name one that is here\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_command_refuses(module, monkeypatch, capsys, arguments, sentence):
+    import openreg_ops.__main__
+
+    monkeypatch.syspath_prepend(module)
+    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", *arguments])
+    assert openreg_ops.__main__.main() == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_command_refuses_a_file_before_it_runs(module, monkeypatch, capsys, option):
+    import openreg_ops.__main__
+
+    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module / "none" / "page")])
+    with pytest.raises(SystemExit, match="2"):
+        openreg_ops.__main__.main()
+    said = capsys.readouterr().err
+    assert f"there is no folder {module / 'none'} to write page to; make it first" in said and "checking" not in said
+    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module)])
+    with pytest.raises(SystemExit, match="2"):
+        openreg_ops.__main__.main()
+    assert f"{module} is a folder; name a file in it" in capsys.readouterr().err
+
+
+def test_fixture(openreg_check, good):
+    assert openreg_check(good, [(torch.randn(4, 6), torch.randn(6))], only=["runs"]).passed
+    with pytest.raises(pytest.fail.Exception, match="FAIL runs"):
+        openreg_check("aten::mm", [(torch.randn(4, 6), torch.randn(5))], only=["runs"])
+
+
+def test_plugin_imports_nothing():
+    code = "import sys, pytest_openreg_ops, openreg_tools.pytest_plugin; print('torch' in sys.modules, 'openreg_ops' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert result.stdout.split() == ["False", "False"], result.stderr

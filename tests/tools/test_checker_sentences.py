@@ -1,0 +1,542 @@
+"""Every sentence that ends a check is provoked by a broken operator of this table; a new sentence needs a new one."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import functools
+import importlib
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import openreg_ops
+from openreg_ops import _C
+from openreg_ops.testing import check
+from openreg_tools.checker.checks import CHECKS
+
+MODULES = sorted({function.__module__ for function in CHECKS.values()})
+LIBRARY = torch.library.Library("sentences", "FRAGMENT")
+ONES = (torch.ones(4, 6),)
+NUMBERS = (torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.5,)
+
+
+class Broken:
+    """An operator sentences::NAME, its sample, and the sentence that a check must end in."""
+
+    def __init__(self, row, sentence, kernel=None, *, inputs=NUMBERS, device=None, reference=None, status="fail",
+                 mode="error", **how):  # fmt: skip
+        self.row, self.sentence, self.status, self.kernel, self.how = row, sentence, status, kernel, how
+        self.inputs, self.device, self.reference, self.mode = inputs, device, reference, mode
+
+    def make(self, name):
+        return operator(name, self.kernel, **self.how)
+
+
+def operator(
+    name,
+    kernel,
+    schema="(Tensor x) -> Tensor",
+    fake=torch.empty_like,
+    key="CPU",
+    backward=None,
+    setup=lambda ctx, inputs, output: ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor))),
+    vmap=None,
+    autocast=None,
+    out=None,
+    **kernels,
+):
+    """Define one; `kernels` are those at other dispatch keys, and get the operator first."""
+    LIBRARY.define(f"{name}{schema}")
+    LIBRARY.impl(name, kernel, key)
+    op = getattr(torch.ops.sentences, name).default
+    if fake and key != "CompositeImplicitAutograd":
+        torch.library.register_fake(f"sentences::{name}", fake, lib=LIBRARY)
+    if backward:
+        torch.library.register_autograd(f"sentences::{name}", backward, setup_context=setup, lib=LIBRARY)
+    if vmap:
+        torch.library.register_vmap(f"sentences::{name}", vmap, lib=LIBRARY)
+    if autocast:
+        torch.library.register_autocast(f"sentences::{name}", "cpu", autocast, lib=LIBRARY)
+    if out:
+        LIBRARY.define(f"{name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+        LIBRARY.impl(f"{name}.out", out, "CPU")
+    for where, function in kernels.items():
+        LIBRARY.impl(name, functools.partial(function, op), where)
+    return op
+
+
+def double(x):
+    return x * 2
+
+
+def double_backward(ctx, g):
+    return g * 2
+
+
+def noise(x):
+    return x * 2 + torch.rand(())
+
+
+def traced(x):
+    """Whether a compiler traces this."""
+    return type(x) is not Tensor
+
+
+def accident(*_arguments):
+    return {}["slot"]
+
+
+def below(op, *arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+PAIR = "(Tensor x, Tensor y) -> Tensor"
+PAIRS = (NUMBERS[0], NUMBERS[0] + 1)
+TWO = "(Tensor x) -> (Tensor, Tensor)"
+VIEW = "(Tensor(a) x) -> Tensor(a)"
+
+
+def pair_backward(ctx, g):
+    x, y = ctx.saved_tensors
+    return g * y, g * x
+
+
+class Function(torch.autograd.Function):
+    """The sine, by the operator `op`; what is wrong with it is in subclasses."""
+
+    @staticmethod
+    def forward(ctx, op, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return below(op, x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, g * ctx.saved_tensors[0].cos()
+
+
+class WrongJvp(Function):
+    @staticmethod
+    def jvp(ctx, op, tangent):
+        return tangent * ctx.saved_tensors[0].sin()
+
+
+class RaisingJvp(Function):
+    jvp = staticmethod(accident)
+
+
+class Cosine(torch.autograd.Function):
+    """With a second derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, x, second):
+        ctx.second = second
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.second(g, *ctx.saved_tensors), None
+
+
+def sine_whose_second(second):
+    return dict(kernel=torch.sin, backward=lambda ctx, g: g * Cosine.apply(*ctx.saved_tensors, second))
+
+
+def refuse(*_arguments):
+    raise RuntimeError("it has no second derivative")
+
+
+def keeps(second, x):
+    """Its derivative is a constant under torch.func, and what `second` says elsewhere."""
+    if torch._C._are_functorch_transforms_active():
+        constant = x.detach()
+        return constant.sin() + (x - constant) * constant.cos()
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * Cosine.apply(*ctx.saved_tensors, second)
+
+    return Sine.apply(x)
+
+
+def grad_in_no_grad(x):
+    with torch.enable_grad():
+        return (x if x.requires_grad else x.detach().requires_grad_()).sin()
+
+
+def refuses_but_not_functorch(x):
+    if torch._C._are_functorch_transforms_active():
+        return x.detach() * 2
+    if x.requires_grad:
+        raise NotImplementedError("it has no derivative")
+    return x * 2
+
+
+def refuses_but_not_traced(op, x):
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return below(op, x)
+
+        @staticmethod
+        def backward(ctx, g):
+            raise NotImplementedError("it has no derivative")
+
+    return below(op, x) if traced(x) else Refused.apply(x)
+
+
+def in_memory_order(x):
+    return (x.as_strided((x.numel(),), (1,), x.storage_offset()) * 2).reshape(x.shape)
+
+
+def of_threads(x):
+    return x * (1 if x.numel() < 1000 or torch.get_num_threads() == 1 else 2)
+
+
+BUFFER = torch.empty(4, 6)
+STUCK = threading.Event()
+
+
+def shares_a_buffer(x):
+    BUFFER.copy_(x)
+    time.sleep(0.001)
+    return BUFFER.clone()
+
+
+def stuck(x):
+    if threading.current_thread() is not threading.main_thread():
+        STUCK.wait(60)
+    return x * 2
+
+
+def drifts(x, calls=[]):  # noqa: B006 -- it counts the calls
+    calls.append(1)
+    return x + len(calls) % 3 * 1e-7
+
+
+def unwritten(x):
+    return torch.empty_like(x).mul_(0) + x
+
+
+def stream_id(x):
+    return torch.accelerator.current_stream().stream_id
+
+
+def puts_back(x):
+    out = x.add_(1) * 2
+    x.sub_(1)
+    return out
+
+
+def by_numpy(x):
+    x.numpy()[...] *= 2
+
+
+def shared_outputs(x):
+    y = x * 2
+    return y, y.view_as(y)
+
+
+def of_equal_shapes(x, y):
+    torch._check(x.shape == y.shape, lambda: "pairs: expected y of the shape of x")
+    return x * y
+
+
+def half_refused(x, y):
+    torch._check(x.dtype == y.dtype, lambda: "expected one dtype")
+    return x * y
+
+
+def bare_double_size(x):
+    if any(isinstance(n, torch.SymInt) for n in x.shape):
+        accident()
+    return torch.empty_like(x)
+
+
+def triples(name):
+    def kernel(x: Tensor) -> None:
+        x.mul_(3)
+
+    return torch.library.custom_op(f"sentences::{name}", kernel, mutates_args=("x",))
+
+
+@functools.cache
+def helper(which):
+    """Operators that the backward of another one calls."""
+    if which == "warns":
+        return operator("helper_warns", lambda g, x: g * x.cos(), "(Tensor g, Tensor x) -> Tensor")
+    if which == "raises":
+
+        def kernel(g: Tensor, x: Tensor) -> Tensor:
+            return g * x.cos()
+
+        return torch.library.custom_op("sentences::helper_raises", kernel, mutates_args=())
+    if which == "loop":
+        return operator("helper_loop", double)
+    return operator("helper_vmap", double, vmap=lambda info, dims, x: (x * 3, dims[0]))
+
+
+def shrink(x):
+    return x.new_empty((2, 6))
+
+
+TABLE = [
+    # derivatives
+    Broken("backward", "it has no derivative, its output says requires_grad, and backward only warns and leaves the "
+           "operator out: a program gets a partial gradient", torch.sin),
+    Broken(
+        "backward", "the gradient of y is missing, but the output depends on y", torch.mul, schema=PAIR, inputs=PAIRS,
+        fake=torch.mul, backward=lambda ctx, g: (g * ctx.saved_tensors[1], None),
+    ),
+    Broken(
+        "backward", "the gradient of y is zero, but the output depends on y", torch.mul, schema=PAIR, inputs=PAIRS,
+        fake=torch.mul, backward=lambda ctx, g: (g * ctx.saved_tensors[1], torch.zeros_like(g)),
+    ),
+    Broken("backward", "a call whose inputs require a gradient raised KeyError", double,
+           Autograd=lambda op, x: accident() if x.requires_grad else below(op, x)),
+    Broken("backward", "backward raised KeyError", double, backward=accident),
+    Broken("backward", "it depends on x, which requires a gradient, but its output does not; a program's gradient leaves "
+           "the operator out, without an error or a warning", double, Autograd=below),
+    Broken("backward", "it writes to x, which requires a gradient, and autograd is not told: the gradient passes as if x",
+           triples),
+    Broken(
+        "backward", "output 1 depends on x but does not require a gradient; what is computed from it is left out of a "
+        "program's gradient", lambda x: (x * 2, x * 3), schema=TWO, status="warn",
+        fake=lambda x: (torch.empty_like(x), torch.empty_like(x)), backward=lambda ctx, g, h: g * 2,
+        setup=lambda ctx, inputs, output: ctx.mark_non_differentiable(output[1]),
+    ),
+    Broken("backward", "an output requires a gradient under torch.no_grad()", grad_in_no_grad,
+           key="CompositeImplicitAutograd"),
+    Broken("gradcheck", ": its gradient is not the derivative: Jacobian mismatch", double, backward=lambda ctx, g: g * 3),
+    Broken("gradgradcheck", ": its backward is not differentiable: the second derivative is wrong",
+           **sine_whose_second(lambda g, x: g * x.sin())),
+    Broken("gradgradcheck", "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
+           "refuses the second derivative", functools.partial(keeps, refuse), key="CompositeImplicitAutograd"),
+    Broken("gradgradcheck", "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
+           "has a second derivative", functools.partial(keeps, lambda g, x: -g * x.sin()),
+           key="CompositeImplicitAutograd"),
+    Broken("gradgradcheck", "it calls sentences::helper_warns, which has no derivative, and double backward only warns and "
+           "leaves it out", torch.sin, backward=lambda ctx, g: helper("warns")(g, *ctx.saved_tensors)),
+    Broken("gradgradcheck", "the gradient of x does not require a gradient under create_graph=True, so second derivatives "
+           "leave it out without an error", torch.sin,
+           backward=lambda ctx, g: (g * ctx.saved_tensors[0].cos()).detach()),
+    Broken("gradgradcheck", "the second derivative raised KeyError", **sine_whose_second(accident)),
+    Broken("gradgradcheck", "it calls sentences::helper_raises, which has no derivative, so double backward ends in that "
+           "operator's error: ", torch.sin, backward=lambda ctx, g: helper("raises")(g, *ctx.saved_tensors)),
+    Broken("forward_ad", "forward-mode AD gives … where backward gives ", torch.sin, Autograd=WrongJvp.apply),
+    Broken("forward_ad", "forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, and "
+           "its derivative is not zero", double, backward=double_backward, status="warn"),
+    Broken("forward_ad", "a call with forward-mode tangents raised KeyError", torch.sin, Autograd=RaisingJvp.apply),
+    # fakes
+    Broken("compile", "under torch.compile with static shapes zeros like output 0 is float32", lambda x: x.double() * 2),
+    Broken("compile", "under torch.compile with static shapes the gradient of differentiable argument 0 differs", double,
+           backward=lambda ctx, g: g * (3 if traced(g) else 2)),
+    Broken("compile", "torch.compile with static shapes raised", double, fake=None),
+    Broken("compile", "eager refuses the gradient by an error, but under torch.compile there is neither error nor gradient",
+           double, Autograd=refuses_but_not_traced),
+    Broken("vmap_grad", "eager refuses the gradient by an error, but under torch.func.grad there is neither error nor",
+           refuses_but_not_functorch, key="CompositeImplicitAutograd"),
+    Broken("fake_layouts", " the fake kernel gives 2 outputs, the kernel 1", lambda x: [x * 2], schema="(Tensor x) -> Tensor[]",
+           fake=lambda x: [torch.empty_like(x), torch.empty_like(x)]),
+    Broken("fake_layouts", " the fake kernel raised ", double, fake=None),
+    Broken("fake_layouts", "has strides (1, 4), but the fake kernel says (6, 1)", lambda x: torch.empty_like(x).copy_(x),
+           fake=lambda x: x.new_empty(x.shape)),
+    Broken("fake_layouts", "output 0 has shape [4, 6], but the fake kernel says [2, 6]", double, fake=shrink),
+    Broken("fake_layouts", "output 0 has dtype float64, but the fake kernel says float32", lambda x: x.double()),
+    Broken("fake_layouts", "output 0 has device cpu, but the fake kernel says meta", double,
+           fake=lambda x: torch.empty_like(x, device="meta")),
+    Broken("fake_layouts", "output 0 has layout torch.sparse_coo, but the fake kernel says torch.strided",
+           Tensor.to_sparse),
+    Broken("fake_layouts", "shares the memory of x, and the fake kernel says otherwise", lambda x: x.view_as(x),
+           schema=VIEW),
+    Broken("fake_layouts", "does not share the memory of x, and the fake kernel says otherwise", double, schema=VIEW,
+           fake=lambda x: x.view_as(x)),
+    Broken("fake_dtypes", "given float16 x output 0 is float32, but the fake kernel says float16",
+           lambda x: x.float() * 2),
+    Broken("fake_dtypes", " the kernel runs, but the fake kernel raised KeyError", double,
+           fake=lambda x: torch.empty_like(x) if x.dtype == torch.float32 else accident()),
+    Broken("fake_dynamic", "with dynamic sizes the fake kernel says that output 0 has shape [2, 6] instead of [4, 6]",
+           double, fake=shrink),
+    Broken("fake_dynamic", "the fake kernel fixes dimension 0 of x to 4, and the kernel takes other sizes; every new size "
+           "compiles again, and export with a dynamic dimension fails", double,
+           fake=lambda x: x.new_empty([int(n) for n in x.shape])),
+    Broken("fake_errors", " more such)", of_equal_shapes, schema=PAIR, inputs=PAIRS, status="warn",
+           fake=lambda x, y: torch.empty_like(x)),
+    Broken("fake_errors", " the kernel runs, but the fake kernel raised RuntimeError: expected one dtype", torch.mul,
+           schema=PAIR, inputs=PAIRS, fake=half_refused),
+    # inputs
+    Broken("empty", " it ended in ZeroDivisionError", lambda x: x * (8 // len(x))),
+    Broken("layouts", "for inputs in permuted layout output 0 differs … , which contiguous inputs give", in_memory_order),
+    Broken("layouts", "for inputs in permuted layout the gradient of differentiable argument 0 differs … , which "
+           "contiguous inputs give", torch.sin,
+           backward=lambda ctx, g: g * in_memory_order(ctx.saved_tensors[0])),
+    Broken("zero_dim", "output 0 differs in 1 of 1 elements: 0 instead of 2 at [], which the reference gives", inputs=ONES,
+           kernel=lambda x: x * [0, 1, 2][x.dim()], reference=double),
+    Broken("zero_dim", "output 0 is float64 instead of float32, which the fake kernel gives",
+           lambda x: x * 2 if x.dim() else x.double()),
+    Broken("empty", "size 4 are empty, its backward raised RuntimeError: Function", double,
+           backward=lambda ctx, g: g * 2 if g.numel() else g.new_ones(3, 3)),
+    Broken("large", ", which one thread gives", of_threads),
+    # machine
+    Broken("stream", "on another stream output 0 differs … , which the default stream gives",
+           lambda x: x + stream_id(x), key="PrivateUse1", device="openreg"),
+    Broken("stream", "on another stream the gradient of differentiable argument 0 differs … , which the default stream "
+           "gives", double, key="PrivateUse1", device="openreg", backward=lambda ctx, g: g + stream_id(g)),
+    Broken("poison", "it reads memory that was never written: with fresh memory filled by 0xFF bytes instead of 0x5A, "
+           "output 0", unwritten),
+    Broken("poison", "bytes instead of 0x5A, gradient 0", double, backward=lambda ctx, g: unwritten(g) * 2),
+    Broken("determinism", "the same call again gives another result: result 0 differs", noise),
+    Broken("determinism", "the same call again rounds differently: result 0 differs", drifts, status="warn"),
+    Broken("threads", "four threads that call it on inputs of their own do not end", stuck),
+    Broken("threads", "called from four threads on inputs of their own, output 0 differs", shares_a_buffer),
+    # programs
+    Broken("export", "torch.export raised ", double, fake=None),
+    Broken("export", "exported, zeros like output 0 has shape [4, 6] instead of [2, 6], which eager gives",
+           lambda x: x[:2] * 2),
+    Broken("jit_trace", "under torch.jit.trace output 0 differs", noise),
+    Broken("jit_script", "under torch.jit.script output 0 differs", noise),
+    Broken("copies", "after copy.deepcopy of a program that calls it, output 0 differs", noise),
+    # transforms
+    Broken("functionalization", "functionalized, output 0 differs … , which eager gives", noise),
+    Broken("functionalization", "torch.func.functionalize raised KeyError", double, Functionalize=accident),
+    Broken("out", "with out= of the right size: output 0 differs in 24 of 24 elements: 0 instead of 2 at [0, 0], which the "
+           "operator returns", double, inputs=ONES, out=lambda x, out: out.resize_(x.shape).zero_()),
+    Broken("out", " returns another tensor than out", double,
+           out=lambda x, out: out.resize_(x.shape).copy_(x * 2).view_as(out)),
+    Broken("out", " changed the strides of out, which has the right size", double,
+           out=lambda x, out: out.resize_(0).resize_(x.shape).as_strided_(x.shape, x.stride()).copy_(x * 2)),
+    Broken("vmap", "torch.vmap raised KeyError", double, vmap=accident),
+    Broken("vmap", "torch.vmap raised KeyError: 'slot'", lambda x: x * 2 if x.is_contiguous() else accident()),
+    Broken("vmap", "torch.vmap is right but takes PyTorch's slow loop over the samples", double, status="warn"),
+    Broken("vmap", "under torch.vmap with every argument batched, output 0 differs", double,
+           vmap=lambda info, dims, x: (x * 3, dims[0])),
+    Broken("vmap_grad", "under torch.vmap of torch.func.grad the gradient of differentiable argument 0 differs",
+           lambda x: x * helper("vmap")(x.detach()), key="CompositeImplicitAutograd"),
+    Broken("vmap_grad", "torch.vmap of torch.func.grad is right but takes PyTorch's slow loop", status="warn",
+           kernel=lambda x: x * helper("loop")(x.detach()), key="CompositeImplicitAutograd"),
+    Broken("autocast", "it has no autocast policy (no kernel at AutocastCPU) and computes with whatever dtypes arrive: mixed "
+           "inputs give float32", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul, status="warn"),
+    Broken("autocast", "under autocast, given x bfloat16, output 0 differs … , which float32 gives",
+           lambda x: x * (2 if x.dtype == torch.float32 else 3)),
+    Broken("autocast", "it raised KeyError: 'slot'; it has no kernel at AutocastCPU",
+           lambda x: x * 2 if x.dtype == torch.float32 else accident()),
+    Broken("autocast", "under autocast, given what a linear makes (x bfloat16), it raised KeyError: 'slot'; its autocast "
+           "kernel does not cast", double, AutocastCPU=accident),
+    Broken("autocast", "under autocast (x bfloat16) the gradient of differentiable argument 0 differs … , which float32 "
+           "gives", double,
+           backward=lambda ctx, g: g * (2 if ctx.saved_tensors[0].dtype != torch.bfloat16 else 3)),
+    Broken("autocast", "the backward of a call under autocast (x bfloat16) raised KeyError", double,
+           backward=lambda ctx, g: g * 2 if ctx.saved_tensors[0].dtype != torch.bfloat16 else accident()),
+    # unbacked
+    Broken("fake_unbacked", " it raised KeyError", double, fake=bare_double_size),
+    Broken("fake_unbacked", " it asks for a size that is not known before the program runs (… ); a program with such "
+           "sizes (nonzero, item, masks) does not compile", double, status="warn",
+           fake=lambda x: x.new_empty([int(n) for n in x.shape])),
+    Broken("fake_unbacked", "the fake kernel says that output 0 is float32 of shape", lambda x: x.double()),
+    Broken("compile_unbacked", "under torch.compile with every dimension unbacked output 0 differs", noise),
+    Broken("compile_unbacked", "under torch.compile with every dimension unbacked the gradient of differentiable", double,
+           backward=lambda ctx, g: g * (3 if traced(g) else 2)),
+    Broken("export_unbacked", "behind nonzero() output 0 differs … , which eager gives", noise),
+    # values
+    Broken("runs", "the sample was refused: KeyError", accident),
+    Broken("schema", "its backward writes to the gradient of output 0, which others still use", double,
+           backward=lambda ctx, g: g.mul_(2)),
+    Broken("schema", "its backward writes to x, which others still use", torch.sin,
+           backward=lambda ctx, g: g * ctx.saved_tensors[0].detach().cos_()),
+    Broken("schema", "the schema says that x is not written to, but the call changed the memory of x (the sample's",
+           lambda x: x.mul_(2) * 2),
+    Broken("schema", "the schema says that x is not written to, but its version counter went from 0 to 2: it is written to "
+           "and put back", puts_back, inputs=ONES),
+    Broken("schema", "it writes to x, as its schema says, but the version counter of x stays at 0, so autograd uses the "
+           "changed x where it saved the old one, without an error", by_numpy, schema="(Tensor(a!) x) -> ()",
+           fake=lambda x: None),
+    Broken("schema", "the schema says that output 0 is an alias of an input, but it is memory of its own", inputs=ONES,
+           kernel=lambda x: x.mul_(2) * 1, schema="(Tensor(a!) x) -> Tensor(a!)"),
+    Broken("schema", "the schema says that output 0 is an alias of an input, but it is memory of its own", double,
+           schema=VIEW, status="warn"),
+    Broken("schema", "outputs 0 and 1 share memory, and the schema does not say so", shared_outputs, schema=TWO,
+           fake=lambda x: (torch.empty_like(x), torch.empty_like(x))),
+    Broken("schema", "output 0 shares the memory of x, and the schema does not say so", lambda x: x.view_as(x)),
+    Broken("reference", "output 0 differs in 24 of 24 elements: 3 instead of 2 at [0, 0], which the reference gives",
+           lambda x: x * 3, inputs=ONES, reference=double),
+    Broken("reference", "the gradient of differentiable argument 0 differs", double, reference=double,
+           backward=lambda ctx, g: g * 3),
+    Broken("reference", ", which its CPU kernel gives", lambda x: x * 3, key="PrivateUse1", device="openreg",
+           CPU=lambda op, x: x * 2),
+    Broken("opcheck_schema", "opcheck's test_schema says: ", lambda x: x.mul_(2) * 2),
+    Broken("opcheck_faketensor", "opcheck's test_faketensor says: ", double, fake=shrink),
+    Broken("opcheck_autograd_registration", "opcheck's test_autograd_registration says: ", torch.sin),
+    Broken("opcheck_aot_dispatch_dynamic", "opcheck's test_aot_dispatch_dynamic says: ", double, fake=None),
+    Broken("opcheck_autograd_registration", "an output requires a gradient, but no kernel is registered at "
+           "AutogradPrivateUse1", torch.sin, key="PrivateUse1", device="openreg", mode="nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", TABLE, ids=[f"{each.row}-{i}" for i, each in enumerate(TABLE)])
+def test_sentence(broken, request, monkeypatch):
+    machine = sys.modules[CHECKS["threads"].__module__]
+    monkeypatch.setattr(machine, "PATIENCE", 0.2 if broken.kernel is stuck else machine.PATIENCE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    _C.set_poison(False)
+    name = f"broken_{TABLE.index(broken)}"
+    op = triples(name) if broken.kernel is triples else broken.make(name)
+    try:
+        with openreg_ops.autograd.fallback_mode(broken.mode):
+            report = check(op, [broken.inputs], broken.device, reference=broken.reference, only=broken.row)
+    finally:
+        torch.set_num_threads(threads)
+        if broken.kernel is stuck:
+            STUCK.set()
+    found = report.of(broken.status, broken.row)
+    assert found, str(report)
+    pattern = ".*".join(re.escape(part) for part in re.split(r" ?… ?", broken.sentence))
+    assert found[0].sentence.startswith("sentences::") and re.search(pattern, found[0].sentence)
+    assert found[0].remedy
+
+
+def sentences():
+    """The fixed part of each sentence that a check may end in, the longest piece of it, by where it stands."""
+    for name in MODULES:
+        path = Path(importlib.import_module(name).__file__)
+        tree = ast.parse(path.read_text())
+        assigned = {
+            node.targets[0].id: node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in ast.walk(tree):
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if called not in ("fail", "warn", "refuse_or_fail"):
+                continue
+            said = node.args[2 if called == "refuse_or_fail" else 0]
+            said = assigned[said.id] if isinstance(said, ast.Name) else said
+            shown = {id(x) for each in ast.walk(said) if isinstance(each, ast.FormattedValue) for x in ast.walk(each)}
+            fixed = [x.value for x in ast.walk(said) if isinstance(x, ast.Constant) and id(x) not in shown]
+            longest = max((piece.removeprefix(": ") for piece in fixed if isinstance(piece, str)), key=len)
+            yield longest + (" raised" if called == "refuse_or_fail" else ""), f"{path.name}:{node.lineno}"
+
+
+def test_every_sentence_has_a_broken_operator():
+    where = collections.defaultdict(list)
+    for piece, line in sentences():
+        where[piece].append(line)
+    assert sum(map(len, where.values())) > 80
+    for piece, lines in where.items():
+        count = sum(piece in each.sentence for each in TABLE)
+        assert count >= len(lines), f"TABLE needs {len(lines)} broken operators for {piece!r} ({', '.join(lines)})"

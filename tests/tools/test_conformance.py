@@ -1,0 +1,125 @@
+"""The runner of `python -m openreg_ops conformance`: it resumes, and outlives an operator that hangs or dies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from openreg_ops.testing.known_failures import Known
+from openreg_tools.conformance import command as conformance
+from openreg_tools.conformance import opinfo, sweep
+from openreg_tools.conformance.report import Results
+
+pytestmark = pytest.mark.processes
+
+
+def command(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    conformance.add_arguments(parser)
+    return parser.parse_args(["--device", "openreg", "--samples", "1", "--jobs", "1", *words])
+
+
+def test_a_run_is_resumed_and_judged(tmp_path, capsys):
+    words = ["--ops", "^(neg|abs)$", "--dtypes", "float32", "int64", "--out", str(tmp_path / "results.jsonl")]
+    assert conformance.main(command(*words)) == 0
+    assert "2 operators, 2 good, 0 not; 4 cases: 4 pass" in capsys.readouterr().out
+
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    (tmp_path / "results.jsonl").write_text("\n".join(lines[:3]) + '\n{"operator": "ab')  # killed while writing
+    assert conformance.main(command(*words)) == 0
+    captured = capsys.readouterr()
+    assert "2 of 4 cases are in" in captured.err and "4 cases: 4 pass" in captured.out
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 5
+
+    assert conformance.main(command("--ops", "no such operator")) == 2
+    capsys.readouterr()
+    assert conformance.main(command("--device", "maia", "--ops", "^add$")) == 2
+    assert capsys.readouterr().err.startswith("conformance: maia cannot be used here: ")
+
+
+def test_a_worker_that_hangs_or_dies_costs_one_case():
+    worker = conformance.Worker(command("--timeout", "60"))
+    try:
+        assert worker.run("neg", "float32")["failures"] == []
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        worker.arguments.timeout = 0.5
+        (failure,) = worker.run("neg", "float32")["failures"]
+        assert failure["kind"] == "timeout"
+
+        worker.start()
+        worker.arguments.timeout = 60
+        os.kill(worker.process.pid, signal.SIGSEGV)
+        (failure,) = worker.run("neg", "float32")["failures"]
+        assert failure["kind"] == "crash" and "signal 11" in failure["message"]
+        assert worker.run("neg", "float32")["failures"] == []
+    finally:
+        worker.stop()
+
+
+def test_modules_and_optimizers_run_too(tmp_path, capsys):
+    words = ["--ops", "^(nn.Tanh|optim.SGD|tanh)$", "--dtypes", "float32", "--out", str(tmp_path / "results.jsonl")]
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    assert conformance.main(command(*words, "--html", str(page), "--json", str(data), "--verbose")) == 0
+    said = capsys.readouterr().out
+    assert "3 operators, 3 good, 0 not; 3 cases: 3 pass" in said
+    assert all(len(line) <= 80 for line in said.splitlines() if not line.startswith("results in"))
+    ran = {case["operator"]: set(case["ran"]) for case in json.loads(data.read_text())["cases"]}
+    assert ran["nn.Tanh"] == {"train", "eval"} and ran["optim.SGD"] == {"step"} and "forward" in ran["tanh"]
+    assert page.read_text().count('<td class="pass" title=') == 3
+
+
+def record(failures=(), name="neg", dtype="float32"):
+    made = [{"check": check, "kind": kind, "sample": 0, "message": "differs"} for check, kind in failures]
+    return {"operator": name, "dtype": dtype, "ran": {"forward": 6}, "failures": made, "notes": {}, "seconds": 0}
+
+
+def results(*records, **options):
+    return Results({"device": "openreg"}, list(records), {"neg": ["float32"], "abs": ["float32"]}, **options)
+
+
+def test_a_known_failure_that_passes_fails_the_run():
+    known = {"neg": Known("invented here", checks=("forward",), dtypes=("float32",))}
+    passes = results(record(), known=known)
+    assert not passes.good and "neg float32 is a known failure but passes" in passes.text()
+    assert results(record([("forward", "value")]), known=known).good
+    assert not results(record([("backward", "value")]), known=known).good
+    assert results(record(), known=known, thorough=False).good
+
+
+def test_regressions_are_told_from_old_failures():
+    before = {("neg", "float32"): record([("forward", "value")]), ("abs", "float32"): record(name="abs")}
+    same = results(record([("forward", "value")]), record(name="abs"), against=before)
+    assert same.good and not results(*same.records).good
+    worse = results(record([("forward", "value"), ("out", "crash")]), record(name="abs"), against=before)
+    assert not worse.good and "REGRESSED neg float32: out [crash]" in worse.text()
+    assert ">R</td>" in worse.html() and worse.dict()["regressions"][0]["new"] == ["out [crash]"]
+    mended = results(record(), record([("forward", "error")], name="abs"), against=before)
+    assert "1 regressions, 1 cases mended" in mended.text() and not mended.good
+
+
+def test_against_a_saved_run(tmp_path, capsys):
+    out, saved = tmp_path / "results.jsonl", tmp_path / "saved.jsonl"
+    words = ["--ops", "^(neg|abs)$", "--dtypes", "float32", "--suites", "operators", "--out", str(out)]
+    lines = [json.dumps(conformance.fingerprint(command(*words)))]
+    out.write_text("\n".join([*lines, json.dumps(record()), json.dumps(record([("out", "value")], "abs"))]))  # resumed
+    saved.write_text("\n".join(["{}", json.dumps(record()), json.dumps(record(name="abs"))]))
+    assert conformance.main(command(*words, "--against", str(saved))) == 1
+    assert "REGRESSED abs float32: out [value]" in capsys.readouterr().out
+    assert conformance.main(command(*words, "--against", str(out))) == 0
+    assert conformance.main(command(*words, "--against", str(tmp_path / "none"))) == 2
+    assert "there is no results file" in capsys.readouterr().err
+
+
+def test_a_device_with_other_random_numbers(monkeypatch):
+    """Where the generator is another algorithm, random values are not compared, and all else is."""
+    op = opinfo.database()["rand_like"]
+    monkeypatch.setattr(opinfo.Comparison, "close", lambda self, *_: self.fail("value", "looked at"))
+    assert sweep.check(op, torch.float32, "openreg", 1, ("forward",)).failures
+    monkeypatch.setattr(opinfo, "draws_as_cpu", lambda kind: kind == "cpu")
+    report = sweep.check(op, torch.float32, "openreg", 1, ("forward",))
+    assert not report.failures and report.ran["forward"]

@@ -1,0 +1,174 @@
+"""`python -m openreg_ops info`: what it says is so, and what is wrong is found and mended by its own remedy."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import openreg_ops
+from openreg_ops.environment import VARIABLES
+from openreg_tools import info
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+REBUILD = "pip install --force-reinstall --no-deps --no-build-isolation ."
+
+
+def command(*arguments, package="openreg_ops", **environment):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", package, "info", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def problems(report):
+    return [what for what, _ in report.problems]
+
+
+def test_says_what_is_so():
+    kept = torch.empty(3 << 20, dtype=torch.uint8, device="openreg:1")
+    report = info.collect()
+    assert report.sections["devices"]["count"] == str(torch.openreg.device_count())
+    in_tensors = re.search(r"([\d.]+) MiB in tensors", report.sections["devices"]["openreg:1"])
+    assert float(in_tensors[1]) == pytest.approx(torch.openreg.memory_allocated(1) / (1 << 20), abs=0.01)
+    assert torch.openreg.memory_allocated(1) >= kept.nbytes
+    assert report.sections["devices"]["works"].startswith("yes")
+    assert torch.__version__ in report.sections["software"]["torch"]
+    assert report.sections["switched on"]["poison"].startswith("on")  # conftest.py fills memory
+    with openreg_ops.fallback.policy("warn"):
+        assert info.collect().sections["switched on"]["fallback"].startswith("warn")
+    switched_on = report.sections["switched on"]
+    assert (switched_on["sanitizer"], switched_on["faults"]) == ("off", "none armed")
+    with torch.openreg._sanitizer.sanitize(), torch.openreg.faults.inject("copy", after=9999):
+        switched_on = info.collect().sections["switched on"]
+    assert (switched_on["sanitizer"], switched_on["faults"]) == ("on", "copy")
+    assert all(len(line) <= 80 or " " not in line[24:] for line in report.text().splitlines())
+
+
+def test_command():
+    result = command("--json", "-", OPENREG_DEVICE_COUNT="3", OPENREG_FALBACK="error", OPENREG_FAULTS="copy:after=9999")
+    assert result.returncode == 1, result.stderr
+    report = json.loads(result.stdout)
+    assert report["devices"]["count"] == "3"
+    found = [each["problem"] for each in report["problems"]]
+    assert "OPENREG_FALBACK means nothing here" in found
+    assert "OPENREG_FAULTS makes the device fail on purpose" in found
+
+
+def test_a_device_that_computes_wrongly_is_found(monkeypatch):
+    monkeypatch.setattr(torch, "softmax", lambda x, dim: x if x.is_openreg else torch.nn.functional.softmax(x, dim))
+    report = info.collect()
+    assert report.sections["devices"]["works"] == "no"
+    assert any(what.startswith("a small forward and backward fails") for what in problems(report))
+
+
+def test_no_device(monkeypatch):
+    monkeypatch.setattr(openreg_ops._C, "device_count", lambda: 0)
+    assert "there is no device" in problems(info.collect())
+
+
+def test_isolation_is_asked_of_the_extension(monkeypatch):
+    monkeypatch.setattr(openreg_ops._C, "isolation_mode", lambda: "keys", raising=False)
+    assert info.collect().sections["devices"]["isolation"] == "keys"
+    monkeypatch.delattr(openreg_ops._C, "isolation_mode")
+    assert info.collect().sections["devices"]["isolation"] == "off"
+
+
+def test_runs_where_the_package_cannot_be_imported(tmp_path):
+    package = tmp_path / "openreg_ops"
+    package.mkdir()
+    (package / "__init__.py").write_text((ROOT / "openreg_ops/__init__.py").read_text())
+    shutil.copytree(ROOT / "openreg_tools", tmp_path / "openreg_tools")
+    (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\nCPU_CAPABILITY = "DEFAULT"\n')
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "openreg_tools", "info", "--import", "openreg_ops"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
+    said = " ".join(result.stdout.split())
+    assert "import openreg_ops fails: ImportError: openreg_ops was built for torch 2.0.0+cpu" in said
+    assert REBUILD in said
+
+
+@pytest.fixture
+def not_built(tmp_path):
+    """A copy of the package's Python without what a build adds."""
+    ignore = shutil.ignore_patterns("_build.py", "*.so", "__pycache__")
+    shutil.copytree(Path(openreg_ops.__file__).parent, tmp_path / "openreg_ops", ignore=ignore)
+    # Not just missing: an editable install's finder would bring the checkout's.
+    (tmp_path / "openreg_ops" / "_build.py").write_text("raise ModuleNotFoundError('_build')\n")
+    shutil.copytree(ROOT / "openreg_tools", tmp_path / "openreg_tools")
+    return tmp_path
+
+
+def run(folder, *words):
+    environment = {**os.environ, "PYTHONPATH": str(folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_not_built_is_one_problem_with_the_remedy(not_built):
+    said = run(not_built, "-m", "openreg_tools", "info", "--import", "openreg_ops", "--json", "-").stdout
+    # Another copy may be installed, which is a problem of its own.
+    (problem,) = [each for each in json.loads(said)["problems"] if "not the installed one" not in each["problem"]]
+    assert problem["problem"] == "import openreg_ops fails: ImportError: openreg_ops is not built here"
+    assert problem["remedy"] == "run `pip install --no-build-isolation -e .` in its source"
+
+
+def test_without_torch(not_built):
+    (not_built / "openreg_ops/_build.py").write_text('TORCH_VERSION = "2.0.0"\n')
+    # As in an environment without it: what Python finds is the standard library alone.
+    result = run(not_built, "-S", "-m", "openreg_tools", "info", "--json", "-")
+    assert result.returncode == 1 and not result.stderr
+    problems = {each["problem"]: each["remedy"] for each in json.loads(result.stdout)["problems"]}
+    assert problems["torch is not installed"] == "pip install torch"
+    assert not any("fails" in what for what in problems)
+
+
+def test_the_tools_without_the_device_say_so(not_built):
+    result = run(not_built, "-m", "openreg_tools", "operators")
+    assert (result.returncode, result.stdout) == (2, "")
+    sentence = "there is no accelerator here: import its package with --import, or name a device with --device"
+    assert result.stderr == f"operators: {sentence}\n" or torch.accelerator.is_available()
+    assert run(not_built, "-m", "openreg_tools", "operators", "-h").stdout.startswith(
+        "usage: python -m openreg_tools operators "
+    )
+
+
+@pytest.mark.parametrize("name, value", [("OPENREG_FALLBACK", "bogus"), ("OPENREG_FAULTS", "bogus")])
+def test_a_value_that_keeps_the_package_from_loading(name, value):
+    """Said before anything is loaded, and found on the way."""
+    result = command("--json", "-", package="openreg_tools", **{name: value})
+    assert result.returncode == 1 and not result.stderr
+    (found,) = [
+        each for each in json.loads(result.stdout)["problems"] if each["problem"].startswith(f"{name}: expected")
+    ]
+    assert f"but got {value!r}" in found["problem"] and found["remedy"] == "set it so, or unset it"
+    result = command(package="openreg_tools", **{name: value})
+    assert f"{name}: expected" in result.stdout and "Traceback" not in result.stderr and REBUILD not in result.stdout
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the source tree")
+def test_every_variable_is_documented_and_read():
+    documented = set(re.findall(r"`(OPENREG_\w+)`", (ROOT / "README.md").read_text()))
+    assert documented == set(VARIABLES)
+    sources = {*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("openreg_ops/**/*.py")} - {ROOT / "openreg_ops/environment.py"}
+    read = {name for path in sources for name in re.findall(r'"(OPENREG_[A-Z_]+)"', path.read_text())}
+    assert read == set(VARIABLES)
+
+
+def test_another_copy_than_the_installed_one(monkeypatch, tmp_path):
+    installed = importlib.metadata.Distribution.at(tmp_path / "openreg_ops-9.dist-info")
+    (tmp_path / "openreg_ops-9.dist-info").mkdir()
+    (tmp_path / "openreg_ops-9.dist-info" / "METADATA").write_text("Name: openreg_ops\nVersion: 9\n")
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    assert any(f"not the installed one in {tmp_path}/openreg_ops" in what for what in problems(info.collect()))

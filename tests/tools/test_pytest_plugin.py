@@ -1,0 +1,856 @@
+"""`pytest --device`: the device that a test gets, and each kind of misuse: caught, and its clean twin not reported."""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.pytester import SysModulesSnapshot
+
+import openreg_ops
+import openreg_tools.pytest_plugin
+from openreg_tools.pytest_plugin import findings
+
+pytest_plugins = ["pytester", "pytest_openreg_ops"]
+PATH = os.pathsep.join({str(Path(module.__file__).parents[1]) for module in (openreg_ops, openreg_tools)})
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Runs pytest with the plugin on the files of the test's folder; `process=True` in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", PATH)
+    # A test writes its files again within the second, and Python knows what it has compiled by time and size.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    # pytester forgets all modules that a run imported; what torch imported meanwhile must not come twice.
+    ours = lambda name: str(getattr(sys.modules[name], "__file__", "")).startswith(str(pytester.path))  # noqa: E731
+    snapshot = functools.partial(SysModulesSnapshot, preserve=lambda name: not ours(name))
+    monkeypatch.setattr(pytester, "_Pytester__take_sys_modules_snapshot", snapshot)
+    pytester._sys_modules_snapshot = snapshot()
+
+    def run(*arguments, process=False):
+        arguments = ("-p", "pytest_openreg_ops", "-p", "no:cacheprovider", "-W", "ignore", *arguments)
+        return pytester.runpytest_subprocess(*arguments) if process else pytester.runpytest_inprocess(*arguments)
+
+    return run
+
+
+@pytest.fixture
+def found(pytester, run):
+    """Runs one test, whose body is given, on openreg, and returns its findings: (what, where) by line of the report."""
+
+    def found(kind, body, library="", device="openreg", passes=True, process=False):
+        pytester.makepyfile(
+            library="import torch\n" + textwrap.dedent(library),
+            test_it="import pytest, torch, library\n\ndef test_it(device):\n"
+            + textwrap.indent(textwrap.dedent(body), "    "),
+        )
+        result = run(f"--device={device}", f"--device-misuse={kind}", "--device-report=out.json", process=process)
+        result.assert_outcomes(passed=int(passes), failed=int(not passes))
+        assert all(len(line) <= 80 for line in result.outlines if line.startswith("    "))
+        rows = json.loads((pytester.path / "out.json").read_text())["findings"]
+        assert {row["kind"] for row in rows} <= {kind}
+        return [(row["what"], row["where"]) for row in rows if not (row["in_tests"] and kind == "sync")]
+
+    return found
+
+
+# ---- which device a test gets ----
+
+NAMES = """
+import pytest, torch
+
+def test_it(device, request):
+    assert isinstance(device, torch.device)
+    print("ran", request.node.name, torch.ones(2, device=device).device)
+"""
+
+
+def ran(result):
+    return [line.split()[-2:] for line in result.outlines if "ran " in line]
+
+
+def test_a_test_without_a_fixture_gets_the_device(pytester, run):
+    pytester.makepyfile(NAMES)
+    assert ran(run("-s", "--device", "openreg")) == [["test_it[openreg]", "openreg:0"]]
+    assert ran(run("-s", "--device=cpu,openreg:1")) == [["test_it[cpu]", "cpu"], ["test_it[openreg:1]", "openreg:1"]]
+    assert ran(run("-s")) == [["test_it", "cpu"]]
+
+
+def test_a_fixture_of_the_suite_is_replaced(pytester, run):
+    """Also where fixtures of a wide scope build on it."""
+    pytester.makeconftest("""
+        import pytest, torch
+        @pytest.fixture(scope="session")
+        def device(): return torch.device("cpu")
+        @pytest.fixture(scope="session")
+        def x(device): return torch.ones(2, device=device)
+    """)
+    pytester.makepyfile("def test_it(x, request): print('ran', request.node.name, x.device)")
+    assert ran(run("-s")) == [["test_it", "cpu"]]
+    assert ran(run("-s", "--device=openreg")) == [["test_it[openreg]", "openreg:0"]]
+
+
+PARAMETRIZED = """
+    import pytest, torch
+    no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no cuda")
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_cuda)], ids=["host", "gpu"])
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_strings(device, n):
+        assert isinstance(device, str) and torch.ones(n, device=device).is_openreg
+
+    @pytest.mark.parametrize("device, dtype", [("cpu", torch.float64), ("cuda", torch.half), ("cuda", torch.float64)])
+    def test_pairs(device, dtype):
+        assert torch.ones(2, device=device, dtype=dtype).is_openreg
+
+    @pytest.mark.parametrize("device", [torch.device("cuda", 1)])
+    def test_devices(device):
+        assert torch.ones(2, device=device).is_openreg
+
+    @pytest.mark.parametrize("device", ["phone", "tablet"])
+    def test_other_devices(device):
+        assert device in ("phone", "tablet")
+"""
+
+
+def test_parameters_of_the_suite_are_replaced(pytester, run):
+    pytester.makepyfile(PARAMETRIZED)
+    # 2 numbers, 2 dtypes, 1 device, and the 2 that are no devices of torch
+    run("--device=openreg").assert_outcomes(passed=7)
+
+
+SIMILAR = """
+    import pytest, torch
+
+    class Case:
+        def __init__(self, n): self.n = n
+        def __repr__(self): return "Case"
+
+    @pytest.mark.parametrize("device, case", [("cpu", Case(1)), ("cpu", Case(2)), ("cuda", Case(3))])
+    def test_objects(device, case): print("ran objects", case.n)
+
+    @pytest.mark.parametrize("device, n", [("cpu", 1), ("cpu", 1.0), ("cpu", True), ("cuda", 1), ("cpu", -0.0), ("cpu", 0.0)])
+    def test_numbers(device, n): print("ran numbers", n)
+
+    @pytest.mark.parametrize("device, shape", [("cpu", [2, 3]), ("cuda", [2, 3]), ("cuda", (2, 3))])
+    def test_shapes(device, shape): print("ran shapes", str(shape).replace(" ", ""))
+
+    @pytest.mark.parametrize("device", (name for name in ["phone", "tablet"]))
+    def test_generator(device): print("ran generator", device)
+
+    @pytest.mark.parametrize("device", (name for name in ["cpu", "cuda"]))
+    def test_generator_of_devices(device): print("ran devices", device)
+
+    @pytest.mark.parametrize("device", [None, "cpu", None])
+    def test_none(device): print("ran none", repr(device))
+
+    @pytest.mark.parametrize("device", [None, torch.device("cpu")])
+    def test_none_and_a_device(device): print("ran both", device)
+
+    @pytest.mark.parametrize("device", [None])
+    def test_none_alone(device): print("ran alone", device)
+"""
+
+
+def test_no_row_is_lost(pytester, run):
+    """Only rows that are surely the same run once."""
+    pytester.makepyfile(SIMILAR)
+    assert ran(run("-s", "--device=openreg")) == [
+        *(["objects", n] for n in "123"),
+        *(["numbers", n] for n in ("1", "1.0", "True", "-0.0", "0.0")),
+        *(["shapes", shape] for shape in ("[2,3]", "(2,3)")),
+        *(["generator", name] for name in ("phone", "tablet")),
+        ["devices", "openreg"], ["none", "'openreg'"], ["both", "openreg"], ["alone", "None"],
+    ]  # fmt: skip
+
+
+def test_a_suite_that_generates_its_devices(pytester, run):
+    pytester.makeconftest("""
+        def pytest_generate_tests(metafunc):
+            if "device" in metafunc.fixturenames:
+                metafunc.parametrize("device", ["cpu", "cuda"])
+    """)
+    pytester.makepyfile("def test_it(device): assert device == 'openreg'")
+    run("--device=openreg").assert_outcomes(passed=1)
+
+
+def test_other_names_of_the_argument(pytester, run):
+    pytester.makeini("[pytest]\ndevice_names = device torch_device\n")
+    pytester.makepyfile("def test_it(torch_device): assert str(torch_device) == 'openreg'")
+    run("--device=openreg").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("testpaths", [True, False])
+def test_a_suite_with_an_option_of_its_own(pytester, run, testpaths):
+    """It keeps --device, with its meaning; --on-device is this plugin's then."""
+    folder = pytester.mkdir("tests")
+    (folder / "conftest.py").write_text(
+        "import pytest, torch\n"
+        "def pytest_addoption(parser): parser.addoption('--device', default='cpu', choices=('cpu', 'meta'))\n"
+        "@pytest.fixture(scope='session')\n"
+        "def device(pytestconfig): return torch.device(pytestconfig.getoption('--device'))\n"
+    )
+    (folder / "test_it.py").write_text(NAMES)
+    where = () if testpaths else ("tests",)
+    if testpaths:
+        pytester.makeini("[pytest]\ntestpaths = tests\n")
+    assert ran(run("-s", "--device", "meta", *where)) == [["test_it", "meta"]]
+    assert ran(run("-s", "--on-device", "openreg", *where)) == [["test_it[openreg]", "openreg:0"]]
+
+
+def test_a_wrong_device_or_kind_is_named(run):
+    for arguments, sentence in (
+        (["--device=nope"], "*--device nope: torch * cannot make a tensor there: *-p PACKAGE*"),
+        (["--device=openreg:64"], "*--device openreg:64: torch * cannot make a tensor there: *OPENREG_DEVICE_COUNT*"),
+        (["--device=openreg", "--device-misuse=sinc"], "*--device-misuse: no kind sinc; there are all, host, race*"),
+        (["--device-misuse=all"], "*--device-misuse and its like need --device DEVICE*"),
+    ):
+        result = run(*arguments)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([sentence])
+
+
+def test_the_header_says_what_is_not_seen(pytester, run):
+    pytester.makepyfile("def test_it(device): pass")
+    for device, kinds, line in (
+        ("openreg", "host,race", "device: openreg; watched for: host, race"),
+        ("meta", "host,sync", "device: meta; watched for: sync; not seen there: host"),
+        ("cpu", "sync", "device: cpu; not seen there: sync"),
+        ("cpu", None, "device: cpu"),
+    ):
+        misuse = [f"--device-misuse={kinds}"] if kinds else []
+        run(f"--device={device}", *misuse).stdout.fnmatch_lines([line])
+
+
+def test_another_device_does_without_openreg(pytester, run, monkeypatch):
+    pytester.makepyfile("""
+        import sys, torch
+        def test_it(device): assert torch.ones(3, device=device).is_meta and "openreg_ops" not in sys.modules
+        def test_mixed(device): torch.ones(3, device=device) + torch.ones(3)
+    """)
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # by which torch itself would import it
+    result = run("--device=meta", "--device-misuse=all", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["mixed: *", "* add of cpu and meta"])
+
+
+def test_the_plugin_imports_no_torch_until_asked(pytester):
+    pytester.makepyfile("import sys\ndef test_it(): assert not {'torch', 'openreg_ops', 'numpy'} & set(sys.modules)")
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "pytest_openreg_ops", "-q"],
+        check=True, env={**os.environ, "PYTHONPATH": PATH},
+    )  # fmt: skip
+
+
+# ---- misuse ----
+
+
+def test_waits(found):
+    library = """
+        def step(x):
+            if x.sum() > 0:
+                print(x)
+            torch.openreg.synchronize(device=x.device)
+            return x.max().item(), x[x > 0], x.cpu(), x.tolist()
+    """
+    assert found("sync", "library.step(torch.ones(3, device=device))", library) == [
+        ("bool", "library.py:4"),
+        ("copy to the host", "library.py:7"),
+        ("index.Tensor: a size or value that depends on data", "library.py:7"),
+        ("item", "library.py:7"),
+        ("print", "library.py:5"),
+        ("synchronize", "library.py:6"),
+        ("tolist", "library.py:7"),
+    ]
+    failing = "assert library.step(torch.ones(3, device=device)) is None"  # pytest shows what is not None
+    assert found("sync", failing, "def step(x): return [x]", passes=False) == []
+    clean = "def step(x): return torch.where(x.sum() > 0, x + 1, x[[0, 1, 2]]).to(x.device)"
+    assert found("sync", "assert library.step(torch.ones(3, device=device)).cpu().sum() == 6", clean) == []
+
+
+def test_a_backward_that_waits_and_a_fallback(found):
+    library = """
+        mine = torch.library.Library("test_plugin", "DEF")
+        mine.define("twice(Tensor x) -> Tensor")
+        mine.impl("twice", lambda x: x * 2, "CPU")
+        class Waits(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x): return x.clone()
+            @staticmethod
+            def backward(ctx, grad): return grad * grad.sum().item()
+        def step(x):
+            Waits.apply(x).sum().backward()
+            return torch.ops.test_plugin.twice(x.detach())
+    """
+    assert found("sync", "library.step(torch.ones(3, device=device, requires_grad=True))", library) == [
+        ("item", "library.py:10"),
+        ("test_plugin::twice falls back to the CPU", "library.py:13"),
+    ]
+
+
+def test_mixed_devices(found):
+    library = "def add(x): return x + torch.ones(3)"
+    body = "library.add(torch.ones(3, device=device))"
+    assert found("mixed", body, library, passes=False) == [("add of cpu and openreg:0", "library.py:2")]
+    expected = f"with pytest.raises(RuntimeError, match='same device'):\n    {body}"
+    assert found("mixed", expected, library) == []
+    assert found("mixed", body, "def add(x): return x + torch.tensor(1.0)") == []
+
+
+def test_hard_coded_cuda(found):
+    library = """
+        def where(x):
+            if x.is_cuda:
+                return torch.device("cuda")
+            with torch.autocast("cuda"):
+                pass
+            for make in (lambda: x.to("cuda"), lambda: torch.ones(2, device="cuda"), torch.cuda.current_device, x.cuda):
+                try: make()
+                except (AssertionError, RuntimeError): pass
+    """
+    body = "library.where(torch.ones(3, device=device))"
+    assert {what for what, _ in found("cuda", body, library)} == {
+        "is_cuda", 'autocast("cuda")', 'device "cuda"', "torch.cuda.current_device", "torch.cuda is used", ".cuda()"
+    }  # fmt: skip
+    clean = """
+        def where(x):
+            torch.accelerator.is_available(), torch.accelerator.device_count(), torch.openreg.memory_summary()
+            torch.amp.GradScaler(x.device.type, enabled=False), torch.Generator(x.device), x.type(torch.float64)
+            torch.manual_seed(0), torch.set_default_tensor_type("torch.FloatTensor")
+            with torch.autocast(x.device.type), torch.random.fork_rng(device_type=x.device.type):
+                torch.nn.MultiheadAttention(8, 2, device=x.device)(*[torch.ones(2, 1, 8, device=x.device)] * 3)
+                return torch.ones(2, device=x.device).to("cpu"), torch.device("cpu")
+    """
+    assert found("cuda", body, clean) == []
+
+
+ASKS = "torch.cuda.{0}: torch.accelerator.{0} asks for any"
+
+
+@pytest.mark.parametrize(
+    "code, what",
+    [
+        ('torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu")', [ASKS.format("is_available")]),
+        ("torch.cuda.device_count()", [ASKS.format("device_count")]),
+        ('torch.get_device_module("cuda").device_count()', ['device "cuda"', ASKS.format("device_count")]),
+        ("from torch.cuda import device_count as count; count()", [ASKS.format("device_count")]),
+        *(
+            (f"torch.cuda.{call}", [f"torch.cuda.{call.partition('(')[0]}"])
+            for call in (
+                "manual_seed_all(0)", "manual_seed(0)", "empty_cache()", "synchronize()", "current_device()", "Stream()",
+                "Event()", "FloatTensor(3)", "memory.memory_allocated()", 'nvtx.range_push("step")', "amp.custom_fwd",
+            )
+        ),
+        ('torch.amp.GradScaler("cuda")', ['GradScaler("cuda")']),
+        ("torch.amp.GradScaler()", ['GradScaler("cuda")']),
+        ("torch.cuda.amp.GradScaler()", ['GradScaler("cuda")']),
+        ("GradScaler()", ['GradScaler("cuda")']),
+        ('torch.autocast("cuda").__enter__().__exit__(None, None, None)', ['autocast("cuda")']),
+        ("torch.cuda.amp.autocast()", ['autocast("cuda")']),
+        ("autocast()", ['autocast("cuda")']),
+        ("synchronize()", ["torch.cuda is used"]),
+        ('x.type("torch.cuda.FloatTensor")', ['"torch.cuda.FloatTensor"']),
+        ('x.type(dtype="torch.cuda.HalfTensor")', ['"torch.cuda.HalfTensor"']),
+        ('torch.set_default_tensor_type("torch.cuda.FloatTensor")', ['"torch.cuda.FloatTensor"']),
+    ],
+)  # fmt: skip
+@pytest.mark.skipif(torch.cuda.is_available(), reason="some of the calls work where there is CUDA")
+def test_cuda_by_name(found, code, what):
+    library = f"""
+        from torch.cuda import synchronize
+        from torch.cuda.amp import GradScaler, autocast
+        def step(x):
+            try:
+                {code}
+            except (AssertionError, RuntimeError, TypeError): pass
+    """
+    try:
+        assert found("cuda", "library.step(torch.ones(3, device=device))", library) == [
+            (each, "library.py:7") for each in what
+        ]
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)  # CUDA's is taken where torch has CUDA and no GPU is there
+
+
+def test_naming_cuda_changes_nothing_in_it(found):
+    """Classes stay themselves, mocks work, and what a test patches is the real thing again behind it."""
+    before = {name: torch.cuda.__dict__[name] for name in torch.cuda.__all__}
+    body = """
+        from unittest import mock
+        class Stream(torch.cuda.Stream): pass
+        assert issubclass(Stream, library.Stream) and torch.cuda.Stream is library.Stream
+        assert not isinstance(None, torch.cuda.Event) and not hasattr(torch.cuda, "no_such_name")
+        with mock.patch("torch.cuda.is_available", return_value=True), mock.patch.object(torch.cuda, "device_count"):
+            assert torch.cuda.is_available()
+        pytest.MonkeyPatch().setattr(torch.cuda, "empty_cache", torch.cuda.empty_cache)
+        assert torch.compile(lambda x: x + torch.cuda.device_count(), backend="eager")(torch.ones(1)) == 1
+    """
+    whats = [what for what, _ in found("cuda", body, "from torch.cuda import Stream")]
+    compiled = {ASKS.format("device_count")}  # seen where Dynamo leaves the function to Python
+    assert {*whats} - compiled == {
+        "torch.cuda.Event", "torch.cuda.Stream", "torch.cuda.empty_cache", ASKS.format("is_available")
+    }  # fmt: skip
+    assert type(torch.cuda) is type(torch.cuda.amp) is type(os)
+    assert {name: torch.cuda.__dict__[name] for name in torch.cuda.__all__} == before
+
+
+def test_tests_skipped_for_want_of_cuda(pytester, run):
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.skipif(True, reason="needs a GPU")
+        def test_cuda(): pass
+        @pytest.mark.skipif(True, reason="takes hours")
+        def test_slow(): pass
+    """)
+    result = run("--device=openreg", "--device-misuse=cuda")
+    result.stdout.fnmatch_lines(["*1  test_*.py:2  needs a GPU"])
+    result.stdout.no_fnmatch_line("*hours*")
+
+
+def test_the_checker_passes_under_the_watch(pytester, run):
+    """Its fake tensors have unknown sizes, and torch.func copies numbers."""
+    pytester.makepyfile("""
+        import torch
+        def test_it(openreg_check):
+            x = torch.randn(3, 4, device="openreg")
+            openreg_check("openreg::swiglu", [(x, x + 1)])
+    """)
+    run("--device=openreg", "--device-misuse=all", process=True).assert_outcomes(passed=1)
+
+
+def test_host_access(found):
+    library = """
+        import ctypes
+        def first(x):
+            host = x
+            return ctypes.c_float.from_address(host.data_ptr()).value
+    """
+    body = "assert library.first(torch.ones(3, device=device)) == 1"
+    assert found("host", body, library, passes=False, process=True) == [("read device memory", "library.py:6")]
+    assert found("host", body, library.replace("host = x", "host = x.cpu()"), process=True) == []
+
+
+@pytest.mark.parametrize("isolation", ["auto", "strict"])
+def test_host_access_in_any_isolation_of_the_run(pytester, run, monkeypatch, isolation):
+    monkeypatch.setenv("OPENREG_ISOLATION", isolation)
+    pytester.makepyfile("""
+        import ctypes, torch
+        def test_reads(device): ctypes.c_float.from_address(torch.ones(3, device=device).data_ptr()).value
+        def test_after(device): pass
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["      1  test_host_*.py:2  read device memory"])
+
+
+def test_host_access_by_numpy(found):
+    body = "library.first(torch.ones(3, device=device))"
+    library = "def first(x): return x.numpy()[0]"
+    where = ("numpy() of a tensor on openreg:0", "library.py:2")
+    assert found("host", body, library, passes=False, process=True) == [where]
+    assert found("host", body, library.replace("x.numpy", "x.cpu().numpy"), process=True) == []
+
+
+def test_the_run_goes_on_after_a_host_access(pytester, run):
+    pytester.makepyfile("""
+        import ctypes, pytest, torch
+        def test_before(device, capsys): print("said"); assert capsys.readouterr().out == "said\\n"
+        def test_reads(device): ctypes.c_float.from_address(torch.ones(3, device=device).data_ptr()).value
+        def test_fails(device): print("kept"); assert 0
+        def test_writes(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
+        @pytest.mark.skip(reason="not today")
+        def test_skipped(): pass
+        @pytest.mark.xfail(reason="to be mended")
+        def test_known(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
+        @pytest.mark.xfail(raises=ValueError)
+        def test_of_another_kind(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
+        def test_after(device): torch.ones(3, device=device)
+    """)
+    result = run("--device=openreg", "--device-misuse=host,leak", "-v", "-ra", process=True)
+    result.assert_outcomes(passed=2, failed=4, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines([
+        "openreg: the host read device memory: address *", "*test_the_run_*.py:3: in test_reads", "*Captured stdout call*",
+        "kept", "openreg: the host wrote to device memory: address *", "host: the host reads or writes device memory",
+        "      1  test_the_run_goes_on_after_a_host_access.py:3  read device memory",
+        "leak: not known of the tests whose process *::test_reads* ended", "SKIPPED * not today",
+        "XFAIL *::test_known* - to be mended",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("option, isolated", [("--pdb", False), ("--trace", False), ("-s", True)])
+def test_a_debugger_has_the_terminal(pytester, run, option, isolated):
+    """Its tests run without isolation; isolated ones have no input."""
+    pytester.makepyfile(f"""
+        import os
+        def test_it(device):
+            assert (os.environ.get("OPENREG_ISOLATION") == "strict") == {isolated}
+            if {isolated}: assert os.read(0, 9) == b""
+    """)
+    options = ("-p", "pytest_openreg_ops", "--device=openreg", "--device-misuse=host", option)
+    result = pytester.run(sys.executable, "-m", "pytest", *options, stdin=b"continue\n")
+    result.assert_outcomes(passed=1)
+
+
+def test_more_finished_tests_than_an_environment_variable_holds(pytester, run):
+    pytester.makepyfile("""
+        import ctypes, pytest, torch
+        @pytest.mark.parametrize("i", range(20), ids=lambda i: f"{i}" * 8192)
+        def test_many(i): pass
+        def test_reads(device): ctypes.c_float.from_address(torch.ones(3, device=device).data_ptr()).value
+        def test_after(device): pass
+    """)
+    run("--device=openreg", "--device-misuse=host", process=True).assert_outcomes(passed=21, failed=1)
+
+
+def test_a_property_that_is_no_json(pytester, run):
+    pytester.makepyfile("""
+        def test_it(device, record_property): record_property("device", device)
+        def test_fails(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", "--junitxml=out.xml", process=True)
+    result.assert_outcomes(passed=1, failed=1)
+    assert '<property name="device" value="openreg"' in (pytester.path / "out.xml").read_text()
+
+
+@pytest.mark.parametrize(
+    "body, status, sentence",
+    [
+        ("pytest.exit('enough', returncode=3)", 3, "*Exit: enough*"),
+        ("pytest.exit('enough', returncode=0)", 0, "*Exit: enough*"),
+        ("raise KeyboardInterrupt", 2, "*KeyboardInterrupt*"),
+        ("request.session.shouldstop = 'enough'", 2, "*enough*"),
+        ("request.session.shouldfail = 'enough'", 1, "*enough*"),
+    ],
+    ids=["exit", "exit-0", "interrupt", "shouldstop", "shouldfail"],
+)
+def test_a_test_that_stops_the_run(pytester, run, body, status, sentence):
+    """It stops the one that shows the reports, with the same status."""
+    pytester.makepyfile(f"""
+        import pytest
+        def test_before(device): pass
+        def test_stops(device, request): {body}
+        def test_after(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    assert result.ret == status
+    result.assert_outcomes(passed=2 if "should" in body else 1)
+    result.stdout.fnmatch_lines([sentence])
+
+
+OTHER_IDS = "@pytest.mark.parametrize('n', [os.getpid()])"
+
+
+@pytest.mark.parametrize(
+    "code, sentences",
+    [
+        ("HOST = ctypes.c_float.from_address(0).value if strict else 0", ["ERROR: *ended and ran none of those left:"]),
+        ("assert not strict", ["ERROR: *ended with status 2:", "E   assert not True"]),
+        (
+            "pytest.skip('isolated', allow_module_level=strict) if strict else 0",
+            ["ERROR: *did not run 1 of 1 tests, as *"],
+        ),
+        (f"{OTHER_IDS}\ndef test_other(device, n): pass", ["ERROR: *did not run 1 of 2 tests, as *::test_other*"]),
+        (f"{OTHER_IDS}\ndef test_other(device, n): os.abort()", ["ERROR: *ended and ran none of those left:"]),
+    ],
+    ids=["crash", "collection", "skip", "ids", "ids-crash"],
+)
+def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentences):
+    pytester.makepyfile(
+        f"import ctypes, os, pytest\nstrict = os.environ.get('OPENREG_ISOLATION') == 'strict'\n{code}\n"
+        "def test_it(device): pass"
+    )
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(sentences)
+
+
+def test_a_run_within_a_test(pytester, run):
+    """It is a run of its own, which reports to its test alone."""
+    pytester.makeconftest("pytest_plugins = ['pytester']")
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.parametrize("where", ["cpu", "openreg"])
+        def test_outer(pytester, where, device):
+            pytester.makepyfile("def test_inner(device): pass")
+            result = pytester.runpytest_inprocess("-p", "pytest_openreg_ops", "--device=" + where)
+            result.assert_outcomes(passed=1)
+        def test_fails(device): assert 0
+    """)
+    result = run("--device=openreg", "--device-misuse=host", process=True)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.no_fnmatch_line("*test_inner*")
+
+
+def test_pinned_memory(found):
+    library = """
+        def copy(device):
+            x = torch.ones(1 << 18)
+            return x.to(device, non_blocking=True)
+    """
+    what = "non_blocking copy of memory that is not pinned: the host copies it to a buffer first"
+    assert found("pinned", "library.copy(device)", library) == [(what, "library.py:5")]
+    assert found("pinned", "library.copy(device)", library.replace("18)", "18).pin_memory()")) == []
+    library = """
+        def copy(device):
+            host = torch.empty(4)
+            return host.copy_(torch.ones(4, device=device), non_blocking=True)
+    """
+    what = "non_blocking copy to memory that is not pinned: the host waits"
+    assert found("pinned", "library.copy(device)", library) == [(what, "library.py:5")]
+    pinned = library.replace("empty(4)", "empty(4, pin_memory=True)")
+    assert found("pinned", "library.copy(device)", pinned) == []
+    what = "non_blocking copy to memory of the host that is not pinned"
+    assert found("sync", "library.copy(device)", library) == [(what, "library.py:5")]
+    assert found("sync", "library.copy(device)", pinned) == []
+
+
+def test_pinned_memory_written_while_it_is_copied(found):
+    library = """
+        def copy(device):
+            x = torch.ones(1 << 18).pin_memory()
+            y = x.to(device, non_blocking=True)
+            # wait
+            x.zero_()
+            return y
+    """
+    what = "written while aten::_to_copy may read it"
+    assert found("pinned", "library.copy(device)", library) == [(what, "library.py:7")]
+    assert found("pinned", "library.copy(device)", library.replace("# wait", "torch.accelerator.synchronize()")) == []
+
+
+def test_read_too_early(found):
+    library = """
+        def total(x):
+            host = x.to("cpu", non_blocking=True)
+            # wait
+            return host.sum()
+    """
+    body = "library.total(torch.ones(3, device=device))"
+    assert found("race", body, library) == [("the host did not wait for aten::_to_copy", "library.py:6")]
+    assert found("race", body, library.replace("# wait", "torch.openreg.current_stream().synchronize()")) == []
+
+
+def test_streams_that_do_not_wait(found):
+    library = """
+        def double(x, side):
+            # wait
+            with side:
+                return x * 2
+    """
+    body = "library.double(torch.ones(3, device=device), torch.openreg.Stream())"
+    ((race, where),) = found("race", body, library)
+    assert re.fullmatch(r"stream \d+ did not wait for aten::ones", race) and where == "library.py:6"
+    wait = "side.wait_stream(torch.openreg.current_stream())"
+    assert found("race", body, library.replace("# wait", wait)) == []
+
+
+@pytest.mark.parametrize("kind", ["race", "mixed", "leak", "cuda", "pinned", "seed"])
+def test_right_programs_of_rarer_layouts(found, kind):
+    """Compressed sparse memory, masks, halves of an allocation and columns on two streams that wait for each other."""
+    library = """
+        def train(device, side):
+            x = torch.eye(8, device=device)
+            sparse, mask = x.to_sparse_csr(), x > 0
+            current = torch.openreg.current_stream()
+            side.wait_stream(current)
+            with side:
+                y = (sparse * 2).to_dense()
+                x[:4].add_(y[:4])
+            x[4:].mul_(2)
+            current.wait_stream(side)
+            x[mask] = 1
+            x.masked_fill_(~mask, 0.5)
+            side.wait_stream(current)
+            with side:
+                x[:, ::2].add_(1)
+            x[:, 1::2].sub_(1)
+            current.wait_stream(side)
+            y.record_stream(side)
+            host = torch.empty(8, 8, pin_memory=True)
+            host.copy_(x, non_blocking=True)
+            current.synchronize()
+            return host.sum().item()
+    """
+    body = "assert library.train(device, torch.openreg.Stream()) == 36"
+    assert found(kind, body, library) == []
+
+
+def test_leaked_memory(found):
+    library = """
+        cache = {}
+        def twice(x):
+            y = x * 2
+            cache["last"] = y
+            return y
+    """
+    body = "library.twice(torch.ones(100, device=device))"
+    assert found("leak", body, library) == [("400 bytes", "library.py:5")]
+    assert found("leak", body, library.replace("= y\n", "= y.shape\n", 1).replace("y = x.shape", "y = x")) == []
+
+
+def test_memory_of_fixtures_is_not_leaked(pytester, run):
+    """Gradients that a test leaves in a module of a wide scope, a cycle, and what a failed test's traceback holds."""
+    pytester.makeconftest("""
+        import pytest, torch
+        @pytest.fixture(scope="session")
+        def model(device): return torch.nn.Linear(3, 3).to(device)
+    """)
+    pytester.makepyfile("""
+        import torch
+        def test_gradients(model, device): model(torch.ones(3, device=device)).sum().backward()
+        def test_cycle(device): cycle = [torch.ones(3, device=device)]; cycle.append(cycle)
+        def test_fails(device): x = torch.ones(3, device=device); assert 0
+    """)
+    run("--device=openreg", "--device-misuse=leak").stdout.fnmatch_lines(["none found in 3 tests"])
+
+
+def test_random_numbers_of_the_cpu(found):
+    library = """
+        def noisy(x): return x + torch.rand(x.shape).to(x.device)
+    """
+    body = "torch.manual_seed(0)\nlibrary.noisy(torch.rand(3).to(device))"
+    assert found("seed", body, library) == [("rand on the CPU, in the library", "library.py:3")]
+    assert found("seed", body, library.replace(".shape).to(x", ".shape, device=x")) == []
+    generator = library.replace("x.shape", "x.shape, generator=torch.Generator().manual_seed(0)")
+    assert found("seed", body, generator) == []
+    where_x_is = library.replace("rand(x.shape)", "rand_like(x.cpu())")
+    assert found("seed", body, where_x_is) == []
+    assert found("seed", "library.noisy(torch.ones(3))", library) == []  # a test that leaves the device alone
+    assert found("seed", body, "def noisy(x): return torch.nn.Linear(3, 3).to(x.device)(x)") == []  # made, then moved
+    body = body.replace("torch.manual_seed(0)\n", "")
+    what = "rand on the CPU, which this test has not seeded"
+    assert found("seed", body, "def noisy(x): return x") == [(what, "test_it.py:4")]
+
+
+# ---- the page ----
+
+
+PAGE = Path(__file__).parents[2] / "docs/testing-your-library.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
+def test_the_page_shows_what_its_command_prints(pytester, run):
+    """The run of its own example; that of an open-source suite is tests/suites/test_suites.py's."""
+    text = PAGE.read_text()
+    for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.S):
+        (pytester.path / name).write_text(f"# {name}\n{code}")
+    ((command, shown),) = re.findall(r"```console\n\$ pytest ([^\n]*)\n(.*?)```", text, re.S)
+    result = run(*command.split(), process=True)
+    drop_time = lambda line: re.sub(r" in [\d.]+s.*", "", line)  # noqa: E731
+    assert [*map(drop_time, result.outlines)] == [*map(drop_time, shown.splitlines())]
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
+def test_the_page_has_every_kind_and_option():
+    text = PAGE.read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == [*findings.KINDS]
+    options = re.findall(r'"(--(?:on-)?device[a-z-]*)"', Path(openreg_tools.pytest_plugin.__file__).read_text())
+    assert options and all(option in text for option in options)
+
+
+# ---- budgets ----
+
+WAITING = "import torch\ndef step(x, times):\n    for _ in range(times): x.sum().item()\n"
+
+
+def test_budgets(pytester, run):
+    """The run's, and a test's own; waits in the tests' code are free."""
+    pytester.makepyfile(
+        library=WAITING,
+        test_it="""
+        import pytest, torch, library
+        @pytest.fixture
+        def x(device): return torch.ones(3, device=device)
+        @pytest.mark.parametrize("times", [2, 3])
+        def test_run(x, times): library.step(x, times); x.cpu(); x.cpu()
+        @pytest.mark.device_syncs(max=3)
+        def test_marked(x): library.step(x, 3)
+        @pytest.mark.device_syncs(max=1)
+        def test_marked_too_many(x): library.step(x, 2)
+        """,
+    )
+    result = run("--device=openreg", "--device-sync-budget=2")
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(
+        ["the library waited for the device 3 times, and the budget is 2:", "      3  library.py:3  item"]
+    )
+    result = run("--device=openreg")  # the marker holds without the option
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["the library waited for the device 2 times, and the budget is 1:"])
+    run("--device=cpu", "--device-sync-budget=0").assert_outcomes(passed=4)
+
+
+def test_a_region(pytester, run):
+    pytester.makepyfile("""
+        import torch
+        def test_it(device_syncs):
+            x = torch.ones(3, device="openreg")
+            with device_syncs(max=1) as waits: x.sum().item()
+            assert waits == ["test_a_region.py:4  item"]
+            with device_syncs(max=0): x.sum().item()
+    """)
+    for options in ([], ["--device=openreg", "--device-misuse=sync"]):
+        result = run(*options)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(["the body of device_syncs waited for the device 1 times, and the budget is 0:"])
+
+
+# ---- the report ----
+
+
+def test_forbidden_kinds_fail_the_run(pytester, run):
+    pytester.makepyfile(library=WAITING, test_it="""
+        import torch, library
+        def test_it(device): library.step(torch.ones(3, device=device), 1)
+    """)  # fmt: skip
+    assert run("--device=openreg", "--device-misuse=sync", "--device-forbid=leak,cuda").ret == 0
+    result = run("--device=openreg", "--device-forbid=sync")
+    result.assert_outcomes(passed=1)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["--device-forbid: found sync"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed")
+def test_workers_of_xdist_report_together(pytester, run):
+    pytester.makepyfile(library=WAITING + "cache = []\n", test_it="""
+        import pytest, torch, library
+        @pytest.mark.parametrize("i", range(4))
+        def test_it(device, i):
+            x = torch.ones(3, device=device)
+            library.step(x, 1)
+            library.cache.append(x + 1)
+    """)  # fmt: skip
+    options = ("--device=openreg", "--device-misuse=sync,leak", "--device-report=out.json", "-n2")
+    result = run(*options, process=True)
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*4  test_it.py:6  12 bytes", "*4  library.py:3  item"])
+    rows = json.loads((pytester.path / "out.json").read_text())["findings"]
+    (waits,) = (row for row in rows if row["kind"] == "sync")
+    assert waits["tests"] == {f"test_it.py::test_it[{i}-openreg]": 1 for i in range(4)}
+
+
+def test_watching_changes_no_result(pytester, run):
+    """Subclasses, transforms, fake tensors and compiled functions run as without the watch."""
+    pytester.makepyfile("""
+        import torch
+        from torch._subclasses import FakeTensorMode
+        from torch.testing._internal.two_tensor import TwoTensor
+        def test_it(device):
+            x = torch.arange(6.0, device=device).view(2, 3)
+            assert torch.func.vmap(torch.sum)(x).tolist() == [3, 12]
+            assert torch.func.grad(lambda x: x.square().sum())(x).equal(2 * x)
+            with FakeTensorMode(): assert torch.empty(2, device=device).sum().shape == ()
+            assert (TwoTensor(x, x) + 1).a.sum().item() == 21
+            assert torch.compile(lambda x: x.sin() + 1, backend="eager")(x).shape == (2, 3)
+            sparse = x.to_sparse()
+            assert (sparse @ x.t()).shape == (2, 2)
+    """)
+    run("--device=openreg", "--device-misuse=race,mixed,cuda,pinned,leak,seed,sync").assert_outcomes(passed=1)

@@ -1,0 +1,238 @@
+"""Calls made from schemas: a sample of the conformance suite `schemas`, the checks themselves, and what they found.
+
+A call that ends the process would end the tests, so garbage runs in the conformance tool's worker.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from test_conformance import command
+
+from openreg_tools.conformance import command as conformance
+from openreg_tools.conformance import generated, opinfo, schemas
+
+pytestmark = pytest.mark.conformance
+
+# A kernel of every file under csrc/aten, and those that once failed.
+OWN = (
+    "_thnn_fused_lstm_cell _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell _thnn_fused_gru_cell_backward "
+    "lstm.input gru.data lstm_cell batch_norm_stats batch_norm_elemt batch_norm_gather_stats_with_counts "
+    "batch_norm_backward_reduce batch_norm_backward_elemt native_dropout max_pool2d selu abs.out _copy_from "
+    "_local_scalar_dense as_strided view add.Tensor mm cat nll_loss_forward convolution_overrideable"
+).split()
+# Composites, stubs that they call, factories, lists and shared kernels.
+LISTED = (
+    "kaiser_window.beta kaiser_window.periodic hann_window.periodic _foreach_add.List linalg_svd unfold_backward "
+    "index_put native_batch_norm scatter_add topk tril_indices logcumsumexp convolution_backward fft_rfft2 _coalesce.out "
+    "_sparse_softmax.out crow_indices quantize_per_channel quantized_max_pool2d.out _transformer_encoder_layer_fwd"
+).split()
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = conformance.Worker(command("--suites", "schemas", "--samples", "2", "--timeout", "120"))
+    yield worker
+    worker.stop()
+
+
+def found(worker, name):
+    record = worker.run(name, "float32")
+    return record, [f"{f['check']}, sample {f['sample']} [{f['kind']}]: {f['message']}" for f in record["failures"]]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_kernels_survive_garbage(worker, name):
+    record, failures = found(worker, f"aten::{name}")
+    assert not failures and record["ran"]["garbage"] >= 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dequantize_rowwise", "kv_cache_update_", "grouped_linear", "custom_abs", "attention", "nms", "cross_entropy"],
+)
+def test_operators_of_the_suite_survive_garbage(worker, name):
+    record, failures = found(worker, f"openreg::{name}")
+    assert not failures and record["ran"]["garbage"] >= 20
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_operators_agree_with_the_cpu(worker, name):
+    record, failures = found(worker, f"aten::{name}")
+    assert not failures and record["ran"]["generated"]
+
+
+def test_every_listed_operator_is_a_case():
+    names = schemas.names("openreg")
+    assert len(names) > 2500 and set(conformance.dtypes_of(["schemas"])) == set(names)
+    for table in (schemas.REACHED_BY, schemas.NOT_CALLED, schemas.DIFFERENT, schemas.UNCOMPARED):
+        assert set(table) <= set(names), set(table) - set(names)
+    unlisted = set(schemas.RECIPES) - set(names)
+    assert unlisted <= {schemas._without_out(name) for name in names if name.endswith("out")}
+    assert set(schemas.HOST_ARGUMENTS) <= {name.partition(".")[0] for name in names}
+    assert set(schemas.REACHED_BY.values()) <= set(opinfo.database())
+
+
+@pytest.mark.filterwarnings("ignore")  # of operators that are deprecated
+def test_the_cpu_accepts_the_recipes():
+    for name in schemas.RECIPES:
+        if schemas._on_cpu(name):
+            for call in schemas.accepted(name, 2):
+                schemas.run(name, call, "cpu")
+
+
+def test_the_form_without_out():
+    assert schemas._without_out("aten::add.out") == "aten::add.Tensor"
+    assert schemas._without_out("aten::add_.Tensor") == "aten::add.Tensor"
+    assert schemas._without_out("aten::sparse_coo_tensor.size_out") == "aten::sparse_coo_tensor.size"
+    assert not schemas._on_cpu("aten::batch_norm_stats.out") and schemas._on_cpu("aten::_coalesce.out")
+
+
+def test_an_out_form_that_the_cpu_does_not_have():
+    report = schemas.check("aten::batch_norm_stats.out", "openreg", 2)
+    assert report.ran["generated"] >= 2 and not report.failures and not report.notes["only refused calls"]
+
+
+def test_equal_numbers_give_equal_arguments():
+    first, second = (schemas.generated.call("aten::addmm", 7) for _ in range(2))
+    assert str(first) == str(second) and torch.equal(first.args[0], second.args[0])
+    damaged = [str(generated.garbage("aten::addmm", first, k)) for k in range(40)]
+    assert damaged == [str(generated.garbage("aten::addmm", first, k)) for k in range(40)]
+    assert len(set(damaged)) > 20
+
+
+def test_arguments_recorded_from_opinfo():
+    (call, *_) = generated.recorded("aten::convolution_backward", "nn.functional.conv2d")
+    assert schemas.run("aten::convolution_backward", call, "cpu")[0]
+
+
+def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
+    def attempt(i):
+        if i == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if i == 3:
+            raise ValueError("no\nsecond line")
+        if i == 4:
+            signal.pause()
+
+    outcomes = dict(generated.survey(6, attempt, seconds=2))
+    assert [outcomes[i].kind for i in range(6)] == ["returned", "crashed", "returned", "raised", "hung", "returned"]
+    assert outcomes[1].message == "signal 11" and outcomes[3].message == "ValueError: no"
+    assert [i for i, _ in generated.survey(6, lambda i: None, enough=2)] == [0, 1]
+
+
+# ---- what the checks found ----
+
+
+def test_a_number_that_is_no_dtype():
+    """In a process of its own: it crashed."""
+    script = """
+        import torch, openreg_ops
+        for device in ("cpu", "meta", "openreg"):
+            q, scale = torch.ones(2, 3, dtype=torch.int8, device=device), torch.ones(2, device=device)
+            for dtype in (99, -1, 44):
+                try:
+                    torch.ops.openreg.dequantize_rowwise(q, scale, dtype=dtype)
+                except RuntimeError as error:
+                    assert str(error).startswith("dequantize_rowwise: expected dtype to be float32"), error
+                    assert f"but got {dtype}" in str(error) or dtype == 44, error
+                else:
+                    raise AssertionError(device, dtype)
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, arguments, said",
+    [
+        ("_thnn_fused_gru_cell", ((2, 2), (2, 2), (2, 1)), "expected input_gates of 3 equal parts side by side"),
+        ("_thnn_fused_gru_cell", ((2, 9), (2, 9), (2, 4)), "expected the hidden state of shape"),
+        ("_thnn_fused_gru_cell", ((2, 9), (2, 9), (2, 3), (9,)), "expected two biases or none"),
+        ("_thnn_fused_lstm_cell", ((2, 3), (2, 3), (2, 1)), "expected input_gates of 4 equal parts side by side"),
+        ("_thnn_fused_lstm_cell", ((8,), (8,), (2,)), "expected input_gates of two dimensions"),
+        ("_thnn_fused_gru_cell_backward", ((2, 3), (2, 4), True), "expected workspace of shape"),
+        ("_thnn_fused_lstm_cell_backward_impl", ((2, 3), None, (2, 3), (2, 3), (2, 3), True), "expected workspace of"),
+    ],
+    ids=str,
+)
+def test_fused_cells_check_shapes(name, arguments, said):
+    made = [torch.ones(x, device="openreg") if isinstance(x, tuple) else x for x in arguments]
+    with pytest.raises(RuntimeError, match=f"^{name}: {said}"):
+        getattr(torch.ops.aten, name)(*made)
+
+
+def test_fused_cells_check_dtypes():
+    x = torch.ones(2, 9, device="openreg")
+    with pytest.raises(
+        RuntimeError, match="^_thnn_fused_gru_cell: expected every tensor of Float, but hidden_gates is of"
+    ):
+        torch.ops.aten._thnn_fused_gru_cell(x, x.double(), x[:, :3])
+    with pytest.raises(RuntimeError, match="^_thnn_fused_gru_cell: expected floating-point tensors, but got Long"):
+        torch.ops.aten._thnn_fused_gru_cell(x.long(), x.long(), x[:, :3].long())
+
+
+def test_kaiser_window():
+    for arguments in ((5,), (8, False), (8, True, 3.0)):
+        window = torch.kaiser_window(*arguments, device="openreg")
+        assert torch.equal(window.cpu(), torch.kaiser_window(*arguments))
+
+
+def test_item_of_a_tensor_without_memory():
+    x = torch.ones(1, device="openreg")
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="^_local_scalar_dense: expected a tensor with memory"):
+        x.item()
+
+
+def test_dropout_that_draws_nothing_takes_any_probability():
+    x = torch.ones(3, device="openreg")
+    assert torch.equal(torch.native_dropout(x, 2.0, False)[0].cpu(), torch.ones(3))
+    with pytest.raises(RuntimeError, match="expected a probability between 0 and 1"):
+        torch.native_dropout(x, 2.0, True)
+
+
+def test_max_pool2d_refuses_strides_beyond_int():
+    for device in ("cpu", "openreg"):
+        with pytest.raises(RuntimeError, match="without overflow"):
+            torch.max_pool2d(torch.ones(1, 3, 3, device=device), 2, stride=2**62)
+
+
+def test_batch_norm_parts_name_what_is_missing():
+    x, c = torch.ones(2, 3, 4, device="openreg"), torch.ones(3, device="openreg")
+    with pytest.raises(RuntimeError, match="^batch_norm_elemt: expected mean to be a tensor, but got None"):
+        torch.ops.aten.batch_norm_elemt(x, c, c, None, c, 1e-5)
+    with pytest.raises(RuntimeError, match="^batch_norm_elemt: expected invstd of 3 values, one for each channel"):
+        torch.batch_norm_elemt(x, c, c, c, c[:2], 1e-5)
+    with pytest.raises(RuntimeError, match="^batch_norm_backward_reduce: expected grad_out of the shape of input"):
+        torch.batch_norm_backward_reduce(x[:1], x, c, c, c, True, True, True)
+
+
+def test_a_lazy_conjugation_of_slots():
+    k = torch.ones(1, 2, 3)
+    with pytest.raises(RuntimeError, match="expected slots of int32 or int64, but got complex64"):
+        torch.ops.openreg.kv_cache_update_(
+            torch.ones(8, 2, 3), torch.ones(8, 2, 3), k, k, torch.zeros(1, dtype=torch.complex64).conj()
+        )
+
+
+def test_sizes_that_lie_on_the_host():
+    layer = torch.ao.nn.quantized.dynamic.LSTM(3, 5)
+    packed, state = (
+        torch.nn.utils.rnn.pack_padded_sequence(torch.rand(4, 2, 3), torch.tensor([4, 3])),
+        torch.zeros(1, 2, 5),
+    )
+    expected, _ = layer(packed, (state, state))
+    there = state.to("openreg")
+    actual, _ = layer(packed.to("openreg"), (there, there))
+    assert torch.equal(actual.data.cpu(), expected.data) and not actual.batch_sizes.is_openreg
+    padded, sizes = torch.rand(2, 2, 3), torch.tensor([[2, 3], [1, 3]])
+    nested = torch._nested_from_padded(padded.to("openreg"), sizes)
+    for row, each in zip(nested.unbind(), torch._nested_from_padded(padded, sizes).unbind(), strict=True):
+        assert torch.equal(row.cpu(), each)

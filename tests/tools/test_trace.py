@@ -1,0 +1,289 @@
+"""`python -m openreg_ops trace`: it counts what ran, where the host waited, and ranks what a kernel would save."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import openreg_ops
+from openreg_tools.forms import Wrong
+from openreg_tools.trace import Candidate, Row, Trace, add_arguments, main
+
+
+@pytest.fixture(scope="module")
+def library():
+    """A fallback that takes 10 ms, a composite of fallbacks, and a fallback that takes no time."""
+    library = torch.library.Library("test_trace", "DEF")
+    for name in ("slow", "quick", "twice"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl("slow", lambda x: time.sleep(0.01) or x.clone(), "CPU")
+    library.impl("quick", lambda x: x.clone(), "CPU")
+    library.impl("twice", lambda x: x + x + x, "CompositeExplicitAutograd")
+    yield library
+    library._destroy()
+
+
+def rows(recorded):
+    return {row.operator: row for row in recorded.rows()}
+
+
+def test_counts_times_and_bytes():
+    x, y = torch.ones(32, 16, device="openreg"), torch.ones(16, 8, device="openreg")
+    started = time.perf_counter()
+    with openreg_ops.trace() as recorded:
+        for _ in range(3):
+            z = x @ y
+        z.abs()
+        torch.ones(4) + 1  # on the CPU
+    wall = time.perf_counter() - started
+    found = rows(recorded)
+    assert {name: (row.calls, row.has) for name, row in found.items()} == {
+        "aten::mm": (3, "shared"),
+        "aten::abs": (1, "composite"),
+        "aten::abs.out": (1, "own"),
+        "aten::empty.memory_format": (1, "own"),
+    }
+    assert recorded.elsewhere == 2
+    assert found["aten::mm"].bytes == 3 * (x.nbytes + y.nbytes + z.nbytes)
+    assert 0 < sum(row.seconds for row in found.values()) < wall
+    assert found["aten::abs"].total >= found["aten::abs.out"].total
+    assert found["aten::abs"].total == pytest.approx(
+        found["aten::abs"].seconds + found["aten::abs.out"].seconds + found["aten::empty.memory_format"].seconds
+    )
+
+
+def test_the_same_as_without():
+    """Recording changes neither results nor gradients, and sees the backward, which runs on another thread."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Softplus(), torch.nn.LayerNorm(8)).to("openreg")
+    x = torch.randn(5, 4, device="openreg")
+
+    def gradients():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with openreg_ops.trace() as recorded:
+        got = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert rows(recorded)["aten::softplus_backward"].calls == 1
+    (backward,) = {call.thread for call in recorded.calls if call.name == "aten::softplus_backward"}
+    assert backward != recorded.calls[0].thread
+
+
+def test_fallbacks_are_those_of_the_report(library):
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        for name in ("slow", "quick", "quick"):
+            getattr(torch.ops.test_trace, name)(x)
+    fell = {record.operator: record.calls for record in openreg_ops.fallback.report()}
+    assert {name: row.calls for name, row in rows(recorded).items() if row.has == "fallback"} == fell
+
+
+def test_policies_that_change_meanwhile(library):
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        torch.ops.test_trace.quick(x)
+        with openreg_ops.fallback.share("test_trace::quick"):
+            torch.ops.test_trace.quick(x)
+        with openreg_ops.fallback.policy("error"), pytest.raises(NotImplementedError):
+            torch.ops.test_trace.quick(x)
+    assert [call.has for call in recorded.calls if call.depth == 0] == ["fallback", "shared", "refused"]
+
+
+def test_waits():
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        for _ in range(2):
+            x.sum().item()
+        x.cpu(), x.to("cpu", non_blocking=True), x.to("openreg:1"), x[x > 0]
+        torch.openreg.synchronize()
+        torch.accelerator.synchronize()
+    why = Counter()
+    for reason, where, count in recorded.waits():
+        assert re.fullmatch(r".*test_trace\.py:\d+", where)
+        why[reason] += count
+    assert why == {"item": 2, "copy to host": 1, "shape from data": 1, "synchronize": 2}
+    lines = {where for reason, where, _ in recorded.waits() if reason == "item"}
+    (line,) = lines
+    assert ".item()" in open(__file__).read().splitlines()[int(line.rpartition(":")[2]) - 1]
+
+
+def test_waits_of_no_operator():
+    x, event = torch.ones(4, device="openreg"), torch.openreg.Event()
+    patched = [(torch.Stream, "synchronize"), (torch.Event, "synchronize"), (torch.Tensor, "__repr__")]
+    before = [vars(kind)[name] for kind, name in patched]
+    with openreg_ops.trace() as recorded:
+        str(x), f"{x}"
+        f"{x.sum():.2f}"  # reads the number
+        event.record()
+        event.synchronize()
+        torch.openreg.current_stream().synchronize()
+        torch.Stream("openreg").synchronize()
+        torch.equal(x, x)
+        str(torch.ones(4))  # no wait: on the CPU
+    assert [vars(kind)[name] for kind, name in patched] == before
+    event.synchronize(), str(x)  # after it
+    lines = open(__file__).read().splitlines()
+    why = Counter()
+    for reason, where, count in recorded.waits():
+        why[reason] += count
+        line = lines[int(where.rpartition(":")[2]) - 1]
+        sign = {"print": "str(x)", "item": "f", "value from data": "equal"}.get(reason, "synchronize()")
+        assert where.startswith(os.path.relpath(__file__)) and sign in line
+    assert why == {"print": 2, "item": 1, "Event.synchronize": 1, "Stream.synchronize": 2, "value from data": 1}
+
+
+def test_ranks_by_what_a_kernel_saves(library):
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        torch.ops.test_trace.slow(x)
+        for _ in range(3):
+            torch.ops.test_trace.quick(x)
+        torch.ops.test_trace.twice(x)
+        x.cpu()
+    first = recorded.candidates[0]
+    assert first.operator == "test_trace::slow" and first.seconds > 0.01 and 0 < first.kernel < 0.01
+    assert all(c.saved == pytest.approx(c.seconds - c.kernel) for c in recorded.candidates)
+    assert [c.saved for c in recorded.candidates] == sorted((c.saved for c in recorded.candidates), reverse=True)
+    assert {c.has for c in recorded.candidates} <= {"fallback", "composite"}
+
+
+def test_calls_are_nested_as_in_the_dispatch_trace(library):
+    x = torch.ones(4, device="openreg", requires_grad=True)
+    with openreg_ops.trace() as recorded:
+        x.abs()
+    assert recorded.text(calls=True).splitlines()[:4] == [
+        "[call] op=[aten::abs], key=[AutogradPrivateUse1]",
+        " [redispatch] op=[aten::abs], key=[PrivateUse1]  composite",
+        "  [call] op=[aten::empty.memory_format], key=[PrivateUse1]  own",
+        "  [call] op=[aten::abs.out], key=[PrivateUse1]  own",
+    ]
+
+
+def test_queued_work_is_timed_by_events():
+    """In launch mode async a copy returns before it is done; its device time is still its own."""
+    before = torch.openreg.get_launch_mode()
+    x = torch.ones(1 << 22, device="openreg")
+    y = torch.empty_like(x)
+    torch.openreg.set_launch_mode("async")
+    try:
+        with openreg_ops.trace() as recorded:
+            y.copy_(x)
+    finally:
+        torch.openreg.set_launch_mode(before)
+    assert recorded.dict()["clock"] == "events"
+    assert rows(recorded)["aten::copy_"].total > 1e-4  # 32 MiB at no more than 300 GB/s
+    assert torch.equal(x.cpu(), y.cpu())
+
+
+def test_an_error_passes_and_is_recorded():
+    x = torch.ones(4, device="openreg")
+    with pytest.raises(RuntimeError, match="mat1"), openreg_ops.trace() as recorded:
+        x.view(2, 2) @ x.view(4, 1)
+    assert "mat1 and mat2" in recorded.calls[-1].error
+
+
+def test_the_cpu():
+    with Trace("cpu") as recorded:
+        torch.ones(3).sum()
+    assert rows(recorded)["aten::sum"].calls == 1
+
+
+def test_eighty_columns(monkeypatch):
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        x.abs()
+    name = "library::an_operator_of_a_long_name.with_a_long_overload"
+    row = Row(name, "composite", 123456, 0.1234, 0.1234, 0.1, 123456789, 12345)
+    monkeypatch.setattr(recorded, "rows", lambda: [row])
+    recorded.candidates = [Candidate(name, "composite", 123456, 0.1234, 0.1234, 0.1234)]
+    lines = recorded.text().splitlines()
+    assert max(map(len, lines)) == 80, lines
+    assert len([line for line in lines if re.match(r"library::\S+\.\.\.\S*load +composite ", line)]) == 2
+
+
+# ---- the command ----
+
+
+def command(*words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return main(parser.parse_args([str(word) for word in words]))
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            import torch
+
+            def main():
+                print("arguments", *sys.argv[1:])
+                x = torch.ones(8, 8, device="openreg")
+                (x @ x).sum().item()
+                sys.exit(3)
+
+            if __name__ == "__main__":
+                main()
+            """
+        )
+    )
+    return path
+
+
+def test_command(script, tmp_path, capsys):
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    assert command("--html", page, "--json", data, script, "--steps", "2") == 3
+    said = capsys.readouterr().out
+    assert said.startswith("arguments --steps 2\nprogram.py on openreg")
+    assert re.search(r"^aten::mm +shared +1 ", said, re.M) and re.search(r"^1 +item +.*program.py:8$", said, re.M)
+    assert all(len(line) <= 80 or "program.py" in line for line in said.splitlines())
+    report = json.loads(data.read_text())
+    assert {row["operator"] for row in report["operators"]} >= {"aten::mm", "aten::sum", "aten::_local_scalar_dense"}
+    html = page.read_text()
+    assert html.count("<rect ") == len(report["calls"]) and "<title>aten::mm shared" in html
+    assert not re.search(r"(src|href)=", html)
+
+
+def test_json_has_stdout_to_itself(tmp_path):
+    """What the program, or a process that it starts, prints goes to stderr."""
+    (tmp_path / "noisy.py").write_text(
+        "import os, torch\nprint('from Python')\nos.system('echo from a child')\n"
+        "torch.ones(2, device='openreg').add_(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "openreg_ops", "trace", "--json", "-", "noisy.py"], cwd=tmp_path, text=True,
+        capture_output=True, env={**os.environ, "PYTHONPATH": str(Path(openreg_ops.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "aten::add_.Tensor" in {row["operator"] for row in json.loads(done.stdout)["operators"]}
+    assert "from Python\n" in done.stderr and "from a child\n" in done.stderr
+
+
+def test_command_says_what_is_wrong(tmp_path, capsys):
+    assert command(tmp_path / "none.py") == 2
+    assert "there is no file" in capsys.readouterr().err
+    (tmp_path / "good.py").write_text("raise AssertionError('it does not run')")
+    assert command("--device", "maia", tmp_path / "good.py") == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("trace: maia cannot be used here: ") and not said.out
+    with pytest.raises(Wrong, match="openreg:99 cannot be used here: openreg: invalid device ordinal 99; there are"):
+        Trace("openreg:99")
+    (tmp_path / "bad.py").write_text("import torch; torch.ones(2, device='openreg'); raise KeyError('x')")
+    assert command(tmp_path / "bad.py") == 1
+    said = capsys.readouterr()
+    assert "KeyError: 'x'" in said.err and "aten::empty" in said.out
