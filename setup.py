@@ -5,7 +5,7 @@ import platform
 import re
 from pathlib import Path
 
-# An openreg_ops that is installed already must not be loaded: it may be for another torch, which this build mends.
+# An openreg_ops that is installed already must not be loaded: it may be for another torch, and this build is how to fix that.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 

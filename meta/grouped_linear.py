@@ -39,6 +39,7 @@ def _check_groups(name, x, weights, group_sizes):
 
 def _check(name, x, weights, bias, group_sizes):
     _check_groups(name, x, weights, group_sizes)
+    bias = bias or ()
     torch._check(
         len(bias) in (0, len(weights)),
         lambda: f"{name}: expected bias of a tensor for each of the {len(weights)} weights, but got {len(bias)}",

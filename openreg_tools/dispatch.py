@@ -226,7 +226,7 @@ def has(op: str, key: str) -> Has:
         return told
     if found.source == "backend fallback":
         # at::native::cpu_fallback copies a view, with a warning, unless the backend asked for an error.
-        why = f"the fallback of {key}" + (", whose result is no view" if returns_view(op) else "")
+        why = f"the fallback of {key}" + (", which copies instead of returning a view" if returns_view(op) else "")
         return Has("fallback", why, found.where)
     return Has("own", f"a kernel for {key}", found.where)
 

@@ -16,6 +16,7 @@ import collections
 import concurrent.futures
 import difflib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,8 +76,8 @@ class Result:
     diff: str
 
 
-def mutants(path: Path) -> Iterator[Mutant]:
-    """Every mutant of one file, in the order of its nodes."""
+def places(path: Path) -> Iterator[Callable[[], Mutant | None]]:
+    """Every mutant of one file, in the order of its nodes, made when called; None where nothing would change."""
     wrapper = MetadataWrapper(libcst.parse_module(path.read_text()), unsafe_skip_copy=True)
     positions = wrapper.resolve(PositionProvider)
     original = wrapper.module.code
@@ -89,15 +90,17 @@ def mutants(path: Path) -> Iterator[Mutant]:
         for child in node.children:
             yield from walk(child)
 
+    def mutant(node: libcst.CSTNode, changed: libcst.CSTNode) -> Mutant | None:
+        source = wrapper.module.deep_replace(node, changed).code
+        lines = difflib.unified_diff(original.splitlines(), source.splitlines(), file, file, "", "", 0, "")
+        diff = "\n".join([*lines][2:])
+        return Mutant(file, positions[node].start.line, diff, source) if diff else None
+
     for node in walk(wrapper.module):
         for kind, operator in OPERATORS:
-            if not isinstance(node, kind):
-                continue
-            for changed in operator(node):
-                source = wrapper.module.deep_replace(node, changed).code
-                if source != original:
-                    lines = difflib.unified_diff(original.splitlines(), source.splitlines(), file, file, "", "", 0, "")
-                    yield Mutant(file, positions[node].start.line, "\n".join([*lines][2:]), source)
+            if isinstance(node, kind):
+                for changed in operator(node):
+                    yield functools.partial(mutant, node, changed)
 
 
 def _is_dunder_all(node: libcst.CSTNode) -> bool:
@@ -173,19 +176,7 @@ def run(mutant: Mutant, folder: Path, budget: float) -> Result:
     if tests:
         target.write_text(mutant.source)
         (folder / "mutant_tests.txt").write_text("\n".join(tests))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:cov",
-            "-p",
-            "no:xdist",
-        ]
+        command = [sys.executable, "-m", "pytest", "-xq", "-pno:cacheprovider", "-pno:cov", "-pno:xdist"]
         process = subprocess.Popen(
             [*command, "@mutant_tests.txt"],
             cwd=folder,
@@ -246,9 +237,10 @@ def main() -> int:
         measure(arguments.tests, arguments.workers)
 
     files = sorted({file for path in arguments.paths for file in _python_files(ROOT / path)})
-    every = [mutant for file in files for mutant in mutants(file)]
-    sample = random.Random(arguments.seed).sample(every, min(arguments.sample, len(every)))
-    print(f"{len(every):,} mutants of {len(files)} files; {len(sample)} with seed {arguments.seed}", flush=True)
+    every = [place for file in files for place in places(file)]
+    random.Random(arguments.seed).shuffle(every)
+    sample = [*itertools.islice(filter(None, (place() for place in every)), arguments.sample)]
+    print(f"about {len(every):,} mutants of {len(files)} files; {len(sample)} with seed {arguments.seed}", flush=True)
 
     folders: queue.Queue[Path] = queue.Queue()
     for i in range(arguments.workers):

@@ -218,6 +218,6 @@ def _environment(info: Info) -> None:
 
     for name in sorted(os.environ):
         if name.startswith("OPENREG_") and name not in VARIABLES:
-            info.problem(f"{name} means nothing here", f"unset it, or mend its name; there are {', '.join(VARIABLES)}")
+            info.problem(f"{name} means nothing here", f"unset it, or fix its name; there are {', '.join(VARIABLES)}")
     if os.environ.get("OPENREG_FAULTS"):
         info.problem("OPENREG_FAULTS makes the device fail on purpose", "unset it")

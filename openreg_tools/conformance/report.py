@@ -79,7 +79,7 @@ class Results:
         return found
 
     @property
-    def mended(self) -> list[Record]:
+    def repaired(self) -> list[Record]:
         """The cases that failed in the earlier run and do not now."""
         before = self.against or {}
         return [
@@ -170,7 +170,7 @@ class Results:
         return lines
 
     def _compared(self) -> list[str]:
-        lines = ["", f"Against the earlier run: {len(self.regressions)} regressions, {len(self.mended)} cases mended"]
+        lines = ["", f"Against the earlier run: {len(self.regressions)} regressions, {len(self.repaired)} cases fixed"]
         for record, new in self.regressions:
             lines += forms.wrapped([f"REGRESSED {record['operator']} {record['dtype']}: {', '.join(new)}"], 2)
         return lines

@@ -144,6 +144,13 @@ def test_does_not_depend_on_threads(dtype, numbers):
 # ---- autograd ----
 
 
+def test_reference_takes_none_for_no_bias():
+    x, weights, _, group_sizes = inputs_of((2, 1), (3, 4))
+    expected = reference(x, weights, None, group_sizes)
+    assert_close(grouped_linear.reference(x, weights, None, group_sizes), expected)
+    assert_close(grouped_linear.reference(x.cpu(), [w.cpu() for w in weights], None, group_sizes.cpu()), expected.cpu())
+
+
 def test_derivatives():
     f64 = dict(dtype=torch.float64, grad=True)
     x, weights, bias, group_sizes = inputs_of((2, 0, 1), (2, 3), **f64)

@@ -1,4 +1,4 @@
-"""The race detector: each kind of race is caught in every launch mode, its mended version and PyTorch's patterns pass."""
+"""The race detector: each kind of race is caught in every launch mode, its fixed version and PyTorch's patterns pass."""
 
 import gc
 import io
@@ -171,14 +171,14 @@ def test_synchronizing_one_device_says_nothing_of_another():
         x.add_(1)
 
 
-def copied_to_host(mended, pinned=True):
+def copied_to_host(fixed, pinned=True):
     x = torch.ones(N, device=DEVICE)
     busy(current())
     host = torch.zeros(N, pin_memory=pinned)
-    host.copy_(x, non_blocking=mended != "blocking")
-    if mended == "event":
+    host.copy_(x, non_blocking=fixed != "blocking")
+    if fixed == "event":
         current().record_event().synchronize()
-    elif mended == "stream":
+    elif fixed == "stream":
         current().synchronize()
     return host
 
@@ -199,7 +199,7 @@ READS = {
 
 @pytest.mark.parametrize("read", READS)
 def test_the_host_reads_a_non_blocking_copy_too_early(read):
-    host = copied_to_host(mended=None)
+    host = copied_to_host(fixed=None)
     assert host.is_pinned() and host.shape == (N,)  # ask for no values
     with caught() as error:
         READS[read](host)
@@ -212,10 +212,10 @@ def test_the_host_reads_a_non_blocking_copy_too_early(read):
     READS[read](host)
 
 
-@pytest.mark.parametrize("mended", ["blocking", "event", "stream"])
+@pytest.mark.parametrize("fixed", ["blocking", "event", "stream"])
 @pytest.mark.parametrize("read", READS)
-def test_the_host_reads_a_copy_in_time(read, mended):
-    READS[read](copied_to_host(mended))
+def test_the_host_reads_a_copy_in_time(read, fixed):
+    READS[read](copied_to_host(fixed))
 
 
 @pytest.mark.parametrize("read", READS)
@@ -265,7 +265,7 @@ def test_lists_of_pinned_and_pageable_tensors():
 def test_the_race_is_real(mode):
     """What the detector says can be wrong is wrong, where the host runs ahead."""
     sanitizer.disable_openreg_sanitizer()
-    host = copied_to_host(mended=None)
+    host = copied_to_host(fixed=None)
     assert host[-1] == (1 if mode == "sync" else 0)
     current().synchronize()
     assert host[-1] == 1
@@ -306,7 +306,7 @@ def test_host_memory_that_is_freed_is_forgotten():
         torch.zeros(100)
 
 
-def freed_too_early(mended):
+def freed_too_early(fixed):
     gc.collect()  # what earlier tests left behind is freed before, not in between
     torch.openreg.synchronize()
     torch.openreg.empty_cache()  # nor does the stream keep other memory of that size
@@ -317,17 +317,17 @@ def freed_too_early(mended):
     busy(side)
     with side:
         y = torch.ops.openreg.custom_abs(x)
-    if mended == "record_stream":
+    if fixed == "record_stream":
         x.record_stream(side)
-    elif mended == "wait_stream":
+    elif fixed == "wait_stream":
         current().wait_stream(side)
-    elif mended == "wait_stream later":
+    elif fixed == "wait_stream later":
         _C.set_poison(False)  # it would write at once
     del x
     again = torch.empty(N, device=DEVICE)
     reused = again.data_ptr() == address
-    assert reused or mended
-    if mended == "wait_stream later":
+    assert reused or fixed
+    if fixed == "wait_stream later":
         current().wait_stream(side)
     again.fill_(2)
     current().wait_stream(side)
@@ -346,10 +346,10 @@ def test_reuse_without_record_stream():
     assert "Call its record_stream() with stream" in text
 
 
-@pytest.mark.parametrize("mended", ["record_stream", "wait_stream", "wait_stream later"])
-def test_reuse_in_order(mended, mode):
-    reused = freed_too_early(mended)
-    assert reused or mended == "record_stream"
+@pytest.mark.parametrize("fixed", ["record_stream", "wait_stream", "wait_stream later"])
+def test_reuse_in_order(fixed, mode):
+    reused = freed_too_early(fixed)
+    assert reused or fixed == "record_stream"
 
 
 def test_idle_memory_of_another_stream_is_in_order():

@@ -98,8 +98,8 @@ def test_regressions_are_told_from_old_failures():
     worse = results(record([("forward", "value"), ("out", "crash")]), record(name="abs"), against=before)
     assert not worse.good and "REGRESSED neg float32: out [crash]" in worse.text()
     assert ">R</td>" in worse.html() and worse.dict()["regressions"][0]["new"] == ["out [crash]"]
-    mended = results(record(), record([("forward", "error")], name="abs"), against=before)
-    assert "1 regressions, 1 cases mended" in mended.text() and not mended.good
+    fixed = results(record(), record([("forward", "error")], name="abs"), against=before)
+    assert "1 regressions, 1 cases fixed" in fixed.text() and not fixed.good
 
 
 def test_against_a_saved_run(tmp_path, capsys):

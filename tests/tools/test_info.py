@@ -1,4 +1,4 @@
-"""`python -m openreg_ops info`: what it says is so, and what is wrong is found and mended by its own remedy."""
+"""`python -m openreg_ops info`: what it says is so, and what is wrong is found, and its remedy works."""
 
 import importlib.metadata
 import json

@@ -468,7 +468,7 @@ def test_the_run_goes_on_after_a_host_access(pytester, run):
         def test_writes(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
         @pytest.mark.skip(reason="not today")
         def test_skipped(): pass
-        @pytest.mark.xfail(reason="to be mended")
+        @pytest.mark.xfail(reason="to be fixed")
         def test_known(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
         @pytest.mark.xfail(raises=ValueError)
         def test_of_another_kind(device): ctypes.memset(torch.ones(3, device=device).data_ptr(), 0, 4)
@@ -481,7 +481,7 @@ def test_the_run_goes_on_after_a_host_access(pytester, run):
         "kept", "openreg: the host wrote to device memory: address *", "host: the host reads or writes device memory",
         "      1  test_the_run_goes_on_after_a_host_access.py:3  read device memory",
         "leak: not known of the tests whose process *::test_reads* ended", "SKIPPED * not today",
-        "XFAIL *::test_known* - to be mended",
+        "XFAIL *::test_known* - to be fixed",
     ])  # fmt: skip
 
 

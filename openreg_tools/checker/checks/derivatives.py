@@ -77,7 +77,7 @@ def derivative(case: Case) -> None:
         try:
             grads = torch.autograd.grad(attached, case.of(tensors), cotangents(attached), allow_unused=True)
         except Exception as error:
-            refuse_or_fail(case, error, "backward", "mend the backward")
+            refuse_or_fail(case, error, "backward", "fix the backward")
     warned = any(WARNED in str(w.message) for w in heard)
     nodes = {out.grad_fn.name() for out in attached if out.grad_fn is not None}
     if warned or any("WarnNotImplemented" in name for name in nodes):
@@ -165,7 +165,7 @@ def gradcheck(case: Case) -> str | None:
         case,
         torch.autograd.gradcheck,
         "its gradient is not the derivative",
-        "mend the formula of the backward; it must also take gradients that are undefined or not contiguous",
+        "fix the formula of the backward; it must also take gradients that are undefined or not contiguous",
     )
 
 
@@ -291,7 +291,7 @@ def forward_ad(case: Case) -> str | None:
         try:
             outs = [out for out in case.run(*duals) if differentiable(out)]
         except Exception as error:
-            refuse_or_fail(case, error, "a call with forward-mode tangents", "mend the jvp formula")
+            refuse_or_fail(case, error, "a call with forward-mode tangents", "fix the jvp formula")
         pairs = [forward.unpack_dual(out) for out in outs]
     weights = cotangents([p.primal for p in pairs])
     got = sum(float((p.tangent * w).sum().real) for p, w in zip(pairs, weights, strict=True) if p.tangent is not None)
@@ -316,5 +316,5 @@ def forward_ad(case: Case) -> str | None:
         )
     fail(
         f"{case.name}: forward-mode AD gives {got:.6g} where backward gives {expected:.6g}",
-        "mend the jvp formula",
+        "fix the jvp formula",
     )

@@ -63,7 +63,7 @@ def compiled(case: Case, dynamic: bool, function: Any = None) -> Callable[..., t
 def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its function's
     """Compiled outputs, their strides, and gradients are the eager ones, for static and dynamic shapes."""
     needs_tensors(case)
-    remedy = "mend the fake kernel or the derivative: compile trusts both without running the kernel"
+    remedy = "fix the fake kernel or the derivative: compile trusts both without running the kernel"
     if case.seeded:
         skip("its numbers are random")
     grad = case.derivative.status == "pass"

@@ -32,7 +32,7 @@ def export(case: Case) -> str | None:
     needs_tensors(case)
     if case.seeded:
         skip("its numbers are random")
-    remedy = "mend the fake kernel: export runs nothing else"
+    remedy = "fix the fake kernel: export runs nothing else"
     try:
         exported = torch.export.export(_Program(program(case)), tuple(case.fresh()), strict=False)
         file = io.BytesIO()
@@ -85,7 +85,7 @@ def jit_script(case: Case) -> str | None:
         outs = unit.function(*case.fresh())
     outs = [x for x in torch.utils._pytree.tree_leaves(outs) if isinstance(x, Tensor)]
     if wrong := differs(outs, case.expected):
-        fail(f"{case.name}: under torch.jit.script {wrong}, which eager gives", "mend the schema's defaults and types")
+        fail(f"{case.name}: under torch.jit.script {wrong}, which eager gives", "fix the schema's defaults and types")
     return None
 
 

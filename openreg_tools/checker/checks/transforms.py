@@ -114,7 +114,7 @@ def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]
 
 
 _RULES = (
-    "mend the batching rules, of the operator and of those that its backward calls: a rule gets every argument, and for "
+    "fix the batching rules, of the operator and of those that its backward calls: a rule gets every argument, and for "
     "each the batched dimension, None for what is no tensor"
 )
 _SLOW = "register a batching rule: torch.library.register_vmap, or a kernel at FuncTorchBatched"
@@ -127,7 +127,7 @@ def vmap(case: Case) -> str | None:
     if not case.leaves:
         skip("no tensor argument")
     batch = _batches(case.fresh())
-    remedy = "mend the batching rule: it gets the batched dimension of each argument, or None"
+    remedy = "fix the batching rule: it gets the batched dimension of each argument, or None"
     slow = False
     ways = [("every argument batched", [0] * len(case.leaves))]
     if len(case.leaves) > 1:
