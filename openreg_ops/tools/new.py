@@ -94,6 +94,6 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"new: {error}", file=sys.stderr)
         return 2
     print(
-        f"Build, then run tests/ops/test_{arguments.name}.py. docs/writing-an-operator.md says what each part is for."
+        f"Build, then run `pytest tests/ops -k {arguments.name}`. docs/writing-an-operator.md says what each part is for."
     )
     return 0

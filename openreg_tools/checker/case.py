@@ -99,11 +99,17 @@ class Case:
             if "Tensor" in kind
         ]
         tensors = [f"t{i}" for i in range(len(self.names))]
+
+        def returned(values: list[str]) -> str:
+            """A tuple of them; one of several outputs may be None, as a gradient that was not asked for."""
+            text = f"({''.join(f'{each}, ' for each in values)})"
+            return text if one else f"tuple(each for each in {text} if each is not None)"
+
         self.call_text = f"op({', '.join(pieces)})"
         self.text = f"def function({', '.join(tensors)}):\n" + "".join(f"    {t} = {t}.clone()\n" for t in written)
-        self.text += f"    out = {self.call_text}\n    return ({''.join(f'{out}, ' for out in [*outs, *written])})\n"
+        self.text += f"    out = {self.call_text}\n    return {returned([*outs, *written])}\n"
         self.raw_text = f"def function({', '.join(tensors)}):\n    out = {self.call_text}\n"
-        self.raw_text += f"    return ({''.join(f'{out}, ' for out in outs)})\n"
+        self.raw_text += f"    return {returned(outs)}\n"
         more = ["out.contiguous()", "torch.zeros(out.shape, dtype=out.dtype, device=out.device)"]
         self.program_text = self.text.replace("    return ", "    outs = ")
         self.program_text += f"    return (*outs, {', '.join(f'*[{each} for out in outs]' for each in more)})\n"

@@ -107,13 +107,6 @@ def test_layouts(layout):
     bias = LAYOUTS[layout](random(4, 5, 7))
     check(q, k, v, bias, scale_tolerance=2)
     check(q.mT.contiguous().mT, k, v, causal=True, scale=-0.7, scale_tolerance=2)
-    for arguments in ((q, k, v), (q, k, v, bias)):
-        kit.check_same_metadata(OP, *arguments)
-    out, logsumexp = attention(q, k, v, bias)
-    for bias_grad in (False, True):
-        kit.check_same_metadata(
-            lambda *x, b=bias_grad: BACKWARD(*x, bias_grad=b), out, logsumexp, q, k, v, bias, out, logsumexp
-        )
 
 
 def test_memory_order_is_what_layers_want():
@@ -202,10 +195,9 @@ def test_backward_operator():
     assert grad_bias.shape == (0,)
 
 
-def test_derivatives():
+def test_derivatives_with_bias_and_through_one_output():
     f64 = dict(dtype=torch.float64, grad=True)
     q, k, v = qkv(1, 2, 1, 2, 3, 2, 2, **f64)
-    kit.check_gradients(attention, q, k, v)
     kit.check_gradients(lambda *x: attention(*x, causal=True, scale=0.3), q, k, v, random(2, 1, 3, **f64))
     # Through one output alone.
     kit.check_gradients(lambda *x: attention(*x)[0], q, k, v)
@@ -237,21 +229,6 @@ def test_second_derivative_of_half_types(dtype):
         return of
 
     kit.check_against(penalty(attention), penalty(reference), *qkv(1, 2, 1, 3, 4, 8, 8, dtype=dtype), scale=8)
-
-
-def test_transforms():
-    f64 = dict(dtype=torch.float64)
-    q, k, v = qkv(1, 2, 1, 2, 3, 2, 2, **f64)
-    kit.check_transforms(lambda *x: attention(*x, causal=True), q, k, v)
-    kit.check_transforms(attention, q, k, v, random(1, 1, 2, 3, **f64))
-    kit.check_transforms(attention, *qkv(2, 2, 1, 2, 3, 2, 2, **f64), random(3, **f64), grads=False)
-    out, logsumexp = random(2, 2, 2, 2, **f64), random(2, 2, 2, **f64)
-    for shape in ((3,), (2, 1, 1, 3)):
-        kit.check_transforms(
-            lambda *x: attention_backward(*x, bias_grad=True),
-            *(out, logsumexp, *qkv(2, 2, 1, 2, 3, 2, 2, **f64), random(*shape, **f64), out, logsumexp),
-            grads=False,
-        )
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -291,30 +268,6 @@ print(run(8192) - small)
     assert kibibytes < 64 * 1024
 
 
-@pytest.mark.slow
-def test_opcheck():
-    q, k, v = qkv(1, 2, 1, 3, 4, 2, 2, grad=True)
-    bias = random(3, 4, grad=True)
-    kit.check_operator(OP, q, k, v)
-    kit.check_operator(OP, q, k, v, bias)
-    out, logsumexp = random(1, 2, 3, 2, grad=True), random(1, 2, 3, grad=True)
-    kit.check_operator(BACKWARD, out, logsumexp, q, k, v, bias, out, logsumexp)
-    torch.library.opcheck(
-        BACKWARD,
-        (out, None, q, k, v, bias, out, logsumexp),
-        dict(causal=True, scale=0.3, bias_grad=True),
-        test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"],
-    )
-
-
-@pytest.mark.slow
-def test_compiled():
-    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
-    kit.check_compiled(lambda *x: attention(*x, causal=True), q, k, v)
-    kit.check_compiled(lambda *x: attention(*x, scale=0.3), q, k, v, random(2, 1, 1, 7))
-    kit.check_compiled(lambda q, k, v: attention(q.mT, k.mT, v)[0] * 2, q.mT.contiguous(), k.mT.contiguous(), v)
-
-
 def test_graph_holds_both_operators():
     graphs = []
 
@@ -335,17 +288,7 @@ def test_exported():
     assert any(node.target is OP for node in program.graph.nodes)
 
 
-def test_side_stream(device):
-    kit.check_side_stream(attention, *qkv(1, 2, 1, 3, 4, 2, 2, device=device), random(3, 4, device=device))
-
-
-@pytest.mark.slow
-def test_other_devices():
-    q, k, v = qkv(2, 4, 2, 5, 7, 3, 4, dtype=torch.bfloat16)
-    kit.check_other_devices(lambda *x: attention(*x, causal=True), q, k, v, random(4, 1, 7, dtype=torch.bfloat16))
-    inputs = qkv(1, 2, 1, 2, 3, 2, 2, dtype=torch.float64, grad=True, device="cpu")
-    assert torch.autograd.gradgradcheck(attention, inputs)
-    # The backward operator alone, and where queries lie in another order.
+def test_backward_on_the_cpu_where_queries_lie_in_another_order():
     q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
     q = random(2, 5, 4, 3).transpose(1, 2)
     others = random(5, 1), random(2, 4, 5, 4), random(2, 4, 5)

@@ -82,9 +82,7 @@ def test_layouts(layout):
     for options in OPTIONS:
         check(logits, target, **options)
     check(logits, target.int())
-    kit.check_same_metadata(OP, logits, target)
     kit.check_same_metadata(lambda *args: OP(*args, reduction="none"), logits, target.int())
-    kit.check_same_metadata(BACKWARD, random(), None, logits, target, random(6, 5))
 
 
 def test_ignored_rows():
@@ -144,36 +142,11 @@ def test_backward_operator():
     assert nothing.shape == logits.shape and nothing.count_nonzero() == 0
 
 
-def test_derivatives():
+def test_derivatives_through_one_output():
     f64 = dict(dtype=torch.float64, grad=True)
     target = kit.tensor([0, 4, 1])
-    for options in OPTIONS:
-        kit.check_gradients(lambda x, o=options: cross_entropy(x, target, **o), random(3, 5, **f64))
-        shape = (3,) if options.get("reduction") == "none" else ()
-        kit.check_gradients(
-            lambda a, b, x, lse, o=options: cross_entropy_backward(a, b, x, target, lse, **o),
-            random(*shape, **f64),
-            random(3, **f64),
-            random(3, 5, **f64),
-            random(3, **f64),
-        )
-    # Through one output alone.
     kit.check_gradients(lambda x: cross_entropy(x, target, z_loss=0.1)[0], random(3, 5, **f64))
     kit.check_gradients(lambda x: cross_entropy(x, target)[1], random(3, 5, **f64))
-
-
-def test_transforms():
-    f64 = dict(dtype=torch.float64)
-    target = kit.tensor([0, 3, 1])
-    for options in OPTIONS:
-        kit.check_transforms(lambda x, t, o=options: cross_entropy(x, t, **o), random(3, 4, **f64), target)
-    kit.check_transforms(cross_entropy, random(4, **f64), target[1])
-    for options in OPTIONS:
-        shape = (3,) if options.get("reduction") == "none" else ()
-        kit.check_transforms(
-            lambda a, b, x, t, lse, o=options: cross_entropy_backward(a, b, x, t, lse, **o),
-            *(random(*shape, **f64), random(3, **f64), random(3, 4, **f64), target, random(3, **f64)),
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -224,31 +197,6 @@ def test_keeps_no_softmax():
     assert torch.openreg.max_memory_allocated() - before < 1.01 * logits.nbytes
 
 
-def test_opcheck():
-    logits, target = random(3, 8, grad=True), targets(3, classes=8)
-    kit.check_operator(OP, logits, target)
-    kit.check_operator(BACKWARD, random(grad=True), None, logits, target, random(3, grad=True))
-    for options in OPTIONS:
-        torch.library.opcheck(
-            OP, (logits, target), options, test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-        )
-
-
-@pytest.mark.slow
-def test_compiled():
-    logits, target = random(6, 10), targets(6, classes=10)
-    for options in OPTIONS:
-        kit.check_compiled(lambda x, o=options: cross_entropy(x, target, **o), logits)
-    kit.check_compiled(lambda x: cross_entropy(x.mT, target)[0] * 2, random(10, 6))
-    kit.check_compiled(
-        lambda a, b, x, lse: cross_entropy_backward(a, b, x, target, lse, z_loss=0.1),
-        random(),
-        random(6),
-        logits,
-        random(6),
-    )
-
-
 def test_graph_holds_both_operators():
     graphs = []
 
@@ -268,30 +216,6 @@ def test_exported():
     target = targets(4, 3, classes=10)
     program = kit.check_exported(lambda x, t: cross_entropy(x, t, z_loss=0.1), random(4, 3, 10), target)
     assert any(node.target is OP for node in program.graph.nodes)
-
-
-def test_side_stream(device):
-    target = targets(6, classes=10).to(device)
-    kit.check_side_stream(lambda x: cross_entropy(x, target, z_loss=0.1), random(6, 10, device=device))
-
-
-@pytest.mark.slow
-def test_other_devices():
-    target = targets(3, classes=10)
-    for options, dtype in ((OPTIONS[2], torch.float32), (OPTIONS[3], torch.bfloat16)):
-        kit.check_other_devices(
-            lambda x, o=options: cross_entropy(x, target.to(x.device), **o), random(3, 10, dtype=dtype)
-        )
-        grad = random(*((3,) if options.get("reduction") == "none" else ()))
-        kit.check_other_devices(
-            lambda x, a, b, lse, o=options: cross_entropy_backward(a, b, x, target.to(x.device), lse, **o),
-            random(3, 10, dtype=dtype),
-            grad,
-            random(3),
-            random(3),
-        )
-    x = random(3, 10, dtype=torch.float64, grad=True, device="cpu")
-    assert torch.autograd.gradgradcheck(lambda x: cross_entropy(x, target.cpu(), z_loss=0.1, label_smoothing=0.1), (x,))
 
 
 @pytest.mark.parametrize("device_type", ["openreg", "cpu"])

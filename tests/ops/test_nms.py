@@ -165,11 +165,6 @@ def test_indices_have_no_derivative(where):
     assert torch.equal(tangent, scores.detach()[kept])
 
 
-def test_opcheck():
-    kit.check_operator(OP, boxes_of(12), random(12, grad=True), 0.3)
-    kit.check_operator(OP, boxes_of(12).requires_grad_(), random(12), 0.3)
-
-
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_size_is_unbacked(where, dynamic):

@@ -4,13 +4,10 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, random
-from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from openreg_ops import dropout_add
 from openreg_ops.meta import op
-from openreg_ops.testing import Sample
 
 HALF = (torch.float16, torch.bfloat16)
 # What a rule of these mutates, it mutates in the batch; kit's tests of them have that.
@@ -18,22 +15,6 @@ MUTABLE = {name for name in op.SAMPLES if getattr(torch.ops.openreg, name).defau
 SEEDED = {"dropout_add"}
 REFUSING = {"nms"}  # the number of its results depends on the data
 NAMES = sorted(op.SAMPLES.keys() - MUTABLE - SEEDED - REFUSING)
-
-
-def call(name, sample):
-    """The operator as a function of the sample's tensors, and these."""
-    args, kwargs = (sample.args, sample.kwargs) if isinstance(sample, Sample) else (sample, {})
-    flat, spec = tree_flatten((args, kwargs))
-    where = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-
-    def function(*tensors):
-        values = list(flat)
-        for i, x in zip(where, tensors, strict=True):
-            values[i] = x
-        args, kwargs = tree_unflatten(values, spec)
-        return tuple(kit.leaves(getattr(torch.ops.openreg, name).default(*args, **kwargs)))
-
-    return function, [flat[i] for i in where]
 
 
 def check(function, batches, in_dims, tolerance, size, **options):
@@ -55,7 +36,7 @@ def test_batches(name, dtype):
     """Of one, for all arguments and for one, of all but one, of expanded memory, in chunks, to another dimension."""
     tolerance = {key: 2 * value for key, value in kit.TOLERANCE[dtype].items()}
     for sample in op.SAMPLES[name](DEVICE, dtype):
-        function, tensors = call(name, sample)
+        function, tensors = kit.split(getattr(torch.ops.openreg, name).default, sample)
         if not function(*tensors):
             continue
         every = (0,) * len(tensors)

@@ -1158,3 +1158,20 @@ def test_plugin_imports_nothing():
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_outputs_that_were_not_asked_for_are_none():
+    """As the gradients of ATen's backward operators are where their mask says no."""
+
+    def of(gradient, x, mask):
+        wanted = zip((gradient * x, gradient.sum(-1)), mask, strict=True)
+        return tuple(value if asked else None for value, asked in wanted)
+
+    op = define("masked_backward(Tensor gradient, Tensor x, bool[2] mask) -> (Tensor, Tensor)", of, of)
+    x = torch.rand(3, 4)
+    only = ["runs", "reference", "compile", "fake_layouts", "fake_dtypes", "fake_dynamic", "export", "layouts"]
+    for mask, count in (([True, True], 2), ([False, True], 1), ([True, False], 1), ([False, False], 0)):
+        sample = Sample(x, x, mask)
+        report = check(op, [sample], only=only)
+        assert report.passed and report.of("pass", "runs"), str(report)
+        assert len(Case(op, sample, "cpu", None, derivative).expected) == count

@@ -74,13 +74,16 @@ def built(tmp_path_factory):
 
 
 def test_new_operators_pass_their_tests(built):
-    """And the checker, which each of these tests runs."""
+    """And those of every operator, the checker among them."""
 
-    def pytest_of(file):
-        return run(sys.executable, "-m", "pytest", "-W", "ignore", file, cwd=built, PYTHONPATH=str(built))
+    def pytest_of(*arguments):
+        return run(sys.executable, "-m", "pytest", "-W", "ignore", *arguments, cwd=built, PYTHONPATH=str(built))
 
+    every = ["tests/ops/test_every_operator.py", "-k"]
+    runs = [["tests/ops/test_files.py", *(f"tests/ops/test_{name}.py" for name in NAMES)]]
+    runs += [[*every, "weigh and not weigh_"], [*every, "weigh_"]]
     with ThreadPoolExecutor() as pool:
-        for out in pool.map(pytest_of, ["tests/ops/test_files.py", *(f"tests/ops/test_{name}.py" for name in NAMES)]):
+        for out in pool.map(lambda arguments: pytest_of(*arguments), runs):
             assert "[100%]" in out
 
 

@@ -1,0 +1,198 @@
+"""What every operator must survive, once for each operator and each of its samples; how is in kit.py and the checker.
+
+The samples are those of the meta files. OPTIONS adds some with arguments that these leave at their defaults.
+"""
+
+import re
+
+import kit
+import pytest
+import torch
+from kit import DEVICE, LAYOUTS
+
+from openreg_ops.meta import op
+from openreg_ops.testing import Sample, check
+from openreg_tools import backends
+from openreg_tools.samples import sample_of
+
+NAMES = sorted(op.SAMPLES)
+MUTABLE = {name for name in NAMES if getattr(torch.ops.openreg, name).default._schema.is_mutable}
+NO_SECOND_DERIVATIVE = {"linear_cross_entropy"}
+SMALL = 128  # elements up to which whole Jacobians are looked at
+
+LOSSES = [
+    dict(reduction="sum", label_smoothing=0.1),
+    dict(reduction="none", z_loss=0.01),
+    dict(reduction="mean", label_smoothing=0.2, z_loss=0.1, ignore_index=1),
+]
+
+
+def _with(samples, options):
+    return Sample(*samples[0].args, **samples[0].kwargs | options)
+
+
+def _with_bias(samples, options):
+    """Without a gradient of logsumexp, too."""
+    (with_bias,) = (sample for sample in samples[:2] if sample.args[5] is not None)
+    return Sample(with_bias.args[0], None, *with_bias.args[2:], **options)
+
+
+def _of_loss(samples, options):
+    grad_loss, grad_logsumexp, *rest = samples[0].args
+    grad_loss = grad_logsumexp.sin() if options["reduction"] == "none" else grad_loss
+    return Sample(grad_loss, grad_logsumexp, *rest, **options)
+
+
+def _masked(samples, mask):
+    return Sample(*samples[0].args[:4], mask)
+
+
+OPTIONS = {
+    "attention": (_with, [dict(causal=True), dict(scale=0.3)]),
+    "attention_backward": (_with_bias, [dict(causal=True, scale=0.3, bias_grad=True)]),
+    "cross_entropy": (_with, LOSSES),
+    "cross_entropy_backward": (_of_loss, LOSSES),
+    "dequantize_rowwise": (_with, [dict(dtype=torch.bfloat16)]),
+    "grouped_linear_backward": (_masked, [[False, True, False], [True, False, True], [False] * 3]),
+    "linear_cross_entropy": (_with, LOSSES),
+    "linear_cross_entropy_gradients": (_with, [dict(wanted=[False, True, False])]),
+}
+
+
+def options_of(name, device=DEVICE, dtype=torch.float32):
+    """A sample of the operator with each set of options."""
+    make, every = OPTIONS.get(name, (None, ()))
+    samples = [*map(sample_of, op.SAMPLES[name](device, dtype))]
+    return [make(samples, options) for options in every]
+
+
+def samples_of(name, device=DEVICE, dtype=torch.float32):
+    return [*map(sample_of, op.SAMPLES[name](device, dtype)), *options_of(name, device, dtype)]
+
+
+def calls(name, dtype=torch.float32):
+    """The operator as a function of tensors, and these, for each sample that it has an output for."""
+    for sample in samples_of(name, DEVICE, dtype):
+        function, tensors = kit.split(getattr(torch.ops.openreg, name).default, sample)
+        if function(*tensors):
+            yield function, tensors
+
+
+def has_derivative(name):
+    """Whether an output can require a gradient, and the operator does not refuse it by an error of its own."""
+    function, tensors = next(calls(name))
+    if not any(out.is_floating_point() for out in function(*tensors)):
+        return False
+    try:
+        kit.run(function, *tensors)
+    except RuntimeError as error:
+        if re.search(r"derivative for \S+ is not implemented|has no derivative|has no second derivative", str(error)):
+            return False
+        raise
+    return True
+
+
+DIFFERENTIABLE = [name for name in NAMES if name not in MUTABLE and has_derivative(name)]
+# The gradient is not the derivative, on purpose: the checker is told so, or (the last) x and scale count as constants.
+UNLIKE_THE_DERIVATIVE = {
+    name for name in NAMES if "gradcheck" in backends.of_operator(f"openreg::{name}").known(f"openreg::{name}")
+} | {"fake_quantize_backward"}
+# gradgradcheck takes half a minute for each, and the operator that runs them has its own.
+ONCE = NO_SECOND_DERIVATIVE | {"attention_backward"}
+# Its second derivative is a graph that compiles for half a minute; test_checker compiles it.
+SLOW_GRAPH = {"attention_backward"}
+# The result's shape depends on the data, or (a mask) its bits on a seed: vmap has no loop to be compared with.
+NOT_MAPPED = MUTABLE | {"nms", "dropout_add"}
+
+
+def size(tensors):
+    return sum(x.numel() for x in tensors if x.is_floating_point())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_checker(name):
+    skipped = ["compile_unbacked", "export_unbacked"]  # test_unbacked.py has these
+    report = check(f"openreg::{name}", skip=skipped)
+    assert report.device == "openreg" and report.of("pass")
+    report.raise_if_failed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_checker_with_options(name):
+    slow = ["export", "jit_trace", "jit_script", "copies", "poison", "determinism", "threads", "overhead", "large"]
+    skipped = [*slow, "compile_unbacked", "export_unbacked", *["compile"] * (name in SLOW_GRAPH)]
+    check(f"openreg::{name}", options_of(name), skip=skipped).raise_if_failed()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_device(name):
+    """Streams and layouts on device 1, while device 0 is the current one."""
+    only = ["runs", "reference", "backward", "fake_layouts", "layouts", "stream"]
+    report = check(f"openreg::{name}", samples_of(name, "openreg:1"), "openreg:1", only=only)
+    assert report.device == "openreg:1" and report.of("pass", "stream")
+    report.raise_if_failed()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MUTABLE - {"nms"}))
+def test_metadata(name, layout):
+    """Of the outputs: what the fake kernel and meta tensors say, in inference mode too, is what the kernel gives."""
+    for function, tensors in calls(name):
+        # Expanded, indices would repeat.
+        changed = [LAYOUTS[layout](x) if x.is_floating_point() or layout != "expanded" else x for x in tensors]
+        kit.check_same_metadata(function, *changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*DIFFERENTIABLE} - UNLIKE_THE_DERIVATIVE))
+def test_gradients(name):
+    """First and second derivatives against finite differences, batched gradients too, in both modes."""
+    for function, tensors in calls(name, torch.float64):
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+        kit.check_gradients(function, *leaves, twice=name not in ONCE, fast=size(tensors) > SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(NAMES) - NOT_MAPPED))
+def test_transforms(name):
+    differentiable = name in DIFFERENTIABLE and name not in ONCE
+    for function, tensors in calls(name, torch.float64):
+        kit.check_transforms(function, *tensors, grads=differentiable and size(tensors) <= 2 * SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MUTABLE - {"nms"}))
+def test_compiled_among_others(name):
+    """Between a view and arithmetic, in one graph; by itself, the checker compiles it."""
+    which, function, tensors = next((i, *call) for call in calls(name) for i, x in enumerate(call[1]) if x.dim() > 1)
+
+    def among(*tensors):
+        views = [x.mT if i == which else x for i, x in enumerate(tensors)]
+        return [y * 2 if y.is_floating_point() else y for y in function(*views)]
+
+    grads = name in DIFFERENTIABLE and name not in SLOW_GRAPH
+    inputs = [x.mT.contiguous() if i == which else x for i, x in enumerate(tensors)]
+    kit.check_compiled(among, *inputs, grads=grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - MUTABLE - {"nms"}))
+def test_other_devices(name, dtype):
+    """On the CPU, eager, compiled and in inference mode, it gives what the device does; on meta, the shapes."""
+    grads = name in DIFFERENTIABLE and name not in SLOW_GRAPH
+    first, *rest = calls(name, dtype)
+    kit.check_other_devices(first[0], *first[1], grads=grads, compiled=dtype == torch.float32)
+    for function, tensors in rest:
+        kit.check_other_devices(function, *tensors, grads=grads, compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_checker_on_the_cpu(name):
+    """The reference stands for the operator there, in its derivatives too."""
+    only = ["opcheck_autograd_registration", "gradcheck", "gradgradcheck", "forward_ad"]
+    samples = [*op.SAMPLES[name]("cpu", torch.float32)][:1]
+    check(f"openreg::{name}", samples, "cpu", only=only).raise_if_failed()
