@@ -21,7 +21,7 @@ demo: install
 	$(BIN)/python -P examples/train_char_transformer.py $(ARGS)
 
 # On two worker processes, each with a core of its own; what ARGS chooses for `make test` runs in one, which starts at once.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(if $(ARGS),$(BIN)/pytest $(ARGS),$(PARALLEL))

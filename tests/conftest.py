@@ -1,5 +1,6 @@
 """What every test shares: the device, uninitialised memory filled with NaN, and state put back afterwards."""
 
+import collections
 import sys
 
 import pytest
@@ -7,6 +8,13 @@ import torch
 
 import openreg_ops
 from openreg_ops import _C
+
+
+def pytest_collection_modifyitems(items):
+    """Files of long tests first, so that no worker process is left with one of them when the others are done."""
+    marks = {"slow", "processes", "compiles", "conformance"}
+    long = collections.Counter(item.path for item in items if marks.intersection(m.name for m in item.iter_markers()))
+    items.sort(key=lambda item: -long[item.path])
 
 
 @pytest.fixture(autouse=True)
