@@ -91,9 +91,7 @@ def _checked(names: Iterable[str], must_exist: bool) -> list[str]:
             raise ValueError(f'expected operator names such as "aten::add" or "mylib::*", but got {name!r}')
         # Another library may define its operators later; torch's own are all there.
         if (must_exist or name.startswith("aten::")) and not _matching([name]):
-            raise ValueError(
-                f"no operator matches {name!r}; import the library that defines it first, or fix the name"
-            )
+            raise ValueError(f"no operator matches {name!r}; import the library that defines it first, or fix the name")
     return names
 
 

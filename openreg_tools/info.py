@@ -1,4 +1,4 @@
-"""``openreg-tools info``: versions, devices, what is switched on, what is wrong and how to mend it.
+"""``openreg-tools info``: versions, devices, what is switched on, what is wrong and how to fix it.
 
 The first thing to ask of a bug report. It imports each package that brings a device, and reports where that fails: so
 it runs without torch, and under ``python -m openreg_tools`` where a package cannot be imported.

@@ -105,8 +105,13 @@ def cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def run(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients of the floating inputs, which become leaves that keep their strides."""
+def run(
+    function: Callable[..., Any], *inputs: Any, grads: bool = True, partial: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and gradients of the floating inputs, which become leaves that keep their strides.
+
+    `partial` is for a function that has outputs without a gradient, or inputs that get none: these count as zero.
+    """
     inputs = tuple(
         x.detach().requires_grad_(grads and (x.is_floating_point() or x.is_complex())) if isinstance(x, Tensor) else x
         for x in inputs
@@ -115,8 +120,8 @@ def run(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> tuple
     if not grads:
         return outs, []
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    attached = [out for out in outs if out.requires_grad]
-    return outs, list(torch.autograd.grad(attached, wanted, cotangents(attached), materialize_grads=True))
+    attached = [out for out in outs if out.requires_grad or not partial]
+    return outs, list(torch.autograd.grad(attached, wanted, cotangents(attached), materialize_grads=partial))
 
 
 def check_against(
@@ -256,13 +261,13 @@ def check_operator_forward_only(op: torch._ops.OpOverload, sentence: str, *input
         torch.library.opcheck(op, wanted, test_utils="test_aot_dispatch_dynamic")
 
 
-def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
+def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True, partial: bool = False) -> None:
     """torch.compile with fullgraph gives the eager outputs and gradients, for static and for dynamic shapes."""
     for dynamic in (False, True):
         torch._dynamo.reset()
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         if grads:
-            (outs, got), (expected_outs, expected) = run(compiled, *inputs), run(function, *inputs)
+            (outs, got), (expected_outs, expected) = (run(f, *inputs, partial=partial) for f in (compiled, function))
         else:
             (outs, got), (expected_outs, expected) = (leaves(f(*inputs)) for f in (compiled, function)), ((), ())
             outs, expected_outs, got, expected = outs, got, (), ()
@@ -323,9 +328,9 @@ def with_threads(function: Callable[[], Any], counts: Sequence[int] = (1, 2, 3))
     return results
 
 
-def results(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> list[Tensor]:
+def results(function: Callable[..., Any], *inputs: Any, grads: bool = True, partial: bool = False) -> list[Tensor]:
     """Outputs and, if asked for, gradients."""
-    return list(itertools.chain(*run(function, *inputs))) if grads else leaves(function(*inputs))
+    return list(itertools.chain(*run(function, *inputs, partial=partial))) if grads else leaves(function(*inputs))
 
 
 def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool = True) -> None:
@@ -341,15 +346,19 @@ def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool
         assert_close(actual.cpu(), default)
 
 
-def check_other_devices(function: Callable[..., Any], *inputs: Any, grads: bool = True, compiled: bool = True) -> None:
+def check_other_devices(
+    function: Callable[..., Any], *inputs: Any, grads: bool = True, compiled: bool = True, partial: bool = False
+) -> None:
     """On the CPU (eager, compiled, in inference mode) the reference gives what the device does; meta gives shapes."""
     host = tuple(x.detach().cpu() if isinstance(x, Tensor) else x for x in inputs)
     dtype = next(x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     torch._dynamo.reset()
     in_graph = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    expected, outs = results(function, *inputs, grads=grads), len(leaves(function(*inputs)))
+    expected, outs = results(function, *inputs, grads=grads, partial=partial), len(leaves(function(*inputs)))
     for each in (function, in_graph) if compiled else (function,):
-        for i, (actual, device) in enumerate(zip(results(each, *host, grads=grads), expected, strict=True)):
+        for i, (actual, device) in enumerate(
+            zip(results(each, *host, grads=grads, partial=partial), expected, strict=True)
+        ):
             assert actual.is_cpu and actual.dtype == device.dtype
             # How the reference's operators lay out a gradient is their affair.
             assert i >= outs or actual.stride() == device.stride()
@@ -359,7 +368,7 @@ def check_other_devices(function: Callable[..., Any], *inputs: Any, grads: bool 
             assert actual.is_cpu
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     meta = tuple(x.to("meta") if isinstance(x, Tensor) else x for x in host)
-    for actual, device in zip(results(function, *meta, grads=grads), expected, strict=True):
+    for actual, device in zip(results(function, *meta, grads=grads, partial=partial), expected, strict=True):
         assert actual.is_meta and actual.shape == device.shape and actual.dtype == device.dtype
 
 
