@@ -160,7 +160,9 @@ class Scheduling(cpp.CppScheduling):
             kernel.args = KernelArgs()
 
             def launched() -> str:
-                source, name = render(), str(Placeholder.KERNEL_NAME)
+                # A tail of one vector must not be taken for a whole block: it would read and write 8 elements beyond.
+                source = render().replace("N % Vectorized::size() == 0", "N == BLOCK_N")
+                name = str(Placeholder.KERNEL_NAME)
                 parameters = kernel.args.cpp_argdefs()[0]
                 kernel.args.device = device
                 title = str(Placeholder.DESCRIPTIVE_NAME)

@@ -67,6 +67,17 @@ def test_inference_is_the_template_of_the_cpu(dtype):
         assert graph(late, k, v).equal(result)
 
 
+@pytest.mark.parametrize("keys", [8, 40, 70])
+def test_reads_no_memory_behind_the_keys(keys):
+    """PyTorch's kernel does with 8 keys beyond whole blocks of 16, where a vector has 8 elements."""
+    q, k, v, _ = on("openreg", tensors(keys=keys))
+    followed = torch.full((k.numel() + 512,), torch.nan, device="openreg")
+    followed[: k.numel()] = k.flatten()
+    graph = torch.compile(flex_attention, fullgraph=True)
+    result = graph(q, followed[: k.numel()].view_as(k), v)
+    assert_close(result, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+
+
 def test_decoding_and_grouped_heads():
     """One query on many keys is another template; two heads of keys serve four of queries."""
     q, k, v, _ = tensors(queries=1, keys=1100, heads=2)

@@ -235,7 +235,7 @@ void ahead() { // Note [Stream order]: what runs already must not have what queu
       });
     });
     while (step != 1) std::this_thread::yield();
-    std::memset(block, 0x11, bytes);
+    run(new_stream(0, 0), [=] { std::memset(block, 0x11, bytes); });
     launch(stream, [&, block] { check_bytes(block, bytes, 0x11); }); // waits for its turn
     deallocate(block);
     step = 2;
