@@ -38,7 +38,10 @@ inline const char* name_of = nullptr;
 // The operator of a kernel, looked up once: op<rms_norm>("openreg::rms_norm").call(x, weight, eps).
 template <auto kernel>
 const auto& op(const char* name = name_of<kernel>) {
-  static const auto found = find<std::remove_pointer_t<decltype(kernel)>>(name);
+  static const auto found = [name] {
+    TORCH_INTERNAL_ASSERT(name != nullptr, "pass the operator's name: autograd() has registered none for this kernel");
+    return find<std::remove_pointer_t<decltype(kernel)>>(name);
+  }();
   return found;
 }
 

@@ -1,5 +1,8 @@
 // How a kernel begins: checks of its arguments, then memory for its results, a loop for their dtype, and a stream to
-// run it. Checks raise the sentences of meta/op.py, word for word.
+// run it.
+//
+// Checks raise the sentences of meta/op.py, word for word, which are the fakes' and the references'. Both stand: those
+// are the example for operators without C++, these guard the pointers beside them. kit.check_error() holds them equal.
 //
 // A kernel hands raw pointers to launch(); it holds no tensor inside a launch, because a stream may run the work after
 // the call has returned.
