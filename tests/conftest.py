@@ -17,6 +17,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -long[item.path])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def seeds_of_this_device():
+    """`torch.manual_seed` formats the stack for each accelerator that is not in use: 5 ms, and OpInfo seeds every sample."""
+    with pytest.MonkeyPatch.context() as patch:
+        for accelerator in (torch.cuda, torch.xpu, torch.mtia):
+            patch.setattr(accelerator, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def poisoned():
     """New device memory holds NaN (0xFF bytes), so that a result left unwritten fails its comparison."""
