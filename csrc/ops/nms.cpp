@@ -65,19 +65,18 @@ class Boxes {
 
   // Takes out, among boxes [begin, end), what meets one of those that stay.
   void suppress(const int64_t* stay, const int64_t* stay_end, int64_t begin, int64_t end) {
-    // From a whole vector on: the boxes before `begin` in it are settled, and put back as they were.
+    // From a whole vector on: the boxes before `begin` in it are settled, and not looked at again.
     for (int64_t j = begin / kLanes<T> * kLanes<T>; j < end; j += kLanes<T>) {
       const V x1 = load(0, j), y1 = load(1, j), x2 = load(2, j), y2 = load(3, j), area = load(kArea, j);
-      const V before = load(kGone, j), zero(0), threshold(threshold_);
-      if (before.zero_mask() == 0) continue;
-      V gone = before;
+      const V zero(0), threshold(threshold_);
+      V gone = load(kGone, j);
+      if (gone.zero_mask() == 0) continue;
       for (const int64_t* i = stay; i != stay_end; ++i) {
         const V w = greater(zero, less(all(2, *i), x2) - greater(all(0, *i), x1));
         const V h = greater(zero, less(all(3, *i), y2) - greater(all(1, *i), y1));
         const V inter = w * h;
         gone = gone | ((inter / (all(kArea, *i) + area - inter) > threshold) & V(1));
       }
-      if (j < begin) gone = V::set(gone, before, begin - j);
       gone.store(column(kGone) + j);
     }
   }

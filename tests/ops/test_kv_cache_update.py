@@ -135,6 +135,22 @@ def test_conjugate_views():
     assert torch.equal(k_cache.conj()[slots], k) and torch.equal(v_cache[slots], v.conj().resolve_conj())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("of_cache", [False, True], ids=["cache", "negative cache"])
+def test_negative_views(dtype, of_cache):
+    """As test_conjugate_views; a complex view has both bits."""
+    k_cache, v_cache, k, v, slots = inputs_of(dtype=dtype, slots=[1, 4])
+
+    def view(x):
+        return torch._neg_view(x.conj())
+
+    cache = view(k_cache) if of_cache else k_cache
+    for value in (k, view(k)):
+        kv_cache_update_(cache, v_cache, value, view(v), slots)
+        assert torch.equal(cache[slots], value) and torch.equal(v_cache[slots], view(v))
+        assert torch.equal(k_cache[slots], view(value) if of_cache else value)
+
+
 def test_does_not_depend_on_threads():
     inputs = inputs_of(3000, 2000, (4, 32))
     threads = torch.get_num_threads()

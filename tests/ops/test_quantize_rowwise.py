@@ -184,3 +184,12 @@ def test_rejects():
     kit.check_error(DEQUANTIZE, q, scale.cpu(), match="q is on openreg:0 but scale is on cpu; move one with .to()")
     sentence = "dequantize_rowwise: expected dtype to be float32, float64, float16 or bfloat16, but got int64; convert"
     kit.check_error(lambda q, s: DEQUANTIZE(q, s, dtype=torch.int64), q, scale, match=sentence)
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu", "meta"])
+@pytest.mark.parametrize("number", [-1, 127])
+def test_refuses_a_number_that_is_no_dtype(where, number):
+    """PyTorch takes any number of a byte for a dtype here."""
+    q, scale = torch.zeros(2, 3, dtype=torch.int8, device=where), torch.ones(2, device=where)
+    with pytest.raises(RuntimeError, match=f"expected dtype to be float32.* but got {number}, which is not a dtype"):
+        torch.ops.openreg.dequantize_rowwise(q, scale, dtype=number)
