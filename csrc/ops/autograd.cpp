@@ -57,7 +57,7 @@ void autocast_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   replace_tensors(arguments, [&](const Tensor& x) {
     const bool wide = x.scalar_type() == at::kDouble; // which autocast leaves alone, but a promotion may want
     if (!x.is_floating_point() || (policy != Cast::kPromote && wide)) return x;
-    return wide || type == at::kDouble ? x.to(type) : at::autocast::cached_cast(type, x, device);
+    return wide ? x.to(type) : at::autocast::cached_cast(type, x, device);
   });
   op.callBoxed(&arguments);
   std::move(arguments.begin(), arguments.end(), std::back_inserter(*stack));
@@ -178,7 +178,7 @@ void count_changes_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet key
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
   for (const Tensor& x : tensors_of(std::move(written)))
-    if (!x.is_inference()) torch::autograd::increment_version(x);
+    torch::autograd::increment_version(x);
 }
 
 } // namespace

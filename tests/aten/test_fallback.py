@@ -34,6 +34,11 @@ define("same(Tensor x) -> Tensor", lambda x: x.sum())
 define("iota(int n, *, Device device) -> Tensor", lambda n, *, device: torch.arange(n, device=device))
 define("noise(Tensor x) -> Tensor", lambda x: torch.rand_like(x), tags=torch.Tag.nondeterministic_seeded)
 define("noise2(Tensor x, Generator? g=None) -> Tensor", lambda x, g=None: torch.rand(x.shape, generator=g))
+define("turn_(Tensor(a!) x) -> Tensor(a!)", lambda x: x.t_())
+define("product(Tensor x, Tensor y) -> Tensor", torch.mul)
+define("lazy(Tensor x) -> Tensor", lambda x: x.resolve_neg().resolve_conj() + 0)
+for bit in ("Negative", "Conjugate"):  # else the dispatcher resolves them before
+    library.impl("lazy", torch.library.fallthrough_kernel, bit)
 library.define("nowhere(Tensor x) -> Tensor")
 ops = torch.ops.test_fallback
 # BackendSelect reads the device of a factory only for operators that PyTorch knows; others say where they are registered.
@@ -71,6 +76,27 @@ def test_lists(x):
     out = ops.pair([x, x + 1], [None, x])
     assert [t.device.index for t in out] == [1, 1, 1]
     assert out[0] is not None and out[2].sum().item() == 21
+
+
+def test_new_strides_of_the_same_sizes():
+    x = torch.arange(9.0, device="openreg").view(3, 3)
+    expected = x.cpu().t_()
+    assert ops.turn_(x) is x
+    assert x.stride() == (1, 3) and x.cpu().equal(expected)
+
+
+@pytest.mark.parametrize("views", [(slice(2, 6), slice(0, 1)), (slice(0, 1), slice(2, 6)), (slice(0, 6), slice(2, 3))])
+def test_parts_of_one_memory(views):
+    base = torch.arange(8.0, device="openreg")
+    x, y = (base[each] for each in views)
+    assert ops.product(x, y).cpu().equal(x.cpu() * y.cpu())
+
+
+def test_lazy_bits(x):
+    z = torch.complex(x, x + 1)
+    for each in (torch._neg_view(x), z.conj(), z.conj().imag, torch._neg_view(z.conj())):
+        assert each.is_neg() or each.is_conj()
+        assert ops.lazy(each).cpu().equal(each.cpu().resolve_neg().resolve_conj())
 
 
 def test_in_place_through_overlapping_views():

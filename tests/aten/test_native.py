@@ -29,6 +29,17 @@ def shape_up(x):
     return x.fill_(3)
 
 
+def grow(x, *, out):
+    total = x.sum()
+    return out.resize_(out.numel() + 100).fill_(total)
+
+
+def mark(x):
+    assert not hasattr(x, "marked")
+    x.marked = True
+    return x + 1
+
+
 def fail_late(x):
     x.resize_(1000)
     raise ValueError("the kernel failed")
@@ -47,6 +58,8 @@ for schema, function in {
     "keep(Tensor x) -> Tensor": keep,
     "keep_result(Tensor x) -> Tensor": keep_result,
     "shape_up_(Tensor(a!) x) -> Tensor(a!)": shape_up,
+    "grow.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)": grow,
+    "mark(Tensor x) -> Tensor": mark,
     "fail_late_(Tensor(a!) x) -> Tensor(a!)": fail_late,
     "nested(Tensor x) -> Tensor": nested,
     "swap_(Tensor(a!) x, Tensor y) -> ()": swap,
@@ -88,6 +101,27 @@ def test_growth_inside_a_kernel_is_carried_back_to_every_view():
     x = torch.zeros(4, device="openreg")
     assert ops.shape_up_(x) is not None and x.shape == (104,) and x.sum().item() == 312
     assert x.untyped_storage().nbytes() == 416 and x.untyped_storage().is_openreg
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_result_that_is_an_argument_too(lazy):
+    """First read, then written and grown."""
+    start = torch.arange(4.0, device="openreg")
+    x = torch._lazy_clone(start) if lazy else start.clone()
+    ops.grow(x, out=x)
+    assert x.tolist() == [6] * 104 and start.tolist() == [0, 1, 2, 3]
+
+
+def test_a_sparse_result_that_is_an_argument_too():
+    x, y = (torch.eye(3, device="openreg")[rows].to_sparse() for rows in ([0, 1, 2], [2, 1, 0]))
+    expected = x.to_dense() + y.to_dense()
+    torch.add(x, y, out=x)
+    assert x.to_dense().equal(expected)
+
+
+def test_python_attributes_end_with_the_call():
+    for _ in range(3):
+        assert ops.mark(torch.zeros(2, device="openreg")).tolist() == [1, 1]
 
 
 def test_a_failed_kernel_changes_nothing():

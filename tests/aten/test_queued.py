@@ -111,6 +111,25 @@ def test_shape_errors_are_raised_at_once_and_kernel_errors_at_synchronisation():
     assert torch.equal((x + x).cpu(), torch.full((3, 4), 2.0))
 
 
+def test_two_devices_are_refused_at_once():
+    x, y = torch.ones(3, device="openreg:0"), torch.ones(3, device="openreg:1")
+    calls = [
+        lambda: x + y,
+        lambda: x.mul_(y),
+        lambda: torch.add(x, x, out=y),
+        lambda: torch.where(x > 0, x, y),
+        lambda: torch.cat([x, y]),
+        lambda: torch.mm(x.view(1, 3), y.view(3, 1)),
+        lambda: torch.sum(x, 0, out=y.new_empty(())),
+    ]
+    with torch.openreg.launch_mode("async"):
+        for call in calls:
+            torch.openreg._sleep(20 * MS)
+            with pytest.raises(RuntimeError, match="same device"):
+                call()
+    assert x.tolist() == y.tolist() == [1, 1, 1]
+
+
 def test_the_default_dtype_is_that_of_the_call():
     a = torch.arange(1000, device="openreg")
     results = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
@@ -275,7 +276,7 @@ def test_graph_holds_both_operators():
         graphs.append(graph)
         return make_boxed_func(graph)
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     torch._dynamo.reset()
     inputs = qkv(1, 2, 1, 3, 4, 2, 2, grad=True)
     torch.compile(attention, backend=backend, fullgraph=True)(*inputs)[0].sum().backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from kit import DEVICE, FLOATS, LAYOUTS, random
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 from openreg_ops import cross_entropy, cross_entropy_backward
@@ -204,7 +205,7 @@ def test_graph_holds_both_operators():
         graphs.append(graph)
         return make_boxed_func(graph)
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     torch._dynamo.reset()
     compiled = torch.compile(cross_entropy, backend=backend, fullgraph=True)
     compiled(random(2, 4, grad=True), kit.tensor([0, 3]))[0].backward()

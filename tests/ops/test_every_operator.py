@@ -197,3 +197,13 @@ def test_checker_on_the_cpu(name):
     only = ["opcheck_autograd_registration", "gradcheck", "gradgradcheck", "forward_ad"]
     samples = [*op.SAMPLES[name]("cpu", torch.float32)][:1]
     check(f"openreg::{name}", samples, "cpu", only=only).raise_if_failed()
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+@pytest.mark.parametrize("name", sorted(MUTABLE))
+def test_inference_tensors_outside_inference_mode(name, where):
+    """Refused, as PyTorch's operators refuse them: they have no version by which autograd would see the change."""
+    with torch.inference_mode():
+        sample = samples_of(name, where)[0]
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+        getattr(torch.ops.openreg, name).default(*sample.args, **sample.kwargs)

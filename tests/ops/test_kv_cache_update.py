@@ -4,6 +4,7 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, LAYOUTS
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.testing import assert_close
 
@@ -372,7 +373,7 @@ def test_compiled():
 def test_graph_is_functional():
     """AOTAutograd sees auto_functionalized, not a mutation."""
     graphs = EagerAndRecordGraphs()
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=graphs)
+    backend = aot_autograd(fw_compiler=graphs)
     torch._dynamo.reset()
     torch.compile(kv_cache_update_, backend=backend, fullgraph=True)(*inputs_of())
     targets = [str(node.target) for node in graphs.graphs[0].graph.nodes if node.op == "call_function"]

@@ -8,6 +8,7 @@ import torch
 from functorch.compile import make_boxed_func
 from kit import DEVICE, FLOATS, LAYOUTS, random
 from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 from openreg_ops import linear_cross_entropy, linear_cross_entropy_gradients
@@ -257,7 +258,7 @@ def test_graph_holds_the_operator_that_computes_gradients():
         graphs.append(graph)
         return make_boxed_func(graph)
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     torch._dynamo.reset()
     x, weight = (t.requires_grad_() for t in inputs(3, 4, classes=5, bias=False))
     torch.compile(linear_cross_entropy, backend=backend, fullgraph=True)(x, weight, kit.tensor([0, 1, 2])).backward()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from kit import DEVICE, FLOATS, LAYOUTS, TOLERANCE, random
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 import openreg_ops
@@ -133,7 +134,7 @@ def test_graph_holds_both_operators():
         graphs.append(graph)
         return make_boxed_func(graph)
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     torch._dynamo.reset()
     torch.compile(rms_norm, backend=backend, fullgraph=True)(random(2, 4, grad=True), random(4))[0].sum().backward()
     targets = {node.target for graph in graphs for node in graph.graph.nodes}
