@@ -207,3 +207,17 @@ def test_inference_tensors_outside_inference_mode(name, where):
         sample = samples_of(name, where)[0]
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
         getattr(torch.ops.openreg, name).default(*sample.args, **sample.kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if not name.endswith("_backward")])
+def test_what_requires_gradients(name):
+    """With one argument that does, the outputs that depend on it do, as those of the reference.
+
+    Second derivatives are of one graph of the reference, so that every output of a backward operator does.
+    """
+    for function, tensors in calls(name):
+        for wanted in (i for i, x in enumerate(tensors) if x.is_floating_point()):
+            here = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
+            there = [x.detach().cpu().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
+            actual, expected = ([out.requires_grad for out in function(*each)] for each in (here, there))
+            assert actual == expected, wanted
