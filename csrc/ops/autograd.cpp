@@ -55,9 +55,8 @@ void autocast_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     type = widest.value_or(type);
   }
   replace_tensors(arguments, [&](const Tensor& x) {
-    const bool wide = x.scalar_type() == at::kDouble; // which autocast leaves alone, but a promotion may want
-    if (!x.is_floating_point() || (policy != Cast::kPromote && wide)) return x;
-    return wide ? x.to(type) : at::autocast::cached_cast(type, x, device);
+    if (!x.is_floating_point() || x.scalar_type() == at::kDouble) return x; // autocast leaves float64 alone
+    return at::autocast::cached_cast(type, x, device);
   });
   op.callBoxed(&arguments);
   std::move(arguments.begin(), arguments.end(), std::back_inserter(*stack));
@@ -177,8 +176,7 @@ void count_changes_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet key
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
-  for (const Tensor& x : tensors_of(std::move(written)))
-    torch::autograd::increment_version(x);
+  for (const Tensor& x : tensors_of(std::move(written))) torch::autograd::increment_version(x);
 }
 
 } // namespace

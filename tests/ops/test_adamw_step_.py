@@ -126,7 +126,7 @@ def test_does_not_depend_on_threads_or_neighbours(dtype):
 def test_layouts(layout):
     """Each tensor of a parameter may have strides of its own; each is written through them."""
     for which in ({0}, {1}, {2, 3}, {4}, {0, 1, 2, 3, 4}):
-        lists = lists_of([(6, 5, 12), (6, 5, 12), ()], amsgrad=True, steps=2)
+        lists = lists_of([(6, 5, 12), (6, 5, 12), (7,), ()], amsgrad=True, steps=2)
         views = tuple([LAYOUTS[layout](x) if k in which else x for x in each] for k, each in enumerate(lists))
         strides = [[x.stride() for x in each] for each in views]
         check_step(views, amsgrad=True)

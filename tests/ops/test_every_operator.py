@@ -211,9 +211,9 @@ def test_inference_tensors_outside_inference_mode(name, where):
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if not name.endswith("_backward")])
 def test_what_requires_gradients(name):
-    """With one argument that does, the outputs that depend on it do, as those of the reference.
+    """Where one input requires gradients, the same outputs require them as in the reference.
 
-    Second derivatives are of one graph of the reference, so that every output of a backward operator does.
+    Not tried with backward operators: their derivative is one graph, so all of their outputs require gradients.
     """
     for function, tensors in calls(name):
         for wanted in (i for i, x in enumerate(tensors) if x.is_floating_point()):
