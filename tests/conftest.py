@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.testing._internal import common_utils
 
 import openreg_ops
 from openreg_ops import _C
@@ -18,12 +19,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def seeds_of_this_device():
-    """`torch.manual_seed` formats the stack for each accelerator, even one that is absent: 5 ms, for every OpInfo sample."""
+def without_stacks():
+    """PyTorch formats the stack, 5 to 50 ms, where it seeds an accelerator that is absent or makes samples in a unittest."""
     with pytest.MonkeyPatch.context() as patch:
         for accelerator in (torch.cuda, torch.xpu, torch.mtia):
             if not accelerator.is_available():
                 patch.setattr(accelerator, "manual_seed_all", lambda seed: None)
+        patch.setattr(common_utils, "extract_test_fn", lambda: None)  # these tests are functions
         yield
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from processes import python
 from torch.testing import assert_close
 
 from openreg_ops import fallback
@@ -313,19 +314,13 @@ def test_a_sparse_tensor_is_refused():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_environment():
-    import subprocess
-    import sys
-
     code = (
         "import torch, openreg_ops; from openreg_ops import fallback\n"
         "assert fallback.get_policy() == 'error'\n"
         "try: torch.ones(2, device='openreg').cosh()\n"
         "except NotImplementedError as e: assert 'deny list' in str(e); print('refused')\n"
     )
-    import os
-
-    environment = {**os.environ, "OPENREG_FALLBACK": "error", "OPENREG_FALLBACK_DENY": "aten::cosh, aten::sinh"}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
+    done = python("-c", code, OPENREG_FALLBACK="error", OPENREG_FALLBACK_DENY="aten::cosh, aten::sinh")
     assert done.stdout == "refused\n", done.stderr
 
 

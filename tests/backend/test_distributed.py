@@ -8,8 +8,6 @@ import functools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import python
 from torch import nn
 from torch.testing import assert_close
 from workers import Workers
@@ -816,13 +815,7 @@ def test_the_example_of_the_readme(debug):
     command = next(
         line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("torchrun ")
     ).split()
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-m", "torch.distributed.run", *command[1:], "--steps", "3"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(Path(openreg_ops.__file__).parents[1]), "TORCH_DISTRIBUTED_DEBUG": debug},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {"PYTHONPATH": str(Path(openreg_ops.__file__).parents[1]), "TORCH_DISTRIBUTED_DEBUG": debug}
+    done = python("-m", "torch.distributed.run", *command[1:], "--steps", "3", cwd=ROOT, **environment)
     assert done.returncode == 0, done.stderr
     assert "2 processes, backend occl," in done.stdout and "within rounding" in done.stdout

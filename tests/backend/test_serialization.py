@@ -4,8 +4,6 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
 
@@ -13,6 +11,7 @@ import pytest
 import safetensors.torch as st
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import python
 from safetensors import SafetensorError
 from torch._utils import get_tensor_metadata, set_tensor_metadata
 from torch.utils.data import DataLoader
@@ -468,14 +467,7 @@ def test_processes(name, isolation):
         "from multiprocessing.reduction import ForkingPickler\n"
         "from torch.utils.data import DataLoader\n"
     )
-    environment = os.environ | {"OPENREG_ISOLATION": isolation}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code + PROGRAMS[name]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
+    done = python("-c", code + PROGRAMS[name], OPENREG_ISOLATION=isolation)
     assert (done.returncode, done.stderr) == (0, "")
 
 

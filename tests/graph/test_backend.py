@@ -1,11 +1,9 @@
 """torch.compile(backend="openreg") is Inductor for the device, as `torch.compile` without a backend is."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from graphs import run_and_get_code, uncached
+from processes import python
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
@@ -34,7 +32,8 @@ def test_dynamo_lists_it_and_the_import_loads_no_compiler():
         "assert 'openreg' in torch._dynamo.list_backends()\n"
         "assert 'openreg' in torch.compiler.list_backends()\n"
     )
-    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=120)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("device", ["openreg", "cpu"])

@@ -1,12 +1,10 @@
 """Convolutions in graphs have the strides of eager mode, under every backend."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from graphs import uncached
+from processes import python
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.compiles
@@ -39,7 +37,8 @@ assert "torch._inductor.compile_fx" not in sys.modules
 
 @pytest.mark.slow
 def test_without_inductor():
-    subprocess.run([sys.executable, "-P", "-c", STRIDES], check=True)
+    done = python("-c", STRIDES)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

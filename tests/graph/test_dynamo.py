@@ -1,10 +1,8 @@
 """What Dynamo knows of the device: devices, streams, events and autocast inside compiled regions."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from processes import python
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.compiles
@@ -21,7 +19,8 @@ def test_importing_the_package_loads_neither_dynamo_nor_inductor():
         "x = torch.ones(3, device='openreg', requires_grad=True); x.sin().sum().backward()\n"
         "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -35,7 +34,8 @@ def test_the_device_is_registered_when_dynamo_was_imported_first():
         "graph = torch.compile(lambda x: x + torch.openreg.current_device(), backend='eager', fullgraph=True)\n"
         "assert graph(x).equal(x)\n"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -55,8 +55,8 @@ def test_the_device_is_registered_after_a_search_and_an_interrupted_import():
         "from torch._inductor.codegen.common import get_scheduling_for_device\n"
         "assert get_scheduling_for_device('openreg')\n"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "interrupted\n"
+    done = python("-c", code)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 def test_constants_of_the_device():

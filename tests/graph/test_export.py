@@ -2,10 +2,7 @@
 
 import copy
 import inspect
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from graphs import on, run_and_get_code
+from processes import python
 from torch._inductor import config
 from torch.testing import assert_close
 
@@ -60,10 +58,7 @@ def package(program, tmp_path_factory):
 
 
 def run(code, *args, **environment):
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *map(str, args)],
-        env={**os.environ, **environment}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python("-c", code, *map(str, args), **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -199,6 +194,6 @@ def test_cached_graphs_know_the_code_that_made_them(monkeypatch):
 @pytest.mark.slow
 def test_the_example_in_cpp_runs(package):
     example = Path(__file__).parents[2] / "examples" / "run_package.py"
-    output = subprocess.run([sys.executable, "-P", example, package], capture_output=True, text=True)
+    output = python(example, package)
     assert output.returncode == 0, output.stderr
     assert "openreg:0" in output.stdout

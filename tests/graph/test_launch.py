@@ -1,13 +1,10 @@
 """Generated kernels are work like any other: isolation, launch modes and faults act on them, whoever calls them."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from processes import python
 from torch._inductor import config
 from torch.testing import assert_close
 
@@ -50,10 +47,7 @@ ctypes.string_at(y.data_ptr(), 4)
 def test_strict_isolation(tmp_path):
     """Kernels of the Python wrapper, a template's and a package's may touch device memory, in each mode; the host not."""
     environment = {"OPENREG_ISOLATION": "strict", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ISOLATED, str(tmp_path / "model.pt2")],
-        env={**os.environ, **environment}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python("-c", ISOLATED, tmp_path / "model.pt2", **environment)
     assert done.stdout.strip() == "right", done.stderr[-3000:]
     assert done.returncode < 0 and "openreg: the host read device memory" in done.stderr
 

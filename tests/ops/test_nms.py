@@ -1,13 +1,12 @@
 """nms: which boxes stay is decided to the last bit, ties and NaN too; and torchvision's name."""
 
-import subprocess
-import sys
 import textwrap
 
 import kit
 import pytest
 import torch
 from kit import DEVICE, FLOATS, LAYOUTS, random
+from processes import python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
@@ -309,7 +308,5 @@ def test_serves_torchvision(order):
         print("served")
     """
     source = f"ORDER = {order!r}\n" + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-c", source], capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", source, PYTHONWARNINGS="ignore")
     assert done.returncode == 0 and done.stdout.endswith("served\n"), done.stderr

@@ -5,11 +5,10 @@ tests/clients/test_docs.py runs those about training frameworks, which the tests
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import openreg_ops
 
@@ -30,14 +29,8 @@ def test_a_block_runs(code, tmp_path):
     # Loaded as `import torch` does it for a user; the tests' own environment may have turned that off.
     (tmp_path / "program.py").write_text("import openreg_ops\n" + code)
     installed = str(Path(openreg_ops.__file__).parents[1])  # the checkout, or a copy where it is not built
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "program.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in (installed, os.environ.get("PYTHONPATH")) if p)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    path = os.pathsep.join(p for p in (str(tmp_path), installed, os.environ.get("PYTHONPATH")) if p)
+    done = python("program.py", cwd=tmp_path, PYTHONPATH=path, PYTHONWARNINGS="ignore")
     # A profile prints these also without this package: torch 2.13 where it starts and stops, and torch with CUDA's
     # libraries on a machine without a GPU.
     known = ("USDT:", "gpuGetDeviceCount failed")

@@ -1,11 +1,11 @@
 """The examples run, and hold what they claim, in a few steps; `make demo` is the whole."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import openreg_ops
 
@@ -44,9 +44,7 @@ def test_the_terminal_curve(example):
 
 
 def test_streams_and_isolation():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "streams_and_isolation.py"], capture_output=True, text=True, env=PATH
-    )
+    done = python(EXAMPLES / "streams_and_isolation.py", **PATH)
     assert done.returncode == 0, done.stderr
     race, right, off, strict = done.stdout.splitlines()
     assert race.startswith("without the wait: Remedy: Before this access, have the default stream of openreg:0 wait")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs import run
+from processes import python
 from torch.testing import assert_close
 
 import openreg_ops
@@ -276,7 +276,7 @@ def test_no_devices():
         "    except RuntimeError as e: assert 'there are no devices. Set OPENREG_DEVICE_COUNT' in str(e), e\n"
         "    else: raise SystemExit('no error')\n"
     )
-    done = run(code, OPENREG_DEVICE_COUNT="0")
+    done = python("-c", code, OPENREG_DEVICE_COUNT="0")
     assert done.returncode == 0, done.stderr
 
 

@@ -1,7 +1,7 @@
 """How a process that used the device ends: with its own exit status, whatever was going on."""
 
 import pytest
-from programs import run
+from processes import python
 
 pytestmark = pytest.mark.processes
 
@@ -25,13 +25,13 @@ PROGRAMS = {
 def test_ends_cleanly(name):
     code = f"import torch, openreg_ops\nD = 'openreg'\n{PROGRAMS[name]}\nprint('end')"
     for _ in range(3):  # it was a race: half of all processes that had run a backward aborted
-        done = run(code)
+        done = python("-c", code)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_an_error_keeps_its_exit_status():
     code = "import torch, openreg_ops\ntorch.ones(2, device='openreg', requires_grad=True).sum().backward()\nraise SystemExit(3)"
-    assert run(code).returncode == 3
+    assert python("-c", code).returncode == 3
 
 
 def test_a_forked_child_ends_cleanly():
@@ -51,7 +51,7 @@ def test_a_forked_child_ends_cleanly():
         "    del x; raise SystemExit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    done = run(code)
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -127,7 +127,7 @@ for use in {list(USES.values())!r}:
     in_child(lambda: (exec(use), in_child(check), torch.openreg.synchronize()))
 in_child(lambda: (torch.openreg.init(), in_child(lambda: in_child(check))))  # a grandchild neither
 """
-    done = run(code)
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -142,7 +142,7 @@ def test_a_child_of_a_parent_that_used_no_device_may_use_one():
         "    assert (torch.ones(3, device='openreg') + 1).tolist() == [2, 2, 2]; raise SystemExit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    done = run(code)
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -153,5 +153,5 @@ def test_exit_with_work_in_flight():
         "torch.openreg._sleep(300_000_000)\n"
         "x = torch.ones(1 << 20).pin_memory().to('openreg', non_blocking=True); y = torch.ops.openreg.custom_abs(x)"
     )
-    done = run(code)
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")

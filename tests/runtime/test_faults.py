@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs import run
+from processes import python
 from torch.openreg.faults import inject
 
 import pytest_openreg_ops as plugin
@@ -181,7 +181,7 @@ def test_environment(faults, expected):
         "import torch, openreg_ops\n"
         "x = torch.ones(10, device='openreg'); y = torch.ones(10, device='openreg'); torch.openreg.synchronize()"
     )
-    done = run(code, OPENREG_FAULTS=faults)
+    done = python("-c", code, OPENREG_FAULTS=faults)
     assert expected in done.stderr and (done.returncode != 0) == bool(expected)
 
 

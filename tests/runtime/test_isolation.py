@@ -2,16 +2,13 @@
 
 import functools
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from programs import run
+from processes import python
 
 pytestmark = pytest.mark.processes
 
@@ -44,20 +41,8 @@ PRINT = "print(hex(x.data_ptr() + 12), hex(x.data_ptr()), flush=True)\n"
 @functools.cache
 def outcomes(mode):
     """How all programs of this file ended, by name, with OPENREG_ISOLATION=mode."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", DRIVER],
-        input=json.dumps(
-            {
-                **{name: PRINT + code for name, (_, code) in TOUCHES.items()},
-                **OTHERS,
-                **USES,
-            }
-        ),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OPENREG_ISOLATION": mode},
-    )
+    programs = {**{name: PRINT + code for name, (_, code) in TOUCHES.items()}, **OTHERS, **USES}
+    done = python("-c", DRIVER, input=json.dumps(programs), OPENREG_ISOLATION=mode)
     assert (done.returncode, done.stderr) == (0, "")
     return {
         name: SimpleNamespace(returncode=status, stdout=out, stderr=err)
@@ -304,7 +289,7 @@ def test_modes(given, mode):
         "import ctypes, torch, openreg_ops; print(torch.openreg.isolation_mode()); x = torch.ones(3, device='openreg')\n"
         "if torch.openreg.isolation_mode() == 'off': assert ctypes.string_at(x.data_ptr(), 4) == b'\\0\\0\\x80?'"
     )
-    done = run(code, OPENREG_ISOLATION=given)
+    done = python("-c", code, OPENREG_ISOLATION=given)
     if mode is None:
         assert "OPENREG_ISOLATION: expected off or auto or strict, but got 'on'" in done.stderr
     else:

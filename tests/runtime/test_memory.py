@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from programs import run
+from processes import python
 
 DEVICE = "openreg:0"
 
@@ -400,7 +400,7 @@ def test_more_memory_than_there_are_addresses_for():
     code = (
         "import torch, openreg_ops\ntry: torch.ones(1, device='openreg')\nexcept torch.OutOfMemoryError as e: print(e)"
     )
-    done = run(code, OPENREG_DEVICE_MEMORY="900 TiB")
+    done = python("-c", code, OPENREG_DEVICE_MEMORY="900 TiB")
     assert "cannot reserve address space for 2 devices of 900.00 TiB; lower OPENREG_DEVICE_MEMORY" in done.stdout, (
         done.stderr
     )
@@ -409,9 +409,8 @@ def test_more_memory_than_there_are_addresses_for():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_more_memory_than_the_machine_has():
-    done = run(
-        "import torch, openreg_ops; print(torch.ones(3, device='openreg').sum().item())", OPENREG_DEVICE_MEMORY="2 TiB"
-    )
+    code = "import torch, openreg_ops; print(torch.ones(3, device='openreg').sum().item())"
+    done = python("-c", code, OPENREG_DEVICE_MEMORY="2 TiB")
     assert done.stdout == "3.0\n", done.stderr
 
 
@@ -428,7 +427,7 @@ def test_pages_go_from_one_size_to_another():
         "torch.openreg.empty_cache()\n"
         "assert torch.openreg.memory_reserved() == 0 == torch.openreg.memory_allocated()\n"
     )
-    done = run(code, OPENREG_DEVICE_MEMORY="64MiB")
+    done = python("-c", code, OPENREG_DEVICE_MEMORY="64MiB")
     assert done.returncode == 0, done.stderr
 
 

@@ -2,9 +2,7 @@
 
 import gc
 import io
-import os
 import pickle
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.openreg._sanitizer as sanitizer
+from processes import python
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -841,8 +840,7 @@ def test_environment(value, ends, mode):
         "x = torch.ones(4, device='openreg')\n"
         "with torch.openreg.Stream(): x.add_(1)\n"
     )
-    environment = {**os.environ, "OPENREG_SANITIZER": value, "OPENREG_LAUNCH_MODE": mode}
-    done = subprocess.run([sys.executable, "-P", "-c", code, value], env=environment, capture_output=True, text=True)
+    done = python("-c", code, value, OPENREG_SANITIZER=value, OPENREG_LAUNCH_MODE=mode)
     assert ends in done.stderr and (done.returncode != 0) == bool(ends), done.stderr
     if value == "1":
         assert "Remedy: Before this access, have stream 1 of openreg:0 wait" in done.stderr

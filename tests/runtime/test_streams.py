@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from programs import run
+from processes import python
 
 import openreg_ops
 from openreg_ops import _C
@@ -270,7 +270,7 @@ z.untyped_storage().resize_(1 << 21)
 z.untyped_storage().fill_(0)
 thread.join()
 """
-    done = run(code)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

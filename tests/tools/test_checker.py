@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch import Tensor
 from torch.library import opcheck
 
@@ -1017,14 +1018,7 @@ def test_every_check_has_its_section():
 
 def command(*arguments, cwd):
     installed = Path(openreg_ops.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{installed}{os.pathsep}{cwd}"}
-    return subprocess.run(
-        [sys.executable, "-m", "openreg_ops", "check", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", "openreg_ops", "check", *arguments, cwd=cwd, PYTHONPATH=f"{installed}{os.pathsep}{cwd}")
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 import openreg_ops
 from openreg_ops.environment import VARIABLES
@@ -23,13 +21,7 @@ REBUILD = "pip install --force-reinstall --no-deps --no-build-isolation ."
 
 
 def command(*arguments, package="openreg_ops", **environment):
-    return subprocess.run(
-        [sys.executable, "-P", "-m", package, "info", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", package, "info", *arguments, cwd=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **environment)
 
 
 def problems(report):
@@ -91,9 +83,7 @@ def test_runs_where_the_package_cannot_be_imported(tmp_path):
     (package / "__init__.py").write_text((ROOT / "openreg_ops/__init__.py").read_text())
     shutil.copytree(ROOT / "openreg_tools", tmp_path / "openreg_tools")
     (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\nCPU_CAPABILITY = "DEFAULT"\n')
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "openreg_tools", "info", "--import", "openreg_ops"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    result = run(tmp_path, "-m", "openreg_tools", "info", "--import", "openreg_ops")
     assert result.returncode == 1, result.stderr
     said = " ".join(result.stdout.split())
     assert "import openreg_ops fails: ImportError: openreg_ops was built for torch 2.0.0+cpu" in said
@@ -112,8 +102,7 @@ def not_built(tmp_path):
 
 
 def run(folder, *words):
-    environment = {**os.environ, "PYTHONPATH": str(folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    return python(*words, cwd=folder, PYTHONPATH=str(folder), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 def test_not_built_is_one_problem_with_the_remedy(not_built):

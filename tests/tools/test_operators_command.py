@@ -4,14 +4,13 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import openreg_ops
@@ -273,11 +272,9 @@ library.impl("relu", lambda x: x, "PrivateUse1")
 
 def _operators_of_toy(tmp_path, package, name):
     (tmp_path / "toy_backend.py").write_text(textwrap.dedent(BACKEND.replace("NAME", name)))
-    return subprocess.run(
-        [sys.executable, "-m", package, "operators", "--import", "toy_backend", "--device", name,
-         "--ops", "^aten::(relu|mm.out)$", "--json", "-"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(openreg_ops.__file__).parents[1])}, capture_output=True, text=True,
-    )  # fmt: skip
+    command = (package, "operators", "--import", "toy_backend", "--device", name, "--ops", "^aten::(relu|mm.out)$")
+    path = os.pathsep.join([str(tmp_path), str(Path(openreg_ops.__file__).parents[1])])
+    return python("-m", *command, "--json", "-", cwd=tmp_path, PYTHONPATH=path)
 
 
 @pytest.mark.parametrize("name", ["toy", "openreg"])

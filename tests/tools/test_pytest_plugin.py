@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.pytester import SysModulesSnapshot
+from processes import python
 
 import openreg_ops
 import openreg_tools.pytest_plugin
@@ -37,7 +38,13 @@ def run(pytester, monkeypatch):
 
     def run(*arguments, process=False):
         arguments = ("-p", "pytest_openreg_ops", "-p", "no:cacheprovider", "-W", "ignore", *arguments)
-        return pytester.runpytest_subprocess(*arguments) if process else pytester.runpytest_inprocess(*arguments)
+        if not process:
+            return pytester.runpytest_inprocess(*arguments)
+        own = f"--basetemp={pytester.path}/basetemp"
+        path = os.pathsep.join([str(pytester.path), PATH])
+        done = python("-m", "pytest", own, *arguments, cwd=pytester.path, PYTHONPATH=path)
+        print(done.stdout, done.stderr)
+        return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
     return run
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from processes import python
 from test_conformance import command
 
 from openreg_tools.conformance import command as conformance
@@ -145,7 +144,7 @@ def test_a_number_that_is_no_dtype():
                 else:
                     raise AssertionError(device, dtype)
     """
-    done = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    done = python("-c", textwrap.dedent(script))
     assert done.returncode == 0, done.stderr
 
 

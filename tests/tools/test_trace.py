@@ -4,8 +4,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 import openreg_ops
 from openreg_tools.forms import Wrong
@@ -265,10 +264,8 @@ def test_json_has_stdout_to_itself(tmp_path):
         "import os, torch\nprint('from Python')\nos.system('echo from a child')\n"
         "torch.ones(2, device='openreg').add_(1)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "openreg_ops", "trace", "--json", "-", "noisy.py"], cwd=tmp_path, text=True,
-        capture_output=True, env={**os.environ, "PYTHONPATH": str(Path(openreg_ops.__file__).parents[1])},
-    )  # fmt: skip
+    command = ("-m", "openreg_ops", "trace", "--json", "-", "noisy.py")
+    done = python(*command, cwd=tmp_path, PYTHONPATH=str(Path(openreg_ops.__file__).parents[1]))
     assert done.returncode == 0, done.stderr
     assert "aten::add_.Tensor" in {row["operator"] for row in json.loads(done.stdout)["operators"]}
     assert "from Python\n" in done.stderr and "from a child\n" in done.stderr
