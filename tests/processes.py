@@ -38,7 +38,9 @@ def python(
     words = [str(each) for each in arguments]
     env = {**os.environ, **environment}
     options = words[0].startswith("-") and words[0] not in ("-c", "-m")
-    if options or _early(env) != _early(os.environ) or any(name.startswith("COVERAGE") for name in env):
+    imports_torch_itself = words[:2] == ["-m", "openreg_tools"] and env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
+    covered = any(name.startswith("COVERAGE") for name in env)
+    if options or imports_torch_itself or covered or _early(env) != _early(os.environ):
         command = [sys.executable, "-P", *words]
         return subprocess.run(command, env=env, cwd=cwd, input=input, capture_output=True, text=True, timeout=timeout)
     with tempfile.TemporaryDirectory() as name:
