@@ -89,7 +89,8 @@ def size(count: float) -> str:
 
 def seconds(value: float) -> str:
     """12.3 ns, us, ms or s."""
-    unit, scale = next(((u, s) for u, s in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)) if value < 1e3 * s), ("s", 1.0))
+    units = (("ns", 1e-9, 1e-6), ("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0))
+    unit, scale = next(((u, s) for u, s, end in units if value < end), ("s", 1.0))
     return f"{value / scale:.4g} {unit}"
 
 

@@ -1,0 +1,369 @@
+"""`python -m openreg_ops bench`: the two sides of each case compute the same, and the report says what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import threading
+import types
+
+import pytest
+import torch
+
+from openreg_ops import inductor
+from openreg_ops.tools import bench, bench_compiled, bench_operators, timing
+
+
+def options(*words):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def moved_steps(monkeypatch, optimizer):
+    """The optimizers that are made from here on."""
+    made = []
+
+    class Recorded(getattr(torch.optim, optimizer)):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(torch.optim, optimizer, Recorded)
+    return made
+
+
+def parameters(optimizer):
+    return [p.detach().cpu() for group in optimizer.param_groups for p in group["params"]]
+
+
+def same_training(monkeypatch, make):
+    """Steps of both devices, from the same model on the same data, leave the same parameters."""
+    made = moved_steps(monkeypatch, "SGD")
+    for device in ("cpu", "openreg"):
+        step = make(device)
+        before = [p.clone() for p in parameters(made[-1])]
+        step(), step()
+        assert all(not torch.equal(a, b) for a, b in zip(before, parameters(made[-1]), strict=True))
+    on_cpu, on_device = (parameters(each) for each in made)
+    assert {p.device.type for p in made[1].param_groups[0]["params"]} == {"openreg"}
+    torch.testing.assert_close(on_device, on_cpu)
+
+
+# ---- what is timed ----
+
+
+@pytest.mark.parametrize("name", bench.CASES)
+def test_small_operators(name):
+    x = torch.randn(8, 8)
+    on_cpu, on_device = bench.CASES[name](x)(), bench.CASES[name](x.to("openreg"))()
+    if name == "empty":
+        assert on_device.shape == on_cpu.shape == (8, 8) and on_device.device.type == "openreg"
+    elif name == "item":
+        assert on_cpu == on_device == x[-1, -1].item()
+    else:
+        assert on_device.device.type == "openreg"
+        torch.testing.assert_close(on_device.cpu(), on_cpu)
+
+
+def test_training_step(monkeypatch):
+    same_training(monkeypatch, bench.training_step)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    sizes = dict(BATCH=2, SEQUENCE=8, WIDTH=64, VOCABULARY=50, HEADS=4, ROWS=16, COPY=2**16)
+    for name, value in sizes.items():
+        monkeypatch.setattr(bench_operators, name, value)
+
+
+OF_VALUES = [case for case in bench_operators.CASES if case.name not in ("dropout_add", "adamw_step_")]
+
+
+@pytest.mark.parametrize("case", OF_VALUES, ids=lambda case: case.name)
+def test_operators(small, case):
+    """Forward, and the gradients that `training` times, whose cotangents are all one here."""
+    torch.manual_seed(0)
+    host = list(case.inputs(torch.float32))
+    device = bench_operators.on_device(host)
+    expected, actual = case.eager(*host), case.operator(*device)
+    if case.name == "quantize_rowwise":  # eager arithmetic may round a value to its neighbour
+        assert (actual[0].cpu().int() - expected[0].int()).abs().max() <= 1
+        expected, actual = expected[1], actual[1]
+    to_host = torch.utils._pytree.tree_map(lambda t: t.cpu(), actual)
+    torch.testing.assert_close(to_host, type(to_host)(expected) if isinstance(to_host, tuple) else expected)
+    if case.backward_bytes is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randn_like", torch.ones_like)
+            of_host = bench_operators.training(case.eager, host)()
+            of_device = bench_operators.training(case.operator, device)()
+        assert len(of_host) == sum(t.is_floating_point() for t in torch.utils._pytree.tree_leaves(host)) - (
+            2 if case.name == "rotary_embedding" else 0  # its table is a tuple, which wants no gradient
+        )
+        torch.testing.assert_close([g.cpu() for g in of_device], list(of_host), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout(small):
+    case = next(case for case in bench_operators.CASES if case.name == "dropout_add")
+    host = [torch.randn(64, 64), torch.randn(64, 64)]
+    for function, inputs in ((case.eager, host), (case.operator, bench_operators.on_device(host))):
+        x, residual = (t.cpu() for t in inputs)
+        added = function(*inputs).cpu() - residual
+        kept = added.abs() > 1e-6
+        torch.testing.assert_close(added[kept], x[kept] / 0.9, rtol=1e-3, atol=1e-5)
+        assert 0.85 < kept.float().mean() < 0.95
+
+
+def test_adamw(small):
+    case = next(case for case in bench_operators.CASES if case.name == "adamw_step_")
+    host, device = case.inputs(torch.float32)
+    of_host, of_device = ([p for g in each.__self__.param_groups for p in g["params"]] for each in (host, device))
+    for p, q in zip(of_host, of_device, strict=True):
+        q.data.copy_(p), q.grad.copy_(p.grad)
+    case.eager(host, device), case.operator(host, device)
+    torch.testing.assert_close([q.detach().cpu() for q in of_device], [p.detach() for p in of_host])
+    assert len(of_host) == 16 and {p.device.type for p in of_device} == {"openreg"}
+
+
+@pytest.mark.parametrize("name", bench_compiled.CASES)
+def test_compiled(monkeypatch, name):
+    """Both devices compute the same, without the compiler, which test_compile.py holds to eager mode."""
+    monkeypatch.setattr(torch, "compile", lambda body, **_: body)
+    make, _target = bench_compiled.CASES[name]
+    if name.endswith("-step"):
+        same_training(monkeypatch, make)
+    else:
+        torch.testing.assert_close(make("openreg")().cpu(), make("cpu")(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_transformer_is_causal():
+    torch.manual_seed(0)
+    model, tokens, _ = bench_compiled.transformer()
+    changed = tokens.clone()
+    changed[:, 40:] = 0
+    same = torch.isclose(model(tokens), model(changed), atol=1e-5).all(-1)
+    assert same[:, :40].all() and not same[:, 40:].all()
+
+
+@pytest.mark.parametrize("name", bench_compiled.DECOMPOSABLE)
+def test_decompositions(monkeypatch, name):
+    """The first of both sides is timed with the operator's kernels, the second decomposed."""
+    sides = []
+
+    def compiled(body, fullgraph):
+        sides.append(name in inductor.decompositions)
+        return body
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(
+        bench_compiled, "compare", lambda kernels, decomposed, rounds: (kernels(), decomposed(), rounds)
+    )
+    default = set(inductor.decompositions)
+    for body, *shapes in bench_compiled.DECOMPOSABLE[name]:
+        small = [(*(min(n, 64) for n in shape[:-1]), shape[-1]) if shape == (2048, 1024) else shape for shape in shapes]
+        assert bench_compiled.decomposition(name, body, small, 7) == (None, None, 7)
+        assert inductor.decompositions == default
+    assert sides == [False, True] * 2
+
+
+def test_decompositions_of_a_model_agree_with_the_operators():
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    norm = torch.nn.functional.rms_norm
+    torch.testing.assert_close(bench_compiled._norm(x, weight), norm(x, (8,), weight, 1e-6))
+    total, normed = bench_compiled._norm_of_sum(x, residual, weight)
+    torch.testing.assert_close((total, normed), (x + residual, norm(x + residual, (8,), weight, 1e-6)))
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(bench_compiled._swiglu_of_halves(x), torch.nn.functional.silu(gate) * up)
+    heads = torch.randn(4, 512, 3 * 1024)
+    table = bench_operators.angles(torch.float32)
+    q, k, _v = heads.view(4, 512, 3, 16, 64).unbind(2)
+    expected = sum(bench_operators.rotary_embedding(each.transpose(1, 2), *table) for each in (q, k))
+    torch.testing.assert_close(bench_compiled._rotary_of_heads(heads, *table), expected)
+
+
+# ---- how it is timed ----
+
+
+def test_rounds_alternate():
+    calls = []
+    sides = [lambda: calls.append("cpu"), lambda: calls.append("device")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "ROUND", 0)  # one call for each batch
+        cpu, device = timing.compare(*sides, 4)
+    assert calls[:6] == ["cpu"] * 3 + ["device"] * 3 and calls[6:15] == ["cpu"] * 9
+    assert calls[15:] == ["device", "cpu", "cpu", "device"] * 2 and cpu > 0 and device > 0
+
+
+def test_a_batch_is_short():
+    calls = []
+    event = threading.Event()
+
+    def slow():
+        calls.append(event.wait(0.001))
+
+    timing.compare(slow, slow, 2)
+    assert len(calls) < 6 + 9 + 4 * 8
+
+
+def test_medians_alternate(monkeypatch):
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(bench_operators.time, "perf_counter", lambda: next(ticks))
+    calls = []
+    found = bench_operators.medians([lambda: calls.append(0), lambda: calls.append(1)], budget=0)
+    assert found == [1, 1] and calls == [0, 1] + [1, 0, 0, 1] * 2 + [1, 0]
+
+
+def test_compile_time_leaves_the_first_round_out(monkeypatch):
+    """The first round loads the compiler."""
+    now = [0.0]
+    times = {"cpu": iter((100, 1, 2, 9)), "openreg": iter((200, 30, 40, 50))}
+
+    def step_of(_model):
+        def make(device):
+            def step():
+                now[0] += next(times[device])
+
+            return step
+
+        return make
+
+    monkeypatch.setattr(bench_compiled, "step_of", step_of)
+    monkeypatch.setattr(bench_compiled.time, "perf_counter", lambda: now[0])
+    assert bench_compiled.compile_time(3) == (2, 40)
+
+
+@pytest.mark.processes
+def test_seconds_of_an_import(monkeypatch):
+    assert 0 < bench.import_seconds(1) < 60
+    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
+    with pytest.raises(bench.subprocess.CalledProcessError):
+        bench.import_seconds(1)
+
+
+def test_peak_memory():
+    def call():
+        return torch.empty(1000, device="openreg"), torch.empty(24, dtype=torch.uint8, device="openreg")
+
+    kept = torch.empty(10**6, device="openreg")
+    assert 4024 <= bench_operators.peak(call) < 4024 + 2 * 512 and kept.numel() == 10**6
+
+
+# ---- the report ----
+
+
+@pytest.fixture
+def twice(monkeypatch):
+    """Every comparison finds that the device takes twice the time; returned: the rounds of each."""
+    rounds = []
+
+    def compare(cpu, device, count):
+        cpu(), device()
+        rounds.append(count)
+        return 1e-6, 2e-6
+
+    for module in (bench, bench_compiled):
+        monkeypatch.setattr(module, "compare", compare)
+    return rounds
+
+
+def test_report_of_the_device(monkeypatch, capsys, tmp_path, twice):
+    monkeypatch.setattr(bench, "import_seconds", lambda rounds: rounds / 100)
+    words = ("--rounds", "9", "--only", "add", "mm", "step", "import", "--json", str(tmp_path / "report.json"))
+    assert bench.main(options(*words)) == 0
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    found = [(case["name"], case["size"], case["ratio"]) for case in report["cases"]]
+    assert found == [("add", "64", 2), ("mm", "64", 2), ("add", "1M", 2), ("mm", "1M", 2), ("MLP step", "step", 2)]
+    assert twice == [9, 9, 4, 4, 9]
+    assert report["summary"] == pytest.approx({"64": 2, "1M": 2, "step": 2, "import_s": 0.05})
+    assert re.search(r"^add +64 +1 us +2 us +2.00$", said, re.M)
+    assert re.search(r"64 elements +geometric mean +2.00 +target 1.20: missed", said)
+    assert re.search(r"training step +ratio +2.00 +target 1.10: missed", said)
+    assert re.search(r"import +adds seconds +0.05 +target 0.30: reached", said)
+    assert bench.main(options("--rounds", "2", "--only", "relu", "--json", "-")) == 0
+    said = capsys.readouterr()
+    assert [case["cpu_s"] for case in json.loads(said.out)["cases"]] == [1e-6, 1e-6] and "relu" in said.err
+    assert bench.torch.__version__ in said.err and twice[5:] == [2, 3]
+
+
+def test_every_case_of_the_device_is_the_default(monkeypatch, capsys, twice):
+    monkeypatch.setattr(bench, "import_seconds", lambda rounds: 0.5)
+    monkeypatch.setattr(bench, "SIZES", {"64": (8, 8)})
+    assert bench.main(options("--rounds", "3")) == 0
+    said = capsys.readouterr().out
+    assert all(re.search(rf"^{name} +64 ", said, re.M) for name in bench.CASES) and "target 0.30: missed" in said
+
+
+def test_a_name_that_is_no_case(capsys):
+    for suite, name in (("device", "add"), ("operators", "swiglu"), ("compiled", "mlp-step")):
+        assert bench.main(options(suite, "--only", name, "no such", "nor this")) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("bench: no case no such, nor this; there are ") and name in said
+
+
+def test_report_of_operators(monkeypatch, capsys, tmp_path, small):
+
+    def medians(calls, budget):
+        assert len([call() for call in calls]) == 2
+        return [3e-3, 2e-3]
+
+    monkeypatch.setattr(bench_operators, "medians", medians)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(bench_operators, "copy_bandwidth", lambda: 8e6)
+    words = ("--only", "swiglu", "quantize_rowwise", "linear_cross_entropy", "--threads", "1")
+    assert bench.main(options("operators", *words, "--json", str(tmp_path / "report.json"))) == 0
+    torch.set_num_threads(threads)
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    by_name = {case["name"]: case for case in report["cases"]}
+    assert list(by_name) == ["swiglu", "quantize_rowwise", "linear_cross_entropy"] and report["threads"] == 1
+    swiglu, elements = by_name["swiglu"], 2 * 8 * 64
+    assert swiglu["dtype"] == "float32" and swiglu["forward"]["faster"] == pytest.approx(1.5)
+    assert swiglu["forward"]["bandwidth"] == pytest.approx(3 * elements * 4 / 0.002 / 8e6)
+    assert swiglu["training"]["bandwidth"] == pytest.approx((3 + 5) * elements * 4 / 0.002 / 8e6)
+    assert swiglu["missed"] == ["faster 1.50, target 2.00"]
+    assert "training" not in by_name["quantize_rowwise"] and by_name["quantize_rowwise"]["missed"][1].startswith(
+        "bandw"
+    )
+    loss = by_name["linear_cross_entropy"]
+    assert "bandwidth" not in loss["forward"] and 0 < loss["training"]["memory"] < 10
+    assert re.search(r"^swiglu +3.0ms +2.0ms +1.50 +0.77 +\| +3.0ms +2.0ms +1.50 +2.05 +MISSED faster 1.50", said, re.M)
+    assert bench.main(options("operators", "--only", "swiglu", "--dtype", "bfloat16", "--json", "-")) == 0
+    assert json.loads(capsys.readouterr().out)["cases"][0]["dtype"] == "bfloat16"
+
+
+def test_bandwidth_of_a_copy(small):
+    assert 1e6 < bench_operators.copy_bandwidth() < 1e13
+
+
+def test_report_of_compiled_graphs(monkeypatch, capsys, twice):
+    monkeypatch.setattr(torch, "compile", lambda body, **_: body)
+    monkeypatch.setattr(bench_compiled, "compile_time", lambda rounds: (rounds, 1.05 * rounds))
+    monkeypatch.setattr(bench_compiled, "decomposition", lambda name, body, shapes, rounds: (3e-6, 1e-6 * rounds))
+    assert bench.main(options("compiled", "--rounds", "100", "--only", "sum", "compile-time", "against-eager")) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^sum +1 us +2 us +2.00 +target 1.05: missed$", said, re.M)
+    assert re.search(r"^compile-time +5 s +5.25 s +1.05 +target 1.10: reached$", said, re.M)
+    assert re.search(r"^against-eager +1 us +2 us +2.00 +target 1.00: missed$", said, re.M)
+    assert "softmax" not in said and "decomposed" not in said and twice == [100, 100]
+    for rounds, quicker in (("2", True), ("4", False)):
+        assert bench.main(options("compiled", "--rounds", rounds, "--only", "decompositions")) == 0
+        said = capsys.readouterr().out
+        for name in bench_compiled.DECOMPOSABLE:
+            decomposed = name in inductor.decompositions
+            words = "decomposed" if decomposed else "its kernels"
+            assert re.search(rf"^{name}, in a model +3 us +{rounds} us", said, re.M)
+            assert f"the default is {words}: {'the faster' if decomposed == quicker else 'the slower'}" in said
+
+
+def test_every_case_of_compiled_graphs_is_the_default(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(bench_compiled, "CASES", {"one": (lambda device: made.append(device) or (lambda: None), 1.5)})
+    monkeypatch.setattr(bench_compiled, "step_of", lambda *_, **__: lambda device: lambda: None)
+    monkeypatch.setattr(bench_compiled, "compare", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(bench_compiled, "compile_time", lambda rounds: (rounds, rounds))
+    monkeypatch.setattr(bench_compiled, "decomposition", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(bench_compiled, "NAMES", ("one", "compile-time", "against-eager", "decompositions"))
+    assert bench_compiled.run(types.SimpleNamespace(only=None, rounds=1)) == 0
+    said = capsys.readouterr().out
+    assert made == ["cpu", "openreg"] and re.search(r"^one .*1.00 +target 1.50: reached", said, re.M)
+    assert re.search(r"^compile-time +3 s", said, re.M) and "against-eager" in said and "rms_norm, alone" in said
