@@ -1,0 +1,487 @@
+"""Each check of `conformance` sees the device go wrong in each way that it looks for, and nothing where it is right."""
+
+from __future__ import annotations
+
+import io
+import signal
+
+import pytest
+import torch
+from torch.testing._internal.common_dtype import custom_types
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from openreg_tools.conformance import cuda_dtypes, generated, layouts, opinfo, schemas, sweep, training
+from openreg_tools.conformance import command as conformance
+
+pytestmark = pytest.mark.conformance
+DEVICE = "openreg"
+
+
+def operator(function, count=1, **options):
+    """An OpInfo of `count` arguments, in float16 on accelerators only."""
+
+    def samples(op, device, dtype, requires_grad, **_):
+        first, *rest = (
+            torch.arange(1, 4, device=device).to(dtype).requires_grad_(requires_grad and dtype.is_floating_point)
+            for _ in range(count)
+        )
+        yield SampleInput(first, args=tuple(rest))
+
+    options = {"supports_out": False, "inplace_variant": None} | options
+    return OpInfo(
+        "made",
+        op=function,
+        dtypes=custom_types(torch.float32),
+        dtypesIfCUDA=custom_types(torch.float32, torch.float16),
+        sample_inputs_func=samples,
+        **options,
+    )
+
+
+def kinds(report):
+    return {(failure.check, failure.kind) for failure in report.failures}
+
+
+class Scaled(torch.autograd.Function):
+    """2 x, with the gradient of 4 x on the device."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 2 if x.is_cpu else 4
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.factor * grad
+
+
+def refuse(*_):
+    raise ValueError("refused")
+
+
+# ---- the results of forms ----
+
+
+def with_out(device_side):
+    def function(x, *, out=None):
+        if out is None:
+            return x * 2
+        return torch.mul(x, 2, out=out) if x.is_cpu else device_side(x, out)
+
+    return operator(function, supports_out=True)
+
+
+def replaced(x, out):
+    return out.set_((x * 2).clone())
+
+
+@pytest.mark.parametrize(
+    "kind, device_side",
+    [
+        ("value", lambda x, out: torch.mul(x, 3, out=out)),
+        ("value", lambda x, out: x * 2),  # leaves out as it was
+        ("error", refuse),
+        ("structure", lambda x, out: torch.mul(x, 2, out=out).clone()),
+        ("structure", replaced),
+    ],
+    ids=["value", "not written", "error", "another tensor", "other memory"],
+)
+def test_out(kind, device_side):
+    assert not sweep.check(with_out(lambda x, out: torch.mul(x, 2, out=out)), torch.float32, DEVICE).failures
+    report = sweep.check(with_out(device_side), torch.float32, DEVICE, checks=("out",))
+    assert report.failures and {failure.check for failure in report.failures} == {"out"}, kinds(report)
+
+
+def test_reports_add_up():
+    one, other = opinfo.Report(), opinfo.Report()
+    for report, name in ((one, "first"), (other, "second")):
+        report.failures.append(opinfo.Failure(name, "value", 0, "differs"))
+        report.ran["forward"] += 2
+        report.notes["rounding"] += 1
+    one.add(other)
+    assert [failure.check for failure in one.failures] == ["first", "second"]
+    assert one.ran["forward"] == 4 and one.notes["rounding"] == 2 and not one.passed
+
+
+def test_a_generator_is_copied_with_its_state():
+    numbers = torch.Generator().manual_seed(7)
+    torch.rand(5, generator=numbers)
+    copy = opinfo.Mover(DEVICE)(numbers)
+    assert copy.device.type == DEVICE
+    assert torch.equal(torch.rand(9, generator=copy, device=DEVICE).cpu(), torch.rand(9, generator=numbers))
+
+
+class SecondScaled(torch.autograd.Function):
+    """x y, with twice the derivative by y on the device."""
+
+    @staticmethod
+    def forward(x, y):
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.factor = 1 if inputs[0].device.type == "cpu" else 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x * ctx.factor
+
+    @staticmethod
+    def jvp(ctx, x_t, y_t):
+        x, y = ctx.saved_tensors
+        return x_t * y + x * y_t * ctx.factor
+
+    @staticmethod
+    def vmap(info, in_dims, x, y):
+        x, y = (t.movedim(d, 0) if d is not None else t for t, d in zip((x, y), in_dims, strict=True))
+        return SecondScaled.apply(x, y), 0
+
+
+@pytest.mark.parametrize("check", ["grad", "jvp", "jacrev", "vmap_grad"])
+def test_the_second_derivative_of_two_under_transforms(check):
+    assert sweep.check(operator(SecondScaled.apply, 2), torch.float32, DEVICE, checks=(check,)).failures
+    right = operator(torch.mul, 2)
+    report = sweep.check(right, torch.float32, DEVICE, checks=(check,))
+    assert report.ran[check] and not report.failures
+
+
+# ---- dtypes that the CPU lacks ----
+
+
+def half(function, **options):
+    report = cuda_dtypes.check(operator(function, **options), torch.float32, DEVICE, 1, ("cuda_dtypes",))
+    assert report.ran["cuda_dtypes"] == 1
+    return {failure.kind: failure.message for failure in report.failures}
+
+
+def double(x, *, out=None):
+    return torch.mul(x, 2, out=out)
+
+
+def test_half_types_of_a_right_operator():
+    assert not half(double, supports_out=True, inplace_variant=lambda x: x.mul_(2))
+    assert not half(lambda x: (x * 2, x * 3))
+
+
+@pytest.mark.parametrize(
+    "kind, device_side",
+    {
+        "value": lambda x: x * 2.01,
+        "dtype": lambda x: x.float() * 2,
+        "shape": lambda x: (x * 2)[:2],
+        "structure": lambda x: (x * 2, x * 2),
+        "device": lambda x: x.cpu() * 2,
+        "error": refuse,
+        "gradient": Scaled.apply,
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_half_types(kind, device_side):
+    found = half(lambda x: double(x) if x.device.type in ("cpu", "meta") else device_side(x))
+    assert kind in found and found[kind].startswith("torch.float16: ")
+
+
+def test_gradients_of_half_types_that_are_missing_or_fail():
+    class Raises(Scaled):
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("no backward")
+
+    found = half(lambda x: double(x) if x.is_cpu else Raises.apply(x))
+    assert "backward: ValueError: no backward" in found["gradient"]
+    assert set(half(lambda x: double(x) if x.is_cpu else double(x.detach()))) == {"structure"}
+    two = operator(lambda x, y: x * 2 + y if x.is_cpu else x * 2 + y.detach(), 2)
+    report = cuda_dtypes.check(two, torch.float32, DEVICE, 1, ("cuda_dtypes",))
+    assert [failure.message for failure in report.failures] == ["torch.float16: input 1: expected a gradient"]
+
+
+@pytest.mark.parametrize(
+    "kind, inplace",
+    {"value": lambda x: x.mul_(3), "alias": lambda x: x * 2, "error": refuse}.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_half_types_in_place(kind, inplace):
+    assert set(half(double, inplace_variant=inplace)) == {kind}
+    assert not half(lambda x: x > 1, inplace_variant=inplace)  # another dtype does not fit
+
+
+@pytest.mark.parametrize(
+    "kind, device_side",
+    {
+        "value": lambda x, out: torch.mul(x, 3, out=out),
+        "error": lambda x, out: torch.mul(x, 2, out=out) if out.is_contiguous() else refuse(),
+        "shape": lambda x, out: torch.mul(x, 2, out=out) if out.numel() else out,
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_half_types_with_out(kind, device_side):
+    def function(x, *, out=None):
+        return double(x, out=out) if out is None or x.is_cpu else device_side(x, out)
+
+    assert set(half(function, supports_out=True)) == {kind}
+
+
+def test_an_out_that_the_composite_does_not_write():
+    op = operator(lambda x, *, out=None: x * 2, supports_out=True)
+    report = cuda_dtypes.check(op, torch.float32, DEVICE, 1, ("cuda_dtypes",))
+    assert not report.failures and report.notes["out= is not written by PyTorch's composite"] == 1
+
+
+# ---- autocast ----
+
+
+def under_autocast(wrong, right=lambda x: x * 2):
+    def function(x):
+        return wrong(x) if torch.is_autocast_enabled(DEVICE) else right(x)
+
+    report = cuda_dtypes.check(operator(function), torch.float32, DEVICE, 1, ("autocast",))
+    assert report.ran["autocast"] == 2
+    return report
+
+
+def only_in_functorch(x):
+    wrapped = torch._C._functorch.is_gradtrackingtensor(x)
+    return refuse() if wrapped and torch.is_autocast_enabled(DEVICE) else x * 2
+
+
+@pytest.mark.parametrize(
+    "kind, wrong, sentence",
+    [
+        ("error", refuse, "ValueError: refused"),
+        ("value", lambda x: x * 3, "differs from float32 by 3, of values up to 6"),
+        ("value", lambda x: (x * 2)[:2], "expected [3], but got [2]"),
+        ("value", lambda x: (x * 2, x), "expected 1 results, but got 2"),
+        ("gradient", Scaled.apply, "differs from float32 by "),
+        ("gradient", lambda x: x.detach() * 2, "expected 1 results, but got 0"),
+        ("gradient", only_in_functorch, "torch.func.grad: ValueError: refused"),
+    ],
+    ids=["error", "value", "shape", "structure", "gradient", "no gradient", "functorch"],
+)
+def test_autocast(kind, wrong, sentence):
+    report = under_autocast(wrong)
+    assert ("autocast", kind) in kinds(report)
+    for dtype in (torch.float16, torch.bfloat16):
+        said = [failure.message for failure in report.failures if failure.message.startswith(f"{dtype}")]
+        assert any(sentence in message for message in said), said
+
+
+def test_autocast_of_a_right_operator():
+    rounded = under_autocast(lambda x: (x * 2).to(torch.get_autocast_dtype(DEVICE)))
+    assert not rounded.failures and not rounded.notes
+    assert not under_autocast(lambda x: (x * 2, None)[0]).failures
+
+
+def test_what_autocast_loses_on_the_cpu_too_is_noted():
+    def function(x):
+        far = torch.is_autocast_enabled(DEVICE) or torch.is_autocast_enabled("cpu")
+        return x * 3 if far else x * 2
+
+    report = cuda_dtypes.check(operator(function), torch.float32, DEVICE, 1, ("autocast",))
+    assert not report.failures and report.notes["as far from float32 as autocast on the CPU"] == 2
+
+
+def test_what_fails_without_autocast_is_not_its_affair():
+    report = cuda_dtypes.check(
+        operator(lambda x: x * 2 if x.is_cpu else refuse()), torch.float32, DEVICE, 1, ("autocast",)
+    )
+    assert not report.ran and not report.failures
+
+
+# ---- async mode ----
+
+
+@pytest.mark.parametrize("kind", ["value", "no error"])
+def test_results_in_async_mode(kind):
+    """Of a result that fits, and of one of another dtype, which is refused."""
+
+    def function(x, *, out=None):
+        if out is None or torch.openreg.get_launch_mode() == "inline":
+            return torch.mul(x, 2, out=out)
+        if kind == "value":
+            return torch.mul(x, 3, out=out)
+        return out
+
+    op = operator(function, supports_out=True)
+    report = sweep.check(op, torch.float32, DEVICE, 1, ("async", "async_errors"))
+    assert ("async_errors", kind) in kinds(report)
+    right = operator(double, supports_out=True)
+    report = sweep.check(right, torch.float32, DEVICE, 1, ("async", "async_errors"))
+    assert not report.failures and report.ran["async_errors"] >= 4
+
+
+# ---- layouts ----
+
+
+def test_what_is_written_around_a_result():
+    made = layouts.Guarded.like(torch.zeros(3, 4), "sliced", DEVICE)
+    assert made.overrun() is None
+    owned = made.owned.nonzero().flatten()
+    between = next(i for i in range(int(owned[0]), int(owned[-1])) if not made.owned[i])
+    for place in (0, int(owned[0]) - 1, int(owned[-1]) + 1, between):
+        made.memory[place] += 1
+    assert made.overrun() == ("4 bytes outside of the result were written, 3 of them before its start or past its end")
+
+
+@pytest.mark.parametrize(
+    "name, out, inplace",
+    [
+        ("add.Tensor", "add.out", "add_.Tensor"),
+        ("add.Scalar", "add.Scalar_out", "add_.Scalar"),
+        ("pow.Tensor_Scalar", "pow.Tensor_Scalar_out", "pow_.Scalar"),
+        ("sort.stable", "sort.values_stable", None),
+        ("mm", "mm.out", None),
+    ],
+)
+def test_the_forms_of_an_operator(name, out, inplace):
+    packet, _, overload = name.partition(".")
+    found = layouts.forms(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    assert [each and each.name().removeprefix("aten::") for each in found] == [out, inplace]
+
+
+# ---- calls made from schemas ----
+
+
+@pytest.fixture
+def one_call(monkeypatch):
+    """An operator of which the CPU refuses the only call."""
+    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [])
+    monkeypatch.setattr(schemas, "refused", lambda name, samples: [generated.Call([torch.ones(2)], {})])
+    monkeypatch.setattr(schemas, "is_own", lambda name, device: False)
+
+
+@pytest.mark.usefixtures("one_call")
+def test_a_call_that_the_cpu_alone_refuses(monkeypatch):
+    monkeypatch.setattr(schemas, "run", lambda name, call, device: None)
+    report = schemas.check("aten::neg", DEVICE, 1, ("generated",))
+    (failure,) = report.failures
+    assert (failure.check, failure.kind, failure.sample) == ("generated", "no error", 0)
+    assert failure.message.startswith("the CPU refuses ") and report.ran["generated"] == 1
+    monkeypatch.setattr(schemas, "run", refuse)
+    assert not schemas.check("aten::neg", DEVICE, 1, ("generated",)).failures
+
+
+@pytest.mark.parametrize("kind", ["internal", "error", "no error", None])
+def test_garbage(monkeypatch, kind):
+    run = schemas.run
+
+    def wrong(name, call, device):
+        if device == "cpu" or kind is None:
+            return run(name, call, device)
+        if kind != "no error":
+            raise RuntimeError("INTERNAL ASSERT FAILED" if kind == "internal" else "refused")
+
+    monkeypatch.setattr(schemas, "run", wrong)
+    report = schemas.check("aten::mm", DEVICE, 1, ("garbage",))
+    assert report.ran["garbage"] == 16 and {k for _, k in kinds(report)} == ({kind} if kind else set())
+
+
+def test_three_calls_that_hang_end_a_survey():
+    hung = generated.survey(9, lambda i: signal.pause(), enough=1, seconds=0.2)
+    assert [outcome.kind for _, outcome in hung] == ["hung"] * 3
+
+
+# ---- modules ----
+
+
+def test_a_module_whose_second_output_or_input_is_wrong():
+    from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, ModuleInput
+
+    class Two(torch.nn.Module):
+        def __init__(self, where):
+            super().__init__()
+            self.weight, self.where = torch.nn.Parameter(torch.ones(3)), where
+
+        def forward(self, x, y):
+            wrong = not x.is_cpu
+            first = x * self.weight + (y - y.detach() if wrong and self.where == "gradient" else 0)
+            return first, y * 2 + (1 if wrong and self.where == "value" else 0)
+
+    class Info(ModuleInfo):
+        name = "nn.Two"
+
+    def inputs(where):
+        def made(info, device, dtype, requires_grad, training):
+            pair = [torch.ones(3, dtype=dtype, device=device, requires_grad=requires_grad) for _ in range(2)]
+            return [ModuleInput(FunctionInput(where), FunctionInput(*pair))]
+
+        return made
+
+    for where in ("value", "gradient", "nowhere"):
+        report = training.check_module(Info(Two, module_inputs_func=inputs(where)), torch.float32, DEVICE)
+        expected = {(check, where) for check in ("train", "eval")} if where != "nowhere" else set()
+        assert kinds(report) == expected and report.ran["vmap_grad"] == 1
+
+
+def test_a_module_that_fails_for_each_sample_on_the_device_alone():
+    from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, ModuleInput
+
+    class Unmapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            if x.is_openreg and torch._C._functorch.is_functorch_wrapped_tensor(self.weight):
+                refuse()
+            return x * self.weight
+
+    class Info(ModuleInfo):
+        name = "nn.Unmapped"
+
+    made = [ModuleInput(FunctionInput(), FunctionInput(torch.ones(3)))]
+    report = training.check_module(Info(Unmapped, module_inputs_func=lambda *_, **__: made), torch.float32, DEVICE)
+    assert [(f.check, f.kind, f.message) for f in report.failures] == [
+        ("vmap_grad", "error", "openreg raised ValueError: refused")
+    ]
+
+
+# ---- the command ----
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("out", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_progress(monkeypatch, out):
+    now = [0.0]
+    monkeypatch.setattr(conformance.time, "monotonic", lambda: now[0])
+    progress = conformance.Progress(4, out)
+    for failures, dtype in (([], "float32"), (["one"], "int64"), ([], "bool"), ([], "half")):
+        now[0] += 60
+        progress.step({"operator": "neg", "dtype": dtype, "failures": failures})
+    texts = [
+        "[#####...............] 1/4 0 differ, 3 min left  neg float32",
+        "[##########..........] 2/4 1 differ, 2 min left  neg int64",
+        "[###############.....] 3/4 1 differ, 1 min left  neg bool",
+        "[####################] 4/4 1 differ, 0 min left  neg half",
+    ]
+    if out.isatty():
+        assert out.getvalue() == "".join(f"\r{text:<79}" for text in texts) + "\n"
+    else:
+        assert out.getvalue().splitlines() == texts
+
+
+def test_progress_is_quiet_in_between(monkeypatch):
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr(conformance.time, "monotonic", lambda: now[0])
+    progress = conformance.Progress(100, out)
+    for _ in range(99):
+        now[0] += 1
+        progress.step({"operator": "neg", "dtype": "int64", "failures": []})
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["30/100", "60/100", "90/100"]
+
+
+@pytest.mark.parametrize("option", ["--dtypes", "--checks", "--suites"])
+def test_a_choice_that_there_is_not(capsys, option):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    conformance.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([option, "float31"])
+    assert f"argument {option}: invalid choice: 'float31'" in capsys.readouterr().err
