@@ -48,7 +48,7 @@ COVERAGE = """[run]
 source = {sources}
 data_file = {data}
 parallel = true
-patch = subprocess
+patch = _exit
 context = ${{PYTEST_CURRENT_TEST-}}
 """
 
@@ -122,9 +122,11 @@ def measure(tests: list[str], workers: int) -> None:
     command = [sys.executable, "-m", "pytest", f"-n{workers}", "--dist=worksteal", "-p", "no:cacheprovider", *tests]
     command += ["--cov", "--cov-context=test", f"--cov-config={OUT}/coveragerc", "--cov-report="]
     command += [f"--junitxml={OUT}/times.xml", "-o", "junit_family=xunit1"]
-    if subprocess.run(command, cwd=ROOT).returncode:
+    # Processes that a test starts read the file themselves, so that their lines count for the test.
+    if subprocess.run(command, cwd=ROOT, env={**os.environ, "COVERAGE_PROCESS_START": f"{OUT}/coveragerc"}).returncode:
         raise SystemExit("mutants: the tests fail without a mutant; make them pass first")
-    subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={OUT}/coveragerc"], cwd=ROOT, check=False)
+    combine = [sys.executable, "-m", "coverage", "combine", "--append", f"--rcfile={OUT}/coveragerc"]
+    subprocess.run(combine, cwd=ROOT, check=False)  # of processes that were still running when pytest-cov did it
 
 
 @functools.cache
@@ -136,8 +138,16 @@ def _contexts(file: str) -> dict[int, set[str]]:
     for line, contexts in data.contexts_by_lineno(str(ROOT / file)).items():
         for context in contexts:
             for part in context.split("|"):
-                found[line].add(part.partition(" (")[0])
+                test, _, phase = part.partition(" (")
+                found[line].add(test)
+                if phase == "setup)":  # a process that a fixture starts serves every test of the file
+                    found[line].update(_tests_of(test.partition("::")[0]))
     return {line: {test for test in tests if "::" in test} for line, tests in found.items()}
+
+
+@functools.cache
+def _tests_of(file: str) -> list[str]:
+    return [test for test in _seconds() if test.startswith(f"{file}::")]
 
 
 @functools.cache

@@ -59,6 +59,19 @@ def test_the_device_is_registered_after_a_search_and_an_interrupted_import():
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
+def test_the_interface_is_that_of_the_device():
+    """Of the device, and of Inductor's compile processes, which know only the first three."""
+    found = torch._dynamo.device_interface.get_interface_for_device("openreg")
+    names = ("set_device", "current_device", "get_device_properties")
+    assert [getattr(found.Worker, name) for name in names] == [getattr(torch.openreg, name) for name in names]
+    names += ("device_count", "is_available", "stream", "current_stream", "set_stream", "synchronize")
+    for name in (*names[:2], *names[3:], "memory_allocated", "Event", "Stream", "device"):
+        assert getattr(found, name) is getattr(torch.openreg, name), name
+    assert (found.exchange_device(1), torch.openreg.current_device()) == (0, 1)
+    assert (found.maybe_exchange_device(-1), found.maybe_exchange_device(0)) == (1, 1)
+    assert torch.openreg.current_device() == 0
+
+
 def test_constants_of_the_device():
     def function(x):
         index = torch.openreg.current_device() + torch.accelerator.current_device_index()

@@ -556,6 +556,20 @@ def test_state_dtype(dtype):
     assert optimizer.state[wide]["exp_avg"].dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_state_of_a_half_type_is_widened_by_loading(dtype):
+    """Into an optimizer that keeps its moments in float32, from one that keeps them in the parameters' dtype."""
+    net = model(dtype=dtype)
+    narrow, wide = AdamW(net.parameters()), AdamW(net.parameters(), state_dtype=torch.float32)
+    train(net, narrow, 2)
+    wide.load_state_dict(narrow.state_dict() | {"param_groups": wide.state_dict()["param_groups"]})
+    for p, state in narrow.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].dtype == dtype and wide.state[p][name].dtype == torch.float32
+            assert torch.equal(wide.state[p][name], state[name].float())
+    train(net, wide, 1, first=2)
+
+
 def test_hooks_of_loading():
     """What a hook before loading makes of the dict is what is loaded, and one after loading has the last word."""
     p = torch.ones(2, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)

@@ -309,6 +309,14 @@ def test_a_device_context_is_entered_again():
     assert torch.openreg.current_device() == 0
 
 
+@pytest.mark.parametrize("nowhere", [None, -1])
+def test_a_context_of_no_device_puts_nothing_back(nowhere):
+    """As torch.cuda.device: what its body makes current stays so."""
+    with torch.openreg.device(nowhere):
+        torch.openreg.set_device(1)
+    assert torch.openreg.current_device() == 1
+
+
 def test_what_is_no_stream_or_event():
     event = torch.openreg.Event()
     assert isinstance(event, torch.openreg.Event) and not isinstance(event, torch.openreg.Stream)

@@ -34,8 +34,16 @@ def mode(request):
         torch.openreg.synchronize(1)
 
 
+@pytest.fixture
+def older(mode):
+    """A tensor from before the sanitizer was on."""
+    return [torch.zeros(2, N, device=DEVICE)]
+
+
 @pytest.fixture(autouse=True)
-def sanitized(mode):
+def sanitized(mode, request):
+    if "older" in request.fixturenames:
+        request.getfixturevalue("older")
     with sanitizer.sanitize():
         yield
 
@@ -937,6 +945,23 @@ def test_partly_reused_memory():
         doubled = [part * 2 for part in parts]
     current().wait_stream(side)
     assert sum(each.sum().item() for each in doubled) == len(parts) * N // 2
+
+
+def test_memory_from_before_the_sanitizer_reused_too_early(older):
+    """Its size is known too: work on another stream that nobody waited for races with whoever gets a part of it."""
+    x = older.pop()
+    address, side = x.data_ptr(), torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        x.add_(1)
+    del x
+    with caught() as error:
+        parts = []
+        while not any(address <= part.data_ptr() < address + 8 * N for part in parts):
+            assert len(parts) < 1000, "the allocator did not reuse the block"
+            parts.append(torch.ones(N // 4, device=DEVICE))
+    assert ", before the memory was freed, during: aten::add_" in message(error)
+    current().wait_stream(side)
 
 
 def test_interleaved_columns_do_not_race():

@@ -278,6 +278,8 @@ def test_external_streams():
     stream = torch.openreg.Stream()
     same = torch.openreg.ExternalStream(stream.native_handle)
     assert same == stream and isinstance(same, torch.openreg.Stream)
+    first = torch.openreg.default_stream(1)
+    assert torch.openreg.get_stream_from_external(first.native_handle, 1) == first
     for handle in (12345, None, -1, 2**70):
         with pytest.raises(ValueError, match=f"{handle} is no stream of openreg:0"):
             torch.openreg.ExternalStream(handle)

@@ -26,6 +26,8 @@ from openreg_tools.checker.case import Case
 from openreg_tools.checker.checker import derived, operator, preserved
 from openreg_tools.checker.checks import CHECKS
 from openreg_tools.checker.checks.derivatives import derivative
+from openreg_tools.checker.report import MARKS
+from openreg_tools.forms import Wrong
 from openreg_tools.samples import parse
 
 ROOT = Path(__file__).parents[2]
@@ -776,6 +778,60 @@ def test_good_operator_with_random_numbers():
     assert report.failures
 
 
+def test_good_operator_of_which_one_output_has_no_derivative():
+    """Its value depends on y, whose gradient is zero; that of the other output does not."""
+
+    @torch.library.custom_op("good::sum_and_rank", mutates_args=())
+    def sum_and_rank(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, y * 3
+
+    sum_and_rank.register_fake(lambda x, y: (torch.empty_like(x), torch.empty_like(y)))
+    sum_and_rank.register_autograd(
+        lambda ctx, g, _: (g * 2, None),
+        setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(output[1]),
+    )
+    report = check(sum_and_rank, [(torch.randn(3), torch.randn(3))], only=["backward"])
+    assert not report.failures and "output 1 depends on y but does not" in report.of("warn", "backward")[0].sentence
+
+
+def test_operators_without_a_derivative_to_check():
+    with torch.library._scoped_library("good_constants", "DEF") as library:
+        for name, kernel in (("rounded", lambda x: x.detach().round()), ("places", torch.argsort)):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, kernel, "CPU")
+            library.impl(name, torch.library.fallthrough_kernel, "AutogradCPU")
+        for name, inputs, sentence in (
+            ("rounded", torch.tensor([0.25, 1.25, -2.125]), "its outputs do not depend on the values of its inputs"),
+            ("places", torch.randn(3), "no floating output"),
+            ("places", torch.arange(3), "no floating tensor argument"),
+        ):
+            (skipped,) = check(f"good_constants::{name}", [(inputs,)], only=["backward"]).of("skip", "backward")
+            assert skipped.sentence.endswith(sentence)
+
+
+def test_what_a_call_costs():
+    for inputs, on in (
+        ((torch.randn(4, 6), torch.randn(6)), "empty inputs"),
+        ((torch.randn(()), torch.randn(())), "the sample"),
+    ):
+        (told,) = check("aten::mul.Tensor", [inputs], only=["overhead"]).of("pass", "overhead")
+        assert re.search(
+            rf"[\d,]+ ns a call on {on}, [\d,]+ ns where a gradient is wanted; aten::neg takes ", told.sentence
+        )
+
+
+def test_outputs_in_a_list_may_alias_as_the_list_says():
+    with torch.library._scoped_library("good_lists", "DEF") as library:
+        library.define("parts(Tensor(a) x) -> Tensor(a)[]")
+        library.impl("parts", lambda x: [x[:1], x[1:]], "CPU")
+        library.define("copies(Tensor x) -> Tensor[]")
+        library.impl("copies", lambda x: [x[:1], x[1:].clone()], "CPU")
+        ops = torch.ops.good_lists
+        assert check(ops.parts.default, [(torch.randn(4),)], only=["schema"]).of("pass", "schema")
+        (failed,) = check(ops.copies.default, [(torch.randn(4),)], only=["schema"]).of("fail", "schema")
+        assert "output 0 shares the memory of x, and the schema does not say so" in failed.sentence
+
+
 def test_good_operators_that_write():
     @torch.library.custom_op("good::counts", mutates_args=("x",))
     def counts(x: Tensor) -> None:
@@ -947,6 +1003,16 @@ def test_inputs_as_text():
     x, y, z, *rest = sample.args
     assert (x.dtype, x.shape) == (torch.float32, (3, 4)) and y.stride() == (1, 2) and [t.dim() for t in z] == [1, 0]
     assert rest == [1e-5, "a, b", None] and sample.kwargs == {"dim": -1, "dtype": torch.float64}
+    kinds = "b8[3], bool[2], float8_e4m3fn[2], c64[1], u8[9]"
+    assert [x.dtype for x in parse(kinds).args] == [
+        torch.bool,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.cfloat,
+        torch.uint8,
+    ]
+    with pytest.raises(Wrong, match="there is no dtype 'foo'; short names are f64, "):
+        parse("foo[3]")
 
 
 # ---- the report ----
@@ -994,6 +1060,7 @@ def test_html(report):
 
     Parser().feed(page)
     names = [tag for tag, _ in tags]
+    assert re.findall(r'<span class="(\w+)">(.*?)</span> ', page) == [*MARKS.items()]
     assert names.count("table") == 1 and names.count("tr") == 5 and "script" not in names and "link" not in names
     assert sum(tag == "details" and "open" in attrs for tag, attrs in tags) == 1
     assert all(attrs["href"].partition("#")[2] in CHECKS for tag, attrs in tags if tag == "a")

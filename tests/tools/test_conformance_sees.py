@@ -10,8 +10,8 @@ import torch
 from torch.testing._internal.common_dtype import custom_types
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-from openreg_tools.conformance import cuda_dtypes, generated, layouts, opinfo, schemas, sweep, training
 from openreg_tools.conformance import command as conformance
+from openreg_tools.conformance import cuda_dtypes, generated, layouts, opinfo, schemas, sweep, training
 
 pytestmark = pytest.mark.conformance
 DEVICE = "openreg"

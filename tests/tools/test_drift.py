@@ -172,6 +172,18 @@ def test_registrations_of_this_process():
         library._destroy()
 
 
+def test_the_fallback_counted_is_that_of_the_process(saved):
+    found = drift.drift(*saved, key="PrivateUse1")
+    assert "the fallback of this process" in found.verdict() or found.fallback
+    library = torch.library.Library("_", "IMPL", "XPU")
+    try:
+        assert not drift.drift(*saved, key="XPU").fallback
+        library.fallback(lambda *_: None)
+        assert drift.drift(*saved, key="XPU").fallback
+    finally:
+        library._destroy()
+
+
 def test_wheel_and_environment(tmp_path):
     site = Path(torch.__file__).parents[1]
     with zipfile.ZipFile(tmp_path / "torch-9.whl", "w") as wheel:
@@ -243,6 +255,10 @@ def test_command(saved, backend, tmp_path, capsys):
     assert command("2.13.0", "2.15.0") == 0  # openreg itself
     said = " ".join(capsys.readouterr().out.split())
     assert "the fallback of this process or a shared kernel: no registration breaks, " in said
+    command("2.13.0", "2.15.0", "--verbose")
+    said = capsys.readouterr().out
+    titles = ["Added", "Removed", "Newly required", "No longer required", "Changed signatures", "Changed derivatives"]
+    assert [line for line in said.splitlines() if line in titles] == titles
     for words in ([], ["--verbose"]):
         command("2.13.0", "2.15.0", *words)
         assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())

@@ -153,6 +153,14 @@ def test_views_writes_factories_conjugates(x):
     assert keys(explain("sum", x.to_sparse()))[-1] == "SparsePrivateUse1"
 
 
+def test_the_input_decides_the_device(capsys):
+    """What --device names is where tensors lie that name none."""
+    status, said = command(capsys, "abs", "--device", "openreg", "--input", "f32[3]@cpu")
+    assert status == 0 and "key=[CPU]" in said.out and "PrivateUse1" not in said.out
+    status, said = command(capsys, "logical_not", "--input", "bool[3]", "--json", "-")
+    assert status == 0 and "bool[3]" in json.loads(said.out)["called"]
+
+
 def test_overloads():
     x = torch.ones(2, device="openreg")
     assert explain("add", x, 1).operator == explain("aten::add", x, x).operator == "aten::add.Tensor"

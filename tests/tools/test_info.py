@@ -11,8 +11,9 @@ import torch
 from processes import python
 
 import openreg_ops
+from openreg_ops import environment
 from openreg_ops.environment import VARIABLES
-from openreg_tools import info
+from openreg_tools import __main__, info
 
 pytestmark = pytest.mark.processes
 
@@ -153,6 +154,44 @@ def test_every_variable_is_documented_and_read():
     sources = {*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("openreg_ops/**/*.py")} - {ROOT / "openreg_ops/environment.py"}
     read = {name for path in sources for name in re.findall(r'"(OPENREG_[A-Z_]+)"', path.read_text())}
     assert read == set(VARIABLES)
+
+
+def test_numbers_of_devices(monkeypatch):
+    for count in ("0", "1", "64", ""):
+        monkeypatch.setenv("OPENREG_DEVICE_COUNT", count)
+        environment.check()
+    for count in ("65", "-1", "2.0", "two"):
+        monkeypatch.setenv("OPENREG_DEVICE_COUNT", count)
+        with pytest.raises(environment.WrongVariable, match=f"expected a number from 0 to 64, but got '{count}'"):
+            environment.check()
+
+
+def test_a_folder_without_the_package(monkeypatch, tmp_path):
+    """Python finds a folder of the name, but no package in it; or no such name at all."""
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("only_a_folder", "no_such_package", "no_such.package"):
+        found = info.Info()
+        info._package(found, name, True)
+        assert problems(found) == [f"{name} is not on Python's path"]
+
+
+def test_a_backend_that_cannot_be_loaded_leaves_a_line(monkeypatch, capsys):
+    class Entry:
+        name = "torch_bad"
+
+        def load(self):
+            raise ImportError("libbad.so: no such file")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()])
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    __main__._load_backends(["operators"])
+    said = "the backend torch_bad cannot be loaded, the tools run without it: libbad.so: no such file"
+    assert capsys.readouterr().err == f"openreg_tools: {said}\n"
+    __main__._load_backends(["operators", "--import=other"])
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    __main__._load_backends(["operators"])
+    assert not capsys.readouterr().err
 
 
 def test_another_copy_than_the_installed_one(monkeypatch, tmp_path):

@@ -417,9 +417,11 @@ def test_tests_skipped_for_want_of_cuda(pytester, run):
         @pytest.mark.skipif(True, reason="takes hours")
         def test_slow(): pass
     """)
-    result = run("--device=openreg", "--device-misuse=cuda")
+    result = run("--device=openreg", "--device-misuse=cuda", "--device-report=found.json")
     result.stdout.fnmatch_lines(["*1  test_*.py:2  needs a GPU"])
     result.stdout.no_fnmatch_line("*hours*")
+    (one,) = json.loads((pytester.path / "found.json").read_text())["findings"]
+    assert one["in_tests"] and (one["kind"], one["what"], one["count"]) == ("cuda", "needs a GPU", 1)
 
 
 def test_the_checker_passes_under_the_watch(pytester, run):

@@ -15,6 +15,7 @@ from processes import python
 
 import openreg_ops
 from openreg_tools.forms import Wrong
+from openreg_tools.recorder import Recorder
 from openreg_tools.trace import Candidate, Row, Trace, add_arguments, main
 
 
@@ -184,6 +185,23 @@ def test_queued_work_is_timed_by_events():
     assert recorded.dict()["clock"] == "events"
     assert rows(recorded)["aten::copy_"].total > 1e-4  # 32 MiB at no more than 300 GB/s
     assert torch.equal(x.cpu(), y.cpu())
+
+
+def test_times_of_events_are_seconds(monkeypatch):
+    class Event:
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, _other):
+            return 250.0  # milliseconds
+
+    recorded = Trace("openreg")
+    x = torch.ones(4, device="openreg")
+    monkeypatch.setattr(Recorder, "_event", lambda self: Event())
+    with recorded:
+        x.abs()
+    found = rows(recorded)
+    assert found["aten::abs.out"].seconds == 0.25 and found["aten::abs"].total == 0.25
 
 
 def test_an_error_passes_and_is_recorded():

@@ -1,0 +1,101 @@
+"""The forms of the tools' reports: numbers with their units, tables, pages."""
+
+import argparse
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from openreg_tools import forms
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "0 ns"), (2.5e-9, "2.5 ns"), (999e-9, "999 ns"), (1e-6, "1 us"), (12.34e-6, "12.34 us"), (1e-3, "1 ms"),
+        (0.25, "250 ms"), (1, "1 s"), (90.5, "90.5 s"),
+    ],
+)  # fmt: skip
+def test_seconds(value, text):
+    assert forms.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (-2048, "-2 KiB"), (1 << 20, "1 MiB"),
+        (5 << 30, "5 GiB"), (3 << 40, "3 TiB"), (4096 << 40, "4096 TiB"),
+    ],
+)  # fmt: skip
+def test_size(count, text):
+    assert forms.size(count) == text
+
+
+def test_cut():
+    assert forms.cut("aten::add", 9) == "aten::add"
+    assert forms.cut("aten::a_name_of_an_operator", 12) == "aten::...tor"
+    assert all(len(forms.cut("x" * 40, width)) == width for width in range(6, 40))
+
+
+def test_table():
+    rows = [("name", "calls"), ("aten::add", 7), ("x" * 90, 1000)]
+    wide = "x" * 90
+    assert forms.table(rows[:2], left=1) == ["name       calls", "aten::add      7"]
+    assert forms.table(rows[:2]) == ["     name  calls", "aten::add      7"]
+    assert forms.table([("a", "b"), ("c", "")], left=2) == ["a  b", "c"]
+    assert all(len(line) <= 80 for line in forms.table(rows, left=1, fit=True))
+    assert wide in forms.table(rows, left=1)[2] and wide not in "".join(forms.table(rows, left=1, fit=True))
+
+
+def test_wrapped():
+    lines = forms.wrapped(["one " * 40, "two-hyphens " * 10, "x" * 100], 3)
+    assert all(line.startswith("   ") and not line.startswith("    ") for line in lines)
+    assert all(len(line) <= 80 for line in lines if "xxx" not in line) and "x" * 100 in lines[-1]
+    assert all("two-" not in line.split() for line in lines)
+
+
+class Cells(HTMLParser):
+    """The texts of a page by their tag, and what lies outside of tables."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.rows, self.texts, self.tag = [], {}, None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tag = tag
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if self.tag in ("th", "td"):
+            self.rows[-1].append((self.tag, data))
+        self.texts[self.tag] = self.texts.get(self.tag, "") + data
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_html_table(left):
+    found = Cells(forms.html_table([("name", "a<b"), ("add & mul", 7), ("mm", None)], left))
+    tags = ["th" if i < left else "td" for i in range(2)]
+    assert found.rows[0] == [("th", "name"), ("th", "a<b")]
+    assert found.rows[1:] == [[*zip(tags, texts, strict=True)] for texts in (("add & mul", "7"), ("mm", "None"))]
+
+
+def test_a_page_is_whole_and_escaped():
+    page = forms.page("<title>", "a & b", "<p>body</p>", "p{color:red}")
+    found = {tag: text.strip() for tag, text in Cells(page).texts.items() if tag}
+    assert found["title"] == "<title>" and found["h1"] == "a & b" and found["p"] == "body"
+    assert page.startswith("<!DOCTYPE html>") and "p{color:red}" in found["style"]
+    assert not re.search(r"(src|href)=", page)
+
+
+def test_arguments(tmp_path):
+    assert forms.regex("a+") == "a+" and forms.file("-") == "-"
+    assert forms.file(str(tmp_path / "new.json")) == str(tmp_path / "new.json")
+    for function, text, sentence in (
+        (forms.regex, "(", r"'\(' is no regular expression: missing"),
+        (forms.file, str(tmp_path), "is a folder; name a file in it"),
+        (forms.file, str(tmp_path / "none" / "a.json"), "there is no folder .*none to write a.json to; make it first"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=sentence):
+            function(text)
