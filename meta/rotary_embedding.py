@@ -41,8 +41,7 @@ def _check(name, x_name, x, cos, sin):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    wide = op.acc_dtype(x.dtype)
-    x_wide, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
+    x_wide = x.to(op.acc_dtype(x.dtype))
     half = x.shape[-1] // 2  # chunk() and flatten() would not see that two of it are the whole
     if interleaved:
         a, b = (x_wide[..., first::2].narrow(-1, 0, half) for first in (0, 1))

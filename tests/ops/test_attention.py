@@ -318,6 +318,7 @@ def test_rejects():
     kit.check_error(OP, q[0], k, v, match="expected q of shape [batch, heads, length, width], but got [4, 5, 3]")
     kit.check_error(OP, q, k, v[0, 0], match="expected v of shape [batch, heads, length, width], but got [7, 4]")
     kit.check_error(OP, q, k.cpu(), v, match="attention: q is on openreg:0 but k is on cpu; move one with .to()")
+    kit.check_error(OP, q, k, v, random(5, 7).cpu(), match="attention: q is on openreg:0 but bias is on cpu; move one")
     kit.check_error(OP, q, k, v.double(), match="expected v of float32, the dtype of q, but got float64")
     kit.check_error(OP, q, v, v, match="expected k of batch 2 and width 3, those of q, but got shape [2, 2, 7, 4]")
     kit.check_error(

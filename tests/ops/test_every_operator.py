@@ -9,6 +9,7 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, LAYOUTS
+from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_ops.meta import op
 from openreg_ops.testing import Sample, check
@@ -135,6 +136,38 @@ def test_second_device(name):
     report = check(f"openreg::{name}", samples_of(name, "openreg:1"), "openreg:1", only=only)
     assert report.device == "openreg:1" and report.of("pass", "stream")
     report.raise_if_failed()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+@pytest.mark.parametrize("name", NAMES)
+def test_half_types_are_computed_in_float32_and_rounded_once(name, device, dtype):
+    """To the bit, as the docstrings say: outputs, and what is written to."""
+
+    def wide(x):
+        if isinstance(x, torch.Tensor):
+            return x.float() if x.dtype == dtype else x.clone()
+        return torch.float32 if x == dtype else x
+
+    op, outcomes = getattr(torch.ops.openreg, name).default, 0
+    samples = samples_of(name, device, dtype)
+    if name == "adamw_step_":
+        samples += [_with(samples, dict(grad_scale=torch.tensor(3.0, device=device), maximize=True))]
+    for sample in samples:
+        half = tree_map(
+            lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs)
+        )
+        if name == "fused_add_rms_norm":  # the norm is of the sum as it is returned, which is rounded
+            half[0][1].zero_()
+        found = []
+        for args, kwargs in (half, tree_map(wide, half)):
+            torch.manual_seed(0)
+            found.append(tree_leaves((op(*args, **kwargs), args, kwargs)))
+        for narrow, x in zip(*found, strict=True):
+            if isinstance(narrow, torch.Tensor):
+                outcomes += narrow.dtype == dtype
+                torch.testing.assert_close(narrow, x.to(narrow.dtype), rtol=0, atol=0, equal_nan=True)
+    assert outcomes or not any(x.dtype == dtype for x in tree_leaves(samples[0].args) if isinstance(x, torch.Tensor))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -319,6 +319,16 @@ def test_transforms():
             assert torch.equal(cache.movedim(d, 0), plain)
 
 
+def test_batches_of_rows_without_dimensions():
+    """Slots of one number each, which samples share."""
+    caches = [torch.zeros(3, 8, device=DEVICE) for _ in range(2)]
+    rows = [torch.arange(6.0, device=DEVICE).view(3, 2) + 10 * i for i in range(2)]
+    slots = kit.tensor([5, 2])
+    torch.vmap(updated, in_dims=(0, 0, 0, 0, None))(*caches, *rows, slots)
+    for cache, row in zip(caches, rows, strict=True):
+        assert torch.equal(cache[:, slots], row) and cache.count_nonzero() == row.count_nonzero()
+
+
 def test_vmap_refuses():
     k_cache, v_cache, k, v, slots = inputs_of(slots=[1, 2])
     with pytest.raises(RuntimeError, match="kv_cache_update_: expected vmap to map over v_cache, which it writes to"):
