@@ -41,6 +41,8 @@ OUT = ROOT / "out" / "mutants"
 KNOWN = ROOT / "tests" / "mutants_known.txt"
 PACKAGES = ("meta", "openreg_ops", "openreg_tools")
 OPERATORS = [each for each in mutation_operators if each[1] is not operator_string]
+# Written by setup.py; a table of arguments, of which others do as well.
+EXCLUDED = {ROOT / "openreg_ops" / "_build.py", ROOT / "openreg_tools" / "conformance" / "recipes.py"}
 # What is not there to be run twice: annotations, decorators, and what names a module's interface.
 SKIPPED = libcst.Annotation | libcst.Decorator | libcst.Import | libcst.ImportFrom
 COPY_NOT = shutil.ignore_patterns(".git", ".venv*", "build", "out", "*.egg-info", "__pycache__", ".*_cache")
@@ -84,7 +86,7 @@ def places(path: Path) -> Iterator[Callable[[], Mutant | None]]:
     file = str(path.relative_to(ROOT))
 
     def walk(node: libcst.CSTNode) -> Iterator[libcst.CSTNode]:
-        if isinstance(node, SKIPPED) or _is_dunder_all(node) or _makes_samples(node):
+        if isinstance(node, SKIPPED) or _is_dunder_all(node) or _makes_samples(node) or _asserts(node):
             return
         yield node
         for child in node.children:
@@ -100,7 +102,8 @@ def places(path: Path) -> Iterator[Callable[[], Mutant | None]]:
         for kind, operator in OPERATORS:
             if isinstance(node, kind):
                 for changed in operator(node):
-                    yield functools.partial(mutant, node, changed)
+                    if not _same(node, changed):
+                        yield functools.partial(mutant, node, changed)
 
 
 def _is_dunder_all(node: libcst.CSTNode) -> bool:
@@ -111,6 +114,21 @@ def _makes_samples(node: libcst.CSTNode) -> bool:
     """Whether it gives the sample inputs of an operator: other shapes and values there are no faults."""
     decorators = node.decorators if isinstance(node, libcst.FunctionDef) else ()
     return any("samples" in libcst.Module([]).code_for_node(each) for each in decorators)
+
+
+def _asserts(node: libcst.CSTNode) -> bool:
+    """Whether it is an argument that changes nothing in a right program: zip's strict=, print's flush=."""
+    return isinstance(node, libcst.Arg) and node.keyword is not None and node.keyword.value in ("strict", "flush")
+
+
+def _same(node: libcst.CSTNode, changed: libcst.CSTNode) -> bool:
+    """Whether a call differs in such arguments only."""
+
+    def text(call: libcst.Call) -> str:
+        kept = [arg for arg in call.args if not _asserts(arg)]
+        return libcst.Module([]).code_for_node(call.with_changes(args=kept)).replace(",", "").replace(" ", "")
+
+    return isinstance(node, libcst.Call) and isinstance(changed, libcst.Call) and text(node) == text(changed)
 
 
 def measure(tests: list[str], workers: int) -> None:
@@ -290,9 +308,7 @@ def main() -> int:
 
 def _python_files(path: Path) -> list[Path]:
     found = [path] if path.is_file() else path.rglob("*.py")
-    return [
-        file for file in found if file.name != "_build.py" and not file.is_relative_to(ROOT / "openreg_ops" / "meta")
-    ]
+    return [file for file in found if file not in EXCLUDED and not file.is_relative_to(ROOT / "openreg_ops" / "meta")]
 
 
 if __name__ == "__main__":
