@@ -377,7 +377,8 @@ def _first_dtype(op: Any) -> torch.dtype | None:
 
 def _samples(op: Any, dtype: torch.dtype, requires_grad: bool, most: int) -> Iterator[Any]:
     torch.manual_seed(SEED)
-    made = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), 20 * most))
+    count = 20 * most if most > 1 else 1
+    made = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), count))
     # Spread over the list: neighbours tend to differ in little.
     step = max(1, len(made) / most)
     return iter([made[int(i * step)] for i in range(min(most, len(made)))])
