@@ -68,7 +68,7 @@ def dtype_of(text: str) -> torch.dtype:
     return dtype
 
 
-_TENSOR = re.compile(r"([a-z]\w*)\[([\d, ]*)\](?:@\(([\d, ]*)\))?(?:@([a-z_\d]+(?::\d+)?))?$")
+_TENSOR = re.compile(r"([a-z]+\d\w*|bool)\[([\d, ]*)\](?:@\(([\d, ]*)\))?(?:@([a-z_\d]+(?::\d+)?))?$")
 
 
 def parse(text: str, device: str = "cpu") -> Sample:

@@ -1011,8 +1011,8 @@ def test_inputs_as_text():
         torch.cfloat,
         torch.uint8,
     ]
-    with pytest.raises(Wrong, match="there is no dtype 'foo'; short names are f64, "):
-        parse("foo[3]")
+    with pytest.raises(Wrong, match="there is no dtype 'f33'; short names are f64, "):
+        parse("f33[3]")
 
 
 # ---- the report ----
