@@ -48,6 +48,9 @@ def test_the_consumers_stream_waits():
             assert waiting == waits
             torch.openreg.synchronize()
     assert y.unique().tolist() == [1]
+    there = torch.ones(4, device="openreg:1")  # whose streams these are, whichever device is current
+    stream = torch.openreg.Stream(device=1)
+    assert torch.from_dlpack(there.__dlpack__(stream=stream.native_handle)).tolist() == [1] * 4
     with pytest.raises(TypeError, match="stream must be"):
         x.__dlpack__(stream="default")
     with pytest.raises(ValueError, match="12345 is no stream of openreg:0"):

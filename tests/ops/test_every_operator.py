@@ -138,6 +138,20 @@ def test_second_device(name):
     report.raise_if_failed()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_runs_on_the_device(name):
+    """On the second one, while the first is current."""
+    function = getattr(torch.ops.openreg, name).default
+    for sample in samples_of(name, "openreg:1"):
+        found = []
+        for call in (function, op.reference_of(name)):
+            args, kwargs = tree_map(
+                lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs)
+            )
+            found.append([x for x in tree_leaves((call(*args, **kwargs), args)) if isinstance(x, torch.Tensor)])
+        torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.parametrize("name", NAMES)
@@ -149,7 +163,7 @@ def test_half_types_are_computed_in_float32_and_rounded_once(name, device, dtype
             return x.float() if x.dtype == dtype else x.clone()
         return torch.float32 if x == dtype else x
 
-    op, outcomes = getattr(torch.ops.openreg, name).default, 0
+    function, outcomes = getattr(torch.ops.openreg, name).default, 0
     samples = samples_of(name, device, dtype)
     if name == "adamw_step_":
         samples += [_with(samples, dict(grad_scale=torch.tensor(3.0, device=device), maximize=True))]
@@ -162,7 +176,7 @@ def test_half_types_are_computed_in_float32_and_rounded_once(name, device, dtype
         found = []
         for args, kwargs in (half, tree_map(wide, half)):
             torch.manual_seed(0)
-            found.append(tree_leaves((op(*args, **kwargs), args, kwargs)))
+            found.append(tree_leaves((function(*args, **kwargs), args, kwargs)))
         for narrow, x in zip(*found, strict=True):
             if isinstance(narrow, torch.Tensor):
                 outcomes += narrow.dtype == dtype

@@ -285,6 +285,17 @@ def test_external_streams():
             torch.openreg.ExternalStream(handle)
 
 
+def test_stream_contexts():
+    """`torch.openreg.StreamContext`, as torch.cuda has one, and `torch.openreg.stream`."""
+    before, side = torch.openreg.current_stream(), torch.openreg.Stream()
+    for context in (torch.openreg.StreamContext, torch.openreg.stream):
+        with context(side) as entered:
+            assert entered == side == torch.openreg.current_stream()
+            with context(None) as nothing:
+                assert nothing is None and torch.openreg.current_stream() == side
+        assert torch.openreg.current_stream() == before
+
+
 def test_priorities():
     assert _C.stream_priority(0, torch.openreg.Stream(priority=-1).stream_id) == -1
     assert torch.openreg.Stream(priority=-1) != torch.openreg.Stream(priority=0)

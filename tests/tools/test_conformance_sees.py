@@ -162,6 +162,7 @@ def double(x, *, out=None):
 
 
 def test_half_types_of_a_right_operator():
+    assert not half(lambda x: x * torch.nan, supports_out=False, inplace_variant=lambda x: x.mul_(torch.nan))
     assert not half(double, supports_out=True, inplace_variant=lambda x: x.mul_(2))
     assert not half(lambda x: (x * 2, x * 3))
 
