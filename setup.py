@@ -1,8 +1,14 @@
-"""Builds openreg_ops: one C++ extension, openreg_ops._C, from every file in csrc/."""
+"""Builds openreg_ops: one C++ extension, openreg_ops._C, from every file in csrc/.
+
+Most of a file's time goes to PyTorch's headers and what their templates make. So csrc/precompiled.h is compiled first, and
+the compiler sees the files of a folder some at a time, as one: a name in an anonymous namespace is unique in its folder.
+"""
 
 import os
 import platform
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 # An openreg_ops that is installed already must not be loaded: it may be for another torch, and this build is how to fix that.
@@ -11,7 +17,7 @@ os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 
 import torch  # noqa: E402
 from setuptools import setup  # noqa: E402
-from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, include_paths  # noqa: E402
 
 ROOT = Path(__file__).parent
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
@@ -64,12 +70,65 @@ def openreg_tools() -> str:
     return f"openreg_tools @ {(ROOT / 'openreg_tools').resolve().as_uri()}"
 
 
+# How many files of a folder the compiler sees as one: of operators few, so that a change to one is built soon.
+TOGETHER = {"csrc/ops": 3, "csrc/runtime": 20}
+APART = {"csrc/ops/nms.cpp"}  # has options of its own for all that follows
+
+
+def units(sources: list[str]) -> dict[str, list[str]]:
+    """The files to be compiled as one, by name."""
+    found = {source.replace("/", "_"): [source] for source in APART}
+    for folder in sorted({os.path.dirname(source) for source in sources}):
+        files = [source for source in sources if os.path.dirname(source) == folder and source not in APART]
+        count = TOGETHER.get(folder, 5)
+        for first in range(0, len(files), count):
+            found[f"{folder.replace('/', '_')}_{first // count}.cpp"] = files[first : first + count]
+    return found
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, unless that is what it says: what is made of it stays as new as it."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 class Build(BuildExtension):
     """Compiles, keeps the objects for the next time, and notes beside the extension which torch it is for."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.build_temp = f"{BUILD}/objects"  # an editable install would take a temporary directory
+
+    def build_extension(self, extension: CppExtension) -> None:
+        header, sources = ROOT / BUILD / "units" / "precompiled.h", []
+        write(header, f'#include "{ROOT}/csrc/precompiled.h"\n')
+        self.precompile(header, extension)
+        for name, together in units(extension.sources).items():
+            # The runtime does without PyTorch.
+            first = [] if name.startswith("csrc_runtime") else ["precompiled.h"]
+            text = "".join(f'#include "{each}"\n' for each in [*first, *(ROOT / source for source in together)])
+            write(header.with_name(name), text)
+            sources.append(f"{BUILD}/units/{name}")
+        extension.sources, extension.depends = sources, [str(path) for path in (ROOT / "csrc").rglob("*.*")]
+        super().build_extension(extension)
+
+    def precompile(self, header: Path, extension: CppExtension) -> None:
+        """Compile a header, if what it includes or how it is compiled has changed."""
+        compiler = shlex.split(get_cxx_compiler())
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        made = header.with_suffix(".h.pch" if "clang" in version else ".h.gch")
+        includes = [f"-I{each}" for each in [*self.compiler.include_dirs, *extension.include_dirs]]
+        flags = [*self.compiler.compiler_so[1:], *includes, *extension.extra_compile_args]
+        command = [*compiler, *flags, "-x", "c++-header", str(header), "-o", str(made)]
+        how, needs = made.with_suffix(".txt"), made.with_suffix(".d")
+        if made.exists() and how.exists() and how.read_text() == version + shlex.join(command):
+            paths = needs.read_text().replace("\\\n", " ").partition(":")[2].split()
+            if all(os.path.exists(path) and os.path.getmtime(path) <= made.stat().st_mtime for path in paths):
+                return
+        print("precompiling PyTorch's headers", flush=True)
+        subprocess.run([*command, "-MMD", "-MF", str(needs)], check=True)
+        how.write_text(version + shlex.join(command))
 
     def run(self) -> None:
         super().run()
@@ -84,6 +143,8 @@ class Build(BuildExtension):
 # DispatchStub's signature depends on what torch itself was built with.
 STUBS = ["-DHAVE_AVX512_CPU_DEFINITION", "-DHAVE_AVX2_CPU_DEFINITION"] if platform.machine() == "x86_64" else []
 
+# Warnings of PyTorch's headers are not ours.
+SYSTEM = [word for path in include_paths() for word in ("-isystem", path)]
 WARNINGS = [
     "-Wall",
     "-Wextra",
@@ -122,6 +183,7 @@ setup(
                 "-g0",  # Python asks for -g, which makes the build slower and the library 16 times as big
                 "-fopenmp",
                 "-fvisibility=hidden",
+                *SYSTEM,
                 *WARNINGS,
                 *STUBS,
                 *VECTORS,

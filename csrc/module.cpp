@@ -1,8 +1,10 @@
 // Python bindings: what openreg_ops needs of C++ that torch does not offer already.
 #include <ATen/core/CachingHostAllocator.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/device_lazy_init.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <pthread.h>
 

@@ -5,7 +5,7 @@
 namespace openreg {
 namespace {
 
-auto& table() {
+auto& counts_table() {
   static auto* all = new std::unordered_map<std::string, HostScalars>{
       {"aten::addcmul", HostScalars::kLast}, // aten/src/ATen/native/cuda/PointwiseOpsKernel.cu takes tensor2
       {"aten::addcmul_", HostScalars::kLast},
@@ -30,8 +30,8 @@ auto& table() {
 }
 
 HostScalars find(const std::string& name) {
-  const auto found = table().find(name);
-  return found == table().end() ? HostScalars::kAny : found->second;
+  const auto found = counts_table().find(name);
+  return found == counts_table().end() ? HostScalars::kAny : found->second;
 }
 
 } // namespace
@@ -45,7 +45,7 @@ HostScalars host_scalars(std::string_view name) {
 }
 
 void set_host_scalars(const std::unordered_map<std::string, int>& counts) {
-  for (const auto& [name, count] : counts) table().emplace(name, count ? HostScalars::kOne : HostScalars::kNone);
+  for (const auto& [name, count] : counts) counts_table().emplace(name, count ? HostScalars::kOne : HostScalars::kNone);
 }
 
 void check_scalar(const char* name, bool another) {

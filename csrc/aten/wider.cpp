@@ -31,7 +31,7 @@ constexpr std::uint64_t kFloat8s =
 
 // Every operator whose CPU kernel lacks a dtype that its CUDA kernel has, all overloads, by name. The conformance
 // check cuda_dtypes finds those that are missing here.
-const std::unordered_map<std::string, Wider>& table() {
+const std::unordered_map<std::string, Wider>& wider_table() {
   static const auto* all = [] {
     auto* made = new std::unordered_map<std::string, Wider>;
     const auto add = [&](std::uint64_t lacks, Wider::Rule rule, std::initializer_list<const char*> names) {
@@ -162,8 +162,8 @@ std::vector<int64_t> signal_sizes(const c10::OperatorHandle& op, const c10::IVal
 } // namespace
 
 const Wider* Wider::of(const std::string& name) {
-  const auto it = table().find(name);
-  return it == table().end() ? nullptr : &it->second;
+  const auto it = wider_table().find(name);
+  return it == wider_table().end() ? nullptr : &it->second;
 }
 
 bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey key) const {

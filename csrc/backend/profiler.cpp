@@ -254,7 +254,7 @@ struct Methods final : torch::profiler::impl::ProfilerStubs {
   void synchronize() const override { synchronize_device(current_device()); }
 };
 
-const bool registered = [] {
+const bool profiler_registered = [] {
   static Methods methods;
   torch::profiler::impl::registerPrivateUse1Methods(&methods);
   return true;

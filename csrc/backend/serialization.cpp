@@ -47,7 +47,7 @@ void load(const at::Tensor& tensor, Metadata& entries) {
   set_metadata(tensor, entries);
 }
 
-const bool registered = [] {
+const bool serialization_registered = [] {
   torch::jit::TensorBackendMetaRegistry(c10::kPrivateUse1, &save, &load);
   return true;
 }();

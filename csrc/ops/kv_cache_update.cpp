@@ -43,8 +43,8 @@ Refused check_slots(const int64_t* slots, int64_t n, int64_t num_slots) {
 }
 
 // A row of a cache, of any strides, and the row of contiguous memory that goes there.
-struct Rows {
-  Rows(const Tensor& to, const Tensor& from)
+struct CacheRows {
+  CacheRows(const Tensor& to, const Tensor& from)
       : to_(static_cast<char*>(to.mutable_data_ptr())), from_(static_cast<const char*>(from.const_data_ptr())),
         item_(to.element_size()), step_(to.stride(0) * item_), bytes_(item_) {
     // Dimensions merge into what lies contiguous, from the last one on; those that do not are walked over.
@@ -114,7 +114,7 @@ Tensor source(const Tensor& x, const Tensor& k_cache, const Tensor& v_cache) {
   return x.is_alias_of(k_cache) || x.is_alias_of(v_cache) ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
 }
 
-void write(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_, const Tensor& v_,
+void write_rows(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_, const Tensor& v_,
     const Tensor& slots_) {
   const Tensor k = source(k_, k_cache, v_cache), v = source(v_, k_cache, v_cache),
                slots = source(slots_.to(at::kLong), k_cache, v_cache);
@@ -127,7 +127,7 @@ void write(const char* op, const Tensor& k_cache, const Tensor& v_cache, const T
       "; give -1 to skip a position");
   TORCH_CHECK_INDEX(refused.position < 0, op, ": expected slots without repetition, but got slot ", refused.slot,
       " at positions ", refused.first, " and ", refused.position, "; give -1 to skip a position");
-  launch(stream, [n, slot, k = Rows(k_cache, k), v = Rows(v_cache, v)] {
+  launch(stream, [n, slot, k = CacheRows(k_cache, k), v = CacheRows(v_cache, v)] {
     at::parallel_for(0, n, at::divup(kGrain * 4, k.bytes() + v.bytes() + 1), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (slot[i] < 0) continue;
@@ -146,7 +146,7 @@ void kv_cache_update_(
   written.add("k_cache", k_cache);
   written.add("v_cache", v_cache);
   written.check();
-  write(op, k_cache, v_cache, k, v, slots);
+  write_rows(op, k_cache, v_cache, k, v, slots);
 }
 
 std::tuple<Tensor, Tensor> kv_cache_update(
@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor> kv_cache_update(
   constexpr const char* op = "kv_cache_update";
   check(op, k_cache, v_cache, k, v, slots);
   Tensor new_k = k_cache.clone(at::MemoryFormat::Contiguous), new_v = v_cache.clone(at::MemoryFormat::Contiguous);
-  write(op, new_k, new_v, k, v, slots);
+  write_rows(op, new_k, new_v, k, v, slots);
   return {new_k, new_v};
 }
 

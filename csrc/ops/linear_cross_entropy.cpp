@@ -13,7 +13,7 @@ namespace {
 
 // Rows of a chunk, whose logits are held for all classes; classes of a tile, whose weights a thread holds in cache;
 // classes of a block, whose logits and weights all threads hold in theirs.
-constexpr int64_t kRows = 512, kClasses = 96, kBlock = 16 * kClasses;
+constexpr int64_t kRows = 512, kClasses = 96, kClassBlock = 16 * kClasses;
 // Columns of grad_x that a thread computes at a time, from so many classes.
 template <class A>
 constexpr int64_t kColumns = 4 * kPanel<A>;
@@ -69,8 +69,8 @@ class Chunk {
     for (int64_t t = 0; t < row_; t += V::size()) combine(t);
     for (int64_t t = 0; t < n_; ++t) finish_row(t, scale);
     if (!gradients_) return;
-    for (int64_t v = 0; v < in_.classes; v += kBlock) {
-      const int64_t end = std::min(in_.classes, v + kBlock);
+    for (int64_t v = 0; v < in_.classes; v += kClassBlock) {
+      const int64_t end = std::min(in_.classes, v + kClassBlock);
       split(at::divup(end - v, kClasses), kClasses * n_ * in_.width,
           [&](int64_t first, int64_t last) { gradients_of_logits(v / kClasses + first, v / kClasses + last); });
       if (out_.x != nullptr) multiply_by_weight(v, end);

@@ -50,9 +50,9 @@ void rotate_row(const T* x, const Table* cos, const Table* sin, T* y, int64_t ha
 }
 
 // Where the rows of x, cos and sin begin: each of x's dimensions but the last has a stride in each of them.
-class Rows {
+class RowOffsets {
  public:
-  Rows(const Tensor& x, const Tensor& cos, const Tensor& sin)
+  RowOffsets(const Tensor& x, const Tensor& cos, const Tensor& sin)
       : sizes_(x.sizes().slice(0, x.dim() - 1)), index_(sizes_.size(), 0),
         strides_{at::DimVector(x.strides()), at::DimVector(cos.strides()), at::DimVector(sin.strides())} {}
   void seek(int64_t row) {
@@ -122,12 +122,12 @@ Tensor rotate(const char* op, const char* name, const Tensor& x_, const Tensor& 
     using T = scalar_t;
     const auto run = [&]<class Table>(const Table* c) {
       launch(current_stream(x.get_device()),
-          [=, scattered = !x.is_contiguous(), at = Rows(x, cos, sin), x = x.const_data_ptr<T>(),
+          [=, scattered = !x.is_contiguous(), at = RowOffsets(x, cos, sin), x = x.const_data_ptr<T>(),
               s = sin.const_data_ptr<Table>(), y = y.mutable_data_ptr<T>()] {
             at::parallel_for(0, rows, at::divup(kGrain, 2 * half + 1), [&](int64_t begin, int64_t end) {
               // A processor fetches ahead within a page only, and the rows of a transposed x may lie a page apart.
               constexpr int64_t kAhead = 8;
-              Rows row = at, ahead = at;
+              RowOffsets row = at, ahead = at;
               row.seek(begin);
               if (scattered) ahead.seek(begin + kAhead);
               const Vec<T> with_sign(static_cast<Acc<T>>(sign));

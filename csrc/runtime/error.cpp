@@ -15,7 +15,7 @@ namespace {
 std::atomic<ThrowDeviceError> device_error{nullptr};
 
 // The first error of each device that no one has been told of. Leaked: a worker may end after main().
-std::mutex mutex;
+std::mutex error_mutex;
 auto& errors = *new std::array<std::string, kMaxDevices>;
 
 } // namespace
@@ -33,7 +33,7 @@ void throw_kept_error(int device, bool keep) {
   if (!(detail::attention.load() & detail::kErrorBit)) return;
   std::string message;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(error_mutex);
     std::string& kept = errors[static_cast<std::size_t>(device)];
     message = kept;
     if (!keep) kept.clear();
@@ -44,7 +44,7 @@ void throw_kept_error(int device, bool keep) {
 }
 
 void detail::keep_error(int device, const std::source_location& where, const char* what) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(error_mutex);
   auto& first = errors[static_cast<std::size_t>(device)];
   if (!first.empty()) return;
   // Without the C++ frames that torch's errors carry.

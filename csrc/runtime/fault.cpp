@@ -18,7 +18,7 @@ struct Armed {
   std::uint64_t seen = 0, struck = 0;
 };
 
-std::mutex mutex;
+std::mutex fault_mutex;
 std::map<int, Armed>& armed() {
   static auto* all = new std::map<int, Armed>;
   return *all;
@@ -47,14 +47,14 @@ const Injection* strike(Fault fault, int device) {
 }
 
 bool strikes(Fault fault, int device) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(fault_mutex);
   return strike(fault, device) != nullptr;
 }
 
 void add_latency(Fault fault, Stream stream) {
   std::int64_t nanoseconds = 0;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(fault_mutex);
     if (const Injection* injection = strike(fault, stream.device)) nanoseconds = injection->nanoseconds;
   }
   if (nanoseconds > 0) sleep_on(stream, nanoseconds);
@@ -63,14 +63,14 @@ void add_latency(Fault fault, Stream stream) {
 } // namespace
 
 int arm(const Injection& injection) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(fault_mutex);
   armed()[++next_number] = {injection};
   update_attention();
   return next_number;
 }
 
 std::uint64_t disarm(int number) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(fault_mutex);
   const auto found = armed().find(number);
   const std::uint64_t struck = found == armed().end() ? 0 : found->second.struck;
   armed().erase(number);
@@ -79,13 +79,13 @@ std::uint64_t disarm(int number) {
 }
 
 void reset_device(int device) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(fault_mutex);
   lost_devices[static_cast<std::size_t>(device)] = false;
   update_attention();
 }
 
 bool lost(int device) noexcept {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(fault_mutex);
   return lost_devices[static_cast<std::size_t>(device)];
 }
 
@@ -111,7 +111,7 @@ bool detail::kernel_fails(Stream stream, const Site& site) {
   add_latency(Fault::kKernelLatency, stream);
   if (strikes(Fault::kLost, stream.device)) {
     {
-      std::lock_guard lock(mutex);
+      std::lock_guard lock(fault_mutex);
       lost_devices[static_cast<std::size_t>(stream.device)] = true;
     }
     check_not_lost(stream.device);

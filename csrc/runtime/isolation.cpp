@@ -53,7 +53,7 @@ const bool mode_from_environment = [] {
 
 // ---- strict ----
 
-std::mutex mutex;
+std::mutex isolation_mutex;
 int inside = 0; // threads that run work
 thread_local bool this_inside = false;
 
@@ -83,12 +83,12 @@ void protect_used(int rights) noexcept {
 // A child inherits the rights as they are; of the threads that it had, it has one.
 const bool fork_noticed = [] {
   if (mode != Isolation::kStrict) return true;
-  pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
+  pthread_atfork([] { isolation_mutex.lock(); }, [] { isolation_mutex.unlock(); },
       [] {
         const bool open = inside > 0;
         inside = this_inside;
         if (open && !inside) protect_used(PROT_NONE);
-        mutex.unlock();
+        isolation_mutex.unlock();
       });
   return true;
 }();
@@ -225,7 +225,7 @@ void set_host_thread(IsHostThread is_host) noexcept {
 
 void isolate(void* base, std::size_t bytes) noexcept {
   if (mode == Isolation::kOff) return;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(isolation_mutex);
   range = static_cast<char*>(base);
   range_bytes = bytes;
 #ifdef __x86_64__
@@ -248,7 +248,7 @@ void isolate(void* base, std::size_t bytes) noexcept {
 
 void isolate_used(int device, void* base, std::size_t bytes) noexcept {
   if (mode != Isolation::kStrict) return;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(isolation_mutex);
   auto& now = used[static_cast<std::size_t>(device)];
   if (bytes <= now.bytes) return;
   now = {static_cast<char*>(base), bytes};
@@ -257,7 +257,7 @@ void isolate_used(int device, void* base, std::size_t bytes) noexcept {
 }
 
 bool remap(void* pages, std::size_t bytes, int file) noexcept {
-  std::lock_guard lock(mutex); // in strict mode another thread may open or close the memory
+  std::lock_guard lock(isolation_mutex); // in strict mode another thread may open or close the memory
   const int rights = mode == Isolation::kStrict && !inside ? PROT_NONE : PROT_READ | PROT_WRITE;
   const int kind = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
   if (mmap(pages, bytes, rights, kind | MAP_FIXED, file, 0) == MAP_FAILED) return false;
@@ -271,13 +271,13 @@ bool remap(void* pages, std::size_t bytes, int file) noexcept {
 // One system call for all of the range: it costs what the pages in use cost, since the kernel skips the others.
 bool detail::open_strict() noexcept {
   if (this_inside) return false;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(isolation_mutex);
   if (inside++ == 0) protect_used(PROT_READ | PROT_WRITE);
   return this_inside = true;
 }
 
 void detail::close_strict() noexcept {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(isolation_mutex);
   this_inside = false;
   if (--inside == 0) protect_used(PROT_NONE);
 }

@@ -19,7 +19,7 @@ namespace openreg {
 namespace {
 
 // Leaked: a worker may end after main().
-std::mutex mutex;
+std::mutex profile_mutex;
 auto& log = *new std::vector<Activity>;
 std::atomic<std::uint64_t> session{0}; // counts profiles, so that nothing of one gets into the next
 std::atomic<std::uint32_t> launches{0};
@@ -63,7 +63,7 @@ std::string work_name(const Site& site) {
 }
 
 void keep(std::uint64_t of, Activity activity) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(profile_mutex);
   if (of == session.load() && detail::profiling()) log.push_back(std::move(activity));
 }
 
@@ -152,7 +152,7 @@ void detail::end_call(const char* name, std::int64_t begin) noexcept try {
 }
 
 void start_profile() {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(profile_mutex);
   log.clear();
   ++session;
   detail::attention.fetch_or(detail::kProfileBit);
@@ -160,7 +160,7 @@ void start_profile() {
 
 std::vector<Activity> stop_profile() {
   if (!forked()) detail::wait_for_queued(detail::Interrupt::kNever);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(profile_mutex);
   detail::attention.fetch_and(~detail::kProfileBit);
   return std::exchange(log, {});
 }

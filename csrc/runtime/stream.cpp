@@ -22,7 +22,7 @@
 namespace openreg {
 namespace {
 
-thread_local std::array<std::int64_t, kMaxDevices> current{};
+thread_local std::array<std::int64_t, kMaxDevices> current_ids{};
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
 
 std::mutex counters_mutex;
@@ -167,8 +167,8 @@ Queue& queue_of(Stream stream) {
   return *expected;
 }
 
-std::atomic<LaunchMode> mode{LaunchMode::kInline};
-const bool mode_from_environment = [] {
+std::atomic<LaunchMode> current_mode{LaunchMode::kInline};
+const bool launch_mode_from_environment = [] {
   const char* text = std::getenv("OPENREG_LAUNCH_MODE");
   if (!text || !*text || !std::strcmp(text, "inline")) return true;
   if (!std::strcmp(text, "async")) set_launch_mode(LaunchMode::kAsync);
@@ -180,11 +180,11 @@ const bool mode_from_environment = [] {
 } // namespace
 
 Stream current_stream(int device) noexcept {
-  return {device, current[static_cast<std::size_t>(device)]};
+  return {device, current_ids[static_cast<std::size_t>(device)]};
 }
 
 Stream exchange_stream(Stream stream) noexcept {
-  return {stream.device, std::exchange(current[static_cast<std::size_t>(stream.device)], stream.id)};
+  return {stream.device, std::exchange(current_ids[static_cast<std::size_t>(stream.device)], stream.id)};
 }
 
 Stream new_stream(int device, int priority) noexcept {
@@ -203,11 +203,11 @@ bool is_stream(Stream stream) noexcept {
 }
 
 LaunchMode launch_mode() noexcept {
-  return mode.load(std::memory_order_relaxed);
+  return current_mode.load(std::memory_order_relaxed);
 }
 
 void set_launch_mode(LaunchMode to) noexcept {
-  const auto from = mode.exchange(to);
+  const auto from = current_mode.exchange(to);
   if ((from == LaunchMode::kInline) == (to == LaunchMode::kInline)) return;
   if (to == LaunchMode::kInline) detail::attention.fetch_and(~detail::kModeBit);
   else detail::attention.fetch_or(detail::kModeBit);

@@ -44,17 +44,18 @@ def checkout(root):
 
 
 def build(root, names):
-    """Compiles the operators as the last build would have, and links them with its objects into root's package."""
+    """Compiles the operators as the last build would have, as one, and links them with its objects into root's package."""
     rules, *others = NINJA.read_text().split("\nbuild ")
     objects = [each.split(":")[0].strip() for each in others if ".o: compile" in each]
-    new_objects = [f"{name}.o" for name in names]
-    lines = [f"build {name}.o: compile {root}/csrc/ops/{name}.cpp" for name in names]
-    (root / "build.ninja").write_text(rules.split("\ndefault ")[0] + "\n\n" + "\n".join(lines) + "\n")
+    unit = [NINJA.parents[1] / "units/precompiled.h", *(root / f"csrc/ops/{name}.cpp" for name in names)]
+    (root / "new.cpp").write_text("".join(f'#include "{path}"\n' for path in unit))
+    rules = rules.split("\ndefault ")[0]
+    (root / "build.ninja").write_text(f"{rules}\n\nbuild new.o: compile {root}/new.cpp\n")
     run("ninja", cwd=root)
     library = root / "openreg_ops" / Path(openreg_ops._C.__file__).name
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    run("c++", "-shared", "-fopenmp", *objects, *new_objects, *paths, *libraries, "-o", str(library), cwd=root)
+    run("c++", "-shared", "-fopenmp", *objects, "new.o", *paths, *libraries, "-o", str(library), cwd=root)
 
 
 def run(*command, cwd, **environment):

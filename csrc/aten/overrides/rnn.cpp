@@ -148,7 +148,7 @@ struct Weights {
 };
 
 // A padded sequence [T, N, I], or a packed one [sum(batch_sizes), I].
-struct Sequence {
+struct RnnSequence {
   Tensor data;
   bool packed = false;
   at::IntArrayRef batch_sizes;
@@ -232,7 +232,7 @@ std::pair<Tensor, State> padded(Cell cell, const Tensor& data, const State& firs
 
 // The same for a packed sequence: sequences end as a forward pass goes on, and join a backward one.
 std::pair<Tensor, State> packed(
-    Cell cell, const Sequence& sequence, const State& first, const Weights& w, bool reverse) {
+    Cell cell, const RnnSequence& sequence, const State& first, const Weights& w, bool reverse) {
   const Tensor input = at::linear(sequence.data, w.ih, w.ih_bias);
   const at::IntArrayRef sizes = sequence.batch_sizes;
   std::vector<Tensor> outputs;
@@ -277,7 +277,7 @@ std::vector<Weights> weights_of(TensorList params, bool has_biases, bool has_pro
 }
 
 // Every layer in every direction; `states` become the last ones.
-Tensor layers(Cell cell, Sequence sequence, std::vector<State>& states, const std::vector<Weights>& weights,
+Tensor layers(Cell cell, RnnSequence sequence, std::vector<State>& states, const std::vector<Weights>& weights,
     int64_t num_layers, double dropout, bool train, bool bidirectional) {
   const size_t directions = bidirectional ? 2 : 1, count = static_cast<size_t>(std::max<int64_t>(num_layers, 0));
   TORCH_CHECK(states.size() == count * directions, "Expected ", count * directions,
@@ -305,7 +305,7 @@ void check_devices(const Tensor& input, TensorList hidden, TensorList params) {
 }
 
 // Batch sizes are read by the host while it records the steps.
-Sequence packed_sequence(const char* op, const Tensor& data, const Tensor& batch_sizes) {
+RnnSequence packed_sequence(const char* op, const Tensor& data, const Tensor& batch_sizes) {
   TORCH_CHECK(batch_sizes.defined() && batch_sizes.is_cpu() && batch_sizes.scalar_type() == at::kLong &&
           batch_sizes.dim() == 1 && batch_sizes.numel() > 0 && batch_sizes.is_contiguous(),
       op, ": expected batch_sizes to be a contiguous int64 tensor of one dimension, on the CPU and not empty");
@@ -394,7 +394,7 @@ std::tuple<Tensor, Tensor, Tensor> lstm_packed(const Tensor& data, const Tensor&
     TensorList params, bool has_biases, int64_t num_layers, double dropout, bool train, bool bidirectional) {
   check_lstm_states(hx);
   check_devices(data, hx, params);
-  const Sequence sequence = packed_sequence("lstm", data, batch_sizes);
+  const RnnSequence sequence = packed_sequence("lstm", data, batch_sizes);
   if (!as_on_cpu(data, hx, params))
     return at::compositeimplicitautograd::lstm(
         data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
@@ -421,7 +421,7 @@ template <Cell cell, auto composite>
 std::tuple<Tensor, Tensor> rnn_packed(const Tensor& data, const Tensor& batch_sizes, const Tensor& hx,
     TensorList params, bool has_biases, int64_t num_layers, double dropout, bool train, bool bidirectional) {
   check_devices(data, hx, params);
-  const Sequence sequence = packed_sequence("rnn", data, batch_sizes);
+  const RnnSequence sequence = packed_sequence("rnn", data, batch_sizes);
   if (!as_on_cpu(data, hx, params))
     return composite(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
   auto states = states_of(hx);
