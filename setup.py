@@ -14,6 +14,8 @@ from pathlib import Path
 # An openreg_ops that is installed already must not be loaded: it may be for another torch, and this build is how to fix that.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+# Without it ccache, which torch's build uses where it is installed, passes by what includes a precompiled header.
+os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")
 
 import torch  # noqa: E402
 from setuptools import setup  # noqa: E402
