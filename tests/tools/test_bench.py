@@ -104,6 +104,14 @@ def test_operators(small, case):
         torch.testing.assert_close([g.cpu() for g in of_device], list(of_host), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", bench_operators.CASES, ids=lambda case: case.name)
+def test_inputs_are_of_the_dtype(small, case):
+    found = [x for x in torch.utils._pytree.tree_leaves(case.inputs(torch.bfloat16)) if isinstance(x, torch.Tensor)]
+    steps = [x.__self__ for x in case.inputs(torch.bfloat16) if callable(x) and not isinstance(x, torch.Tensor)]
+    found += [p for optimizer in steps for group in optimizer.param_groups for p in group["params"]]
+    assert found and {x.dtype for x in found if x.is_floating_point()} == {torch.bfloat16}
+
+
 def test_dropout(small):
     case = next(case for case in bench_operators.CASES if case.name == "dropout_add")
     host = [torch.randn(64, 64), torch.randn(64, 64)]
