@@ -1,30 +1,41 @@
 """Builds openreg_ops: one C++ extension, openreg_ops._C, from every file in csrc/.
 
-Most of a file's time goes to PyTorch's headers and what their templates make. So csrc/precompiled.h is compiled first, and
+Most of a file's time goes to PyTorch's headers and what their templates make. So csrc/precompiled.h is compiled once, and
 the compiler sees the files of a folder some at a time, as one: a name in an anonymous namespace is unique in its folder.
 """
 
+import importlib.util
 import os
 import platform
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
-# An openreg_ops that is installed already must not be loaded: it may be for another torch, and this build is how to fix that.
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-# Without it ccache, which torch's build uses where it is installed, passes by what includes a precompiled header.
-os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")
-
-import torch  # noqa: E402
-from setuptools import setup  # noqa: E402
-from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, include_paths  # noqa: E402
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+
+
+def torch_folder() -> Path:
+    """Where the torch to build with is: the one that can be imported, which this does not do, as that takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("openreg_ops is built with PyTorch's headers, but torch is not installed here")
+    return Path(spec.origin).parent
+
+
+TORCH = torch_folder()
+TORCH_VERSION = runpy.run_path(str(TORCH / "version.py"))["__version__"]
 # Objects for different versions of torch never meet; relative, as setuptools wants it.
-BUILD = f"build/torch-{torch.__version__}"
+BUILD = f"build/torch-{TORCH_VERSION}"
 
 
 def vector_capability() -> str:
@@ -45,9 +56,9 @@ VECTORS = {
 
 def host_scalars() -> dict[str, int]:
     """How many CPU scalars CUDA's operators of several tensors take, 0 or 1: Note [CPU scalars]."""
-    path = Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
+    path = TORCH.parent / "torchgen/packaged/ATen/native/native_functions.yaml"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}, which torch {torch.__version__} should have brought: reinstall torch")
+        raise FileNotFoundError(f"{path}, which torch {TORCH_VERSION} should have brought: reinstall torch")
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M)
     entries = {each[: each.index("(")]: each for each in re.split(r"^- func: ", text, flags=re.M)[1:]}
     checks: dict[str, set[bool]] = {}
@@ -95,58 +106,16 @@ def write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-class Build(BuildExtension):
-    """Compiles, keeps the objects for the next time, and notes beside the extension which torch it is for."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.build_temp = f"{BUILD}/objects"  # an editable install would take a temporary directory
-
-    def build_extension(self, extension: CppExtension) -> None:
-        header, sources = ROOT / BUILD / "units" / "precompiled.h", []
-        write(header, f'#include "{ROOT}/csrc/precompiled.h"\n')
-        self.precompile(header, extension)
-        for name, together in units(extension.sources).items():
-            # The runtime does without PyTorch.
-            first = [] if name.startswith("csrc_runtime") else ["precompiled.h"]
-            text = "".join(f'#include "{each}"\n' for each in [*first, *(ROOT / source for source in together)])
-            write(header.with_name(name), text)
-            sources.append(f"{BUILD}/units/{name}")
-        extension.sources, extension.depends = sources, [str(path) for path in (ROOT / "csrc").rglob("*.*")]
-        super().build_extension(extension)
-
-    def precompile(self, header: Path, extension: CppExtension) -> None:
-        """Compile a header, if what it includes or how it is compiled has changed."""
-        compiler = shlex.split(get_cxx_compiler())
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        made = header.with_suffix(".h.pch" if "clang" in version else ".h.gch")
-        includes = [f"-I{each}" for each in [*self.compiler.include_dirs, *extension.include_dirs]]
-        flags = [*self.compiler.compiler_so[1:], *includes, *extension.extra_compile_args]
-        command = [*compiler, *flags, "-x", "c++-header", str(header), "-o", str(made)]
-        how, needs = made.with_suffix(".txt"), made.with_suffix(".d")
-        if made.exists() and how.exists() and how.read_text() == version + shlex.join(command):
-            paths = needs.read_text().replace("\\\n", " ").partition(":")[2].split()
-            if all(os.path.exists(path) and os.path.getmtime(path) <= made.stat().st_mtime for path in paths):
-                return
-        print("precompiling PyTorch's headers", flush=True)
-        subprocess.run([*command, "-MMD", "-MF", str(needs)], check=True)
-        how.write_text(version + shlex.join(command))
-
-    def run(self) -> None:
-        super().run()
-        target = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
-        (target / "openreg_ops" / "_build.py").write_text(
-            '"""Written by setup.py: what the extension was built with."""\n\n'
-            f'TORCH_VERSION = "{torch.__version__}"\nCPU_CAPABILITY = "{CAPABILITY}"\n'
-            f"# Note [CPU scalars] in csrc/aten/host_scalars.h\nHOST_SCALARS = {host_scalars()!r}\n"
-        )
-
-
 # DispatchStub's signature depends on what torch itself was built with.
 STUBS = ["-DHAVE_AVX512_CPU_DEFINITION", "-DHAVE_AVX2_CPU_DEFINITION"] if platform.machine() == "x86_64" else []
 
 # Warnings of PyTorch's headers are not ours.
-SYSTEM = [word for path in include_paths() for word in ("-isystem", path)]
+SYSTEM = [
+    TORCH / "include",
+    TORCH / "include/torch/csrc/api/include",
+    TORCH / "include/kineto",
+    sysconfig.get_path("include"),
+]
 WARNINGS = [
     "-Wall",
     "-Wextra",
@@ -158,6 +127,84 @@ WARNINGS = [
     "-Wno-uninitialized",  # g++ 12 finds it in its own AVX-512 headers
     "-Wno-maybe-uninitialized",
 ]
+# Kernels are optimized fully. Of the rest, which calls them, all that counts is that calls are inlined: it compiles in
+# three quarters of the time.
+KERNELS = ("csrc_ops", "csrc_aten_overrides")
+FULL = "-O2"
+LIGHT = "-O1 -finline-functions -finline-small-functions -findirect-inlining"
+UNCOLLECTED = "--param ggc-min-heapsize=4000000"  # of g++: a tenth of its time goes to looking for memory to free
+FLAGS = [
+    "-std=c++20",
+    "-DNDEBUG",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-Icsrc",
+    *(f"-isystem{path}" for path in SYSTEM),
+    *WARNINGS,
+    *STUBS,
+]
+LIBRARIES = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+
+
+def rules(sources: list[str], library: str) -> str:
+    """What ninja is told."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    if shutil.which("ccache") and "ccache" not in compiler[0]:
+        compiler.insert(0, "ccache")
+    flags = [*FLAGS, *VECTORS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    compile = shlex.join([*compiler, *flags]).replace("$", "$$") + " $level -MMD -MF $out.d $in -o $out"
+    link = shlex.join([*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))]).replace("$", "$$")
+    clang = "clang" in version
+    full, light = (FULL, "-O1") if clang else (f"{FULL} {UNCOLLECTED}", f"{LIGHT} {UNCOLLECTED}")
+    header = f"{BUILD}/units/precompiled.h"
+    precompiled = header + (".pch" if clang else ".gch")
+    noted = "  depfile = $out.d\n  deps = gcc\n"
+    lines = [
+        f"builddir = {BUILD}",
+        f"rule precompile\n  command = {compile} -x c++-header\n  description = PyTorch's headers\n{noted}",
+        f"rule compile\n  command = {compile} -c $with\n  description = $files\n{noted}",
+        f"rule link\n  command = {link} $in -o $out {shlex.join(LIBRARIES)}\n  description = $out\n",
+        f"build {precompiled}: precompile csrc/precompiled.h\n  level = {full}",
+    ]
+    objects = []
+    for name, files in units(sources).items():
+        unit = f"{BUILD}/units/{name}"
+        write(ROOT / unit, "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files))
+        with_torch = not name.startswith("csrc_runtime")
+        objects.append(unit + ".o")
+        lines.append(f"build {unit}.o: compile {unit}" + f" | {precompiled}\n  with = -include {header}" * with_torch)
+        lines.append(f"  level = {full if name.startswith(KERNELS) else light}")
+        lines.append(f"  files = {' '.join(Path(file).stem for file in files)}")
+    return "\n".join([*lines, f"build {library}: link {' '.join(objects)}", ""])
+
+
+class Build(build_ext):
+    """Compiles with ninja, keeps the objects for the next time, and notes beside the extension which torch it is for."""
+
+    def build_extension(self, extension: Extension) -> None:
+        target = Path(self.get_ext_fullpath(extension.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        library = f"{BUILD}/{target.name}"
+        write(ROOT / BUILD / "build.ninja", rules(extension.sources, library))
+        # Without it ccache passes by what includes a precompiled header.
+        environment = {"CCACHE_SLOPPINESS": "pch_defines,time_macros", **os.environ}
+        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+        command = [sys.executable, "-m", "ninja", "-f", f"{BUILD}/build.ninja", "-j", jobs]
+        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
+            raise CompileError("the compiler refused what stands above")
+        self.copy_file(str(ROOT / library), str(target))
+
+    def run(self) -> None:
+        super().run()
+        target = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
+        (target / "openreg_ops" / "_build.py").write_text(
+            '"""Written by setup.py: what the extension was built with."""\n\n'
+            f'TORCH_VERSION = "{TORCH_VERSION}"\nCPU_CAPABILITY = "{CAPABILITY}"\n'
+            f"# Note [CPU scalars] in csrc/aten/host_scalars.h\nHOST_SCALARS = {host_scalars()!r}\n"
+        )
+
 
 setup(
     packages=[
@@ -173,25 +220,8 @@ setup(
     package_data={"openreg_ops.tools": ["templates/*"]},
     py_modules=["pytest_openreg_ops"],
     # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
-    install_requires=[f"torch=={torch.__version__.split('+')[0]}", openreg_tools()],
-    ext_modules=[
-        CppExtension(
-            "openreg_ops._C",
-            SOURCES,
-            include_dirs=[str(ROOT / "csrc"), str(Path(torch.__file__).parent / "include" / "kineto")],
-            extra_compile_args=[
-                "-std=c++20",
-                "-O2",
-                "-g0",  # Python asks for -g, which makes the build slower and the library 16 times as big
-                "-fopenmp",
-                "-fvisibility=hidden",
-                *SYSTEM,
-                *WARNINGS,
-                *STUBS,
-                *VECTORS,
-            ],
-        )
-    ],
-    cmdclass={"build_ext": Build.with_options(use_ninja=True)},
+    install_requires=[f"torch=={TORCH_VERSION.split('+')[0]}", openreg_tools()],
+    ext_modules=[Extension("openreg_ops._C", SOURCES)],
+    cmdclass={"build_ext": Build},
     options={"build": {"build_base": BUILD}},
 )

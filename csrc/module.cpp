@@ -125,7 +125,7 @@ PyMethodDef empty_strided_method = {
 
 } // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_C, m) {
   openreg::set_around_wait(&wait_without_python);
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   openreg::set_check_signals(&check_signals);

@@ -1,29 +1,30 @@
 // What an operator registers beside its kernel: its derivative, and its policy for autocast.
 #pragma once
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_make_dual.h>
 #include <ATen/ops/alias.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
+
+namespace torch::autograd {
+struct AutogradContext;
+}
 
 namespace openreg::ops {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using variable_list = std::vector<Tensor>;
 
 // Note [Operator calls]
 // An autograd kernel reaches its operator, and the operator's backward, through the dispatcher, so that
@@ -56,6 +57,21 @@ const auto& op(const char* name = name_of<kernel>) {
 // Where an operator has several results, the gradient of one that nobody used is undefined.
 // m.impl("rms_norm", autograd<RmsNorm, rms_norm>("openreg::rms_norm")) registers it. It does the rest: arguments that
 // are not tensors, forward mode, torch.func.
+// Each could be a torch::autograd::Function of its own. One Function, in autograd.cpp, runs them all, because the
+// compiler takes seven seconds to make one.
+
+// What a derivative asks of torch::autograd::AutogradContext, whose header takes ten seconds.
+class AutogradContext {
+ public:
+  explicit AutogradContext(torch::autograd::AutogradContext* context) : context_(context) {}
+  // Whether a gradient is wanted of the i-th argument that is a tensor, each in a list counting as one.
+  bool needs_input_grad(size_t i) const;
+  void mark_non_differentiable(const variable_list& outputs);
+
+ private:
+  torch::autograd::AutogradContext* context_;
+};
+
 template <class Results, class... Saved>
 struct Saving {
   Results results;
@@ -71,72 +87,87 @@ constexpr bool is_tensor = std::is_same_v<T, Tensor> || std::is_same_v<T, std::o
 template <class T>
 constexpr bool is_list = !is_tensor<T> && std::is_convertible_v<const T&, at::TensorList>;
 
-// Saves values for backward: tensors with autograd, all else, and the lengths of lists, by their number.
-template <class... T>
-void save(AutogradContext* ctx, const std::tuple<T...>& values) {
+// What backward gets: the tensors, those of lists too, and all else with the lengths of lists.
+struct Kept {
+  template <class... T>
+  explicit Kept(const std::tuple<T...>& all) {
+    std::apply([&](const auto&... each) { (keep(each), ...); }, all);
+  }
   variable_list tensors;
-  int number = 0;
-  const auto one = [&]<class V>(const V& value) {
-    const std::string key = std::to_string(number++);
-    if constexpr (std::is_same_v<V, Tensor>) tensors.push_back(value);
-    else if constexpr (is_tensor<V>) tensors.push_back(value.value_or(Tensor()));
-    else if constexpr (is_list<V>) {
+  std::vector<c10::IValue> values;
+
+ private:
+  template <class T>
+  void keep(const T& value) {
+    if constexpr (std::is_same_v<T, Tensor>) tensors.push_back(value);
+    else if constexpr (is_tensor<T>) tensors.push_back(value.value_or(Tensor()));
+    else if constexpr (is_list<T>) {
       const at::TensorList list = value;
       tensors.insert(tensors.end(), list.begin(), list.end());
-      ctx->saved_data[key] = static_cast<int64_t>(list.size());
-    } else ctx->saved_data[key] = value;
-  };
-  std::apply([&](const auto&... value) { (one(value), ...); }, values);
-  ctx->save_for_backward(std::move(tensors));
-}
+      values.emplace_back(static_cast<int64_t>(list.size()));
+    } else values.emplace_back(value);
+  }
+};
 
 inline std::optional<Tensor> if_defined(const Tensor& x) {
   return x.defined() ? std::optional(x) : std::nullopt;
 }
 
-// What save() saved, one after the other. Where that is no tensor, a graph may run backward twice: the context, which
-// refuses that, is not asked.
+// What was kept, one after the other.
 class Saved {
  public:
-  Saved(AutogradContext* ctx, bool tensors)
-      : data_(ctx->saved_data), tensors_(tensors ? ctx->get_saved_variables() : variable_list()) {}
+  // Where no tensor was saved, a graph may run backward twice: the context, which refuses that, is not asked.
+  Saved(torch::autograd::AutogradContext* context, bool tensors);
   template <class T>
   auto take() {
-    const std::string key = std::to_string(number_++);
     if constexpr (std::is_same_v<T, Tensor>) return std::move(tensors_[tensor_++]);
     else if constexpr (is_tensor<T>) return if_defined(tensors_[tensor_++]);
     else if constexpr (is_list<T>) {
-      const auto first = tensors_.begin() + tensor_, last = first + data_[key].toInt();
+      const auto first = tensors_.begin() + tensor_, last = first + next().toInt();
       tensor_ = last - tensors_.begin();
       return variable_list(first, last);
-    } else if constexpr (std::is_same_v<T, std::string_view>) return data_[key].toStringView();
-    else return data_[key].template to<T>();
+    } else if constexpr (std::is_same_v<T, std::string_view>) return next().toStringView();
+    else return next().template to<T>();
   }
 
  private:
-  ska::flat_hash_map<std::string, c10::IValue>& data_;
+  const c10::IValue& next();
+  torch::autograd::AutogradContext* context_;
   variable_list tensors_;
   int64_t tensor_ = 0;
-  int number_ = 0;
+  size_t value_ = 0;
 };
 
 template <class T>
 using Taken = decltype(std::declval<Saved>().take<T>());
 
-// Gradients of the arguments that are tensors, in the places of all arguments.
+// The tensors among arguments. One that is not given leaves its place to one that needs no gradient.
+const Tensor& not_given();
+template <class... Args>
+variable_list tensors_among(const Args&... args) {
+  variable_list out;
+  const auto one = [&]<class Arg>(const Arg& arg) {
+    if constexpr (std::is_same_v<Arg, Tensor>) out.push_back(arg);
+    else if constexpr (is_tensor<Arg>) out.push_back(arg && arg->defined() ? *arg : not_given());
+    else if constexpr (is_list<Arg>) {
+      const at::TensorList list = arg;
+      out.insert(out.end(), list.begin(), list.end());
+    }
+  };
+  (one(args), ...);
+  return out;
+}
+
+// Gradients in the order of tensors_among(args...).
 template <class... Args, class... Gradients>
 variable_list for_arguments(const std::tuple<Gradients...>& gradients) {
-  constexpr std::array<bool, sizeof...(Args)> have{(is_tensor<std::decay_t<Args>> || is_list<std::decay_t<Args>>)...};
-  static_assert(sizeof...(Gradients) <= std::count(have.begin(), have.end(), true),
+  constexpr size_t have = (size_t(is_tensor<std::decay_t<Args>> || is_list<std::decay_t<Args>>) + ... + 0);
+  static_assert(sizeof...(Gradients) <= have,
       "expected backward to return a gradient for each argument that is a tensor or a list of tensors, and no other");
-  using Lists = std::array<at::TensorList, sizeof...(Gradients)>;
-  const Lists lists = std::apply([](const auto&... each) { return Lists{at::TensorList(each)...}; }, gradients);
   variable_list out;
-  size_t next = 0;
-  for (const bool has : have) {
-    if (has && next < lists.size()) out.insert(out.end(), lists[next].begin(), lists[next].end()), ++next;
-    else out.emplace_back();
-  }
+  const auto add = [&](at::TensorList list) { out.insert(out.end(), list.begin(), list.end()); };
+  std::apply([&](const auto&... each) { (add(each), ...); }, gradients);
+  out.resize(out.size() + have - sizeof...(Gradients));
   return out;
 }
 template <class... Args>
@@ -144,71 +175,43 @@ variable_list for_arguments(const Tensor& gradient) {
   return for_arguments<Args...>(std::tuple(gradient));
 }
 
+// A derivative's backward without its types.
+struct Rule {
+  c10::IValue name;
+  variable_list (*backward)(AutogradContext*, const variable_list& grad, Saved&);
+  bool saves_tensors;
+  bool traceable; // compiled autograd puts its backward into a graph
+};
+// Makes a rule known to the nodes of the graph by its name.
+const Rule& add_rule(Rule rule);
+
+// What a derivative's forward gives, without its types.
+struct Recorded {
+  variable_list results;
+  Kept kept;
+  bool materialize = true; // whether the gradient of a result that nobody used is zeros
+};
 // Note [Functions under torch.func]
 // Function::apply refuses to run inside grad, vjp and jvp transforms, since a forward may do things that lose
 // a derivative there. Ours save arguments and call one operator below autograd, as ATen's generated
-// kernels do, and those work. So apply() takes the transforms' layers out of the check's sight, and
-// BelowAutograd, with which FunctionOf opens every forward, puts them back before the operator is called. It also
-// undoes the no_grad under which Function runs a forward: the operator goes on to the next outer transform, which has a
-// derivative of its own to record.
-class HiddenLayers {
- public:
-  HiddenLayers() : layers_(std::move(at::functorch::functorchTLSAccessor())), outer_(std::exchange(innermost_, this)) {}
-  HiddenLayers(const HiddenLayers&) = delete;
-  HiddenLayers& operator=(const HiddenLayers&) = delete;
-  ~HiddenLayers() {
-    restore();
-    innermost_ = outer_;
-  }
-  // Puts the layers back; returns whether gradients were being recorded.
-  bool restore() {
-    if (layers_) at::functorch::functorchTLSAccessor() = std::move(layers_);
-    return grad_mode_;
-  }
-  static HiddenLayers* innermost() { return innermost_; }
+// kernels do, and those work. So record() takes the transforms' layers out of the check's sight, and
+// BelowAutograd, with which the forward of every derivative begins, puts them back before the operator is called. It
+// also undoes the no_grad under which Function runs a forward: the operator goes on to the next outer transform, which
+// has a derivative of its own to record.
 
- private:
-  static inline thread_local HiddenLayers* innermost_ = nullptr;
-  std::unique_ptr<at::functorch::FuncTorchTLSBase> layers_;
-  HiddenLayers* outer_;
-  bool grad_mode_ = at::GradMode::is_enabled();
-};
+using Forwards = c10::function_ref<Recorded(AutogradContext*)>;
 
-// While it lives, operators run below autograd: their kernels, or the next outer transform. For forwards of apply().
+// Runs a forward and records its results, if a gradient of `tensors` is wanted; returns them. Function::apply would
+// not say what is wrong where it got None for a tensor (not `given`); the operator's kernel does.
+variable_list record(const Rule& rule, const variable_list& tensors, bool given, Forwards forward);
+
+// In a forward: puts the layers back; returns whether gradients were being recorded.
+bool restore_layers();
+
+// While it lives, operators run below autograd: their kernels, or the next outer transform.
 class BelowAutograd {
-  at::AutoGradMode grad_mode_{HiddenLayers::innermost()->restore()};
+  at::AutoGradMode grad_mode_{restore_layers()};
   at::AutoDispatchBelowADInplaceOrView guard_;
-};
-
-// The autograd function of a derivative.
-template <class F>
-struct FunctionOf : torch::autograd::Function<FunctionOf<F>> {
-  static constexpr bool is_traceable = !requires { F::kOpaque; }; // compiled autograd puts its backward into a graph
-
-  template <class... Args>
-  static auto forward(AutogradContext* ctx, Args&&... args) {
-    BelowAutograd below_autograd;
-    auto out = F::forward(ctx, std::forward<Args>(args)...);
-    save(ctx, out.saved);
-    if constexpr (requires { std::tuple_size<decltype(out.results)>::value; }) {
-      ctx->set_materialize_grads(false);
-      return std::apply([](const auto&... y) { return variable_list{y...}; }, out.results);
-    } else return out.results;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    return backward(ctx, grad, &F::forward);
-  }
-
- private:
-  template <class Results, class... T, class... Args>
-  static variable_list backward(
-      AutogradContext* ctx, const variable_list& grad, Saving<Results, T...> (*)(AutogradContext*, Args...)) {
-    Saved saved(ctx, ((is_tensor<T> || is_list<T>) || ...));
-    const std::tuple<Taken<T>...> values{saved.take<T>()...};
-    return for_arguments<Args...>(
-        std::apply([&](const auto&... value) { return F::backward(ctx, grad, value...); }, values));
-  }
 };
 
 template <class Arg>
@@ -217,16 +220,27 @@ bool is_given(const Arg& arg) {
   else return true;
 }
 
-// Function::apply, also under torch.func. Where it got None for a tensor, the operator's kernel says so: apply would
-// not.
-template <class Function, class... Args>
-auto apply(Args&&... args) {
-  HiddenLayers hidden;
-  if (!(is_given(args) && ...)) [[unlikely]] {
-    AutogradContext unused;
-    Function::forward(&unused, args...);
-  }
-  return Function::apply(std::forward<Args>(args)...);
+template <class F, class Results, class... T, class... Args>
+Rule rule_of(const char* name, Saving<Results, T...> (*)(AutogradContext*, Args...)) {
+  const auto backward = [](AutogradContext* ctx, const variable_list& grad, Saved& saved) {
+    const std::tuple<Taken<T>...> values{saved.take<T>()...};
+    return for_arguments<Args...>(
+        std::apply([&](const auto&... value) { return F::backward(ctx, grad, value...); }, values));
+  };
+  return {name, backward, ((is_tensor<T> || is_list<T>) || ...), !requires { F::kOpaque; }};
+}
+
+// Records what the derivative F computes from arguments. No other has its name.
+template <class F, class... Args>
+variable_list record(const char* name, const Args&... args) {
+  static const Rule& rule = add_rule(rule_of<F>(name, &F::forward));
+  return record(rule, tensors_among(args...), (is_given(args) && ...), [&](AutogradContext* ctx) -> Recorded {
+    BelowAutograd below_autograd;
+    const auto out = F::forward(ctx, args...);
+    if constexpr (requires { std::tuple_size<decltype(out.results)>::value; })
+      return {std::apply([](const auto&... y) { return variable_list{y...}; }, out.results), Kept(out.saved), false};
+    else return {tensors_among(out.results), Kept(out.saved)};
+  });
 }
 
 // Note [Forward mode]
@@ -250,8 +264,8 @@ Return decompose(const c10::TypedOperatorHandle<Return(Args...)>& op, std::type_
 template <class F, auto kernel, class Return, class... Args>
 Return autograd_kernel(Args... args) {
   if ((has_tangent(args) || ...)) return decompose(op<kernel>(), std::forward<Args>(args)...);
-  auto out = apply<FunctionOf<F>>(args...);
-  if constexpr (std::is_convertible_v<decltype(out), Return>) return out;
+  variable_list out = record<F>(name_of<kernel>, args...);
+  if constexpr (std::is_same_v<Return, Tensor>) return std::move(out[0]);
   else
     return [&]<size_t... i>(std::index_sequence<i...>) { return Return(std::move(out[i])...); }(
                std::make_index_sequence<std::tuple_size_v<Return>>());
@@ -302,32 +316,27 @@ auto autograd(const char* name) {
 // argument without its tangent, and the output gets the tangent that is the transpose of the gradient.
 
 template <class F, auto kernel, class... Args>
-struct ViewOf : torch::autograd::Function<ViewOf<F, kernel, Args...>> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, Args... args) {
-    save(ctx, std::tuple(args...));
+Tensor view_kernel(const Tensor& x, Args... args) {
+  static const Rule& rule = add_rule({name_of<kernel>,
+      [](AutogradContext*, const variable_list& grad, Saved& saved) {
+        const std::tuple<Args...> args{saved.take<Args>()...};
+        return variable_list{
+            std::apply([&](const Args&... args) -> Tensor { return F::gradient(grad[0], args...); }, args)};
+      },
+      /*saves_tensors=*/false, /*traceable=*/true});
+  const auto view = [&](const Tensor& x) {
     if (!c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) return F::view(x);
-    at::AutoGradMode grad_mode(HiddenLayers::innermost()->restore());
+    at::AutoGradMode grad_mode(restore_layers());
     const auto in_outer_transforms = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
       return op<kernel>().call(x, args...);
     };
     return at::alias(in_outer_transforms()); // a view, so that autograd refuses writes which would lose this gradient
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grad) {
-    Saved saved(ctx, /*tensors=*/false);
-    std::tuple<Args...> args{saved.take<Args>()...};
-    return for_arguments<Tensor, Args...>(
-        std::apply([&](const Args&... args) { return F::gradient(grad[0], args...); }, args));
-  }
-};
-
-template <class F, auto kernel, class... Args>
-Tensor view_kernel(const Tensor& x, Args... args) {
+  };
   const bool forward_mode = has_tangent(x);
-  const Tensor y = apply<ViewOf<F, kernel, Args...>>(forward_mode ? x._fw_primal(/*level=*/0) : x, args...);
+  const Tensor primal = forward_mode ? x._fw_primal(/*level=*/0) : x;
+  const Tensor y = record(rule, {primal}, x.defined(),
+      [&](AutogradContext*) -> Recorded { return {{view(primal)}, Kept(std::tuple(args...))}; })[0];
   return forward_mode ? at::_make_dual(y, F::gradient(x._fw_grad(/*level=*/0), args...), /*level=*/0) : y;
 }
 

@@ -431,7 +431,8 @@ struct LinearCrossEntropy {
       const bool known = std::any_of(
           gradients.begin(), gradients.end(), [](const Tensor& x) { return x.requires_grad() || has_tangent(x); });
       if (recorded && !known)
-        gradients = ops::apply<FunctionOf<Computed>>(at::TensorList(gradients), at::TensorList(inputs));
+        gradients = record<Computed>(
+            "openreg::linear_cross_entropy_computed", at::TensorList(gradients), at::TensorList(inputs));
     }
     const auto scaled = [&](size_t i, const std::optional<Tensor>& input) {
       if (!wanted[i]) return Tensor();

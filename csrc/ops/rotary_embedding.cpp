@@ -6,6 +6,8 @@
 #include "checks.h"
 #include "loops.h"
 
+#include <ATen/ExpandUtils.h>
+
 namespace openreg::ops {
 namespace {
 

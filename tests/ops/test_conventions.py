@@ -106,3 +106,22 @@ def test_backward_runs_twice_where_it_needs_no_tensor(name, grad, device):
     (y + 1).sum().backward()
     (y + 2).sum().backward()
     assert x.grad.tolist() == [grad] * 3
+
+
+def test_nodes_of_the_graph_are_called_after_their_operators():
+    """Which `print(y)`, anomaly mode and torchviz show; those of forward-only operators only refuse."""
+    asked = 0
+    for name, samples in op.SAMPLES.items():
+        overload = getattr(torch.ops.openreg, name).default
+        if overload._schema.is_mutable:
+            continue
+        expected = "ByReference" if name.endswith("_backward") else "".join(map(str.capitalize, name.split("_")))
+        for x in (
+            tree_map_only(torch.Tensor, lambda x: x.to("openreg"), [*sample])
+            for sample in samples("cpu", torch.float32)
+        ):
+            x = tree_map_only(torch.Tensor, lambda x: x.requires_grad_(x.is_floating_point()), x)
+            nodes = {y.grad_fn.name() for y in tree_leaves(overload(*x)) if y.grad_fn}
+            assert nodes <= {f"{expected}Backward", "torch::autograd::NotImplemented"}, name
+            asked += bool(nodes)
+    assert asked > 50
