@@ -51,7 +51,7 @@ lint: $(VENV)/.lint
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 
 clean:
-	rm -rf build dist out *.egg-info openreg_tools/build openreg_tools/*.egg-info .venv-* openreg_ops/_build.py openreg_ops/_C.*.so
+	rm -rf build dist out *.egg-info openreg_tools/build openreg_tools/*.egg-info .venv-* openreg_ops/_build.py openreg_ops/_*.so
 
 install: $(VENV)/.installed
 

@@ -1,7 +1,12 @@
-"""Builds openreg_ops: one C++ extension, openreg_ops._C, from every file in csrc/.
+"""Builds openreg_ops from every file in csrc/: the extension module _C, and the libraries of kernels that it loads.
 
 Most of a file's time goes to PyTorch's headers and what their templates make. So csrc/precompiled.h is compiled once, and
 the compiler sees the files of a folder some at a time, as one: a name in an anonymous namespace is unique in its folder.
+
+Note [Libraries]: what computes element by element (KERNELS) is a library, _ops_CAPABILITY.so, built for each set of vector
+instructions that a processor may have; openreg_ops/kernels.py loads the one that fits. All else is _C, and the kernels
+call those functions of it that are marked OPENREG_API. A build for the machine at hand has one such library, and with
+OPENREG_RELEASE=1, for a wheel, there is one for every processor.
 """
 
 import importlib.util
@@ -34,24 +39,36 @@ def torch_folder() -> Path:
 
 TORCH = torch_folder()
 TORCH_VERSION = runpy.run_path(str(TORCH / "version.py"))["__version__"]
-# Objects for different versions of torch never meet; relative, as setuptools wants it.
-BUILD = f"build/torch-{TORCH_VERSION}"
+RELEASE = os.environ.get("OPENREG_RELEASE") == "1"
+# Objects for different versions of torch and Python never meet; relative, as setuptools wants it.
+BUILD = f"build/{sys.implementation.cache_tag}-torch-{TORCH_VERSION}"
 
 
-def vector_capability() -> str:
-    """The widest vectors of the building machine that at::vec knows; it is chosen when a file is compiled."""
-    flags = Path("/proc/cpuinfo").read_text().split() if platform.machine() == "x86_64" else []
-    if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"} <= set(flags):
-        return "AVX512"
-    return "AVX2" if {"avx2", "fma", "f16c"} <= set(flags) else "DEFAULT"
+# The vector capabilities that at::vec knows, the narrowest first. One is chosen when a file is compiled.
+X86 = platform.machine() in ("x86_64", "AMD64")
+WIDER = {
+    "AVX2": ["avx2", "fma", "f16c"],
+    "AVX512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"],
+}
 
 
-CAPABILITY = vector_capability()
-VECTORS = {
-    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX512"],
-    "AVX2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"],
-    "DEFAULT": [],
-}[CAPABILITY] + [f"-DCPU_CAPABILITY={CAPABILITY}"] * (CAPABILITY != "DEFAULT")
+def capabilities() -> list[str]:
+    """Those to build for: the machine's, or with OPENREG_RELEASE=1, for a wheel, all of them."""
+    flags = set(Path("/proc/cpuinfo").read_text().split()) if X86 else set()
+    every = ["DEFAULT", *WIDER] if X86 else ["DEFAULT"]
+    if RELEASE:
+        return every
+    return [each for each in every if flags.issuperset(WIDER.get(each, []))][-1:]
+
+
+def vectors(capability: str) -> list[str]:
+    """The compiler's options for a capability."""
+    wider = [f"-m{flag}" for flag in WIDER.get(capability, [])]
+    defined = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"] if wider else []
+    return ["-march=x86-64-v2"] * X86 + wider + defined
+
+
+CAPABILITIES = capabilities()
 
 
 def host_scalars() -> dict[str, int]:
@@ -76,21 +93,22 @@ def host_scalars() -> dict[str, int]:
 
 
 def openreg_tools() -> str:
-    """The requirement of openreg_tools: this source's own, or with OPENREG_RELEASE=1, for an index, the same version."""
+    """The requirement of openreg_tools: this source's own, or in a wheel the same version."""
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
-    if os.environ.get("OPENREG_RELEASE") == "1":
+    if RELEASE:
         return f"openreg_tools=={version}"
     return f"openreg_tools @ {(ROOT / 'openreg_tools').resolve().as_uri()}"
 
 
 # How many files of a folder the compiler sees as one: of operators few, so that a change to one is built soon.
 TOGETHER = {"csrc/ops": 3, "csrc/runtime": 20}
+KERNELS = ("csrc/ops", "csrc/aten/attention")  # Note [Libraries]
 APART = {"csrc/ops/nms.cpp"}  # has options of its own for all that follows
 
 
 def units(sources: list[str]) -> dict[str, list[str]]:
     """The files to be compiled as one, by name."""
-    found = {source.replace("/", "_"): [source] for source in APART}
+    found = {source.replace("/", "_"): [source] for source in sources if source in APART}
     for folder in sorted({os.path.dirname(source) for source in sources}):
         files = [source for source in sources if os.path.dirname(source) == folder and source not in APART]
         count = TOGETHER.get(folder, 5)
@@ -107,7 +125,7 @@ def write(path: Path, text: str) -> None:
 
 
 # DispatchStub's signature depends on what torch itself was built with.
-STUBS = ["-DHAVE_AVX512_CPU_DEFINITION", "-DHAVE_AVX2_CPU_DEFINITION"] if platform.machine() == "x86_64" else []
+STUBS = ["-DHAVE_AVX512_CPU_DEFINITION", "-DHAVE_AVX2_CPU_DEFINITION"] * X86
 
 # Warnings of PyTorch's headers are not ours.
 SYSTEM = [
@@ -127,12 +145,11 @@ WARNINGS = [
     "-Wno-uninitialized",  # g++ 12 finds it in its own AVX-512 headers
     "-Wno-maybe-uninitialized",
 ]
-# Kernels are optimized fully. Of the rest, which calls them, all that counts is that calls are inlined: it compiles in
-# three quarters of the time.
-KERNELS = ("csrc_ops", "csrc_aten_overrides")
-FULL = "-O2"
-LIGHT = "-O1 -finline-functions -finline-small-functions -findirect-inlining"
-UNCOLLECTED = "--param ggc-min-heapsize=4000000"  # of g++: a tenth of its time goes to looking for memory to free
+# Where no time is spent at run time, all that counts is that calls are inlined: that compiles in three quarters of the time.
+COLD = ("csrc", "csrc/backend")
+FULL = ["-O2"]
+LIGHT = ["-O1", "-finline-functions", "-finline-small-functions", "-findirect-inlining"]
+UNCOLLECTED = ["--param", "ggc-min-heapsize=4000000"]  # of g++: a tenth of its time goes to looking for memory to free
 FLAGS = [
     "-std=c++20",
     "-DNDEBUG",
@@ -144,64 +161,93 @@ FLAGS = [
     *WARNINGS,
     *STUBS,
 ]
-LIBRARIES = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+LIBRARIES = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
 
 
-def rules(sources: list[str], library: str) -> str:
+def shell(*words: str) -> str:
+    """A command as ninja passes it to the shell."""
+    return shlex.join(words).replace("$", "$$")
+
+
+def library(capability: str) -> str:
+    """The file of the kernels for a capability."""
+    return f"_ops_{capability.lower()}.so"
+
+
+def rules(sources: list[str], module: str) -> str:
     """What ninja is told."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    clang = "clang" in version
     if shutil.which("ccache") and "ccache" not in compiler[0]:
         compiler.insert(0, "ccache")
-    flags = [*FLAGS, *VECTORS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-    compile = shlex.join([*compiler, *flags]).replace("$", "$$") + " $level -MMD -MF $out.d $in -o $out"
-    link = shlex.join([*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))]).replace("$", "$$")
-    clang = "clang" in version
-    full, light = (FULL, "-O1") if clang else (f"{FULL} {UNCOLLECTED}", f"{LIGHT} {UNCOLLECTED}")
-    header = f"{BUILD}/units/precompiled.h"
-    precompiled = header + (".pch" if clang else ".gch")
+    full, light = (FULL, ["-O1"]) if clang else (FULL + UNCOLLECTED, LIGHT + UNCOLLECTED)
+    options = shlex.split(os.environ.get("CXXFLAGS", ""))
+    compile = shell(*compiler, *FLAGS, *options) + " $flags -MMD -MF $out.d -o $out"
+    link = shell(*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", "")), "-Wl,-rpath,$ORIGIN")
     noted = "  depfile = $out.d\n  deps = gcc\n"
     lines = [
         f"builddir = {BUILD}",
-        f"rule precompile\n  command = {compile} -x c++-header\n  description = PyTorch's headers\n{noted}",
-        f"rule compile\n  command = {compile} -c $with\n  description = $files\n{noted}",
-        f"rule link\n  command = {link} $in -o $out {shlex.join(LIBRARIES)}\n  description = $out\n",
-        f"build {precompiled}: precompile csrc/precompiled.h\n  level = {full}",
+        f"rule precompile\n  command = {compile} -x c++-header $in\n  description = PyTorch's headers\n{noted}",
+        f"rule compile\n  command = {compile} $with -c $in\n  description = $files\n{noted}",
+        f"rule link\n  command = {link} $in -o $out $with {shell(*LIBRARIES)}\n  description = $out\n",
     ]
-    objects = []
-    for name, files in units(sources).items():
-        unit = f"{BUILD}/units/{name}"
-        write(ROOT / unit, "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files))
-        with_torch = not name.startswith("csrc_runtime")
-        objects.append(unit + ".o")
-        lines.append(f"build {unit}.o: compile {unit}" + f" | {precompiled}\n  with = -include {header}" * with_torch)
-        lines.append(f"  level = {full if name.startswith(KERNELS) else light}")
-        lines.append(f"  files = {' '.join(Path(file).stem for file in files)}")
-    return "\n".join([*lines, f"build {library}: link {' '.join(objects)}", ""])
+
+    def objects(sources: list[str], capability: str) -> str:
+        """Has them compiled for a capability."""
+        found = []
+        for name, files in units(sources).items():
+            unit, folder = f"{BUILD}/{capability}/{name}", os.path.dirname(files[0])
+            write(ROOT / unit, "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files))
+            with_torch = folder != "csrc/runtime"
+            header = f"{BUILD}/{capability}/precompiled.h"
+            lines.append(
+                f"build {unit}.o: compile {unit}" + f" | {header}{suffix}\n  with = -include {header}" * with_torch
+            )
+            lines.append(f"  flags = {shell(*vectors(capability), *(light if folder in COLD else full))}")
+            lines.append(f"  files = {' '.join(Path(file).stem for file in files)}")
+            found.append(unit + ".o")
+        return " ".join(found)
+
+    suffix = ".pch" if clang else ".gch"
+    kernels = [source for source in sources if os.path.dirname(source) in KERNELS]
+    for capability in CAPABILITIES:
+        lines.append(f"build {BUILD}/{capability}/precompiled.h{suffix}: precompile csrc/precompiled.h")
+        lines.append(f"  flags = {shell(*vectors(capability), *full)}")
+        lines.append(f"build {BUILD}/{library(capability)}: link {objects(kernels, capability)} | {BUILD}/{module}")
+        lines.append(f"  with = {BUILD}/{module}")
+    rest = [source for source in sources if source not in kernels]
+    lines.append(f"build {BUILD}/{module}: link {objects(rest, CAPABILITIES[0])}")
+    lines.append(f"  with = -Wl,-soname,{module} -ltorch_python")
+    return "\n".join([*lines, ""])
 
 
 class Build(build_ext):
-    """Compiles with ninja, keeps the objects for the next time, and notes beside the extension which torch it is for."""
+    """Compiles with ninja, keeps the objects for the next time, and notes beside the extension what it is for."""
 
     def build_extension(self, extension: Extension) -> None:
         target = Path(self.get_ext_fullpath(extension.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        library = f"{BUILD}/{target.name}"
-        write(ROOT / BUILD / "build.ninja", rules(extension.sources, library))
+        write(ROOT / BUILD / "build.ninja", rules(extension.sources, target.name))
         # Without it ccache passes by what includes a precompiled header.
         environment = {"CCACHE_SLOPPINESS": "pch_defines,time_macros", **os.environ}
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         command = [sys.executable, "-m", "ninja", "-f", f"{BUILD}/build.ninja", "-j", jobs]
         if subprocess.run(command, cwd=ROOT, env=environment).returncode:
             raise CompileError("the compiler refused what stands above")
-        self.copy_file(str(ROOT / library), str(target))
+        self.copy_file(str(ROOT / BUILD / target.name), str(target))
 
     def run(self) -> None:
         super().run()
-        target = ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
-        (target / "openreg_ops" / "_build.py").write_text(
+        package = (ROOT if self.inplace or self.editable_mode else Path(self.build_lib)) / "openreg_ops"
+        for old in package.glob("_ops_*.so"):
+            old.unlink()
+        for capability in CAPABILITIES:
+            self.copy_file(str(ROOT / BUILD / library(capability)), str(package))
+        (package / "_build.py").write_text(
             '"""Written by setup.py: what the extension was built with."""\n\n'
-            f'TORCH_VERSION = "{TORCH_VERSION}"\nCPU_CAPABILITY = "{CAPABILITY}"\n'
+            f'TORCH_VERSION = "{TORCH_VERSION}"\n'
+            f"CPU_CAPABILITIES = {tuple(CAPABILITIES)!r}  # the narrowest first\n"
             f"# Note [CPU scalars] in csrc/aten/host_scalars.h\nHOST_SCALARS = {host_scalars()!r}\n"
         )
 

@@ -129,7 +129,7 @@ PYBIND11_MODULE(_C, m) {
   openreg::set_around_wait(&wait_without_python);
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   openreg::set_check_signals(&check_signals);
-  m.attr("native_kernels") = openreg::register_native_kernels();
+  m.def("register_native_kernels", &openreg::register_native_kernels);
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);
   m.def("set_host_scalars", &openreg::set_host_scalars);

@@ -1,6 +1,5 @@
 // PyTorch's headers that most files include, compiled once for all: see setup.py. Every file includes what it needs
 // all the same.
-#pragma once
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>

@@ -49,15 +49,12 @@ if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
         )
     )
 
-if _build.CPU_CAPABILITY != "DEFAULT" and not getattr(torch.cpu, f"_is_{_build.CPU_CAPABILITY.lower()}_supported")():
-    _refuse(
-        ImportError(
-            f"openreg_ops was built for {_build.CPU_CAPABILITY}, which this processor lacks; rebuild it here with "
-            "`pip install --force-reinstall --no-deps --no-build-isolation .` in its source"
-        )
-    )
+from openreg_ops import environment, kernels  # noqa: E402
 
-from openreg_ops import environment  # noqa: E402
+try:
+    kernels.capability()
+except ImportError as error:
+    _refuse(error)
 
 try:
     from openreg_tools import backends
@@ -74,6 +71,7 @@ try:
 
     from openreg_ops import _C
 
+    kernels.load()
     _C.set_host_scalars(_build.HOST_SCALARS)
     from openreg_ops import openreg
 

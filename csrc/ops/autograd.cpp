@@ -110,11 +110,11 @@ struct torch::autograd::CppNode<openreg::ops::Derivative<traceable>> : CppNode<o
 namespace openreg::ops {
 
 bool AutogradContext::needs_input_grad(size_t i) const {
-  return context_->needs_input_grad(i);
+  return context_ != nullptr && context_->needs_input_grad(i);
 }
 
 void AutogradContext::mark_non_differentiable(const variable_list& outputs) {
-  context_->mark_non_differentiable(outputs);
+  if (context_ != nullptr) context_->mark_non_differentiable(outputs);
 }
 
 Saved::Saved(torch::autograd::AutogradContext* context, bool tensors)
@@ -141,10 +141,13 @@ bool restore_layers() {
 
 variable_list record(const Rule& rule, const variable_list& tensors, bool given, Forwards forward) {
   HiddenLayers hidden;
-  if (!given) [[unlikely]] {
-    torch::autograd::AutogradContext unused;
-    AutogradContext context(&unused);
-    forward(&context);
+  // A view is recorded all the same: autograd refuses writes that its base or an outer transform would lose.
+  const bool recorded =
+      rule.view || (at::GradMode::is_enabled() && torch::autograd::any_variable_requires_grad(tensors));
+  if (!recorded || !given) {
+    AutogradContext nowhere(nullptr);
+    Recorded out = forward(&nowhere);
+    if (!recorded) return std::move(out.results);
   }
   const at::TensorList inputs = tensors;
   return rule.traceable ? Derivative<true>::apply(inputs, rule, forward)

@@ -63,6 +63,7 @@ const auto& op(const char* name = name_of<kernel>) {
 // What a derivative asks of torch::autograd::AutogradContext, whose header takes ten seconds.
 class AutogradContext {
  public:
+  // Without one, of a forward that is not recorded.
   explicit AutogradContext(torch::autograd::AutogradContext* context) : context_(context) {}
   // Whether a gradient is wanted of the i-th argument that is a tensor, each in a list counting as one.
   bool needs_input_grad(size_t i) const;
@@ -181,6 +182,7 @@ struct Rule {
   variable_list (*backward)(AutogradContext*, const variable_list& grad, Saved&);
   bool saves_tensors;
   bool traceable; // compiled autograd puts its backward into a graph
+  bool view = false;
 };
 // Makes a rule known to the nodes of the graph by its name.
 const Rule& add_rule(Rule rule);
@@ -323,7 +325,7 @@ Tensor view_kernel(const Tensor& x, Args... args) {
         return variable_list{
             std::apply([&](const Args&... args) -> Tensor { return F::gradient(grad[0], args...); }, args)};
       },
-      /*saves_tensors=*/false, /*traceable=*/true});
+      /*saves_tensors=*/false, /*traceable=*/true, /*view=*/true});
   const auto view = [&](const Tensor& x) {
     if (!c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) return F::view(x);
     at::AutoGradMode grad_mode(restore_layers());

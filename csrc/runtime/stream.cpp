@@ -25,12 +25,31 @@ namespace {
 thread_local std::array<std::int64_t, kMaxDevices> current_ids{};
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
 
+// One counter a thread, added up by launch_count(); a shared one would cost an atomic a launch.
+struct LaunchCounter {
+  LaunchCounter();
+  ~LaunchCounter();
+  std::uint64_t value = 0;
+};
+thread_local LaunchCounter launched;
+
 std::mutex counters_mutex;
-std::vector<detail::LaunchCounter*>& counters() {
-  static auto* all = new std::vector<detail::LaunchCounter*>;
+std::vector<LaunchCounter*>& counters() {
+  static auto* all = new std::vector<LaunchCounter*>;
   return *all;
 }
 std::uint64_t finished = 0; // of threads that have ended
+
+LaunchCounter::LaunchCounter() {
+  std::lock_guard lock(counters_mutex);
+  counters().push_back(this);
+}
+
+LaunchCounter::~LaunchCounter() {
+  std::lock_guard lock(counters_mutex);
+  finished += value;
+  std::erase(counters(), this);
+}
 
 // Note [Workers]
 // A stream gets a thread when work is first queued on it. The thread waits for more work by polling
@@ -315,16 +334,16 @@ void detail::queue_wait(Stream stream, Task task, const Site& site) {
   queue_of(stream).push(std::move(task), site.where);
 }
 
-detail::LaunchCounter::LaunchCounter() {
-  std::lock_guard lock(counters_mutex);
-  counters().push_back(this);
+std::uint32_t detail::begin_launch() noexcept {
+  ++launched.value;
+  return attention.load(std::memory_order_acquire);
 }
 
-detail::LaunchCounter::~LaunchCounter() {
-  std::lock_guard lock(counters_mutex);
-  finished += value;
-  std::erase(counters(), this);
-}
+detail::Scope::Scope(Stream stream, const Site& site, std::uint32_t attention) noexcept
+    : turn_(turn_of(stream.device, stream.id)), access_(attention & kIsolationBit),
+      profiled_(attention & kProfileBit, stream, site) {}
+
+detail::Scope::~Scope() = default;
 
 std::uint64_t launch_count() noexcept {
   std::lock_guard lock(counters_mutex);

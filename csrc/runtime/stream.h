@@ -14,7 +14,7 @@
 namespace openreg {
 
 // The calling thread's current stream on a device.
-Stream current_stream(int device) noexcept;
+OPENREG_API Stream current_stream(int device) noexcept;
 // Makes `stream` current on its device for the calling thread and returns the previous one.
 Stream exchange_stream(Stream stream) noexcept;
 // A stream of the device's pool; a lower priority number is more urgent, as CUDA's.
@@ -58,19 +58,14 @@ std::uint64_t launch_count() noexcept;
 void stop_workers() noexcept;
 
 namespace detail {
-// One counter a thread, added up by launch_count(); a shared one would cost an atomic a launch.
-struct LaunchCounter {
-  LaunchCounter();
-  ~LaunchCounter();
-  std::uint64_t value = 0;
-};
-inline thread_local LaunchCounter launches;
+// Counts a launch; what it must attend to.
+OPENREG_API std::uint32_t begin_launch() noexcept;
 
 enum class Place { kHere, kQueue, kNowhere };
-Place place(Stream stream, const Site& site); // waits first where the mode is sync
-void queue(Stream stream, Task task, const Site& site);
+OPENREG_API Place place(Stream stream, const Site& site); // waits first where the mode is sync
+OPENREG_API void queue(Stream stream, Task task, const Site& site);
 // Waits for the stream's queued work; throws as synchronize_stream().
-void catch_up(Stream stream, const Site& site);
+OPENREG_API void catch_up(Stream stream, const Site& site);
 // Queues what touches no device memory: a wait, a sleep.
 void queue_wait(Stream stream, Task task, const Site& site);
 
@@ -84,18 +79,11 @@ bool any_queue() noexcept;
 void drop_queued() noexcept;
 bool dropping() noexcept;
 
-// Counts a launch; what it must attend to.
-inline std::uint32_t begin_launch() noexcept {
-  ++launches.value;
-  return attention.load(std::memory_order_acquire);
-}
-
 // Around work while it runs on its caller's thread: its stream's turn, access to device memory, and the profile.
-class Scope {
+class OPENREG_API Scope {
  public:
-  Scope(Stream stream, const Site& site, std::uint32_t attention) noexcept
-      : turn_(turn_of(stream.device, stream.id)), access_(attention & kIsolationBit),
-        profiled_(attention & kProfileBit, stream, site) {}
+  Scope(Stream stream, const Site& site, std::uint32_t attention) noexcept;
+  ~Scope();
 
  private:
   const Turn turn_;

@@ -7,6 +7,9 @@
 #include <functional>
 #include <source_location>
 
+// Of what the libraries of kernels use: Note [Libraries] in setup.py.
+#define OPENREG_API __attribute__((visibility("default")))
+
 namespace openreg {
 
 // Of a device: the default stream and, as in CUDA, 32 of either priority, which are reused round robin.

@@ -107,7 +107,7 @@ class Openreg(Backend):
         return any("csrc/aten" in place and "native.cpp" not in place and "fallback" not in place for place in places)
 
     def files(self) -> Iterable[Path]:
-        return PACKAGE.glob("_C*.so")
+        return PACKAGE.glob("_*.so")
 
     # ---- the pytest plugin ----
 
@@ -164,9 +164,10 @@ def isolation(_C: Any) -> str:
 
 
 def _build(info: Info) -> None:
-    from openreg_ops import _build
+    from openreg_ops import _build, kernels
 
-    info.add("openreg_ops", built_for=f"torch {_build.TORCH_VERSION}, {_build.CPU_CAPABILITY}")
+    built = f"torch {_build.TORCH_VERSION}, {' and '.join(_build.CPU_CAPABILITIES)}"
+    info.add("openreg_ops", built_for=built, capability=kernels.capability())
     library, source = next(PACKAGE.glob("_C*.so"), None), PACKAGE.parent / "csrc"
     if library and source.is_dir():
         newer = [path for path in source.rglob("*.[ch]*") if path.stat().st_mtime > library.stat().st_mtime]
@@ -197,7 +198,7 @@ def _devices(info: Info) -> None:
 
 
 def _settings(info: Info) -> None:
-    from openreg_ops import _C, autograd_fallback, fallback
+    from openreg_ops import _C, autograd_fallback, fallback, kernels
     from openreg_ops.openreg import _sanitizer, faults
 
     fell = fallback.report()
@@ -209,7 +210,7 @@ def _settings(info: Info) -> None:
         poison="on: new device memory holds NaN" if _C.poison() else "off",
         sanitizer="on" if _sanitizer._races else "off",
         faults=", ".join(fault.kind for fault in faults._armed) or "none armed",
-        kernels=f"{_C.native_kernels} of torch's CPU kernels shared",
+        kernels=f"{kernels.shared} of torch's CPU kernels shared",
     )
 
 

@@ -9,7 +9,6 @@
 #include <torch/library.h>
 
 #include "../../ops/attention.h"
-#include "../native.h"
 #include "../transforms.h"
 
 namespace openreg {

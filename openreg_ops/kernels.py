@@ -1,0 +1,45 @@
+"""Chooses which build of the operators' kernels a process uses, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from openreg_ops import _build
+
+# What at::vec knows, the narrowest first, and whether this processor has it.
+_WIDER = {"AVX2": torch.cpu._is_avx2_supported, "AVX512": torch.cpu._is_avx512_supported}
+_ORDER = ("DEFAULT", *_WIDER)
+
+shared = 0  # how many kernels of the CPU the device shares
+
+
+def capability() -> str:
+    """The vector instructions of the operators' kernels: ``"DEFAULT"``, ``"AVX2"`` or ``"AVX512"``.
+
+    It is the widest of those built that PyTorch's own kernels may use, which ``ATEN_CPU_CAPABILITY`` limits. Where
+    none is so narrow, in a build for one machine, it is the narrowest.
+
+    Raises:
+        ImportError: the processor has none of those that were built.
+    """
+    built = [each for each in _build.CPU_CAPABILITIES if each not in _WIDER or _WIDER[each]()]
+    if not built:
+        raise ImportError(
+            f"openreg_ops was built for {_build.CPU_CAPABILITIES[0]}, which this processor lacks; rebuild it here with "
+            "`pip install --force-reinstall --no-deps --no-build-isolation .` in its source"
+        )
+    torchs = torch.backends.cpu.get_cpu_capability()
+    widest = _ORDER.index(torchs) if torchs in _ORDER else 0
+    return next((each for each in reversed(built) if _ORDER.index(each) <= widest), built[0])
+
+
+def load() -> None:
+    """Load the library of `capability`, which registers kernels, and share the CPU's for all other operators."""
+    global shared
+    from openreg_ops import _C
+
+    ctypes.CDLL(str(Path(__file__).with_name(f"_ops_{capability().lower()}.so")))
+    shared = _C.register_native_kernels()
