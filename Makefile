@@ -1,9 +1,13 @@
-# make demo | make test | make clients    create the environment, build, and run; quick the second time
-# TORCH=2.15.0 uses another torch, in an environment and with objects of its own; ARGS="…" goes to the command.
+# make demo | make test | make wheel    create the environment, build, and run; quick the second time
+# TORCH=2.15.0 and PYTHON=python3.13 use others, in an environment and with objects of their own; ARGS="…" goes to the
+# command.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := .venv-$(TORCH)
+DEFAULT_PYTHON := $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(DEFAULT_PYTHON)
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+OTHER_PYTHON := $(if $(filter-out $(shell $(DEFAULT_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'),$(PYTHON_VERSION)),-py$(PYTHON_VERSION))
+VENV := .venv-$(TORCH)$(OTHER_PYTHON)
 BIN := $(VENV)/bin
 ARGS ?=
 
@@ -14,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc -type f)
 PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) pytest_openreg_ops.py
 
-.PHONY: demo test test-fast clients suites bench conformance mutants lint install clean
+.PHONY: demo test test-fast clients suites bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -45,10 +49,33 @@ conformance: install
 mutants: install $(VENV)/.mutants
 	$(BIN)/python tests/mutants.py $(ARGS)
 
+# For every x86-64 processor and one torch: dist/openreg_ops-VERSION+torchTORCH-….whl, with torch's libraries left out.
+# OPENREG_LABEL= leaves out what stands after the version, as an index wants it.
+wheel: export OPENREG_RELEASE := 1
+wheel: $(VENV)/.wheel
+	rm -rf build/*-torch-$(TORCH)*/lib* build/wheels
+	$(BIN)/python setup.py build_ext
+	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir build/wheels .
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --strip --exclude 'libc10*' --exclude 'libtorch*' \
+		--exclude 'libgomp*' --wheel-dir dist build/wheels/openreg_ops-*.whl
+	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir dist ./openreg_tools
+	ls -l dist
+
+# Installs them in a new environment, with nothing but pip, and uses them.
+try-wheel:
+	$(PYTHON) tests/project/try_wheel.py --torch $(TORCH) $(ARGS)
+
+sdist: $(VENV)/.requirements
+	$(BIN)/python setup.py -q sdist
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+# Debian's g++-aarch64-linux-gnu compiles every file; nothing is linked, as torch's libraries here are for x86-64.
+lint-aarch64: $(VENV)/.requirements
+	CXX=aarch64-linux-gnu-g++ $(BIN)/python setup.py build_ext --objects
 
 clean:
 	rm -rf build dist out *.egg-info openreg_tools/build openreg_tools/*.egg-info .venv-* openreg_ops/_build.py openreg_ops/_*.so
@@ -65,6 +92,10 @@ $(VENV)/.lint: requirements-lint.txt | $(VENV)/.requirements
 	$(BIN)/pip install -r requirements-lint.txt
 	@touch $@
 
+$(VENV)/.wheel: requirements-wheel.txt | $(VENV)/.requirements
+	$(BIN)/pip install -r requirements-wheel.txt
+	@touch $@
+
 $(VENV)/.mutants: requirements-mutants.txt | $(VENV)/.requirements
 	$(BIN)/pip install -r requirements-mutants.txt
 	@touch $@
@@ -76,7 +107,7 @@ $(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.requirements
 # The default torch gets an editable install: Python files need no step at all, C++ ones an incremental build.
 # Any other torch gets a copy of its own, so that the checkout holds only one extension. Either way setup.py
 # compiles first, showing progress, and pip finds the objects ready.
-ifeq ($(TORCH),$(DEFAULT_TORCH))
+ifeq ($(VENV),.venv-$(DEFAULT_TORCH))
 $(VENV)/.built: $(VENV)/.requirements setup.py $(CSRC)
 	@echo "== building for torch $(TORCH)"
 	$(BIN)/python setup.py build_ext --inplace
@@ -88,7 +119,7 @@ $(VENV)/.installed: pyproject.toml openreg_tools/pyproject.toml build_backend.py
 else
 $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml openreg_tools/pyproject.toml build_backend.py $(CSRC) $(PACKAGE)
 	@echo "== building for torch $(TORCH)"
-	rm -rf build/torch-$(TORCH)*/lib*
+	rm -rf build/*-torch-$(TORCH)*/lib*
 	$(BIN)/python setup.py build_ext
 	$(BIN)/pip install --no-deps --no-build-isolation --force-reinstall ./openreg_tools .
 	@touch $@

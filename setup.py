@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -40,12 +41,16 @@ def torch_folder() -> Path:
 TORCH = torch_folder()
 TORCH_VERSION = runpy.run_path(str(TORCH / "version.py"))["__version__"]
 RELEASE = os.environ.get("OPENREG_RELEASE") == "1"
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+MACHINE = subprocess.run([*COMPILER, "-dumpmachine"], capture_output=True, text=True, check=True).stdout.split("-")[0]
 # Objects for different versions of torch and Python never meet; relative, as setuptools wants it.
 BUILD = f"build/{sys.implementation.cache_tag}-torch-{TORCH_VERSION}"
+if MACHINE != platform.machine():
+    BUILD += f"-{MACHINE}"
 
 
 # The vector capabilities that at::vec knows, the narrowest first. One is chosen when a file is compiled.
-X86 = platform.machine() in ("x86_64", "AMD64")
+X86 = MACHINE == "x86_64"
 WIDER = {
     "AVX2": ["avx2", "fma", "f16c"],
     "AVX512": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"],
@@ -92,11 +97,15 @@ def host_scalars() -> dict[str, int]:
     return {name: 0 if any(every) else 1 for name, every in sorted(checks.items())}
 
 
+VERSION = tomllib.loads((ROOT / "openreg_tools/pyproject.toml").read_text())["project"]["version"]
+# What PEP 440 calls a local version: a wheel is for one torch, and one index has those for several.
+LABEL = os.environ.get("OPENREG_LABEL", f"torch{TORCH_VERSION.split('+')[0]}") if RELEASE else ""
+
+
 def openreg_tools() -> str:
     """The requirement of openreg_tools: this source's own, or in a wheel the same version."""
-    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     if RELEASE:
-        return f"openreg_tools=={version}"
+        return f"openreg_tools=={VERSION}"
     return f"openreg_tools @ {(ROOT / 'openreg_tools').resolve().as_uri()}"
 
 
@@ -125,7 +134,10 @@ def write(path: Path, text: str) -> None:
 
 
 # DispatchStub's signature depends on what torch itself was built with.
-STUBS = ["-DHAVE_AVX512_CPU_DEFINITION", "-DHAVE_AVX2_CPU_DEFINITION"] * X86
+STUBS = {
+    "x86_64": ["-DHAVE_AVX512_CPU_DEFINITION", "-DHAVE_AVX2_CPU_DEFINITION"],
+    "aarch64": ["-DHAVE_SVE_CPU_DEFINITION"],
+}.get(MACHINE, [])
 
 # Warnings of PyTorch's headers are not ours.
 SYSTEM = [
@@ -176,7 +188,7 @@ def library(capability: str) -> str:
 
 def rules(sources: list[str], module: str) -> str:
     """What ninja is told."""
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = list(COMPILER)
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     clang = "clang" in version
     if shutil.which("ccache") and "ccache" not in compiler[0]:
@@ -193,6 +205,8 @@ def rules(sources: list[str], module: str) -> str:
         f"rule link\n  command = {link} $in -o $out $with {shell(*LIBRARIES)}\n  description = $out\n",
     ]
 
+    every = []
+
     def objects(sources: list[str], capability: str) -> str:
         """Has them compiled for a capability."""
         found = []
@@ -207,6 +221,7 @@ def rules(sources: list[str], module: str) -> str:
             lines.append(f"  flags = {shell(*vectors(capability), *(light if folder in COLD else full))}")
             lines.append(f"  files = {' '.join(Path(file).stem for file in files)}")
             found.append(unit + ".o")
+        every.extend(found)
         return " ".join(found)
 
     suffix = ".pch" if clang else ".gch"
@@ -219,11 +234,23 @@ def rules(sources: list[str], module: str) -> str:
     rest = [source for source in sources if source not in kernels]
     lines.append(f"build {BUILD}/{module}: link {objects(rest, CAPABILITIES[0])}")
     lines.append(f"  with = -Wl,-soname,{module} -ltorch_python")
+    lines.append(f"build objects: phony {' '.join(every)}")
+    lines.append(f"default {BUILD}/{module} {' '.join(f'{BUILD}/{library(each)}' for each in CAPABILITIES)}")
     return "\n".join([*lines, ""])
 
 
 class Build(build_ext):
     """Compiles with ninja, keeps the objects for the next time, and notes beside the extension what it is for."""
+
+    user_options = [
+        *build_ext.user_options,
+        ("objects", None, "compile, and link nothing: for another machine's compiler"),
+    ]
+    boolean_options = [*build_ext.boolean_options, "objects"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.objects = False
 
     def build_extension(self, extension: Extension) -> None:
         target = Path(self.get_ext_fullpath(extension.name)).resolve()
@@ -232,13 +259,16 @@ class Build(build_ext):
         # Without it ccache passes by what includes a precompiled header.
         environment = {"CCACHE_SLOPPINESS": "pch_defines,time_macros", **os.environ}
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-        command = [sys.executable, "-m", "ninja", "-f", f"{BUILD}/build.ninja", "-j", jobs]
+        command = [sys.executable, "-m", "ninja", "-f", f"{BUILD}/build.ninja", "-j", jobs, *["objects"] * self.objects]
         if subprocess.run(command, cwd=ROOT, env=environment).returncode:
             raise CompileError("the compiler refused what stands above")
-        self.copy_file(str(ROOT / BUILD / target.name), str(target))
+        if not self.objects:
+            self.copy_file(str(ROOT / BUILD / target.name), str(target))
 
     def run(self) -> None:
         super().run()
+        if self.objects:
+            return
         package = (ROOT if self.inplace or self.editable_mode else Path(self.build_lib)) / "openreg_ops"
         for old in package.glob("_ops_*.so"):
             old.unlink()
@@ -246,13 +276,14 @@ class Build(build_ext):
             self.copy_file(str(ROOT / BUILD / library(capability)), str(package))
         (package / "_build.py").write_text(
             '"""Written by setup.py: what the extension was built with."""\n\n'
-            f'TORCH_VERSION = "{TORCH_VERSION}"\n'
+            f'VERSION = "{VERSION}"\nTORCH_VERSION = "{TORCH_VERSION}"\n'
             f"CPU_CAPABILITIES = {tuple(CAPABILITIES)!r}  # the narrowest first\n"
             f"# Note [CPU scalars] in csrc/aten/host_scalars.h\nHOST_SCALARS = {host_scalars()!r}\n"
         )
 
 
 setup(
+    version=f"{VERSION}+{LABEL}" if LABEL else VERSION,
     packages=[
         "openreg_ops",
         "openreg_ops.inductor",

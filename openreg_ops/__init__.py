@@ -40,12 +40,13 @@ try:
 except ImportError:
     _refuse(ImportError("openreg_ops is not built here: run `pip install --no-build-isolation -e .` in its source"))
 
-if torch.__version__.split("+")[0] != _build.TORCH_VERSION.split("+")[0]:
+_built, _installed = _build.TORCH_VERSION.split("+")[0], torch.__version__.split("+")[0]
+if _installed != _built:
     _refuse(
         ImportError(
             f"openreg_ops was built for torch {_build.TORCH_VERSION} but torch {torch.__version__} is installed; "
             "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
-            f"or install torch=={_build.TORCH_VERSION.split('+')[0]}"
+            f"or install the wheel for that torch, openreg_ops=={_build.VERSION}+torch{_installed}, or torch=={_built}"
         )
     )
 

@@ -186,7 +186,9 @@ def _origin(distribution: importlib.metadata.Distribution, package: str) -> tupl
     if url.get("dir_info", {}).get("editable", False):
         source = url["url"].removeprefix("file://")
         return f"editable, from {source}", Path(source) / package
-    return "a copy in site-packages", Path(str(distribution.locate_file(package)))
+    tags = re.findall(r"^Tag: (.*)", distribution.read_text("WHEEL") or "", re.M)
+    how = f"the wheel for {' and '.join(tags)}" if tags else "a copy in site-packages"
+    return how, Path(str(distribution.locate_file(package)))
 
 
 def _accelerator(info: Info) -> None:

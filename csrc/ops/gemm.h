@@ -110,17 +110,15 @@ void gemm_tile(
     int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, A* c, int64_t c_row, int64_t columns, bool add) {
   typedef A Vector __attribute__((vector_size(sizeof(A) * kPanel<A> / 2)));
   constexpr int64_t lanes = kPanel<A> / 2;
-  const auto load = [](const A* p) {
-    Vector v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  };
-  const auto store = [](A* p, Vector v) { std::memcpy(p, &v, sizeof v); };
+  const auto load = [](Vector& v, const A* p) { std::memcpy(&v, p, sizeof v); };
+  const auto store = [](A* p, const Vector& v) { std::memcpy(p, &v, sizeof v); };
   Vector sum[rows][2];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < rows; ++i) sum[i][0] = sum[i][1] = Vector{};
   for (int64_t p = 0; p < k; ++p, b += 2 * lanes, a += a_col) {
-    const Vector first = load(b), second = load(b + lanes);
+    Vector first, second;
+    load(first, b);
+    load(second, b + lanes);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < rows; ++i) {
       const A x = a[i * a_row];
@@ -131,8 +129,13 @@ void gemm_tile(
 #pragma GCC unroll 16
   for (int64_t i = 0; i < rows; ++i, c += c_row) {
     if (columns == 2 * lanes) {
-      store(c, add ? load(c) + sum[i][0] : sum[i][0]);
-      store(c + lanes, add ? load(c + lanes) + sum[i][1] : sum[i][1]);
+      for (int64_t half = 0; half < 2; ++half) {
+        if (Vector old; add) {
+          load(old, c + half * lanes);
+          sum[i][half] += old;
+        }
+        store(c + half * lanes, sum[i][half]);
+      }
     } else {
       A row[2 * lanes];
       store(row, sum[i][0]);
