@@ -42,7 +42,14 @@ TORCH = torch_folder()
 TORCH_VERSION = runpy.run_path(str(TORCH / "version.py"))["__version__"]
 RELEASE = os.environ.get("OPENREG_RELEASE") == "1"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-MACHINE = subprocess.run([*COMPILER, "-dumpmachine"], capture_output=True, text=True, check=True).stdout.split("-")[0]
+
+
+def compiler_says(option: str) -> str:
+    return subprocess.run([*COMPILER, option], capture_output=True, text=True, check=True).stdout
+
+
+MACHINE = compiler_says("-dumpmachine").split("-")[0]
+CLANG = "clang" in compiler_says("--version")
 # Objects for different versions of torch and Python never meet; relative, as setuptools wants it.
 BUILD = f"build/{sys.implementation.cache_tag}-torch-{TORCH_VERSION}"
 if MACHINE != platform.machine():
@@ -149,14 +156,13 @@ SYSTEM = [
 WARNINGS = [
     "-Wall",
     "-Wextra",
-    "-Wno-interference-size",
     "-Wno-unused-parameter",
     "-Wno-unknown-pragmas",
     "-Wno-missing-field-initializers",
     "-Wno-deprecated-declarations",
-    "-Wno-uninitialized",  # g++ 12 finds it in its own AVX-512 headers
-    "-Wno-maybe-uninitialized",
 ]
+if not CLANG:  # in g++ 12's own headers
+    WARNINGS += ["-Wno-interference-size", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 # Where no time is spent at run time, all that counts is that calls are inlined: that compiles in three quarters of the time.
 COLD = ("csrc", "csrc/backend")
 FULL = ["-O2"]
@@ -189,11 +195,9 @@ def library(capability: str) -> str:
 def rules(sources: list[str], module: str) -> str:
     """What ninja is told."""
     compiler = list(COMPILER)
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    clang = "clang" in version
     if shutil.which("ccache") and "ccache" not in compiler[0]:
         compiler.insert(0, "ccache")
-    full, light = (FULL, ["-O1"]) if clang else (FULL + UNCOLLECTED, LIGHT + UNCOLLECTED)
+    full, light = (FULL, ["-O1"]) if CLANG else (FULL + UNCOLLECTED, LIGHT + UNCOLLECTED)
     options = shlex.split(os.environ.get("CXXFLAGS", ""))
     compile = shell(*compiler, *FLAGS, *options) + " $flags -MMD -MF $out.d -o $out"
     link = shell(*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", "")), "-Wl,-rpath,$ORIGIN")
@@ -224,7 +228,7 @@ def rules(sources: list[str], module: str) -> str:
         every.extend(found)
         return " ".join(found)
 
-    suffix = ".pch" if clang else ".gch"
+    suffix = ".pch" if CLANG else ".gch"
     kernels = [source for source in sources if os.path.dirname(source) in KERNELS]
     for capability in CAPABILITIES:
         lines.append(f"build {BUILD}/{capability}/precompiled.h{suffix}: precompile csrc/precompiled.h")

@@ -53,7 +53,7 @@ template <class T>
 void dequantize_row(const int8_t* q, float scale, T* y, int64_t n) {
   constexpr int64_t chunk = kChunk<T>, lanes = kLanes<T>;
   const Vec<T> step(static_cast<Acc<T>>(scale));
-  const auto one_chunk = [step](const int8_t* q, T* y) {
+  const auto one_chunk = [&](const int8_t* q, T* y) {
     Vec<T> out[chunk / lanes];
     for (int64_t k = 0; k < chunk / lanes; ++k) out[k] = read_bytes<T>(q + k * lanes) * step;
     write(out, y);

@@ -26,7 +26,7 @@ namespace {
 
 char* range = nullptr; // of all devices' memory, once it is reserved
 std::size_t range_bytes = 0;
-int key = -1;
+[[maybe_unused]] int key = -1; // x86's
 
 Isolation mode = Isolation::kOff;
 const bool mode_from_environment = [] {
