@@ -200,7 +200,7 @@ def test_safetensors(tmp_path):
     y = st.load_file(tmp_path / "x.safetensors")["x"]
     assert y.equal(x.cpu())
     assert same(st.load(st.save({"x": x}))["x"].to(ONE), x)
-    with pytest.raises(SafetensorError, match="device openreg:1 is invalid"):  # CHANGELOG.md, known limits
+    with pytest.raises(SafetensorError, match="device openreg:1 is invalid"):  # docs/limits.md
         st.load_file(tmp_path / "x.safetensors", device="openreg:1")
 
 
