@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc -type f)
 PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) pytest_openreg_ops.py
 
-.PHONY: demo test test-fast clients suites bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist clean
+.PHONY: demo test test-fast clients suites bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -65,8 +65,14 @@ wheel: $(VENV)/.wheel
 try-wheel:
 	$(PYTHON) tests/project/try_wheel.py --torch $(TORCH) $(ARGS)
 
-sdist: $(VENV)/.requirements
-	$(BIN)/python setup.py -q sdist
+sdist: $(VENV)/.wheel
+	OPENREG_RELEASE=1 OPENREG_LABEL= $(BIN)/python -m build --sdist --no-isolation --outdir dist .
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist openreg_tools
+
+# What changed since the newest torch that works, and which registrations break; nothing has to be built.
+drift: $(VENV)/.requirements
+	$(BIN)/pip install -q --no-deps ./openreg_tools
+	$(BIN)/python -m openreg_tools drift 2.15.0 installed --sources csrc openreg_ops meta $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

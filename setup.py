@@ -111,7 +111,7 @@ LABEL = os.environ.get("OPENREG_LABEL", f"torch{TORCH_VERSION.split('+')[0]}") i
 
 def openreg_tools() -> str:
     """The requirement of openreg_tools: this source's own, or in a wheel the same version."""
-    if RELEASE:
+    if RELEASE or (ROOT / "PKG-INFO").exists():  # which a source archive has
         return f"openreg_tools=={VERSION}"
     return f"openreg_tools @ {(ROOT / 'openreg_tools').resolve().as_uri()}"
 
@@ -179,7 +179,8 @@ FLAGS = [
     *WARNINGS,
     *STUBS,
 ]
-LIBRARIES = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+# g++'s OpenMP is torch's own, which is loaded already. Clang's is another, and torch.set_num_threads() does not reach it.
+LIBRARIES = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", *["-fopenmp"] * CLANG]
 
 
 def shell(*words: str) -> str:
