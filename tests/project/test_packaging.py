@@ -123,12 +123,18 @@ def test_the_tools_import_no_device(tmp_path):
     assert printed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split() == ["False", "privateuseone"]
 
 
-def test_versions_are_equal():
-    versions = {
-        tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]["version"]
-        for path in (".", "openreg_tools")
-    }
-    assert len(versions) == 1
+@autoload
+def test_the_version_has_one_place(tmp_path, monkeypatch):
+    version = tomllib.loads((ROOT / "openreg_tools" / "pyproject.toml").read_text())["project"]["version"]
+    assert openreg_ops.__version__ == importlib.metadata.version("openreg_ops") == openreg_ops._build.VERSION == version
+    monkeypatch.setenv("OPENREG_RELEASE", "1")
+    label = f"torch{torch.__version__.partition('+')[0]}"
+    for value, expected in ((None, f"{version}+{label}"), ("", version)):
+        monkeypatch.delenv("OPENREG_LABEL", raising=False) if value is None else monkeypatch.setenv(
+            "OPENREG_LABEL", value
+        )
+        said = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
+        assert said.stdout.split()[-1] == expected, said.stderr
 
 
 def test_meta_is_part_of_the_package():
@@ -161,7 +167,7 @@ def built_for_another_torch(tmp_path):
     package = tmp_path / "openreg_ops"
     package.mkdir()
     (package / "__init__.py").write_text((ROOT / "openreg_ops" / "__init__.py").read_text())
-    (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\n')
+    (package / "_build.py").write_text('VERSION, TORCH_VERSION = "9.9", "2.0.0+cpu"\n')
     (package / "_C.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
     return str(tmp_path)
 
@@ -169,7 +175,7 @@ def built_for_another_torch(tmp_path):
 SENTENCE = (
     f"ImportError: openreg_ops was built for torch 2.0.0+cpu but torch {torch.__version__} is installed; "
     "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
-    "or install torch==2.0.0"
+    f"or install the wheel for that torch, openreg_ops==9.9+torch{torch.__version__.partition('+')[0]}, or torch==2.0.0"
 )
 
 

@@ -45,7 +45,7 @@ COMMANDS = [
     "openreg-tools check openreg_ops:rms_norm --quiet",
     "pip install -q pytest expecttest",
     "python -m pytest -q -p no:cacheprovider --device openreg test_suite.py",
-    f"python -m pytest -q -p no:cacheprovider --rootdir . -c /dev/null {ROOT}/tests/ops/test_capabilities.py",
+    f"python -m pytest -q -p no:cacheprovider --rootdir . -c /dev/null {ROOT}/tests/project/test_kernels.py",
 ]
 
 

@@ -83,7 +83,7 @@ def test_runs_where_the_package_cannot_be_imported(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text((ROOT / "openreg_ops/__init__.py").read_text())
     shutil.copytree(ROOT / "openreg_tools", tmp_path / "openreg_tools")
-    (package / "_build.py").write_text('TORCH_VERSION = "2.0.0+cpu"\nCPU_CAPABILITY = "DEFAULT"\n')
+    (package / "_build.py").write_text('VERSION, TORCH_VERSION = "9.9", "2.0.0+cpu"\n')
     result = run(tmp_path, "-m", "openreg_tools", "info", "--import", "openreg_ops")
     assert result.returncode == 1, result.stderr
     said = " ".join(result.stdout.split())
@@ -115,7 +115,7 @@ def test_not_built_is_one_problem_with_the_remedy(not_built):
 
 
 def test_without_torch(not_built):
-    (not_built / "openreg_ops/_build.py").write_text('TORCH_VERSION = "2.0.0"\n')
+    (not_built / "openreg_ops/_build.py").write_text('VERSION, TORCH_VERSION = "9.9", "2.0.0"\n')
     # As in an environment without it: what Python finds is the standard library alone.
     result = run(not_built, "-S", "-m", "openreg_tools", "info", "--json", "-")
     assert result.returncode == 1 and not result.stderr
