@@ -49,21 +49,21 @@ conformance: install
 mutants: install $(VENV)/.mutants
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-# For every x86-64 processor and one torch: dist/openreg_ops-VERSION+torchTORCH-….whl, with torch's libraries left out.
+# For x86-64-v2 and later, and one torch: dist/openreg_ops-VERSION+torchTORCH-….whl, with torch's libraries left out.
 # OPENREG_LABEL= leaves out what stands after the version, as an index wants it.
 wheel: export OPENREG_RELEASE := 1
 wheel: $(VENV)/.wheel
-	rm -rf build/*-torch-$(TORCH)*/lib* build/wheels
+	rm -rf build/*-torch-$(TORCH)*/lib* build/wheels openreg_tools/build
 	$(BIN)/python setup.py build_ext
 	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir build/wheels .
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --strip --exclude 'libc10*' --exclude 'libtorch*' \
-		--exclude 'libgomp*' --wheel-dir dist build/wheels/openreg_ops-*.whl
+		--exclude 'libgomp*' --exclude 'openreg_ops._C*' --wheel-dir dist build/wheels/openreg_ops-*.whl
 	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir dist ./openreg_tools
 	ls -l dist
 
 # Installs them in a new environment, with nothing but pip, and uses them.
 try-wheel:
-	$(PYTHON) tests/project/try_wheel.py --torch $(TORCH) $(ARGS)
+	$(PYTHON) tests/project/try_wheel.py --torch $(TORCH) $(or $(ARGS),dist)
 
 sdist: $(VENV)/.wheel
 	OPENREG_RELEASE=1 OPENREG_LABEL= $(BIN)/python -m build --sdist --no-isolation --outdir dist .
@@ -71,8 +71,7 @@ sdist: $(VENV)/.wheel
 
 # What changed since the newest torch that works, and which registrations break; nothing has to be built.
 drift: $(VENV)/.requirements
-	$(BIN)/pip install -q --no-deps ./openreg_tools
-	$(BIN)/python -m openreg_tools drift 2.15.0 installed --sources csrc openreg_ops meta $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python -m openreg_tools drift 2.15.0 installed --sources csrc openreg_ops meta $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

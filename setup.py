@@ -6,7 +6,7 @@ the compiler sees the files of a folder some at a time, as one: a name in an ano
 Note [Libraries]: what computes element by element (KERNELS) is a library, _ops_CAPABILITY.so, built for each set of vector
 instructions that a processor may have; openreg_ops/kernels.py loads the one that fits. All else is _C, and the kernels
 call those functions of it that are marked OPENREG_API. A build for the machine at hand has one such library, and with
-OPENREG_RELEASE=1, for a wheel, there is one for every processor.
+OPENREG_RELEASE=1, for a wheel, there is one for each.
 """
 
 import importlib.util
@@ -190,7 +190,7 @@ def shell(*words: str) -> str:
 
 def library(capability: str) -> str:
     """The file of the kernels for a capability."""
-    return f"_ops_{capability.lower()}.so"
+    return f"_ops_{capability.lower()}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def rules(sources: list[str], module: str) -> str:
@@ -201,8 +201,10 @@ def rules(sources: list[str], module: str) -> str:
     full, light = (FULL, ["-O1"]) if CLANG else (FULL + UNCOLLECTED, LIGHT + UNCOLLECTED)
     options = shlex.split(os.environ.get("CXXFLAGS", ""))
     compile = shell(*compiler, *FLAGS, *options) + " $flags -MMD -MF $out.d -o $out"
-    link = shell(*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", "")), "-Wl,-rpath,$ORIGIN")
+    link = shell(*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", "")))
     noted = "  depfile = $out.d\n  deps = gcc\n"
+    made_with = f"{BUILD}/made_with.txt"  # system headers are not among what -MMD notes
+    write(ROOT / made_with, f"{compiler_says('--version')}{TORCH} {TORCH_VERSION}\n")
     lines = [
         f"builddir = {BUILD}",
         f"rule precompile\n  command = {compile} -x c++-header $in\n  description = PyTorch's headers\n{noted}",
@@ -220,9 +222,8 @@ def rules(sources: list[str], module: str) -> str:
             write(ROOT / unit, "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files))
             with_torch = folder != "csrc/runtime"
             header = f"{BUILD}/{capability}/precompiled.h"
-            lines.append(
-                f"build {unit}.o: compile {unit}" + f" | {header}{suffix}\n  with = -include {header}" * with_torch
-            )
+            edge = f"build {unit}.o: compile {unit} | {made_with}"
+            lines.append(edge + f" {header}{suffix}\n  with = -include {header}" * with_torch)
             lines.append(f"  flags = {shell(*vectors(capability), *(light if folder in COLD else full))}")
             lines.append(f"  files = {' '.join(Path(file).stem for file in files)}")
             found.append(unit + ".o")
@@ -232,13 +233,13 @@ def rules(sources: list[str], module: str) -> str:
     suffix = ".pch" if CLANG else ".gch"
     kernels = [source for source in sources if os.path.dirname(source) in KERNELS]
     for capability in CAPABILITIES:
-        lines.append(f"build {BUILD}/{capability}/precompiled.h{suffix}: precompile csrc/precompiled.h")
+        lines.append(f"build {BUILD}/{capability}/precompiled.h{suffix}: precompile csrc/precompiled.h | {made_with}")
         lines.append(f"  flags = {shell(*vectors(capability), *full)}")
         lines.append(f"build {BUILD}/{library(capability)}: link {objects(kernels, capability)} | {BUILD}/{module}")
         lines.append(f"  with = {BUILD}/{module}")
     rest = [source for source in sources if source not in kernels]
     lines.append(f"build {BUILD}/{module}: link {objects(rest, CAPABILITIES[0])}")
-    lines.append(f"  with = -Wl,-soname,{module} -ltorch_python")
+    lines.append(f"  with = -Wl,-soname,openreg_ops.{module} -ltorch_python")
     lines.append(f"build objects: phony {' '.join(every)}")
     lines.append(f"default {BUILD}/{module} {' '.join(f'{BUILD}/{library(each)}' for each in CAPABILITIES)}")
     return "\n".join([*lines, ""])
@@ -256,6 +257,7 @@ class Build(build_ext):
     def initialize_options(self) -> None:
         super().initialize_options()
         self.objects = False
+        self.force = True  # the module of another torch may be newer
 
     def build_extension(self, extension: Extension) -> None:
         target = Path(self.get_ext_fullpath(extension.name)).resolve()
@@ -266,7 +268,7 @@ class Build(build_ext):
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         command = [sys.executable, "-m", "ninja", "-f", f"{BUILD}/build.ninja", "-j", jobs, *["objects"] * self.objects]
         if subprocess.run(command, cwd=ROOT, env=environment).returncode:
-            raise CompileError("the compiler refused what stands above")
+            raise CompileError("compilation failed; the errors are above")
         if not self.objects:
             self.copy_file(str(ROOT / BUILD / target.name), str(target))
 
@@ -275,7 +277,7 @@ class Build(build_ext):
         if self.objects:
             return
         package = (ROOT if self.inplace or self.editable_mode else Path(self.build_lib)) / "openreg_ops"
-        for old in package.glob("_ops_*.so"):
+        for old in package.glob(f"_ops_*{sysconfig.get_config_var('EXT_SUFFIX')}"):
             old.unlink()
         for capability in CAPABILITIES:
             self.copy_file(str(ROOT / BUILD / library(capability)), str(package))

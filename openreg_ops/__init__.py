@@ -36,21 +36,21 @@ def _refuse(error: Exception) -> None:
 
 
 try:
-    from openreg_ops import _build
+    from openreg_ops._build import TORCH_VERSION, VERSION
 except ImportError:
     _refuse(ImportError("openreg_ops is not built here: run `pip install --no-build-isolation -e .` in its source"))
 
-_built, _installed = _build.TORCH_VERSION.split("+")[0], torch.__version__.split("+")[0]
+_built, _installed = TORCH_VERSION.split("+")[0], torch.__version__.split("+")[0]
 if _installed != _built:
     _refuse(
         ImportError(
-            f"openreg_ops was built for torch {_build.TORCH_VERSION} but torch {torch.__version__} is installed; "
+            f"openreg_ops was built for torch {TORCH_VERSION} but torch {torch.__version__} is installed; "
             "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
-            f"or install the wheel for that torch, openreg_ops=={_build.VERSION}+torch{_installed}, or torch=={_built}"
+            f"or install the wheel for that torch, openreg_ops=={VERSION}+torch{_installed}, or torch=={_built}"
         )
     )
 
-from openreg_ops import environment, kernels  # noqa: E402
+from openreg_ops import _build, environment, kernels  # noqa: E402
 
 try:
     kernels.capability()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -36,10 +37,15 @@ def capability() -> str:
     return next((each for each in reversed(built) if _ORDER.index(each) <= widest), built[0])
 
 
+def library(capability: str) -> str:
+    """The file of the kernels for a capability, which are linked with the extension module of this Python."""
+    return f"_ops_{capability.lower()}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
 def load() -> None:
     """Load the library of `capability`, which registers kernels, and share the CPU's for all other operators."""
     global shared
     from openreg_ops import _C
 
-    ctypes.CDLL(str(Path(__file__).with_name(f"_ops_{capability().lower()}.so")))
+    ctypes.CDLL(str(Path(__file__).with_name(library(capability()))))
     shared = _C.register_native_kernels()

@@ -65,7 +65,8 @@ class AutogradContext {
  public:
   // Without one, of a forward that is not recorded.
   explicit AutogradContext(torch::autograd::AutogradContext* context) : context_(context) {}
-  // Whether a gradient is wanted of the i-th argument that is a tensor, each in a list counting as one.
+  // Whether a gradient is wanted of the i-th argument that is a tensor, each in a list counting as one, and one not
+  // given too.
   bool needs_input_grad(size_t i) const;
   void mark_non_differentiable(const variable_list& outputs);
 

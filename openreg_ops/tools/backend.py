@@ -168,9 +168,9 @@ def _build(info: Info) -> None:
 
     built = f"torch {_build.TORCH_VERSION}, {' and '.join(_build.CPU_CAPABILITIES)}"
     info.add("openreg_ops", built_for=built, capability=kernels.capability())
-    library, source = next(PACKAGE.glob("_C*.so"), None), PACKAGE.parent / "csrc"
-    if library and source.is_dir():
-        newer = [path for path in source.rglob("*.[ch]*") if path.stat().st_mtime > library.stat().st_mtime]
+    last, source = max(path.stat().st_mtime for path in PACKAGE.glob("_*.so")), PACKAGE.parent / "csrc"
+    if source.is_dir():
+        newer = [path for path in source.rglob("*.[ch]*") if path.stat().st_mtime > last]
         if newer:
             info.problem(
                 f"{len(newer)} C++ files are newer than the extension, {min(newer).relative_to(source.parent)} among them",

@@ -1,4 +1,4 @@
-"""Installs the wheels of ``dist/`` in a new environment, with nothing but pip, and uses them: ``make try-wheel``.
+"""Installs the wheels of a folder in a new environment, with nothing but pip, and uses them: ``make try-wheel``.
 
 Each is tried as a user would: a small model is trained, the checker checks an operator, pytest runs a suite on the device,
 and the operators' kernels are compared with their references at each vector capability of this machine.
@@ -52,11 +52,24 @@ COMMANDS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", required=True, help="the version that the wheel is for")
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="the folder of the wheels")
+    parser.add_argument(
+        "folder", type=Path, help="with one wheel of openreg_ops for it and this Python, and openreg_tools"
+    )
     options = parser.parse_args()
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    (wheel,) = options.dist.glob(f"openreg_ops-*+torch{options.torch}-{tag}-*manylinux*.whl")
-    (tools,) = options.dist.glob("openreg_tools-*.whl")
+    found = []
+    for pattern in (f"openreg_ops-*-{tag}-*.whl", "openreg_tools-*.whl"):
+        wheels = [
+            each
+            for each in options.folder.glob(pattern)
+            if f"+torch{options.torch}-" in each.name or "+" not in each.name
+        ]
+        if len(wheels) != 1:
+            parser.error(
+                f"expected one {pattern} for torch {options.torch} in {options.folder}, but there are {len(wheels)}"
+            )
+        found.append(wheels[0].resolve())
+    wheel, tools = found
     with tempfile.TemporaryDirectory() as folder:
         bin = Path(folder) / "venv" / "bin"
         subprocess.run([sys.executable, "-m", "venv", bin.parent], check=True)

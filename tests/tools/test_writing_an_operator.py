@@ -18,15 +18,19 @@ from torch.utils import cpp_extension
 
 import openreg_ops
 from openreg_ops import __main__ as command_line
+from openreg_ops import kernels
 from openreg_ops.tools.new import FILES, HEADERS, STYLES, Wrong, new, render
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/writing-an-operator.md"
 NO_TENSOR, OUTSIDE = "## An argument that is no tensor", "## Outside this repository"
-NINJA = ROOT / f"build/torch-{torch.__version__}/objects/build.ninja"
+BUILD = ROOT / f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
 NAMES = {"weigh_only": "forward-only", "weigh": "separate", "weigh_by_function": "function"}
 
-pytestmark = [pytest.mark.compiles, pytest.mark.skipif(not NINJA.exists(), reason="needs the objects of a build")]
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(not (ROOT / "build").exists(), reason="needs the objects of a build"),
+]
 
 
 def checkout(root):
@@ -44,18 +48,25 @@ def checkout(root):
 
 
 def build(root, names):
-    """Compiles the operators as the last build would have, as one, and links them with its objects into root's package."""
-    rules, *others = NINJA.read_text().split("\nbuild ")
-    objects = [each.split(":")[0].strip() for each in others if ".o: compile" in each]
-    unit = [NINJA.parents[1] / "units/precompiled.h", *(root / f"csrc/ops/{name}.cpp" for name in names)]
+    """Compiles the operators as the last build did, as one, and links them with its objects into root's package."""
+    capability, module = kernels.capability(), Path(openreg_ops._C.__file__)
+    rules, *edges = (BUILD / "build.ninja").read_text().split("\nbuild ")
+    library = kernels.library(capability)
+    objects = next(
+        re.findall(r"\S+\.o", edge) for edge in edges if edge.startswith(f"{BUILD.relative_to(ROOT)}/{library}")
+    )
+    flags = next(re.search(r"\n  flags = .*", edge)[0] for edge in edges if edge.startswith(objects[0]))
+    unit = [BUILD / capability / "precompiled.h", *(root / f"csrc/ops/{name}.cpp" for name in names)]
     (root / "new.cpp").write_text("".join(f'#include "{path}"\n' for path in unit))
-    rules = rules.split("\ndefault ")[0]
-    (root / "build.ninja").write_text(f"{rules}\n\nbuild new.o: compile {root}/new.cpp\n")
-    run("ninja", cwd=root)
-    library = root / "openreg_ops" / Path(openreg_ops._C.__file__).name
+    (root / "build.ninja").write_text(
+        f"builddir = .\n{rules.partition(chr(10))[2]}\nbuild new.o: compile new.cpp{flags}\n"
+    )
+    run(sys.executable, "-m", "ninja", cwd=root)
+    package = root / "openreg_ops"
+    shutil.copy(module, package)
+    linked = [*(str(ROOT / each) for each in objects), "new.o", str(module)]
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
-    libraries = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    run("c++", "-shared", "-fopenmp", *objects, "new.o", *paths, *libraries, "-o", str(library), cwd=root)
+    run("c++", "-shared", *linked, *paths, "-lc10", "-ltorch_cpu", "-o", str(package / library), cwd=root)
 
 
 def run(*command, cwd, **environment):
