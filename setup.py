@@ -119,7 +119,11 @@ def openreg_tools() -> str:
 # How many files of a folder the compiler sees as one: of operators few, so that a change to one is built soon.
 TOGETHER = {"csrc/ops": 3, "csrc/runtime": 20}
 KERNELS = ("csrc/ops", "csrc/aten/attention")  # Note [Libraries]
-APART = {"csrc/ops/nms.cpp"}  # has options of its own for all that follows
+APART = {
+    "csrc/ops/attention.cpp",  # takes as long as three others
+    "csrc/ops/autograd.cpp",  # so does this
+    "csrc/ops/nms.cpp",  # has options of its own for all that follows
+}
 
 
 def units(sources: list[str]) -> dict[str, list[str]]:
