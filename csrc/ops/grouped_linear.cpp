@@ -11,6 +11,8 @@
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
 
+#include <omp.h>
+
 #include <cstring>
 #include <vector>
 
@@ -64,21 +66,26 @@ std::vector<Matrix> matrices(const std::vector<Tensor>& list) {
   return {list.begin(), list.end()};
 }
 
-// Within parallel_for, MKL runs a product on one thread but still splits it by its thread setting, which changes the
-// rounding. libtorch exports this function if it is built with MKL.
+// Within parallel_for, MKL and oneDNN run a product on one thread but still split it by their thread settings, which
+// changes the rounding: MKL's always, oneDNN's (OpenMP's) where the processor has AMX. libtorch exports MKL's function if
+// it is built with MKL.
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 class OneThread {
  public:
-  OneThread() : before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+  OneThread()
+      : mkl_before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0), openmp_before_(omp_get_max_threads()) {
+    omp_set_num_threads(1);
+  }
   ~OneThread() {
-    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
+    omp_set_num_threads(openmp_before_);
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(mkl_before_);
   }
   OneThread(const OneThread&) = delete;
   OneThread& operator=(const OneThread&) = delete;
 
  private:
-  int before_;
+  int mkl_before_, openmp_before_; // of the calling thread
 };
 
 // c = a @ b, or c + a @ b.
