@@ -59,6 +59,7 @@ wheel: $(VENV)/.wheel
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --strip --exclude 'libc10*' --exclude 'libtorch*' \
 		--exclude 'libgomp*' --exclude 'openreg_ops._C*' --wheel-dir dist build/wheels/openreg_ops-*.whl
 	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir dist ./openreg_tools
+	rm -rf openreg_tools/build
 	ls -l dist
 
 # Installs them in a new environment, with nothing but pip, and uses them.
@@ -124,8 +125,9 @@ $(VENV)/.installed: pyproject.toml openreg_tools/pyproject.toml build_backend.py
 else
 $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml openreg_tools/pyproject.toml build_backend.py $(CSRC) $(PACKAGE)
 	@echo "== building for torch $(TORCH)"
-	rm -rf build/*-torch-$(TORCH)*/lib*
+	rm -rf build/*-torch-$(TORCH)*/lib* openreg_tools/build
 	$(BIN)/python setup.py build_ext
 	$(BIN)/pip install --no-deps --no-build-isolation --force-reinstall ./openreg_tools .
+	rm -rf openreg_tools/build
 	@touch $@
 endif

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser, default: bool = True) -> None
 def load(modules: list[str]) -> None:
     """Import what --import names."""
     if "" not in sys.path and "." not in sys.path:
-        sys.path.insert(0, "")  # python -P leaves it out
+        sys.path.append("")  # python -P leaves it out; last, for a source beside which the package is installed
     for name in modules:
         try:
             importlib.import_module(name)

@@ -228,7 +228,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing is wrong, 1 if something is."""
     if arguments.modules and "" not in sys.path and "." not in sys.path:
-        sys.path.insert(0, "")  # python -P leaves it out
+        sys.path.append("")  # python -P leaves it out
     info = collect(arguments.modules)
     forms.write(info, arguments)
     return 1 if info.problems else 0

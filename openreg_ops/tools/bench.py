@@ -81,7 +81,7 @@ def import_seconds(rounds: int) -> float:
     """Median seconds that importing openreg_ops takes in a fresh process which has imported torch."""
     code = "import time, torch; start = time.perf_counter(); import openreg_ops; print(time.perf_counter() - start)"
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    run = [sys.executable, "-c", code]
+    run = [sys.executable, "-P", "-c", code]
     return statistics.median(
         float(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
         for _ in range(rounds)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing failed, 1 if something did, 2 if what was asked for is wrong."""
     if "" not in sys.path and "." not in sys.path:
-        sys.path.insert(0, "")  # python -P leaves it out, and my_module is most likely here
+        sys.path.append("")  # python -P leaves it out, and my_module is most likely here
     if not faulthandler.is_enabled():
         faulthandler.enable()  # an operator that crashes the process says in which check
     live = sys.stderr.isatty()

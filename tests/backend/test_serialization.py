@@ -434,6 +434,7 @@ def test_shared_memory_cannot_be_resized(other):
 
 PROGRAMS = {
     "sharing after fork": """
+import warnings; warnings.simplefilter("ignore", DeprecationWarning)  # of fork() beside threads, since Python 3.12
 x = torch.ones(3, device="openreg")
 ForkingPickler.dumps(x)
 if (pid := os.fork()) == 0:

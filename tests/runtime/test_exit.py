@@ -36,7 +36,8 @@ def test_an_error_keeps_its_exit_status():
 
 def test_a_forked_child_ends_cleanly():
     code = (
-        "import os, torch, openreg_ops\n"
+        "import os, torch, openreg_ops, warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)  # of fork() beside threads, since Python 3.12\n"
         "D = 'openreg'; x = torch.ones(3, device=D, requires_grad=True); x.sum().backward()\n"
         "stream, event = torch.openreg.current_stream(), torch.openreg.Event(); torch.openreg._sleep(300_000_000); event.record()\n"
         "pid = os.fork()\n"
