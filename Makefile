@@ -15,7 +15,7 @@ SHELL := /bin/bash
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
-CSRC := $(shell find csrc -type f)
+CSRC := $(shell find csrc openreg_ops/include -type f)
 PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) pytest_openreg_ops.py
 
 .PHONY: demo test test-fast clients suites bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
@@ -57,7 +57,7 @@ wheel: $(VENV)/.wheel
 	$(BIN)/python setup.py build_ext
 	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir build/wheels .
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --strip --exclude 'libc10*' --exclude 'libtorch*' \
-		--exclude 'libgomp*' --exclude 'openreg_ops._C*' --wheel-dir dist build/wheels/openreg_ops-*.whl
+		--exclude 'libgomp*' --exclude 'libopenreg_ops*' --exclude 'openreg_ops._C*' --wheel-dir dist build/wheels/openreg_ops-*.whl
 	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir dist ./openreg_tools
 	rm -rf openreg_tools/build
 	ls -l dist

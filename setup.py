@@ -3,10 +3,10 @@
 Most of a file's time goes to PyTorch's headers and what their templates make. So csrc/precompiled.h is compiled once, and
 the compiler sees the files of a folder some at a time, as one: a name in an anonymous namespace is unique in its folder.
 
-Note [Libraries]: what computes element by element (KERNELS) is a library, _ops_CAPABILITY.so, built for each set of vector
-instructions that a processor may have; openreg_ops/kernels.py loads the one that fits. All else is _C, and the kernels
-call those functions of it that are marked OPENREG_API. A build for the machine at hand has one such library, and with
-OPENREG_RELEASE=1, for a wheel, there is one for each.
+Note [Libraries]: csrc/runtime is a library that needs neither PyTorch nor Python, libopenreg_ops.so, whose interface for
+all others is openreg_ops/include. What computes element by element (KERNELS) is a library, _ops_CAPABILITY.so, built for
+each set of vector instructions that a processor may have; openreg_ops/kernels.py loads the one that fits. A build for the
+machine at hand has one such library, and with OPENREG_RELEASE=1, for a wheel, there is one for each. All else is _C.
 """
 
 import importlib.util
@@ -118,7 +118,10 @@ def openreg_tools() -> str:
 
 # How many files of a folder the compiler sees as one: of operators few, so that a change to one is built soon.
 TOGETHER = {"csrc/ops": 3, "csrc/runtime": 20}
-KERNELS = ("csrc/ops", "csrc/aten/attention")  # Note [Libraries]
+# Note [Libraries]
+RUNTIME = "csrc/runtime"
+KERNELS = ("csrc/ops", "csrc/aten/attention")
+RUNTIME_LIBRARY = "libopenreg_ops.so"
 APART = {
     "csrc/ops/attention.cpp",  # takes as long as three others
     "csrc/ops/autograd.cpp",  # so does this
@@ -179,6 +182,7 @@ FLAGS = [
     "-fopenmp",
     "-fvisibility=hidden",
     "-Icsrc",
+    "-Iopenreg_ops/include",
     *(f"-isystem{path}" for path in SYSTEM),
     *WARNINGS,
     *STUBS,
@@ -213,10 +217,11 @@ def rules(sources: list[str], module: str) -> str:
         f"builddir = {BUILD}",
         f"rule precompile\n  command = {compile} -x c++-header $in\n  description = PyTorch's headers\n{noted}",
         f"rule compile\n  command = {compile} $with -c $in\n  description = $files\n{noted}",
-        f"rule link\n  command = {link} $in -o $out $with {shell(*LIBRARIES)}\n  description = $out\n",
+        f"rule link\n  command = {link} $in -o $out $with \n  description = $out\n",
     ]
 
     every = []
+    torch = shell(*LIBRARIES)
 
     def objects(sources: list[str], capability: str) -> str:
         """Has them compiled for a capability."""
@@ -224,11 +229,12 @@ def rules(sources: list[str], module: str) -> str:
         for name, files in units(sources).items():
             unit, folder = f"{BUILD}/{capability}/{name}", os.path.dirname(files[0])
             write(ROOT / unit, "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files))
-            with_torch = folder != "csrc/runtime"
+            with_torch = folder != RUNTIME
             header = f"{BUILD}/{capability}/precompiled.h"
             edge = f"build {unit}.o: compile {unit} | {made_with}"
             lines.append(edge + f" {header}{suffix}\n  with = -include {header}" * with_torch)
-            lines.append(f"  flags = {shell(*vectors(capability), *(light if folder in COLD else full))}")
+            visible = ["-fvisibility=default", "-fno-semantic-interposition"] * (folder == RUNTIME)  # to _C
+            lines.append(f"  flags = {shell(*vectors(capability), *(light if folder in COLD else full), *visible)}")
             lines.append(f"  files = {' '.join(Path(file).stem for file in files)}")
             found.append(unit + ".o")
         every.extend(found)
@@ -240,10 +246,14 @@ def rules(sources: list[str], module: str) -> str:
         lines.append(f"build {BUILD}/{capability}/precompiled.h{suffix}: precompile csrc/precompiled.h | {made_with}")
         lines.append(f"  flags = {shell(*vectors(capability), *full)}")
         lines.append(f"build {BUILD}/{library(capability)}: link {objects(kernels, capability)} | {BUILD}/{module}")
-        lines.append(f"  with = {BUILD}/{module}")
-    rest = [source for source in sources if source not in kernels]
-    lines.append(f"build {BUILD}/{module}: link {objects(rest, CAPABILITIES[0])}")
-    lines.append(f"  with = -Wl,-soname,openreg_ops.{module} -ltorch_python")
+        lines.append(f"  with = {BUILD}/{module} {torch}")
+    runtime = [source for source in sources if os.path.dirname(source) == RUNTIME]
+    rest = [source for source in sources if source not in kernels and source not in runtime]
+    lines.append(f"build {BUILD}/{RUNTIME_LIBRARY}: link {objects(runtime, CAPABILITIES[0])}")
+    lines.append(f"  with = -Wl,-soname,{RUNTIME_LIBRARY} -Wl,-Bsymbolic-functions -pthread")
+    lines.append(f"build {BUILD}/{module}: link {objects(rest, CAPABILITIES[0])} | {BUILD}/{RUNTIME_LIBRARY}")
+    found = shell(f"-L{BUILD}", "-lopenreg_ops", "-Wl,-rpath,$ORIGIN/lib")
+    lines.append(f"  with = -Wl,-soname,openreg_ops.{module} {found} {torch} -ltorch_python")
     lines.append(f"build objects: phony {' '.join(every)}")
     lines.append(f"default {BUILD}/{module} {' '.join(f'{BUILD}/{library(each)}' for each in CAPABILITIES)}")
     return "\n".join([*lines, ""])
@@ -285,6 +295,8 @@ class Build(build_ext):
             old.unlink()
         for capability in CAPABILITIES:
             self.copy_file(str(ROOT / BUILD / library(capability)), str(package))
+        (package / "lib").mkdir(exist_ok=True)
+        self.copy_file(str(ROOT / BUILD / RUNTIME_LIBRARY), str(package / "lib"))
         (package / "_build.py").write_text(
             '"""Written by setup.py: what the extension was built with."""\n\n'
             f'VERSION = "{VERSION}"\nTORCH_VERSION = "{TORCH_VERSION}"\n'
@@ -305,7 +317,10 @@ setup(
         "openreg_ops.tools",
     ],
     package_dir={"openreg_ops.meta": "meta"},
-    package_data={"openreg_ops.tools": ["templates/*"]},
+    package_data={
+        "openreg_ops": ["include/openreg/*.h", "share/cmake/openreg/*.cmake"],
+        "openreg_ops.tools": ["templates/*.in", "templates/package/*.in"],
+    },
     py_modules=["pytest_openreg_ops"],
     # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
     install_requires=[f"torch=={TORCH_VERSION.split('+')[0]}", openreg_tools()],

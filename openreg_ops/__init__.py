@@ -92,6 +92,7 @@ atexit.register(_C.observe, False)
 atexit.register(_stop_workers)
 atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
 
+from openreg_ops.building import cmake_prefix_path, include_paths, library_paths  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
 from openreg_ops.tags import get_tag, set_tag  # noqa: E402
@@ -107,7 +108,20 @@ distributed.register()
 nested.register()
 backends.register(Openreg())
 
-__all__ = ["AdamW", "autograd", "autograd_fallback", "fallback", "get_tag", "meta", "optim", "set_tag", *meta.__all__]
+__all__ = [
+    "AdamW",
+    "autograd",
+    "autograd_fallback",
+    "cmake_prefix_path",
+    "fallback",
+    "get_tag",
+    "include_paths",
+    "library_paths",
+    "meta",
+    "optim",
+    "set_tag",
+    *meta.__all__,
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,11 @@
 
 #include "../runtime/device.h"
 #include "../runtime/fault.h"
+#include "../runtime/interface.h"
+#include "../runtime/isolation.h"
 #include "../runtime/memory.h"
 #include "../runtime/stream.h"
+#include "../runtime/turn.h"
 #include "guard.h"
 #include "profiler.h"
 
@@ -30,7 +33,7 @@ void free_device(void* pointer) {
 // Copy-on-write memory becomes a storage's own, in the order of its device's stream; inside a kernel, at once.
 void copy_memory(void* to, const void* from, size_t bytes) {
   const int device = std::max(device_of(to), device_of(from));
-  if (device < 0 || detail::held_turn) std::memcpy(to, from, bytes);
+  if (device < 0 || detail::in_work()) std::memcpy(to, from, bytes);
   else
     run(current_stream(device), [&] { std::memcpy(to, from, bytes); },
         {"Memcpy DtoD (Device -> Device)", Site::kCopy, bytes});
@@ -116,6 +119,7 @@ struct CpuMemory final : c10::Allocator {
 };
 
 const bool installed = [] {
+  set_memory_error([](const std::string& message) { TORCH_CHECK_WITH(OutOfMemoryError, false, message); });
   c10::SetAllocator(c10::kPrivateUse1, &device_memory_allocator);
   // Leaked: storages keep a pointer to their allocator until the process ends.
   c10::SetAllocator(c10::kCPU, new CpuMemory(c10::GetAllocator(c10::kCPU)), /*priority=*/255);

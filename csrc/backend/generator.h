@@ -12,13 +12,13 @@ struct CPUGeneratorImpl;
 namespace openreg {
 
 // The generator that a device uses where none is given.
-OPENREG_API const at::Generator& default_generator(c10::DeviceIndex device);
+__attribute__((visibility("default"))) const at::Generator& default_generator(c10::DeviceIndex device);
 
 // A new generator for `device`, with the default seed.
 at::Generator new_generator(c10::DeviceIndex device);
 
 // The CPU generator that holds a device generator's state. ATen's CPU kernels draw from it.
-OPENREG_API const at::Generator& inner_generator(const at::Generator& generator);
+__attribute__((visibility("default"))) const at::Generator& inner_generator(const at::Generator& generator);
 
 // A random operator without a Generator argument draws from the CPU's default generator; while one
 // of these lives, that generator stands where the device's does, and afterwards where it stood. A

@@ -133,9 +133,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 const bool errors_are_torchs = [] {
-  set_device_error([](const std::string& message) {
-    throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, /*code=*/1, message);
-  });
+  set_device_error(
+      [](const std::string& message) {
+        throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, /*code=*/1, message);
+      },
+      [](const std::exception& error) { return dynamic_cast<const c10::AcceleratorError*>(&error) != nullptr; });
   return true;
 }();
 

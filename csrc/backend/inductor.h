@@ -4,9 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../runtime/work.h"
-
 // Runs `kernel(arguments)` in the order of the current stream of `device`. `arguments` is a trivially copyable
 // struct of `bytes`, which is copied where the work is queued; a profile calls it by `name`.
-extern "C" OPENREG_API void openreg_launch(
+extern "C" __attribute__((visibility("default"))) void openreg_launch(
     std::int64_t device, void (*kernel)(const void*), const void* arguments, std::size_t bytes, const char* name);

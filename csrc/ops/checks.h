@@ -12,9 +12,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <string_view>
+#include <openreg/launch.h>
 
-#include "../runtime/stream.h"
+#include <string_view>
 
 namespace openreg::ops {
 

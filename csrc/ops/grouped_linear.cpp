@@ -67,14 +67,15 @@ std::vector<Matrix> matrices(const std::vector<Tensor>& list) {
 }
 
 // Within parallel_for, MKL and oneDNN run a product on one thread but still split it by their thread settings, which
-// changes the rounding: MKL's always, oneDNN's (OpenMP's) where the processor has AMX. libtorch exports MKL's function if
-// it is built with MKL.
+// changes the rounding: MKL's always, oneDNN's (OpenMP's) where the processor has AMX. libtorch exports MKL's function
+// if it is built with MKL.
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 class OneThread {
  public:
   OneThread()
-      : mkl_before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0), openmp_before_(omp_get_max_threads()) {
+      : mkl_before_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0),
+        openmp_before_(omp_get_max_threads()) {
     omp_set_num_threads(1);
   }
   ~OneThread() {

@@ -7,12 +7,12 @@
 #include <string_view>
 
 #include "device.h"
-#include "work.h"
 
 namespace openreg {
 namespace {
 
-std::atomic<ThrowDeviceError> device_error{nullptr};
+std::atomic<ThrowError> device_error{nullptr};
+std::atomic<IsError> is_device{nullptr};
 
 // The first error of each device that no one has been told of. Leaked: a worker may end after main().
 std::mutex error_mutex;
@@ -20,8 +20,14 @@ auto& errors = *new std::array<std::string, kMaxDevices>;
 
 } // namespace
 
-void set_device_error(ThrowDeviceError thrower) noexcept {
+void set_device_error(ThrowError thrower, IsError is_it) noexcept {
+  is_device = is_it;
   device_error = thrower;
+}
+
+bool is_device_error(const std::exception& error) noexcept {
+  const auto is_torchs = is_device.load();
+  return (is_torchs && is_torchs(error)) || dynamic_cast<const AsyncError*>(&error);
 }
 
 void throw_device_error(const std::string& message) {
@@ -43,7 +49,7 @@ void throw_kept_error(int device, bool keep) {
   if (!message.empty()) throw_device_error(message);
 }
 
-void detail::keep_error(int device, const std::source_location& where, const char* what) {
+void detail::keep_error(int device, const openreg_site& site, const char* what) {
   std::lock_guard lock(error_mutex);
   auto& first = errors[static_cast<std::size_t>(device)];
   if (!first.empty()) return;
@@ -51,7 +57,7 @@ void detail::keep_error(int device, const std::source_location& where, const cha
   const std::string_view text = what;
   first = std::string(text.substr(0, text.find("\nException raised from"))) +
       "\nThis was raised by work that had been queued on openreg:" + std::to_string(device) + ", launched at " +
-      where.file_name() + ":" + std::to_string(where.line()) +
+      site.file + ":" + std::to_string(site.line) +
       ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
   attention.fetch_or(kErrorBit);
 }

@@ -1,9 +1,11 @@
 // Errors of queued work, kept for the next call that waits for the device.
 #pragma once
 
-#include <source_location>
+#include <exception>
 #include <stdexcept>
 #include <string>
+
+#include "work.h"
 
 namespace openreg {
 
@@ -13,8 +15,10 @@ struct AsyncError : std::runtime_error {
 };
 
 // Throws the type that torch has for a device's errors; set by the backend, AsyncError until then.
-using ThrowDeviceError = void (*)(const std::string& message);
-void set_device_error(ThrowDeviceError thrower) noexcept;
+using ThrowError = void (*)(const std::string& message);
+using IsError = bool (*)(const std::exception& error);
+void set_device_error(ThrowError thrower, IsError is_it) noexcept;
+bool is_device_error(const std::exception& error) noexcept;
 [[noreturn]] void throw_device_error(const std::string& message);
 
 // Throws the device's error that no one has been told of, if there is one; `keep` leaves it for the next call that
@@ -23,7 +27,7 @@ void throw_kept_error(int device, bool keep = false);
 
 namespace detail {
 // Keeps an error for the next call that waits for the device, if it is the first.
-void keep_error(int device, const std::source_location& where, const char* what);
+void keep_error(int device, const openreg_site& site, const char* what);
 } // namespace detail
 
 } // namespace openreg

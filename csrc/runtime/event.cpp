@@ -50,7 +50,7 @@ void Event::record(Stream stream) {
   auto point = std::make_shared<Point>(stream);
   std::atomic_store(&point_, point);
   if (stream_idle(stream)) point->reach();
-  else detail::queue_wait(stream, [point] { point->reach(); }, std::source_location::current());
+  else detail::queue_wait(stream, [point] { point->reach(); }, Site("record an event"));
 }
 
 void Event::block(Stream stream) const {

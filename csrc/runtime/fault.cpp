@@ -106,7 +106,7 @@ void detail::check_not_lost(int device) {
         ") to go on.");
 }
 
-bool detail::kernel_fails(Stream stream, const Site& site) {
+bool detail::kernel_fails(Stream stream, const openreg_site& site) {
   check_not_lost(stream.device);
   add_latency(Fault::kKernelLatency, stream);
   if (strikes(Fault::kLost, stream.device)) {
@@ -121,7 +121,7 @@ bool detail::kernel_fails(Stream stream, const Site& site) {
       "openreg error: an injected fault made a kernel fail on openreg:" + std::to_string(stream.device) +
       (site.name ? std::string(" in ") + site.name : "");
   if (launch_mode() == LaunchMode::kSync) throw_device_error(message);
-  keep_error(stream.device, site.where, message.c_str());
+  keep_error(stream.device, site, message.c_str());
   return true;
 }
 

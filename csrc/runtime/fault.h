@@ -41,7 +41,7 @@ namespace detail {
 // These are called only while a fault is armed or a device is lost.
 bool allocation_fails(int device);
 // Whether the kernel is to be skipped, its error kept; throws where the device is lost.
-bool kernel_fails(Stream stream, const Site& site);
+bool kernel_fails(Stream stream, const openreg_site& site);
 void check_not_lost(int device);
 } // namespace detail
 

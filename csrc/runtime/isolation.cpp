@@ -22,6 +22,9 @@
 #endif
 
 namespace openreg {
+
+constinit std::uint32_t detail::key_bits = 0;
+
 namespace {
 
 char* range = nullptr; // of all devices' memory, once it is reserved
@@ -153,7 +156,7 @@ void report(const char* address, const void* context) {
          << static_cast<std::uint64_t>(owner.stream);
   }
   text << ".\nOn a real accelerator the host cannot reach it. Copy the tensor with .cpu() or .to(\"cpu\"), or do the "
-          "work in a kernel, through launch(). (OPENREG_ISOLATION=off permits it.)\n";
+          "work in a kernel, through openreg::launch(). (OPENREG_ISOLATION=off permits it.)\n";
   text.print();
 }
 

@@ -33,7 +33,7 @@ void set_host_thread(IsHostThread is_host) noexcept;
 
 namespace detail {
 
-inline std::uint32_t key_bits = 0; // of the key in PKRU, which deny its memory; 0 without keys
+extern std::uint32_t key_bits; // of the key in PKRU, which deny its memory; 0 without keys
 
 // True if the calling thread had no rights to device memory before.
 bool open_strict() noexcept;

@@ -22,6 +22,7 @@
 #include "fault.h"
 #include "fork.h"
 #include "isolation.h"
+#include "mutex.h"
 #include "observer.h"
 #include "stream.h"
 #include "turn.h"
@@ -431,7 +432,7 @@ class Pool {
   // The first page of `length` free pages for a stream, taken, for `size` bytes of which `bytes` are asked for; `ahead`
   // of what it has queued. count_segments() comes after.
   std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
-      std::unique_lock<std::mutex>& lock) {
+      std::unique_lock<Mutex>& lock) {
     std::size_t page = kNone;
     const auto take = [&] {
       page = take_from(free_, length);
@@ -522,7 +523,7 @@ class Pool {
 
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
-  std::mutex mutex_;
+  Mutex mutex_;
   int device_ = 0;
   char* base_ = nullptr;
   std::size_t high_water_ = 0; // pages ever handed out since the last empty_cache()
@@ -599,7 +600,7 @@ void* allocate(Stream stream, std::size_t bytes) {
     if (detail::held_turn || stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
       const detail::Access access;
       fill();
-    } else detail::queue(stream, fill, std::source_location::current());
+    } else detail::queue(stream, fill, Site("fill"));
   }
   return pointer;
 }

@@ -6,6 +6,9 @@
 #include <utility>
 
 namespace openreg {
+
+std::atomic<bool> detail::observed{false};
+
 namespace {
 
 std::mutex observer_mutex;

@@ -21,7 +21,7 @@ struct Notice {
 };
 
 namespace detail {
-inline std::atomic<bool> observed{false};
+extern std::atomic<bool> observed;
 void keep_notice(const char* what, const void* object, Stream stream, std::size_t bytes) noexcept;
 } // namespace detail
 

@@ -56,10 +56,11 @@ std::string_view function_name(std::string_view pretty) {
   return last == std::string_view::npos ? pretty : pretty.substr(last + 1);
 }
 
-std::string work_name(const Site& site) {
-  if (site.kind != Site::kKernel) return site.name;
-  return (site.name ? std::string(site.name) : "openreg::" + std::string(function_name(site.where.function_name()))) +
-      " kernel";
+std::string work_name(const openreg_site& site) {
+  if (site.kind != Site::kKernel && site.name) return site.name;
+  const std::string_view function = site.function ? site.function : "";
+  const std::string ours = function.find("openreg::") == std::string_view::npos ? "" : "openreg::";
+  return (site.name ? site.name : ours + std::string(function_name(function))) + " kernel";
 }
 
 void keep(std::uint64_t of, Activity activity) {
@@ -79,7 +80,7 @@ struct detail::Running {
 namespace {
 
 // Null if it is part of other work. A profiler that is out of memory loses a record, not the work.
-detail::Running* describe(Stream stream, const Site& site) noexcept try {
+detail::Running* describe(Stream stream, const openreg_site& site) noexcept try {
   if (working) return nullptr;
   const Scopes& in = scopes();
   return new detail::Running{in.session, now(),
@@ -101,7 +102,7 @@ void keep_call(const detail::Running& running) {
 
 } // namespace
 
-detail::Running* detail::begin_work(Stream stream, const Site& site) noexcept {
+detail::Running* detail::begin_work(Stream stream, const openreg_site& site) noexcept {
   Running* running = describe(stream, site);
   if (!running) return nullptr;
   working = true;
@@ -118,12 +119,12 @@ void detail::end_work(Running* running) noexcept try {
 } catch (const std::bad_alloc&) {
 }
 
-detail::Task detail::profiled(Stream stream, const Site& site, Task task) {
+detail::Task detail::profiled(Stream stream, const openreg_site& site, Task task) {
   if (!profiling()) return task;
   std::shared_ptr<Running> running(describe(stream, site));
   if (!running) return task;
   if (running->work.kind != Site::kWait) keep_call(*running); // openregStreamWaitEvent is logged already
-  return [running, task = std::move(task)] {
+  return [running, task = std::move(task)]() mutable {
     struct Scope {
       Running& running;
       explicit Scope(Running& running) : running(running) {

@@ -27,7 +27,7 @@ struct Range {
 struct Activity {
   enum On { kStream, kHost };
   On on;
-  Site::Kind kind;
+  std::int32_t kind; // as openreg_site has it
   std::string name;
   Stream stream;
   std::int64_t begin, end;
@@ -54,17 +54,18 @@ inline bool profiling() noexcept {
   return attention.load(std::memory_order_relaxed) & kProfileBit;
 }
 // `task`, logged if a profile is on.
-Task profiled(Stream stream, const Site& site, Task task);
+Task profiled(Stream stream, const openreg_site& site, Task task);
 std::int64_t begin_call() noexcept;
 void end_call(const char* name, std::int64_t begin) noexcept;
 
 // While one lives, the profile counts the time as that of work on the stream.
 struct Running;
-Running* begin_work(Stream stream, const Site& site) noexcept;
+Running* begin_work(Stream stream, const openreg_site& site) noexcept;
 void end_work(Running* work) noexcept;
 class Profiled {
  public:
-  Profiled(bool on, Stream stream, const Site& site) noexcept : work_(on ? begin_work(stream, site) : nullptr) {}
+  Profiled(bool on, Stream stream, const openreg_site& site) noexcept
+      : work_(on ? begin_work(stream, site) : nullptr) {}
   ~Profiled() {
     if (work_) [[unlikely]]
       end_work(work_);

@@ -18,8 +18,14 @@
 #include "error.h"
 #include "fault.h"
 #include "fork.h"
+#include "isolation.h"
+#include "profile.h"
+#include "turn.h"
 
 namespace openreg {
+
+std::atomic<std::uint32_t> detail::attention{0};
+
 namespace {
 
 thread_local std::array<std::int64_t, kMaxDevices> current_ids{};
@@ -69,7 +75,7 @@ class Queue {
   bool done(std::uint64_t number) const noexcept { return completed_.load(std::memory_order_acquire) >= number; }
 
   // `kernel`: the work may touch device memory, other than a wait or a sleep.
-  void push(detail::Task work, std::source_location where, bool kernel = false) {
+  void push(detail::Task work, const openreg_site& site, bool kernel = false) {
     bool wake;
     {
       std::lock_guard lock(mutex_);
@@ -77,7 +83,7 @@ class Queue {
         std::thread([this] { work_loop(); }).detach();
         running_ = true;
       }
-      tasks_.push_back({std::move(work), where, kernel});
+      tasks_.push_back({std::move(work), site, kernel});
       const auto number = submitted_.load(std::memory_order_relaxed);
       if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
       submitted_.store(number + 1, std::memory_order_release);
@@ -105,7 +111,7 @@ class Queue {
  private:
   struct Item {
     detail::Task work;
-    std::source_location where;
+    openreg_site site;
     bool kernel;
   };
 
@@ -129,11 +135,11 @@ class Queue {
           item.work();
         } else item.work();
       } catch (const std::exception& error) {
-        detail::keep_error(stream_.device, item.where, error.what());
+        detail::keep_error(stream_.device, item.site, error.what());
       } catch (...) {
-        detail::keep_error(stream_.device, item.where, "kernel threw an object that is not a std::exception");
+        detail::keep_error(stream_.device, item.site, "kernel threw an object that is not a std::exception");
       }
-      item.work = nullptr; // before the waiter goes on
+      item.work = {}; // before the waiter goes on
       lock.lock();
       const auto number = completed_.load(std::memory_order_relaxed) + 1;
       completed_.store(number, std::memory_order_release);
@@ -198,7 +204,7 @@ const bool launch_mode_from_environment = [] {
 
 } // namespace
 
-Stream current_stream(int device) noexcept {
+Stream detail::thread_stream(int device) noexcept {
   return {device, current_ids[static_cast<std::size_t>(device)]};
 }
 
@@ -219,6 +225,13 @@ int stream_priority(Stream stream) noexcept {
 bool is_stream(Stream stream) noexcept {
   return stream.device >= 0 && stream.device < device_count() && stream.id >= 0 &&
       stream.id < static_cast<std::int64_t>(kStreams);
+}
+
+void check_stream(Stream stream) {
+  if (!is_stream(stream)) [[unlikely]]
+    throw std::invalid_argument("openreg: there is no stream " + std::to_string(stream.id) + " on device " +
+        std::to_string(stream.device) + ": this process has " + std::to_string(device_count()) +
+        " devices (OPENREG_DEVICE_COUNT), each with streams 0 to " + std::to_string(kStreams - 1));
 }
 
 LaunchMode launch_mode() noexcept {
@@ -306,44 +319,84 @@ void detail::drop_queued() noexcept {
 
 // ---- launching ----
 
-detail::Place detail::place(Stream stream, const Site& site) {
+namespace {
+
+enum class Place { kHere, kQueue, kNowhere };
+
+// Where work goes that may not simply run here; waits first where the mode is sync.
+Place place(Stream stream, const openreg_site& site) {
   check_not_forked();
-  if ((attention.load() & kFaultBit) && kernel_fails(stream, site)) return Place::kNowhere;
+  if ((detail::attention.load() & detail::kFaultBit) && detail::kernel_fails(stream, site)) return Place::kNowhere;
   if (launch_mode() == LaunchMode::kAsync) return Place::kQueue;
   if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
   return stream_idle(stream) ? Place::kHere : Place::kQueue;
 }
 
-void detail::catch_up(Stream stream, const Site& site) {
-  synchronize_stream(stream);
-  // The work still runs, since its caller wants a result; the error says not to use it.
-  if (attention.load() & kFaultBit) {
-    kernel_fails(stream, site);
-    wait_for_queued(stream); // an injected latency
+// Counts a launch; what it must attend to.
+std::uint32_t begin_launch(Stream stream) {
+  check_stream(stream);
+  ++launched.value;
+  return detail::attention.load(std::memory_order_acquire);
+}
+
+bool is_plain(std::uint32_t attention) {
+  return (attention & ~detail::kNoWait) == 0;
+}
+
+// On its caller's thread, in its stream's turn, with access to device memory, and in the profile.
+void run_here(
+    Stream stream, const openreg_site& site, std::uint32_t attention, const openreg_work& work, void* context) {
+  const detail::Turn turn(detail::turn_of(stream.device, stream.id));
+  const detail::Access access(attention & detail::kIsolationBit);
+  const detail::Profiled profiled(attention & detail::kProfileBit, stream, site);
+  detail::run_work(work, context);
+}
+
+} // namespace
+
+void detail::launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
+  const auto attention = begin_launch(stream);
+  switch (is_plain(attention) ? Place::kHere : place(stream, site)) {
+    case Place::kHere:
+      return run_here(stream, site, attention, work, context);
+    case Place::kQueue:
+      return queue(stream, Task(work, context), site);
+    case Place::kNowhere:
+      return;
   }
 }
 
-void detail::queue(Stream stream, Task task, const Site& site) {
+void detail::enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
+  const auto attention = begin_launch(stream);
+  const auto where = is_plain(attention) ? Place::kQueue : place(stream, site);
+  if (where == Place::kNowhere) return;
+  if (launch_mode() == LaunchMode::kSync) run_here(stream, site, attention, work, context);
+  else queue(stream, Task(work, context), site);
+}
+
+void detail::run(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
+  const auto attention = begin_launch(stream);
+  if (!is_plain(attention)) [[unlikely]] {
+    synchronize_stream(stream);
+    // The work still runs, since its caller wants a result; the error says not to use it.
+    if (detail::attention.load() & kFaultBit) {
+      kernel_fails(stream, site);
+      wait_for_queued(stream); // an injected latency
+    }
+  }
+  run_here(stream, site, attention, work, context);
+}
+
+void detail::queue(Stream stream, Task task, const openreg_site& site) {
   if (held_turn)
     ++held_turn->taken; // what is queued may use memory that the running work has made: see Pool::give_back
   if (profiling()) task = profiled(stream, site, std::move(task));
-  queue_of(stream).push(std::move(task), site.where, /*kernel=*/true);
+  queue_of(stream).push(std::move(task), site, /*kernel=*/true);
 }
 
-void detail::queue_wait(Stream stream, Task task, const Site& site) {
-  queue_of(stream).push(std::move(task), site.where);
+void detail::queue_wait(Stream stream, Task task, const openreg_site& site) {
+  queue_of(stream).push(std::move(task), site);
 }
-
-std::uint32_t detail::begin_launch() noexcept {
-  ++launched.value;
-  return attention.load(std::memory_order_acquire);
-}
-
-detail::Scope::Scope(Stream stream, const Site& site, std::uint32_t attention) noexcept
-    : turn_(turn_of(stream.device, stream.id)), access_(attention & kIsolationBit),
-      profiled_(attention & kProfileBit, stream, site) {}
-
-detail::Scope::~Scope() = default;
 
 std::uint64_t launch_count() noexcept {
   std::lock_guard lock(counters_mutex);

@@ -1,20 +1,13 @@
-// Streams and the one way to run work on a device: launch() and run().
+// Streams: which is current, what is queued on one, and what openreg/launch.h does with work.
 #pragma once
 
 #include <cstdint>
-#include <source_location>
-#include <utility>
 
-#include "isolation.h"
-#include "profile.h"
-#include "turn.h"
 #include "wait.h"
 #include "work.h"
 
 namespace openreg {
 
-// The calling thread's current stream on a device.
-OPENREG_API Stream current_stream(int device) noexcept;
 // Makes `stream` current on its device for the calling thread and returns the previous one.
 Stream exchange_stream(Stream stream) noexcept;
 // A stream of the device's pool; a lower priority number is more urgent, as CUDA's.
@@ -22,6 +15,8 @@ Stream new_stream(int device, int priority) noexcept;
 int stream_priority(Stream stream) noexcept;
 // Whether new_stream(), or the default stream, can have given this.
 bool is_stream(Stream stream) noexcept;
+// Throws std::invalid_argument for another.
+void check_stream(Stream stream);
 
 // Note [Launch mode]
 // Work on a stream runs in the stream's order; the mode says where.
@@ -58,16 +53,15 @@ std::uint64_t launch_count() noexcept;
 void stop_workers() noexcept;
 
 namespace detail {
-// Counts a launch; what it must attend to.
-OPENREG_API std::uint32_t begin_launch() noexcept;
-
-enum class Place { kHere, kQueue, kNowhere };
-OPENREG_API Place place(Stream stream, const Site& site); // waits first where the mode is sync
-OPENREG_API void queue(Stream stream, Task task, const Site& site);
-// Waits for the stream's queued work; throws as synchronize_stream().
-OPENREG_API void catch_up(Stream stream, const Site& site);
+Stream thread_stream(int device) noexcept;
+// launch(), enqueue() and run() of openreg/launch.h, which throw what goes wrong.
+void launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
+void enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
+void run(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
+// What launch() queues, told that it has to.
+void queue(Stream stream, Task task, const openreg_site& site);
 // Queues what touches no device memory: a wait, a sleep.
-void queue_wait(Stream stream, Task task, const Site& site);
+void queue_wait(Stream stream, Task task, const openreg_site& site);
 
 // For what a stream has been given, or all of them, throwing none of its errors.
 void wait_for_queued(Stream stream);
@@ -78,59 +72,6 @@ bool any_queue() noexcept;
 // run, sleeps and waits, which ask dropping(), are cut short.
 void drop_queued() noexcept;
 bool dropping() noexcept;
-
-// Around work while it runs on its caller's thread: its stream's turn, access to device memory, and the profile.
-class OPENREG_API Scope {
- public:
-  Scope(Stream stream, const Site& site, std::uint32_t attention) noexcept;
-  ~Scope();
-
- private:
-  const Turn turn_;
-  const Access access_;
-  const Profiled profiled_;
-};
 } // namespace detail
-
-// Runs `work`, which owns what it uses, in the order of `stream`, now or later. Order, access to device
-// memory and counting happen here and in run(), and nowhere else; a kernel never does them itself.
-template <class Work>
-void launch(Stream stream, Work&& work, Site site = std::source_location::current()) {
-  const auto attention = detail::begin_launch();
-  const bool plain = (attention & ~detail::kNoWait) == 0;
-  switch (plain ? detail::Place::kHere : detail::place(stream, site)) {
-    case detail::Place::kHere: {
-      const detail::Scope scope(stream, site, attention);
-      return static_cast<void>(work());
-    }
-    case detail::Place::kQueue:
-      return detail::queue(stream, std::forward<Work>(work), site);
-    case detail::Place::kNowhere:
-      return;
-  }
-}
-
-// launch() for work that takes so long that the host should run ahead also in inline mode.
-template <class Work>
-void enqueue(Stream stream, Work&& work, Site site = std::source_location::current()) {
-  const auto attention = detail::begin_launch();
-  const bool plain = (attention & ~detail::kNoWait) == 0;
-  const auto place = plain ? detail::Place::kQueue : detail::place(stream, site);
-  if (place == detail::Place::kNowhere) return;
-  if (launch_mode() == LaunchMode::kSync) {
-    const detail::Scope scope(stream, site, attention);
-    work();
-  } else detail::queue(stream, std::forward<Work>(work), site);
-}
-
-// Runs `work` in the order of `stream` on the calling thread, before it returns.
-template <class Work>
-decltype(auto) run(Stream stream, Work&& work, Site site = std::source_location::current()) {
-  const auto attention = detail::begin_launch();
-  if (attention & ~detail::kNoWait) [[unlikely]]
-    detail::catch_up(stream, site);
-  const detail::Scope scope(stream, site, attention);
-  return std::forward<Work>(work)();
-}
 
 } // namespace openreg

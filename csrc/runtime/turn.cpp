@@ -12,11 +12,23 @@ namespace {
 std::array<detail::TurnState, kMaxDevices * kStreams> turns;
 
 void wait(void* turn) {
-  auto& state = static_cast<detail::TurnState*>(turn)->state;
-  while (state.exchange(2, std::memory_order_acquire)) state.wait(2);
+  static_cast<detail::TurnState*>(turn)->mutex.wait();
 }
 
 } // namespace
+
+constinit thread_local detail::TurnState* detail::held_turn = nullptr;
+
+detail::NoTurn::NoTurn() noexcept : given_(held_turn) {
+  if (given_) give(*given_);
+}
+detail::NoTurn::~NoTurn() {
+  if (given_) take(*given_);
+}
+
+bool detail::in_work() noexcept {
+  return held_turn != nullptr;
+}
 
 detail::TurnState& detail::turn_of(int device, std::int64_t stream) noexcept {
   return turns[static_cast<std::size_t>(device) * kStreams + static_cast<std::size_t>(stream)];

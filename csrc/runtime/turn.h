@@ -1,8 +1,9 @@
 // What several threads run on one stream takes turns.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
+
+#include "mutex.h"
 
 namespace openreg {
 
@@ -16,24 +17,25 @@ namespace openreg {
 namespace detail {
 
 struct alignas(64) TurnState {
-  std::atomic<std::uint32_t> state{0}; // 1: taken; 2: and a thread waits for it
-  std::uint64_t taken = 0;             // how often, by whoever has it; see also detail::queue()
+  Mutex mutex;
+  std::uint64_t taken = 0; // how often, by whoever has it; see also detail::queue()
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
-inline thread_local TurnState* held_turn = nullptr;
+// The calling thread's. Hidden, so that to find it costs less.
+extern constinit thread_local TurnState* held_turn __attribute__((visibility("hidden")));
+// Whether the calling thread is running work.
+bool in_work() noexcept;
 
 void wait_for_turn(TurnState& turn) noexcept;
 inline void take(TurnState& turn) noexcept {
-  std::uint32_t free = 0;
-  if (!turn.state.compare_exchange_strong(free, 1, std::memory_order_acquire)) [[unlikely]]
+  if (!turn.mutex.try_lock()) [[unlikely]]
     wait_for_turn(turn);
   ++turn.taken;
   held_turn = &turn;
 }
 inline void give(TurnState& turn) noexcept {
   held_turn = nullptr;
-  if (turn.state.exchange(0, std::memory_order_release) == 2) [[unlikely]]
-    turn.state.notify_one();
+  turn.mutex.unlock();
 }
 
 // While one lives, the calling thread has the turn.
@@ -57,12 +59,8 @@ class Turn {
 // While one lives, the calling thread has no turn.
 class NoTurn {
  public:
-  NoTurn() noexcept : given_(held_turn) {
-    if (given_) give(*given_);
-  }
-  ~NoTurn() {
-    if (given_) take(*given_);
-  }
+  NoTurn() noexcept;
+  ~NoTurn();
   NoTurn(const NoTurn&) = delete;
   NoTurn& operator=(const NoTurn&) = delete;
 

@@ -1,14 +1,14 @@
 // Work as all parts of the runtime see it: its stream, where it was launched, and what launch() must check first.
 #pragma once
 
+#include <openreg/launch.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <source_location>
-
-// Of what the libraries of kernels use: Note [Libraries] in setup.py.
-#define OPENREG_API __attribute__((visibility("default")))
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 namespace openreg {
 
@@ -16,35 +16,41 @@ namespace openreg {
 constexpr std::int64_t kPool = 32;
 constexpr std::size_t kStreams = 1 + 2 * kPool;
 
-// Stream 0 of a device is its default stream; others come from new_stream().
-struct Stream {
-  int device;
-  std::int64_t id;
-  bool operator==(const Stream&) const = default;
-};
-
-// A launch, for errors and profiles: where it is, and what its work is called; without a name, as the function that
-// launches it. `bytes`: of a copy.
-struct Site {
-  enum Kind { kKernel, kCopy, kWait };
-  Site(std::source_location where) noexcept : where(where) {} // not explicit: for default arguments
-  Site(const char* name, Kind kind = kKernel, std::size_t bytes = 0,
-      std::source_location where = std::source_location::current()) noexcept
-      : where(where), name(name), kind(kind), bytes(bytes) {}
-  std::source_location where;
-  const char* name = nullptr;
-  Kind kind = kKernel;
-  std::size_t bytes = 0;
-};
-
 namespace detail {
 
-using Task = std::function<void()>;
+inline void run_work(const openreg_work& work, void* context) {
+  if (const char* wrong = work.run(context)) [[unlikely]]
+    throw std::runtime_error(wrong);
+}
+
+// Work with a context of its own, which can be queued.
+class Task {
+ public:
+  Task() = default;
+  // The work's, of a caller that goes on.
+  Task(const openreg_work& work, void* context) : work_(work), context_(work.keep ? work.keep(context) : context) {}
+  template <class Work, class = std::enable_if_t<!std::is_same_v<std::decay_t<Work>, Task>>>
+  Task(Work&& work) : work_(impl::WorkOf<Work>::table), context_(impl::WorkOf<Work>::keep(impl::context_of(work))) {}
+  Task(Task&& other) noexcept : work_(std::exchange(other.work_, {})), context_(other.context_) {}
+  Task& operator=(Task&& other) noexcept {
+    std::swap(work_, other.work_);
+    std::swap(context_, other.context_);
+    return *this;
+  }
+  ~Task() {
+    if (work_.drop) work_.drop(context_);
+  }
+  void operator()() { run_work(work_, context_); }
+
+ private:
+  openreg_work work_{};
+  void* context_ = nullptr;
+};
 
 // Zero while work may run at once: the mode is inline and no stream has queued work. Else the number of
 // busy streams, and bits: the mode is not inline; an error waits to be thrown; Note [Fork]; Note [Faults].
 // Note [Isolation] and Note [Profile] have one too, which alone are no reason to wait.
-inline std::atomic<std::uint32_t> attention{0};
+extern std::atomic<std::uint32_t> attention;
 constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28,
                         kIsolationBit = 1u << 27, kProfileBit = 1u << 26;
 constexpr std::uint32_t kNoWait = kIsolationBit | kProfileBit;

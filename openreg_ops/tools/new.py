@@ -1,6 +1,8 @@
 """``python -m openreg_ops new NAME``: the three files of a new operator, which build and pass their tests as written.
 
-They are a real operator, x * sigmoid(x), to be edited. The templates hold it for all three styles: a comment such as
+With ``--package`` NAME is that of a package outside this repository, which pip installs.
+
+They are a real operator, x * sigmoid(x), to be edited. The templates hold it for all styles: a comment such as
 ``// [separate, function]`` begins lines for these styles only, and the next such comment ends them; ``[end]`` begins
 lines for all.
 """
@@ -8,11 +10,13 @@ lines for all.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import keyword
 import re
 import sys
 from pathlib import Path
 
+from openreg_ops import _build
 from openreg_tools.forms import Wrong
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -20,8 +24,20 @@ STYLES = {
     "forward-only": "no derivative: asking for one is an error",
     "separate": "the derivative is an operator of its own, with a kernel of its own",
     "function": "a torch::autograd::Function whose backward is made of PyTorch's operators",
+    "stable": "of a package: as separate, in C++ that one binary of runs with many versions of torch",
 }
 FILES = {"NAME.cpp.in": "csrc/ops/{}.cpp", "NAME.py.in": "meta/{}.py", "test_NAME.py.in": "tests/ops/test_{}.py"}
+PACKAGE_FILES = {
+    "pyproject.toml.in": "pyproject.toml",
+    "setup.py.in": "setup.py",
+    "README.md.in": "README.md",
+    "tests.yml.in": ".github/workflows/tests.yml",
+    "__init__.py.in": "src/{package}/__init__.py",
+    "conftest.py.in": "tests/conftest.py",
+    "NAME.cpp.in": "csrc/{name}.cpp",
+    "NAME.py.in": "src/{package}/{name}.py",
+    "test_NAME.py.in": "tests/test_{name}.py",
+}
 HEADERS = ("csrc/ops/autograd.h", "csrc/ops/checks.h", "csrc/ops/loops.h")
 # Words that C++ keeps and neither Python nor these headers have.
 CPP_WORDS = """asm catch char char8_t char16_t char32_t concept const_cast consteval constinit default delete do
@@ -29,8 +45,8 @@ dynamic_cast extern friend goto long mutable new protected register requires res
 throw try typeid union unsigned virtual volatile wchar_t xor""".split()
 
 
-def render(template: str, style: str, name: str) -> str:
-    """A template's lines for one style, with the operator's name."""
+def render(template: str, style: str, name: str, package: str = "") -> str:
+    """A template's lines for one style, with the names of the operator and its package."""
     lines, wanted = [], True
     for line in (TEMPLATES / template).read_text().splitlines(keepends=True):
         if mark := re.fullmatch(r"\s*(?://|#) \[(.*)\]\n", line):
@@ -39,7 +55,8 @@ def render(template: str, style: str, name: str) -> str:
         elif wanted:
             lines.append(line)
     class_name = "".join(part.capitalize() for part in name.split("_"))
-    return "".join(lines).replace("ClassName", class_name).replace("NAME", name)
+    text = "".join(lines).replace("ClassName", class_name).replace("PKG", package).replace("STYLE", style)
+    return text.replace("TORCH==VERSION", f"torch=={_build.TORCH_VERSION.split('+')[0]}").replace("NAME", name)
 
 
 def new(name: str, style: str, root: Path) -> list[Path]:
@@ -57,9 +74,39 @@ def new(name: str, style: str, root: Path) -> list[Path]:
     return list(files)
 
 
-def _check_name(name: str, root: Path) -> None:
+def new_package(package: str, style: str, operators: list[str], root: Path) -> list[Path]:
+    """Write a package of operators into a new folder of its name in `root`; returns its files."""
+    folder = root / package
+    for name in (package, *operators):
+        _check_word(name)
+        if keyword.iskeyword(name) or name in CPP_WORDS:
+            raise Wrong(f"{name} is a word of Python or C++; choose another name")
+    if len({package, *operators}) <= len(operators):
+        raise Wrong("the package and its operators need names of their own")
+    if importlib.util.find_spec(package):
+        raise Wrong(f"there is a Python package {package} already; choose another name")
+    if folder.exists():
+        raise Wrong(f"{folder} exists already; choose another name, or remove it")
+    written = {}
+    for name in operators:
+        for template, where in PACKAGE_FILES.items():
+            path = folder / where.format(package=package, name=name)
+            written.setdefault(path, render(f"package/{template}", style, name, package))
+    exports = "".join(f"from {package}.{name} import {name}  # noqa: E402\n" for name in operators)
+    written[folder / f"src/{package}/__init__.py"] += f"{exports}\n__all__ = {operators!r}\n".replace("'", '"')
+    for path, content in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return list(written)
+
+
+def _check_word(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise Wrong(f"expected a name of lower-case words with underscores between, such as my_op, but got {name!r}")
+
+
+def _check_name(name: str, root: Path) -> None:
+    _check_word(name)
     sources = "".join(path.read_text() for path in (root / "csrc/ops").glob("*.cpp"))
     for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
         if taken in (name, f"{name}_backward"):
@@ -82,17 +129,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--style", choices=STYLES, required=True, help="; ".join(f"{s}: {t}" for s, t in STYLES.items())
     )
-    parser.add_argument("--root", type=Path, default=Path("."), help="the checkout to write into (default: here)")
+    parser.add_argument("--package", action="store_true", help="write a package of operators, which pip installs")
+    parser.add_argument("--ops", metavar="A,B", help="of a package: its operators (default: weigh)")
+    parser.add_argument(
+        "--root", type=Path, default=Path("."), help="the checkout, or the package's parent folder (default: here)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0 if the files are written, 2 if what was asked for is wrong."""
     try:
-        for path in new(arguments.name, arguments.style, arguments.root):
-            print(path)
+        if arguments.package:
+            operators = (arguments.ops or "weigh").split(",")
+            written = new_package(arguments.name, arguments.style, operators, arguments.root)
+        elif arguments.style == "stable" or arguments.ops:
+            raise Wrong("--style stable and --ops are for packages: add --package")
+        else:
+            written = new(arguments.name, arguments.style, arguments.root)
     except Wrong as error:
         print(f"new: {error}", file=sys.stderr)
         return 2
+    for path in written:
+        print(path)
+    if arguments.package:
+        folder = arguments.root / arguments.name
+        print(f"Run `pip install {folder}`, then `pytest {folder}`. docs/packages.md says what each part is for.")
+        return 0
     print(
         f"Build, then run `pytest tests/ops -k {arguments.name}`. docs/writing-an-operator.md says what each part is for."
     )

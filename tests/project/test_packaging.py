@@ -17,7 +17,7 @@ import torch
 import openreg_ops
 from openreg_ops import environment, fallback
 from openreg_ops.openreg import faults
-from openreg_ops.tools.new import FILES
+from openreg_ops.tools.new import FILES, PACKAGE_FILES
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,9 +88,17 @@ def test_wheel_has_every_module(tmp_path):
     built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*") if path.is_file()}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*.py")}
     meta = {f"openreg_ops/{path.relative_to(ROOT)}" for path in (ROOT / "meta").glob("*.py")}
-    templates = {f"openreg_ops/tools/templates/{each}" for each in FILES}
+    templates = {
+        f"openreg_ops/tools/templates/{each}" for each in (*FILES, *(f"package/{file}" for file in PACKAGE_FILES))
+    }
+    interface = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*") if path.suffix in (".h", ".cmake")
+    }
+    assert len(interface) == 6
     outside = {"pytest_openreg_ops.py"}  # pytest imports it in every run
-    assert modules | meta | templates | outside | {"openreg_ops/_build.py"} == built | {"openreg_ops/_build.py"}
+    assert modules | meta | templates | interface | outside | {"openreg_ops/_build.py"} == built | {
+        "openreg_ops/_build.py"
+    }
 
 
 def test_wheel_of_the_tools(tmp_path):

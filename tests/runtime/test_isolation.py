@@ -226,7 +226,7 @@ def test_a_touch_by_the_host_ends_with_a_message(name, ended):
         f"openreg: the host {TOUCHES[name][0]} device memory: address {address} on openreg:1, byte 12 of an "
         f"allocation of 4000 bytes at {base}, made on stream 0.",
         'On a real accelerator the host cannot reach it. Copy the tensor with .cpu() or .to("cpu"), or do the work in '
-        "a kernel, through launch(). (OPENREG_ISOLATION=off permits it.)",
+        "a kernel, through openreg::launch(). (OPENREG_ISOLATION=off permits it.)",
     ]
 
 

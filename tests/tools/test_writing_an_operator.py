@@ -64,6 +64,8 @@ def build(root, names):
     run(sys.executable, "-m", "ninja", cwd=root)
     package = root / "openreg_ops"
     shutil.copy(module, package)
+    (package / "lib").mkdir(exist_ok=True)
+    shutil.copy(Path(*openreg_ops.library_paths(), "libopenreg_ops.so"), package / "lib")
     linked = [*(str(ROOT / each) for each in objects), "new.o", str(module)]
     paths = [f"-L{path}" for path in cpp_extension.library_paths()]
     run("c++", "-shared", *linked, *paths, "-lc10", "-ltorch_cpu", "-o", str(package / library), cwd=root)

@@ -1,0 +1,298 @@
+// The table of openreg/c_api.h: each function does what the runtime's of the same purpose does, checks what came from
+// outside, and turns exceptions into statuses.
+#include "interface.h"
+
+#include <openreg/c_api.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "device.h"
+#include "error.h"
+#include "event.h"
+#include "fault.h"
+#include "memory.h"
+#include "observer.h"
+#include "stream.h"
+
+struct openreg_event {
+  openreg::Event event;
+};
+
+namespace openreg {
+namespace {
+
+// Of the calling thread's last call that failed.
+struct LastError {
+  openreg_status status;
+  std::exception_ptr exception;
+  std::string message;
+};
+thread_local LastError last;
+std::atomic<ThrowError> memory_error{nullptr};
+
+openreg_status keep_exception(openreg_status status, const char* message) {
+  last = {status, std::current_exception(), message};
+  return status;
+}
+
+void throw_last() {
+  if (const auto thrower = memory_error.load(); thrower && last.status == OPENREG_ERROR_MEMORY) thrower(last.message);
+  std::rethrow_exception(std::exchange(last.exception, nullptr));
+}
+
+template <class Call>
+openreg_status guarded(Call&& call) {
+  try {
+    call();
+    return OPENREG_OK;
+  } catch (const std::invalid_argument& error) {
+    return keep_exception(OPENREG_ERROR_ARGUMENT, error.what());
+  } catch (const OutOfMemory& error) {
+    return keep_exception(OPENREG_ERROR_MEMORY, error.what());
+  } catch (const std::exception& error) {
+    return keep_exception(is_device_error(error) ? OPENREG_ERROR_DEVICE : OPENREG_ERROR_OTHER, error.what());
+  } catch (...) {
+    return keep_exception(OPENREG_ERROR_OTHER, "work threw an object that is not a std::exception");
+  }
+}
+
+Stream checked(openreg_stream stream) {
+  const Stream ours{stream.device, stream.id};
+  check_stream(ours);
+  return ours;
+}
+
+int checked_device(const char* function, int device) {
+  if (device < 0 || device >= device_count())
+    throw std::invalid_argument(std::string(function) + ": there is no device " + std::to_string(device) +
+        ": this process has " + std::to_string(device_count()) + " (OPENREG_DEVICE_COUNT)");
+  check_usable(device);
+  return device;
+}
+
+void check_memory(const char* function, const void* memory) {
+  if (device_of(memory) < 0)
+    throw std::invalid_argument(std::string(function) +
+        ": expected memory of the device, from allocate() or a tensor on openreg, but got an address of the host's");
+}
+
+openreg_event& checked(openreg_event* event) {
+  if (!event) throw std::invalid_argument("expected an event from create_event(), but got NULL");
+  return *event;
+}
+
+// The bytes at `from` go to `to`, of which one flips where a fault strikes.
+struct Copy {
+  void* to;
+  const void* from;
+  std::size_t bytes;
+  bool corrupted;
+  void operator()() const {
+    std::memmove(to, from, bytes);
+    if (corrupted && bytes) static_cast<unsigned char*>(to)[bytes / 2] ^= 1;
+  }
+};
+
+constexpr std::array<const char*, 6> kFaults{"allocation", "kernel", "copy", "lost", "kernel_latency", "copy_latency"};
+
+Fault fault_of(const char* name) {
+  const auto found = std::find_if(kFaults.begin(), kFaults.end(), [&](auto each) { return !std::strcmp(each, name); });
+  if (found == kFaults.end())
+    throw std::invalid_argument(std::string("arm_fault: expected \"allocation\", \"kernel\", \"copy\", \"lost\", "
+                                            "\"kernel_latency\" or \"copy_latency\", but got \"") +
+        name + "\"");
+  return static_cast<Fault>(found - kFaults.begin());
+}
+
+constexpr openreg_interface table{
+    .major = OPENREG_MAJOR,
+    .minor = OPENREG_MINOR,
+
+    .last_error = [] { return last.message.c_str(); },
+    .throw_error = &throw_last,
+
+    .device_count = [] { return device_count(); },
+    .current_device = [] { return current_device(); },
+    .set_device =
+        [](int32_t device) { return guarded([&] { exchange_device(checked_device("set_device", device)); }); },
+    .synchronize_device =
+        [](int32_t device) {
+          return guarded([&] {
+            synchronize_device(checked_device("synchronize_device", device));
+            notice("device_synchronized", nullptr, {device, 0});
+          });
+        },
+
+    .current_stream = [](int32_t device) -> openreg_stream {
+      if (device < 0 || device >= kMaxDevices) return {device, 0};
+      const Stream stream = detail::thread_stream(device);
+      return {stream.device, stream.id};
+    },
+    .set_stream = [](openreg_stream stream) { return guarded([&] { exchange_stream(checked(stream)); }); },
+    .new_stream =
+        [](int32_t device, int32_t priority, openreg_stream* out) {
+          return guarded([&] {
+            const Stream stream = new_stream(checked_device("new_stream", device), priority);
+            *out = {stream.device, stream.id};
+          });
+        },
+    .query_stream =
+        [](openreg_stream stream, int32_t* idle) {
+          return guarded([&] {
+            const Stream ours = checked(stream);
+            check_usable(ours.device);
+            *idle = stream_idle(ours);
+            if (!*idle) return;
+            notice("stream_synchronized", nullptr, ours);
+            throw_kept_error(ours.device, /*keep=*/true);
+          });
+        },
+    .synchronize_stream =
+        [](openreg_stream stream) {
+          return guarded([&] {
+            synchronize_stream(checked(stream));
+            notice("stream_synchronized", nullptr, checked(stream));
+          });
+        },
+
+    .launch =
+        [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
+          return guarded([&] { detail::launch({stream.device, stream.id}, *site, *work, context); });
+        },
+    .run =
+        [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
+          return guarded([&] { detail::run({stream.device, stream.id}, *site, *work, context); });
+        },
+    .enqueue =
+        [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
+          return guarded([&] { detail::enqueue({stream.device, stream.id}, *site, *work, context); });
+        },
+    .copy =
+        [](void* to, const void* from, size_t bytes, openreg_stream stream) {
+          return guarded([&] {
+            const Stream ours = checked(stream);
+            const bool to_device = device_of(to) >= 0, from_device = device_of(from) >= 0;
+            if (bytes && !to_device && !from_device) check_memory("copy", to);
+            const char* name = !from_device ? "Memcpy HtoD (Host -> Device)"
+                : !to_device                ? "Memcpy DtoH (Device -> Host)"
+                                            : "Memcpy DtoD (Device -> Device)";
+            Copy copy{to, from, bytes, copy_corrupted(ours)};
+            detail::launch(ours, Site(name, Site::kCopy, bytes), impl::WorkOf<Copy>::table, &copy);
+          });
+        },
+
+    .allocate = [](openreg_stream stream, size_t bytes,
+                    void** out) { return guarded([&] { *out = allocate(checked(stream), bytes); }); },
+    .deallocate =
+        [](void* memory) {
+          return guarded([&] {
+            if (memory) check_memory("deallocate", memory);
+            deallocate(memory);
+          });
+        },
+    .record_stream =
+        [](void* memory, openreg_stream stream) {
+          return guarded([&] {
+            check_memory("record_stream", memory);
+            record_stream(memory, checked(stream));
+          });
+        },
+    .device_of = [](const void* address) { return device_of(address); },
+
+    .create_event =
+        [](int32_t device, int32_t timed, openreg_event** out) {
+          return guarded([&] { *out = new openreg_event{Event(checked_device("create_event", device), timed != 0)}; });
+        },
+    .destroy_event =
+        [](openreg_event* event) {
+          notice("event_destroyed", event, {});
+          delete event;
+        },
+    .record_event =
+        [](openreg_event* event, openreg_stream stream) {
+          return guarded([&] {
+            if (checked(event).event.device() != stream.device)
+              throw std::invalid_argument("record_event: an event of device " + std::to_string(event->event.device()) +
+                  " cannot be recorded on a stream of device " + std::to_string(stream.device) +
+                  "; create the event on the stream's device");
+            event->event.record(checked(stream));
+            notice("event_recorded", event, checked(stream));
+          });
+        },
+    .wait_event =
+        [](openreg_event* event, openreg_stream stream) {
+          return guarded([&] {
+            checked(event).event.block(checked(stream));
+            notice("event_waited_for", event, checked(stream));
+          });
+        },
+    .query_event =
+        [](openreg_event* event, int32_t* reached) {
+          return guarded([&] {
+            check_usable(checked(event).event.device());
+            *reached = event->event.query();
+            if (!*reached) return;
+            notice("event_synchronized", event, {});
+            throw_kept_error(event->event.device(), /*keep=*/true);
+          });
+        },
+    .synchronize_event =
+        [](openreg_event* event) {
+          return guarded([&] {
+            checked(event).event.synchronize();
+            notice("event_synchronized", event, {});
+          });
+        },
+    .elapsed_time =
+        [](openreg_event* start, openreg_event* end, double* milliseconds) {
+          return guarded([&] {
+            const Event &a = checked(start).event, &b = checked(end).event;
+            if (!a.timed() || !b.timed() || a.device() != b.device())
+              throw std::invalid_argument(
+                  "elapsed_time: expected two timed events of one device, which have been recorded");
+            *milliseconds = std::chrono::duration<double, std::milli>(b.time() - a.time()).count();
+          });
+        },
+
+    .arm_fault =
+        [](const char* fault, int32_t device, uint64_t after, uint64_t times, int64_t nanoseconds, int32_t* number) {
+          return guarded([&] {
+            *number = arm(
+                {fault_of(fault), device < 0 ? -1 : checked_device("arm_fault", device), after, times, nanoseconds});
+          });
+        },
+    .disarm_fault = [](int32_t number) { return disarm(number); },
+    .reset_device =
+        [](int32_t device) {
+          return guarded([&] {
+            if (device < 0 || device >= device_count()) checked_device("reset_device", device);
+            reset_device(device);
+          });
+        },
+};
+
+} // namespace
+
+void set_memory_error(ThrowError thrower) noexcept {
+  memory_error = thrower;
+}
+
+} // namespace openreg
+
+const openreg_interface* openreg_get_interface(uint32_t major, uint32_t minor, const char** error) {
+  if (major == OPENREG_MAJOR && minor <= OPENREG_MINOR) return &openreg::table;
+  thread_local std::string message;
+  message = "openreg: this program was built for version " + std::to_string(major) + "." + std::to_string(minor) +
+      " of the device's C interface, and the installed openreg_ops has " + std::to_string(OPENREG_MAJOR) + "." +
+      std::to_string(OPENREG_MINOR) +
+      (major == OPENREG_MAJOR || major > OPENREG_MAJOR ? "; install a newer openreg_ops" : "; build the program again");
+  *error = message.c_str();
+  return nullptr;
+}

@@ -1,0 +1,149 @@
+// Streams, and the one way to run work on a device: launch(), run() and enqueue(). See Note [Launch mode].
+//
+//     openreg::launch(openreg::current_stream(device), [=] { for (int i = 0; i < n; ++i) y[i] = 2 * x[i]; });
+//
+// Work owns what it uses: it may run after launch() has returned. Only inside of work may device memory be touched, and
+// order on a stream, isolation, faults and profiles are the device's, never the work's.
+//
+// Headers only: nothing need be linked. The device is found in the process when the first function is called, so that a
+// library with kernels for it can be loaded where openreg_ops is not installed. A program of its own defines
+// OPENREG_LINKED and links with libopenreg_ops.so.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "c_api.h"
+
+namespace openreg {
+inline namespace v1 {
+
+// Stream 0 of a device is its default stream.
+struct Stream {
+  int device;
+  std::int64_t id;
+  bool operator==(const Stream&) const = default;
+};
+
+// A launch, for errors, profiles and faults: where it is, and what its work is called; without a name, as the function
+// that launches it. `name` is not copied. `bytes`: of a copy.
+struct Site : openreg_site {
+  enum Kind { kKernel = OPENREG_KERNEL, kCopy = OPENREG_COPY, kWait = OPENREG_WAIT };
+  Site(std::source_location where) noexcept : Site(nullptr, kKernel, 0, where) {} // not explicit: for default arguments
+  Site(const char* name, Kind kind = kKernel, std::size_t bytes = 0,
+      std::source_location where = std::source_location::current()) noexcept
+      : openreg_site{name, where.function_name(), where.file_name(), where.line(), kind, bytes} {}
+};
+
+namespace impl {
+
+inline const openreg_interface& find_interface() {
+#ifdef OPENREG_LINKED
+  const auto get = &openreg_get_interface;
+#else
+  void* library = dlopen("libopenreg_ops.so", RTLD_LAZY | RTLD_NOLOAD);
+  const auto get =
+      library ? reinterpret_cast<decltype(&openreg_get_interface)>(dlsym(library, "openreg_get_interface")) : nullptr;
+  if (!get)
+    throw std::runtime_error(
+        "openreg: this process has no such device; `import torch` with openreg_ops installed, or "
+        "define OPENREG_LINKED and link with libopenreg_ops.so (openreg_ops.library_paths())");
+#endif
+  const char* error = nullptr;
+  const openreg_interface* found = get(OPENREG_MAJOR, OPENREG_MINOR, &error);
+  if (!found) throw std::runtime_error(error);
+  return *found;
+}
+
+inline const openreg_interface& interface() {
+  static const openreg_interface& found = find_interface();
+  return found;
+}
+
+inline void check(openreg_status status) {
+  if (status != OPENREG_OK) [[unlikely]]
+    interface().throw_error();
+}
+
+// Work of type W, which lies on the caller's stack until it is queued.
+template <class W>
+struct WorkOf {
+  using Kept = std::decay_t<W>;
+  static const char* run(void* context) {
+    (*static_cast<Kept*>(context))();
+    return nullptr;
+  }
+  static void* keep(void* context) { return new Kept(static_cast<W&&>(*static_cast<Kept*>(context))); }
+  static void drop(void* context) { delete static_cast<Kept*>(context); }
+  static constexpr openreg_work table{&run, &keep, &drop};
+};
+template <class W>
+void* context_of(W& work) {
+  return const_cast<std::remove_const_t<W>*>(std::addressof(work));
+}
+
+} // namespace impl
+
+// The calling thread's current stream on a device.
+inline Stream current_stream(int device) {
+  const auto found = impl::interface().current_stream(device);
+  return {found.device, found.id};
+}
+
+// Runs `work`, which owns what it uses, in the order of `stream`, now or later. What it throws, or that an earlier
+// error waits, leaves it as an exception.
+template <class Work>
+void launch(Stream stream, Work&& work, Site site = std::source_location::current()) {
+  impl::check(
+      impl::interface().launch({stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
+}
+
+// launch() for work that takes so long that the host should run ahead also in inline mode.
+template <class Work>
+void enqueue(Stream stream, Work&& work, Site site = std::source_location::current()) {
+  impl::check(
+      impl::interface().enqueue({stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
+}
+
+// Runs `work` in the order of `stream` on the calling thread, before it returns, and returns what the work does.
+template <class Work>
+decltype(auto) run(Stream stream, Work&& work, Site site = std::source_location::current()) {
+  const auto call = [&](auto& inner) {
+    using Inner = std::remove_reference_t<decltype(inner)>;
+    static constexpr openreg_work table{[](void* context) -> const char* {
+                                          (*static_cast<Inner*>(context))();
+                                          return nullptr;
+                                        },
+        nullptr, nullptr};
+    impl::check(impl::interface().run({stream.device, stream.id}, &site, &table, &inner));
+  };
+  using Result = std::invoke_result_t<Work>;
+  if constexpr (std::is_void_v<Result>) {
+    auto inner = [&] { std::forward<Work>(work)(); };
+    call(inner);
+  } else if constexpr (std::is_reference_v<Result>) {
+    std::remove_reference_t<Result>* result = nullptr;
+    auto inner = [&] {
+      result = std::addressof(static_cast<std::remove_reference_t<Result>&>(std::forward<Work>(work)()));
+    };
+    call(inner);
+    return static_cast<Result>(*result);
+  } else {
+    std::optional<Result> result;
+    auto inner = [&] { result.emplace(std::forward<Work>(work)()); };
+    call(inner);
+    return Result(*std::move(result));
+  }
+}
+
+} // namespace v1
+} // namespace openreg

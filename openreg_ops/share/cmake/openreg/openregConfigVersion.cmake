@@ -1,0 +1,11 @@
+# The version is the C interface's, OPENREG_MAJOR.OPENREG_MINOR: a later one of the same major version will do.
+file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../../../include/openreg/c_api.h" _openreg REGEX "#define OPENREG_(MAJOR|MINOR)")
+string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*" "\\1.\\2" PACKAGE_VERSION "${_openreg}")
+string(REGEX REPLACE "\\..*" "" _openreg "${PACKAGE_VERSION}")
+if(PACKAGE_FIND_VERSION_MAJOR EQUAL _openreg AND NOT PACKAGE_FIND_VERSION VERSION_GREATER PACKAGE_VERSION)
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+  if(PACKAGE_FIND_VERSION VERSION_EQUAL PACKAGE_VERSION)
+    set(PACKAGE_VERSION_EXACT TRUE)
+  endif()
+endif()
+unset(_openreg)

@@ -1,0 +1,182 @@
+/* The device from C, with neither PyTorch nor Python: every function of openreg/c_api.h. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef HEADER
+#define HEADER <openreg/c_api.h>
+#endif
+#include HEADER
+
+static int wrong = 0;
+
+#define EXPECT(condition)                                                      \
+  do {                                                                         \
+    if (!(condition)) {                                                        \
+      ++wrong;                                                                 \
+      fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition); \
+    }                                                                          \
+  } while (0)
+
+static const openreg_interface* device;
+
+/* The call fails with this status and a message that has these words. */
+static void fails(openreg_status got, openreg_status expected, const char* words) {
+  EXPECT(got == expected);
+  if (got == OPENREG_OK) return;
+  EXPECT(strstr(device->last_error(), words) != NULL);
+  if (!strstr(device->last_error(), words)) fprintf(stderr, "  expected \"%s\" in \"%s\"\n", words, device->last_error());
+}
+#define OK(call)                                                                                    \
+  do {                                                                                              \
+    const openreg_status status = (call);                                                           \
+    EXPECT(status == OPENREG_OK);                                                                   \
+    if (status) fprintf(stderr, "  %s\n", device->last_error());                                    \
+  } while (0)
+
+struct Double {
+  double* data;
+  size_t n;
+};
+static int kept = 0, dropped = 0;
+
+static const char* run_double(void* context) {
+  const struct Double* const work = context;
+  for (size_t i = 0; i < work->n; ++i) work->data[i] *= 2;
+  return NULL;
+}
+static void* keep_double(void* context) {
+  struct Double* const copy = malloc(sizeof *copy);
+  *copy = *(struct Double*)context;
+  ++kept;
+  return copy;
+}
+static void drop_double(void* context) {
+  ++dropped;
+  free(context);
+}
+static const char* run_wrong(void* context) {
+  (void)context;
+  return "the kernel met a NaN";
+}
+
+int main(void) {
+  const char* const mode = getenv("OPENREG_LAUNCH_MODE");
+  const int sync = mode && !strcmp(mode, "sync"); /* an error is told at its line, and nothing is ever queued */
+  const char* error = NULL;
+  EXPECT(openreg_get_interface(OPENREG_MAJOR + 1, 0, &error) == NULL && strstr(error, "install a newer openreg_ops"));
+  EXPECT(openreg_get_interface(OPENREG_MAJOR, 1000, &error) == NULL && strstr(error, "1.1000"));
+  device = openreg_get_interface(OPENREG_MAJOR, OPENREG_MINOR, &error);
+  if (!device) {
+    fprintf(stderr, "%s\n", error);
+    return 1;
+  }
+  EXPECT(device->major == OPENREG_MAJOR && device->minor + 1 > OPENREG_MINOR);
+
+  /* devices and streams */
+  EXPECT(device->device_count() == 2 && device->current_device() == 0);
+  OK(device->set_device(1));
+  EXPECT(device->current_device() == 1);
+  OK(device->set_device(0));
+  fails(device->set_device(2), OPENREG_ERROR_ARGUMENT, "there is no device 2: this process has 2");
+  fails(device->set_device(-1), OPENREG_ERROR_ARGUMENT, "there is no device -1");
+  const openreg_stream first = device->current_stream(0);
+  EXPECT(first.device == 0 && first.id == 0);
+  openreg_stream other;
+  OK(device->new_stream(0, -1, &other));
+  OK(device->set_stream(other));
+  EXPECT(device->current_stream(0).id == other.id);
+  OK(device->set_stream(first));
+  const openreg_stream none = {0, 12345}, nowhere = device->current_stream(7);
+  fails(device->set_stream(none), OPENREG_ERROR_ARGUMENT, "there is no stream 12345 on device 0");
+
+  /* memory, copies and work */
+  enum { N = 1000 };
+  double* const host = malloc(N * sizeof *host);
+  for (int i = 0; i < N; ++i) host[i] = i;
+  void* memory;
+  OK(device->allocate(first, N * sizeof *host, &memory));
+  EXPECT(device->device_of(memory) == 0 && device->device_of(host) == -1 && (uintptr_t)memory % 64 == 0);
+  OK(device->copy(memory, host, N * sizeof *host, first));
+  const openreg_work twice = {run_double, keep_double, drop_double}, fail = {run_wrong, NULL, NULL};
+  const openreg_site site = {"twice", __func__, __FILE__, __LINE__, OPENREG_KERNEL, 0};
+  struct Double work = {memory, N};
+  OK(device->launch(first, &site, &twice, &work));
+  OK(device->enqueue(first, &site, &twice, &work));
+  work.n = 0; /* what is queued has a copy */
+  OK(device->synchronize_stream(first));
+  work.n = N;
+  OK(device->run(first, &site, &twice, &work));
+  OK(device->copy(host, memory, N * sizeof *host, first));
+  OK(device->synchronize_device(0));
+  for (int i = 0; i < N; ++i) EXPECT(host[i] == 8.0 * i);
+  EXPECT(kept == dropped && (kept == 0) == sync);
+  fails(device->launch(none, &site, &twice, &work), OPENREG_ERROR_ARGUMENT, "there is no stream 12345");
+  fails(device->launch(nowhere, &site, &twice, &work), OPENREG_ERROR_ARGUMENT, "on device 7: this process has 2 devices");
+  fails(device->run(first, &site, &fail, NULL), OPENREG_ERROR_OTHER, "the kernel met a NaN");
+  fails(device->copy(host, host, 8, first), OPENREG_ERROR_ARGUMENT, "expected memory of the device");
+  fails(device->deallocate(host), OPENREG_ERROR_ARGUMENT, "expected memory of the device");
+  fails(device->record_stream(host, first), OPENREG_ERROR_ARGUMENT, "but got an address of the host's");
+  fails(device->allocate(first, (size_t)1 << 60, &(void*){NULL}), OPENREG_ERROR_MEMORY, "out of memory");
+
+  /* what fails when it is queued is told by the next wait */
+  if (sync) fails(device->enqueue(first, &site, &fail, NULL), OPENREG_ERROR_OTHER, "the kernel met a NaN");
+  else {
+    OK(device->enqueue(first, &site, &fail, NULL));
+    fails(device->synchronize_stream(first), OPENREG_ERROR_DEVICE, "the kernel met a NaN");
+  }
+  OK(device->synchronize_stream(first));
+
+  /* events */
+  openreg_event *start, *end;
+  OK(device->create_event(0, 1, &start));
+  OK(device->create_event(0, 1, &end));
+  int32_t done = 0;
+  double milliseconds = -1;
+  OK(device->record_event(start, first));
+  OK(device->enqueue(first, &site, &twice, &work));
+  OK(device->record_event(end, first));
+  OK(device->wait_event(end, other));
+  OK(device->record_stream(memory, other));
+  OK(device->synchronize_event(end));
+  OK(device->query_event(end, &done));
+  EXPECT(done == 1);
+  OK(device->elapsed_time(start, end, &milliseconds));
+  EXPECT(milliseconds >= 0);
+  OK(device->synchronize_stream(other));
+  OK(device->query_stream(other, &done));
+  EXPECT(done == 1);
+  fails(device->record_event(NULL, first), OPENREG_ERROR_ARGUMENT, "expected an event from create_event(), but got NULL");
+  fails(device->record_event(start, device->current_stream(1)), OPENREG_ERROR_ARGUMENT, "an event of device 0 cannot");
+  device->destroy_event(start);
+  device->destroy_event(end);
+
+  /* faults */
+  int32_t number;
+  OK(device->arm_fault("kernel", 0, 0, 1, 0, &number));
+  const openreg_status struck = device->launch(first, &site, &twice, &work);
+  EXPECT((struck == OPENREG_OK) == !sync);
+  fails(sync ? struck : device->synchronize_device(0), OPENREG_ERROR_DEVICE,
+      "an injected fault made a kernel fail on openreg:0 in twice");
+  EXPECT(device->disarm_fault(number) == 1);
+  OK(device->arm_fault("lost", -1, 0, 1, 0, &number));
+  fails(device->launch(first, &site, &twice, &work), OPENREG_ERROR_DEVICE, "is lost");
+  EXPECT(device->disarm_fault(number) == 1);
+  fails(device->allocate(first, 8, &(void*){NULL}), OPENREG_ERROR_DEVICE, "is lost");
+  OK(device->reset_device(0));
+  OK(device->launch(first, &site, &twice, &work));
+  OK(device->arm_fault("copy", 0, 0, 1, 0, &number));
+  char sent[8] = "openreg", got[8];
+  OK(device->copy(memory, sent, 8, first));
+  EXPECT(device->disarm_fault(number) == 1);
+  OK(device->copy(got, memory, 8, first));
+  OK(device->synchronize_device(0));
+  EXPECT(memcmp(sent, got, 8) != 0);
+  fails(device->arm_fault("fire", 0, 0, 1, 0, &number), OPENREG_ERROR_ARGUMENT, "but got \"fire\"");
+
+  OK(device->deallocate(memory));
+  OK(device->deallocate(NULL));
+  free(host);
+  printf(wrong ? "%d wrong\n" : "all right\n", wrong);
+  return wrong != 0;
+}

@@ -1,0 +1,164 @@
+"""`new --package`: a package of each style is installed by pip, and its kernel is right whatever the device does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import python
+
+import openreg_ops
+from openreg_ops.tools.new import PACKAGE_FILES, new_package
+from openreg_tools.forms import Wrong
+
+STYLES = ["forward-only", "separate", "function", "stable"]
+PATH = str(Path(openreg_ops.__file__).parents[1])
+USE = """
+import sys, torch
+from torch.nn.functional import silu
+from torch.testing import assert_close
+import {package} as package
+
+weigh, differentiable = package.weigh, {style!r} != "forward-only"
+x = torch.randn(3, 1000)
+for op in (getattr(package, name) for name in package.__all__):
+    y = x.to("openreg").requires_grad_(differentiable)
+    torch.openreg._sleep(20_000_000)  # the stream is busy: what is launched now runs behind the sleep
+    twice = y * 2
+    assert_close(op(twice).detach().cpu(), silu(2 * x))
+    z = x.clone().requires_grad_(differentiable)
+    if differentiable:
+        op(twice).sum().backward()
+        silu(2 * z).sum().backward()
+        assert_close(y.grad.cpu(), z.grad)
+    with torch.openreg.stream(torch.openreg.Stream()) as _:
+        other = op(x.to("openreg"))
+        torch.openreg.current_stream().synchronize()
+    assert_close(other.cpu(), silu(x))
+"""
+COMPILED = (
+    USE
+    + """
+compiled = torch.compile(lambda x: weigh(x + 1) * 2, fullgraph=True)
+assert_close(compiled(x.to("openreg")).cpu(), silu(x + 1) * 2)
+"""
+)
+PROFILED = (
+    USE
+    + """
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as prof:
+    weigh(x.to("openreg"))
+    torch.openreg.synchronize()
+names = {{event.name for event in prof.events()}}
+assert "{package}::weigh kernel" in names, names
+"""
+)
+FAULTY = (
+    USE
+    + """
+y = x.to("openreg")
+with torch.openreg.faults.inject("kernel"):
+    try:
+        weigh(y)
+        torch.openreg.synchronize()
+    except torch.AcceleratorError as error:
+        assert "in {package}::weigh" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+with torch.openreg.faults.inject("lost"):
+    try: weigh(y)
+    except torch.AcceleratorError as error: assert "openreg:0 is lost" in str(error)
+    else: raise AssertionError("nothing was raised")
+torch.openreg.reset_device(0)
+assert_close(weigh(y).cpu(), silu(x))
+"""
+)
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def package(request, tmp_path_factory):
+    """A package, installed: its style, name, folder, and where it is installed."""
+    style, folder = request.param, tmp_path_factory.mktemp("package")
+    name = f"trial_{style.replace('-', '_')}"
+    operators = ["weigh", "tilt"] if style == "stable" else ["weigh"]
+    assert len(new_package(name, style, operators, folder)) == len(PACKAGE_FILES) + 3 * (len(operators) - 1)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        folder / "site",
+        folder / name,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning: " not in done.stdout.replace("UserWarning: ", "")
+    return style, name, folder / name, folder / "site"
+
+
+def run(package, *arguments, **environment):
+    _, _, folder, site = package
+    done = python(*arguments, cwd=folder, PYTHONPATH=f"{PATH}{os.pathsep}{site}", **environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+pytestmark = [pytest.mark.compiles, pytest.mark.processes]
+
+
+def test_its_own_tests_pass(package):
+    done = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_it_loads_and_computes_without_the_device(package):
+    code = "import torch; from {1} import weigh; assert weigh(torch.zeros(3)).sum() == 0; import sys; assert 'openreg_ops' not in sys.modules"
+    run(package, "-c", code.format(*package), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+CASES = {
+    "inline": (USE, {}),
+    "async": (USE, {"OPENREG_LAUNCH_MODE": "async"}),
+    "sync": (USE, {"OPENREG_LAUNCH_MODE": "sync"}),
+    "isolated": (USE, {"OPENREG_ISOLATION": "strict"}),
+    "isolated, async": (USE, {"OPENREG_ISOLATION": "strict", "OPENREG_LAUNCH_MODE": "async"}),
+    "sanitizer": (USE, {"OPENREG_SANITIZER": "1"}),
+    "compiled, async": (COMPILED, {"OPENREG_LAUNCH_MODE": "async"}),
+    "profiled, async": (PROFILED, {"OPENREG_LAUNCH_MODE": "async"}),
+    "faults": (FAULTY, {}),
+    "faults, async": (FAULTY, {"OPENREG_LAUNCH_MODE": "async"}),
+    "faults, sync": (FAULTY, {"OPENREG_LAUNCH_MODE": "sync"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_right_whatever_the_device_does(package, case):
+    code, environment = CASES[case]
+    style, name, *_ = package
+    done = run(package, "-W", "ignore", "-c", code.format(package=name, style=style), **environment)
+    if case == "sanitizer":
+        assert not done.stderr, done.stderr  # where its report would be
+
+
+@pytest.mark.parametrize(
+    ("name", "operators", "message"),
+    [
+        ("Mine", ["weigh"], "expected a name of lower-case words"),
+        ("mine", ["weigh", "a-b"], "expected a name of lower-case words"),
+        ("mine", ["weigh", "class"], "class is a word of Python or C++"),
+        ("mine", ["mine"], "need names of their own"),
+        ("mine", ["weigh", "weigh"], "need names of their own"),
+        ("torch", ["weigh"], "there is a Python package torch already"),
+        ("taken", ["weigh"], "exists already"),
+    ],
+)
+def test_refused(tmp_path, name, operators, message):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(Wrong, match=message):
+        new_package(name, "separate", operators, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
