@@ -1,5 +1,6 @@
 // The runtime alone, without torch: every byte of memory that streams share is checked, from many
 // threads, in every launch mode. `stress [seconds]`; tests/runtime/test_stress.py runs it under sanitizers.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
