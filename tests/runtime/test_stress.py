@@ -16,7 +16,7 @@ SOURCES = [str(ROOT / "tests/runtime/stress.cpp"), *map(str, sorted((ROOT / "csr
 def test_stress_under_sanitizers(sanitizers, tmp_path):
     program = tmp_path / "stress"
     flags = ["-std=c++20", "-O1", "-g", "-pthread", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-    flags.append(f"-I{ROOT}/openreg_ops/include")
+    flags += [f"-I{ROOT}/openreg_ops/include", "-DOPENREG_LINKED"]
     built = subprocess.run(["g++", *flags, *SOURCES, "-o", program], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     environment = {**os.environ, "OPENREG_DEVICE_MEMORY": "2GiB", "OPENREG_DEVICE_COUNT": "2"}
