@@ -286,7 +286,7 @@ void profiles() { // Note [Profile]
     const auto log = stop_profile();
     std::vector<Activity> work, calls;
     for (const auto& each : log) (each.on == Activity::kStream ? work : calls).push_back(each);
-    EXPECT(work.size() == 2 && work[0].name == "sleep kernel" && work[1].name == "openreg::profiles kernel");
+    EXPECT(work.size() == 2 && work[0].name == "sleep kernel" && work[1].name == "profiles kernel");
     EXPECT(work[0].end - work[0].begin >= 20'000'000 && work[0].end <= work[1].begin);
     for (const auto& each : work) EXPECT(each.stream == stream && each.operation == 7);
     for (const auto& each : calls)
