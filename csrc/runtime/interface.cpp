@@ -83,9 +83,15 @@ void check_memory(const char* function, const void* memory) {
         ": expected memory of the device, from allocate() or a tensor on openreg, but got an address of the host's");
 }
 
+// Of what a call takes a pointer to.
+template <class T>
+T& given(const char* what, T* pointer) {
+  if (!pointer) throw std::invalid_argument(std::string("expected ") + what + ", but got NULL");
+  return *pointer;
+}
+
 openreg_event& checked(openreg_event* event) {
-  if (!event) throw std::invalid_argument("expected an event from create_event(), but got NULL");
-  return *event;
+  return given("an event from create_event()", event);
 }
 
 // The bytes at `from` go to `to`, of which one flips where a fault strikes.
@@ -140,7 +146,7 @@ constexpr openreg_interface table{
         [](int32_t device, int32_t priority, openreg_stream* out) {
           return guarded([&] {
             const Stream stream = new_stream(checked_device("new_stream", device), priority);
-            *out = {stream.device, stream.id};
+            given("a place for the stream", out) = {stream.device, stream.id};
           });
         },
     .query_stream =
@@ -148,8 +154,7 @@ constexpr openreg_interface table{
           return guarded([&] {
             const Stream ours = checked(stream);
             check_usable(ours.device);
-            *idle = stream_idle(ours);
-            if (!*idle) return;
+            if (!(given("a place for the answer", idle) = stream_idle(ours))) return;
             notice("stream_synchronized", nullptr, ours);
             throw_kept_error(ours.device, /*keep=*/true);
           });
@@ -164,15 +169,19 @@ constexpr openreg_interface table{
 
     .launch =
         [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
-          return guarded([&] { detail::launch({stream.device, stream.id}, *site, *work, context); });
+          return guarded(
+              [&] { detail::launch({stream.device, stream.id}, given("a site", site), given("work", work), context); });
         },
     .run =
         [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
-          return guarded([&] { detail::run({stream.device, stream.id}, *site, *work, context); });
+          return guarded(
+              [&] { detail::run({stream.device, stream.id}, given("a site", site), given("work", work), context); });
         },
     .enqueue =
         [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
-          return guarded([&] { detail::enqueue({stream.device, stream.id}, *site, *work, context); });
+          return guarded([&] {
+            detail::enqueue({stream.device, stream.id}, given("a site", site), given("work", work), context);
+          });
         },
     .copy =
         [](void* to, const void* from, size_t bytes, openreg_stream stream) {
@@ -188,8 +197,13 @@ constexpr openreg_interface table{
           });
         },
 
-    .allocate = [](openreg_stream stream, size_t bytes,
-                    void** out) { return guarded([&] { *out = allocate(checked(stream), bytes); }); },
+    .allocate =
+        [](openreg_stream stream, size_t bytes, void** out) {
+          return guarded([&] {
+            void*& place = given("a place for the address", out);
+            place = allocate(checked(stream), bytes);
+          });
+        },
     .deallocate =
         [](void* memory) {
           return guarded([&] {
@@ -208,7 +222,10 @@ constexpr openreg_interface table{
 
     .create_event =
         [](int32_t device, int32_t timed, openreg_event** out) {
-          return guarded([&] { *out = new openreg_event{Event(checked_device("create_event", device), timed != 0)}; });
+          return guarded([&] {
+            openreg_event*& place = given("a place for the event", out);
+            place = new openreg_event{Event(checked_device("create_event", device), timed != 0)};
+          });
         },
     .destroy_event =
         [](openreg_event* event) {
@@ -237,8 +254,7 @@ constexpr openreg_interface table{
         [](openreg_event* event, int32_t* reached) {
           return guarded([&] {
             check_usable(checked(event).event.device());
-            *reached = event->event.query();
-            if (!*reached) return;
+            if (!(given("a place for the answer", reached) = event->event.query())) return;
             notice("event_synchronized", event, {});
             throw_kept_error(event->event.device(), /*keep=*/true);
           });
@@ -257,14 +273,16 @@ constexpr openreg_interface table{
             if (!a.timed() || !b.timed() || a.device() != b.device())
               throw std::invalid_argument(
                   "elapsed_time: expected two timed events of one device, which have been recorded");
-            *milliseconds = std::chrono::duration<double, std::milli>(b.time() - a.time()).count();
+            given("a place for the time", milliseconds) =
+                std::chrono::duration<double, std::milli>(b.time() - a.time()).count();
           });
         },
 
     .arm_fault =
         [](const char* fault, int32_t device, uint64_t after, uint64_t times, int64_t nanoseconds, int32_t* number) {
           return guarded([&] {
-            *number = arm(
+            int32_t& place = given("a place for the number", number);
+            place = arm(
                 {fault_of(fault), device < 0 ? -1 : checked_device("arm_fault", device), after, times, nanoseconds});
           });
         },

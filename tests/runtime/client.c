@@ -119,6 +119,11 @@ int main(void) {
   fails(device->record_stream(host, first), OPENREG_ERROR_ARGUMENT, "but got an address of the host's");
   fails(device->allocate(first, (size_t)1 << 60, &(void*){NULL}), OPENREG_ERROR_MEMORY, "out of memory");
 
+  fails(device->launch(first, NULL, &twice, &work), OPENREG_ERROR_ARGUMENT, "expected a site, but got NULL");
+  fails(device->run(first, &site, NULL, &work), OPENREG_ERROR_ARGUMENT, "expected work, but got NULL");
+  fails(device->allocate(first, 8, NULL), OPENREG_ERROR_ARGUMENT, "expected a place for the address, but got NULL");
+  fails(device->query_stream(first, NULL), OPENREG_ERROR_ARGUMENT, "expected a place for the answer, but got NULL");
+
   /* what fails when it is queued is told by the next wait */
   if (sync) fails(device->enqueue(first, &site, &fail, NULL), OPENREG_ERROR_OTHER, "the kernel met a NaN");
   else {

@@ -63,7 +63,7 @@ int main(int argc, char** argv) try {
   EXPECT(openreg::device_of(x) == 1);
   openreg::copy(x, host.data(), n * sizeof(double), stream);
 
-  // All that can be called: a lambda, const or not, with state of its own, a std::function, a function.
+  // All that can be called: a lambda, const or not, with state of its own, a std::function.
   const auto constant = [x] { add_one(x, n); };
   openreg::launch(stream, constant);
   openreg::launch(stream, [x, count = 0]() mutable { add_one(x, n + 0 * ++count); }, "add_one");
