@@ -169,6 +169,14 @@ def _(*_, **_options):
     )
 
 
+@adamw_step_.sharded
+def _(params, max_exp_avg_sqs):
+    """Each parameter is updated where it is, with its state there; a gradient goes there."""
+    at = [each.at for each in params]
+    tops = at if max_exp_avg_sqs else []
+    yield dict(params=at, grads=at, exp_avgs=at, exp_avg_sqs=at, max_exp_avg_sqs=tops), ()
+
+
 @adamw_step_.samples
 def _(device, dtype):
     from openreg_ops.testing import Sample

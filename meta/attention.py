@@ -248,6 +248,36 @@ def _(in_dims, *inputs, bias_grad, **options):
     return (*(x.unflatten(0, (samples, batch)) for x in grads), grad_bias), (0, 0, 0, 0)
 
 
+# ---- DTensors: batches, heads and queries are apart ----
+
+
+def _placed(q, k, bias, causal, shards):
+    """A dimension of q, out and the scores, the same of k and v or None, and that of bias which goes with it or None."""
+    for d in (0, 1, 2):
+        if d == 1 and q.shape[1] != k.shape[1] and k.shape[1] % shards:
+            continue  # a head of k and its group of q would be on different devices
+        if d == 2 and causal:
+            continue  # a query's number counts from the first
+        of_bias = None if bias is None else d - 4 + bias.dim()
+        shared = of_bias is None or of_bias < 0 or bias.shape[of_bias] == 1
+        yield d, d if d < 2 else None, None if shared else of_bias
+
+
+@attention.sharded
+def _(q, k, bias, causal, shards):
+    for d, of_keys, of_bias in _placed(q, k, bias, causal, shards):
+        yield dict(q=d, k=of_keys, v=of_keys, bias=of_bias), (d, d)
+
+
+@attention_backward.sharded
+def _(q, k, bias, causal, bias_grad, shards):
+    for d, of_keys, of_bias in _placed(q, k, bias, causal, shards):
+        to_keys = op.SUM if of_keys is None else of_keys
+        to_bias = None if bias is None or not bias_grad else op.SUM if of_bias is None else of_bias
+        inputs = dict(grad_out=d, grad_logsumexp=d, q=d, k=of_keys, v=of_keys, bias=of_bias, out=d, logsumexp=d)
+        yield inputs, (d, to_keys, to_keys, to_bias)
+
+
 # ---- samples: shapes of q, k, v and bias ----
 
 _SHAPES = (

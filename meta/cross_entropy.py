@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -177,6 +180,57 @@ def _(device, dtype):
     for logits, target in samples(device, dtype):
         logsumexp = logits.to(op.acc_dtype(dtype)).logsumexp(-1)
         yield torch.randn_like(logsumexp.sum()), torch.randn_like(logsumexp), logits, target, logsumexp
+
+
+# ---- DTensors: rows stay sharded, and a mean is over the rows of all devices ----
+
+
+def rows_at(shards: Any, *tensors: tuple[Any, int]) -> list[int | None]:
+    """The dimension of rows that is sharded, for each dimension of the mesh: of the first tensor that has one.
+
+    With each tensor goes how many dimensions of rows it has.
+    """
+    every = [[at if isinstance(at, int) and at < dims else None for at in shards.at(x)] for x, dims in tensors]
+    return [next((at for at in along if at is not None), None) for along in zip(*every, strict=True)]
+
+
+def summed(at: Sequence[int | None]) -> list[str | None]:
+    return [None if each is None else op.SUM for each in at]
+
+
+def all_counts(shards: Any, target: Tensor, at: Sequence[int | None], ignore_index: int) -> Tensor:
+    """How many targets count on all devices, where this one has `target` of them."""
+    return shards.reduce((target != ignore_index).sum(), summed(at))
+
+
+@cross_entropy.distributed
+def _(shards, logits, target, ignore_index, label_smoothing, z_loss, reduction):
+    at = rows_at(shards, (logits, target.dim()), (target, target.dim()))
+    here, targets = shards.local(logits, at), shards.local(target, at)
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    mean, shape = reduction == "mean", target.shape
+    loss, logsumexp = torch.ops.openreg.cross_entropy(here, targets, reduction="sum" if mean else reduction, **options)
+    if mean:
+        loss = loss / all_counts(shards, targets, at, ignore_index)
+    loss = shards.join(loss, at, shape) if reduction == "none" else shards.join(loss, summed(at))
+    return loss, shards.join(logsumexp, at, shape)
+
+
+@cross_entropy_backward.distributed
+def _(
+    shards, grad_loss, grad_logsumexp, logits, target, logsumexp, ignore_index, label_smoothing, z_loss, reduction
+):  # fmt: skip
+    at = rows_at(shards, (logits, target.dim()), (target, target.dim()))
+    here, targets = shards.local(logits, at), shards.local(target, at)
+    grad_loss = shards.local(grad_loss, at if reduction == "none" else [None for _ in at])
+    if reduction == "mean" and grad_loss is not None:
+        grad_loss = grad_loss / all_counts(shards, targets, at, ignore_index).clamp_min(1)
+    grad = torch.ops.openreg.cross_entropy_backward(
+        grad_loss, shards.local(grad_logsumexp, at), here, targets, shards.local(logsumexp, at),
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+        reduction="sum" if reduction == "mean" else reduction,
+    )  # fmt: skip
+    return shards.join(grad, at, logits.shape)
 
 
 # ---- batching: a reduction is of one sample's rows, so the kernels run without one and it is made here ----

@@ -126,6 +126,13 @@ def _(in_dims, input, *, out):
     return out, in_dims[1]
 
 
+@custom_abs_.sharded
+@custom_abs.sharded
+def _(input):
+    for d in range(input.dim()):
+        yield dict(input=d, out=d), (d,)
+
+
 @custom_abs_.samples
 @custom_abs.samples
 def _(device, dtype):

@@ -32,6 +32,12 @@ def _(input):
     return torch.ops.aten.alias.default(input)
 
 
+@custom_autograd_fn_returns_self.sharded
+def _(input):
+    for d in range(input.dim()):
+        yield dict(input=d), (d,)
+
+
 @custom_autograd_fn_returns_self.samples
 def _(device, dtype):
     for shape in ((4, 6), (5,), (2, 3, 4, 4)):

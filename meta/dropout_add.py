@@ -97,6 +97,21 @@ def _(in_dims, x, residual, p, *, vmap, generator):
     return (out.to(x.dtype), mask), (0, 0)
 
 
+@dropout_add.distributed
+def _(shards, x, residual, p, generator):
+    """Shards draw numbers of their own, as those of `torch.nn.functional.dropout` do; whole tensors draw one process's."""
+    at = [d if isinstance(d, int) else None for d in shards.at(x)]
+    here, there = shards.local(x, at), shards.local(residual, at)
+    if at == [None] * len(at):
+        out, mask = torch.ops.openreg.dropout_add(here, there, p, generator=generator)
+    else:
+        drawn = shards.join(torch.empty_like(here, dtype=torch.float64), at, x.shape).uniform_(generator=generator)
+        mask = drawn.to_local() >= p
+        wide = op.acc_dtype(x.dtype)
+        out = (there.to(wide) + here.to(wide) * mask * _scale(p)).to(x.dtype)
+    return shards.join(out, at, x.shape), shards.join(mask, at, x.shape)
+
+
 @dropout_add.samples
 def _(device, dtype):
     for shape, p in (((4, 6), 0.0), ((2, 3, 7), 0.0), ((), 1.0)):  # where there is nothing random
@@ -124,6 +139,12 @@ def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
 @dropout_add_backward.fake
 def _(grad_out):
     return grad_out.new_empty(grad_out.shape)
+
+
+@dropout_add_backward.sharded
+def _(grad_out):
+    for d in range(grad_out.dim()):
+        yield dict(grad_out=d, mask=d), (d,)
 
 
 @dropout_add_backward.samples

@@ -98,6 +98,18 @@ def _(x):
     return x.new_empty(x.shape)
 
 
+def _placed(x, axis):
+    """Each dimension of x, and where a scale is placed with it: with the one along axis, or the same everywhere."""
+    for d in range(x.dim()):
+        yield d, 0 if axis is not None and d == axis % x.dim() else None
+
+
+@fake_quantize.sharded
+def _(x, axis):
+    for d, of_scale in _placed(x, axis):
+        yield dict(x=d, scale=of_scale, zero_point=of_scale), (d,)
+
+
 @fake_quantize.samples
 def samples(device, dtype):
     wide = dict(device=device, dtype=op.acc_dtype(dtype))
@@ -147,6 +159,13 @@ def fake_quantize_backward(
 @fake_quantize_backward.fake
 def _(x, scale):
     return x.new_empty(x.shape), scale.new_empty(scale.shape)
+
+
+@fake_quantize_backward.sharded
+def _(x, axis):
+    for d, of_scale in _placed(x, axis):
+        summed = op.SUM if of_scale is None else of_scale
+        yield dict(grad_y=d, x=d, scale=of_scale, zero_point=of_scale), (d, summed)
 
 
 @fake_quantize_backward.samples

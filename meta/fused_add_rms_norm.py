@@ -62,6 +62,12 @@ def _(x):
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
+@fused_add_rms_norm.sharded
+def _(x):
+    for d in range(x.dim() - 1):
+        yield dict(x=d, residual=d), (d, d)
+
+
 @fused_add_rms_norm.samples
 def _(device, dtype):
     for shape, *eps in (((4, 6),), ((5,), 1e-3), ((2, 3, 4, 7),)):
@@ -105,6 +111,12 @@ def fused_add_rms_norm_backward(
 @fused_add_rms_norm_backward.fake
 def _(sum, weight):
     return sum.new_empty(sum.shape), weight.new_empty(weight.shape)
+
+
+@fused_add_rms_norm_backward.sharded
+def _(sum):
+    for d in range(sum.dim() - 1):
+        yield dict(grad_y=d, grad_sum=d, sum=d), (d, op.SUM)
 
 
 @fused_add_rms_norm_backward.samples

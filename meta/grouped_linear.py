@@ -274,6 +274,73 @@ def _(in_dims, grad_y, x, weights, group_sizes, output_mask):
     return out, (None if grad_x is None else 0, [0] * len(out[1]), [0] * len(out[2]))
 
 
+# ---- DTensors: along a dimension of the mesh, the devices have some of the rows, of the outputs, or of the inputs ----
+
+
+def _split(shards: Any, x: Any, weights: Sequence[Any], bias: Sequence[Any] = ()) -> list[str | None]:
+    """Which of them, for each dimension of the mesh; None where every device does all."""
+
+    def one(x_at: Any, weight_at: Any) -> str | None:
+        if x_at == 0:
+            return "rows"
+        return "outs" if weight_at == 0 else "ins" if weight_at == 1 and not bias else None
+
+    return [one(*each) for each in zip(shards.at(x), shards.at(weights[0]), strict=True)]
+
+
+def _where(split: Sequence[str | None], **at: Any) -> list[Any]:
+    return [at.get(each) for each in split]
+
+
+def _sizes_here(shards: Any, split: Sequence[str | None], group_sizes: Any, rows: int) -> Tensor:
+    """How many of this device's rows are of each group."""
+    sizes = shards.local(group_sizes, [None for _ in split])
+    here, ends = shards.part(rows, _where(split, rows=0)), sizes.cumsum(0)
+    torch._check(
+        bool((sizes >= 0).all()) and int(sizes.sum()) == rows,
+        lambda: (
+            f"grouped_linear: expected group_sizes of at least 0 that sum to {rows}, the rows of x, but got {sizes.tolist()}"
+        ),
+    )
+    if not here.numel():
+        return torch.zeros_like(sizes)
+    below = (here.unsqueeze(1) < ends).sum(0, dtype=sizes.dtype)  # rows here that are of a group up to this one
+    return below.diff(prepend=below.new_zeros(1))
+
+
+@grouped_linear.distributed
+def _(shards, x, weights, bias, group_sizes):
+    """Rows, outputs and inputs stay sharded; the terms of sharded inputs are left to be summed."""
+    split, out = _split(shards, x, weights, bias or ()), weights[0].shape[0]
+    of_x, of_weight = _where(split, rows=0, ins=1), _where(split, outs=0, ins=1)
+    y = torch.ops.openreg.grouped_linear(
+        shards.local(x, of_x),
+        [shards.local(weight, of_weight) for weight in weights],
+        [shards.local(each, _where(split, outs=0)) for each in bias or ()],
+        _sizes_here(shards, split, group_sizes, x.shape[0]),
+    )
+    return shards.join(y, _where(split, rows=0, outs=1, ins=op.SUM), (x.shape[0], out))
+
+
+@grouped_linear_backward.distributed
+def _(shards, grad_y, x, weights, group_sizes, output_mask):
+    split = _split(shards, x, weights)
+    of_weight = _where(split, outs=0, ins=1)
+    grad_x, grad_weights, grad_bias = torch.ops.openreg.grouped_linear_backward(
+        shards.local(grad_y, _where(split, rows=0, outs=1)),
+        shards.local(x, _where(split, rows=0, ins=1)),
+        [shards.local(weight, of_weight) for weight in weights],
+        _sizes_here(shards, split, group_sizes, x.shape[0]),
+        output_mask,
+    )
+    to_weight, to_bias = _where(split, rows=op.SUM, outs=0, ins=1), _where(split, rows=op.SUM, outs=0)
+    return (
+        None if grad_x is None else shards.join(grad_x, _where(split, rows=0, outs=op.SUM, ins=1), x.shape),
+        [shards.join(each, to_weight, weights[0].shape) for each in grad_weights],
+        [shards.join(each, to_bias, weights[0].shape[:1]) for each in grad_bias],
+    )
+
+
 @grouped_linear.samples
 def samples(device, dtype):
     for sizes, has_bias in (([3, 0, 2], True), ([4], False)):

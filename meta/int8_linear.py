@@ -80,6 +80,14 @@ def _(x, weight_q):
     return x.new_empty((*x.shape[:-1], weight_q.shape[0]))
 
 
+@int8_linear.sharded
+def _(x, bias):
+    last = x.dim() - 1
+    for d in range(last):
+        yield dict(x=d), (d,)
+    yield dict(weight_q=0, weight_scale=0, bias=0), (last,)
+
+
 @int8_linear.samples
 def _(device, dtype):
     for shape, rows, *bias in (((4, 6), 5), ((8,), 3, dtype), ((2, 3, 16), 7, torch.float32)):

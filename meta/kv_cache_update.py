@@ -168,6 +168,22 @@ def _one_after_another(slots: Tensor, num_slots: int) -> Tensor:
     return torch.where(slots < 0, -1, placed).flatten()
 
 
+def _placed(k_cache, v_cache):
+    """Each by one of its dimensions behind the slots, or whole: a token's heads may be on several devices."""
+    for k in (None, *range(1, k_cache.dim())):
+        for v in (None, *range(1, v_cache.dim())):
+            yield dict(k_cache=k, k=k, v_cache=v, v=v), (k, v)
+
+
+kv_cache_update.sharded(_placed)
+
+
+@kv_cache_update_.sharded
+def _(k_cache, v_cache):
+    for inputs, _ in _placed(k_cache, v_cache):
+        yield inputs, ()
+
+
 @kv_cache_update_.samples
 @kv_cache_update.samples
 def _(device, dtype):

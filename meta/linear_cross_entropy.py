@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
-from openreg_ops.meta.cross_entropy import check_options, check_target, cross_entropy_backward, loss_of, reduce
+from openreg_ops.meta.cross_entropy import (
+    all_counts,
+    check_options,
+    check_target,
+    cross_entropy_backward,
+    loss_of,
+    reduce,
+    rows_at,
+    summed,
+)
 
 
 def _check(name, x, weight, target, bias, label_smoothing, reduction):
@@ -169,3 +179,131 @@ def _(device, dtype):
     for x, weight, target, *_ in samples(device, dtype):
         bias = torch.randn(weight.shape[0], dtype=dtype, device=device)
         yield x, weight, target, bias, torch.randn((), dtype=op.acc_dtype(dtype), device=device)
+
+
+# ---- DTensors: rows stay sharded, and so does the vocabulary ----
+# Along a dimension of the mesh the devices have some of the rows, or some of the classes: weight and bias sharded along
+# dimension 0. Those of classes exchange three numbers a row and the maximum, never the weight or the logits.
+
+_CHUNK = 512  # rows
+
+
+def _of_classes(
+    shards: Any, at: list[str | None], x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, classes: Tensor,
+    total: int, grad_loss: Tensor | None, wanted: Sequence[bool], ignore_index: int, label_smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss of each row, and this device's share of the gradients; `classes` are those it has, of `total`.
+
+    Plain operators on chunks of rows: the logits of a chunk and of this device's classes are all that is held.
+    """
+    rows, targets, wide = x.reshape(-1, x.shape[-1]), target.reshape(-1).long(), op.acc_dtype(x.dtype)
+    valid = targets != ignore_index
+    wrong = valid & ((targets < 0) | (targets >= total))
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise IndexError(
+            f"linear_cross_entropy: expected targets in [0, {total}), the classes, or ignore_index {ignore_index}, but got "
+            f"{int(targets[row])} in row {row}"
+        )
+    losses, grads_x = [], []
+    grad_weight, grad_bias = weight.new_zeros(weight.shape, dtype=wide), weight.new_zeros(weight.shape[:1], dtype=wide)
+    for start in range(0, len(rows), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        logits, counts = _logits(rows[chunk], weight, bias), valid[chunk]
+        sums = logits.sum(-1)
+        if not len(classes):  # more devices than classes: one of no weight in their place
+            logits = logits.new_full((len(logits), 1), -math.inf)
+        top = shards.reduce(logits.amax(-1), at, "max")
+        top = torch.where(top.isinf(), 0, top)
+        place = torch.where(counts, targets[chunk], 0)
+        mine = torch.isin(place, classes)
+        place = place - classes[:1].sum()
+        index = torch.where(mine, place, 0).unsqueeze(-1)
+        picked = torch.where(mine, logits.gather(-1, index).squeeze(-1), 0)
+        exps = (logits - top.unsqueeze(-1)).exp().sum(-1)
+        exps, picked, sums = shards.reduce(torch.stack([exps, picked, sums]), at).unbind()
+        logsumexp = exps.log() + top
+        loss = logsumexp - (1 - label_smoothing) * picked
+        if label_smoothing:
+            loss = loss - label_smoothing * sums / total
+        if z_loss:
+            loss = loss + z_loss * logsumexp.square()
+        losses.append(torch.where(counts, loss, 0))
+        if not any(wanted):
+            continue
+        by = torch.where(counts, 1 if grad_loss is None else grad_loss.expand(target.shape).reshape(-1)[chunk], 0)
+        by = by.to(wide).unsqueeze(-1)
+        g = (1 + 2 * z_loss * logsumexp).unsqueeze(-1) * (logits - logsumexp.unsqueeze(-1)).exp()
+        g = g - label_smoothing / total
+        g = g.scatter_add(-1, index, -(1 - label_smoothing) * mine.to(wide).unsqueeze(-1))
+        g = by * g[:, : len(classes)]
+        if wanted[0]:
+            grads_x.append(g @ weight.to(wide))
+        if wanted[1]:
+            grad_weight += g.mT @ rows[chunk].to(wide)
+        if wanted[2]:
+            grad_bias += g.sum(0)
+    loss = torch.cat([x.new_empty(0, dtype=wide), *losses]).reshape(target.shape)
+    grad_x = torch.cat([x.new_empty(0, x.shape[-1], dtype=wide), *grads_x]).reshape(x.shape) if wanted[0] else grad_bias
+    dtype = _gradient_dtype(x.dtype)
+    return loss, grad_x.to(dtype), grad_weight.to(dtype), grad_bias.to(dtype)
+
+
+def _on_shards(
+    shards: Any, x: Any, weight: Any, target: Any, bias: Any, grad_loss: Any, wanted: Sequence[bool], reduction: str,
+    **options: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    dims = target.dim()
+    classes = [at == 0 for at in shards.at(weight)]
+    at = [
+        None if of_classes else d
+        for d, of_classes in zip(rows_at(shards, (x, dims), (target, dims)), classes, strict=True)
+    ]
+    of_weight = [0 if each else None for each in classes]
+    here, targets = shards.local(x, at), shards.local(target, at)
+    layer = shards.local(weight, of_weight), shards.local(bias, of_weight)
+    grad_loss = shards.local(grad_loss, at if reduction == "none" else [None for _ in at])
+    mean, count = reduction == "mean", None
+    if mean:
+        count = all_counts(shards, targets, at, options["ignore_index"])
+        by = here.new_ones((), dtype=op.acc_dtype(x.dtype)) if grad_loss is None else grad_loss
+        grad_loss = by / count.clamp_min(1)
+    if any(classes):
+        loss, *grads = _of_classes(
+            shards, summed(of_weight), here, layer[0], targets, layer[1], shards.part(weight.shape[0], of_weight),
+            weight.shape[0], grad_loss, wanted, **options,
+        )  # fmt: skip
+        loss = loss if reduction == "none" else loss.sum()
+    else:
+        options["reduction"] = "sum" if mean else reduction
+        if any(wanted):
+            loss, *grads = torch.ops.openreg.linear_cross_entropy_gradients(
+                here, layer[0], targets, layer[1], grad_loss, wanted=wanted, **options
+            )
+        else:
+            loss, grads = torch.ops.openreg.linear_cross_entropy(here, layer[0], targets, layer[1], **options), ()
+    loss = loss / count if mean else loss
+    loss = shards.join(loss, at, target.shape) if reduction == "none" else shards.join(loss, summed(at))
+    to_x = [op.SUM if of_classes else d for d, of_classes in zip(at, classes, strict=True)]
+    to_weight = [
+        0 if of_classes else op.SUM if d is not None else None for d, of_classes in zip(at, classes, strict=True)
+    ]
+    joined = [
+        shards.join(grad, to, like.shape) if want else shards.join(grad.new_empty(0), [None for _ in at])
+        for grad, want, to, like in zip(grads, wanted, (to_x, to_weight, to_weight), (x, weight, bias), strict=False)
+    ]
+    return loss, *joined
+
+
+@linear_cross_entropy.distributed
+def _(shards, x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction):
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    return _on_shards(shards, x, weight, target, bias, None, (False,) * 3, reduction, **options)[0]
+
+
+@linear_cross_entropy_gradients.distributed
+def _(
+    shards, x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted
+):  # fmt: skip
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+    return _on_shards(shards, x, weight, target, bias, grad_loss, wanted, reduction, **options)

@@ -30,6 +30,14 @@ _library = torch.library.Library("openreg", "IMPL")
 OPERATORS: dict[str, Operator[..., Any]] = {}
 # Sample inputs by operator name, for openreg_ops.testing.check: (device, dtype) -> argument tuples.
 SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[Any]]] = {}
+# What the operators do with DTensors, by name, for openreg_ops/strategies.py.
+SHARDED: dict[str, Callable[..., Iterable[Any]]] = {}
+DISTRIBUTED: dict[str, Callable[..., Any]] = {}
+
+# How a tensor is placed along one dimension of a mesh of devices: sharded along this dimension of its own, the same on
+# every device (None), or SUM: the devices have terms whose sum it is.
+At = int | str | None
+SUM = "sum"
 
 
 class Operator(Protocol[_P, _R]):
@@ -54,6 +62,22 @@ class Operator(Protocol[_P, _R]):
         structure, an int or None for each tensor; or None where the operator returns nothing; or NotImplemented, and
         the reference is mapped, whose own operators have their rules.
         A `torch.library.register_vmap` that need not import functorch before it is used.
+        """
+
+    def sharded(self, rule: _Function) -> _Function:
+        """Decorate the rule for DTensors: which placements of the arguments let the operator run on each device's part.
+
+        It is called for each dimension of the mesh with those of the operator's arguments that it has, by name, and
+        yields ``inputs, outputs``: a dict that says where arguments are placed (an `At`; a list of them for a list of
+        tensors; arguments that it leaves out are the same on every device), and a tuple with the `At` of each output.
+        That all are the same on every device goes without saying. Of a tensor it sees ``shape``, ``dim()`` and ``at``,
+        where it is now; with an argument ``shards``, also the number of devices along the dimension.
+        """
+
+    def distributed(self, function: _Function) -> _Function:
+        """Decorate what runs in the operator's place on DTensors, where a rule of placements cannot say it.
+
+        It is called with an `openreg_ops.strategies.Shards` and those of the operator's arguments that it has, by name.
         """
 
     def samples(self, generator: _Function) -> _Function:
@@ -100,7 +124,7 @@ def operator(
             return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
 
         def taken(by: Callable[..., Any], first: int = 0) -> list[str]:
-            names = [each for group in _parameters(by) for each in group][first:]
+            names = parameters(by)[first:]
             if unknown := set(names).difference(positional, keywords):
                 raise TypeError(f"{by.__qualname__} takes {', '.join(unknown)}, which {name} does not")
             return names
@@ -121,6 +145,14 @@ def operator(
         def batched(given: _Function) -> _Function:
             nonlocal rule
             rule = given
+            return given
+
+        def sharded(given: _Function) -> _Function:
+            SHARDED[name] = given
+            return given
+
+        def distributed(given: _Function) -> _Function:
+            DISTRIBUTED[name] = given
             return given
 
         def samples(generator: _Function) -> _Function:
@@ -158,6 +190,7 @@ def operator(
         public: Any = _derive(function, _public(packet, function))
         _register_builtin(public, f"openreg::{name}")  # TorchScript calls the operator; it would compile the body
         public.reference, public.fake, public.batched, public.samples = reference, fake, batched, samples
+        public.sharded, public.distributed = sharded, distributed
         for overload in overloads:
             if not identity:
                 _library.impl(overload, reference, "CompositeExplicitAutograd")
@@ -174,6 +207,11 @@ def operator(
 def reference_of(name: str) -> Callable[..., Any]:
     """The reference of ``openreg::name``."""
     return OPERATORS[name].reference
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of all its parameters."""
+    return [each for group in _parameters(function) for each in group]
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -51,6 +51,12 @@ def _(x):
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
+@quantize_rowwise.sharded
+def _(x):
+    for d in range(x.dim() - 1):
+        yield dict(x=d), (d, d)
+
+
 @quantize_rowwise.samples
 def _(device, dtype):
     for shape in ((4, 6), (5,), (2, 3, 4, 7)):
@@ -96,6 +102,12 @@ def dequantize_rowwise(q: Tensor, scale: Tensor, *, dtype: torch.dtype | None = 
 @dequantize_rowwise.fake
 def _(q, dtype):
     return q.new_empty(q.shape, dtype=dtype or torch.float32)
+
+
+@dequantize_rowwise.sharded
+def _(q):
+    for d in range(q.dim()):
+        yield dict(q=d, scale=d if d < q.dim() - 1 else None), (d,)
 
 
 @dequantize_rowwise.samples

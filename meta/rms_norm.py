@@ -55,6 +55,12 @@ def _(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=op.acc_dtype(x.dtype))
 
 
+@rms_norm.sharded
+def _(x):
+    for d in range(x.dim() - 1):
+        yield dict(x=d), (d, d)
+
+
 @rms_norm.samples
 def _(device, dtype):
     for shape, *eps in (((4, 6),), ((5,), 1e-3), ((2, 3, 4, 7),)):
@@ -90,6 +96,12 @@ def rms_norm_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -
 @rms_norm_backward.fake
 def _(x, weight):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+@rms_norm_backward.sharded
+def _(x):
+    for d in range(x.dim() - 1):
+        yield dict(grad_y=d, x=d, rstd=d), (d, op.SUM)
 
 
 @rms_norm_backward.samples

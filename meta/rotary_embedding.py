@@ -113,6 +113,25 @@ def _(grad_y):
     return grad_y.new_empty(grad_y.shape)
 
 
+def _placed(x, cos):
+    """Each dimension of x but the columns, and that of cos which goes with it; None where cos is broadcast."""
+    for d in range(x.dim() - 1):
+        of_cos = d - x.dim() + cos.dim()
+        yield d, of_cos if of_cos >= 0 and cos.shape[of_cos] > 1 else None
+
+
+@rotary_embedding.sharded
+def _(x, cos):
+    for d, table in _placed(x, cos):
+        yield dict(x=d, cos=table, sin=table), (d,)
+
+
+@rotary_embedding_backward.sharded
+def _(grad_y, cos):
+    for d, table in _placed(grad_y, cos):
+        yield dict(grad_y=d, cos=table, sin=table), (d,)
+
+
 def _batch_first(in_dims, x, cos, sin, interleaved):
     """The mapped dimension first, with cos and sin of x's rank so that they still broadcast to it."""
     size = next(t.shape[d] for t, d in zip((x, cos, sin), in_dims, strict=False) if d is not None)

@@ -33,6 +33,12 @@ def _(x):
     return torch.ops.aten.alias.default(x)
 
 
+@scale_gradient.sharded
+def _(x):
+    for d in range(x.dim()):
+        yield dict(x=d), (d,)
+
+
 @scale_gradient.samples
 def _(device, dtype):
     for shape in ((4, 6), (5,), (2, 3, 4, 4)):

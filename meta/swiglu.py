@@ -45,6 +45,12 @@ def _(gate):
     return gate.new_empty(gate.shape)
 
 
+@swiglu.sharded
+def _(gate):
+    for d in range(gate.dim()):
+        yield dict(gate=d, up=d), (d,)
+
+
 @swiglu.samples
 def _(device, dtype):
     for shape in ((4, 6), (5,), (2, 3, 4, 4)):
@@ -78,6 +84,12 @@ def swiglu_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 @swiglu_backward.fake
 def _(gate):
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+@swiglu_backward.sharded
+def _(gate):
+    for d in range(gate.dim()):
+        yield dict(grad_y=d, gate=d, up=d), (d, d)
 
 
 @swiglu_backward.samples

@@ -47,8 +47,15 @@ def _register_random() -> None:
     dtensor.register()
 
 
+def _register_strategies() -> None:
+    from openreg_ops import strategies
+
+    strategies.register()
+
+
 def register() -> None:
     """Make "occl" known to c10d, as the device's default; torch has imported c10d already. DTensor it has not."""
     if torch.distributed.is_available():
         after_import("torch.distributed.tensor._random", _register_random)
+        after_import("torch.distributed.tensor", _register_strategies)
         torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=["openreg"])

@@ -42,7 +42,9 @@ def get_rng_state_all() -> list[torch.Tensor]:
 def set_rng_state(new_state: torch.Tensor, device: torch.types.Device = None) -> None:
     """Set the state of `device`'s default generator to one that `get_rng_state` gave."""
     if not _C.forked():
-        default_generators[device_index(device)].set_state(new_state.cpu())
+        if not new_state.is_cpu:  # a FakeTensorMode would refuse to move what is there already
+            new_state = new_state.cpu()
+        default_generators[device_index(device)].set_state(new_state)
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,411 @@
+"""Every operator on DTensors: on 2 and 4 processes against one, forward and backward, and what stays sharded.
+
+The functions named `check_…` run on each process of a group; the tests start them. See tests/backend/workers.py.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import python
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from workers import Workers
+
+from openreg_ops.meta import op
+from openreg_tools.samples import Sample, sample_of
+
+pytestmark = pytest.mark.processes
+
+NAMES = sorted(op.SAMPLES)
+MUTABLE = {name for name in NAMES if getattr(torch.ops.openreg, name).default._schema.is_mutable}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def group(request):
+    with Workers(request.param) as workers:
+        yield workers
+
+
+def meshes():
+    """One of one dimension, and of four processes one of two."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = dist.get_world_size()
+    return [init_device_mesh("openreg", shape) for shape in [(size,), (2, 2)][: size // 2]]
+
+
+def placed(x, mesh, at):
+    """x, the same on all processes, as a DTensor with this `At` for each dimension of the mesh."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = [Replicate()] * mesh.ndim
+    x = DTensor.from_local(x.detach().clone(), mesh, whole, run_check=False)
+    return x.redistribute(placements=[Replicate() if each is None else Shard(each) for each in at])
+
+
+def at_of(x):
+    """Its placements as a rule says them."""
+    from openreg_ops.strategies import _at
+
+    return tuple(map(_at, x.placements))
+
+
+def full(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def cotangent(out):
+    return torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7).reshape(out.shape).to(out)
+
+
+def run(function, sample, grads, place=None):
+    """Outputs, what was written to and gradients of a call; `place` makes each tensor of the sample a DTensor."""
+    values, spec = tree_flatten((sample.args, sample.kwargs))
+    values = [x.detach().clone() if isinstance(x, Tensor) else x for x in values]
+    if place:
+        counter = iter(range(len(values)))
+        values = [place(x, next(counter)) if isinstance(x, Tensor) else x for x in values]
+    leaves = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()] if grads else []
+    leaves = [x.requires_grad_() for x in leaves]
+    args, kwargs = tree_unflatten(values, spec)
+    outs = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
+    if not grads:
+        return outs, [x for x in values if isinstance(x, Tensor)], []
+    attached = [x for x in outs if x.requires_grad]
+    given = [cotangent(full(x).detach()) for x in attached]
+    if place:
+        mesh = outs[0].device_mesh
+        at = [[d if isinstance(d, int) else None for d in at_of(x)] for x in attached]
+        given = [placed(g, mesh, each) for g, each in zip(given, at, strict=True)]
+    got = torch.autograd.grad(attached, leaves, given, allow_unused=True)
+    return outs, [], [torch.zeros_like(x) if g is None else g for g, x in zip(got, leaves, strict=True)]
+
+
+OPTIONS = {
+    "attention": [dict(causal=True)],
+    "cross_entropy": [
+        dict(reduction="sum", label_smoothing=0.1),
+        dict(reduction="none", z_loss=0.01),
+        dict(label_smoothing=0.2, z_loss=0.1, ignore_index=1),
+    ],
+}
+OPTIONS["linear_cross_entropy"] = OPTIONS["cross_entropy"]
+
+
+def samples(name):
+    """The sample inputs of the meta files, some with other options, and a longer one."""
+    torch.manual_seed(0)
+    every = [*map(sample_of, op.SAMPLES[name]("openreg", torch.float64))]
+    every += [Sample(*every[-1].args, **every[-1].kwargs | options) for options in OPTIONS.get(name, ())]
+    if name == "linear_cross_entropy":  # more than one chunk
+        target = torch.randint(10, (600,), device="openreg")
+        every.append(Sample(*op.normal("openreg", torch.float64, (600, 4), (10, 4)), target))
+    return every
+
+
+def choices(sample, mesh, name):
+    """Some ways to place the tensors of a sample: whole, and each along one of its dimensions that is long enough."""
+    tensors = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
+    chosen = random.Random(name)  # the same on every process
+
+    def one(x):
+        dims = [d for d, size in enumerate(x.shape) if size >= mesh.size()]
+        picked = []
+        for _ in range(mesh.ndim):
+            picked.append(chosen.choice([None, *dims]))
+        return picked
+
+    yield [[None] * mesh.ndim for _ in tensors]
+    for d in (0, 1) if len(tensors) < 9 else (0,):  # all along one dimension, as far as they have it
+        yield [[d if x.dim() > d and x.shape[d] >= mesh.size() else None] * mesh.ndim for x in tensors]
+    for _ in range(5 if len(tensors) < 9 else 0):  # a step of AdamW is long
+        yield [one(x) for x in tensors]
+
+
+def check_operator(name):
+    """Wherever the arguments are, the results are those of plain tensors."""
+    function, ran = getattr(torch.ops.openreg, name).default, 0
+    for sample in samples(name):
+        grads = name in DIFFERENTIABLE
+        expected = run(function, sample, grads)
+        for mesh in meshes():
+            for choice in choices(sample, mesh, name):
+                leaf = iter(choice)
+                try:
+                    found = run(function, sample, grads, lambda x, _, leaf=leaf, mesh=mesh: placed(x, mesh, next(leaf)))
+                except RuntimeError as error:
+                    assert name in MUTABLE and "leave what it writes to" in str(error), f"{choice}: {error}"
+                    continue
+                ran += 1
+                for got, plain in zip(found, expected, strict=True):
+                    for a, b in zip(got, plain, strict=True):
+                        wrong = f"{name} of {sample}, placed {choice} on {mesh.shape}"
+                        assert_close(
+                            full(a.detach()), b, equal_nan=True, msg=lambda text, wrong=wrong: f"{wrong}: {text}"
+                        )
+    return ran
+
+
+DIFFERENTIABLE = {
+    "attention", "cross_entropy", "custom_autograd_fn_aliasing", "custom_autograd_fn_returns_self", "dropout_add",
+    "dropout_add_backward", "fake_quantize", "fused_add_rms_norm", "grouped_linear", "linear_cross_entropy", "rms_norm",
+    "rotary_embedding", "scale_gradient", "swiglu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operator(group, name):
+    ran = group.run(check_operator, name)
+    assert len(set(ran)) == 1 and ran[0] >= 3
+
+
+# ---- what stays sharded ----
+
+R, S = None, op.SUM
+# Where the arguments are along one dimension of the mesh, and where the outputs and the gradients come out; for a list
+# of tensors, each. The shapes are those of `shapes`.
+STAYS = [
+    ("rms_norm", ((4, 8), (8,)), {}, [0, R], [0, 0], [0, S]),
+    ("rms_norm", ((4, 8), (8,)), {}, [1, R], [R, R], [1, R]),  # a norm over a sharded dimension: x is gathered
+    ("fused_add_rms_norm", ((4, 8), (4, 8), (8,)), {}, [0, 0, R], [0, 0], [0, 0, S]),
+    ("swiglu", ((4, 8), (4, 8)), {}, [1, 1], [1], [1, 1]),
+    ("scale_gradient", ((4, 8),), dict(scale=2.0), [1], [1], [1]),
+    ("custom_autograd_fn_aliasing", ((4, 8),), {}, [0], [0], [0]),
+    ("custom_autograd_fn_returns_self", ((4, 8),), {}, [0], [0], [0]),
+    ("rotary_embedding", ((4, 4, 8, 6), (8, 3), (8, 3)), {}, [1, R, R], [1], [1, S, S]),
+    ("rotary_embedding", ((4, 4, 8, 6), (8, 3), (8, 3)), {}, [2, 0, 0], [2], [2, 0, 0]),
+    ("attention", ((4, 4, 8, 6),) * 3, {}, [0, 0, 0], [0, 0], [0, 0, 0]),
+    ("attention", ((4, 4, 8, 6),) * 3, dict(causal=True), [1, 1, 1], [1, 1], [1, 1, 1]),
+    ("attention", ((2, 8, 8, 6), (2, 4, 8, 6), (2, 4, 8, 6)), {}, [1, 1, 1], [1, 1], [1, 1, 1]),
+    ("attention", ((4, 4, 8, 6),) * 3, {}, [2, R, R], [2, 2], [2, S, S]),
+    ("dropout_add", ((4, 8), (4, 8)), dict(p=0.5), [0, 0], [0, 0], [0, 0]),
+    ("cross_entropy", ((4, 8), (4, "target")), {}, [0, 0], [S, 0], [0]),
+    ("cross_entropy", ((4, 8), (4, "target")), dict(reduction="none"), [0, 0], [0, 0], [0]),
+    ("linear_cross_entropy", ((4, 6), (8, 6), (4, "target")), {}, [0, R, 0], [S], [0, S]),
+    ("linear_cross_entropy", ((4, 6), (8, 6), (4, "target")), {}, [R, 0, R], [R], [S, 0]),
+    ("linear_cross_entropy", ((4, 6), (8, 6), (4, "target")), dict(reduction="none"), [R, 0, R], [R], [S, 0]),
+    ("quantize_rowwise", ((4, 8),), {}, [0], [0, 0], None),
+    ("quantize_rowwise", ((4, 8),), {}, [1], [R, R], None),
+    ("fake_quantize", ((4, 8), (), (0, "zero")), dict(quant_min=-4, quant_max=3), [0, R, R], [0], [0, S]),
+    ("custom_abs", ((4, 8),), {}, [1], [1], None),
+]  # fmt: skip
+
+
+def check_stays(name, shapes, options, where, outs_at, grads_at):
+    """On a mesh of one dimension; nothing is gathered that stays."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh, tensors = meshes()[0], []
+    for shape in shapes:
+        if shape and shape[-1] == "target":
+            tensors.append(torch.arange(shape[0], device="openreg"))
+        elif shape and shape[-1] == "zero":
+            tensors.append(torch.zeros((), dtype=torch.int32, device="openreg"))
+        else:
+            tensors.append(torch.rand(shape, device="openreg"))
+    leaves = [placed(x, mesh, [at]) for x, at in zip(tensors, where, strict=True)]
+    grads = grads_at is not None
+    leaves = [x.requires_grad_(grads and x.is_floating_point()) for x in leaves]
+    with CommDebugMode() as traffic:
+        outs = getattr(torch.ops.openreg, name)(*leaves, **options)
+        outs = [outs] if isinstance(outs, Tensor) else list(outs)
+        assert [at_of(x) for x in outs] == [(at,) for at in outs_at]
+        wanted, got = [x for x in leaves if x.requires_grad], []
+        if grads:
+            attached = [x for x in outs if x.requires_grad]
+            got = torch.autograd.grad(attached, wanted, [torch.ones_like(x) for x in attached])
+    for x, grad, at in zip(wanted, got, grads_at or (), strict=True):
+        assert grad.shape == x.shape
+        if not (name == "rms_norm" and where == [1, R]):
+            assert at_of(grad) == (at,), f"the gradient of {list(x.shape)} is {grad.placements}"
+    gathered = {str(each): count for each, count in traffic.get_comm_counts().items() if "reduce" not in str(each)}
+    assert bool(gathered) == (where[0] == 1 and name in ("rms_norm", "quantize_rowwise")), gathered
+
+
+@pytest.mark.parametrize("row", STAYS, ids=[f"{row[0]}-{i}" for i, row in enumerate(STAYS)])
+def test_stays_sharded(group, row):
+    group.run(check_stays, *row)
+
+
+def check_whole_results():
+    """Where nothing can stay sharded."""
+    mesh = meshes()[0]
+    boxes = torch.tensor([[0, 0, 2, 2], [0, 0, 2, 1.9], [3, 3, 4, 4], [0, 5, 1, 6]], device="openreg")
+    scores = torch.tensor([0.5, 0.9, 0.1, 0.2], device="openreg")
+    kept = torch.ops.openreg.nms(placed(boxes, mesh, [0]), placed(scores, mesh, [0]), 0.5)
+    assert at_of(kept) == (None,) and kept.to_local().tolist() == [1, 3, 2]
+
+
+def check_dropout():
+    """Shards draw numbers of their own, and the whole is a dropout of the given probability with its gradient."""
+    mesh = meshes()[0]
+    x = placed(torch.ones(64, 64, device="openreg"), mesh, [0]).requires_grad_()
+    out, mask = torch.ops.openreg.dropout_add(x, x.detach(), 0.25)
+    parts = mask.full_tensor().chunk(dist.get_world_size())
+    assert not parts[0].equal(parts[1])
+    assert abs(mask.full_tensor().float().mean() - 0.75) < 0.05
+    assert_close(out.full_tensor(), 1 + mask.full_tensor() / 0.75)
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert_close(grad.full_tensor(), mask.full_tensor() / 0.75)
+
+
+def check_options_are_seen():
+    """DTensor keeps its decisions: a call with other options is another one."""
+    mesh = meshes()[0]
+    q = torch.randn(2, 4, 8, 6, device="openreg")
+    sharded = placed(q, mesh, [2])
+    for causal in (False, True, False):
+        out, _ = torch.ops.openreg.attention(sharded, placed(q, mesh, [None]), placed(q, mesh, [None]), causal=causal)
+        assert_close(out.full_tensor(), torch.ops.openreg.attention(q, q, q, causal=causal)[0])
+    x, scale = torch.ones(4, 8, dtype=torch.int8, device="openreg"), torch.ones(4, device="openreg")
+    for dtype in (None, torch.bfloat16, torch.float64):
+        out = torch.ops.openreg.dequantize_rowwise(placed(x, mesh, [0]), placed(scale, mesh, [0]), dtype=dtype)
+        assert out.dtype == out.to_local().dtype == (dtype or torch.float32)
+
+
+def check_half_types():
+    """The gradients of a float16 x are kept in float32 in linear_cross_entropy; they come out in float16."""
+    mesh = meshes()[0]
+    for dtype in (torch.float16, torch.bfloat16):
+        x, weight = op.normal("openreg", dtype, (6, 8), (12, 8))
+        target = torch.arange(6, device="openreg")
+        expected = run(torch.ops.openreg.linear_cross_entropy, Sample(x, weight, target), True)
+        places = iter(([None], [0], [None]))
+        sample = Sample(x, weight, target)
+        found = run(
+            torch.ops.openreg.linear_cross_entropy, sample, True, lambda x, _, at=places: placed(x, mesh, next(at))
+        )
+        assert [x.dtype for x in found[0] + found[2]] == [x.dtype for x in expected[0] + expected[2]]
+        for a, b in zip(found[0] + found[2], expected[0] + expected[2], strict=True):
+            assert_close(full(a.detach()), b, rtol=2e-2, atol=2e-3)
+
+
+def check_errors():
+    mesh = meshes()[0]
+    caches = [placed(torch.zeros(8, 2, device="openreg"), mesh, [0]) for _ in range(2)]
+    rows = [placed(torch.ones(1, 2, device="openreg"), mesh, [None]) for _ in range(2)]
+    slots = placed(torch.tensor([3], device="openreg"), mesh, [None])
+    with pytest.raises(RuntimeError, match="kv_cache_update_: expected placements that leave what it writes to"):
+        torch.ops.openreg.kv_cache_update_(*caches, *rows, slots)
+    x, weight = torch.randn(4, 6, device="openreg"), torch.randn(8, 6, device="openreg")
+    target = torch.tensor([1, -100, 8, 2], device="openreg")
+    with pytest.raises(RuntimeError, match=r"linear_cross_entropy: expected all tensors to be DTensors, but target of"):
+        torch.ops.openreg.linear_cross_entropy(placed(x, mesh, [None]), placed(weight, mesh, [0]), target)
+    sentence = (
+        r"linear_cross_entropy: expected targets in \[0, 8\), the classes, or ignore_index -100, but got 8 in row 2"
+    )
+    with pytest.raises(IndexError, match=sentence):
+        torch.ops.openreg.linear_cross_entropy(x, weight, target)
+    with pytest.raises(IndexError, match=sentence):
+        torch.ops.openreg.linear_cross_entropy(
+            placed(x, mesh, [None]), placed(weight, mesh, [0]), placed(target, mesh, [None])
+        )
+    sizes = placed(torch.tensor([1, 2], device="openreg"), mesh, [None])
+    with pytest.raises(
+        RuntimeError, match=r"grouped_linear: expected group_sizes of at least 0 that sum to 4, the rows"
+    ):
+        torch.ops.openreg.grouped_linear(placed(x, mesh, [0]), [placed(weight, mesh, [None])] * 2, [], sizes)
+
+
+def check_optimizer():
+    """openreg_ops.AdamW on parameters that are sharded, with gradients that are still to be summed."""
+    import openreg_ops
+
+    mesh = meshes()[0]
+    start = torch.randn(8, 4, device="openreg")
+    plain, sharded = start.clone().requires_grad_(), placed(start, mesh, [0]).requires_grad_()
+    for x in (plain, sharded):
+        optimizer = openreg_ops.AdamW([x], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x.square().sum().backward()
+            optimizer.step()
+    assert at_of(sharded) == (0,)
+    assert_close(sharded.full_tensor(), plain)
+
+
+CHECKS = [
+    check_whole_results, check_dropout, check_options_are_seen, check_half_types, check_errors, check_optimizer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
+def test_check(group, check):
+    group.run(check)
+
+
+# ---- without processes ----
+
+VALIDATE = """
+import torch
+import torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
+from torch.distributed.tensor._ops.strategy_validation import validate_aten_combination
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
+
+from openreg_ops import strategies
+from openreg_ops.meta import op
+from openreg_tools.samples import sample_of
+
+
+def validated(name, rule):
+    function, count = getattr(torch.ops.openreg, name).default, 0
+    for sample in [*map(sample_of, op.SAMPLES[name]("cpu", torch.float32))][:2]:
+        truth = function(*sample.args, **sample.kwargs)
+        truth = [truth] if isinstance(truth, torch.Tensor) else list(truth)
+        with LocalTensorMode(frozenset(range(2))):
+            mesh = init_device_mesh("cpu", (2,))
+
+            def strategy(x):
+                if not isinstance(x, torch.Tensor):
+                    return x
+                meta = TensorMeta(x.shape, x.stride(), x.dtype)
+                return OpStrategy([OpSpec(DTensorSpec(mesh, (Replicate(),), tensor_meta=meta))])
+
+            given = tree_map(strategy, strategies._by_name(function, sample.args, sample.kwargs))
+            for places, outs in strategies._combinations(function, rule, given, mesh, 0):
+                placements = tuple(tuple(map(strategies._placement, each)) for each in (places, outs))
+                right, why = validate_aten_combination(function, sample.args, sample.kwargs, truth, placements, 2, mesh)
+                assert right is not False, (name, sample, placements, why)  # None: it does not split unevenly
+                count += right is True and any(at is not None for at in places)
+    return count
+
+
+torch.manual_seed(0)
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+for name, rule in op.SHARDED.items():
+    if not getattr(torch.ops.openreg, name).default._schema.is_mutable:
+        assert validated(name, rule), name
+try:
+    validated("quantize_rowwise", lambda x: [(dict(x=x.dim() - 1), (x.dim() - 1, None))])
+except AssertionError as error:
+    assert "mismatch" in str(error), error
+else:
+    raise AssertionError("the validator believes a wrong rule")
+"""
+
+
+def test_strategies_by_pytorchs_own_validator():
+    pytest.importorskip("torch.distributed.tensor._ops.strategy_validation")
+    done = python("-c", VALIDATE)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_dtensor_is_not_imported():
+    """Importing it takes a second."""
+    code = "import sys, openreg_ops; assert not [x for x in sys.modules if x.startswith('torch.distributed.tensor')]"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_operator_has_a_rule():
+    both = op.SHARDED.keys() & op.DISTRIBUTED.keys()
+    assert not both and op.OPERATORS.keys() == op.SHARDED.keys() | op.DISTRIBUTED.keys()
