@@ -337,6 +337,16 @@ def sum_to(x: Tensor, like: Tensor) -> Tensor:
     return x.sum(shared, keepdim=True) if shared else x
 
 
+def whole_rows(x: Tensor) -> Tensor:
+    """x; a DTensor with all of its last dimension on every device, as PyTorch slices a sharded one with wrong gradients."""
+    last = x.dim() - 1
+    if not any(each.is_shard(last) for each in getattr(x, "placements", ())):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    return x.redistribute(placements=[Replicate() if each.is_shard(last) else each for each in x.placements])
+
+
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that kernels compute and accumulate in: float32 for the half types, else `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

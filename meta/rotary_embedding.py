@@ -41,6 +41,7 @@ def _check(name, x_name, x, cos, sin):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    x, cos, sin = map(op.whole_rows, (x, cos, sin))
     x_wide = x.to(op.acc_dtype(x.dtype))
     half = x.shape[-1] // 2  # chunk() and flatten() would not see that two of it are the whole
     if interleaved:

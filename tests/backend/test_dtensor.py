@@ -310,6 +310,30 @@ def check_errors():
         torch.ops.openreg.grouped_linear(placed(x, mesh, [0]), [placed(weight, mesh, [None])] * 2, [], sizes)
 
 
+def check_second_derivatives():
+    """These differentiate the plain reference, on DTensors."""
+    mesh = meshes()[0]
+    for name in ("rms_norm_backward", "rotary_embedding_backward", "swiglu_backward", "attention_backward"):
+        function = getattr(torch.ops.openreg, name)
+        for sample in samples(name):
+            values = [x for x in sample.args if isinstance(x, Tensor) and x.is_floating_point()]
+            rest = iter(values)
+            place = {i: next(rest) for i, x in enumerate(sample.args) if isinstance(x, Tensor)}
+
+            def grads(leaves, args=sample.args, function=function, place=place):
+                moved = dict(zip(place, leaves, strict=True))
+                outs = function(*[moved.get(i, x) for i, x in enumerate(args)])
+                outs = [x for x in ((outs,) if isinstance(outs, Tensor) else outs) if x.numel()]
+                return torch.autograd.grad(sum(x.pow(3).sum() for x in outs), leaves)
+
+            expected = grads([x.detach().clone().requires_grad_() for x in values])
+            for d in (0, -1) if name != "attention_backward" else (0,):  # DTensor refuses views of sharded dimensions
+                at = [[d % x.dim() if x.dim() and x.shape[d] >= mesh.size() else None] for x in values]
+                leaves = [placed(x, mesh, each).requires_grad_() for x, each in zip(values, at, strict=True)]
+                for got, grad in zip(grads(leaves), expected, strict=True):
+                    assert_close(full(got), grad, msg=lambda text, name=name, at=at: f"{name} placed {at}: {text}")
+
+
 def check_optimizer():
     """openreg_ops.AdamW on parameters that are sharded, with gradients that are still to be summed."""
     import openreg_ops
@@ -328,7 +352,8 @@ def check_optimizer():
 
 
 CHECKS = [
-    check_whole_results, check_dropout, check_options_are_seen, check_half_types, check_errors, check_optimizer,
+    check_whole_results, check_dropout, check_options_are_seen, check_half_types, check_errors,
+    check_second_derivatives, check_optimizer,
 ]  # fmt: skip
 
 

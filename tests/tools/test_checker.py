@@ -549,6 +549,73 @@ def test_no_fake_kernel():
 # ---- refusals are no failures ----
 
 
+def test_gradient_that_torch_func_does_not_find():
+    """pytorch/pytorch#168393: the Function of register_autograd has no setup_context. What the remedy says works."""
+
+    @torch.library.custom_op("broken::cubed", mutates_args=())
+    def cubed(x: Tensor) -> Tensor:
+        return x**3
+
+    cubed.register_fake(torch.empty_like)
+    setup = lambda ctx, inputs, output: ctx.save_for_backward(*inputs)  # noqa: E731
+    cubed.register_autograd(lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2, setup_context=setup)
+
+    class Cubed(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return cubed(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            return 3 * g * ctx.saved_tensors[0] ** 2
+
+    x = torch.rand(4, 6)
+    (result,) = check(cubed, [(x,)], only=["func_grad"]).results
+    try:
+        torch.func.grad(lambda x: cubed(x).sum())(x)
+    except RuntimeError as error:
+        assert "must override the setup_context" in str(error)
+        assert result.status == "warn" and "must override the setup_context" in result.sentence
+        assert "setup_context(ctx, inputs, output)" in result.remedy
+    else:
+        assert result.status in ("pass", "fail")  # where its vjp inside another transform has no gradient
+    torch.testing.assert_close(torch.func.grad(lambda x: Cubed.apply(x).sum())(x), 3 * x**2)
+    torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vjp(Cubed.apply, x)[0].sum())(x), 3 * x**2)
+
+
+def test_sharding_strategies():
+    """None is a refusal that says what to register; one that is right passes, and the report says what stays sharded."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    op = define("without_strategy(Tensor x, Tensor w) -> Tensor", torch.mul, lambda x, w: torch.empty_like(x))
+    samples = [(torch.rand(4, 6), torch.rand(4, 6))]
+    (result,) = check(op, samples, only=["dtensor"]).results
+    assert result.status == "refused" and "register_sharding" in result.sentence
+
+    @register_sharding(op)
+    def rows(x, w):
+        return [([place], [place, place]) for place in (Replicate(), Shard(0))]
+
+    (result,) = check(op, samples, only=["dtensor"]).results
+    assert result.status == "pass", result.sentence
+    assert result.sentence == "stays sharded with every argument sharded along 0, x sharded along 0, w sharded along 0"
+    assert not torch.distributed.is_initialized()
+
+
+def test_sharding_in_a_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        (result,) = check("aten::sin", [(torch.rand(4),)], only=["dtensor"]).results
+    finally:
+        torch.distributed.destroy_process_group()
+    assert result.status == "skip" and "process group" in result.sentence
+
+
 def test_refusals():
     @torch.library.custom_op("broken::refuses", mutates_args=())
     def refuses(x: Tensor) -> Tensor:
@@ -746,7 +813,7 @@ def test_good_custom_op(good):
         reference=lambda x, weight, factor=2.0: x * weight * factor,
     )
     assert report.passed, str(report)
-    assert {r.check for r in report.of("warn")} <= {"forward_ad", "zero_dim"}, str(report)
+    assert {r.check for r in report.of("warn")} <= {"forward_ad", "func_grad", "zero_dim"}, str(report)
     assert "silently loses the tangent" in report.of("warn", "forward_ad")[0].sentence  # as every custom_op does
     assert {"vmap", "autocast", "gradgradcheck", "reference", "compile", "export"} <= {
         r.check for r in report.of("pass")

@@ -50,6 +50,7 @@ def operator(
     vmap=None,
     autocast=None,
     out=None,
+    sharding=None,
     **kernels,
 ):
     """Define one; `kernels` are those at other dispatch keys, and get the operator first."""
@@ -69,6 +70,10 @@ def operator(
         LIBRARY.impl(f"{name}.out", out, "CPU")
     for where, function in kernels.items():
         LIBRARY.impl(name, functools.partial(function, op), where)
+    if sharding:
+        from torch.distributed.tensor.experimental import register_sharding
+
+        register_sharding(op)(sharding)
     return op
 
 
@@ -295,6 +300,32 @@ def shrink(x):
     return x.new_empty((2, 6))
 
 
+def by_rows(x):
+    """A sharding strategy."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [([place], [place]) for place in (Replicate(), Shard(0))]
+
+
+def refused_by_functorch(op, x):
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError("it must override the setup_context staticmethod")
+    return x.sin()
+
+
+def constant_in_functorch(x, depth=1):
+    """Without a gradient in `depth` transforms of torch.func."""
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    return x.detach().sin() if len(retrieve_all_functorch_interpreters()) >= depth else x.sin()
+
+
+def raises_in_functorch(x, depth=1):
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    return accident() if len(retrieve_all_functorch_interpreters()) >= depth else x.sin()
+
+
 TABLE = [
     # derivatives
     Broken("backward", "it has no derivative, its output says requires_grad, and backward only warns and leaves the "
@@ -342,6 +373,27 @@ TABLE = [
     Broken("forward_ad", "forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, and "
            "its derivative is not zero", double, backward=double_backward, status="warn"),
     Broken("forward_ad", "a call with forward-mode tangents raised KeyError", torch.sin, Autograd=RaisingJvp.apply),
+    Broken("func_grad", "backward gives its gradient, but torch.func.grad raises RuntimeError: it must override the setup_con",
+           torch.sin, Autograd=refused_by_functorch, status="warn"),
+    Broken("func_grad", "torch.func.grad raised KeyError", raises_in_functorch, key="CompositeImplicitAutograd"),
+    Broken("func_grad", "under torch.func.grad the gradient of differentiable argument 0 differs … , which backward gives",
+           constant_in_functorch, key="CompositeImplicitAutograd"),
+    Broken("func_grad", "torch.func.grad of the outputs of torch.func.vjp raised KeyError",
+           functools.partial(raises_in_functorch, depth=2), key="CompositeImplicitAutograd"),
+    Broken("func_grad", "under torch.func.grad of the outputs of torch.func.vjp the gradient of differentiable argument 0",
+           functools.partial(constant_in_functorch, depth=2), key="CompositeImplicitAutograd"),
+    # distributed
+    Broken("dtensor", "a call on DTensors with every argument replicated raised RuntimeError: 'slot'", double,
+           sharding=accident),
+    Broken("dtensor", "on DTensors with x sharded along dimension 0 output 0 differs … , which plain tensors give",
+           lambda x: x.cumsum(0), sharding=by_rows),
+    Broken("dtensor", "its backward does not run on DTensors: NotImplementedError: Operator sentences.helper_loop.default",
+           double, sharding=by_rows, backward=lambda ctx, g: helper("loop")(g), status="warn"),
+    Broken("dtensor", "backward on DTensors with every argument replicated raised KeyError", double, sharding=by_rows,
+           backward=lambda ctx, g: accident() if traced(g) else g * 2),
+    Broken("dtensor", "on DTensors with every argument replicated the gradient of differentiable argument 0 differs … , which "
+           "backward on plain tensors gives", double, sharding=by_rows,
+           backward=lambda ctx, g: g * (3 if traced(g) else 2)),
     # fakes
     Broken("compile", "under torch.compile with static shapes zeros like output 0 is float32", lambda x: x.double() * 2),
     Broken("compile", "under torch.compile with static shapes the gradient of differentiable argument 0 differs", double,

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from openreg_tools.checker.case import Case
-from openreg_tools.checker.checks import derivatives, fakes, inputs, machine, programs, transforms, unbacked, values
+from openreg_tools.checker.checks import (
+    derivatives,
+    distributed,
+    fakes,
+    inputs,
+    machine,
+    programs,
+    transforms,
+    unbacked,
+    values,
+)
 
 # In the order of the report.
 CHECKS: dict[str, Callable[[Case], str | None]] = {
@@ -26,6 +36,7 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         derivatives.gradcheck,
         derivatives.gradgradcheck,
         derivatives.forward_ad,
+        derivatives.func_grad,
         fakes.compile,
         fakes.fake_layouts,
         fakes.fake_dtypes,
@@ -39,6 +50,7 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         transforms.vmap,
         transforms.vmap_grad,
         transforms.autocast,
+        distributed.dtensor,
         programs.export,
         programs.jit_trace,
         programs.jit_script,

@@ -318,3 +318,53 @@ def forward_ad(case: Case) -> str | None:
         f"{case.name}: forward-mode AD gives {got:.6g} where backward gives {expected:.6g}",
         "fix the jvp formula",
     )
+
+
+_FUNC = (
+    "write the derivative as a torch.autograd.Function with forward(x, …), setup_context(ctx, inputs, output) and "
+    "backward(ctx, grad), let its forward call the operator, and have programs call its apply. "
+    "torch.library.register_autograd takes a setup_context, but before PyTorch has fixed pytorch/pytorch#168393 the Function "
+    "that it makes has none. In C++, a torch::autograd::Function at the Autograd key works as it is"
+)
+
+
+def func_grad(case: Case) -> str | None:
+    """torch.func.grad and torch.func.vjp give the gradients that backward gives."""
+    needs_derivative(case)
+    wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
+    if any(x.is_complex() for x in (*case.leaves, *case.expected)):
+        skip("torch.func.grad is for real numbers")
+    attached = [out.requires_grad for out in case.run(*case.fresh(grad=True))]
+    tensors = case.fresh()
+
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        moved = dict(zip(wanted, leaves, strict=True))
+        outs = case.run(*[moved.get(i, x) for i, x in enumerate(tensors)])
+        return tuple(out for out, flag in zip(outs, attached, strict=True) if flag)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        outs = forward(*leaves)
+        return sum((out * c).sum() for out, c in zip(outs, cotangents(outs), strict=True))
+
+    def loss_of_vjp(*leaves: Tensor) -> Tensor:
+        outs, _ = torch.func.vjp(forward, *leaves)
+        return sum((out * c).sum() for out, c in zip(outs, cotangents(outs), strict=True))
+
+    leaves, argnums = [tensors[i] for i in wanted], tuple(range(len(wanted)))
+    try:
+        got = torch.func.grad(loss, argnums)(*leaves)
+    except Exception as error:
+        if refused(error):
+            warn(f"{case.name}: backward gives its gradient, but torch.func.grad raises {last_line(error)}", _FUNC)
+        refuse_or_fail(case, error, "torch.func.grad", _FUNC)
+    if wrong := differs(got, case.gradients, "the gradient of differentiable argument"):
+        fail(f"{case.name}: under torch.func.grad {wrong}, which backward gives", _FUNC)
+    try:
+        got = torch.func.grad(loss_of_vjp, argnums)(*leaves)
+    except Exception as error:
+        refuse_or_fail(case, error, "torch.func.grad of the outputs of torch.func.vjp", _FUNC)
+    if wrong := differs(got, case.gradients, "the gradient of differentiable argument"):
+        fail(
+            f"{case.name}: under torch.func.grad of the outputs of torch.func.vjp {wrong}, which backward gives", _FUNC
+        )
+    return None

@@ -1,0 +1,191 @@
+"""The check of DTensors, on two devices that PyTorch simulates in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openreg_tools.checker.case import Case, cotangents, last_line
+from openreg_tools.checker.checks.common import differs, fail, refuse, skip, tolerance, warn
+
+RANKS = 2
+_REMEDY = (
+    "fix the sharding strategy: of each combination that it gives, the operator must make the outputs' parts from the "
+    "inputs' parts alone; leave a dimension out along which elements depend on each other, and give a sum over a sharded "
+    "dimension as Partial()"
+)
+
+
+@contextlib.contextmanager
+def _devices(kind: str) -> Iterator[Any]:
+    """A mesh of simulated devices; tensors that are made in it have a value for each."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    try:
+        with LocalTensorMode(frozenset(range(RANKS))):
+            yield init_device_mesh(kind, (RANKS,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _parts(x: Tensor, dim: int | None) -> list[Tensor]:
+    return [part.clone() for part in ([x] * RANKS if dim is None else x.chunk(RANKS, dim))]
+
+
+def _placed(x: Tensor, parts: Sequence[Tensor], dim: int | None, mesh: Any) -> Any:
+    """The DTensor of what each device has of x, sharded along a dimension, or the same on every device."""
+    from torch.distributed._local_tensor import LocalTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    local = LocalTensor(dict(enumerate(parts)))
+    placements = [Replicate() if dim is None else Shard(dim)]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def _on_each(x: Any) -> list[Tensor | None]:
+    """The whole of a DTensor as each device has it."""
+
+    def one(x: Any, rank: int) -> Tensor:
+        while hasattr(x, "_local_tensors"):
+            x = x._local_tensors[rank]
+        return x
+
+    if x is None:
+        return [None] * RANKS
+    whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return [one(whole, rank) for rank in range(RANKS)]
+
+
+def _ways(case: Case) -> Iterator[tuple[str, list[int | None]]]:
+    """Which arguments are sharded, in words and by their dimensions: each by itself, and all along one."""
+    tensors = case.leaves
+    yield "every argument replicated", [None] * len(tensors)
+
+    def fits(x: Tensor, d: int) -> bool:
+        return d < x.dim() and x.shape[d] > 0 and x.shape[d] % RANKS == 0
+
+    together = range(max((x.dim() for x in tensors), default=0)) if len(tensors) > 1 else ()
+    for d in together:
+        yield f"every argument sharded along dimension {d}", [d if fits(x, d) else None for x in tensors]
+    for i, x in enumerate(tensors[:8]):
+        for d in range(x.dim()):
+            if fits(x, d):
+                yield (
+                    f"{case.names[i]} sharded along dimension {d}",
+                    [d if i == j else None for j in range(len(tensors))],
+                )
+
+
+def _has_its_own(op: Any) -> bool:
+    """Whether a strategy, or a torch_dispatch rule for DTensor, is registered for the operator itself."""
+    from torch._library.simple_registry import singleton
+    from torch.distributed.tensor import DTensor
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
+    rules = singleton.find(op.name().removesuffix(".default")).torch_dispatch_rules
+    return any(op in getattr(propagator, each, ()) for each in tables) or rules.find(DTensor) is not None
+
+
+def dtensor(case: Case) -> str | None:
+    """On DTensors, wherever its arguments are sharded, outputs and gradients are those of plain tensors."""
+    if not torch.distributed.is_available():
+        skip("this PyTorch has no torch.distributed")
+    if torch.distributed.is_initialized():
+        skip("this process is in a process group, and the simulated devices would be another")
+    if case.seeded:
+        skip("its numbers are random")
+    if not case.leaves or not case.expected:
+        skip("it takes or returns no tensor")
+    try:
+        from torch.distributed import _local_tensor  # noqa: F401
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401
+    except ImportError:
+        skip("this PyTorch cannot simulate devices")
+    grad = case.derivative.status == "pass"
+    plain = [x.detach() for x in case.run(*case.fresh(grad=True)) if x.requires_grad] if grad else []
+    if grad:
+        case.gradients  # noqa: B018 -- before there are simulated devices
+    given = [(c, _parts(c, None)) for c in cotangents(plain)]
+    ways = [
+        (way, dims, [(x, _parts(x, d), d) for x, d in zip(case.fresh(), dims, strict=True)])
+        for way, dims in _ways(case)
+    ]
+    with _devices(case.device.type) as mesh:
+        own, stays = _has_its_own(case.op), []
+        for i, (way, dims, inputs) in enumerate(ways):
+            tensors = [_placed(x, parts, d, mesh) for x, parts, d in inputs]
+            # Graphs of DTensors are slow: gradients for the first ways only.
+            by = [_placed(c, parts, None, mesh) for c, parts in given] if grad and i < 4 else None
+            stayed = _check_way(case, way, dims, tensors, by, own)
+            if stayed and any(d is not None for d in dims):
+                stays.append(way.replace("dimension ", ""))
+    return f"stays sharded with {', '.join(stays)}" if stays else "no sharding stays"
+
+
+def _unless_simulated(error: BaseException) -> None:
+    """Skips where the simulation itself raised: it takes no lists among several outputs, for one."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is not None and "_local_tensor" in frame.tb_frame.f_code.co_filename:
+        skip(f"PyTorch's simulated devices cannot run it: {last_line(error)}")
+
+
+def _lacks_strategy(error: BaseException) -> bool:
+    return isinstance(error, NotImplementedError) or "sharding strategy" in str(error)
+
+
+def _check_way(
+    case: Case, way: str, dims: Sequence[int | None], tensors: list[Any], given: list[Any] | None, own: bool
+) -> bool:
+    """One placement of the arguments, with the outputs' gradients if they are to be checked; is an output sharded?"""
+    if given is not None:
+        tensors = [x.requires_grad_(flag) for x, flag in zip(tensors, case.wanted, strict=True)]
+    try:
+        outs = list(case.run(*tensors))
+    except Exception as error:
+        if _lacks_strategy(error):
+            refuse(
+                f"DTensor has no sharding strategy for it, so a call on DTensors raises {last_line(error)}; register one: "
+                "torch.distributed.tensor.experimental.register_sharding"
+            )
+        if case.mutable and any(d is not None for d in dims):
+            return False  # what it writes to cannot be moved
+        _unless_simulated(error)
+        if not own:
+            refuse(f"DTensor runs the operators it is made of, and with {way} one raises {last_line(error)}")
+        fail(f"{case.name}: a call on DTensors with {way} raised {last_line(error)}", _REMEDY)
+    sharded = any(each.is_shard() for out in outs for each in getattr(out, "placements", ()))
+    for whole in zip(*map(_on_each, outs), strict=True):
+        if wrong := differs(whole, case.expected, coarse=2 * tolerance(*case.leaves)):
+            fail(f"{case.name}: on DTensors with {way} {wrong}, which plain tensors give", _REMEDY)
+    if given is None:
+        return sharded
+    attached = [out for out in outs if out.requires_grad]
+    try:
+        got = torch.autograd.grad(attached, case.of(tensors), given, allow_unused=True)
+    except Exception as error:
+        if _lacks_strategy(error):
+            warn(
+                f"{case.name}: its backward does not run on DTensors: {last_line(error)}",
+                "register a sharding strategy for the operators that the backward calls too",
+            )
+        _unless_simulated(error)
+        if not own:
+            refuse(f"DTensor runs the operators it is made of, and with {way} backward raises {last_line(error)}")
+        fail(f"{case.name}: backward on DTensors with {way} raised {last_line(error)}", _REMEDY)
+    for whole in zip(*map(_on_each, got), strict=True):
+        if wrong := differs(
+            whole, case.gradients, "the gradient of differentiable argument", coarse=4 * tolerance(*case.leaves)
+        ):
+            fail(f"{case.name}: on DTensors with {way} {wrong}, which backward on plain tensors gives", _REMEDY)
+    return sharded
