@@ -296,12 +296,16 @@ def _sizes_here(shards: Any, split: Sequence[str | None], group_sizes: Any, rows
     """How many of this device's rows are of each group."""
     sizes = shards.local(group_sizes, [None for _ in split])
     here, ends = shards.part(rows, _where(split, rows=0)), sizes.cumsum(0)
-    torch._check(
-        bool((sizes >= 0).all()) and int(sizes.sum()) == rows,
-        lambda: (
-            f"grouped_linear: expected group_sizes of at least 0 that sum to {rows}, the rows of x, but got {sizes.tolist()}"
-        ),
-    )
+    if _readable(sizes):
+        torch._check(
+            bool((sizes >= 0).all()) and int(sizes.sum()) == rows,
+            lambda: (
+                f"grouped_linear: expected group_sizes of at least 0 that sum to {rows}, the rows of x, but got {sizes.tolist()}"
+            ),
+        )
+    else:
+        sums = (sizes >= 0).all() & (sizes.sum() == rows)
+        torch._assert_async(sums, "grouped_linear: expected group_sizes of at least 0 that sum to the rows of x")
     if not here.numel():
         return torch.zeros_like(sizes)
     below = (here.unsqueeze(1) < ends).sum(0, dtype=sizes.dtype)  # rows here that are of a group up to this one

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from openreg_ops.meta import op
 from openreg_ops.meta.cross_entropy import (
@@ -199,7 +200,9 @@ def _of_classes(
     rows, targets, wide = x.reshape(-1, x.shape[-1]), target.reshape(-1).long(), op.acc_dtype(x.dtype)
     valid = targets != ignore_index
     wrong = valid & ((targets < 0) | (targets >= total))
-    if wrong.any():
+    if is_fake(wrong):
+        torch._assert_async(~wrong.any(), "linear_cross_entropy: expected targets that are classes, or ignore_index")
+    elif wrong.any():
         row = int(wrong.nonzero()[0])
         raise IndexError(
             f"linear_cross_entropy: expected targets in [0, {total}), the classes, or ignore_index {ignore_index}, but got "

@@ -121,7 +121,7 @@ def choices(sample, mesh, name):
     yield [[None] * mesh.ndim for _ in tensors]
     for d in (0, 1) if len(tensors) < 9 else (0,):  # all along one dimension, as far as they have it
         yield [[d if x.dim() > d and x.shape[d] >= mesh.size() else None] * mesh.ndim for x in tensors]
-    for _ in range(5 if len(tensors) < 9 else 0):  # a step of AdamW is long
+    for _ in range(3 if len(tensors) < 9 else 0):
         yield [one(x) for x in tensors]
 
 
@@ -131,7 +131,7 @@ def check_operator(name):
     for sample in samples(name):
         grads = name in DIFFERENTIABLE
         expected = run(function, sample, grads)
-        for mesh in meshes():
+        for mesh in meshes() if name != "adamw_step_" else meshes()[:1]:  # its many tensors take long to place
             for choice in choices(sample, mesh, name):
                 leaf = iter(choice)
                 try:
@@ -315,7 +315,7 @@ def check_second_derivatives():
     mesh = meshes()[0]
     for name in ("rms_norm_backward", "rotary_embedding_backward", "swiglu_backward", "attention_backward"):
         function = getattr(torch.ops.openreg, name)
-        for sample in samples(name):
+        for sample in samples(name)[: 1 if name == "attention_backward" else None]:
             values = [x for x in sample.args if isinstance(x, Tensor) and x.is_floating_point()]
             rest = iter(values)
             place = {i: next(rest) for i, x in enumerate(sample.args) if isinstance(x, Tensor)}
@@ -332,6 +332,31 @@ def check_second_derivatives():
                 leaves = [placed(x, mesh, each).requires_grad_() for x, each in zip(values, at, strict=True)]
                 for got, grad in zip(grads(leaves), expected, strict=True):
                     assert_close(full(got), grad, msg=lambda text, name=name, at=at: f"{name} placed {at}: {text}")
+
+
+def check_compiled():
+    """In graphs, with their backward."""
+    import openreg_ops
+
+    mesh, size = meshes()[0], dist.get_world_size()
+
+    def program(x, norm, weight, target, weights, sizes):
+        y, _ = openreg_ops.rms_norm(x, norm)
+        y = y + openreg_ops.grouped_linear(y, weights, None, sizes)
+        return openreg_ops.cross_entropy(y, target)[0] + openreg_ops.linear_cross_entropy(y, weight, target)
+
+    x, norm, weight, *weights = op.normal("openreg", torch.float64, (2 * size, 6), (6,), (8, 6), (6, 6), (6, 6))
+    target, sizes = torch.arange(2 * size, device="openreg") % 6, torch.tensor([1, 2 * size - 1], device="openreg")
+    for x_at, weight_at in ((0, R), (R, 0)):
+        both = []
+        for place in (lambda x, at: x.clone(), lambda x, at: placed(x, mesh, [at])):
+            leaves = [place(x, x_at), place(norm, R), place(weight, weight_at), *(place(each, R) for each in weights)]
+            leaves = [x.requires_grad_() for x in leaves]
+            rest = place(target, x_at), leaves[3:], place(sizes, R)
+            compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+            loss = full((compiled if hasattr(leaves[0], "placements") else program)(*leaves[:3], *rest))
+            both.append([loss.detach(), *map(full, torch.autograd.grad(loss, leaves))])
+        assert_close(both[1], both[0])
 
 
 def check_optimizer():
@@ -362,6 +387,11 @@ def test_check(group, check):
     group.run(check)
 
 
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_compiled(group):
+    group.run(check_compiled)
+
+
 # ---- without processes ----
 
 VALIDATE = """
@@ -383,7 +413,7 @@ from openreg_tools.samples import sample_of
 
 def validated(name, rule):
     function, count = getattr(torch.ops.openreg, name).default, 0
-    for sample in [*map(sample_of, op.SAMPLES[name]("cpu", torch.float32))][:2]:
+    for sample in [*map(sample_of, op.SAMPLES[name]("cpu", torch.float32))][:1]:
         truth = function(*sample.args, **sample.kwargs)
         truth = [truth] if isinstance(truth, torch.Tensor) else list(truth)
         with LocalTensorMode(frozenset(range(2))):
