@@ -126,11 +126,16 @@ def _(in_dims, input, *, out):
     return out, in_dims[1]
 
 
-@custom_abs_.sharded
 @custom_abs.sharded
 def _(input):
     for d in range(input.dim()):
         yield dict(input=d, out=d), (d,)
+
+
+@custom_abs_.sharded
+def _(input):
+    for d in range(input.dim()):
+        yield dict(input=d), (d,)
 
 
 @custom_abs_.samples

@@ -123,9 +123,9 @@ def operator(
             """All arguments by name: the dispatcher leaves defaults out."""
             return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
 
-        def taken(by: Callable[..., Any], first: int = 0) -> list[str]:
+        def taken(by: Callable[..., Any], first: int = 0, *more: str) -> list[str]:
             names = parameters(by)[first:]
-            if unknown := set(names).difference(positional, keywords):
+            if unknown := set(names).difference(positional, keywords, more):
                 raise TypeError(f"{by.__qualname__} takes {', '.join(unknown)}, which {name} does not")
             return names
 
@@ -148,10 +148,12 @@ def operator(
             return given
 
         def sharded(given: _Function) -> _Function:
+            taken(given, 0, "shards")
             SHARDED[name] = given
             return given
 
         def distributed(given: _Function) -> _Function:
+            taken(given, first=1)
             DISTRIBUTED[name] = given
             return given
 

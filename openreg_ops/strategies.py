@@ -78,12 +78,18 @@ def _combinations(
     seen["shards"] = mesh.size(along)
     outputs = len(overload._schema.returns)
     rules = rule(**{name: seen.get(name) for name in op.parameters(rule)})
+    name = overload._schema.name.partition("::")[2]
+    known = op.parameters(op.OPERATORS[name])
     for inputs, outs in itertools.chain([({}, (None,) * outputs)], rules):
+        if unknown := inputs.keys() - set(known):
+            raise TypeError(f"the rule of {name} places {', '.join(unknown)}, which {name} does not take")
+        if len(outs) != outputs:
+            raise TypeError(f"the rule of {name} places {len(outs)} outputs, but {name} returns {outputs}")
         places: list[At] = []
         stays = True
-        for name, argument in arguments.items():
-            here = [x for x in tree_leaves(seen[name]) if isinstance(x, Seen)]
-            wanted = inputs.get(name)
+        for each, argument in arguments.items():
+            here = [x for x in tree_leaves(seen[each]) if isinstance(x, Seen)]
+            wanted = inputs.get(each)
             wanted = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] * len(here)
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written or argument.kwarg_only:

@@ -24,6 +24,12 @@ def test_every_operator_has_samples():
     assert {name.partition(".")[0] for name in operators()} == set(op.SAMPLES)
 
 
+def test_every_operator_takes_dtensors():
+    """By a rule or by a function, not both; tests/backend/test_dtensor.py runs them."""
+    assert not op.SHARDED.keys() & op.DISTRIBUTED.keys()
+    assert op.SHARDED.keys() | op.DISTRIBUTED.keys() == op.OPERATORS.keys()
+
+
 @pytest.mark.skipif(not README.exists(), reason="needs the source tree")
 def test_the_readme_lists_every_operator_as_it_is():
     """Its signatures are the schemas; its styles are the code's, by what is registered for a derivative."""

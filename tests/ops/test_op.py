@@ -51,3 +51,8 @@ def test_reference_is_the_mathematics_behind_the_checks():
 def test_an_argument_that_the_operator_lacks_is_named():
     with pytest.raises(TypeError, match="takes up, which rms_norm does not"):
         openreg_ops.rms_norm.fake(lambda up: up)
+    with pytest.raises(TypeError, match="takes up, which rms_norm does not"):
+        openreg_ops.rms_norm.sharded(lambda x, shards, up: ())
+    with pytest.raises(TypeError, match="takes up, which rms_norm does not"):
+        openreg_ops.rms_norm.distributed(lambda shards, x, up: ())
+    assert "rms_norm" not in op.DISTRIBUTED
