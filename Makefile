@@ -24,8 +24,9 @@ PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _
 demo: install
 	$(BIN)/python -P examples/train_char_transformer.py $(ARGS)
 
-# On two worker processes, each with a core of its own; what ARGS chooses for `make test` runs in one, which starts at once.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# One worker process more than there are cores: tests wait for processes of their own. What ARGS chooses for `make test`
+# runs in one process, which starts at once.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(if $(ARGS),$(BIN)/pytest $(ARGS),$(PARALLEL))

@@ -14,73 +14,69 @@ from openreg_tools.forms import Wrong
 
 STYLES = ["forward-only", "separate", "function", "stable"]
 PATH = str(Path(openreg_ops.__file__).parents[1])
+# One process for each setting of the device, and in it every package: loading torch is most of what a process costs.
 USE = """
 import sys, torch
 from torch.nn.functional import silu
 from torch.testing import assert_close
-import {package} as package
 
-weigh, differentiable = package.weigh, {style!r} != "forward-only"
-x = torch.randn(3, 1000)
-for op in (getattr(package, name) for name in package.__all__):
-    y = x.to("openreg").requires_grad_(differentiable)
-    torch.openreg._sleep(20_000_000)  # the stream is busy: what is launched now runs behind the sleep
-    twice = y * 2
-    assert_close(op(twice).detach().cpu(), silu(2 * x))
-    z = x.clone().requires_grad_(differentiable)
-    if differentiable:
-        op(twice).sum().backward()
-        silu(2 * z).sum().backward()
-        assert_close(y.grad.cpu(), z.grad)
-    with torch.openreg.stream(torch.openreg.Stream()) as _:
-        other = op(x.to("openreg"))
-        torch.openreg.current_stream().synchronize()
-    assert_close(other.cpu(), silu(x))
+def uses(package, differentiable):
+    x = torch.randn(3, 1000)
+    for op in (getattr(package, name) for name in package.__all__):
+        y = x.to("openreg").requires_grad_(differentiable)
+        torch.openreg._sleep(20_000_000)  # the stream is busy: what is launched now runs behind the sleep
+        twice = y * 2
+        assert_close(op(twice).detach().cpu(), silu(2 * x))
+        z = x.clone().requires_grad_(differentiable)
+        if differentiable:
+            op(twice).sum().backward()
+            silu(2 * z).sum().backward()
+            assert_close(y.grad.cpu(), z.grad)
+        with torch.openreg.stream(torch.openreg.Stream()):
+            other = op(x.to("openreg"))
+            torch.openreg.current_stream().synchronize()
+        assert_close(other.cpu(), silu(x))
 """
-COMPILED = (
-    USE
-    + """
-compiled = torch.compile(lambda x: weigh(x + 1) * 2, fullgraph=True)
-assert_close(compiled(x.to("openreg")).cpu(), silu(x + 1) * 2)
+COMPILED = """
+def compiles(package):
+    x = torch.randn(3, 1000)
+    compiled = torch.compile(lambda x: package.weigh(x + 1) * 2, fullgraph=True)
+    assert_close(compiled(x.to("openreg")).cpu(), silu(x + 1) * 2)
 """
-)
-PROFILED = (
-    USE
-    + """
+PROFILED = """
 from torch.profiler import ProfilerActivity, profile
-with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as prof:
-    weigh(x.to("openreg"))
-    torch.openreg.synchronize()
-names = {{event.name for event in prof.events()}}
-assert "{package}::weigh kernel" in names, names
-"""
-)
-FAULTY = (
-    USE
-    + """
-y = x.to("openreg")
-with torch.openreg.faults.inject("kernel"):
-    try:
-        weigh(y)
+
+def is_profiled(package):
+    x = torch.randn(3, 1000)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as prof:
+        package.weigh(x.to("openreg"))
         torch.openreg.synchronize()
-    except torch.AcceleratorError as error:
-        assert "in {package}::weigh" in str(error), error
-    else:
-        raise AssertionError("nothing was raised")
-with torch.openreg.faults.inject("lost"):
-    try: weigh(y)
-    except torch.AcceleratorError as error: assert "openreg:0 is lost" in str(error)
-    else: raise AssertionError("nothing was raised")
-torch.openreg.reset_device(0)
-assert_close(weigh(y).cpu(), silu(x))
+    names = {event.name for event in prof.events()}
+    assert f"{package.__name__}::weigh kernel" in names, names
 """
-)
+FAULTY = """
+def fails(package):
+    x = torch.randn(3, 1000)
+    y = x.to("openreg")
+    with torch.openreg.faults.inject("kernel"):
+        try:
+            package.weigh(y)
+            torch.openreg.synchronize()
+        except torch.AcceleratorError as error:
+            assert f"in {package.__name__}::weigh" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+    with torch.openreg.faults.inject("lost"):
+        try: package.weigh(y)
+        except torch.AcceleratorError as error: assert "openreg:0 is lost" in str(error)
+        else: raise AssertionError("nothing was raised")
+    torch.openreg.reset_device(0)
+    assert_close(package.weigh(y).cpu(), silu(x))
+"""
 
 
-@pytest.fixture(scope="module", params=STYLES)
-def package(request, tmp_path_factory):
+def install(style, folder):
     """A package, installed: its style, name, folder, and where it is installed."""
-    style, folder = request.param, tmp_path_factory.mktemp("package")
     name = f"trial_{style.replace('-', '_')}"
     operators = ["weigh", "tilt"] if style == "stable" else ["weigh"]
     assert len(new_package(name, style, operators, folder)) == len(PACKAGE_FILES) + 3 * (len(operators) - 1)
@@ -99,6 +95,16 @@ def package(request, tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning: " not in done.stdout.replace("UserWarning: ", "")
     return style, name, folder / name, folder / "site"
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    return {style: install(style, tmp_path_factory.mktemp("package")) for style in STYLES}
+
+
+@pytest.fixture(params=STYLES)
+def package(packages, request):
+    return packages[request.param]
 
 
 def run(package, *arguments, **environment):
@@ -122,25 +128,32 @@ def test_it_loads_and_computes_without_the_device(package):
 
 
 CASES = {
-    "inline": (USE, {}),
-    "async": (USE, {"OPENREG_LAUNCH_MODE": "async"}),
-    "sync": (USE, {"OPENREG_LAUNCH_MODE": "sync"}),
-    "isolated": (USE, {"OPENREG_ISOLATION": "strict"}),
-    "isolated, async": (USE, {"OPENREG_ISOLATION": "strict", "OPENREG_LAUNCH_MODE": "async"}),
-    "sanitizer": (USE, {"OPENREG_SANITIZER": "1"}),
-    "compiled, async": (COMPILED, {"OPENREG_LAUNCH_MODE": "async"}),
-    "profiled, async": (PROFILED, {"OPENREG_LAUNCH_MODE": "async"}),
-    "faults": (FAULTY, {}),
-    "faults, async": (FAULTY, {"OPENREG_LAUNCH_MODE": "async"}),
-    "faults, sync": (FAULTY, {"OPENREG_LAUNCH_MODE": "sync"}),
+    "inline": ([USE, FAULTY], {}),
+    "async": ([USE, COMPILED, PROFILED, FAULTY], {"OPENREG_LAUNCH_MODE": "async"}),
+    "sync": ([USE, FAULTY], {"OPENREG_LAUNCH_MODE": "sync"}),
+    "isolated": ([USE], {"OPENREG_ISOLATION": "strict"}),
+    "isolated, async": ([USE], {"OPENREG_ISOLATION": "strict", "OPENREG_LAUNCH_MODE": "async"}),
+    "sanitizer": ([USE], {"OPENREG_SANITIZER": "1"}),
+}
+CALLS = {
+    USE: "uses(package, {differentiable})",
+    COMPILED: "compiles(package)",
+    PROFILED: "is_profiled(package)",
+    FAULTY: "fails(package)",
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_right_whatever_the_device_does(package, case):
-    code, environment = CASES[case]
-    style, name, *_ = package
-    done = run(package, "-W", "ignore", "-c", code.format(package=name, style=style), **environment)
+def test_right_whatever_the_device_does(packages, case):
+    parts, environment = CASES[case]
+    code = [*parts]
+    for style, name, *_ in packages.values():
+        code.append(f"import {name} as package; print(package.__name__)")
+        code += [CALLS[part].format(differentiable=style != "forward-only") for part in parts]
+    sites = os.pathsep.join([PATH, *(str(site) for *_, site in packages.values())])
+    done = python("-W", "ignore", "-c", "\n".join(code), PYTHONPATH=sites, **environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.split() == [name for _, name, *_ in packages.values()]
     if case == "sanitizer":
         assert not done.stderr, done.stderr  # where its report would be
 
