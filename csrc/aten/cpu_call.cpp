@@ -135,8 +135,7 @@ CpuCall::~CpuCall() {
     if (slot.dense) {
       TensorImpl* alias = slot.pooled.unsafeGetTensorImpl();
       const bool own = slot.shown == slot.storage.get();
-      const bool kept = slot.pooled.use_count() != 1 || alias->autograd_meta() || alias->pyobj_slot()->load_pyobj() ||
-          alias->is_wrapped_number();
+      const bool kept = slot.pooled.use_count() != 1 || alias->autograd_meta() || alias->is_wrapped_number();
       if (C10_UNLIKELY(kept || (own && slot.storage.use_count() != 2) ||
               alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
         if (own && (slot.pooled.use_count() != 1 || slot.storage.use_count() != 2)) keep_on_host(slot.storage.get());

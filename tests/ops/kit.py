@@ -207,8 +207,9 @@ def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = T
                 for one, loop in zip(actual, expected, strict=True):
                     assert_close(one, loop, equal_nan=True, **tolerance)
     if grads:  # reverse over reverse, forward over reverse, reverse over forward
+        i = floats[0]
         outer = [
-            transform(transform_too(loss, argnums=floats[0]), argnums=floats[0])(*inputs)
+            transform(transform_too(loss, argnums=i), argnums=i)(*inputs)
             for transform, transform_too in [
                 (torch.func.jacrev, torch.func.grad),
                 (torch.func.jacrev, torch.func.jacrev),  # its backward runs after the inner transform
@@ -217,9 +218,15 @@ def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = T
             ]
         ]
         host = [x.cpu() if isinstance(x, Tensor) else x for x in inputs]
-        expected = torch.func.hessian(loss, argnums=floats[0])(*host)
+        expected = torch.func.hessian(loss, argnums=i)(*host)
         for each in outer:
             assert_close(each.cpu(), expected, **TOLERANCE[inputs[tensors[0]].dtype])
+        # After the transforms have ended nothing is recorded, so what a backward computes requires no gradient.
+        plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+        gradient, pull = torch.func.vjp(
+            lambda x: torch.func.grad(loss, argnums=i)(*plain[:i], x, *plain[i + 1 :]), plain[i]
+        )
+        assert not pull(torch.ones_like(gradient))[0].requires_grad
 
 
 def check_operator(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:
