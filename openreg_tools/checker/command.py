@@ -1,4 +1,4 @@
-"""``openreg-tools check MODULE:OP``: the checker on the command line."""
+"""``openreg-tools check MODULE:OP``: the checker on the command line; ``check --abi LIBRARY``: what of a binary is stable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from openreg_tools.samples import dtype_of, parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", help="MODULE:NAME (an operator, or what custom_op returned), or ns::name")
+    parser.add_argument(
+        "op", metavar="OP", nargs="?", help="MODULE:NAME (an operator, or what custom_op returned), or ns::name"
+    )
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
                         help="import it first: for an operator given as ns::name")  # fmt: skip
     parser.add_argument("--samples", metavar="MODULE:FUNCTION", help="a function of (device, dtype) that gives samples")
@@ -27,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="of samples that are made (default float32)")
     parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK")
+    parser.add_argument("--abi", metavar="LIBRARY", help="in place of OP, a library such as mypkg/_C.abi3.so: which symbols "
+                        "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
+    parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
     forms.add_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="say too why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -34,6 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing failed, 1 if something did, 2 if what was asked for is wrong."""
+    try:
+        if arguments.abi:
+            return _abi(arguments)
+        if arguments.op is None:
+            raise Wrong("expected an operator, or --abi LIBRARY")
+        if arguments.require_stable:
+            raise Wrong("--require-stable is about a library: give --abi LIBRARY too")
+    except Wrong as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 2
     if "" not in sys.path and "." not in sys.path:
         sys.path.append("")  # python -P leaves it out, and my_module is most likely here
     if not faulthandler.is_enabled():
@@ -58,6 +73,20 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
     forms.write(report, arguments, verbose=arguments.verbose)
     return 0 if report.passed else 1
+
+
+def _abi(arguments: argparse.Namespace) -> int:
+    """0 unless a symbol may change and that was required not to be; the library is read, and not loaded."""
+    from openreg_tools.abi import audit
+
+    given = {"OP": arguments.op, "--import": arguments.modules, "--samples": arguments.samples, "--input": arguments.input,
+             "--reference": arguments.reference, "--device": arguments.device, "--only": arguments.only,
+             "--skip": arguments.skip, "--html": arguments.html}  # fmt: skip
+    if others := [name for name, value in given.items() if value]:
+        raise Wrong(f"--abi takes a library, --require-stable and --json alone: leave out {' and '.join(others)}")
+    report = audit(arguments.abi)
+    forms.write(report, arguments)
+    return 1 if arguments.require_stable and not report.is_stable else 0
 
 
 def _names(given: list[str]) -> list[str]:
