@@ -62,6 +62,10 @@ void Event::block(Stream stream) const {
   detail::queue_wait(stream, detail::profiled(stream, site, [point] { point->wait_unless_dropping(); }), site);
 }
 
+bool Event::recorded() const noexcept {
+  return std::atomic_load(&point_) != nullptr;
+}
+
 bool Event::query() const noexcept {
   const auto point = std::atomic_load(&point_);
   return !point || point->reached.load(std::memory_order_acquire);

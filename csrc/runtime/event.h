@@ -17,6 +17,7 @@ class Event {
   bool timed() const noexcept { return timed_; }
   void record(Stream stream);
   void block(Stream stream) const; // work launched on `stream` from now on runs behind the point
+  bool recorded() const noexcept;
   bool query() const noexcept;
   void synchronize() const; // throws as synchronize_stream()
   Clock::time_point time() const;

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -44,6 +45,9 @@ openreg_status keep_exception(openreg_status status, const char* message) {
 
 void throw_last() {
   if (const auto thrower = memory_error.load(); thrower && last.status == OPENREG_ERROR_MEMORY) thrower(last.message);
+  if (!last.exception)
+    throw std::logic_error("openreg: throw_error() was called where no call has failed since the last one; call it once, "
+                           "after a status that is not OPENREG_OK");
   std::rethrow_exception(std::exchange(last.exception, nullptr));
 }
 
@@ -83,6 +87,27 @@ void check_memory(const char* function, const void* memory) {
         ": expected memory of the device, from allocate() or a tensor on openreg, but got an address of the host's");
 }
 
+std::string hexadecimal(const void* address) {
+  std::ostringstream text;
+  text << address;
+  return text.str();
+}
+
+// The start of a block in use, which alone names it.
+void check_block(const char* function, const void* memory) {
+  check_memory(function, memory);
+  const MemoryOwner owner = owner_of(memory);
+  const std::string got = std::string(function) + ": expected an address from allocate(), but got " +
+      hexadecimal(memory) + " of device " + std::to_string(owner.device);
+  if (!owner.block.size) throw std::invalid_argument(got + ", where nothing is allocated; was it freed before?");
+  if (owner.block.state != MemoryBlock::kAllocated)
+    throw std::invalid_argument(got + ", which has been freed already; free memory once");
+  if (owner.block.address != memory)
+    throw std::invalid_argument(got + ", which is byte " +
+        std::to_string(static_cast<const char*>(memory) - static_cast<const char*>(owner.block.address)) +
+        " of a block that starts at " + hexadecimal(owner.block.address) + "; give that address");
+}
+
 // Of what a call takes a pointer to.
 template <class T>
 T& given(const char* what, T* pointer) {
@@ -92,6 +117,41 @@ T& given(const char* what, T* pointer) {
 
 openreg_event& checked(openreg_event* event) {
   return given("an event from create_event()", event);
+}
+
+// Whether a block in use holds all of the bytes at an address.
+void check_range(const char* function, const void* memory, std::size_t bytes) {
+  const MemoryOwner owner = owner_of(memory);
+  const auto before = static_cast<std::size_t>(
+      static_cast<const char*>(memory) - static_cast<const char*>(owner.block.address ? owner.block.address : memory));
+  if (!owner.block.size || owner.block.state == MemoryBlock::kFree)
+    throw std::invalid_argument(std::string(function) + ": nothing is allocated at " + hexadecimal(memory) +
+        " of device " + std::to_string(owner.device) + "; use it before it is freed");
+  if (bytes > owner.block.size - before)
+    throw std::invalid_argument(std::string(function) + ": " + std::to_string(bytes) + " bytes at " +
+        hexadecimal(memory) + " end after the block of " + std::to_string(owner.block.size) + " bytes at " +
+        hexadecimal(owner.block.address) + "; copy what it holds");
+}
+
+// What errors, profiles and faults read of a site, which came from outside.
+openreg_site checked(const openreg_site* site) {
+  openreg_site ours = given("a site", site);
+  if (!ours.name && !ours.function)
+    throw std::invalid_argument("expected a site with a name or a function, but got NULL for both");
+  if (ours.kind < OPENREG_KERNEL || ours.kind > OPENREG_WAIT)
+    throw std::invalid_argument("expected a site of kind OPENREG_KERNEL, OPENREG_COPY or OPENREG_WAIT, but got " +
+        std::to_string(ours.kind));
+  if (!ours.function) ours.function = ours.name;
+  if (!ours.file) ours.file = "unknown";
+  return ours;
+}
+
+const openreg_work& checked(const openreg_work* work) {
+  const openreg_work& ours = given("work", work);
+  if (!ours.run) throw std::invalid_argument("expected work with a function run, but got NULL");
+  if (!ours.keep != !ours.drop)
+    throw std::invalid_argument("expected work with both keep and drop, or neither, but got NULL for one of them");
+  return ours;
 }
 
 // The bytes at `from` go to `to`, of which one flips where a fault strikes.
@@ -169,26 +229,27 @@ constexpr openreg_interface table{
 
     .launch =
         [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
-          return guarded(
-              [&] { detail::launch({stream.device, stream.id}, given("a site", site), given("work", work), context); });
+          return guarded([&] { detail::launch({stream.device, stream.id}, checked(site), checked(work), context); });
         },
     .run =
         [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
-          return guarded(
-              [&] { detail::run({stream.device, stream.id}, given("a site", site), given("work", work), context); });
+          return guarded([&] { detail::run({stream.device, stream.id}, checked(site), checked(work), context); });
         },
     .enqueue =
         [](openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context) {
-          return guarded([&] {
-            detail::enqueue({stream.device, stream.id}, given("a site", site), given("work", work), context);
-          });
+          return guarded([&] { detail::enqueue({stream.device, stream.id}, checked(site), checked(work), context); });
         },
     .copy =
         [](void* to, const void* from, size_t bytes, openreg_stream stream) {
           return guarded([&] {
             const Stream ours = checked(stream);
             const bool to_device = device_of(to) >= 0, from_device = device_of(from) >= 0;
+            if (bytes && (!to || !from))
+              throw std::invalid_argument(std::string("copy: expected two addresses, but ") + (to ? "from" : "to") +
+                  " is NULL");
             if (bytes && !to_device && !from_device) check_memory("copy", to);
+            for (const void* memory : {static_cast<const void*>(to), from})
+              if (bytes && device_of(memory) >= 0) check_range("copy", memory, bytes);
             const char* name = !from_device ? "Memcpy HtoD (Host -> Device)"
                 : !to_device                ? "Memcpy DtoH (Device -> Host)"
                                             : "Memcpy DtoD (Device -> Device)";
@@ -207,14 +268,18 @@ constexpr openreg_interface table{
     .deallocate =
         [](void* memory) {
           return guarded([&] {
-            if (memory) check_memory("deallocate", memory);
+            if (memory) check_block("deallocate", memory);
             deallocate(memory);
           });
         },
     .record_stream =
         [](void* memory, openreg_stream stream) {
           return guarded([&] {
-            check_memory("record_stream", memory);
+            check_block("record_stream", memory);
+            if (const Stream ours = checked(stream); device_of(memory) != ours.device)
+              throw std::invalid_argument("record_stream: memory of device " + std::to_string(device_of(memory)) +
+                  " cannot be kept for a stream of device " + std::to_string(ours.device) +
+                  "; record a stream of its own device, which waits for an event of the other");
             record_stream(memory, checked(stream));
           });
         },
@@ -270,7 +335,7 @@ constexpr openreg_interface table{
         [](openreg_event* start, openreg_event* end, double* milliseconds) {
           return guarded([&] {
             const Event &a = checked(start).event, &b = checked(end).event;
-            if (!a.timed() || !b.timed() || a.device() != b.device())
+            if (!a.timed() || !b.timed() || a.device() != b.device() || !a.recorded() || !b.recorded())
               throw std::invalid_argument(
                   "elapsed_time: expected two timed events of one device, which have been recorded");
             given("a place for the time", milliseconds) =
@@ -282,6 +347,11 @@ constexpr openreg_interface table{
         [](const char* fault, int32_t device, uint64_t after, uint64_t times, int64_t nanoseconds, int32_t* number) {
           return guarded([&] {
             int32_t& place = given("a place for the number", number);
+            if (device < -1) checked_device("arm_fault", device);
+            if (nanoseconds < 0)
+              throw std::invalid_argument("arm_fault: expected nanoseconds of at least 0, but got " +
+                  std::to_string(nanoseconds));
+            given("the name of a fault", fault);
             place = arm(
                 {fault_of(fault), device < 0 ? -1 : checked_device("arm_fault", device), after, times, nanoseconds});
           });
@@ -311,6 +381,6 @@ const openreg_interface* openreg_get_interface(uint32_t major, uint32_t minor, c
       " of the device's C interface, and the installed openreg_ops has " + std::to_string(OPENREG_MAJOR) + "." +
       std::to_string(OPENREG_MINOR) +
       (major == OPENREG_MAJOR || major > OPENREG_MAJOR ? "; install a newer openreg_ops" : "; build the program again");
-  *error = message.c_str();
+  if (error) *error = message.c_str();
   return nullptr;
 }

@@ -219,7 +219,13 @@ class Pool {
   void find(const char* address, MemoryOwner& owner) noexcept {
     std::unique_lock lock(mutex_, std::try_to_lock);
     owner.busy = !lock;
-    if (owner.busy) return;
+    if (!owner.busy) find_locked(address, owner);
+  }
+  void find_waiting(const char* address, MemoryOwner& owner) {
+    std::lock_guard lock(mutex_);
+    find_locked(address, owner);
+  }
+  void find_locked(const char* address, MemoryOwner& owner) noexcept {
     // What lies between unused runs is in use: go there from the end of the nearest run before the address.
     const std::size_t target = page_of(address);
     std::size_t page = 0;
@@ -648,6 +654,12 @@ int device_of(const void* pointer) noexcept {
 MemoryOwner find_owner(const void* address) noexcept {
   MemoryOwner owner{device_of(address), false, {}, 0};
   memory().pools[owner.device].find(static_cast<const char*>(address), owner);
+  return owner;
+}
+
+MemoryOwner owner_of(const void* address) {
+  MemoryOwner owner{device_of(address), false, {}, 0};
+  memory().pools[owner.device].find_waiting(static_cast<const char*>(address), owner);
   return owner;
 }
 

@@ -112,6 +112,9 @@ struct MemoryOwner {
 // Safe in a signal handler: it waits for no lock and allocates nothing.
 MemoryOwner find_owner(const void* address) noexcept;
 
+// The same, waiting for the pool's lock: never in a signal handler.
+MemoryOwner owner_of(const void* address);
+
 // Returns all pages that hold nothing to the operating system.
 void empty_cache(int device) noexcept;
 

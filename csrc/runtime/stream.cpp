@@ -66,6 +66,9 @@ constexpr auto kLinger = std::chrono::seconds(2);
 
 std::atomic<bool> drops{false}; // see detail::dropping()
 
+class Queue;
+thread_local const Queue* worked_on = nullptr; // the queue whose work this thread, a worker, runs
+
 class Queue {
  public:
   explicit Queue(Stream stream) : stream_(stream) {}
@@ -94,6 +97,10 @@ class Queue {
 
   void wait(std::uint64_t number, detail::Interrupt interrupt = detail::Interrupt::kThrows) {
     if (done(number)) return;
+    if (worked_on == this)
+      throw std::logic_error("openreg: work on stream " + std::to_string(stream_.id) + " of device " +
+          std::to_string(stream_.device) +
+          " waits for that stream, and so for itself; wait after launch() has returned, or use another stream in the work");
     detail::wait_freely(interrupt, [&](auto most) {
       std::unique_lock lock(mutex_);
       return done_.wait_for(lock, most, [&] { return done(number); });
@@ -117,6 +124,7 @@ class Queue {
 
   void work_loop() {
     pthread_setname_np(pthread_self(), "openreg_stream");
+    worked_on = this;
     std::unique_lock lock(mutex_);
     for (;;) {
       if (tasks_.empty()) {

@@ -60,12 +60,35 @@ static const char* run_wrong(void* context) {
   return "the kernel met a NaN";
 }
 
+
+/* Work that calls the device again. */
+struct Nested {
+  double* data;
+  openreg_stream stream;
+  openreg_status launched, freed, waited;
+  char said[400];
+};
+static const char* run_nested(void* context) {
+  struct Nested* const nested = context;
+  static const openreg_site inner = {"inner", "run_nested", NULL, 0, OPENREG_KERNEL, 0};
+  static const openreg_work twice = {run_double, keep_double, drop_double};
+  struct Double work = {nested->data, 1};
+  void* memory;
+  nested->launched = device->launch(nested->stream, &inner, &twice, &work);
+  nested->freed = device->allocate(nested->stream, 64, &memory);
+  if (!nested->freed) nested->freed = device->deallocate(memory);
+  nested->waited = device->synchronize_stream(nested->stream);
+  if (nested->waited) snprintf(nested->said, sizeof nested->said, "%s", device->last_error());
+  return NULL;
+}
+
 int main(void) {
   const char* const mode = getenv("OPENREG_LAUNCH_MODE");
   const int sync = mode && !strcmp(mode, "sync"); /* an error is told at its line, and nothing is ever queued */
   const char* error = NULL;
   EXPECT(openreg_get_interface(OPENREG_MAJOR + 1, 0, &error) == NULL && strstr(error, "install a newer openreg_ops"));
   EXPECT(openreg_get_interface(OPENREG_MAJOR, 1000, &error) == NULL && strstr(error, "1.1000"));
+  EXPECT(openreg_get_interface(OPENREG_MAJOR + 1, 0, NULL) == NULL);
   device = openreg_get_interface(OPENREG_MAJOR, OPENREG_MINOR, &error);
   if (!device) {
     fprintf(stderr, "%s\n", error);
@@ -124,7 +147,57 @@ int main(void) {
   fails(device->allocate(first, 8, NULL), OPENREG_ERROR_ARGUMENT, "expected a place for the address, but got NULL");
   fails(device->query_stream(first, NULL), OPENREG_ERROR_ARGUMENT, "expected a place for the answer, but got NULL");
 
+  /* addresses: within a block, of none, of one that has been freed, past the end, NULL */
+  char inside[64];
+  snprintf(inside, sizeof inside, "which is byte 64 of a block that starts at %p; give that address", memory);
+  fails(device->deallocate((char*)memory + 64), OPENREG_ERROR_ARGUMENT, inside);
+  fails(device->record_stream((char*)memory + 64, other), OPENREG_ERROR_ARGUMENT, inside);
+  fails(device->record_stream(memory, device->current_stream(1)), OPENREG_ERROR_ARGUMENT,
+      "memory of device 0 cannot be kept for a stream of device 1");
+  void *large, *small;
+  OK(device->allocate(first, 1 << 20, &large));
+  fails(device->deallocate((char*)large + 70000), OPENREG_ERROR_ARGUMENT, "which is byte 70000 of a block that starts at");
+  OK(device->deallocate(large));
+  fails(device->deallocate(large), OPENREG_ERROR_ARGUMENT, "where nothing is allocated; was it freed before?");
+  OK(device->allocate(first, 8, &small));
+  OK(device->deallocate(small));
+  fails(device->deallocate(small), OPENREG_ERROR_ARGUMENT, "which has been freed already; free memory once");
+  fails(device->copy(small, host, 8, first), OPENREG_ERROR_ARGUMENT, "copy: nothing is allocated at");
+  fails(device->copy(memory, host, 1 << 20, first), OPENREG_ERROR_ARGUMENT, "copy: 1048576 bytes at");
+  fails(device->copy(NULL, memory, 8, first), OPENREG_ERROR_ARGUMENT, "copy: expected two addresses, but to is NULL");
+  fails(device->copy(memory, NULL, 8, first), OPENREG_ERROR_ARGUMENT, "copy: expected two addresses, but from is NULL");
+  OK(device->copy(memory, NULL, 0, first));
+  fails(device->allocate(first, (size_t)-1, &(void*){NULL}), OPENREG_ERROR_MEMORY, "out of memory");
+
+  /* sites and work that are not filled in */
+  const openreg_site unnamed = {NULL, NULL, NULL, 0, OPENREG_KERNEL, 0}, kind = {"odd", __func__, __FILE__, 1, 7, 0};
+  const openreg_work empty = {NULL, NULL, NULL}, half = {run_double, keep_double, NULL};
+  fails(device->launch(first, &unnamed, &twice, &work), OPENREG_ERROR_ARGUMENT, "a site with a name or a function");
+  fails(device->launch(first, &kind, &twice, &work), OPENREG_ERROR_ARGUMENT, "OPENREG_COPY or OPENREG_WAIT, but got 7");
+  fails(device->enqueue(first, &site, &empty, &work), OPENREG_ERROR_ARGUMENT, "expected work with a function run");
+  fails(device->run(first, &site, &half, &work), OPENREG_ERROR_ARGUMENT, "both keep and drop, or neither");
+
+  /* work that launches, allocates, frees, and waits for itself where it is queued */
+  OK(device->synchronize_device(0));
+  host[0] = 1;
+  OK(device->copy(memory, host, 8, first));
+  struct Nested nested = {memory, first, 9, 9, 9, ""};
+  const openreg_work calls = {run_nested, NULL, NULL};
+  OK(device->enqueue(first, &site, &calls, &nested));
+  OK(device->synchronize_stream(first));
+  EXPECT(nested.launched == OPENREG_OK && nested.freed == OPENREG_OK);
+  EXPECT(nested.waited == (sync ? OPENREG_OK : OPENREG_ERROR_OTHER));
+  EXPECT(sync || strstr(nested.said, "waits for that stream, and so for itself"));
+  OK(device->copy(host, memory, 8, first));
+  OK(device->synchronize_device(0));
+  EXPECT(host[0] == 2);
+
   /* what fails when it is queued is told by the next wait */
+  const openreg_site nowhere_known = {"without a file", NULL, NULL, 0, OPENREG_KERNEL, 0};
+  if (!sync) {
+    OK(device->enqueue(first, &nowhere_known, &fail, NULL));
+    fails(device->synchronize_stream(first), OPENREG_ERROR_DEVICE, "launched at unknown:0");
+  }
   if (sync) fails(device->enqueue(first, &site, &fail, NULL), OPENREG_ERROR_OTHER, "the kernel met a NaN");
   else {
     OK(device->enqueue(first, &site, &fail, NULL));
@@ -138,6 +211,7 @@ int main(void) {
   OK(device->create_event(0, 1, &end));
   int32_t done = 0;
   double milliseconds = -1;
+  fails(device->elapsed_time(start, end, &milliseconds), OPENREG_ERROR_ARGUMENT, "which have been recorded");
   OK(device->record_event(start, first));
   OK(device->enqueue(first, &site, &twice, &work));
   OK(device->record_event(end, first));
@@ -155,6 +229,7 @@ int main(void) {
   fails(device->record_event(start, device->current_stream(1)), OPENREG_ERROR_ARGUMENT, "an event of device 0 cannot");
   device->destroy_event(start);
   device->destroy_event(end);
+  device->destroy_event(NULL);
 
   /* faults */
   int32_t number;
@@ -178,6 +253,10 @@ int main(void) {
   OK(device->synchronize_device(0));
   EXPECT(memcmp(sent, got, 8) != 0);
   fails(device->arm_fault("fire", 0, 0, 1, 0, &number), OPENREG_ERROR_ARGUMENT, "but got \"fire\"");
+
+  fails(device->arm_fault(NULL, 0, 0, 1, 0, &number), OPENREG_ERROR_ARGUMENT, "the name of a fault, but got NULL");
+  fails(device->arm_fault("kernel", -2, 0, 1, 0, &number), OPENREG_ERROR_ARGUMENT, "there is no device -2");
+  fails(device->arm_fault("kernel_latency", 0, 0, 1, -1, &number), OPENREG_ERROR_ARGUMENT, "at least 0, but got -1");
 
   OK(device->deallocate(memory));
   OK(device->deallocate(NULL));

@@ -50,7 +50,7 @@ enum { OPENREG_KERNEL = 0, OPENREG_COPY = 1, OPENREG_WAIT = 2 };
 typedef struct openreg_site {
   const char* name;     /* NULL: as `function` */
   const char* function; /* __func__, or as std::source_location has it */
-  const char* file;
+  const char* file;     /* NULL: unknown */
   uint32_t line;
   int32_t kind;         /* of work: OPENREG_KERNEL, OPENREG_COPY (the fault "copy" strikes it) */
   size_t bytes;         /* of a copy */
@@ -116,9 +116,10 @@ typedef struct openreg_interface {
 
   /* 64-byte aligned, for work on `stream`; at least one byte. */
   openreg_status (*allocate)(openreg_stream stream, size_t bytes, void** out);
-  /* Work that has been launched on its stream may still use it. NULL is allowed. */
+  /* Of the address that allocate() gave. Work that has been launched on its stream may still use it. NULL is allowed. */
   openreg_status (*deallocate)(void* memory);
-  /* What `stream` has been given so far uses it too, so that it is not reused before that has run. */
+  /* What `stream`, of the same device, has been given so far uses it too, so that it is not reused before that has run.
+   */
   openreg_status (*record_stream)(void* memory, openreg_stream stream);
   /* The device whose memory has this address, or -1. */
   int32_t (*device_of)(const void* address);
