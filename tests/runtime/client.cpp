@@ -35,6 +35,11 @@ void throws(const std::string& words, Call&& call) {
   ++wrong;
 }
 
+int calls = 0; // that the device has run; run() waits for those before it
+void count_call() {
+  ++calls;
+}
+
 struct OwnError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -63,7 +68,14 @@ int main(int argc, char** argv) try {
   EXPECT(openreg::device_of(x) == 1);
   openreg::copy(x, host.data(), n * sizeof(double), stream);
 
-  // All that can be called: a lambda, const or not, with state of its own, a std::function.
+  // All that can be called: a function, by name and by pointer, a lambda, const or not, with state of its own, a
+  // std::function.
+  void (*const pointer)() = count_call;
+  openreg::launch(stream, count_call);
+  openreg::launch(stream, pointer);
+  openreg::enqueue(stream, count_call);
+  openreg::run(stream, count_call);
+  EXPECT(calls == 4);
   const auto constant = [x] { add_one(x, n); };
   openreg::launch(stream, constant);
   openreg::launch(stream, [x, count = 0]() mutable { add_one(x, n + 0 * ++count); }, "add_one");

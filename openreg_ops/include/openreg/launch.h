@@ -103,15 +103,19 @@ inline Stream current_stream(int device) {
 // error waits, leaves it as an exception.
 template <class Work>
 void launch(Stream stream, Work&& work, Site site = std::source_location::current()) {
-  impl::check(
-      impl::interface().launch({stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
+  if constexpr (std::is_function_v<std::remove_reference_t<Work>>) launch(stream, &work, site);
+  else
+    impl::check(impl::interface().launch(
+        {stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
 }
 
 // launch() for work that takes so long that the host should run ahead also in inline mode.
 template <class Work>
 void enqueue(Stream stream, Work&& work, Site site = std::source_location::current()) {
-  impl::check(
-      impl::interface().enqueue({stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
+  if constexpr (std::is_function_v<std::remove_reference_t<Work>>) enqueue(stream, &work, site);
+  else
+    impl::check(impl::interface().enqueue(
+        {stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
 }
 
 // Runs `work` in the order of `stream` on the calling thread, before it returns, and returns what the work does.
