@@ -1,0 +1,197 @@
+// What the kernels share: their checks, memory for results, and where the work runs. Every call into PyTorch is one of
+// its stable ABI: torch/csrc/stable, torch/headeronly and the C functions below them.
+#pragma once
+
+#include <openreg/openreg.h>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <array>
+#include <sstream>
+#include <stdexcept>
+#include <type_traits>
+
+namespace stable_operators {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+constexpr int64_t kGrain = 4096; // elements that are worth another thread
+
+// What kernels compute in: float for the half types, else T.
+template <class T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// ---- checks: the sentences of the fake kernels ----
+
+// STD_TORCH_CHECK would put the function, file and line before the sentence.
+template <class... Words>
+[[noreturn]] void fail(const Words&... words) {
+  std::ostringstream sentence;
+  (sentence << ... << words);
+  throw std::runtime_error(sentence.str());
+}
+
+// The name that Python gives a dtype: "float32".
+inline const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
+inline std::string shape_of(Sizes sizes) {
+  std::string out = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) out += (i ? ", " : "") + std::to_string(sizes[i]);
+  return out + "]";
+}
+
+// What x is made of, as PyTorch's own numbers. Their translation to ScalarType and Device takes ten calls each, which
+// shows in an operator of two microseconds; these are translated for messages only.
+struct Kind {
+  explicit Kind(const Tensor& x) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device));
+  }
+  bool on_same_device(const Kind& other) const { return device_type == other.device_type && device == other.device; }
+  bool on_cpu() const { return device_type == aoti_torch_device_type_cpu(); }
+  int32_t dtype, device_type, device;
+};
+
+// float32 for the half types.
+inline int32_t wide_dtype(int32_t dtype) {
+  return dtype == aoti_torch_dtype_float64() ? dtype : aoti_torch_dtype_float32();
+}
+
+// A kernel sees tensors of its own device and, where a caller mixed two, of the CPU or another openreg device.
+inline std::string device_of(const Kind& kind) {
+  return kind.on_cpu() ? "cpu" : "openreg:" + std::to_string(kind.device);
+}
+
+inline void check_tensor(const char* op, const char* name, const Tensor& x) {
+  if (!x.defined()) fail(op, ": expected ", name, " to be a tensor, but got None");
+}
+
+inline void check_floating(const char* op, const char* name, const Tensor& x) {
+  check_tensor(op, name, x);
+  const int32_t dtype = Kind(x).dtype;
+  if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_float64() &&
+      dtype != aoti_torch_dtype_float16() && dtype != aoti_torch_dtype_bfloat16())
+    fail(op, ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(x.scalar_type()),
+        "; convert it with .to()");
+}
+
+inline void check_same_device(const char* op, const char* x_name, const Tensor& x, const char* name, const Tensor& y) {
+  check_tensor(op, name, y);
+  if (const Kind here(x), there(y); !here.on_same_device(there))
+    fail(op, ": ", x_name, " is on ", device_of(here), " but ", name, " is on ", device_of(there),
+        "; move one with .to()");
+}
+
+inline void check_dtype(const char* op, const char* name, const Tensor& x, int32_t dtype, const char* of) {
+  if (Kind(x).dtype != dtype)
+    fail(op, ": expected ", name, " of ",
+        dtype_name(torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype))), ", the dtype of ", of,
+        ", but got ", dtype_name(x.scalar_type()), "; convert one with .to()");
+}
+
+inline void check_shape(const char* op, const char* name, const Tensor& x, Sizes shape, const char* of) {
+  if (x.sizes() != shape)
+    fail(op, ": expected ", name, " of shape ", shape_of(shape), ", ", of, ", but got ", shape_of(x.sizes()));
+}
+
+// Device, dtype and shape of x are those of y.
+inline void check_like(const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y) {
+  check_same_device(op, of, y, name, x);
+  check_dtype(op, name, x, Kind(y).dtype, of);
+  if (x.sizes() != y.sizes()) check_shape(op, name, x, y.sizes(), ("that of " + std::string(of)).c_str());
+}
+
+// ---- memory and work ----
+
+// A call of aten::contiguous through the dispatcher costs as much as a small kernel.
+inline Tensor dense(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+// Contiguous memory on the device of x. torch::stable::new_empty() would box six arguments.
+inline Tensor memory(Sizes sizes, int32_t dtype, const Kind& x) {
+  std::array<int64_t, 64> strides; // more dimensions than a tensor can have
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  AtenTensorHandle out = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, x.device_type, x.device, &out));
+  return Tensor(out);
+}
+
+// f(begin, end) over parts of n items, each of which is as much work as `weight` elements.
+template <class F>
+void parallel(int64_t n, int64_t weight, const F& f) {
+  const int64_t grain = kGrain / (weight + 1) + 1;
+  if (n <= grain) f(0, n);
+  else torch::stable::parallel_for(0, n, grain, f);
+}
+
+// On the CPU at once. On openreg in the order of the current stream, now or later: it holds pointers, and no tensor.
+template <class Work>
+void run(const Kind& x, const char* name, Work work) {
+  if (x.on_cpu()) work();
+  else openreg::launch(openreg::current_stream(x.device), work, name);
+}
+
+// Calls f with a null pointer to the floating-point type of x.
+template <class F>
+void dispatch(const Kind& x, const F& f) {
+  if (x.dtype == aoti_torch_dtype_float32()) f(static_cast<float*>(nullptr));
+  else if (x.dtype == aoti_torch_dtype_float64()) f(static_cast<double*>(nullptr));
+  else if (x.dtype == aoti_torch_dtype_float16()) f(static_cast<torch::headeronly::Half*>(nullptr));
+  else f(static_cast<torch::headeronly::BFloat16*>(nullptr));
+}
+
+// The pointer that a kernel of T reads or writes: a dtype was dispatched on already, so it is not checked again.
+template <class T>
+const T* read(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+template <class T>
+T* write(const Tensor& x) {
+  return static_cast<T*>(x.mutable_data_ptr());
+}
+
+} // namespace stable_operators

@@ -1,0 +1,133 @@
+// rms_norm: y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2), over the last dimension.
+// Zhang & Sennrich 2019, arXiv:1910.07467.
+// rstd is an output so that backward need not compute it again. The derivatives, the fake kernels and everything else
+// are in src/stable_operators/rms_norm.py.
+#include "kernels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+namespace stable_operators {
+namespace {
+
+// f(0) + … + f(n - 1) in double, in four sums, because an addition takes four cycles.
+template <class F>
+double sum(int64_t n, F f) {
+  double part[4] = {};
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4)
+    for (int64_t k = 0; k < 4; ++k) part[k] += static_cast<double>(f(i + k));
+  for (; i < n; ++i) part[0] += static_cast<double>(f(i));
+  return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+// One row of n elements; returns rstd.
+template <class T>
+Wide<T> rms_norm_row(const T* x, const T* weight, T* y, int64_t n, double eps) {
+  using W = Wide<T>;
+  const double mean = sum(n, [x](int64_t i) { return W(x[i]) * W(x[i]); }) / static_cast<double>(n);
+  const auto rstd = static_cast<W>(1 / std::sqrt(mean + eps));
+  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>(W(x[i]) * rstd * W(weight[i]));
+  return rstd;
+}
+
+// dx = rstd * g - x * rstd^3 * mean(g * x) with g = dy * weight, for one row; adds dy * x * rstd to grad_weight.
+template <class T>
+void rms_norm_backward_row(
+    const T* grad_y, const T* x, const T* weight, Wide<T> rstd, T* grad_x, Wide<T>* grad_weight, int64_t n) {
+  using W = Wide<T>;
+  const double mean = sum(n, [=](int64_t i) { return W(grad_y[i]) * W(weight[i]) * W(x[i]); }) / static_cast<double>(n);
+  const auto c = static_cast<W>(mean * rstd * rstd * rstd);
+  for (int64_t i = 0; i < n; ++i) {
+    const W g = grad_y[i], xi = x[i];
+    grad_x[i] = static_cast<T>(rstd * g * W(weight[i]) - c * xi);
+    grad_weight[i] += g * xi * rstd;
+  }
+}
+
+void check_row(const char* op, const Tensor& x, const Tensor& weight) {
+  check_floating(op, "x", x);
+  if (x.dim() == 0) fail(op, ": expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)");
+  check_same_device(op, "x", x, "weight", weight);
+  check_dtype(op, "weight", weight, Kind(x).dtype, "x");
+  check_shape(op, "weight", weight, x.sizes().slice(x.dim() - 1, 1), "the last dimension of x");
+}
+
+// rstd has a number for each row of x.
+Sizes rows_of(const Tensor& x) {
+  return x.sizes().slice(0, x.dim() - 1);
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, double eps) {
+  check_row("rms_norm", x_, weight_);
+  const Tensor x = dense(x_), weight = dense(weight_);
+  const Kind kind(x);
+  Tensor y = memory(x.sizes(), kind.dtype, kind), rstd = memory(rows_of(x), wide_dtype(kind.dtype), kind);
+  dispatch(kind, [&]<class T>(T*) {
+    run(kind, "stable_operators::rms_norm",
+        [=, n = weight.numel(), rows = rstd.numel(), x = read<T>(x), w = read<T>(weight), y = write<T>(y),
+            r = write<Wide<T>>(rstd)] {
+          parallel(rows, n, [=](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) r[i] = rms_norm_row(x + i * n, w, y + i * n, n, eps);
+          });
+        });
+  });
+  return {std::move(y), std::move(rstd)};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(
+    const Tensor& grad_y_, const Tensor& x_, const Tensor& weight_, const Tensor& rstd_) {
+  constexpr const char* op = "rms_norm_backward";
+  check_row(op, x_, weight_);
+  check_like(op, "grad_y", grad_y_, "x", x_);
+  check_same_device(op, "x", x_, "rstd", rstd_);
+  check_dtype(op, "rstd", rstd_, wide_dtype(Kind(x_).dtype), "its rms_norm output");
+  check_shape(op, "rstd", rstd_, rows_of(x_), "that of x without its last dimension");
+
+  const Tensor grad_y = dense(grad_y_), x = dense(x_), weight = dense(weight_), rstd = dense(rstd_);
+  const Kind kind(x);
+  Tensor grad_x = memory(x.sizes(), kind.dtype, kind), grad_weight = memory(weight.sizes(), kind.dtype, kind);
+  // Rows go to a fixed number of parts, each with a sum of its own, so that grad_weight does not depend on the number
+  // of threads.
+  const int64_t n = weight.numel(), rows = rstd.numel(), parts = std::min<int64_t>(rows, 32);
+  const std::array<int64_t, 2> shape = {parts, n};
+  Tensor partial = memory(Sizes(shape.data(), shape.size()), wide_dtype(kind.dtype), kind);
+  dispatch(kind, [&]<class T>(T*) {
+    run(kind, "stable_operators::rms_norm_backward",
+        [=, g = read<T>(grad_y), x = read<T>(x), w = read<T>(weight), r = read<Wide<T>>(rstd), dx = write<T>(grad_x),
+            dw = write<T>(grad_weight), sums = write<Wide<T>>(partial)] {
+          parallel(parts, n * rows / (parts + 1), [=](int64_t begin, int64_t end) {
+            for (int64_t p = begin; p < end; ++p) {
+              std::fill_n(sums + p * n, n, Wide<T>(0));
+              for (int64_t i = p * rows / parts; i < (p + 1) * rows / parts; ++i)
+                rms_norm_backward_row(g + i * n, x + i * n, w, r[i], dx + i * n, sums + p * n, n);
+            }
+          });
+          parallel(n, parts, [=](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i)
+              dw[i] = static_cast<T>(sum(parts, [=](int64_t p) { return sums[p * n + i]; }));
+          });
+        });
+  });
+  return {std::move(grad_x), std::move(grad_weight)};
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(stable_operators, m) {
+  m.set_python_module("stable_operators.registration");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor grad_weight)");
+}
+STABLE_TORCH_LIBRARY_IMPL(stable_operators, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+}
+STABLE_TORCH_LIBRARY_IMPL(stable_operators, PrivateUse1, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+}
+
+} // namespace stable_operators
