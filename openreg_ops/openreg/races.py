@@ -97,7 +97,8 @@ def _of_collective(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[
     name = func._schema.name.removeprefix("c10d::")
     given = {argument.name: value for argument, value in csan.zip_arguments(func._schema, args, kwargs)}
     only_reads = name == "send" or (
-        name == "broadcast_" and given["root_rank"] == torch.distributed.ProcessGroup.unbox(given["process_group"]).rank()
+        name == "broadcast_"
+        and given["root_rank"] == torch.distributed.ProcessGroup.unbox(given["process_group"]).rank()
     )
     found = []
     for argument, value in given.items():

@@ -110,7 +110,10 @@ def check_coalesced(dtype):
                     ],
                     None,
                 )
-                sums = [size * (x - dist.get_rank() + 10 * dist.get_rank()) + sum(range(size)) for x in numbers("cpu", *rows)]
+                sums = [
+                    size * (x - dist.get_rank() + 10 * dist.get_rank()) + sum(range(size))
+                    for x in numbers("cpu", *rows)
+                ]
                 assert_close([x.cpu() for x in outputs], sums, rtol=0, atol=0)
 
 
@@ -191,7 +194,9 @@ def check_capability():
 
 
 @pytest.mark.parametrize(
-    "check", [check_batch, check_other_calls_coalesced, check_coalesced_directly, check_capability], ids=lambda f: f.__name__
+    "check",
+    [check_batch, check_other_calls_coalesced, check_coalesced_directly, check_capability],
+    ids=lambda f: f.__name__,
 )
 def test_coalescing(group, check):
     group.run(check)
@@ -216,7 +221,9 @@ def check_monitored_barrier():
     assert x.tolist() == [size] * 2
     late = dist.new_group()
     if rank == 0:
-        with pytest.raises(RuntimeError, match=f"Rank {'1' if size == 2 else '1, 2, 3'} failed to pass monitoredBarrier"):
+        with pytest.raises(
+            RuntimeError, match=f"Rank {'1' if size == 2 else '1, 2, 3'} failed to pass monitoredBarrier"
+        ):
             dist.monitored_barrier(late, timedelta(milliseconds=300), wait_all_ranks=True)
     alone = dist.new_group([0])
     if rank == 0:
@@ -295,7 +302,10 @@ def check_other_mismatches():
         (lambda: dist.all_reduce(x, odd(dist.ReduceOp.SUM, dist.ReduceOp.MAX)), r"allreduce\(max\)"),
         (lambda: dist.broadcast(x, odd(0, 1)), r"broadcast\(root 1\)"),
         (lambda: odd(dist.barrier, lambda: dist.all_reduce(x))(), "barrier"),
-        (lambda: dist.all_reduce_coalesced(odd([x], [x, x.clone()])), r"allreduce_coalesced\(sum\) of float32 \[\d\], float32"),
+        (
+            lambda: dist.all_reduce_coalesced(odd([x], [x, x.clone()])),
+            r"allreduce_coalesced\(sum\) of float32 \[\d\], float32",
+        ),
         (lambda: dist.reduce_scatter_tensor(odd(x[:2], x[:1]).clone(), odd(x, x[:size])), "reduce_scatter_base"),
     ]
     for call, text in calls:
@@ -303,10 +313,13 @@ def check_other_mismatches():
             call()
     mine, theirs = [1] * size, [2] * size
     with pytest.raises(
-        dist.DistBackendError, match=r"alltoall_base of float32 .*: rank \d sends \d elements to rank \d, which expects \d\."
+        dist.DistBackendError,
+        match=r"alltoall_base of float32 .*: rank \d sends \d elements to rank \d, which expects \d\.",
     ):
         dist.all_to_all_single(torch.empty(size, device="openreg"), odd(x[:size], x), mine, odd(mine, theirs))
-    with pytest.raises(ValueError, match=r"occl: alltoall_base: expected \w+_split_sizes with one number for each of \d ranks"):
+    with pytest.raises(
+        ValueError, match=r"occl: alltoall_base: expected \w+_split_sizes with one number for each of \d ranks"
+    ):
         dist.all_to_all_single(x.clone(), x, [len(x)], [len(x)])
     work = dist.all_reduce(odd(x, x[:1].clone()), async_op=True)  # the call itself does not wait for the others
     with pytest.raises(dist.DistBackendError, match="mismatched collectives"):
@@ -346,7 +359,9 @@ def test_mismatch_with_details(mismatch):
 
 def check_a_missing_rank():
     if dist.get_rank() == 0:
-        with pytest.raises(dist.DistBackendError, match="allreduce on rank 0 of 2 failed: .*TORCH_DISTRIBUTED_DEBUG=DETAIL"):
+        with pytest.raises(
+            dist.DistBackendError, match="allreduce on rank 0 of 2 failed: .*TORCH_DISTRIBUTED_DEBUG=DETAIL"
+        ):
             dist.all_reduce(torch.ones(2, device="openreg"))
 
 
@@ -537,7 +552,9 @@ def check_training():
                 assert loss.isfinite().item()
 
 
-@pytest.mark.parametrize("check", [check_functional_races, check_dropped_work, check_training], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "check", [check_functional_races, check_dropped_work, check_training], ids=lambda f: f.__name__
+)
 @TWO
 def test_sanitized(group, check):
     group.run(check)
