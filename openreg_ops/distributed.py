@@ -6,6 +6,9 @@ See Note [Distributed] in csrc/backend/distributed.h.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import functools
 import sys
 from typing import Any
 
@@ -41,6 +44,30 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
     return _C.DistributedBackend(engine)
 
 
+def _register_monitored_barrier() -> None:
+    """PyTorch's `monitored_barrier` refuses every group whose only backend is not Gloo, and then it calls Gloo's."""
+    from torch.distributed import distributed_c10d as c10d
+
+    of_gloo = c10d.monitored_barrier
+
+    @functools.wraps(of_gloo)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        backend = None
+        if not c10d._rank_not_in_group(group):
+            with contextlib.suppress(RuntimeError):  # a group without a backend for the device
+                backend = (group or c10d._get_default_group())._get_backend(torch.device("openreg"))
+        if backend is None or backend.name() != "occl":
+            return of_gloo(group, timeout, wait_all_ranks)
+        if isinstance(timeout, float):
+            timeout = datetime.timedelta(seconds=timeout)
+        if timeout is not None:
+            c10d._check_valid_timeout(timeout)
+        options = {} if timeout is None else {"timeout": timeout}
+        return backend.monitored_barrier(wait_all_ranks=wait_all_ranks, **options)
+
+    c10d.monitored_barrier = torch.distributed.monitored_barrier = monitored_barrier
+
+
 def _register_random() -> None:
     from openreg_ops import dtensor
 
@@ -56,6 +83,7 @@ def _register_strategies() -> None:
 def register() -> None:
     """Make "occl" known to c10d, as the device's default; torch has imported c10d already. DTensor it has not."""
     if torch.distributed.is_available():
+        _register_monitored_barrier()
         after_import("torch.distributed.tensor._random", _register_random)
         after_import("torch.distributed.tensor", _register_strategies)
         torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=["openreg"])

@@ -1,225 +1,22 @@
 #include "distributed.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <condition_variable>
-#include <exception>
-#include <mutex>
-#include <string_view>
-#include <thread>
+#include <algorithm>
+#include <array>
+#include <iterator>
 #include <utility>
 
 #include "../runtime/device.h"
-#include "../runtime/isolation.h"
 #include "../runtime/stream.h"
-#include "../runtime/wait.h"
 #include "allocator.h"
+#include "distributed_work.h"
 
 namespace openreg {
 namespace {
 
-using Tensors = DistributedBackend::Tensors;
 using Lists = DistributedBackend::Lists;
-using c10::ivalue::Future;
-
-// A call as its messages name it.
-struct Name {
-  const char* operation;
-  int rank, size;
-};
-
-// The device tensors of one call, and what the engine is given for them.
-class Arguments {
- public:
-  explicit Arguments(const Name& name) : name(name) {}
-
-  at::Tensor input(const at::Tensor& tensor) {
-    check(tensor);
-    if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() || isolation() != Isolation::kOff) {
-      const c10::AutoGradMode no_grad(false);
-      return tensor.to(at::kCPU);
-    }
-    return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
-        .strides(tensor.strides())
-        .deleter([memory = tensor.storage()](void*) {})
-        .options(tensor.options().device(at::kCPU))
-        .target_device(at::kCPU)
-        .make_tensor();
-  }
-  at::Tensor output(const at::Tensor& tensor) {
-    auto host = input(tensor);
-    outputs.push_back(tensor);
-    if (!host.has_storage() || host.const_data_ptr() != tensor.const_data_ptr()) copies.emplace_back(tensor, host);
-    return host;
-  }
-  template <class T>
-  std::vector<T> input(const std::vector<T>& list) {
-    std::vector<T> hosts;
-    for (const auto& each : list) hosts.push_back(input(each));
-    return hosts;
-  }
-  template <class T>
-  std::vector<T> output(const std::vector<T>& list) {
-    std::vector<T> hosts;
-    for (const auto& each : list) hosts.push_back(output(each));
-    return hosts;
-  }
-  void copy_back() const {
-    if (copies.empty()) return;
-    const c10::AutoGradMode no_grad(false);
-    for (const auto& [tensor, host] : copies) tensor.copy_(host.to(tensor.device()));
-    synchronize_stream(current_stream(device));
-  }
-
-  const Name name;
-  c10::DeviceIndex device = -1;
-  Tensors outputs;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-
- private:
-  void check(const at::Tensor& tensor) {
-    TORCH_CHECK(tensor.device().is_privateuseone(), "occl: ", name.operation, ": expected tensors on openreg, but got ",
-        "one on ", tensor.device(), "; move it with .to(\"openreg\")");
-    if (device == -1) device = tensor.device().index();
-    TORCH_CHECK(tensor.device().index() == device, "occl: ", name.operation, ": expected tensors on one device, but ",
-        "got openreg:", static_cast<int>(device), " and ", tensor.device(), "; move one with .to()");
-  }
-};
-
-// What the engine's work is to the user: the same, in device tensors.
-class DeviceWork final : public c10d::Work {
- public:
-  DeviceWork(Arguments arguments, c10d::OpType type, c10::intrusive_ptr<c10d::Work> engine)
-      : Work(arguments.name.rank, type), arguments_(std::move(arguments)), engine_(std::move(engine)),
-        future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices())) {}
-
-  // Completes the future when the engine's is; its sends, receives and sums in parts have none.
-  void follow_engine() {
-    try {
-      engine_future_ = engine_->getFuture();
-    } catch (const c10::Error&) {
-      return;
-    }
-    engine_future_->addCallback([self = self()](Future& done) {
-      {
-        std::lock_guard lock(self->ending_);
-        self->ended_ = true;
-      }
-      self->end_.notify_all();
-      self->complete([&] {
-        if (done.hasError()) std::rethrow_exception(self->explained(done.exception_ptr()));
-        self->finish();
-      });
-    });
-  }
-
-  bool isCompleted() override { return finished_ || engine_->isCompleted(); }
-  bool isSuccess() const override { return !future_->hasError() && (finished_ || engine_->isSuccess()); }
-  std::exception_ptr exception() const override {
-    if (future_->hasError()) return future_->exception_ptr();
-    const auto error = engine_->exception();
-    return error ? explained(error) : error;
-  }
-  int sourceRank() const override { return engine_->sourceRank(); }
-  Tensors result() override { return arguments_.outputs; }
-  void synchronize() override { wait(kNoTimeout); }
-  bool wait(std::chrono::milliseconds timeout) override {
-    // Some of the engine's works can be waited for only once.
-    std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
-    if (!engine_future_) {
-      if (timeout == kNoTimeout) one_at_a_time.lock();
-      else if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
-    }
-    if (finished_) return true;
-    if (engine_future_) wait_for_end(timeout);
-    try {
-      if (!engine_waited_ && !engine_->wait(timeout)) return false;
-      engine_waited_ = true;
-    } catch (const c10::Error& error) {
-      if (std::string_view(error.what_without_backtrace()).starts_with("Operation timed out")) timed_out(timeout);
-      throw;
-    } catch (...) {
-      std::rethrow_exception(explained(std::current_exception()));
-    }
-    finish();
-    return true;
-  }
-  void abort() override { engine_->abort(); }
-  c10::intrusive_ptr<Future> getFuture() override {
-    if (!engine_future_)
-      std::call_once(followed_,
-          [&] { std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach(); });
-    return future_;
-  }
-  float getDuration() const override { return engine_->getDuration(); }
-  uint64_t getSequencenumber() const override { return engine_->getSequencenumber(); }
-
- private:
-  c10::intrusive_ptr<DeviceWork> self() { return c10::intrusive_ptr<DeviceWork>::reclaim_copy(this); }
-  std::vector<c10::Device> devices() const {
-    if (arguments_.outputs.empty()) return {};
-    return {c10::Device(c10::kPrivateUse1, arguments_.device)};
-  }
-  void finish() {
-    std::call_once(copied_, [&] { arguments_.copy_back(); });
-    finished_ = true;
-  }
-  // Unlike the engine's wait, it can be interrupted: see Note [Interrupts].
-  void wait_for_end(std::chrono::milliseconds timeout) {
-    using Clock = std::chrono::steady_clock;
-    const auto until = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
-    detail::wait_freely(detail::Interrupt::kThrows, [&](std::chrono::nanoseconds most) {
-      std::unique_lock lock(ending_);
-      const auto now = Clock::now();
-      const bool last = until - now <= most;
-      if (!end_.wait_until(lock, last ? until : now + most, [&] { return ended_; }) && last) timed_out(timeout);
-      return ended_;
-    });
-  }
-  // Runs on a thread that an exception must not leave.
-  template <class Finish>
-  void complete(Finish&& finish) noexcept {
-    try {
-      finish();
-      future_->markCompleted(c10::IValue(arguments_.outputs));
-    } catch (...) {
-      future_->setErrorIfNeeded(std::current_exception());
-    }
-  }
-  [[noreturn]] void timed_out(std::chrono::milliseconds timeout) const {
-    std::rethrow_exception(explained(
-        std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
-  }
-  // The engine's own errors are the network's; torch's say what is wrong as they are.
-  std::exception_ptr explained(const std::exception_ptr& error) const {
-    try {
-      std::rethrow_exception(error);
-    } catch (const c10::Error&) {
-      return error;
-    } catch (const std::exception& what) {
-      const auto& [operation, rank, size] = arguments_.name;
-      return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-          c10::str("occl: ", operation, " on rank ", rank, " of ", size, " failed: ", what.what(),
-              ". A process of the group has ended, or did not make this call within the timeout; see what it "
-              "printed")));
-    }
-  }
-
-  const Arguments arguments_;
-  const c10::intrusive_ptr<c10d::Work> engine_;
-  const c10::intrusive_ptr<Future> future_;
-  c10::intrusive_ptr<Future> engine_future_; // null where the engine has none
-  std::mutex ending_;
-  std::condition_variable end_;
-  bool ended_ = false; // the engine, if it has a future
-  std::timed_mutex waiting_;
-  std::atomic<bool> engine_waited_{false};
-  std::once_flag copied_, followed_;
-  std::atomic<bool> finished_{false};
-};
 
 // Shows a tensor and its parts, one for each process, as one-dimensional: the engine cuts the first dimension, while
 // NCCL, and so SyncBatchNorm, takes any shapes.
@@ -229,14 +26,49 @@ void flatten(at::Tensor& whole, at::Tensor& part, int processes) {
   part = part.view(-1);
 }
 
-// Hands a call to the engine behind the current stream's work.
-template <class Start>
-c10::intrusive_ptr<c10d::Work> start(Arguments&& arguments, c10d::OpType type, Start&& start) {
-  if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
-  auto engine = run(current_stream(arguments.device), start, Site(arguments.name.operation));
-  auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, std::move(engine));
-  work->follow_engine();
-  return work;
+// A collective and the tensors whose dtypes and numbers of elements must be the same on every process.
+template <class Options>
+Call call_of(const Name& name, const Tensors& same, const Options& opts, const std::string& option = {}) {
+  Call call;
+  call.timeout = opts.timeout;
+  call.rule = call.text = option.empty() ? std::string(name.operation) : c10::str(name.operation, "(", option, ")");
+  const char* separator = " of ";
+  for (const auto& each : same) {
+    const auto dtype = c10::getDtypeNames(each.scalar_type()).first;
+    call.rule += c10::str(" ", dtype, " ", each.numel());
+    call.text += c10::str(std::exchange(separator, ", "), dtype, " ", each.sizes());
+  }
+  return call;
+}
+
+std::string name_of(const c10d::ReduceOp& op) {
+  static constexpr std::array names{"sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
+  const auto index = static_cast<size_t>(op.op_);
+  return index < names.size() ? names[index] : std::to_string(index);
+}
+template <class Options>
+std::string root_of(const Options& opts) {
+  return c10::str("root ", opts.rootRank);
+}
+
+// The numbers of elements that each process sends or gets, as `sizes` divides the first dimension; equally without.
+std::vector<int64_t> parts(const Name& name, const char* argument, const at::Tensor& x, const std::vector<int64_t>& sizes) {
+  const int64_t rows = x.dim() ? x.size(0) : 1;
+  if (sizes.empty()) return std::vector<int64_t>(name.size, x.numel() / name.size);
+  if (static_cast<int>(sizes.size()) != name.size)
+    C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": expected ", argument, " with one number for each of ",
+        name.size, " ranks, but got ", sizes));
+  std::vector<int64_t> counts;
+  for (const auto each : sizes) counts.push_back(rows ? each * (x.numel() / rows) : 0);
+  return counts;
+}
+std::vector<int64_t> parts(const Name& name, const char* argument, const Tensors& list) {
+  if (static_cast<int>(list.size()) != name.size)
+    C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": expected ", argument, " with one tensor for each of ",
+        name.size, " ranks, but got ", list.size()));
+  std::vector<int64_t> counts;
+  for (const auto& each : list) counts.push_back(each.numel());
+  return counts;
 }
 
 } // namespace
@@ -245,125 +77,209 @@ using c10d::OpType;
 using Work = DistributedBackend::Work;
 
 DistributedBackend::DistributedBackend(Engine engine)
-    : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)) {}
+    : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)), queue_(engine_) {}
+
+// Hands a collective to the queue behind the current stream's work.
+template <class Start>
+Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call call, bool async, Start&& start) {
+  const Site site(arguments.name.operation);
+  if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
+  const auto stream = current_stream(arguments.device);
+  const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, ++sequence_number_);
+  openreg::run(
+      stream,
+      [&] {
+        queue_.push(
+            std::move(call), [work, start]() mutable { work->begin(start()); },
+            [work](const std::exception_ptr& error) { work->fail(error); });
+      },
+      site);
+  return coalesce(work, async);
+}
+
+// Sends and receives have no order with collectives, nor with those of other processes: they begin at once.
+template <class Start>
+Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Start&& start) {
+  const Site site(arguments.name.operation);
+  if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
+  const auto stream = current_stream(arguments.device);
+  const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, sequence_number_);
+  openreg::run(stream, [&] { work->begin(start()); }, site);
+  return coalesce(work, false);
+}
+
+// Between startCoalescing() and endCoalescing() calls return no work, as NCCL's, but where the caller wants one: so a
+// receive before a send does not wait for it.
+Work DistributedBackend::coalesce(const Work& work, bool async) {
+  std::lock_guard lock(coalescing_);
+  if (!coalesced_) return work;
+  coalesced_->push_back(work);
+  return async ? work : Work();
+}
+void DistributedBackend::startCoalescing() {
+  std::lock_guard lock(coalescing_);
+  coalesced_.emplace();
+}
+Work DistributedBackend::endCoalescing() {
+  std::lock_guard lock(coalescing_);
+  auto works = std::exchange(coalesced_, std::nullopt).value_or(std::vector<c10::intrusive_ptr<c10d::Work>>());
+  if (works.empty()) return {};
+  return c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
+}
 
 Work DistributedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   Arguments arguments({"broadcast", rank_, size_});
   auto hosts = arguments.output(tensors);
-  return start(std::move(arguments), OpType::BROADCAST, [&] { return engine_->broadcast(hosts, opts); });
+  auto call = call_of(arguments.name, tensors, opts, root_of(opts));
+  return collective(std::move(arguments), OpType::BROADCAST, std::move(call), opts.asyncOp,
+      [engine = engine_, hosts, opts]() mutable { return engine->broadcast(hosts, opts); });
 }
 Work DistributedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   Arguments arguments({"allreduce", rank_, size_});
+  arguments.sparse = true;
   auto hosts = arguments.output(tensors);
-  return start(std::move(arguments), OpType::ALLREDUCE, [&] { return engine_->allreduce(hosts, opts); });
+  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp));
+  return collective(std::move(arguments), OpType::ALLREDUCE, std::move(call), opts.asyncOp,
+      [engine = engine_, hosts, opts]() mutable { return engine->allreduce(hosts, opts); });
 }
 Work DistributedBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   Arguments arguments({"allreduce_sparse", rank_, size_});
+  arguments.sparse = true;
   auto hosts = arguments.output(tensors);
-  return start(std::move(arguments), OpType::_ALLREDUCE_SPARSE, [&] { return engine_->allreduce_sparse(hosts, opts); });
+  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp));
+  return collective(std::move(arguments), OpType::_ALLREDUCE_SPARSE, std::move(call), opts.asyncOp,
+      [engine = engine_, hosts, opts]() mutable { return engine->allreduce_sparse(hosts, opts); });
 }
 Work DistributedBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   Arguments arguments({"allreduce_coalesced", rank_, size_});
   auto hosts = arguments.output(tensors);
-  return start(
-      std::move(arguments), OpType::ALLREDUCE_COALESCED, [&] { return engine_->allreduce_coalesced(hosts, opts); });
+  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp));
+  return collective(std::move(arguments), OpType::ALLREDUCE_COALESCED, std::move(call), opts.asyncOp,
+      [engine = engine_, hosts, opts]() mutable { return engine->allreduce_coalesced(hosts, opts); });
 }
 Work DistributedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   Arguments arguments({"reduce", rank_, size_});
   auto hosts = arguments.output(tensors);
-  return start(std::move(arguments), OpType::REDUCE, [&] { return engine_->reduce(hosts, opts); });
+  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp) + ", " + root_of(opts));
+  return collective(std::move(arguments), OpType::REDUCE, std::move(call), opts.asyncOp,
+      [engine = engine_, hosts, opts]() mutable { return engine->reduce(hosts, opts); });
 }
 Work DistributedBackend::allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(std::move(arguments), OpType::ALLGATHER, [&] { return engine_->allgather(to, from, opts); });
+  auto call = call_of(arguments.name, inputs, opts);
+  return collective(std::move(arguments), OpType::ALLGATHER, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->allgather(to, from, opts); });
 }
 Work DistributedBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather_base", rank_, size_});
   auto to = arguments.output(output);
   auto from = arguments.input(input);
   flatten(to, from, size_);
-  return start(std::move(arguments), OpType::_ALLGATHER_BASE, [&] { return engine_->_allgather_base(to, from, opts); });
+  auto call = call_of(arguments.name, {input}, opts);
+  return collective(std::move(arguments), OpType::_ALLGATHER_BASE, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->_allgather_base(to, from, opts); });
 }
 Work DistributedBackend::allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather_coalesced", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(
-      std::move(arguments), OpType::ALLGATHER_COALESCED, [&] { return engine_->allgather_coalesced(to, from, opts); });
+  auto call = call_of(arguments.name, inputs, opts);
+  return collective(std::move(arguments), OpType::ALLGATHER_COALESCED, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->allgather_coalesced(to, from, opts); });
 }
-Work DistributedBackend::allgather_into_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+Work DistributedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather_into_tensor_coalesced", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(std::move(arguments), OpType::ALLGATHER_COALESCED,
-      [&] { return engine_->allgather_into_tensor_coalesced(to, from, opts); });
+  for (size_t i = 0; i < std::min(to.size(), from.size()); ++i) flatten(to[i], from[i], size_);
+  auto call = call_of(arguments.name, inputs, opts);
+  return collective(std::move(arguments), OpType::ALLGATHER_COALESCED, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->allgather_into_tensor_coalesced(to, from, opts); });
 }
 Work DistributedBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
   Arguments arguments({"gather", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(std::move(arguments), OpType::GATHER, [&] { return engine_->gather(to, from, opts); });
+  auto call = call_of(arguments.name, inputs, opts, root_of(opts));
+  return collective(std::move(arguments), OpType::GATHER, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->gather(to, from, opts); });
 }
 Work DistributedBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) {
   Arguments arguments({"scatter", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(std::move(arguments), OpType::SCATTER, [&] { return engine_->scatter(to, from, opts); });
+  auto call = call_of(arguments.name, outputs, opts, root_of(opts));
+  return collective(std::move(arguments), OpType::SCATTER, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->scatter(to, from, opts); });
 }
 Work DistributedBackend::reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) {
   Arguments arguments({"reduce_scatter", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(std::move(arguments), OpType::REDUCE_SCATTER, [&] { return engine_->reduce_scatter(to, from, opts); });
+  auto call = call_of(arguments.name, outputs, opts, name_of(opts.reduceOp));
+  return collective(std::move(arguments), OpType::REDUCE_SCATTER, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->reduce_scatter(to, from, opts); });
 }
-Work DistributedBackend::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+Work DistributedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
   Arguments arguments({"reduce_scatter_base", rank_, size_});
   auto to = arguments.output(output);
   auto from = arguments.input(input);
   flatten(from, to, size_);
-  return start(std::move(arguments), OpType::_REDUCE_SCATTER_BASE,
-      [&] { return engine_->_reduce_scatter_base(to, from, opts); });
+  auto call = call_of(arguments.name, {output}, opts, name_of(opts.reduceOp));
+  return collective(std::move(arguments), OpType::_REDUCE_SCATTER_BASE, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->_reduce_scatter_base(to, from, opts); });
 }
-Work DistributedBackend::reduce_scatter_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+Work DistributedBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
   Arguments arguments({"reduce_scatter_tensor_coalesced", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(std::move(arguments), OpType::REDUCE_SCATTER_TENSOR_COALESCED,
-      [&] { return engine_->reduce_scatter_tensor_coalesced(to, from, opts); });
+  for (size_t i = 0; i < std::min(to.size(), from.size()); ++i) flatten(from[i], to[i], size_);
+  auto call = call_of(arguments.name, outputs, opts, name_of(opts.reduceOp));
+  return collective(std::move(arguments), OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->reduce_scatter_tensor_coalesced(to, from, opts); });
 }
 Work DistributedBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) {
   Arguments arguments({"alltoall_base", rank_, size_});
   auto to = arguments.output(output);
   auto from = arguments.input(input);
-  return start(std::move(arguments), OpType::ALLTOALL_BASE,
-      [&] { return engine_->alltoall_base(to, from, output_sizes, input_sizes, opts); });
+  auto call = call_of(arguments.name, {input}, opts);
+  call.rule = c10::str(arguments.name.operation, " ", input.scalar_type());
+  call.sent = parts(arguments.name, "input_split_sizes", input, input_sizes);
+  call.received = parts(arguments.name, "output_split_sizes", output, output_sizes);
+  return collective(std::move(arguments), OpType::ALLTOALL_BASE, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, output_sizes, input_sizes, opts]() mutable {
+        return engine->alltoall_base(to, from, output_sizes, input_sizes, opts);
+      });
 }
 Work DistributedBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
   Arguments arguments({"alltoall", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
-  return start(std::move(arguments), OpType::ALLTOALL, [&] { return engine_->alltoall(to, from, opts); });
+  auto call = call_of(arguments.name, inputs, opts);
+  call.sent = parts(arguments.name, "input_tensor_list", inputs);
+  call.received = parts(arguments.name, "output_tensor_list", outputs);
+  call.rule = c10::str(arguments.name.operation, " ", inputs.front().scalar_type());
+  return collective(std::move(arguments), OpType::ALLTOALL, std::move(call), opts.asyncOp,
+      [engine = engine_, to, from, opts]() mutable { return engine->alltoall(to, from, opts); });
 }
 Work DistributedBackend::send(Tensors& tensors, int to, int tag) {
   Arguments arguments({"send", rank_, size_});
   auto hosts = arguments.input(tensors);
-  return start(std::move(arguments), OpType::SEND, [&] { return engine_->send(hosts, to, tag); });
+  return point_to_point(std::move(arguments), OpType::SEND, [&] { return engine_->send(hosts, to, tag); });
 }
 Work DistributedBackend::recv(Tensors& tensors, int from, int tag) {
   Arguments arguments({"recv", rank_, size_});
   auto hosts = arguments.output(tensors);
-  return start(std::move(arguments), OpType::RECV, [&] { return engine_->recv(hosts, from, tag); });
+  return point_to_point(std::move(arguments), OpType::RECV, [&] { return engine_->recv(hosts, from, tag); });
 }
 Work DistributedBackend::recvAnysource(Tensors& tensors, int tag) {
   Arguments arguments({"recvAnysource", rank_, size_});
   auto hosts = arguments.output(tensors);
-  return start(std::move(arguments), OpType::RECVANYSOURCE, [&] { return engine_->recvAnysource(hosts, tag); });
+  return point_to_point(
+      std::move(arguments), OpType::RECVANYSOURCE, [&] { return engine_->recvAnysource(hosts, tag); });
 }
 // Of a device: it waits for the current stream of the device that is named, or
 // else the current one.
@@ -371,7 +287,13 @@ Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
   Arguments arguments({"barrier", rank_, size_});
   if (!opts.device_ids.empty()) arguments.device = checked_index(opts.device_ids.front());
   else if (opts.device && opts.device->is_privateuseone()) arguments.device = checked_index(opts.device);
-  return start(std::move(arguments), OpType::BARRIER, [&] { return engine_->barrier(opts); });
+  auto call = call_of(arguments.name, {}, opts);
+  return collective(std::move(arguments), OpType::BARRIER, std::move(call), opts.asyncOp,
+      [engine = engine_, opts] { return engine->barrier(opts); });
+}
+// In the order of the collectives, whose tags the engine counts, but not compared: it says itself which ranks are missing.
+void DistributedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) {
+  queue_.run([&] { engine_->monitoredBarrier(opts, all); });
 }
 
 DistributedBackend::Engine DistributedBackend::split(const c10::intrusive_ptr<c10d::Store>& store,

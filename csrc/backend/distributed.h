@@ -3,17 +3,25 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <chrono>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "call_queue.h"
+
 namespace openreg {
+
+class Arguments;
 
 // Note [Distributed]
 // Device memory is the host's, so an engine for CPU tensors can work in it: it is given CPU tensors over the same
 // memory. A call first waits for the current stream's work, as its run() does; the engine works on threads of its
-// own, so that other work may go on; Work::wait() returns when it has finished, so that all work launched from then
-// on is behind it. The CPU tensors keep the device memory in use until then.
+// own, so that other work may go on, when all processes have made the same call: see Note [Matching calls].
+// Work::wait() returns when it has finished, so that all work launched from then on is behind it. The CPU tensors keep
+// the device memory in use until then.
 // The engine is given copies where it may not or cannot read device memory: under isolation, sparse tensors, lazy
 // conjugates and negations. What it wrote is copied back before anybody is told that it has finished.
 class DistributedBackend final : public c10d::Backend {
@@ -54,18 +62,32 @@ class DistributedBackend final : public c10d::Backend {
       const int& size) override;
 
   const std::string getBackendName() const override { return "occl"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  Work endCoalescing() override;
   bool supportsSplitting() const override { return engine_->supportsSplitting(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return engine_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override { engine_->setTimeout(timeout); }
-  void monitoredBarrier(const c10d::BarrierOptions& opts, bool all) override { engine_->monitoredBarrier(opts, all); }
-  void setSequenceNumberForGroup() override { engine_->setSequenceNumberForGroup(); }
-  uint64_t getSequenceNumberForGroup() override { return engine_->getSequenceNumberForGroup(); }
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool all) override;
+  // The engine counts the comparisons, too.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_number_; }
   void enableCollectivesTiming() override { engine_->enableCollectivesTiming(); }
   void abort() override { engine_->abort(); }
   void shutdown() override { engine_->shutdown(); }
 
  private:
+  template <class Start>
+  Work collective(Arguments&& arguments, c10d::OpType type, Call call, bool async, Start&& start);
+  template <class Start>
+  Work point_to_point(Arguments&& arguments, c10d::OpType type, Start&& start);
+  Work coalesce(const Work& work, bool async);
+
   const Engine engine_;
+  CallQueue queue_;
+  std::atomic<uint64_t> sequence_number_{0}; // collectives so far
+  std::mutex coalescing_;
+  std::optional<std::vector<Work>> coalesced_; // while calls are coalesced
 };
 
 } // namespace openreg

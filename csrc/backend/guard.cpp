@@ -98,7 +98,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     initialize();
     if (!*event) *event = new Event(stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT);
     static_cast<Event*>(*event)->record(checked_stream(stream));
-    notice("event_recorded", *event, checked_stream(stream));
+    const auto collective = reinterpret_cast<std::size_t>(std::exchange(recorded_for, nullptr));
+    notice("event_recorded", *event, checked_stream(stream), collective);
   }
   void block(void* event, const DeviceStream& stream) const override {
     if (!event) return;

@@ -1,5 +1,5 @@
 // A log of what the race detector (openreg_ops/openreg/races.py) must know and no operator shows: memory handed out and
-// freed, events, and what the host waited for.
+// freed, events, collectives, and what the host waited for.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ struct Notice {
   std::uintptr_t thread; // Python's threading.get_ident()
   const void* object; // the memory or the event
   Stream stream;
-  std::size_t bytes;
+  std::size_t bytes; // of an event, the collective that recorded it, or 0
 };
 
 namespace detail {
@@ -30,6 +30,9 @@ inline void notice(const char* what, const void* object, Stream stream, std::siz
   if (detail::observed.load(std::memory_order_relaxed)) [[unlikely]]
     detail::keep_notice(what, object, stream, bytes);
 }
+
+// The collective, if it is one and not the current stream, that the next event on this thread is recorded for.
+inline thread_local const void* recorded_for = nullptr;
 
 // Starts or ends the log; it is empty then.
 void observe(bool on);

@@ -18,6 +18,7 @@ __all__ = [
     "READ",
     "WRITE",
     "Access",
+    "Collective",
     "Memory",
     "OpenregSanitizerErrors",
     "Span",
@@ -30,13 +31,24 @@ __all__ = [
 READ, WRITE = AccessType.READ, AccessType.WRITE
 Stream = tuple[int, int]  # device, id
 
+
+@dataclass(eq=False)
+class Collective:
+    """A collective of `torch.distributed` under way, a stream of its own: who waits for its work is behind it."""
+
+    started_on: Stream
+    seq_num: int
+
+
 # Frames that a trace leaves out: the race detector's, and torch's way to a dispatch mode.
 _OURS = (__file__, "openreg/races.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 
-def _stream_name(stream: Stream | None) -> str:
+def _stream_name(stream: Stream | Collective | None) -> str:
     if stream is None:
         return "the host"
+    if isinstance(stream, Collective):
+        return f"a collective that {_stream_name(stream.started_on)} started"
     device, id = stream
     return f"stream {id} of openreg:{device}" if id else f"the default stream of openreg:{device}"
 
@@ -142,6 +154,11 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
                 f"The tensor that had this memory before was freed while {then} might still use it. Call its "
                 f"record_stream() with {then}, or have {_stream_name(self.previous_access.freed.owner)}, where it was allocated, wait_stream() "
                 f"for {then} before the last reference to it goes."
+            )
+        if isinstance(self.previous_access.stream, Collective):
+            return (
+                "Before this access, call wait() on the Work that the collective returned with async_op=True, or "
+                f"wait_tensor() on the tensor that a functional collective returned, while {now} is current."
             )
         if self.current_access.stream is None:
             return (

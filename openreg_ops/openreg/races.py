@@ -9,6 +9,7 @@ read and write from their schema; what happens to memory, events and the host's 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import threading
@@ -27,6 +28,7 @@ from openreg_ops.openreg.race_report import (
     READ,
     WRITE,
     Access,
+    Collective,
     Memory,
     OpenregSanitizerErrors,
     Span,
@@ -86,21 +88,53 @@ class _Traits(NamedTuple):
     allocates: bool  # without writing
     copies: bool  # has the argument non_blocking
     waits: bool  # the host, for a value or a size
+    collective: bool  # of torch.distributed, with a work that may outlast the call
+    cloned: bool  # its inputs, before the collective begins
+
+
+def _of_collective(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, AccessType, str]]:
+    """The tensors that an operator of `c10d` reads and writes, by their arguments' names: its schema does not say it."""
+    name = func._schema.name.removeprefix("c10d::")
+    given = {argument.name: value for argument, value in csan.zip_arguments(func._schema, args, kwargs)}
+    only_reads = name == "send" or (
+        name == "broadcast_"
+        and given["root_rank"] == torch.distributed.ProcessGroup.unbox(given["process_group"]).rank()
+    )
+    found = []
+    for argument, value in given.items():
+        if argument.startswith(("tensors", "output", "input")):
+            kind = READ if only_reads or argument.startswith("input") else WRITE
+            tensors = [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+            found += [(part, kind, argument) for x in tensors for part in _dense_parts(x)]
+    return found
+
+
+# Of a collective's output: a wait, which the runtime tells, and the wrapper that waits when it is used.
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 
 
 @functools.cache
 def _traits(func: torch._ops.OpOverload) -> _Traits:
     schema, tags = func._schema, func.tags
-    name = schema.name.partition("::")[2]
+    namespace, _, name = schema.name.partition("::")
+    collective = namespace == "c10d" and any(each.name == "process_group" for each in schema.arguments)
     waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
     returns = any("Tensor" in str(each.type) for each in schema.returns)
     query = not returns and not waits and not schema.is_mutable  # is_pinned, is_same_size
     return _Traits(
-        ignored=func is torch.ops.aten.record_stream.default or torch.Tag.inplace_view in tags or query,
+        ignored=not collective
+        and (
+            func is torch.ops.aten.record_stream.default
+            or torch.Tag.inplace_view in tags
+            or query
+            or schema.name in _WAITS
+        ),
         reads=not csan.FACTORY_FUNCTION_REGEX.match(name),
         allocates=bool(re.match("_?(new_)?empty", name)),
         copies=any(argument.name == "non_blocking" for argument in schema.arguments),
         waits=waits and name != "index",
+        collective=collective,
+        cloned=namespace == "_c10d_functional" and name in ("all_reduce", "all_reduce_coalesced", "broadcast"),
     )
 
 
@@ -116,6 +150,8 @@ class Races:
         self.memory: dict[int, Memory] = {}  # of devices, by address
         self.left: list[Memory] = []  # freed, but a stream for which the owner did not wait may still use it
         self.host: dict[int, tuple[StorageWeakRef, Memory]] = {}  # used by copies for which the host did not wait
+        self.works: dict[int, Collective] = {}  # that exist, by address
+        self.started: dict[int, Collective] = {}  # by each thread's last call
         self.seq_num = 0
         self.caller = threading.get_ident()  # the thread that last called an operator outside a backward
         self.lock = threading.RLock()
@@ -129,7 +165,7 @@ class Races:
             return access.seq_num <= self.syncs.host_sync_state.get(access.stream, -1)
         return self.syncs.is_ordered_after(stream, access.seq_num, access.stream)
 
-    def wait(self, stream: Stream, other: Stream) -> None:
+    def wait(self, stream: Stream | Collective, other: Stream | Collective) -> None:
         """`stream` waits for `other`, as a copy between their devices makes it."""
         states = self.syncs.current_sync_states
         self.syncs._ensure_stream_exists(stream)
@@ -141,7 +177,10 @@ class Races:
         return [
             each
             for each in memory.accesses
-            if each.stream not in memory.recorded and not self.after(memory.owner, each) and not self.after(None, each)
+            if each.stream not in memory.recorded
+            and not isinstance(each.stream, Collective)  # its work keeps the memory
+            and not self.after(memory.owner, each)
+            and not self.after(None, each)
         ]
 
     # ---- the runtime's notices ----
@@ -151,6 +190,10 @@ class Races:
         for what, thread, address, stream, size in _C.take_notices():
             if what == "allocated":
                 self.allocated(address, size, stream, trace if thread == threading.get_ident() else None)
+            elif what == "collective_started":
+                self.collective_started(address, stream, thread)
+            elif what == "event_recorded" and size in self.works:
+                self.event_recorded(address, self.works[size])
             else:
                 getattr(self, what)(address, stream)
 
@@ -175,7 +218,36 @@ class Races:
         if address in self.memory:
             self.memory[address].recorded.add(stream)
 
-    def event_recorded(self, event: int, stream: Stream) -> None:
+    def collective_started(self, work: int, stream: Stream, thread: int) -> None:
+        if thread not in self.started:  # the works of one call are one
+            self.seq_num += 1
+            self.started[thread] = Collective(stream, self.seq_num)
+            self.syncs.update_seq_num(self.started[thread], self.seq_num)
+            if self.seq_num % 64 == 0 or len(self.syncs.current_sync_states) > 256:
+                self._forget_collectives()
+        self.works[work] = self.started[thread]
+        self.wait(self.works[work], stream)
+
+    def collective_waited_for(self, work: int, stream: Stream) -> None:
+        if work in self.works:
+            self.wait(stream, self.works[work])
+
+    def collective_destroyed(self, work: int, _stream: Stream) -> None:
+        self.works.pop(work, None)
+
+    def _forget_collectives(self) -> None:
+        """Drop from the clocks the collectives that no later access could race with."""
+        syncs = self.syncs
+        accesses = [each for memory in (*self.memory.values(), *self.left) for each in memory.accesses]
+        kept = {each.stream for each in accesses} | {*self.works.values()} | {*self.started.values()}
+        gone = [each for each in syncs.current_sync_states if isinstance(each, Collective) and each not in kept]
+        for each in gone:
+            del syncs.current_sync_states[each]
+        for state in (*syncs.current_sync_states.values(), *syncs.recorded_sync_states.values(), syncs.host_sync_state):
+            for each in gone:
+                state.pop(each, None)
+
+    def event_recorded(self, event: int, stream: Stream | Collective) -> None:
         self.syncs.record_state(event, stream)
 
     def event_waited_for(self, event: int, stream: Stream) -> None:
@@ -267,8 +339,11 @@ class _Call:
 
     def run(self) -> Any:
         arguments = _Arguments()
-        arguments.parse_inputs(self.func._schema, self.args, self.kwargs, is_factory=not self.traits.reads)
-        inputs = arguments.found
+        if self.traits.collective:
+            inputs = _of_collective(self.func, self.args, self.kwargs)
+        else:
+            arguments.parse_inputs(self.func._schema, self.args, self.kwargs, is_factory=not self.traits.reads)
+            inputs = arguments.found
         on_host = [each for each in inputs if each[0].device.type == "cpu"]
         if on_host and len(on_host) == len(inputs) and not self.traits.copies and not self.races.host:
             return self.func(*self.args, **self.kwargs)
@@ -278,6 +353,7 @@ class _Call:
             if self.trace.node is None:
                 self.races.caller = threading.get_ident()
             self.races.drain()
+            self.races.started.pop(threading.get_ident(), None)
             self.races.seq_num += 1
             self.seq_num = self.races.seq_num
             # A copy between devices runs on its source's stream, as on CUDA.
@@ -288,12 +364,16 @@ class _Call:
         with self.races.lock:
             self.races.drain(self.trace)
             arguments.found = []
-            arguments.parse_outputs(self.func._schema, out, is_factory=False)
+            if not self.traits.collective:
+                arguments.parse_outputs(self.func._schema, out, is_factory=False)
             outputs = [each for each in arguments.found if Span.of(each[0]) not in written]
             self.runs_on(outputs)
             accesses += self.check(in_flight)
             accesses += self.check(outputs, is_output=True)
+            collective = self.races.started.pop(threading.get_ident(), None)
             for memory, access in accesses:
+                if collective and not (self.traits.cloned and access.type is READ):
+                    access = dataclasses.replace(access, stream=collective, seq_num=collective.seq_num)
                 self.races.keep(memory, access)
             host = on_host + [each for each in outputs if each[0].device.type == "cpu"]
             if self.waits(inputs) or (self.traits.copies and host and self.copy_waits(host)):

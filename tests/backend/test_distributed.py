@@ -207,12 +207,11 @@ def test_collective(group, collective):
 
 
 def check_layouts():
-    """Strided, offset, conjugated, empty and 0-dim tensors, and parameters."""
+    """Offset, conjugated, channels-last, empty and 0-dim tensors, and parameters; NCCL refuses the strided ones."""
     size = dist.get_world_size()
     makers = [
-        lambda device: torch.arange(12.0, device=device).reshape(3, 4)[:, 1:3],
-        lambda device: torch.arange(12.0, device=device).reshape(3, 4).t(),
-        lambda device: torch.view_as_complex(torch.arange(6.0, device=device).reshape(3, 2)).conj().imag,
+        lambda device: torch.arange(12.0, device=device)[3:9],
+        lambda device: torch.arange(16.0, device=device).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last),
         lambda device: torch.empty(0, 3, device=device),
         lambda device: torch.tensor(3.0, device=device),
         lambda device: nn.Parameter(torch.ones(3, device=device)),
@@ -224,6 +223,20 @@ def check_layouts():
             assert got == expected
         else:
             assert_close(got, expected, rtol=0, atol=0)
+    matrix = torch.arange(12.0, device="openreg").reshape(3, 4)
+    for strided in (matrix[:, 1:3], matrix.t(), torch.view_as_complex(matrix.view(6, 2)).conj().imag):
+        for call in (
+            lambda x=strided: dist.all_reduce(x),
+            lambda x=strided: dist.broadcast(x, 0),
+            lambda x=strided: dist.all_gather_into_tensor(x.new_empty(size * len(x), *x.shape[1:]), x),
+            lambda x=strided: dist.all_gather([torch.empty_strided(x.shape, x.stride(), device=x.device)] * size, x),
+            lambda x=strided: dist.send(x, (dist.get_rank() + 1) % size),
+        ):
+            with pytest.raises(ValueError, match=r"occl: \w+: Tensors must be contiguous, but got one of shape"):
+                call()
+    assert matrix.tolist() == torch.arange(12.0).reshape(3, 4).tolist()
+    with pytest.raises(ValueError, match="occl: broadcast: expected dense tensors, but got layout Sparse"):
+        dist.broadcast(matrix.to_sparse(), 0)
     base = torch.zeros(6, device="openreg")
     dist.all_reduce(base[2:4].fill_(1))
     assert base.tolist() == [0, 0, size, size, 0, 0]

@@ -1,0 +1,369 @@
+// What a collective was given and the work it returns: used by distributed.cpp only.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../runtime/device.h"
+#include "../runtime/isolation.h"
+#include "../runtime/observer.h"
+#include "../runtime/stream.h"
+#include "../runtime/wait.h"
+#include "allocator.h"
+
+namespace openreg {
+
+using Tensors = std::vector<at::Tensor>;
+using c10::ivalue::Future;
+
+// A call as its messages name it.
+struct Name {
+  const char* operation;
+  int rank, size;
+};
+
+// The device tensors of one call, and what the engine is given for them.
+class Arguments {
+ public:
+  explicit Arguments(const Name& name) : name(name) {}
+
+  at::Tensor input(const at::Tensor& tensor) {
+    check(tensor);
+    if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() || isolation() != Isolation::kOff) {
+      const c10::AutoGradMode no_grad(false);
+      return tensor.to(at::kCPU);
+    }
+    return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
+        .strides(tensor.strides())
+        .deleter([memory = tensor.storage()](void*) {})
+        .options(tensor.options().device(at::kCPU))
+        .target_device(at::kCPU)
+        .make_tensor();
+  }
+  at::Tensor output(const at::Tensor& tensor) {
+    auto host = input(tensor);
+    outputs.push_back(tensor);
+    if (!host.has_storage() || host.const_data_ptr() != tensor.const_data_ptr()) copies.emplace_back(tensor, host);
+    return host;
+  }
+  template <class T>
+  std::vector<T> input(const std::vector<T>& list) {
+    std::vector<T> hosts;
+    for (const auto& each : list) hosts.push_back(input(each));
+    return hosts;
+  }
+  template <class T>
+  std::vector<T> output(const std::vector<T>& list) {
+    std::vector<T> hosts;
+    for (const auto& each : list) hosts.push_back(output(each));
+    return hosts;
+  }
+  void copy_back() const {
+    if (copies.empty()) return;
+    const c10::AutoGradMode no_grad(false);
+    for (const auto& [tensor, host] : copies) tensor.copy_(host.to(tensor.device()));
+    synchronize_stream(current_stream(device));
+  }
+
+  const Name name;
+  bool sparse = false; // whether sparse tensors are accepted
+  c10::DeviceIndex device = -1;
+  Tensors outputs;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+
+ private:
+  void check(const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.device().is_privateuseone(), "occl: ", name.operation, ": expected tensors on openreg, but got ",
+        "one on ", tensor.device(), "; move it with .to(\"openreg\")");
+    if (device == -1) device = tensor.device().index();
+    TORCH_CHECK(tensor.device().index() == device, "occl: ", name.operation, ": expected tensors on one device, but ",
+        "got openreg:", static_cast<int>(device), " and ", tensor.device(), "; move one with .to()");
+    if (tensor.layout() == at::kSparse && sparse) return;
+    if (tensor.layout() != at::kStrided)
+      C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": expected dense tensors, but got layout ",
+          tensor.layout(), "; call .to_dense()"));
+    // As NCCL does: the engine reads and writes the elements of a tensor where a contiguous one has them.
+    if (!tensor.is_contiguous(tensor.suggest_memory_format()))
+      C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": Tensors must be contiguous, but got one of shape ",
+          tensor.sizes(), " with strides ", tensor.strides(), "; call .contiguous()"));
+  }
+};
+
+// The work of a call, in device tensors. The engine's own work begins when begin() is called.
+class DeviceWork final : public c10d::Work {
+ public:
+  using Engine = c10::intrusive_ptr<c10d::Work>;
+
+  DeviceWork(Arguments arguments, c10d::OpType type, uint64_t number)
+      : Work(arguments.name.rank, type), arguments_(std::move(arguments)), number_(number),
+        future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices())) {
+    notice("collective_started", this, current_stream(arguments_.device));
+  }
+  ~DeviceWork() override { notice("collective_destroyed", this, {}); }
+
+  // The engine has begun: completes the future when the engine's is. Its sends, receives and sums in parts have none.
+  void begin(Engine engine) {
+    c10::intrusive_ptr<Future> future;
+    try {
+      future = engine->getFuture();
+    } catch (const c10::Error&) {
+    }
+    bool follow = false;
+    {
+      std::lock_guard lock(ending_);
+      engine_ = std::move(engine);
+      engine_future_ = future;
+      follow = !future && future_wanted_;
+    }
+    end_.notify_all();
+    if (follow) follow_in_thread();
+    if (!future) return;
+    future->addCallback([self = self()](Future& done) {
+      {
+        std::lock_guard lock(self->ending_);
+        self->ended_ = true;
+      }
+      self->end_.notify_all();
+      self->complete([&] {
+        if (done.hasError()) std::rethrow_exception(self->explained(done.exception_ptr()));
+        self->finish();
+      });
+    });
+  }
+  // The engine will not begin.
+  void fail(const std::exception_ptr& error) {
+    {
+      std::lock_guard lock(ending_);
+      error_ = explained(error);
+      ended_ = true;
+    }
+    end_.notify_all();
+    future_->setErrorIfNeeded(error_);
+  }
+
+  // The future is complete only when what the engine wrote is in the device's memory.
+  bool isCompleted() override {
+    const bool completed = finished_ || future_->completed() || (begun() && !engine_future_ && engine_->isCompleted());
+    if (completed && isSuccess()) notice_wait();
+    return completed;
+  }
+  bool isSuccess() const override {
+    return !future_->hasError() && (finished_ || (begun() && engine_->isSuccess()));
+  }
+  std::exception_ptr exception() const override {
+    if (future_->hasError()) return future_->exception_ptr();
+    const auto error = begun() ? engine_->exception() : nullptr;
+    return error ? explained(error) : error;
+  }
+  int sourceRank() const override { return begun() ? engine_->sourceRank() : -1; }
+  Tensors result() override { return arguments_.outputs; }
+  void synchronize() override { wait(kNoTimeout); }
+  // The host waits, and with it what the current stream is given from then on.
+  void blockCurrentStream() override { wait(kNoTimeout); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    const auto begun_waiting = std::chrono::steady_clock::now();
+    if (!finished_) wait_for_end(timeout);
+    {
+      std::lock_guard lock(ending_);
+      if (error_) std::rethrow_exception(error_);
+    }
+    // Some of the engine's works can be waited for only once.
+    std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
+    if (!engine_future_) {
+      if (timeout == kNoTimeout) {
+        one_at_a_time.lock();
+      } else {
+        timeout -= std::chrono::duration_cast<std::chrono::milliseconds>(
+            std::chrono::steady_clock::now() - begun_waiting);
+        timeout = std::max(timeout, std::chrono::milliseconds(1)); // 0 is without a limit
+        if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
+      }
+    }
+    if (!finished_) {
+      try {
+        if (!engine_waited_ && !engine_->wait(timeout)) return false;
+        engine_waited_ = true;
+      } catch (const c10::Error& error) {
+        if (std::string_view(error.what_without_backtrace()).starts_with("Operation timed out")) timed_out(timeout);
+        throw;
+      } catch (...) {
+        std::rethrow_exception(explained(std::current_exception()));
+      }
+      finish();
+    }
+    notice_wait();
+    return true;
+  }
+  void abort() override {
+    if (begun()) engine_->abort();
+  }
+  c10::intrusive_ptr<Future> getFuture() override {
+    bool follow = false;
+    {
+      std::lock_guard lock(ending_);
+      if (engine_) follow = !engine_future_;
+      else future_wanted_ = true;
+    }
+    if (follow) follow_in_thread();
+    return future_;
+  }
+  float getDuration() const override { return begun() ? engine_->getDuration() : Work::getDuration(); }
+  uint64_t getSequencenumber() const override { return number_; }
+
+ private:
+  c10::intrusive_ptr<DeviceWork> self() { return c10::intrusive_ptr<DeviceWork>::reclaim_copy(this); }
+  bool begun() const {
+    std::lock_guard lock(ending_);
+    return engine_ != nullptr;
+  }
+  std::vector<c10::Device> devices() const {
+    if (arguments_.outputs.empty()) return {};
+    return {c10::Device(c10::kPrivateUse1, arguments_.device)};
+  }
+  // For the race detector: from now on the current stream is behind the collective.
+  void notice_wait() const { notice("collective_waited_for", this, current_stream(arguments_.device)); }
+  void finish() {
+    std::call_once(copied_, [&] { arguments_.copy_back(); });
+    finished_ = true;
+  }
+  void follow_in_thread() {
+    std::call_once(followed_,
+        [&] { std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach(); });
+  }
+  // Until the engine has ended, or has begun what only a wait can end. Unlike the engine's wait, it can be
+  // interrupted: see Note [Interrupts].
+  void wait_for_end(std::chrono::milliseconds timeout) {
+    using Clock = std::chrono::steady_clock;
+    const auto until = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+    detail::wait_freely(detail::Interrupt::kThrows, [&](std::chrono::nanoseconds most) {
+      std::unique_lock lock(ending_);
+      const auto now = Clock::now();
+      const bool last = until - now <= most;
+      auto ended = [&] { return ended_ || (engine_ && !engine_future_); };
+      if (!end_.wait_until(lock, last ? until : now + most, ended) && last) timed_out(timeout);
+      return ended();
+    });
+  }
+  // Runs on a thread that an exception must not leave.
+  template <class Finish>
+  void complete(Finish&& finish) noexcept {
+    try {
+      finish();
+      // The future records an event, which is the collective's and not the current stream's, for whoever waits for it.
+      if (!arguments_.outputs.empty()) recorded_for = this;
+      future_->markCompleted(c10::IValue(arguments_.outputs));
+    } catch (...) {
+      future_->setErrorIfNeeded(std::current_exception());
+    }
+    recorded_for = nullptr;
+  }
+  [[noreturn]] void timed_out(std::chrono::milliseconds timeout) const {
+    std::rethrow_exception(explained(
+        std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
+  }
+  // The engine's own errors are the network's; torch's say what is wrong as they are.
+  std::exception_ptr explained(const std::exception_ptr& error) const {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      return error;
+    } catch (const std::exception& what) {
+      const auto& [operation, rank, size] = arguments_.name;
+      return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+          c10::str("occl: ", operation, " on rank ", rank, " of ", size, " failed: ", what.what(),
+              ". A process of the group has ended, or did not make this call within the timeout; see what it "
+              "printed. With TORCH_DISTRIBUTED_DEBUG=DETAIL each call first names the ranks that do not come")));
+    }
+  }
+
+  const Arguments arguments_;
+  const uint64_t number_;
+  const c10::intrusive_ptr<Future> future_;
+  mutable std::mutex ending_; // of the next six
+  std::condition_variable end_;
+  Engine engine_;                            // null until it has begun
+  c10::intrusive_ptr<Future> engine_future_; // null where the engine has none
+  bool ended_ = false;                       // the engine, if it has a future
+  bool future_wanted_ = false;
+  std::exception_ptr error_; // why the engine did not begin
+  std::timed_mutex waiting_;
+  std::atomic<bool> engine_waited_{false};
+  std::once_flag copied_, followed_;
+  std::atomic<bool> finished_{false};
+};
+
+// The calls between startCoalescing() and endCoalescing(), as one work.
+class CoalescedWork final : public c10d::Work {
+ public:
+  CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
+      : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::ranges::all_of(works_, [](const auto& each) { return each->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::ranges::all_of(works_, [](const auto& each) { return each->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& each : works_)
+      if (const auto error = each->exception()) return error;
+    return nullptr;
+  }
+  Tensors result() override {
+    Tensors all;
+    for (const auto& each : works_)
+      for (const auto& tensor : each->result()) all.push_back(tensor);
+    return all;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    using Clock = std::chrono::steady_clock;
+    const auto until = Clock::now() + timeout;
+    bool all = true;
+    for (const auto& each : works_) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
+      all &= each->wait(timeout == kNoTimeout ? timeout : std::max(left, std::chrono::milliseconds(1)));
+    }
+    return all;
+  }
+  void abort() override {
+    for (const auto& each : works_) each->abort();
+  }
+  // All of the works' tensors, when the last work is complete.
+  c10::intrusive_ptr<Future> getFuture() override {
+    std::call_once(collected_, [&] {
+      c10::List<c10::intrusive_ptr<Future>> futures(c10::FutureType::create(c10::ListType::ofTensors()));
+      for (const auto& each : works_) futures.push_back(each->getFuture());
+      future_ = c10::collectAll(futures)->then(
+          [tensors = result()](Future& done) {
+            for (const auto& each : done.value().toList())
+              if (const auto future = each.get().toFuture(); future->hasError())
+                std::rethrow_exception(future->exception_ptr());
+            return c10::IValue(tensors);
+          },
+          c10::ListType::ofTensors());
+    });
+    return future_;
+  }
+  uint64_t getSequencenumber() const override { return works_.front()->getSequencenumber(); }
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::once_flag collected_;
+  c10::intrusive_ptr<Future> future_;
+};
+
+} // namespace openreg
