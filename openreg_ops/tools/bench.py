@@ -38,6 +38,7 @@ SUITES = {
     "operators": Suite("bench_operators", "the openreg:: operators at transformer sizes"),
     "compiled": Suite("bench_compiled", "torch.compile against that on the CPU"),
     "steps": Suite("bench_steps", "eager training steps against the CPU's"),
+    "scaling": Suite("bench_scaling", "how times grow with size and with processes, with a picture"),
 }
 SIZES = {"64": (8, 8), "1M": (1024, 1024)}
 TARGETS = {"64": 1.2, "1M": 1.05, "step": 1.1, "import": 0.3}
@@ -130,6 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='operators: "best", the fastest of eager PyTorch, torch.compile and ATen\'s fused operator; '
                         "any suite: a file of --json, and exit with 1 if a figure is slower than there beyond the noise")  # fmt: skip
     parser.add_argument("--threads", type=int, help="torch.set_num_threads")
+    parser.add_argument("--plot", metavar="FILE", default="out/scaling.png",
+                        help="scaling: the picture (default %(default)s)")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the results there too; - for standard output alone")
 
 
