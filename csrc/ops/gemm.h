@@ -9,6 +9,8 @@
 
 #include "loops.h"
 
+#include <ATen/native/CPUBlas.h>
+
 #include <cstring>
 #include <memory>
 #include <new>
@@ -162,5 +164,44 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
       gemm_rows<A>(std::min(kTile, m - i), k, a + i * a_row, a_row, a_col, b, c + i * c_row + j, c_row,
           std::min(kPanel<A>, n - j), add);
 }
+
+// ---- bfloat16 by oneDNN ----
+//
+// Processors with AVX-512 BF16 or AMX multiply pairs of bfloat16 and add them up in float32, at twice the rate of
+// float32's or more. at::native::cpublas::brgemm uses that, where the right factor lies by pairs of rows:
+// [k / 2][n][2]. Float16 has such instructions only with AMX-FP16, and float32 products are as fast above.
+
+// Whether the processor has them, and oneDNN uses them.
+inline bool has_bfloat16_products() {
+#if defined(CPU_CAPABILITY_AVX512)
+  static const bool has = [] {
+    if (!__builtin_cpu_supports("avx512bf16")) return false;
+    try {
+      const c10::BFloat16 one[2] = {1.f, 1.f};
+      float two = 0;
+      at::native::cpublas::brgemm(1, 1, 2, 2, 1, 1, false, one, one, &two, /*is_vnni=*/true);
+      at::native::cpublas::brgemm_release(true);
+      return two == 2;
+    } catch (const c10::Error&) { // ONEDNN_MAX_CPU_ISA may forbid it
+      return false;
+    }
+  }();
+  return has;
+#else
+  return false;
+#endif
+}
+
+// C = A * B, or C += A * B: m by n from k terms, k even. Rows of A are `a_row` apart, those of pairs in B 2 * b_row and
+// those of C `c_row`.
+inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
+    int64_t b_row, float* c, int64_t c_row, bool add) {
+  at::native::cpublas::brgemm(m, n, k, a_row, b_row, c_row, add, a, b, c, /*is_vnni=*/true);
+}
+
+// Gives back what the processor's matrix unit holds for this thread.
+struct Pairs {
+  ~Pairs() { at::native::cpublas::brgemm_release(true); }
+};
 
 } // namespace openreg::ops

@@ -3,6 +3,8 @@
 // wanted, turns them into the logits' gradient in place and that into its part of the gradients, at once; backward
 // only multiplies by the gradient of the loss. An operator of its own does it, so that compilers see it.
 // Rows with ignore_index take no part in any product.
+// The logits of bfloat16 are products of pairs where the processor has those (gemm.h). The gradients' products are not:
+// their left factor, the logits' gradient, is kept in float32.
 #include "../aten/transforms.h"
 #include "autograd.h"
 #include "cross_entropy.h"
@@ -46,6 +48,7 @@ template <class T>
 class Chunk {
   using A = Acc<T>;
   using V = at::vec::Vectorized<A>;
+  using Pair = c10::BFloat16;
 
  public:
   Chunk(const Arguments<T>& in, const Results<T>& out, bool gradients, A* memory)
@@ -94,7 +97,8 @@ class Chunk {
       return at;
     };
     x_ = take(most * in_.width);
-    x_columns_ = take(padded<A>(most) * in_.width);
+    x_columns_ = take(pairs_ ? 0 : padded<A>(most) * in_.width);
+    pairs_of_columns_ = reinterpret_cast<Pair*>(take(pairs_ ? padded<A>(most) * in_.width / 2 : 0));
     x_rows_ = take(gradients_ ? most * padded<A>(in_.width) : 0);
     grad_x_ = take(gradients_ ? most * in_.width : 0);
     logits_ = take(gradients_ ? in_.classes * row_ : 0);
@@ -109,12 +113,28 @@ class Chunk {
     at::parallel_for(0, tasks, at::divup(kGrain, work + 1), f);
   }
 
+  // x as right factor by pairs of its columns; rows of zeros complete a panel, because oneDNN makes code for each size, of
+  // which there shall be few.
+  void take_pairs() {
+    const int64_t width = in_.width, rows = padded<A>(n_);
+    split(rows, width, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        Pair* to = pairs_of_columns_ + 2 * t;
+        for (int64_t i = 0; i < width; i += 2, to += 2 * rows) {
+          if (t < n_) std::copy_n(reinterpret_cast<const Pair*>(in_.x) + rows_[t] * width + i, 2, to);
+          else std::fill_n(to, 2, Pair(0.f));
+        }
+      }
+    });
+  }
+
   void take_rows() {
     constexpr int64_t panel = kPanel<A>;
     split(n_, in_.width, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) widen(in_.x + rows_[t] * in_.width, 1, in_.width, x_ + t * in_.width);
     });
-    split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
+    if (pairs_) take_pairs();
+    else split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin * panel; p < end * panel; p += panel)
         pack(x_ + p * in_.width, 1, in_.width, in_.width, std::min(panel, n_ - p), x_columns_ + p * in_.width,
             in_.width);
@@ -138,14 +158,21 @@ class Chunk {
   // Logits of tiles, then their exponentials relative to the tile's maximum, and the tile's sums.
   void exponentials(int64_t first, int64_t last) {
     const int64_t weight_row = in_.width + kPanel<A>; // not a power of 2
-    Scratch<A> weight(kClasses * weight_row), own(gradients_ ? 0 : kClasses * row_);
+    Scratch<A> weight(pairs_ ? 0 : kClasses * weight_row), own(gradients_ ? 0 : kClasses * row_);
+    const Pairs pairs;
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t begin = tile * kClasses, end = std::min(begin + kClasses, in_.classes), m = end - begin;
       A* logits = gradients_ ? logits_ + begin * row_ : static_cast<A*>(own);
       A *max = tile_max_ + tile * row_, *sum = tile_sum_ + tile * row_, *total = tile_total_ + tile * row_;
-      for (int64_t c = 0; c < m; ++c)
-        widen(in_.weight + (begin + c) * in_.width, 1, in_.width, weight + c * weight_row);
-      gemm<A>(m, n_, in_.width, weight, weight_row, 1, x_columns_, in_.width, logits, row_, false);
+      if (pairs_) {
+        if constexpr (std::is_same_v<T, Pair>)
+          gemm_pairs(m, padded<A>(n_), in_.width, in_.weight + begin * in_.width, in_.width, pairs_of_columns_,
+              padded<A>(n_), logits, row_, false);
+      } else {
+        for (int64_t c = 0; c < m; ++c)
+          widen(in_.weight + (begin + c) * in_.width, 1, in_.width, weight + c * weight_row);
+        gemm<A>(m, n_, in_.width, weight, weight_row, 1, x_columns_, in_.width, logits, row_, false);
+      }
       std::fill_n(max, row_, -std::numeric_limits<A>::infinity());
       std::fill_n(sum, row_, A(0));
       std::fill_n(total, row_, A(0));
@@ -249,10 +276,12 @@ class Chunk {
   const Arguments<T> in_;
   const Results<T> out_;
   const bool gradients_;
+  const bool pairs_ = std::is_same_v<T, Pair> && in_.width > 0 && in_.width % 2 == 0 && has_bfloat16_products();
   const int64_t* rows_ = nullptr;
   int64_t n_ = 0, row_ = 0, tiles_ = 0, size_ = 0; // rows now, elements from a class to the next
   bool first_ = true;
   A *x_, *x_columns_, *x_rows_, *grad_x_, *logits_; // x as it is, and packed as right factors
+  Pair* pairs_of_columns_; // x as right factor, by pairs
   A *tile_max_, *tile_sum_, *tile_total_;           // [tile][row_]
   A *max_, *sum_, *total_, *logsumexp_, *at_target_, *factor_, *least_, *of_target_;
 };

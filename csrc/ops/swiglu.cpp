@@ -6,10 +6,16 @@
 #include "exp.h"
 #include "loops.h"
 
+#include <unistd.h>
+
 namespace openreg::ops {
 namespace {
 
-constexpr int64_t kFar = 8 << 20; // bytes of a result that no cache is expected to keep
+// Bytes of a result from which on no cache is expected to keep it: those of the last level.
+int64_t far_size() {
+  static const int64_t bytes = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 8 << 20);
+  return bytes;
+}
 
 template <class V>
 V sigmoid(V g) {
@@ -97,13 +103,13 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& 
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), op, [&] {
     using T = scalar_t;
     launch(current_stream(gate.get_device()),
-        [n = gate.numel(), dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(),
-            dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
+        [n = gate.numel(), far = gate.numel() * static_cast<int64_t>(sizeof(T)) >= far_size(),
+            dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(), dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
           // By chunks, so that every thread's part is aligned.
           at::parallel_for(0, (n + kChunk<T> - 1) / kChunk<T>, kExpGrain / kChunk<T>, [&](int64_t first, int64_t last) {
             const int64_t begin = first * kChunk<T>, end = std::min(n, last * kChunk<T>);
             swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin,
-                n * static_cast<int64_t>(sizeof(T)) >= kFar);
+                far);
           });
         });
   });

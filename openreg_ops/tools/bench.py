@@ -7,25 +7,39 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 import openreg_ops
-from openreg_ops.tools.timing import compare, verdict
+from openreg_ops.tools.timing import Comparison, compare, entry, machine, mean, report, verdict
 from openreg_tools.forms import seconds
 
 __all__ = ["add_arguments", "main"]
 
+class Suite(NamedTuple):
+    """What the command measures under a name, and the module whose `run` does it."""
+
+    module: str
+    about: str
+
+
+SUITES = {
+    "device": Suite("bench", "what the device adds to torch's operators"),
+    "operators": Suite("bench_operators", "the openreg:: operators at transformer sizes"),
+    "compiled": Suite("bench_compiled", "torch.compile against that on the CPU"),
+    "steps": Suite("bench_steps", "eager training steps against the CPU's"),
+    "scaling": Suite("bench_scaling", "how times grow with size and with processes, with a picture"),
+}
 SIZES = {"64": (8, 8), "1M": (1024, 1024)}
 TARGETS = {"64": 1.2, "1M": 1.05, "step": 1.1, "import": 0.3}
 
@@ -77,6 +91,17 @@ def training_step(device: str) -> Callable[[], None]:
     return step
 
 
+def in_a_fresh_process(name: str, options: argparse.Namespace) -> Comparison:
+    """Measure a case that is slower or faster behind others, whose memory the allocators keep."""
+    words = [sys.executable, "-P", "-m", "openreg_ops", "bench", options.suite, "--only", name, "--json", "-"]
+    words += ["--rounds", str(options.rounds), "--threads", str(torch.get_num_threads())]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"bench: the process that measures {name} ended with {done.returncode}: {done.stderr[-2000:]}")
+    case = json.loads(done.stdout)["cases"][0]
+    return Comparison(case["cpu_s"], case["openreg_s"], case["low"], case["high"])
+
+
 def import_seconds(rounds: int) -> float:
     """Median seconds that importing openreg_ops takes in a fresh process which has imported torch."""
     code = "import time, torch; start = time.perf_counter(); import openreg_ops; print(time.perf_counter() - start)"
@@ -91,42 +116,47 @@ def import_seconds(rounds: int) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     names = [*CASES, "step", "import"]
-    parser.add_argument("suite", nargs="?", choices=["device", "operators", "compiled"], default="device",
-                        help="what the device adds to torch's operators (default), or the openreg:: operators against "
-                        "eager PyTorch at transformer sizes, or torch.compile against that on the CPU")  # fmt: skip
+    about = "; ".join(f"{name}: {suite.about}" for name, suite in SUITES.items())
+    parser.add_argument("suite", nargs="?", choices=list(SUITES), default="device", help=f"{about} (default: device)")
     parser.add_argument(
-        "--only", metavar="NAME", nargs="+", help=f"device: {', '.join(names)}; operators, compiled: their names"
+        "--only", metavar="NAME", nargs="+", help=f"cases; of device: {', '.join(names)}"
     )
     parser.add_argument(
-        "--rounds", type=int, default=101, help="device, compiled: batches for each side (default %(default)s)"
+        "--rounds", type=int, default=101, help="batches for each side, but for operators (default %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="operators: for each case (default %(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "float64", "float16", "bfloat16"], default="float32",
-                        help="operators: (default %(default)s)")  # fmt: skip
+    parser.add_argument("--dtype", choices=["float32", "float64", "float16", "bfloat16"],
+                        help="operators: (default float32; with --against best float32, bfloat16 and float16)")  # fmt: skip
+    parser.add_argument("--against", metavar="best|FILE",
+                        help='operators: "best", the fastest of eager PyTorch, torch.compile and ATen\'s fused operator; '
+                        "any suite: a file of --json, and exit with 1 if a figure is slower than there beyond the noise")  # fmt: skip
     parser.add_argument("--threads", type=int, help="torch.set_num_threads")
+    parser.add_argument("--plot", metavar="FILE", default="out/scaling.png",
+                        help="scaling: the picture (default %(default)s)")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the results there too; - for standard output alone")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    """Measure and print.
+
+    0 also when a target is missed, because a busy machine can miss any; 1 where `--against FILE` finds a regression.
+    """
+    if options.against not in (None, "best") and not os.path.isfile(options.against):
+        print(f"bench: --against takes \"best\" or a file that --json wrote, but got {options.against}", file=sys.stderr)
+        return 2
+    if options.against == "best" and options.suite != "operators":
+        print(f"bench: --against best is for the suite operators, but got {options.suite}", file=sys.stderr)
+        return 2
     if options.threads:
         torch.set_num_threads(options.threads)
-    cases = {*CASES, "step", "import"}
-    if options.suite == "operators":
-        from openreg_ops.tools import bench_operators
-
-        cases = {case.name for case in bench_operators.CASES}
-    elif options.suite == "compiled":
-        from openreg_ops.tools import bench_compiled
-
-        cases = set(bench_compiled.NAMES)
+    suite = SUITES[options.suite]
+    module = None if options.suite == "device" else importlib.import_module(f"openreg_ops.tools.{suite.module}")
+    cases = {*CASES, "step", "import"} if module is None else set(module.NAMES)
     if unknown := set(options.only or ()) - cases:
         print(f"bench: no case {', '.join(sorted(unknown))}; there are {', '.join(sorted(cases))}", file=sys.stderr)
         return 2
-    if options.suite == "operators":
-        return bench_operators.run(options)
-    if options.suite == "compiled":
-        return bench_compiled.run(options)
+    if module is not None:
+        return module.run(options)
     options.only = options.only or cases
     log = sys.stderr if options.json == "-" else sys.stdout
 
@@ -134,15 +164,17 @@ def main(options: argparse.Namespace) -> int:
         print(text, file=log, flush=True)
 
     started = time.perf_counter()
-    threads, cores, load = torch.get_num_threads(), os.cpu_count(), os.getloadavg()[0]
     say(f"torch {torch.__version__}, float32, median of {options.rounds} alternating rounds")
-    say(f"{threads} threads, {cores} cores, load {load:.1f}{' (busy: expect noise)' if load > cores / 2 else ''}")
+    say(machine())
     say(f"{'':12} {'elements':>8} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": threads, "load": load, "cases": []}
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
+    found: dict[str, list[Comparison]] = {size: [] for size in (*SIZES, "step")}
 
-    def row(name: str, size: str, cpu: float, device: float) -> None:
-        say(f"{name:12} {size:>8} {seconds(cpu):>10} {seconds(device):>10} {device / cpu:7.2f}")
-        results["cases"].append({"name": name, "size": size, "cpu_s": cpu, "openreg_s": device, "ratio": device / cpu})
+    def row(name: str, size: str, result: Comparison) -> None:
+        cpu, device = result.reference, result.measured
+        say(f"{name:12} {size:>8} {seconds(cpu):>10} {seconds(device):>10} {result.ratio:7.2f}")
+        results["cases"].append({"name": name, "size": size, "cpu_s": cpu, "openreg_s": device, **entry(result)})
+        found[size].append(result)
 
     gc.disable()
     for size, shape in SIZES.items():
@@ -154,31 +186,28 @@ def main(options: argparse.Namespace) -> int:
             calls = case(x), case(x.to("openreg"))
             if all(calls):
                 # 1M-element calls are long, so that fewer rounds are as steady.
-                row(name, size, *compare(*calls, options.rounds if size == "64" else max(options.rounds // 2, 3)))
+                row(name, size, compare(*calls, options.rounds if size == "64" else max(options.rounds // 2, 3)))
             else:
                 say(f"{name:12} {size:>8}   not in this build")
-    if "step" in options.only:
-        row("MLP step", "step", *compare(training_step("cpu"), training_step("openreg"), options.rounds))
+    if set(options.only) == {"step"}:
+        row("MLP step", "step", compare(training_step("cpu"), training_step("openreg"), options.rounds))
+    elif "step" in options.only:
+        row("MLP step", "step", in_a_fresh_process("step", options))
     gc.enable()
 
     say()
     results["summary"] = {}
     for size, label in (("64", "64 elements"), ("1M", "1M elements"), ("step", "training step")):
-        ratios = [case["ratio"] for case in results["cases"] if case["size"] == size]
-        if ratios:
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            results["summary"][size] = mean
+        if found.get(size):
+            average = mean(found[size])
+            results["summary"][size] = average.ratio
             kind = "geometric mean" if size != "step" else "ratio"
-            say(f"{label:14} {kind:14} {mean:5.2f}   target {TARGETS[size]:.2f}: {verdict(mean, TARGETS[size])}")
+            target = TARGETS[size]
+            say(f"{label:14} {kind:14} {average.ratio:5.2f}   target {target:.2f}: {verdict(average, target)}")
     if "import" in options.only:
         added = results["summary"]["import_s"] = import_seconds(5)
         say(f"{'import':14} {'adds seconds':14} {added:5.2f}   target {TARGETS['import']:.2f}: "
-            f"{verdict(added, TARGETS['import'])}")  # fmt: skip
+            f"{'reached' if added <= TARGETS['import'] else 'missed'}")  # fmt: skip
     say(f"took {time.perf_counter() - started:.0f} s; openreg_ops from {os.path.dirname(openreg_ops.__file__)}")
 
-    if options.json == "-":
-        print(json.dumps(results, indent=1))
-    elif options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
-    return 0
+    return report(results, options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import openreg_ops
 from openreg_ops import inductor
-from openreg_ops.tools.timing import compare, verdict
+from openreg_ops.tools.timing import Comparison, compare, compared, entry, machine, report, verdict
 from openreg_tools.forms import seconds
 
 ROW = 1024  # 1M elements are 1024 rows of 1024
@@ -134,8 +134,8 @@ DECOMPOSABLE = {
 }
 
 
-def decomposition(name: str, body: Callable[..., Any], shapes: Sequence[tuple[int, ...]], rounds: int) -> tuple[float, float]:  # fmt: skip
-    """Median seconds of forward and backward with the operator's own kernels, and decomposed."""
+def decomposition(name: str, body: Callable[..., Any], shapes: Sequence[tuple[int, ...]], rounds: int) -> Comparison:  # fmt: skip
+    """Forward and backward decomposed, compared with the operator's own kernels."""
     torch.manual_seed(0)
     arguments = [torch.randn(shape, device="openreg", requires_grad=shape != (512, 32)) for shape in shapes]
     wanted = [x for x in arguments if x.requires_grad]
@@ -161,8 +161,8 @@ def decomposition(name: str, body: Callable[..., Any], shapes: Sequence[tuple[in
     return compare(kernels, decomposed, rounds)
 
 
-def compile_time(rounds: int) -> tuple[float, float]:
-    """Median seconds to compile the MLP's training step on the CPU and on the device, nothing cached."""
+def compile_time(rounds: int) -> Comparison:
+    """The time to compile the MLP's training step on the CPU and on the device, nothing cached."""
     from torch._inductor.utils import fresh_cache
 
     times: dict[str, list[float]] = {"cpu": [], "openreg": []}
@@ -174,48 +174,52 @@ def compile_time(rounds: int) -> tuple[float, float]:
                 start = time.perf_counter()
                 step()
                 times[device].append(time.perf_counter() - start)
-    return tuple(statistics.median(each[1:]) for each in times.values())  # the first loads the compiler
+    return compared(*(each[1:] for each in times.values()))  # the first loads the compiler
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
     chosen = options.only or NAMES
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {options.rounds} rounds")
-    print(f"{'':18} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
+    log = sys.stderr if options.json == "-" else sys.stdout
 
-    def row(name: str, cpu: float, device: float, target: float) -> None:
-        ratio = device / cpu
-        print(
-            f"{name:18} {seconds(cpu):>10} {seconds(device):>10} {ratio:7.2f}   "
-            f"target {target:.2f}: {verdict(ratio, target)}",
-            flush=True,
-        )
+    def say(text: str) -> None:
+        print(text, file=log, flush=True)
 
+    def note(name: str, found: Comparison) -> str:
+        results["cases"].append({"name": name, **entry(found)})
+        return f"{seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}"
+
+    def row(name: str, found: Comparison, target: float) -> None:
+        say(f"{name:18} {note(name, found)}   target {target:.2f}: {verdict(found, target)}")
+
+    say(f"torch {torch.__version__}, float32, {options.rounds} rounds")
+    say(machine())
+    say(f"{'':18} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
     for name, (make, target) in CASES.items():
         if name in chosen:
             torch._dynamo.reset()
             calls = make("cpu"), make("openreg")
             gc.disable()
-            row(name, *compare(*calls, options.rounds), target)
+            row(name, compare(*calls, options.rounds), target)
             gc.enable()
     if "compile-time" in chosen:
-        row("compile-time", *compile_time(max(options.rounds // 20, 3)), 1.1)
+        row("compile-time", compile_time(max(options.rounds // 20, 3)), 1.1)
     if "against-eager" in chosen:
         torch._dynamo.reset()
         eager, compiled = step_of(transformer, compiled=False)("openreg"), step_of(transformer)("openreg")
-        print("transformer's step on the device, eager (first column) and compiled:")
-        row("against-eager", *compare(eager, compiled, options.rounds), 1.0)
+        say("transformer's step on the device, eager (first column) and compiled:")
+        row("against-eager", compare(eager, compiled, options.rounds), 1.0)
     if "decompositions" in chosen:
-        print("operators on 4 x 512 tokens of width 1024, forward and backward, by their own")
-        print("kernels (first column) and decomposed for Inductor; the sum of both cases decides:")
+        say("operators on 4 x 512 tokens of width 1024, forward and backward, by their own")
+        say("kernels (first column) and decomposed for Inductor; the sum of both cases decides:")
         for name, cases in DECOMPOSABLE.items():
             torch._dynamo.reset()
-            times = [decomposition(name, body, shapes, options.rounds) for body, *shapes in cases]
-            for (kernels, decomposed), where in zip(times, ("alone", "in a model"), strict=True):
-                columns = f"{seconds(kernels):>10} {seconds(decomposed):>10} {decomposed / kernels:7.2f}"
-                print(f"{name + ', ' + where:28} {columns}")
-            kernels, decomposed = (sum(each) for each in zip(*times, strict=True))
+            found = [decomposition(name, body, shapes, options.rounds) for body, *shapes in cases]
+            for each, where in zip(found, ("alone", "in a model"), strict=True):
+                say(f"{name + ', ' + where:28} {note(f'{name}, {where}', each)}")
+            kernels, decomposed = sum(each.reference for each in found), sum(each.measured for each in found)
             default = "decomposed" if name in inductor.decompositions else "its kernels"
             right = (decomposed < kernels) == (name in inductor.decompositions)
-            print(f"{'':28} the default is {default}: {'the faster' if right else 'the slower'}", flush=True)
-    return 0
+            say(f"{'':28} the default is {default}: {'the faster' if right else 'the slower'}")
+    return report(results, options)

@@ -1,9 +1,12 @@
-"""The openreg:: operators at transformer sizes, against the same mathematics in eager PyTorch on the CPU.
+"""The openreg:: operators at transformer sizes, against what a user of the CPU would write instead.
 
-`python -m openreg_ops bench operators`. Times are medians of alternating calls in one process, of the forward and of
-the forward with the backward. Memory-bound operators are also set against the machine's bandwidth: the bytes that they
-cannot but read and write, per second, as a fraction of what a copy of 256 MB reads and writes in the same time. Peak
-memory is the device allocator's, for the operator and for the eager mathematics run there.
+`python -m openreg_ops bench operators` compares with eager PyTorch. Times are medians of alternating calls in one
+process, of the forward and of the forward with the backward. Memory-bound operators are also set against the machine's
+bandwidth: the bytes that they must read and write, per second, as a fraction of what a copy of 256 MB reads and writes
+in the same time. Peak memory is the device allocator's, for the operator and for the eager mathematics run there.
+
+With `--against best` the other side is the fastest of eager PyTorch, `torch.compile` and ATen's own fused operator, in
+three dtypes, with one thread and with all.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -24,12 +26,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import openreg_ops
+from openreg_ops.tools.timing import Comparison, alternate, compared, entry, machine, mean, report, verdict
 
 __all__ = ["CASES", "Case", "run"]
 
 ops = torch.ops.openreg
 BATCH, SEQUENCE, WIDTH, VOCABULARY, HEADS = 8, 512, 1024, 32000, 16
 ROWS = BATCH * SEQUENCE
+MEAN = 1.8  # target: the geometric mean of `--against best`
+PATIENCE = 20.0  # seconds: a round that takes longer is run once
 COPY = 256 * 2**20  # bytes of the copy that stands for the memory's bandwidth
 
 
@@ -41,11 +46,13 @@ class Case:
     inputs: Callable[[torch.dtype], Sequence[Any]]  # on the CPU
     eager: Callable[..., Any]
     operator: Callable[..., Any]
+    fused: Callable[..., Any] | None = None  # ATen's own fused operator, where eager is not that
     forward_bytes: float = 0  # for each element of the first input, in units of its size; 0: not memory-bound
     backward_bytes: float | None = 0  # None: no derivative
     faster: float = 1.0  # target: eager seconds / operator seconds, with the backward where there is one
     bandwidth: float | None = None  # target: of the copy's
     memory: float | None = None  # target: of eager's peak
+    compiles: bool = True  # whether torch.compile takes the eager side
 
 
 def activations(dtype: torch.dtype) -> Tensor:
@@ -74,6 +81,11 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm(total, weight), total
+
+
+def aten_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, 1e-6), total
 
 
 def angles(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -118,6 +130,7 @@ CASES = [
         lambda t: [activations(t), weights(WIDTH, dtype=t)],
         rms_norm,
         lambda x, weight: ops.rms_norm(x, weight)[0],
+        fused=lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6),
         forward_bytes=2,
         backward_bytes=3,
         **STREAMS,
@@ -127,6 +140,7 @@ CASES = [
         lambda t: [*activation_pair(t), weights(WIDTH, dtype=t)],
         fused_add_rms_norm,
         lambda x, residual, weight: ops.fused_add_rms_norm(x, residual, weight),
+        fused=aten_add_rms_norm,
         forward_bytes=4,
         backward_bytes=4,
         **STREAMS,
@@ -207,8 +221,10 @@ CASES = [
         lambda host, device: device(),
         faster=1.0,
         backward_bytes=None,
+        compiles=False,  # the eager side is ATen's fused step already
     ),
 ]
+NAMES = tuple(case.name for case in CASES)
 
 
 def copy_bandwidth() -> float:
@@ -222,18 +238,6 @@ def timed(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def medians(calls: Sequence[Callable[[], Any]], budget: float) -> list[float]:
-    """Median seconds of each call; calls alternate, for `budget` seconds and at least five times."""
-    for call in calls:  # the first ones fill caches and start threads
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    until = time.perf_counter() + budget
-    while len(times[0]) < 5 or time.perf_counter() < until:
-        for index in range(len(calls)) if len(times[0]) % 2 else reversed(range(len(calls))):
-            times[index].append(timed(calls[index]))
-    return [statistics.median(each) for each in times]
 
 
 def training(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
@@ -292,8 +296,9 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
     if case.backward_bytes is not None:
         modes["training"] = (training, case.forward_bytes + case.backward_bytes)
     for mode, (make, passes) in modes.items():
-        eager, operator = medians([make(case.eager, host), make(case.operator, device)], budget)
-        result[mode] = {"eager_s": eager, "openreg_s": operator, "faster": eager / operator}
+        found = compared(*alternate([make(case.eager, host), make(case.operator, device)], budget))
+        eager, operator = found.reference, found.measured
+        result[mode] = {"eager_s": eager, "openreg_s": operator, "faster": eager / operator, **entry(found)}
         if passes:
             result[mode]["bandwidth"] = passes * host[0].numel() * host[0].element_size() / operator / limit
     final = result[list(modes)[-1]]
@@ -309,24 +314,90 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
     return result
 
 
+def contenders(case: Case) -> dict[str, Callable[..., Any]]:
+    """What a user of the CPU would write: its name in the table, and the function."""
+    torch._dynamo.reset()
+    found = {"eager": case.eager}
+    if case.compiles:
+        found["compiled"] = torch.compile(case.eager, dynamic=False)
+    if case.fused:
+        found["fused"] = case.fused
+    return found
+
+
+def against_best(case: Case, dtype: torch.dtype, training_too: bool, budget: float) -> tuple[str, Comparison]:
+    """Which contender is the fastest, and the operator compared with it."""
+    torch.manual_seed(0)
+    host = list(case.inputs(dtype))
+    make = training if training_too else inference
+    others = contenders(case)
+    calls = [make(each, host) for each in others.values()] + [make(case.operator, on_device(host))]
+    *theirs, ours = alternate(calls, budget, patience=PATIENCE)
+    best = min(range(len(theirs)), key=lambda index: statistics.median(theirs[index]))
+    return list(others)[best], compared(theirs[best], ours)
+
+
+def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> dict[str, Any]:
+    """Print a table for one thread and one for all, and what is behind."""
+    dtypes = [options.dtype] if options.dtype else ["float32", "bfloat16", "float16"]
+    say(f"torch {torch.__version__}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary {VOCABULARY:,}")
+    say(machine())
+    say("The fastest of e: eager PyTorch, c: torch.compile, f: ATen's fused operator, over openreg: above 1 is ahead.")
+    results: dict[str, Any] = {"torch": torch.__version__, "against": "best", "cases": []}
+    cells: list[Comparison] = []
+    behind = []
+    before = torch.get_num_threads()
+    for threads in [before] if options.threads or before == 1 else [1, before]:
+        torch.set_num_threads(threads)
+        say(f"\n{f'{threads} threads' if threads > 1 else '1 thread':21}" + "".join(f"{each:^20}" for each in dtypes))
+        say(f"{'':21}" + f"{'forward':>8}{'+backward':>11} " * len(dtypes))
+        for case in CASES:
+            if options.only and case.name not in options.only:
+                continue
+            say(f"{case.name:21}", end="")
+            for dtype in dtypes:
+                for mode in ("forward", "training"):
+                    width = 8 if mode == "forward" else 11
+                    if mode == "training" and case.backward_bytes is None:
+                        say(f"{'':{width + 1}}", end="")
+                        continue
+                    best, found = against_best(case, getattr(torch, dtype), mode == "training", options.seconds)
+                    say(f"{f'{1 / found.ratio:.2f} {best[0]}':>{width}}{' ' * (mode == 'training')}", end="")
+                    cells.append(found)
+                    where = {"name": case.name, "dtype": dtype, "threads": threads, "mode": mode}
+                    results["cases"].append(where | {"best": best} | entry(found))
+                    if verdict(found, 1.0) != "reached":
+                        words = f"{1 / found.high:.2f} to {1 / found.low:.2f}"
+                        behind.append(f"{case.name}, {dtype}, {mode}, {threads} threads: {words}")
+            say()
+    torch.set_num_threads(before)
+    if not cells:
+        return results
+    average = mean(cells)
+    results["mean"] = 1 / average.ratio
+    say(f"\ngeometric mean {1 / average.ratio:.2f}, target {MEAN:.2f}: {verdict(average, 1 / MEAN)}")
+    say("\n".join(["behind, or too noisy to tell:", *behind]) if behind else "every cell is at least 1.00")
+    return results
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
     log = sys.stderr if options.json == "-" else sys.stdout
 
-    def say(text: str = "") -> None:
-        print(text, file=log, flush=True)
+    def say(text: str = "", end: str = "\n") -> None:
+        print(text, file=log, flush=True, end=end)
 
-    dtype = getattr(torch, options.dtype)
-    threads, cores, load = torch.get_num_threads(), os.cpu_count(), os.getloadavg()[0]
-    limit = copy_bandwidth()
-    say(f"torch {torch.__version__}, {options.dtype}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary "
+    if options.against == "best":
+        return report(run_against_best(options, say), options)
+    name = options.dtype or "float32"
+    dtype, limit = getattr(torch, name), copy_bandwidth()
+    say(f"torch {torch.__version__}, {name}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary "
         f"{VOCABULARY:,}")  # fmt: skip
-    say(f"{threads} threads, {cores} cores, load {load:.1f}{' (busy: expect noise)' if load > cores / 2 else ''}; "
-        f"a copy of 256 MB moves {limit / 1e9:.1f} GB/s")  # fmt: skip
+    say(f"{machine()}; a copy of 256 MB moves {limit / 1e9:.1f} GB/s")
     say(f"{'':21} {'forward':^30} | {'forward and backward':^31}")
     head = f"{'eager':>8} {'openreg':>8} {'faster':>6} {'of bw':>5}"
     say(f"{'':21} {head} | {head}  memory")
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": threads, "bandwidth": limit, "cases": []}
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "bandwidth": limit, "cases": []}
     for case in CASES:
         if options.only and case.name not in options.only:
             continue
@@ -340,9 +411,4 @@ def run(options: argparse.Namespace) -> int:
                 cells.append(f"{row['eager_s'] * 1e3:6.1f}ms {row['openreg_s'] * 1e3:6.1f}ms {row['faster']:6.2f} "
                              f"{of_limit} {memory}")  # fmt: skip
         say(f"{case.name:21} {'| '.join(cells)}{'  MISSED ' + '; '.join(result['missed']) if result['missed'] else ''}")
-    if options.json == "-":
-        print(json.dumps(results, indent=1))
-    elif options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
-    return 0
+    return report(results, options)

@@ -198,9 +198,10 @@ def test_rounds_alternate():
     sides = [lambda: calls.append("cpu"), lambda: calls.append("device")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "ROUND", 0)  # one call for each batch
-        cpu, device = timing.compare(*sides, 4)
+        found = timing.compare(*sides, 4)
     assert calls[:6] == ["cpu"] * 3 + ["device"] * 3 and calls[6:15] == ["cpu"] * 9
-    assert calls[15:] == ["device", "cpu", "cpu", "device"] * 2 and cpu > 0 and device > 0
+    assert calls[15:] == ["device", "cpu", "cpu", "device"] * 2
+    assert found.reference > 0 and found.measured > 0 and found.low <= found.ratio <= found.high
 
 
 def test_a_batch_is_short():
@@ -214,12 +215,62 @@ def test_a_batch_is_short():
     assert len(calls) < 6 + 9 + 4 * 8
 
 
-def test_medians_alternate(monkeypatch):
+def test_calls_alternate(monkeypatch):
     ticks = iter(range(10_000))
-    monkeypatch.setattr(bench_operators.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
     calls = []
-    found = bench_operators.medians([lambda: calls.append(0), lambda: calls.append(1)], budget=0)
-    assert found == [1, 1] and calls == [0, 1] + [1, 0, 0, 1] * 2 + [1, 0]
+    found = timing.alternate([lambda: calls.append(0), lambda: calls.append(1)], budget=0)
+    assert found == [[1] * 5] * 2 and calls == [0, 1] + [1, 0, 0, 1] * 2 + [1, 0]
+    del calls[:]
+    found = timing.alternate([lambda: calls.append(0), lambda: calls.append(1)], budget=1000, patience=1)
+    assert found == [[1]] * 2 and calls == [0, 1, 1, 0]  # a round takes longer than the patience
+
+
+def test_the_interval_holds_the_median_of_the_ratios():
+    steady = timing.compared([1.0] * 101, [1.1] * 101)
+    assert (steady.reference, steady.measured, steady.low, steady.high, steady.noise) == (1, 1.1, 1.1, 1.1, 0)
+    generator = torch.Generator().manual_seed(0)
+    inside = 0
+    for _ in range(200):
+        noise = torch.randn(101, generator=generator).mul(0.2).exp().tolist()
+        found = timing.compared([1.0] * 101, noise)
+        inside += found.low <= 1 <= found.high
+    assert inside >= 180, "of 200 intervals of 95 % confidence"
+    slowed = timing.compared([1.0, 2.0, 3.0] * 20, [2.0, 4.0, 6.0] * 20)  # a busy machine slows both sides
+    assert (slowed.low, slowed.ratio, slowed.high) == (2, 2, 2)
+
+
+def test_no_target_is_reached_in_noise():
+    def found(low, high):
+        return timing.Comparison(1.0, (low + high) / 2, low, high)
+
+    assert timing.verdict(found(0.9, 1.0), 1.0) == "reached" and timing.verdict(found(1.01, 1.1), 1.0) == "missed"
+    assert timing.verdict(found(0.8, 1.1), 1.0) == "too noisy to tell, 0.80 to 1.10"
+    average = timing.mean([found(1.9, 2.1), found(0.45, 0.55)])
+    assert average.ratio == pytest.approx(1) and average.low == pytest.approx(1 - (0.05**2 + 0.1**2) ** 0.5 / 2)
+
+
+def test_regressions(tmp_path, capsys):
+    def results(ratio, noise, name="add"):
+        case = {"name": name, "size": "64", "ratio": ratio, "low": ratio - noise, "high": ratio + noise}
+        other = {"name": "swiglu", "dtype": "float32", "forward": {"ratio": 1.0, "low": 0.9, "high": 1.1}}
+        return {"cases": [case, other]}
+
+    earlier = tmp_path / "earlier.json"
+    assert timing.report(results(1.0, 0.1), options("--json", str(earlier))) == 0
+    against = options("--against", str(earlier))
+    assert timing.report(results(1.15, 0.1), against) == 0  # within the noise
+    assert "0 of 2 figures are slower" in capsys.readouterr().out
+    assert timing.report(results(1.3, 0.1), against) == 1
+    said = capsys.readouterr().out
+    assert "slower: add, 64: 1.30 (1.20 to 1.40), was 1.00 (0.90 to 1.10)" in said and "1 of 2 figures" in said
+    assert timing.report({"cases": [results(1.0, 0.1, "mul")["cases"][0]]}, against) == 2
+    assert "has none of these figures" in capsys.readouterr().err
+    for words, sentence in (
+        (("--against", "no such file"), 'takes "best" or a file that --json wrote, but got no such file'),
+        (("--against", "best"), "--against best is for the suite operators, but got device"),
+    ):
+        assert bench.main(options(*words)) == 2 and sentence in capsys.readouterr().err
 
 
 def test_compile_time_leaves_the_first_round_out(monkeypatch):
@@ -238,7 +289,8 @@ def test_compile_time_leaves_the_first_round_out(monkeypatch):
 
     monkeypatch.setattr(bench_compiled, "step_of", step_of)
     monkeypatch.setattr(bench_compiled.time, "perf_counter", lambda: now[0])
-    assert bench_compiled.compile_time(3) == (2, 40)
+    found = bench_compiled.compile_time(3)
+    assert (found.reference, found.measured) == (2, 40)
 
 
 @pytest.mark.processes
@@ -260,6 +312,11 @@ def test_peak_memory():
 # ---- the report ----
 
 
+def found(reference, measured):
+    """A comparison without noise."""
+    return timing.Comparison(reference, measured, measured / reference, measured / reference)
+
+
 @pytest.fixture
 def twice(monkeypatch):
     """Every comparison finds that the device takes twice the time; returned: the rounds of each."""
@@ -268,7 +325,7 @@ def twice(monkeypatch):
     def compare(cpu, device, count):
         cpu(), device()
         rounds.append(count)
-        return 1e-6, 2e-6
+        return found(1e-6, 2e-6)
 
     for module in (bench, bench_compiled):
         monkeypatch.setattr(module, "compare", compare)
@@ -277,12 +334,13 @@ def twice(monkeypatch):
 
 def test_report_of_the_device(monkeypatch, capsys, tmp_path, twice):
     monkeypatch.setattr(bench, "import_seconds", lambda rounds: rounds / 100)
+    monkeypatch.setattr(bench, "in_a_fresh_process", lambda name, given: found(given.rounds, 2 * given.rounds))
     words = ("--rounds", "9", "--only", "add", "mm", "step", "import", "--json", str(tmp_path / "report.json"))
     assert bench.main(options(*words)) == 0
     said, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
-    found = [(case["name"], case["size"], case["ratio"]) for case in report["cases"]]
-    assert found == [("add", "64", 2), ("mm", "64", 2), ("add", "1M", 2), ("mm", "1M", 2), ("MLP step", "step", 2)]
-    assert twice == [9, 9, 4, 4, 9]
+    cases = [(case["name"], case["size"], case["ratio"]) for case in report["cases"]]
+    assert cases == [("add", "64", 2), ("mm", "64", 2), ("add", "1M", 2), ("mm", "1M", 2), ("MLP step", "step", 2)]
+    assert twice == [9, 9, 4, 4] and report["cases"][-1]["cpu_s"] == 9
     assert report["summary"] == pytest.approx({"64": 2, "1M": 2, "step": 2, "import_s": 0.05})
     assert re.search(r"^add +64 +1 us +2 us +2.00$", said, re.M)
     assert re.search(r"64 elements +geometric mean +2.00 +target 1.20: missed", said)
@@ -291,11 +349,12 @@ def test_report_of_the_device(monkeypatch, capsys, tmp_path, twice):
     assert bench.main(options("--rounds", "2", "--only", "relu", "--json", "-")) == 0
     said = capsys.readouterr()
     assert [case["cpu_s"] for case in json.loads(said.out)["cases"]] == [1e-6, 1e-6] and "relu" in said.err
-    assert bench.torch.__version__ in said.err and twice[5:] == [2, 3]
+    assert bench.torch.__version__ in said.err and twice[4:] == [2, 3]
 
 
 def test_every_case_of_the_device_is_the_default(monkeypatch, capsys, twice):
     monkeypatch.setattr(bench, "import_seconds", lambda rounds: 0.5)
+    monkeypatch.setattr(bench, "in_a_fresh_process", lambda name, given: found(1, 1))
     monkeypatch.setattr(bench, "SIZES", {"64": (8, 8)})
     assert bench.main(options("--rounds", "3")) == 0
     said = capsys.readouterr().out
@@ -310,12 +369,11 @@ def test_a_name_that_is_no_case(capsys):
 
 
 def test_report_of_operators(monkeypatch, capsys, tmp_path, small):
-
-    def medians(calls, budget):
+    def alternate(calls, budget):
         assert len([call() for call in calls]) == 2
-        return [3e-3, 2e-3]
+        return [[3e-3], [2e-3]]
 
-    monkeypatch.setattr(bench_operators, "medians", medians)
+    monkeypatch.setattr(bench_operators, "alternate", alternate)
     threads = torch.get_num_threads()
     monkeypatch.setattr(bench_operators, "copy_bandwidth", lambda: 8e6)
     words = ("--only", "swiglu", "quantize_rowwise", "linear_cross_entropy", "--threads", "1")
@@ -339,14 +397,58 @@ def test_report_of_operators(monkeypatch, capsys, tmp_path, small):
     assert json.loads(capsys.readouterr().out)["cases"][0]["dtype"] == "bfloat16"
 
 
+def test_report_against_the_best(monkeypatch, capsys, tmp_path, small):
+    """Eager takes 3 ms, the compiled function 1 ms, and the operator 2 ms."""
+    monkeypatch.setattr(torch, "compile", lambda body, **_: body)
+    sides = []
+
+    def alternate(calls, budget, patience):
+        sides.append(len(calls))
+        results = [call() for call in calls]
+        assert all(type(each) is type(results[0]) for each in results)
+        return [[3e-3] * 9, [1e-3] * 9, *[[2.5e-3] * 9] * (len(calls) - 3), [2e-3] * 9]
+
+    monkeypatch.setattr(bench_operators, "alternate", alternate)
+    threads = torch.get_num_threads()
+    words = ("--against", "best", "--only", "rms_norm", "quantize_rowwise", "--json", str(tmp_path / "best.json"))
+    assert bench.main(options("operators", *words)) == 0 and torch.get_num_threads() == threads
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "best.json").read_text())
+    tables = 1 if threads == 1 else 2
+    assert sides == [4] * 6 * tables + [3] * 3 * tables or sides == ([4] * 6 + [3] * 3) * tables
+    assert len(re.findall(r"^rms_norm( +0.50 c){6} *$", said, re.M)) == tables
+    assert len(re.findall(r"^quantize_rowwise( +0.50 c){3} *$", said, re.M)) == tables
+    assert "geometric mean 0.50, target 1.80: missed" in said
+    assert f"rms_norm, bfloat16, training, {threads} threads: 0.50 to 0.50" in said
+    assert {case["ratio"] for case in report["cases"]} == {2.0} and {c["best"] for c in report["cases"]} == {"compiled"}
+
+
+@pytest.mark.parametrize("case", bench_operators.CASES, ids=lambda case: case.name)
+def test_contenders_compute_the_same(monkeypatch, small, case):
+    monkeypatch.setattr(torch, "compile", lambda body, **_: body)
+    sides = bench_operators.contenders(case)
+    assert ("compiled" in sides) == (case.name != "adamw_step_")
+    if case.fused:
+        inputs = case.inputs(torch.float32)
+        torch.testing.assert_close(sides["fused"](*inputs), sides["eager"](*inputs))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_step_in_a_fresh_process():
+    result = bench.in_a_fresh_process("step", options("--rounds", "3"))
+    assert result.reference > 0 and result.measured > 0
+    with pytest.raises(RuntimeError, match="the process that measures no-such ended with 2"):
+        bench.in_a_fresh_process("no-such", options("--rounds", "3"))
+
+
 def test_bandwidth_of_a_copy(small):
     assert 1e6 < bench_operators.copy_bandwidth() < 1e13
 
 
 def test_report_of_compiled_graphs(monkeypatch, capsys, twice):
     monkeypatch.setattr(torch, "compile", lambda body, **_: body)
-    monkeypatch.setattr(bench_compiled, "compile_time", lambda rounds: (rounds, 1.05 * rounds))
-    monkeypatch.setattr(bench_compiled, "decomposition", lambda name, body, shapes, rounds: (3e-6, 1e-6 * rounds))
+    monkeypatch.setattr(bench_compiled, "compile_time", lambda rounds: found(rounds, 1.05 * rounds))
+    monkeypatch.setattr(bench_compiled, "decomposition", lambda name, body, shapes, rounds: found(3e-6, 1e-6 * rounds))
     assert bench.main(options("compiled", "--rounds", "100", "--only", "sum", "compile-time", "against-eager")) == 0
     said = capsys.readouterr().out
     assert re.search(r"^sum +1 us +2 us +2.00 +target 1.05: missed$", said, re.M)
@@ -367,11 +469,11 @@ def test_every_case_of_compiled_graphs_is_the_default(monkeypatch, capsys):
     made = []
     monkeypatch.setattr(bench_compiled, "CASES", {"one": (lambda device: made.append(device) or (lambda: None), 1.5)})
     monkeypatch.setattr(bench_compiled, "step_of", lambda *_, **__: lambda device: lambda: None)
-    monkeypatch.setattr(bench_compiled, "compare", lambda *_: (1.0, 1.0))
-    monkeypatch.setattr(bench_compiled, "compile_time", lambda rounds: (rounds, rounds))
-    monkeypatch.setattr(bench_compiled, "decomposition", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(bench_compiled, "compare", lambda *_: found(1.0, 1.0))
+    monkeypatch.setattr(bench_compiled, "compile_time", lambda rounds: found(rounds, rounds))
+    monkeypatch.setattr(bench_compiled, "decomposition", lambda *_: found(1.0, 2.0))
     monkeypatch.setattr(bench_compiled, "NAMES", ("one", "compile-time", "against-eager", "decompositions"))
-    assert bench_compiled.run(types.SimpleNamespace(only=None, rounds=1)) == 0
+    assert bench_compiled.run(types.SimpleNamespace(only=None, rounds=1, json=None, against=None)) == 0
     said = capsys.readouterr().out
     assert made == ["cpu", "openreg"] and re.search(r"^one .*1.00 +target 1.50: reached", said, re.M)
     assert re.search(r"^compile-time +3 s", said, re.M) and "against-eager" in said and "rms_norm, alone" in said

@@ -1,0 +1,218 @@
+"""``python -m openreg_ops bench scaling``: how times on the device and on the CPU grow with size and with processes.
+
+Sizes grow over three orders of magnitude of work, in one process. Then 1, 2 and 4 processes with one thread each run a
+case at once, and all-reduce among themselves. A picture goes to `--plot`. Two more figures: the bytes of host memory that
+a live tensor takes beyond its data, and the seconds that the device adds to `import torch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from openreg_ops.tools.timing import Comparison, compare, compared, entry, machine, report
+from openreg_tools.forms import seconds
+
+DEVICES = ("cpu", "openreg")
+PROCESSES = (1, 2, 4)
+TARGETS = {"bytes of a tensor": 1.2, "import": 0.15}
+TENSORS = 20_000
+
+
+def add(device: str, n: int) -> Callable[[], Any]:
+    x = torch.ones(n, device=device)
+    return lambda: x + x
+
+
+def matmul(device: str, n: int) -> Callable[[], Any]:
+    x = torch.ones(n, n, device=device)
+    return lambda: x @ x
+
+
+def attention(device: str, n: int) -> Callable[[], Any]:
+    q = torch.ones(1, 4, n, 64, device=device)
+    return lambda: F.scaled_dot_product_attention(q, q, q)
+
+
+def step(device: str, n: int) -> Callable[[], Any]:
+    """A training step of an MLP of width 64; n is the batch."""
+    from openreg_ops.tools.bench_steps import training
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    return training(net, torch.randn(n, 64), torch.randint(10, (n,)), device)
+
+
+def all_reduce(device: str, n: int) -> Callable[[], Any]:
+    x = torch.zeros(n, device=device)
+    return lambda: (dist.all_reduce(x), torch.accelerator.synchronize() if device != "cpu" else None)
+
+
+# name: (the call, sizes of one process, what a size is)
+CASES: dict[str, tuple[Callable[[str, int], Callable[[], Any]], Sequence[int], str]] = {
+    "add": (add, (1_000, 10_000, 100_000, 1_000_000), "elements"),
+    "matmul": (matmul, (32, 70, 150, 320), "rows and columns"),
+    "attention": (attention, (32, 100, 320, 1024), "tokens"),
+    "step": (step, (8, 80, 800, 8_000), "batch"),
+    "all-reduce": (all_reduce, (1_000, 10_000, 100_000, 1_000_000), "elements"),
+}
+NAMES = (*CASES, "memory", "import")
+
+
+def measure(name: str, size: int, rounds: int) -> Comparison:
+    """The device against the CPU, in this process."""
+    make = CASES[name][0]
+    calls = [make(device, size) for device in DEVICES]
+    gc.disable()
+    try:
+        return compare(*calls, rounds)
+    finally:
+        gc.enable()
+
+
+def among(count: int, name: str, size: int, rounds: int) -> Comparison:
+    """The same in `count` processes at once; the slowest of them says how long it takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-P", "-m", "openreg_ops.tools.bench_scaling", folder, name, str(size), str(rounds)]
+        environment = {**os.environ, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+        workers = [subprocess.Popen(words, env=environment | {"RANK": str(rank)}) for rank in range(count)]
+        failed = [worker.wait() for worker in workers]
+        if any(failed):
+            raise RuntimeError(f"bench: {name} in {count} processes ended with {max(failed, key=abs)}; see above")
+        found = [Comparison(**json.loads(Path(folder, str(rank)).read_text())) for rank in range(count)]
+    return max(found, key=lambda each: each.measured)
+
+
+def worker(folder: str, name: str, size: str, rounds: str) -> None:
+    """One of these processes."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), count)
+    dist.init_process_group("cpu:gloo,openreg:occl", store=store, rank=rank, world_size=count)
+    make = CASES[name][0]
+    calls = [make(device, int(size)) for device in DEVICES]
+    dist.barrier()  # all have imported and made their tensors
+    times: list[list[float]] = [[], []]
+    for call in calls:
+        call()
+    for index in range(int(rounds)):  # every process calls as often, in the same order: collectives meet
+        for which in (0, 1) if index % 2 else (1, 0):
+            start = time.perf_counter()
+            calls[which]()
+            times[which].append(time.perf_counter() - start)
+    found = compared(*times)
+    values = {key: getattr(found, key) for key in ("reference", "measured", "low", "high")}
+    Path(folder, str(rank)).write_text(json.dumps(values))
+    dist.destroy_process_group()
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_of_a_tensor(device: str) -> float:
+    """Host memory of a live tensor of 16 bytes: Python's object, torch's, its storage and the data."""
+    code = (
+        "import torch; from openreg_ops.tools import bench_scaling as b\n"
+        f"kept = [torch.empty(4, device={device!r}) for _ in range(1000)]\n"
+        f"before = b.resident(); kept += [torch.empty(4, device={device!r}) for _ in range(b.TENSORS)]\n"
+        "print((b.resident() - before) / b.TENSORS)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def draw(path: Path, curves: dict[str, dict[str, list[tuple[int, float, float]]]]) -> str:
+    """The picture: a row of plots by size, and a row by processes; returns what to say about it."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: matplotlib is not installed"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(curves)
+    figure, axes = pyplot.subplots(2, len(names), squeeze=False, figsize=(3.2 * len(names), 6), layout="constrained")
+    for column, name in enumerate(names):
+        for line, what in enumerate(("size", "processes")):
+            axis, points = axes[line][column], curves[name][what]
+            if not points:
+                axis.set_visible(False)
+                continue
+            x, cpu, device = zip(*points, strict=True)
+            axis.plot(x, [1e6 * t for t in cpu], "o--", color="gray", label="cpu")
+            axis.plot(x, [1e6 * t for t in device], "o-", label="openreg")
+            axis.set_yscale("log")
+            axis.set_xscale("log", base=10 if what == "size" else 2)
+            axis.set(title=name if line == 0 else None, xlabel=CASES[name][2] if what == "size" else "processes")
+    axes[0][0].set_ylabel("microseconds")
+    axes[0][0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return f"picture: {path}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and draw; 0 also when a target is missed, because a busy machine can miss any."""
+    from openreg_ops.tools.bench import import_seconds
+
+    chosen, log = options.only or NAMES, sys.stderr if options.json == "-" else sys.stdout
+
+    def say(text: str = "") -> None:
+        print(text, file=log, flush=True)
+
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
+    say(f"torch {torch.__version__}, float32, {options.rounds} rounds\n{machine()}")
+    say(f"{'':11} {'':26} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
+    curves: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
+
+    def row(name: str, what: str, value: int, found: Comparison) -> None:
+        label = f"{value:,} {CASES[name][2] if what == 'size' else 'processes' if value > 1 else 'process'}"
+        say(f"{name:11} {label:>26} {seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}")
+        curves[name][what].append((value, found.reference, found.measured))
+        results["cases"].append({"name": name, "size": label, **entry(found)})
+
+    for name, (_make, sizes, _unit) in CASES.items():
+        if name not in chosen:
+            continue
+        curves[name] = {"size": [], "processes": []}
+        for size in sizes:
+            alone = name != "all-reduce"
+            row(name, "size", size, measure(name, size, options.rounds) if alone else among(2, name, size, options.rounds))
+        for count in PROCESSES:
+            row(name, "processes", count, among(count, name, sizes[2], options.rounds))
+    say()
+    if "memory" in chosen:
+        cpu, device = (bytes_of_a_tensor(each) for each in DEVICES)
+        results["bytes of a tensor"] = {"cpu": cpu, "openreg": device}
+        say(f"a live tensor of 16 bytes takes {cpu:.0f} bytes of host memory on the CPU and {device:.0f} on the device: "
+            f"{device / cpu:.2f}, {said(device / cpu, 'bytes of a tensor')}")  # fmt: skip
+    if "import" in chosen:
+        added = results["import_s"] = import_seconds(5)
+        say(f"the device adds {added:.2f} s to import torch, {said(added, 'import')}")
+    if curves:
+        say(draw(Path(options.plot), curves))
+    return report(results, options)
+
+
+def said(value: float, target: str) -> str:
+    return f"target {TARGETS[target]:.2f}: {'reached' if value <= TARGETS[target] else 'missed'}"
+
+
+if __name__ == "__main__":
+    worker(*sys.argv[1:])

@@ -1,0 +1,135 @@
+"""``python -m openreg_ops bench steps``: eager training steps on the device against the CPU's.
+
+Each case runs in a process of its own, with both sides in it: their rounds alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from openreg_ops.tools.backend import PACKAGE
+from openreg_ops.tools.timing import Comparison, compare, entry, machine, report, verdict
+from openreg_tools.forms import seconds
+
+Step = Callable[[], Any]
+DEMO = PACKAGE.parent / "examples" / "train_char_transformer.py"
+
+
+def training(model: nn.Module, x: torch.Tensor, target: torch.Tensor, device: str) -> Step:
+    """Forward, cross entropy, backward and SGD."""
+    model, x, target = model.to(device), x.to(device), target.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), target).backward()
+        optimizer.step()
+
+    return step
+
+
+def mlp(device: str) -> Step:
+    """784-512-512-10 with ReLU, batch 64."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return training(net, torch.randn(64, 784), torch.randint(10, (64,)), device)
+
+
+def transformer(device: str) -> Step:
+    """The model, the batch and the optimizer of `make demo`."""
+    demo = runpy.run_path(str(DEMO))
+    run = demo["Run"](96, device, torch.float32)
+    tokens = torch.randint(96, (demo["BATCH"], demo["CONTEXT"] + 1), generator=torch.Generator().manual_seed(0))
+    return lambda: run.step(tokens)
+
+
+class Classifier(nn.Module):
+    """An LSTM of two layers, and a linear layer on its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 128, num_layers=2, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def lstm(device: str) -> Step:
+    """Two layers of width 128 on 32 sequences of 32 steps."""
+    torch.manual_seed(0)
+    return training(Classifier(), torch.randn(32, 32, 64), torch.randint(10, (32,)), device)
+
+
+class Residual(nn.Module):
+    """ResNet's basic block, then the mean over the image."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.body(x)).mean((2, 3))
+
+
+def resnet_block(device: str) -> Step:
+    """Width 32 on 16 images of 28 by 28."""
+    torch.manual_seed(0)
+    return training(Residual(), torch.randn(16, 32, 28, 28), torch.randint(32, (16,)), device)
+
+
+# name: (the step, the largest ratio to reach)
+CASES: dict[str, tuple[Callable[[str], Step], float]] = {
+    "mlp": (mlp, 0.97),
+    "transformer": (transformer, 0.85),
+    "lstm": (lstm, 1.0),
+    "resnet-block": (resnet_block, 1.0),
+}
+NAMES = tuple(CASES)
+
+
+def measure(name: str, rounds: int) -> Comparison:
+    make, _target = CASES[name]
+    calls = make("cpu"), make("openreg")
+    gc.disable()
+    try:
+        return compare(*calls, rounds)
+    finally:
+        gc.enable()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    from openreg_ops.tools.bench import in_a_fresh_process
+
+    chosen = [name for name in CASES if name in (options.only or CASES)]
+    log = sys.stderr if options.json == "-" else sys.stdout
+    mode = torch.openreg.get_launch_mode()
+    print(f"torch {torch.__version__}, float32, launch mode {mode}, {options.rounds} rounds\n{machine()}", file=log)
+    print(f"{'':14} {'cpu':>10} {'openreg':>10} {'ratio':>7}", file=log, flush=True)
+    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "mode": mode, "cases": []}
+    for name in chosen:
+        if name == "transformer" and not DEMO.exists():
+            print(f"{name:14} not measured: it is the model of {DEMO.name}, which a checkout has", file=log)
+            continue
+        found = measure(name, options.rounds) if len(chosen) == 1 else in_a_fresh_process(name, options)
+        target = CASES[name][1]
+        print(f"{name:14} {seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}   "
+              f"target {target:.2f}: {verdict(found, target)}", file=log, flush=True)  # fmt: skip
+        sides = {"cpu_s": found.reference, "openreg_s": found.measured}
+        results["cases"].append({"name": name, "mode": mode, **sides, **entry(found)})
+    return report(results, options)
