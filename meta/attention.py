@@ -93,7 +93,9 @@ def _scores(
     if bias is not None:
         scores = scores + bias
     if causal:
-        hidden = scores.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)  # of scores' own kind: a DTensor's mask is one
+        hidden = scores.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(
+            1
+        )  # of scores' own kind: a DTensor's mask is one
         scores = scores.masked_fill(hidden, -math.inf)
     blind = (scores == -math.inf).all(-1)
     return scores.masked_fill(blind.unsqueeze(-1), 0), scale, blind

@@ -110,10 +110,11 @@ void CallQueue::compare(const Call& call) {
   auto differ = [&](int one, int other, const std::string& why) {
     // The rank that reads it comes first.
     if (other == rank) std::swap(one, other);
-    C10_THROW_ERROR(DistBackendError, c10::str("occl: mismatched collectives: at call ", number_, " of the group, rank ",
-        one, " of ", size, " calls ", of(one)->text, ", but rank ", other, " calls ", of(other)->text, why,
-        ". Every rank must make the same calls in the same order, with the same dtypes and numbers of elements. ",
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL also compares shapes, and raises at the call"));
+    C10_THROW_ERROR(DistBackendError,
+        c10::str("occl: mismatched collectives: at call ", number_, " of the group, rank ", one, " of ", size,
+            " calls ", of(one)->text, ", but rank ", other, " calls ", of(other)->text, why,
+            ". Every rank must make the same calls in the same order, with the same dtypes and numbers of elements. ",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL also compares shapes, and raises at the call"));
   };
 
   for (int other = 0; other < size; ++other)
@@ -124,7 +125,8 @@ void CallQueue::compare(const Call& call) {
       const auto sent = reinterpret_cast<const int64_t*>(of(from) + 1)[to];
       const auto received = reinterpret_cast<const int64_t*>(of(to) + 1)[size + from];
       if (sent != received)
-        differ(from, to, c10::str(": rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", received));
+        differ(from, to,
+            c10::str(": rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", received));
     }
 }
 

@@ -25,10 +25,11 @@ struct Call {
 
 // Note [Matching calls]
 // Gloo matches the processes' collectives by their order, not by what they are. If one process calls another collective
-// than the others, or one of another size, Gloo gives wrong numbers, waits until the timeout, or ends the process from a
-// thread of its own. So before each collective the processes exchange what they call, which has the same size for every
-// call, and all of them see whether the calls fit. If they do not, none begins, and each raises the same sentence. The
-// exchange is on a thread of this queue, so that an asynchronous call does not wait for the other processes.
+// than the others, or one of another size, Gloo gives wrong numbers, waits until the timeout, or ends the process from
+// a thread of its own. So before each collective the processes exchange what they call, which has the same size for
+// every call, and all of them see whether the calls fit. If they do not, none begins, and each raises the same
+// sentence. The exchange is on a thread of this queue, so that an asynchronous call does not wait for the other
+// processes.
 class CallQueue {
  public:
   using Engine = c10::intrusive_ptr<c10d::Backend>;

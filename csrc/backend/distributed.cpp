@@ -52,20 +52,23 @@ std::string root_of(const Options& opts) {
 }
 
 // The numbers of elements that each process sends or gets, as `sizes` divides the first dimension; equally without.
-std::vector<int64_t> parts(const Name& name, const char* argument, const at::Tensor& x, const std::vector<int64_t>& sizes) {
+std::vector<int64_t> parts(
+    const Name& name, const char* argument, const at::Tensor& x, const std::vector<int64_t>& sizes) {
   const int64_t rows = x.dim() ? x.size(0) : 1;
   if (sizes.empty()) return std::vector<int64_t>(name.size, x.numel() / name.size);
   if (static_cast<int>(sizes.size()) != name.size)
-    C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": expected ", argument, " with one number for each of ",
-        name.size, " ranks, but got ", sizes));
+    C10_THROW_ERROR(ValueError,
+        c10::str("occl: ", name.operation, ": expected ", argument, " with one number for each of ", name.size,
+            " ranks, but got ", sizes));
   std::vector<int64_t> counts;
   for (const auto each : sizes) counts.push_back(rows ? each * (x.numel() / rows) : 0);
   return counts;
 }
 std::vector<int64_t> parts(const Name& name, const char* argument, const Tensors& list) {
   if (static_cast<int>(list.size()) != name.size)
-    C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": expected ", argument, " with one tensor for each of ",
-        name.size, " ranks, but got ", list.size()));
+    C10_THROW_ERROR(ValueError,
+        c10::str("occl: ", name.operation, ": expected ", argument, " with one tensor for each of ", name.size,
+            " ranks, but got ", list.size()));
   std::vector<int64_t> counts;
   for (const auto& each : list) counts.push_back(each.numel());
   return counts;
@@ -189,7 +192,8 @@ Work DistributedBackend::allgather_coalesced(Lists& outputs, Tensors& inputs, co
   return collective(std::move(arguments), OpType::ALLGATHER_COALESCED, std::move(call), opts.asyncOp,
       [engine = engine_, to, from, opts]() mutable { return engine->allgather_coalesced(to, from, opts); });
 }
-Work DistributedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+Work DistributedBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   Arguments arguments({"allgather_into_tensor_coalesced", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
@@ -222,7 +226,8 @@ Work DistributedBackend::reduce_scatter(Tensors& outputs, Lists& inputs, const c
   return collective(std::move(arguments), OpType::REDUCE_SCATTER, std::move(call), opts.asyncOp,
       [engine = engine_, to, from, opts]() mutable { return engine->reduce_scatter(to, from, opts); });
 }
-Work DistributedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+Work DistributedBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
   Arguments arguments({"reduce_scatter_base", rank_, size_});
   auto to = arguments.output(output);
   auto from = arguments.input(input);
@@ -231,7 +236,8 @@ Work DistributedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   return collective(std::move(arguments), OpType::_REDUCE_SCATTER_BASE, std::move(call), opts.asyncOp,
       [engine = engine_, to, from, opts]() mutable { return engine->_reduce_scatter_base(to, from, opts); });
 }
-Work DistributedBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+Work DistributedBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
   Arguments arguments({"reduce_scatter_tensor_coalesced", rank_, size_});
   auto to = arguments.output(outputs);
   auto from = arguments.input(inputs);
@@ -291,7 +297,8 @@ Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
   return collective(std::move(arguments), OpType::BARRIER, std::move(call), opts.asyncOp,
       [engine = engine_, opts] { return engine->barrier(opts); });
 }
-// In the order of the collectives, whose tags the engine counts, but not compared: it says itself which ranks are missing.
+// In the order of the collectives, whose tags the engine counts, but not compared: it says itself which ranks are
+// missing.
 void DistributedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) {
   queue_.run([&] { engine_->monitoredBarrier(opts, all); });
 }

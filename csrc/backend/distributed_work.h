@@ -92,12 +92,14 @@ class Arguments {
         "got openreg:", static_cast<int>(device), " and ", tensor.device(), "; move one with .to()");
     if (tensor.layout() == at::kSparse && sparse) return;
     if (tensor.layout() != at::kStrided)
-      C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": expected dense tensors, but got layout ",
-          tensor.layout(), "; call .to_dense()"));
+      C10_THROW_ERROR(ValueError,
+          c10::str("occl: ", name.operation, ": expected dense tensors, but got layout ", tensor.layout(),
+              "; call .to_dense()"));
     // As NCCL does: the engine reads and writes the elements of a tensor where a contiguous one has them.
     if (!tensor.is_contiguous(tensor.suggest_memory_format()))
-      C10_THROW_ERROR(ValueError, c10::str("occl: ", name.operation, ": Tensors must be contiguous, but got one of shape ",
-          tensor.sizes(), " with strides ", tensor.strides(), "; call .contiguous()"));
+      C10_THROW_ERROR(ValueError,
+          c10::str("occl: ", name.operation, ": Tensors must be contiguous, but got one of shape ", tensor.sizes(),
+              " with strides ", tensor.strides(), "; call .contiguous()"));
   }
 };
 
@@ -159,9 +161,7 @@ class DeviceWork final : public c10d::Work {
     if (completed && isSuccess()) notice_wait();
     return completed;
   }
-  bool isSuccess() const override {
-    return !future_->hasError() && (finished_ || (begun() && engine_->isSuccess()));
-  }
+  bool isSuccess() const override { return !future_->hasError() && (finished_ || (begun() && engine_->isSuccess())); }
   std::exception_ptr exception() const override {
     if (future_->hasError()) return future_->exception_ptr();
     const auto error = begun() ? engine_->exception() : nullptr;
@@ -185,8 +185,8 @@ class DeviceWork final : public c10d::Work {
       if (timeout == kNoTimeout) {
         one_at_a_time.lock();
       } else {
-        timeout -= std::chrono::duration_cast<std::chrono::milliseconds>(
-            std::chrono::steady_clock::now() - begun_waiting);
+        timeout -=
+            std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begun_waiting);
         timeout = std::max(timeout, std::chrono::milliseconds(1)); // 0 is without a limit
         if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
       }
@@ -239,8 +239,8 @@ class DeviceWork final : public c10d::Work {
     finished_ = true;
   }
   void follow_in_thread() {
-    std::call_once(followed_,
-        [&] { std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach(); });
+    std::call_once(
+        followed_, [&] { std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach(); });
   }
   // Until the engine has ended, or has begun what only a wait can end. Unlike the engine's wait, it can be
   // interrupted: see Note [Interrupts].

@@ -37,8 +37,8 @@ struct Arguments {
 template <class T>
 struct Results {
   Acc<T>* losses; // of each row
-  Acc<T>* loss;   // null without a reduction
-  Grad<T>* x;     // the gradients; null where not wanted
+  Acc<T>* loss; // null without a reduction
+  Grad<T>* x; // the gradients; null where not wanted
   Acc<T>*weight, *bias;
 };
 
@@ -113,8 +113,8 @@ class Chunk {
     at::parallel_for(0, tasks, at::divup(kGrain, work + 1), f);
   }
 
-  // x as right factor by pairs of its columns; rows of zeros complete a panel, because oneDNN makes code for each size, of
-  // which there shall be few.
+  // x as right factor by pairs of its columns; rows of zeros complete a panel, because oneDNN makes code for each size,
+  // of which there shall be few.
   void take_pairs() {
     const int64_t width = in_.width, rows = padded<A>(n_);
     split(rows, width, [&](int64_t begin, int64_t end) {
@@ -134,11 +134,12 @@ class Chunk {
       for (int64_t t = begin; t < end; ++t) widen(in_.x + rows_[t] * in_.width, 1, in_.width, x_ + t * in_.width);
     });
     if (pairs_) take_pairs();
-    else split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
-      for (int64_t p = begin * panel; p < end * panel; p += panel)
-        pack(x_ + p * in_.width, 1, in_.width, in_.width, std::min(panel, n_ - p), x_columns_ + p * in_.width,
-            in_.width);
-    });
+    else
+      split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin * panel; p < end * panel; p += panel)
+          pack(x_ + p * in_.width, 1, in_.width, in_.width, std::min(panel, n_ - p), x_columns_ + p * in_.width,
+              in_.width);
+      });
     if (out_.weight == nullptr) return;
     split(at::divup(in_.width, panel), panel * n_, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin * panel; p < end * panel; p += panel)
@@ -282,7 +283,7 @@ class Chunk {
   bool first_ = true;
   A *x_, *x_columns_, *x_rows_, *grad_x_, *logits_; // x as it is, and packed as right factors
   Pair* pairs_of_columns_; // x as right factor, by pairs
-  A *tile_max_, *tile_sum_, *tile_total_;           // [tile][row_]
+  A *tile_max_, *tile_sum_, *tile_total_; // [tile][row_]
   A *max_, *sum_, *total_, *logsumexp_, *at_target_, *factor_, *least_, *of_target_;
 };
 

@@ -104,12 +104,12 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& 
     using T = scalar_t;
     launch(current_stream(gate.get_device()),
         [n = gate.numel(), far = gate.numel() * static_cast<int64_t>(sizeof(T)) >= far_size(),
-            dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(), dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
+            dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(),
+            dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
           // By chunks, so that every thread's part is aligned.
           at::parallel_for(0, (n + kChunk<T> - 1) / kChunk<T>, kExpGrain / kChunk<T>, [&](int64_t first, int64_t last) {
             const int64_t begin = first * kChunk<T>, end = std::min(n, last * kChunk<T>);
-            swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin,
-                far);
+            swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin, far);
           });
         });
   });

@@ -46,8 +46,9 @@ openreg_status keep_exception(openreg_status status, const char* message) {
 void throw_last() {
   if (const auto thrower = memory_error.load(); thrower && last.status == OPENREG_ERROR_MEMORY) thrower(last.message);
   if (!last.exception)
-    throw std::logic_error("openreg: throw_error() was called where no call has failed since the last one; call it once, "
-                           "after a status that is not OPENREG_OK");
+    throw std::logic_error(
+        "openreg: throw_error() was called where no call has failed since the last one; call it once, "
+        "after a status that is not OPENREG_OK");
   std::rethrow_exception(std::exchange(last.exception, nullptr));
 }
 
@@ -139,8 +140,8 @@ openreg_site checked(const openreg_site* site) {
   if (!ours.name && !ours.function)
     throw std::invalid_argument("expected a site with a name or a function, but got NULL for both");
   if (ours.kind < OPENREG_KERNEL || ours.kind > OPENREG_WAIT)
-    throw std::invalid_argument("expected a site of kind OPENREG_KERNEL, OPENREG_COPY or OPENREG_WAIT, but got " +
-        std::to_string(ours.kind));
+    throw std::invalid_argument(
+        "expected a site of kind OPENREG_KERNEL, OPENREG_COPY or OPENREG_WAIT, but got " + std::to_string(ours.kind));
   if (!ours.function) ours.function = ours.name;
   if (!ours.file) ours.file = "unknown";
   return ours;
@@ -245,8 +246,8 @@ constexpr openreg_interface table{
             const Stream ours = checked(stream);
             const bool to_device = device_of(to) >= 0, from_device = device_of(from) >= 0;
             if (bytes && (!to || !from))
-              throw std::invalid_argument(std::string("copy: expected two addresses, but ") + (to ? "from" : "to") +
-                  " is NULL");
+              throw std::invalid_argument(
+                  std::string("copy: expected two addresses, but ") + (to ? "from" : "to") + " is NULL");
             if (bytes && !to_device && !from_device) check_memory("copy", to);
             for (const void* memory : {static_cast<const void*>(to), from})
               if (bytes && device_of(memory) >= 0) check_range("copy", memory, bytes);
@@ -349,8 +350,8 @@ constexpr openreg_interface table{
             int32_t& place = given("a place for the number", number);
             if (device < -1) checked_device("arm_fault", device);
             if (nanoseconds < 0)
-              throw std::invalid_argument("arm_fault: expected nanoseconds of at least 0, but got " +
-                  std::to_string(nanoseconds));
+              throw std::invalid_argument(
+                  "arm_fault: expected nanoseconds of at least 0, but got " + std::to_string(nanoseconds));
             given("the name of a fault", fault);
             place = arm(
                 {fault_of(fault), device < 0 ? -1 : checked_device("arm_fault", device), after, times, nanoseconds});

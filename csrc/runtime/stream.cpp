@@ -100,7 +100,8 @@ class Queue {
     if (worked_on == this)
       throw std::logic_error("openreg: work on stream " + std::to_string(stream_.id) + " of device " +
           std::to_string(stream_.device) +
-          " waits for that stream, and so for itself; wait after launch() has returned, or use another stream in the work");
+          " waits for that stream, and so for itself; wait after launch() has returned, or use another stream in the "
+          "work");
     detail::wait_freely(interrupt, [&](auto most) {
       std::unique_lock lock(mutex_);
       return done_.wait_for(lock, most, [&] { return done(number); });

@@ -26,6 +26,7 @@ from openreg_tools.forms import seconds
 
 __all__ = ["add_arguments", "main"]
 
+
 class Suite(NamedTuple):
     """What the command measures under a name, and the module whose `run` does it."""
 
@@ -97,7 +98,9 @@ def in_a_fresh_process(name: str, options: argparse.Namespace) -> Comparison:
     words += ["--rounds", str(options.rounds), "--threads", str(torch.get_num_threads())]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"bench: the process that measures {name} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"bench: the process that measures {name} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
     case = json.loads(done.stdout)["cases"][0]
     return Comparison(case["cpu_s"], case["openreg_s"], case["low"], case["high"])
 
@@ -118,9 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*CASES, "step", "import"]
     about = "; ".join(f"{name}: {suite.about}" for name, suite in SUITES.items())
     parser.add_argument("suite", nargs="?", choices=list(SUITES), default="device", help=f"{about} (default: device)")
-    parser.add_argument(
-        "--only", metavar="NAME", nargs="+", help=f"cases; of device: {', '.join(names)}"
-    )
+    parser.add_argument("--only", metavar="NAME", nargs="+", help=f"cases; of device: {', '.join(names)}")
     parser.add_argument(
         "--rounds", type=int, default=101, help="batches for each side, but for operators (default %(default)s)"
     )
@@ -142,7 +143,7 @@ def main(options: argparse.Namespace) -> int:
     0 also when a target is missed, because a busy machine can miss any; 1 where `--against FILE` finds a regression.
     """
     if options.against not in (None, "best") and not os.path.isfile(options.against):
-        print(f"bench: --against takes \"best\" or a file that --json wrote, but got {options.against}", file=sys.stderr)
+        print(f'bench: --against takes "best" or a file that --json wrote, but got {options.against}', file=sys.stderr)
         return 2
     if options.against == "best" and options.suite != "operators":
         print(f"bench: --against best is for the suite operators, but got {options.suite}", file=sys.stderr)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -397,7 +396,12 @@ def run(options: argparse.Namespace) -> int:
     say(f"{'':21} {'forward':^30} | {'forward and backward':^31}")
     head = f"{'eager':>8} {'openreg':>8} {'faster':>6} {'of bw':>5}"
     say(f"{'':21} {head} | {head}  memory")
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "bandwidth": limit, "cases": []}
+    results: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "bandwidth": limit,
+        "cases": [],
+    }
     for case in CASES:
         if options.only and case.name not in options.only:
             continue

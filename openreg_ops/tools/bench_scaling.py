@@ -193,7 +193,12 @@ def run(options: argparse.Namespace) -> int:
         curves[name] = {"size": [], "processes": []}
         for size in sizes:
             alone = name != "all-reduce"
-            row(name, "size", size, measure(name, size, options.rounds) if alone else among(2, name, size, options.rounds))
+            row(
+                name,
+                "size",
+                size,
+                measure(name, size, options.rounds) if alone else among(2, name, size, options.rounds),
+            )
         for count in PROCESSES:
             row(name, "processes", count, among(count, name, sizes[2], options.rounds))
     say()

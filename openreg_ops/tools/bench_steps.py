@@ -121,7 +121,12 @@ def run(options: argparse.Namespace) -> int:
     mode = torch.openreg.get_launch_mode()
     print(f"torch {torch.__version__}, float32, launch mode {mode}, {options.rounds} rounds\n{machine()}", file=log)
     print(f"{'':14} {'cpu':>10} {'openreg':>10} {'ratio':>7}", file=log, flush=True)
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "mode": mode, "cases": []}
+    results: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "mode": mode,
+        "cases": [],
+    }
     for name in chosen:
         if name == "transformer" and not DEMO.exists():
             print(f"{name:14} not measured: it is the model of {DEMO.name}, which a checkout has", file=log)

@@ -116,7 +116,8 @@ typedef struct openreg_interface {
 
   /* 64-byte aligned, for work on `stream`; at least one byte. */
   openreg_status (*allocate)(openreg_stream stream, size_t bytes, void** out);
-  /* Of the address that allocate() gave. Work that has been launched on its stream may still use it. NULL is allowed. */
+  /* Of the address that allocate() gave. Work that has been launched on its stream may still use it. NULL is allowed.
+   */
   openreg_status (*deallocate)(void* memory);
   /* What `stream`, of the same device, has been given so far uses it too, so that it is not reused before that has run.
    */
