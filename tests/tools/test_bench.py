@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from openreg_ops import inductor
-from openreg_ops.tools import bench, bench_compiled, bench_operators, timing
+from openreg_ops.tools import bench, bench_compiled, bench_operators, bench_scaling, bench_steps, timing
 
 
 def options(*words):
@@ -477,3 +477,90 @@ def test_every_case_of_compiled_graphs_is_the_default(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert made == ["cpu", "openreg"] and re.search(r"^one .*1.00 +target 1.50: reached", said, re.M)
     assert re.search(r"^compile-time +3 s", said, re.M) and "against-eager" in said and "rms_norm, alone" in said
+
+
+# ---- steps and scaling ----
+
+
+@pytest.mark.parametrize("name", sorted({*bench_steps.CASES} - {"transformer"}))
+def test_steps(monkeypatch, name):
+    same_training(monkeypatch, bench_steps.CASES[name][0])
+
+
+def test_the_transformer_is_the_demos(monkeypatch):
+    losses = []
+    demo = bench_steps.runpy.run_path(str(bench_steps.DEMO))
+
+    class Run(demo["Run"]):
+        def __init__(self, vocabulary, device, dtype):
+            super().__init__(vocabulary, device, dtype)
+            losses.append(self.losses)
+
+    monkeypatch.setattr(bench_steps.runpy, "run_path", lambda path: demo | {"Run": Run, "BATCH": 2, "CONTEXT": 16})
+    for device in ("cpu", "openreg"):
+        step = bench_steps.transformer(device)
+        step(), step()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+def test_report_of_steps(monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr(bench, "in_a_fresh_process", lambda name, given: asked.append(name) or found(2.0, 1.0))
+    monkeypatch.setattr(bench_steps, "measure", lambda name, rounds: found(1.0, rounds))
+    path = tmp_path / "steps.json"
+    assert bench.main(options("steps", "--json", str(path))) == 0
+    said, report = capsys.readouterr().out, json.loads(path.read_text())
+    assert asked == [case["name"] for case in report["cases"]] == list(bench_steps.CASES)
+    assert re.search(r"^lstm +2 s +1 s +0.50 +target 1.00: reached$", said, re.M) and "launch mode inline" in said
+    assert bench.main(options("steps", "--only", "mlp", "--rounds", "3", "--against", str(path))) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^mlp +1 s +3 s +3.00 +target 0.97: missed$", said, re.M) and "slower: mlp, inline: 3.00" in said
+    monkeypatch.setattr(bench_steps, "DEMO", tmp_path / "absent.py")
+    assert bench.main(options("steps", "--only", "transformer", "mlp")) == 0
+    assert "transformer    not measured: it is the model of absent.py, which a checkout has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted({*bench_scaling.CASES} - {"all-reduce"}))
+def test_both_sides_of_scaling(name):
+    make, sizes, _unit = bench_scaling.CASES[name]
+    assert sorted(sizes) == list(sizes) and len(sizes) == 4
+    on_cpu, on_device = (make(device, sizes[0])() for device in bench_scaling.DEVICES)
+    if name != "step":  # which test_steps compares
+        assert on_device.device.type == "openreg"
+        torch.testing.assert_close(on_device.cpu(), on_cpu)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_meet():
+    result = bench_scaling.among(2, "all-reduce", 1000, 3)
+    assert result.reference > 0 and result.measured > 0
+    with pytest.raises(RuntimeError, match="no-such in 2 processes ended with 1"):
+        bench_scaling.among(2, "no-such", 1000, 3)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("device", bench_scaling.DEVICES)
+def test_bytes_of_a_tensor(device):
+    assert 16 < bench_scaling.bytes_of_a_tensor(device) < 10_000
+
+
+def test_report_of_scaling(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench_scaling, "measure", lambda name, size, rounds: found(size * 1e-9, size * 2e-9))
+    monkeypatch.setattr(bench_scaling, "among", lambda count, name, size, rounds: found(1e-3, count * 1e-3))
+    monkeypatch.setattr(bench_scaling, "bytes_of_a_tensor", lambda device: 500 if device == "cpu" else 400)
+    monkeypatch.setattr(bench, "import_seconds", lambda rounds: 0.2)
+    picture = tmp_path / "pictures" / "scaling.png"
+    words = ("--plot", str(picture), "--json", str(tmp_path / "scaling.json"))
+    assert bench.main(options("scaling", *words)) == 0
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "scaling.json").read_text())
+    assert picture.read_bytes().startswith(b"\x89PNG") and f"picture: {picture}" in said
+    assert re.search(r"^add +1,000 elements +1 us +2 us +2.00$", said, re.M)
+    assert re.search(r"^all-reduce +4 processes +1 ms +4 ms +4.00$", said, re.M)
+    assert len(report["cases"]) == sum(len(sizes) + 3 for _, sizes, _ in bench_scaling.CASES.values())
+    assert (
+        "400 on the device: 0.80, target 1.20: reached" in said
+        and "0.20 s to import torch, target 0.15: missed" in said
+    )
+    assert bench.main(options("scaling", "--only", "memory")) == 0 and "picture" not in capsys.readouterr().out
