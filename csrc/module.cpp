@@ -13,6 +13,7 @@
 #include <fstream>
 #include <string>
 #include <thread>
+#include <unordered_map>
 
 #include "aten/autograd_fallback.h"
 #include "aten/fallback.h"
@@ -27,6 +28,7 @@
 #include "backend/serialization.h"
 #include "backend/sharing.h"
 #include "compat.h"
+#include "ops/checks.h"
 #include "runtime/device.h"
 #include "runtime/fault.h"
 #include "runtime/fork.h"
@@ -41,6 +43,11 @@ namespace torch {
 TORCH_PYTHON_API std::vector<py::object> py_symbolize(std::vector<CapturedTraceback*>& tracebacks);
 TORCH_PYTHON_API void installCapturedTracebackPython();
 } // namespace torch
+
+// Of torch/csrc/jit/python/pybind_utils.h, which takes the compiler three seconds.
+namespace torch::jit {
+TORCH_PYTHON_API c10::IValue toIValue(py::handle object, const c10::TypePtr& type, std::optional<int32_t> size);
+} // namespace torch::jit
 
 namespace {
 
@@ -123,7 +130,35 @@ PyObject* empty_strided(PyObject*, PyObject* const* args, Py_ssize_t) {
 PyMethodDef empty_strided_method = {
     "empty_strided", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&empty_strided)), METH_FASTCALL, nullptr};
 
+// The operators' checks, by name: see csrc/ops/checks.h.
+std::unordered_map<std::string, openreg::ops::Check>& checks() {
+  static auto* all = new std::unordered_map<std::string, openreg::ops::Check>;
+  return *all;
+}
+// check(operator's arguments...), of which it takes those that it looks at. None for a list is an empty one.
+PyObject* run_check(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const auto* check = static_cast<const openreg::ops::Check*>(PyCapsule_GetPointer(self, nullptr));
+  TORCH_CHECK(static_cast<size_t>(count) >= check->types.size(), "expected all arguments of the operator");
+  std::vector<c10::IValue> arguments;
+  for (const auto& type : check->types) {
+    const py::handle given = args[arguments.size()];
+    const bool none = given.is_none() && type->kind() == c10::TypeKind::ListType;
+    const auto object = none ? py::tuple() : py::reinterpret_borrow<py::object>(given);
+    arguments.push_back(torch::jit::toIValue(object, type, std::nullopt));
+  }
+  check->run(arguments);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+PyMethodDef check_method = {
+    "check", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&run_check)), METH_FASTCALL, nullptr};
+
 } // namespace
+
+void openreg::ops::add_check(const char* op, Check check) {
+  checks().insert_or_assign(op, std::move(check));
+}
 
 PYBIND11_MODULE(_C, m) {
   openreg::set_around_wait(&wait_without_python);
@@ -280,6 +315,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("reset_peak_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_peak_stats(); });
   m.def(
       "reset_accumulated_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_accumulated_stats(); });
+  // The check of an operator, a function of its arguments; None where it has none.
+  m.def("check_of", [](const std::string& op) -> py::object {
+    const auto found = checks().find(op);
+    if (found == checks().end()) return py::none();
+    const py::capsule self(&found->second);
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&check_method, self.ptr()));
+  });
   m.attr("empty_strided") = py::reinterpret_steal<py::object>(PyCFunction_New(&empty_strided_method, nullptr));
   m.def("tag", &openreg::tag);
   m.def("set_tag", &openreg::set_tag);

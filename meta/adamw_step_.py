@@ -11,78 +11,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check_scalar(op_name, name, x, params, *dtypes):
-    if params:
-        op.check_same_device(op_name, "params[0]", params[0], name, x)
-    torch._check(
-        x.dtype in dtypes and x.dim() == 0,
-        lambda: (
-            f"{op_name}: expected {name} of {' or '.join(map(op.dtype_name, dtypes))} and no dimension, but got "
-            f"{op.dtype_name(x.dtype)} of shape {list(x.shape)}"
-        ),
-    )
-
-
-def _check(
-    op_name,
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    max_exp_avg_sqs,
-    state_steps,
-    lr,
-    amsgrad,
-    grad_scale,
-    found_inf,
-):
-    if isinstance(lr, Tensor):
-        _check_scalar(op_name, "lr", lr, params, torch.float32, torch.float64)
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if amsgrad:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
-
-    def check_length(name, each):
-        torch._check(
-            len(each) == len(params),
-            lambda: f"{op_name}: expected {len(params)} {name}, as there are params, but got {len(each)}",
-        )
-
-    for name, each in lists.items():
-        check_length(name, each)
-    torch._check(
-        amsgrad or not max_exp_avg_sqs,
-        lambda: f"{op_name}: expected no max_exp_avg_sqs without amsgrad, but got {len(max_exp_avg_sqs)}",
-    )
-    check_length("state_steps", state_steps)
-    for i, (param, exp_avg) in enumerate(zip(params, exp_avgs, strict=True)):
-        name, wide = f"params[{i}]", op.acc_dtype(param.dtype)
-        op.check_floating(op_name, name, param)
-        op.check_same_device(op_name, "params[0]", params[0], name, param)
-        for list_name, each in lists.items():
-            of = f"{list_name}[{i}]"
-            op.check_same_device(op_name, name, param, of, each[i])
-            op.check_shape(op_name, of, each[i], param.shape, f"that of {name}")
-            if list_name == "grads":
-                op.check_dtype(op_name, of, each[i], param.dtype, name)
-            elif list_name == "exp_avgs":
-                torch._check(
-                    exp_avg.dtype in (param.dtype, wide),
-                    lambda param=param, name=name, wide=wide, of=of, exp_avg=exp_avg: (
-                        f"{op_name}: expected {of} of {op.dtype_name(param.dtype)}, the dtype of {name}"
-                        f"{'' if wide == param.dtype else ' (or float32)'}, but got {op.dtype_name(exp_avg.dtype)}; "
-                        "convert one with .to()"
-                    ),
-                )
-            else:
-                op.check_dtype(op_name, of, each[i], exp_avg.dtype, f"exp_avgs[{i}]")
-        _check_scalar(op_name, f"state_steps[{i}]", state_steps[i], params, torch.float32)
-    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
-        if params and scalar is not None:
-            _check_scalar(op_name, name, scalar, params, torch.float32)
-
-
-@op.operator(check=_check, differentiable=False)
+@op.operator(differentiable=False)
 def adamw_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

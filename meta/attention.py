@@ -11,70 +11,6 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, q, k, v, bias):
-    op.check_floating(name, "q", q)
-    for x_name, x in (("q", q), ("k", k), ("v", v)):
-
-        def four(x_name: str = x_name, x: Tensor = x) -> str:
-            return f"{name}: expected {x_name} of shape [batch, heads, length, width], but got {list(x.shape)}"
-
-        torch._check(x.dim() == 4, four)
-    for x_name, x in (("k", k), ("v", v)):
-        op.check_same_device(name, "q", q, x_name, x)
-        op.check_dtype(name, x_name, x, q.dtype, "q")
-    op.check_sizes(
-        (k.shape[0], k.shape[3]),
-        (q.shape[0], q.shape[3]),
-        lambda: (
-            f"{name}: expected k of batch {q.shape[0]} and width {q.shape[3]}, those of q, "
-            f"but got shape {list(k.shape)}"
-        ),
-    )
-    op.check_sizes(
-        v.shape[:3],
-        k.shape[:3],
-        lambda: (
-            f"{name}: expected v of batch, heads and length {list(k.shape[:3])}, those of k, "
-            f"but got shape {list(v.shape)}"
-        ),
-    )
-    heads, shared = q.shape[1], k.shape[1]
-    torch._check(  # `or` and `if` would ask for a size that may not be known yet
-        (heads % torch.sym_max(shared, 1) == 0) & ((shared != 0) | (heads == 0)),
-        lambda: f"{name}: expected heads of q a multiple of {k.shape[1]}, those of k and v, but got {q.shape[1]}",
-    )
-    if bias is None:
-        return
-    op.check_same_device(name, "q", q, "bias", bias)
-    op.check_dtype(name, "bias", bias, q.dtype, "q")
-    scores = [*q.shape[:3], k.shape[2]]
-    op.check_broadcasts(
-        bias.shape,
-        scores,
-        lambda: f"{name}: expected bias broadcastable to {scores}, the scores, but got {list(bias.shape)}",
-    )
-
-
-def _check_backward(name, grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp, bias_grad):
-    of, wide = "its attention output", op.acc_dtype(q.dtype)
-    _check(name, q, k, v, bias)
-    out_shape = [*q.shape[:3], v.shape[3]]
-    for x_name, x, dtype, shape in (
-        ("grad_out", grad_out, q.dtype, out_shape),
-        ("out", out, q.dtype, out_shape),
-        ("logsumexp", logsumexp, wide, q.shape[:3]),
-        ("grad_logsumexp", grad_logsumexp, wide, q.shape[:3]),
-    ):
-        if x is not None:
-            op.check_same_device(name, "q", q, x_name, x)
-            op.check_dtype(name, x_name, x, dtype, of)
-            op.check_shape(name, x_name, x, shape, f"that of {of}")
-    torch._check(
-        not bias_grad or bias is not None,
-        lambda: f"{name}: bias_grad asks for the gradient of a bias, but got none; pass bias",
-    )
-
-
 def _wide(x: Tensor) -> Tensor:
     return x.to(op.acc_dtype(x.dtype))
 
@@ -107,7 +43,7 @@ def _in_memory_of(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x.permute(*dims).clone(memory_format=torch.contiguous_format).permute(*back)
 
 
-@op.operator(check=_check)
+@op.operator()
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -152,7 +88,7 @@ def _(q, v):
     return out, q.new_empty(q.shape[:3], dtype=op.acc_dtype(q.dtype))
 
 
-@op.operator(check=_check_backward)
+@op.operator()
 def attention_backward(
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,

@@ -13,53 +13,6 @@ from openreg_ops.meta import op
 # ---- checks: linear_cross_entropy calls these too ----
 
 
-def check_target(name: str, x_name: str, x: Tensor, target: Tensor) -> None:
-    op.check_same_device(name, x_name, x, "target", target)
-    op.check_dtypes(name, "target", target, torch.int64, torch.int32)
-    op.check_shape(name, "target", target, x.shape[:-1], f"that of {x_name} without its last dimension")
-
-
-def check_options(name: str, label_smoothing: float, reduction: str) -> None:
-    torch._check(
-        0 <= label_smoothing <= 1,
-        lambda: f"{name}: expected label_smoothing in [0, 1], but got {label_smoothing:g}",
-    )
-    torch._check(
-        reduction in ("mean", "sum", "none"),
-        lambda: f'{name}: expected reduction "mean", "sum" or "none", but got "{reduction}"',
-    )
-
-
-def _check(name, logits, target, label_smoothing, reduction):
-    op.check_floating(name, "logits", logits)
-    torch._check(
-        logits.dim() >= 1,
-        lambda: (
-            f"{name}: expected logits of at least one dimension, the classes, but got a scalar; use logits.unsqueeze(0)"
-        ),
-    )
-    torch._check(
-        logits.shape[-1] > 0,
-        lambda: f"{name}: expected logits of at least one class, but got shape {list(logits.shape)}",
-    )
-    check_target(name, "logits", logits, target)
-    check_options(name, label_smoothing, reduction)
-
-
-def _check_backward(name, grad_loss, grad_logsumexp, logits, target, logsumexp, label_smoothing, reduction):
-    _check(name, logits, target, label_smoothing, reduction)
-    loss_shape = target.shape if reduction == "none" else ()
-    for x_name, x, shape, of in (
-        ("logsumexp", logsumexp, target.shape, "that of target"),
-        ("grad_loss", grad_loss, loss_shape, "that of its cross_entropy output"),
-        ("grad_logsumexp", grad_logsumexp, target.shape, "that of target"),
-    ):
-        if x is not None:
-            op.check_same_device(name, "logits", logits, x_name, x)
-            op.check_dtype(name, x_name, x, op.acc_dtype(logits.dtype), "its cross_entropy output")
-            op.check_shape(name, x_name, x, shape, of)
-
-
 # ---- forward ----
 
 
@@ -81,7 +34,7 @@ def loss_of(
     return loss, logsumexp.contiguous()
 
 
-@op.operator(check=_check)
+@op.operator()
 def cross_entropy(
     logits: Tensor, target: Tensor, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
@@ -135,7 +88,7 @@ def samples(device, dtype):
 # ---- backward ----
 
 
-@op.operator(check=_check_backward)
+@op.operator()
 def cross_entropy_backward(
     grad_loss: Tensor | None, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor, logsumexp: Tensor, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",

@@ -7,51 +7,8 @@ from torch import Tensor
 
 from openreg_ops.meta import op
 
-# What torch.abs refuses on the CPU.
-_REFUSED = (
-    torch.bool,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2,
-    torch.bits8,
-    torch.bits16,
-    torch.bits1x8,
-    torch.bits2x4,
-    torch.bits4x2,
-)
 
-
-def _check(name, input, out=None):
-    op.check_tensor(name, "input", input)
-    if input.dtype in _REFUSED:
-        raise NotImplementedError(f"{name}: not implemented for {op.dtype_name(input.dtype)}; convert input with .to()")
-    if out is None:
-        return
-    op.check_same_device(name, "input", input, "out", out)
-    dtype = input.dtype.to_real() if input.is_complex() else input.dtype
-    torch._check(
-        out.dtype == dtype,
-        lambda: (
-            f"{name}: expected out of {op.dtype_name(dtype)}, the dtype of the result, but got "
-            f"{op.dtype_name(out.dtype)}; convert it with .to()"
-        ),
-    )
-
-
-def _check_in_place(name, input):
-    _check(name, input)
-    torch._check(
-        not input.is_complex(),
-        lambda: (
-            f"{name}: expected input of a real dtype, in which the result is stored, but got "
-            f"{op.dtype_name(input.dtype)}; use custom_abs"
-        ),
-    )
-
-
-@op.operator(check=_check, differentiable=False)
+@op.operator(differentiable=False)
 def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The absolute value of each element, forward only.
 
@@ -75,7 +32,7 @@ def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.abs(input, out=out)
 
 
-@op.operator(check=_check_in_place, differentiable=False, batch_first=True)
+@op.operator(differentiable=False, batch_first=True)
 def custom_abs_(input: Tensor) -> Tensor:
     """`custom_abs` in place.
 

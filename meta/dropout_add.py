@@ -8,37 +8,11 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check_probability(name, p):
-    torch._check(0 <= p <= 1, lambda: f"{name}: expected p from 0 to 1, but got {p:g}; it is the probability of a zero")
-
-
-def _check(name, x, residual, p, generator):
-    op.check_floating(name, "x", x)
-    op.check_like(name, "residual", residual, "x", x)
-    _check_probability(name, p)
-    if generator is not None:
-        torch._check(
-            generator.device == x.device,
-            lambda: (
-                f"{name}: x is on {x.device} but generator is on {generator.device}; "
-                "make it with torch.Generator(device=...)"
-            ),
-        )
-
-
-def _check_backward(name, grad_out, mask, p):
-    op.check_floating(name, "grad_out", grad_out)
-    op.check_same_device(name, "grad_out", grad_out, "mask", mask)
-    op.check_dtype(name, "mask", mask, torch.bool, "its dropout_add output")
-    op.check_shape(name, "mask", mask, grad_out.shape, "that of grad_out")
-    _check_probability(name, p)
-
-
 def _scale(p):
     return 0.0 if p == 1 else 1 / (1 - p)
 
 
-@op.operator(check=_check, random=True)
+@op.operator(random=True)
 def dropout_add(
     x: Tensor, residual: Tensor, p: float, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -118,7 +92,7 @@ def _(device, dtype):
         yield *op.normal(device, dtype, shape, shape), p
 
 
-@op.operator(check=_check_backward, batch_first=True)
+@op.operator(batch_first=True)
 def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
     """The gradient that `dropout_add` gives x: grad_out * mask / (1 - p). That of residual is grad_out.
 

@@ -10,43 +10,12 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, x, scale, zero_point, quant_min, quant_max, axis):
-    op.check_floating(name, "x", x)
-    torch._check(
-        axis is None or -x.dim() <= axis < x.dim(),
-        lambda: f"{name}: expected axis of a dimension of x, which has {x.dim()}, but got {axis}",
-    )
-    torch._check(
-        quant_min <= quant_max,
-        lambda: f"{name}: expected quant_min of at most quant_max, but got {quant_min} and {quant_max}",
-    )
-    op.check_same_device(name, "x", x, "scale", scale)
-    op.check_same_device(name, "x", x, "zero_point", zero_point)
-    torch._check(
-        scale.dtype == op.acc_dtype(x.dtype),
-        lambda: (
-            f"{name}: expected scale of {op.dtype_name(op.acc_dtype(x.dtype))} for x of {op.dtype_name(x.dtype)}, "
-            f"but got {op.dtype_name(scale.dtype)}; convert it with .to()"
-        ),
-    )
-    op.check_dtypes(name, "zero_point", zero_point, torch.int32)
-    shape = () if axis is None else (x.shape[axis],)
-    of = "one number, as there is no axis" if axis is None else "the size of x along axis"
-    op.check_shape(name, "scale", scale, shape, of)
-    op.check_shape(name, "zero_point", zero_point, shape, of)
-
-
-def _check_backward(name, grad_y, x, scale, zero_point, quant_min, quant_max, axis):
-    _check(name, x, scale, zero_point, quant_min, quant_max, axis)
-    op.check_like(name, "grad_y", grad_y, "x", x)
-
-
 def _along(values: Tensor, x: Tensor, axis: int | None) -> Tensor:
     """`values`, one for each index of x along axis, in a shape that broadcasts with x."""
     return values if axis is None else values.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
 
 
-@op.operator(check=_check)
+@op.operator()
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
 ) -> Tensor:
@@ -121,7 +90,7 @@ def samples(device, dtype):
         yield x, scale, zero_point, -4, 3, axis
 
 
-@op.operator(check=_check_backward)
+@op.operator()
 def fake_quantize_backward(
     grad_y: Tensor,
     x: Tensor,

@@ -13,50 +13,6 @@ from torch.nn.functional import linear
 from openreg_ops.meta import op
 
 
-def _check_groups(name, x, weights, group_sizes):
-    op.check_floating(name, "x", x)
-    torch._check(
-        x.dim() == 2, lambda: f"{name}: expected x of shape [rows, in], but got {list(x.shape)}; flatten its rows"
-    )
-    torch._check(len(weights) > 0, lambda: f"{name}: expected at least one weight, but got none")
-    for e, weight in enumerate(weights):
-        each = f"weights[{e}]"
-        op.check_same_device(name, "x", x, each, weight)
-        op.check_dtype(name, each, weight, x.dtype, "x")
-        if e == 0:
-            torch._check(
-                weight.dim() == 2 and weight.shape[1] == x.shape[1],
-                lambda: (
-                    f"{name}: expected weights[0] of shape [out, {x.shape[1]}], for the columns of x, "
-                    f"but got {list(weights[0].shape)}"
-                ),
-            )
-        op.check_shape(name, each, weight, weights[0].shape, "that of weights[0]")
-    op.check_same_device(name, "x", x, "group_sizes", group_sizes)
-    op.check_dtypes(name, "group_sizes", group_sizes, torch.int32, torch.int64)
-    op.check_shape(name, "group_sizes", group_sizes, [len(weights)], "a number for each weight")
-
-
-def _check(name, x, weights, bias, group_sizes):
-    _check_groups(name, x, weights, group_sizes)
-    bias = bias or ()
-    torch._check(
-        len(bias) in (0, len(weights)),
-        lambda: f"{name}: expected bias of a tensor for each of the {len(weights)} weights, but got {len(bias)}",
-    )
-    for e, each in enumerate(bias):
-        op.check_same_device(name, "x", x, f"bias[{e}]", each)
-        op.check_dtype(name, f"bias[{e}]", each, x.dtype, "x")
-        op.check_shape(name, f"bias[{e}]", each, weights[0].shape[:1], "a number for each row of a weight")
-
-
-def _check_backward(name, grad_y, x, weights, group_sizes):
-    _check_groups(name, x, weights, group_sizes)
-    op.check_same_device(name, "x", x, "grad_y", grad_y)
-    op.check_dtype(name, "grad_y", grad_y, x.dtype, "x")
-    op.check_shape(name, "grad_y", grad_y, (x.shape[0], weights[0].shape[0]), "the rows of x and of a weight")
-
-
 class _Groups:
     """The groups of a number of rows: split() gives the part of each, join() puts the parts together again.
 
@@ -124,7 +80,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias)
 
 
-@op.operator(check=_check)
+@op.operator()
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None, group_sizes: Tensor) -> Tensor:
     """Apply to each group of rows a linear layer of its own, as the experts of a mixture of experts do.
 
@@ -157,7 +113,7 @@ def _(x, weights):
     return x.new_empty(x.shape[0], weights[0].shape[0])
 
 
-@op.operator(check=_check_backward)
+@op.operator()
 def grouped_linear_backward(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], group_sizes: Tensor, output_mask: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:

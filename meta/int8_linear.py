@@ -7,40 +7,8 @@ from torch import Tensor
 
 from openreg_ops.meta import op
 
-_MOST_COLUMNS = 132104  # sums of more products of int8 could leave int32
 
-
-def _check(name, x, weight_q, weight_scale, bias):
-    op.check_floating(name, "x", x)
-    op.check_rows(name, "x", x)
-    columns = x.shape[-1]
-    op.check_same_device(name, "x", x, "weight_q", weight_q)
-    op.check_dtypes(name, "weight_q", weight_q, torch.int8, remedy="make it with quantize_rowwise")
-    torch._check(
-        weight_q.dim() == 2 and weight_q.shape[1] == columns,
-        lambda: (
-            f"{name}: expected weight_q of shape [N, {columns}], with the last dimension of x, "
-            f"but got {list(weight_q.shape)}"
-        ),
-    )
-    torch._check(
-        columns <= _MOST_COLUMNS,
-        lambda: (
-            f"{name}: expected at most {_MOST_COLUMNS} columns, but got {columns}, whose sums could leave int32; "
-            "split x and weight_q"
-        ),
-    )
-    op.check_same_device(name, "x", x, "weight_scale", weight_scale)
-    op.check_dtype(name, "weight_scale", weight_scale, torch.float32, "a scale of quantize_rowwise")
-    op.check_shape(name, "weight_scale", weight_scale, weight_q.shape[:1], "the rows of weight_q")
-    if bias is not None:
-        op.check_same_device(name, "x", x, "bias", bias)
-        if bias.dtype != torch.float32:
-            op.check_dtype(name, "bias", bias, x.dtype, "x")
-        op.check_shape(name, "bias", bias, weight_q.shape[:1], "the rows of weight_q")
-
-
-@op.operator(check=_check, differentiable=False, batch_first=["x"])  # the kernel takes one weight for all rows
+@op.operator(differentiable=False, batch_first=["x"])  # the kernel takes one weight for all rows
 def int8_linear(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x by a weight that `quantize_rowwise` made, in int8.
 

@@ -8,30 +8,6 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, k_cache, v_cache, k, v, slots):
-    for x_name, x in (("v_cache", v_cache), ("k", k), ("v", v), ("slots", slots)):
-        op.check_same_device(name, "k_cache", k_cache, x_name, x)
-    torch._check(k_cache.dim() >= 1, lambda: f"{name}: expected k_cache of shape [num_slots, ...], but got a scalar")
-    torch._check(
-        v_cache.dim() >= 1 and v_cache.shape[0] == k_cache.shape[0],
-        lambda: (
-            f"{name}: expected v_cache of as many slots as k_cache, {k_cache.shape[0]}, but got {list(v_cache.shape)}"
-        ),
-    )
-    op.check_dtypes(name, "slots", slots, torch.int32, torch.int64)
-    torch._check(
-        slots.dim() == 1,
-        lambda: (
-            f"{name}: expected slots of one dimension, but got {list(slots.shape)}; "
-            "flatten it together with the first dimensions of k and v"
-        ),
-    )
-    for letter, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        op.check_dtype(name, letter, x, cache.dtype, f"{letter}_cache")
-        shape = (slots.shape[0], *cache.shape[1:])
-        op.check_shape(name, letter, x, shape, f"a row of {letter}_cache for each slot")
-
-
 def _kept(name: str, num_slots: int, slots: Tensor) -> list[int]:
     """The positions that are not skipped, once every slot has been looked at."""
     given = list(enumerate(slots.tolist()))
@@ -63,7 +39,7 @@ def _write(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, sl
     v_cache[to] = values
 
 
-@op.operator(check=_check, differentiable=False)
+@op.operator(differentiable=False)
 def kv_cache_update_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the keys and values of N tokens to their slots of a cache, in place.
 
@@ -99,7 +75,7 @@ def _():
     pass
 
 
-@op.operator(check=_check, differentiable=False)
+@op.operator(differentiable=False)
 def kv_cache_update(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The caches that `kv_cache_update_` would leave, as new tensors.
 

@@ -13,48 +13,12 @@ from torch._subclasses.fake_tensor import is_fake
 from openreg_ops.meta import op
 from openreg_ops.meta.cross_entropy import (
     all_counts,
-    check_options,
-    check_target,
     cross_entropy_backward,
     loss_of,
     reduce,
     rows_at,
     summed,
 )
-
-
-def _check(name, x, weight, target, bias, label_smoothing, reduction):
-    op.check_floating(name, "x", x)
-    op.check_rows(name, "x", x)
-    op.check_same_device(name, "x", x, "weight", weight)
-    op.check_dtype(name, "weight", weight, x.dtype, "x")
-
-    def sentence() -> str:
-        return (
-            f"{name}: expected weight of shape [classes, {x.shape[-1]}], at least one class by the last dimension of x, "
-            f"but got {list(weight.shape)}"
-        )
-
-    torch._check(weight.dim() == 2 and weight.shape[1] == x.shape[-1], sentence)
-    torch._check(weight.shape[0] > 0, sentence)
-    check_target(name, "x", x, target)
-    if bias is not None:
-        op.check_same_device(name, "x", x, "bias", bias)
-        op.check_dtype(name, "bias", bias, x.dtype, "x")
-        op.check_shape(name, "bias", bias, weight.shape[:1], "the classes of weight")
-    check_options(name, label_smoothing, reduction)
-
-
-def _check_gradients(name, x, weight, target, bias, grad_loss, label_smoothing, reduction, wanted):
-    _check(name, x, weight, target, bias, label_smoothing, reduction)
-    torch._check(
-        bias is not None or not wanted[2],
-        lambda: f"{name}: wanted asks for the gradient of a bias, but got none; pass bias",
-    )
-    if grad_loss is not None:
-        op.check_same_device(name, "x", x, "grad_loss", grad_loss)
-        op.check_dtype(name, "grad_loss", grad_loss, op.acc_dtype(x.dtype), "its loss")
-        op.check_shape(name, "grad_loss", grad_loss, target.shape if reduction == "none" else (), "that of its loss")
 
 
 def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,7 +30,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
-@op.operator(check=_check)
+@op.operator()
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
@@ -124,7 +88,7 @@ def samples(device, dtype):
         yield x, weight, target, *(torch.randn(classes, dtype=dtype, device=device) for _ in bias)
 
 
-@op.operator(check=_check_gradients)  # vmap maps the reference: each sample has a grad_weight of its own
+@op.operator()  # vmap maps the reference: each sample has a grad_weight of its own
 def linear_cross_entropy_gradients(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, grad_loss: Tensor | None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",

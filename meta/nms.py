@@ -8,18 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, boxes, scores):
-    op.check_floating(name, "boxes", boxes)
-    op.check_same_device(name, "boxes", boxes, "scores", scores)
-    op.check_dtype(name, "scores", scores, boxes.dtype, "boxes")
-    torch._check(
-        boxes.dim() == 2 and boxes.shape[1] == 4,
-        lambda: f"{name}: expected boxes of shape [N, 4], but got {list(boxes.shape)}",
-    )
-    op.check_shape(name, "scores", scores, boxes.shape[:1], "a score for each box")
-
-
-@op.operator(check=_check, differentiable=False)
+@op.operator(differentiable=False)
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Of boxes that overlap, keep the one of the highest score: greedy non-maximum suppression.
 

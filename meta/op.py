@@ -1,7 +1,4 @@
-"""What the operators' meta files share: `operator`, which each stands on, and the sentences of their errors.
-
-The checks are those of csrc/ops, word for word; tests hold the two equal.
-"""
+"""What the operators' meta files share: `operator`, which each stands on, and what their references are made of."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.jit._builtins import _register_builtin
 from torch.utils._pytree import tree_leaves, tree_map
+
+from openreg_ops import _C
 
 _P, _R = ParamSpec("_P"), TypeVar("_R", covariant=True)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -51,7 +50,7 @@ class Operator(Protocol[_P, _R]):
     def fake(self, kernel: _Function) -> _Function:
         """Decorate the fake kernel: what the operator returns, without data.
 
-        It is called with those of the operator's arguments that it has, by name, once `check` has passed.
+        It is called with those of the operator's arguments that it has, by name, once its check has passed.
         """
 
     def batched(self, rule: _Function) -> _Function:
@@ -86,7 +85,6 @@ class Operator(Protocol[_P, _R]):
 
 def operator(
     *,
-    check: Callable[..., None] | None = None,
     differentiable: bool = True,
     identity: bool = False,
     batch_first: Collection[str] | Literal[True] = (),
@@ -94,12 +92,10 @@ def operator(
 ) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
     """Make a documented function of plain PyTorch the public function of the operator of its name.
 
-    Callers of the name get ``torch.ops.openreg.NAME``. What the function says, behind `check`, is the operator's
-    reference: its kernel on every device without one (cpu, cuda, meta).
+    Callers of the name get ``torch.ops.openreg.NAME``. What the function says, behind the check of csrc/ops/NAME.cpp,
+    is the operator's reference: its kernel on every device without one (cpu, cuda, meta).
 
     Args:
-        check: raises for what the operator refuses. It is called with the operator's name and, by name, those of
-            its arguments that it has, before the reference and before the fake kernel.
         differentiable: the reference also stands for the operator where autograd is on, so that its derivatives of any
             order are those of the operators it is made of, and a compiler sees and fuses these.
         identity: the C++ kernels serve every device, and the function is for comparison; see Note [Identity operators]
@@ -113,6 +109,7 @@ def operator(
 
     def define(function: Callable[_P, _R]) -> Operator[_P, _R]:
         name = function.__name__
+        check = _C.check_of(name)
         packet = getattr(torch.ops.openreg, name)
         overloads = [name if overload == "default" else f"{name}.{overload}" for overload in packet.overloads()]
         positional, keywords = _parameters(function)
@@ -135,7 +132,7 @@ def operator(
             def checked(*args: Any, **kwargs: Any) -> Any:
                 given = bound(args, kwargs)
                 if check is not None:
-                    check(name, **{each: given[each] for each in checks})
+                    check(*(given[each] for each in (*positional, *keywords)))
                 return kernel(**{each: given[each] for each in takes})
 
             for overload in overloads:
@@ -184,10 +181,9 @@ def operator(
                 return None
             return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
 
-        checks = taken(check, first=1) if check is not None else []
         rule = _batch_first(packet, positional, batch_first)
         every = ", ".join([*positional, *(f"{each}={each}" for each in keywords)])
-        looks = f"_check({name!r}, {', '.join(f'{each}={each}' for each in checks)}), " if check is not None else ""
+        looks = f"_check({', '.join([*positional, *keywords])}), " if check is not None else ""
         reference = _derive(function, f"({looks}_body({every}),)[-1]", _check=check, _body=function)
         public: Any = _derive(function, _public(packet, function))
         _register_builtin(public, f"openreg::{name}")  # TorchScript calls the operator; it would compile the body
@@ -362,83 +358,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def normal(device: str, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[Tensor, ...]:
     """Samples of these shapes, normally distributed."""
     return tuple(torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
-
-
-# ---- checks ----
-
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def check_tensor(op: str, name: str, x: Tensor) -> None:
-    torch._check(x is not None, lambda: f"{op}: expected {name} to be a tensor, but got None")
-    torch._check(
-        not x.is_nested or x.layout == torch.jagged,
-        lambda: f"{op}: expected {name} to be one tensor, but got nested ones; call it for each of {name}.unbind()",
-    )
-
-
-def check_dtypes(op: str, name: str, x: Tensor, *dtypes: torch.dtype, remedy: str = "convert it with .to()") -> None:
-    torch._check(
-        x.dtype in dtypes,
-        lambda: (
-            f"{op}: expected {name} of {' or '.join(', '.join(map(dtype_name, dtypes)).rsplit(', ', 1))}, "
-            f"but got {dtype_name(x.dtype)}; {remedy}"
-        ),
-    )
-
-
-def check_floating(op: str, name: str, x: Tensor) -> None:
-    check_tensor(op, name, x)
-    check_dtypes(op, name, x, *FLOATING)
-
-
-def check_rows(op: str, name: str, x: Tensor) -> None:
-    torch._check(
-        x.dim() >= 1,
-        lambda: f"{op}: expected {name} of at least one dimension, but got a scalar; use {name}.unsqueeze(0)",
-    )
-
-
-def check_same_device(op: str, x_name: str, x: Tensor, name: str, y: Tensor) -> None:
-    check_tensor(op, x_name, x)
-    check_tensor(op, name, y)
-    torch._check(
-        x.device == y.device,
-        lambda: f"{op}: {x_name} is on {x.device} but {name} is on {y.device}; move one with .to()",
-    )
-
-
-def check_dtype(op: str, name: str, x: Tensor, dtype: torch.dtype, of: str) -> None:
-    torch._check(
-        x.dtype == dtype,
-        lambda: (
-            f"{op}: expected {name} of {dtype_name(dtype)}, the dtype of {of}, but got {dtype_name(x.dtype)}; "
-            "convert one with .to()"
-        ),
-    )
-
-
-def check_sizes(sizes: Iterable[int], expected: Iterable[int], sentence: Callable[[], str]) -> None:
-    for size, each in zip(sizes, expected, strict=True):
-        torch._check(size == each, sentence)
-
-
-def check_broadcasts(sizes: Sequence[int], to: Sequence[int], sentence: Callable[[], str]) -> None:
-    torch._check(len(sizes) <= len(to), sentence)
-    for size, whole in zip(reversed(sizes), reversed(to), strict=False):
-        torch._check((size == whole) | (size == 1), sentence)  # `or` would ask for a size
-
-
-def check_shape(op: str, name: str, x: Tensor, shape: Sequence[int], of: str) -> None:
-    def sentence() -> str:
-        return f"{op}: expected {name} of shape {list(shape)}, {of}, but got {list(x.shape)}"
-
-    torch._check(x.dim() == len(shape), sentence)
-    check_sizes(x.shape, shape, sentence)
-
-
-def check_like(op: str, name: str, x: Tensor, of: str, y: Tensor) -> None:
-    """Device, dtype and shape of x are those of y."""
-    check_same_device(op, of, y, name, x)
-    check_dtype(op, name, x, y.dtype, of)
-    check_shape(op, name, x, y.shape, f"that of {of}")

@@ -8,12 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, x):
-    op.check_floating(name, "x", x)
-    op.check_rows(name, "x", x)
-
-
-@op.operator(check=_check, differentiable=False, batch_first=True)
+@op.operator(differentiable=False, batch_first=True)
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row of x to int8, in steps that take its largest absolute value to 127.
 
@@ -63,22 +58,7 @@ def _(device, dtype):
         yield op.normal(device, dtype, shape)
 
 
-def _check_dequantize(name, q, scale, dtype):
-    op.check_dtypes(name, "q", q, torch.int8, remedy="make it with quantize_rowwise")
-    op.check_rows(name, "q", q)
-    op.check_same_device(name, "q", q, "scale", scale)
-    op.check_dtype(name, "scale", scale, torch.float32, "its quantize_rowwise output")
-    op.check_shape(name, "scale", scale, q.shape[:-1], "that of q without its last dimension")
-    torch._check(
-        dtype is None or dtype in op.FLOATING,
-        lambda: (
-            f"{name}: expected dtype to be float32, float64, float16 or bfloat16, but got {op.dtype_name(dtype)}; "
-            "convert the result with .to()"
-        ),
-    )
-
-
-@op.operator(check=_check_dequantize, differentiable=False, batch_first=True)
+@op.operator(differentiable=False, batch_first=True)
 def dequantize_rowwise(q: Tensor, scale: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """What `quantize_rowwise` rounded: q * scale.
 

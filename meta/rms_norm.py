@@ -8,23 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, x, weight):
-    op.check_floating(name, "x", x)
-    op.check_rows(name, "x", x)
-    op.check_same_device(name, "x", x, "weight", weight)
-    op.check_dtype(name, "weight", weight, x.dtype, "x")
-    op.check_shape(name, "weight", weight, x.shape[-1:], "the last dimension of x")
-
-
-def _check_backward(name, grad_y, x, weight, rstd):
-    _check(name, x, weight)
-    op.check_like(name, "grad_y", grad_y, "x", x)
-    op.check_same_device(name, "x", x, "rstd", rstd)
-    op.check_dtype(name, "rstd", rstd, op.acc_dtype(x.dtype), "its rms_norm output")
-    op.check_shape(name, "rstd", rstd, x.shape[:-1], "that of x without its last dimension")
-
-
-@op.operator(check=_check, batch_first=["x"])  # the kernel takes one weight for all rows
+@op.operator(batch_first=["x"])  # the kernel takes one weight for all rows
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Scale x to unit root-mean-square over its last dimension.
 
@@ -67,7 +51,7 @@ def _(device, dtype):
         yield *op.normal(device, dtype, shape, shape[-1:]), *eps
 
 
-@op.operator(check=_check_backward)  # vmap maps the reference: each sample has a grad_weight of its own
+@op.operator()  # vmap maps the reference: each sample has a grad_weight of its own
 def rms_norm_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients that `rms_norm` gives x and weight through y, as a function of four independent tensors.
 

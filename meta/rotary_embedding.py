@@ -8,38 +8,6 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, x_name, x, cos, sin):
-    op.check_floating(name, x_name, x)
-    op.check_rows(name, x_name, x)
-    d = x.shape[-1]
-    torch._check(
-        d % 2 == 0,
-        lambda: f"{name}: expected {x_name} with a last dimension of even size, but got {d}; rotate a part of it",
-    )
-    op.check_same_device(name, x_name, x, "cos", cos)
-    op.check_same_device(name, x_name, x, "sin", sin)
-    if cos.dtype != op.acc_dtype(x.dtype):
-        op.check_dtype(name, "cos", cos, x.dtype, x_name)
-    op.check_dtype(name, "sin", sin, cos.dtype, "cos")
-    torch._check(
-        cos.dim() >= 1 and cos.shape[-1] == d // 2,
-        lambda: (
-            f"{name}: expected cos with a last dimension of {d // 2}, half that of {x_name}, but got "
-            f"{list(cos.shape)}; of a table for both halves take cos[..., :{d // 2}]"
-        ),
-    )
-    full = (*x.shape[:-1], d // 2)
-    op.check_broadcasts(
-        cos.shape,
-        full,
-        lambda: (
-            f"{name}: expected cos to broadcast to {list(full)}, but got {list(cos.shape)}; "
-            "give it at most as many dimensions, each of that size or 1"
-        ),
-    )
-    op.check_shape(name, "sin", sin, cos.shape, "that of cos")
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     x, cos, sin = map(op.whole_rows, (x, cos, sin))
     x_wide = x.to(op.acc_dtype(x.dtype))
@@ -53,7 +21,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return y.to(x.dtype).contiguous().view(x.shape)
 
 
-@op.operator(check=lambda name, x, cos, sin: _check(name, "x", x, cos, sin))
+@op.operator()
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Turn the pairs of elements of each row of x by the angles of the row's position.
 
@@ -87,7 +55,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     return _rotate(x, cos, sin, interleaved)
 
 
-@op.operator(check=lambda name, grad_y, cos, sin: _check(name, "grad_y", grad_y, cos, sin))
+@op.operator()
 def rotary_embedding_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """The gradient that `rotary_embedding` gives x: grad_y turned back, `rotary_embedding(grad_y, cos, -sin)`.
 

@@ -8,17 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-def _check(name, gate, up):
-    op.check_floating(name, "gate", gate)
-    op.check_like(name, "up", up, "gate", gate)
-
-
-def _check_backward(name, grad_y, gate, up):
-    _check(name, gate, up)
-    op.check_like(name, "grad_y", grad_y, "gate", gate)
-
-
-@op.operator(check=_check, batch_first=True)
+@op.operator(batch_first=True)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Gate `up` with the SiLU of `gate`, as the feed-forward layers of many language models do.
 
@@ -57,7 +47,7 @@ def _(device, dtype):
         yield op.normal(device, dtype, shape, shape)
 
 
-@op.operator(check=_check_backward, batch_first=True)
+@op.operator(batch_first=True)
 def swiglu_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients that `swiglu` gives its arguments.
 

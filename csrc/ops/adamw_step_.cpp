@@ -141,41 +141,40 @@ void check_count(const char* list, size_t count, size_t expected) {
       count == expected, "adamw_step_: expected ", expected, " ", list, ", as there are params, but got ", count);
 }
 
-void check_scalar(const char* name, const Tensor& x, const Tensor& param) {
-  check_same_device("adamw_step_", "params[0]", param, name, x);
-  TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 0, "adamw_step_: expected ", name,
-      " of float32 and no dimension, but got ", dtype_name(x.scalar_type()), " of shape ", x.sizes());
+void check_scalar(const char* op, const char* name, const Tensor& x, at::TensorList params, bool double_too = false) {
+  if (!params.empty()) check_same_device(op, "params[0]", params[0], name, x);
+  TORCH_CHECK((x.scalar_type() == at::kFloat || (double_too && x.scalar_type() == at::kDouble)) && x.dim() == 0, op,
+      ": expected ", name, " of float32", double_too ? " or float64" : "", " and no dimension, but got ",
+      dtype_name(x.scalar_type()), " of shape ", x.sym_sizes());
 }
 
-struct Lists {
-  at::TensorList params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps;
-};
-
-void check(
-    const Lists& lists, bool amsgrad, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
-  constexpr const char* op = "adamw_step_";
-  const size_t n = lists.params.size();
-  check_count("grads", lists.grads.size(), n);
-  check_count("exp_avgs", lists.exp_avgs.size(), n);
-  check_count("exp_avg_sqs", lists.exp_avg_sqs.size(), n);
-  TORCH_CHECK(amsgrad || lists.max_exp_avg_sqs.empty(),
-      "adamw_step_: expected no max_exp_avg_sqs without amsgrad, but got ", lists.max_exp_avg_sqs.size());
-  if (amsgrad) check_count("max_exp_avg_sqs", lists.max_exp_avg_sqs.size(), n);
-  check_count("state_steps", lists.state_steps.size(), n);
+// lr is a number or a tensor.
+void check_adamw_step_(const char* op, at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+    at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList state_steps, const c10::IValue& lr,
+    double /*beta1*/, double /*beta2*/, double /*weight_decay*/, double /*eps*/, bool amsgrad, bool /*maximize*/,
+    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
+  if (lr.isTensor()) check_scalar(op, "lr", lr.toTensor(), params, /*double_too=*/true);
+  const size_t n = params.size();
+  check_count("grads", grads.size(), n);
+  check_count("exp_avgs", exp_avgs.size(), n);
+  check_count("exp_avg_sqs", exp_avg_sqs.size(), n);
+  TORCH_CHECK(amsgrad || max_exp_avg_sqs.empty(), op, ": expected no max_exp_avg_sqs without amsgrad, but got ",
+      max_exp_avg_sqs.size());
+  if (amsgrad) check_count("max_exp_avg_sqs", max_exp_avg_sqs.size(), n);
+  check_count("state_steps", state_steps.size(), n);
   for (size_t i = 0; i < n; ++i) {
-    const Tensor &param = lists.params[i], &exp_avg = lists.exp_avgs[i];
+    const Tensor &param = params[i], &exp_avg = exp_avgs[i];
     const std::string name = name_of("params", i);
     check_floating(op, name.c_str(), param);
-    check_same_device(op, "params[0]", lists.params[0], name.c_str(), param);
+    check_same_device(op, "params[0]", params[0], name.c_str(), param);
     const auto fits = [&](const char* list, const Tensor& x) {
-      if (x.device() == param.device() && x.sizes() == param.sizes()) return;
+      if (x.device() == param.device() && same(x.sym_sizes(), param.sym_sizes())) return;
       check_same_device(op, name.c_str(), param, name_of(list, i).c_str(), x);
-      check_shape(op, name_of(list, i).c_str(), x, param.sizes(), ("that of " + name).c_str());
+      check_shape(op, name_of(list, i).c_str(), x, param.sym_sizes(), ("that of " + name).c_str());
     };
     const auto type = param.scalar_type(), wide = at::toOpMathType(type);
-    fits("grads", lists.grads[i]);
-    if (lists.grads[i].scalar_type() != type)
-      check_dtype(op, name_of("grads", i).c_str(), lists.grads[i], type, name.c_str());
+    fits("grads", grads[i]);
+    if (grads[i].scalar_type() != type) check_dtype(op, name_of("grads", i).c_str(), grads[i], type, name.c_str());
     fits("exp_avgs", exp_avg);
     TORCH_CHECK(exp_avg.scalar_type() == type || exp_avg.scalar_type() == wide, op, ": expected ",
         name_of("exp_avgs", i), " of ", dtype_name(type), ", the dtype of ", name, wide == type ? "" : " (or float32)",
@@ -185,12 +184,12 @@ void check(
       if (x.scalar_type() != exp_avg.scalar_type())
         check_dtype(op, name_of(list, i).c_str(), x, exp_avg.scalar_type(), name_of("exp_avgs", i).c_str());
     };
-    like_exp_avg("exp_avg_sqs", lists.exp_avg_sqs[i]);
-    if (amsgrad) like_exp_avg("max_exp_avg_sqs", lists.max_exp_avg_sqs[i]);
-    check_scalar(name_of("state_steps", i).c_str(), lists.state_steps[i], lists.params[0]);
+    like_exp_avg("exp_avg_sqs", exp_avg_sqs[i]);
+    if (amsgrad) like_exp_avg("max_exp_avg_sqs", max_exp_avg_sqs[i]);
+    check_scalar(op, name_of("state_steps", i).c_str(), state_steps[i], params);
   }
-  if (n > 0 && grad_scale) check_scalar("grad_scale", *grad_scale, lists.params[0]);
-  if (n > 0 && found_inf) check_scalar("found_inf", *found_inf, lists.params[0]);
+  if (n > 0 && grad_scale) check_scalar(op, "grad_scale", *grad_scale, params);
+  if (n > 0 && found_inf) check_scalar(op, "found_inf", *found_inf, params);
 }
 
 // ---- kernel ----
@@ -216,9 +215,12 @@ class Walk {
   Tensor param_; // or a tensor of the strides that the copies have
 };
 
+struct Lists {
+  at::TensorList params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps;
+};
+
 void step(const Lists& lists, const std::variant<double, Tensor>& lr, const Options& o,
     const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
-  check(lists, o.amsgrad, grad_scale, found_inf);
   if (lists.params.empty()) return;
   WrittenTo written("adamw_step_");
   written.add("params", lists.params);
@@ -264,12 +266,8 @@ void adamw_step_(at::TensorList params, at::TensorList grads, at::TensorList exp
     at::TensorList max_exp_avg_sqs, at::TensorList state_steps, Lr lr, double beta1, double beta2, double weight_decay,
     double eps, bool amsgrad, bool maximize, const std::optional<Tensor>& grad_scale,
     const std::optional<Tensor>& found_inf) {
-  if constexpr (!std::is_same_v<Lr, double>) {
-    if (!params.empty()) check_same_device("adamw_step_", "params[0]", params[0], "lr", lr);
-    TORCH_CHECK((lr.scalar_type() == at::kFloat || lr.scalar_type() == at::kDouble) && lr.dim() == 0,
-        "adamw_step_: expected lr of float32 or float64 and no dimension, but got ", dtype_name(lr.scalar_type()),
-        " of shape ", lr.sizes());
-  }
+  check_adamw_step_("adamw_step_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr, beta1, beta2,
+      weight_decay, eps, amsgrad, maximize, grad_scale, found_inf);
   step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps}, lr,
       {beta1, beta2, weight_decay, eps, amsgrad, maximize}, grad_scale, found_inf);
 }
@@ -290,6 +288,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
       "grad_scale=None, Tensor? found_inf=None) -> ()";
   m.def(("adamw_step_" + lists + "float" + options).c_str());
   m.def(("adamw_step_.tensor_lr" + lists + "Tensor" + options).c_str());
+  checked_by("adamw_step_", check_adamw_step_);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("adamw_step_", adamw_step_<double>);

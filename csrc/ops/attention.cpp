@@ -13,34 +13,33 @@ namespace {
 
 // ---- torch ----
 
-void check_scores(
+void check_attention(
     const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias) {
   check_floating(op, "q", q);
   for (const auto& [name, x] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
     TORCH_CHECK(
-        x->dim() == 4, op, ": expected ", name, " of shape [batch, heads, length, width], but got ", x->sizes());
+        x->dim() == 4, op, ": expected ", name, " of shape [batch, heads, length, width], but got ", x->sym_sizes());
   for (const auto& [name, x] : {std::pair{"k", &k}, {"v", &v}}) {
     check_kind_like(op, name, *x, "q", q);
   }
-  TORCH_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3), op, ": expected k of batch ", q.size(0), " and width ",
-      q.size(3), ", those of q, but got shape ", k.sizes());
-  TORCH_CHECK(v.sizes().slice(0, 3) == k.sizes().slice(0, 3), op, ": expected v of batch, heads and length ",
-      k.sizes().slice(0, 3), ", those of k, but got shape ", v.sizes());
-  TORCH_CHECK(k.size(1) == 0 ? q.size(1) == 0 : q.size(1) % k.size(1) == 0, op, ": expected heads of q a multiple of ",
-      k.size(1), ", those of k and v, but got ", q.size(1));
+  const auto of_q = q.sym_sizes(), of_k = k.sym_sizes(), of_v = v.sym_sizes();
+  TORCH_CHECK(expect(of_k[0].sym_eq(of_q[0])) && expect(of_k[3].sym_eq(of_q[3])), op, ": expected k of batch ", of_q[0],
+      " and width ", of_q[3], ", those of q, but got shape ", of_k);
+  TORCH_CHECK(same(rows_of(v), rows_of(k)), op, ": expected v of batch, heads and length ", rows_of(k),
+      ", those of k, but got shape ", of_v);
+  const SymInt &heads = of_q[1], &shared = of_k[1]; // `||` would ask for a size that may not be known yet
+  TORCH_SYM_CHECK((heads % shared.max(1)).sym_eq(0).sym_and(shared.sym_ne(0).sym_or(heads.sym_eq(0))), op,
+      ": expected heads of q a multiple of ", shared, ", those of k and v, but got ", heads);
   if (!bias) return;
   check_kind_like(op, "bias", *bias, "q", q);
-  const auto shape = scores_shape(q, k);
-  bool broadcasts = bias->dim() <= 4;
-  for (int64_t i = 1; broadcasts && i <= bias->dim(); ++i)
-    broadcasts = bias->size(-i) == 1 || bias->size(-i) == shape[4 - static_cast<size_t>(i)];
-  TORCH_CHECK(broadcasts, op, ": expected bias broadcastable to ", at::IntArrayRef(shape), ", the scores, but got ",
-      bias->sizes());
+  const std::array<SymInt, 4> scores{of_q[0], of_q[1], of_q[2], of_k[2]};
+  TORCH_CHECK(broadcasts(bias->sym_sizes(), scores), op, ": expected bias broadcastable to ", SymIntArrayRef(scores),
+      ", the scores, but got ", bias->sym_sizes());
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
     const std::optional<Tensor>& bias_, bool causal, std::optional<double> scale_) {
-  check_scores("attention", q, k, v, bias_);
+  check_attention("attention", q, k, v, bias_);
   const double scale = scale_of(q, scale_);
   const Tensor bias = bias_ ? expand_bias(*bias_, scores_shape(q, k)) : Tensor();
   // In the memory of [batch, length, heads, width], which is what the layer after it wants.
@@ -56,29 +55,33 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   return {out, logsumexp};
 }
 
+void check_attention_backward(const char* op, const Tensor& grad_out, const std::optional<Tensor>& grad_logsumexp,
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias, const Tensor& out,
+    const Tensor& logsumexp, bool /*causal*/, std::optional<double> /*scale*/, bool bias_grad) {
+  check_attention(op, q, k, v, bias);
+  const auto check = [&](const char* name, const Tensor& x, at::ScalarType type, SymIntArrayRef shape) {
+    check_same_device(op, "q", q, name, x);
+    check_dtype(op, name, x, type, "its attention output");
+    check_shape(op, name, x, shape, "that of its attention output");
+  };
+  const auto type = q.scalar_type(), wide = at::toOpMathType(type);
+  const std::array<SymInt, 4> of_out{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+  check("grad_out", grad_out, type, of_out);
+  check("out", out, type, of_out);
+  check("logsumexp", logsumexp, wide, rows_of(q));
+  if (grad_logsumexp) check("grad_logsumexp", *grad_logsumexp, wide, rows_of(q));
+  TORCH_CHECK(!bias_grad || bias, op, ": bias_grad asks for the gradient of a bias, but got none; pass bias");
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_out,
     const std::optional<Tensor>& grad_logsumexp_, const Tensor& q, const Tensor& k, const Tensor& v,
     const std::optional<Tensor>& bias_, const Tensor& out, const Tensor& logsumexp_, bool causal,
     std::optional<double> scale_, bool bias_grad) {
   constexpr const char* op = "attention_backward";
-  check_scores(op, q, k, v, bias_);
-  const auto check = [&](const char* name, const Tensor& x, at::ScalarType type, at::IntArrayRef shape) {
-    check_same_device(op, "q", q, name, x);
-    check_dtype(op, name, x, type, "its attention output");
-    check_shape(op, name, x, shape, "that of its attention output");
-  };
-  const auto wide = at::toOpMathType(q.scalar_type());
-  const std::array<int64_t, 4> out_shape{q.size(0), q.size(1), q.size(2), v.size(3)};
-  check("grad_out", grad_out, q.scalar_type(), out_shape);
-  check("out", out, q.scalar_type(), out_shape);
-  check("logsumexp", logsumexp_, wide, q.sizes().slice(0, 3));
-  if (grad_logsumexp_) check("grad_logsumexp", *grad_logsumexp_, wide, q.sizes().slice(0, 3));
-  TORCH_CHECK(!bias_grad || bias_, op, ": bias_grad asks for the gradient of a bias, but got none; pass bias");
-
+  check_attention_backward(op, grad_out, grad_logsumexp_, q, k, v, bias_, out, logsumexp_, causal, scale_, bias_grad);
   const double scale = scale_of(q, scale_);
   const Tensor bias = bias_ ? expand_bias(*bias_, scores_shape(q, k)) : Tensor();
-  const Tensor logsumexp = logsumexp_.contiguous(),
-               grad_logsumexp = grad_logsumexp_ ? grad_logsumexp_->contiguous() : Tensor();
+  const Tensor logsumexp = logsumexp_.contiguous(), grad_logsumexp = contiguous(grad_logsumexp_);
   Tensor grad_q = at::empty_like(q);
   // No query head: no work that would write these.
   Tensor grad_k = q.size(1) ? at::empty_like(k) : at::zeros_like(k),
@@ -86,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
   std::array<int64_t, 4> bias_shape{1, 1, 1, 1};
   Tensor grad_bias = at::empty({0}, q.options()), expanded;
   if (bias_grad) {
-    grad_bias = at::zeros(bias_->sizes(), q.options().dtype(wide));
+    grad_bias = at::zeros(bias_->sizes(), logsumexp.options());
     expanded = expand_bias(grad_bias, scores_shape(q, k));
     std::copy(bias_->sizes().rbegin(), bias_->sizes().rend(), bias_shape.rbegin());
   }
@@ -142,6 +145,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
       "attention_backward(Tensor grad_out, Tensor? grad_logsumexp, Tensor q, Tensor k, Tensor v, Tensor? bias, "
       "Tensor out, Tensor logsumexp, *, bool causal=False, float? scale=None, bool bias_grad=False) -> "
       "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)");
+  checked_by("attention", check_attention);
+  checked_by("attention_backward", check_attention_backward);
   autocast(m, "attention", Cast::kLower);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

@@ -1,8 +1,8 @@
 // How a kernel begins: checks of its arguments, then memory for its results, a loop for their dtype, and a stream to
 // run it.
 //
-// Checks raise the sentences of meta/op.py, word for word, which are the fakes' and the references'. Both stand: those
-// are the example for operators without C++, these guard the pointers beside them. kit.check_error() holds them equal.
+// An operator's check is one function, which its kernel, its fake kernel and its reference in meta/ call: so it reads
+// sym_sizes(), and where a size is not known yet makes what it expects an assertion of the program that is traced.
 //
 // A kernel hands raw pointers to launch(); it holds no tensor inside a launch, because a stream may run the work after
 // the call has returned.
@@ -10,31 +10,98 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/ops/empty.h>
 
 #include <openreg/launch.h>
 
+#include <algorithm>
+#include <concepts>
+#include <functional>
+#include <initializer_list>
+#include <optional>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace openreg::ops {
 
 using at::Tensor;
+using c10::SymInt;
+using c10::SymIntArrayRef;
+
+// ---- registration ----
+
+// A check without its types, for Python.
+struct Check {
+  std::vector<c10::TypePtr> types; // of its arguments after the operator's name
+  std::function<void(std::vector<c10::IValue>& arguments)> run;
+};
+__attribute__((visibility("default"))) void add_check(const char* op, Check check);
+
+// Has the fake kernel and the reference of `op` call its check, as its kernel does. It takes the operator's name, and
+// its arguments, of which it may leave out the last ones.
+template <class... Args>
+void checked_by(const char* op, void (*check)(const char* op, Args...)) {
+  const auto unboxed = []<class Arg>(c10::IValue& value, Arg*) -> decltype(auto) {
+    if constexpr (std::is_same_v<Arg, const c10::IValue>) return value;
+    else return c10::impl::ivalue_to_arg<typename c10::impl::decay_if_not_tensor<Arg&>::type, false>::call(value);
+  };
+  const auto run = [op, check, unboxed](std::vector<c10::IValue>& arguments) {
+    [&]<size_t... i>(std::index_sequence<i...>) {
+      check(op, unboxed(arguments[i], static_cast<std::remove_reference_t<Args>*>(nullptr))...);
+    }(std::index_sequence_for<Args...>());
+  };
+  add_check(op, {{c10::getTypePtr<std::decay_t<Args>>()...}, run});
+}
+
+// ---- sizes ----
+
+inline bool expect(const c10::SymBool& condition) {
+  return condition.expect_true(__FILE__, __LINE__);
+}
+
+inline bool same(SymIntArrayRef a, SymIntArrayRef b) {
+  const auto equal = [](const SymInt& a, const SymInt& b) { return expect(a.sym_eq(b)); };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), equal);
+}
+
+inline bool broadcasts(SymIntArrayRef sizes, SymIntArrayRef to) {
+  const auto fits = [](const SymInt& a, const SymInt& b) { return expect(a.sym_eq(b).sym_or(a.sym_eq(1))); };
+  return sizes.size() <= to.size() && std::equal(sizes.begin(), sizes.end(), to.end() - sizes.size(), fits);
+}
+
+// Those of all dimensions but the last, which must be there.
+inline SymIntArrayRef rows_of(const Tensor& x) {
+  return x.sym_sizes().slice(0, x.dim() - 1);
+}
+
+// x.contiguous(), or undefined where there is none.
+inline Tensor contiguous(const std::optional<Tensor>& x) {
+  return x ? x->contiguous() : Tensor();
+}
+
+// ---- checks that operators share ----
 
 // The name that Python gives a dtype: "float32".
 inline std::string_view dtype_name(at::ScalarType type) {
   return c10::getDtypeNames(type).first;
 }
 
+inline bool is_floating(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
+}
+
 inline void check_tensor(const char* op, const char* name, const Tensor& x) {
   TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
+  TORCH_CHECK(!x.is_nested() || x.layout() == at::kJagged, op, ": expected ", name,
+      " to be one tensor, but got nested ones; call it for each of ", name, ".unbind()");
 }
 
 inline void check_floating(const char* op, const char* name, const Tensor& x) {
   check_tensor(op, name, x);
-  const auto type = x.scalar_type();
-  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
-      ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(type),
-      "; convert it with .to()");
+  TORCH_CHECK(is_floating(x.scalar_type()), op, ": expected ", name,
+      " of float32, float64, float16 or bfloat16, but got ", dtype_name(x.scalar_type()), "; convert it with .to()");
 }
 
 inline void check_integers(const char* op, const char* name, const Tensor& x) {
@@ -61,8 +128,13 @@ inline void check_dtype(const char* op, const char* name, const Tensor& x, at::S
       ", but got ", dtype_name(x.scalar_type()), "; convert one with .to()");
 }
 
-inline void check_shape(const char* op, const char* name, const Tensor& x, at::IntArrayRef shape, const char* of) {
-  TORCH_CHECK(x.sizes() == shape, op, ": expected ", name, " of shape ", shape, ", ", of, ", but got ", x.sizes());
+inline void check_shape(const char* op, const char* name, const Tensor& x, SymIntArrayRef shape, const char* of) {
+  TORCH_CHECK(
+      same(x.sym_sizes(), shape), op, ": expected ", name, " of shape ", shape, ", ", of, ", but got ", x.sym_sizes());
+}
+template <std::convertible_to<at::IntArrayRef> Sizes = std::initializer_list<int64_t>>
+void check_shape(const char* op, const char* name, const Tensor& x, const Sizes& shape, const char* of) {
+  check_shape(op, name, x, c10::fromIntArrayRefKnownNonNegative(shape), of);
 }
 
 // Device and dtype are those of y.
@@ -74,8 +146,8 @@ inline void check_kind_like(const char* op, const char* name, const Tensor& x, c
 // And the shape.
 inline void check_like(const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y) {
   check_kind_like(op, name, x, of, y);
-  TORCH_CHECK(x.sizes() == y.sizes(), op, ": expected ", name, " of shape ", y.sizes(), ", that of ", of, ", but got ",
-      x.sizes());
+  TORCH_CHECK(same(x.sym_sizes(), y.sym_sizes()), op, ": expected ", name, " of shape ", y.sym_sizes(), ", that of ",
+      of, ", but got ", x.sym_sizes());
 }
 
 } // namespace openreg::ops

@@ -8,19 +8,22 @@
 namespace openreg::ops {
 namespace {
 
-void check_logits(const char* op, const Tensor& logits) {
+void check_cross_entropy(const char* op, const Tensor& logits, const Tensor& target, int64_t /*ignore_index*/,
+    double label_smoothing, double /*z_loss*/, std::string_view reduction) {
   check_floating(op, "logits", logits);
   TORCH_CHECK(logits.dim() >= 1, op,
       ": expected logits of at least one dimension, the classes, but got a scalar; use logits.unsqueeze(0)");
-  TORCH_CHECK(logits.size(-1) > 0, op, ": expected logits of at least one class, but got shape ", logits.sizes());
+  TORCH_SYM_CHECK(
+      logits.sym_size(-1).sym_gt(0), op, ": expected logits of at least one class, but got shape ", logits.sym_sizes());
+  check_target(op, "logits", logits, target);
+  check_options(op, label_smoothing, reduction);
 }
 
 std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits_, const Tensor& target_, int64_t ignore_index,
     double label_smoothing, double z_loss, std::string_view reduction) {
   constexpr const char* op = "cross_entropy";
-  check_logits(op, logits_);
-  check_target(op, "logits", logits_, target_);
-  const auto options = check_options(op, ignore_index, label_smoothing, z_loss, reduction);
+  check_cross_entropy(op, logits_, target_, ignore_index, label_smoothing, z_loss, reduction);
+  const auto options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   const Tensor logits = logits_.contiguous(), target = target_.to(at::kLong).contiguous();
   const auto wide = logits.options().dtype(at::toOpMathType(logits.scalar_type()));
   const bool none = options.reduction == Reduction::kNone;
@@ -46,29 +49,33 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits_, const Tensor& ta
   return {loss, logsumexp};
 }
 
+void check_cross_entropy_backward(const char* op, const std::optional<Tensor>& grad_loss,
+    const std::optional<Tensor>& grad_logsumexp, const Tensor& logits, const Tensor& target, const Tensor& logsumexp,
+    int64_t ignore_index, double label_smoothing, double z_loss, std::string_view reduction) {
+  check_cross_entropy(op, logits, target, ignore_index, label_smoothing, z_loss, reduction);
+  const auto check = [&](const char* name, const Tensor& x, SymIntArrayRef shape, const char* of) {
+    check_same_device(op, "logits", logits, name, x);
+    check_dtype(op, name, x, at::toOpMathType(logits.scalar_type()), "its cross_entropy output");
+    check_shape(op, name, x, shape, of);
+  };
+  const auto rows = target.sym_sizes();
+  check("logsumexp", logsumexp, rows, "that of target");
+  if (grad_loss)
+    check("grad_loss", *grad_loss, reduction == "none" ? rows : SymIntArrayRef(), "that of its cross_entropy output");
+  if (grad_logsumexp) check("grad_logsumexp", *grad_logsumexp, rows, "that of target");
+}
+
 Tensor cross_entropy_backward(const std::optional<Tensor>& grad_loss_, const std::optional<Tensor>& grad_logsumexp_,
     const Tensor& logits_, const Tensor& target_, const Tensor& logsumexp_, int64_t ignore_index,
     double label_smoothing, double z_loss, std::string_view reduction) {
   constexpr const char* op = "cross_entropy_backward";
-  check_logits(op, logits_);
-  check_target(op, "logits", logits_, target_);
-  const auto options = check_options(op, ignore_index, label_smoothing, z_loss, reduction);
-  const auto wide = at::toOpMathType(logits_.scalar_type());
+  check_cross_entropy_backward(
+      op, grad_loss_, grad_logsumexp_, logits_, target_, logsumexp_, ignore_index, label_smoothing, z_loss, reduction);
+  const auto options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   const bool none = options.reduction == Reduction::kNone;
-  const auto check = [&](const char* name, const Tensor& x, at::IntArrayRef shape, const char* of) {
-    check_same_device(op, "logits", logits_, name, x);
-    check_dtype(op, name, x, wide, "its cross_entropy output");
-    check_shape(op, name, x, shape, of);
-    return x.contiguous();
-  };
-  const Tensor logsumexp = check("logsumexp", logsumexp_, target_.sizes(), "that of target");
-  Tensor grad_loss, grad_logsumexp;
-  if (grad_loss_)
-    grad_loss =
-        check("grad_loss", *grad_loss_, none ? target_.sizes() : at::IntArrayRef(), "that of its cross_entropy output");
-  if (grad_logsumexp_) grad_logsumexp = check("grad_logsumexp", *grad_logsumexp_, target_.sizes(), "that of target");
-
-  const Tensor logits = logits_.contiguous(), target = target_.to(at::kLong).contiguous();
+  const Tensor logits = logits_.contiguous(), target = target_.to(at::kLong).contiguous(),
+               logsumexp = logsumexp_.contiguous(), grad_loss = contiguous(grad_loss_),
+               grad_logsumexp = contiguous(grad_logsumexp_);
   Tensor grad_logits = at::empty(logits.sizes(), logits.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, logits.scalar_type(), op, [&] {
     using T = scalar_t;
@@ -124,6 +131,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
       "cross_entropy_backward(Tensor? grad_loss, Tensor? grad_logsumexp, Tensor logits, Tensor target, "
       "Tensor logsumexp, *, int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
       "str reduction=\"mean\") -> Tensor");
+  checked_by("cross_entropy", check_cross_entropy);
+  checked_by("cross_entropy_backward", check_cross_entropy_backward);
   autocast(m, "cross_entropy", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

@@ -19,12 +19,15 @@ struct CrossEntropy {
   Reduction reduction;
 };
 
-inline CrossEntropy check_options(
-    const char* op, int64_t ignore_index, double label_smoothing, double z_loss, std::string_view reduction) {
+inline void check_options(const char* op, double label_smoothing, std::string_view reduction) {
   TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], but got ",
       label_smoothing);
   TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
       ": expected reduction \"mean\", \"sum\" or \"none\", but got \"", reduction, "\"");
+}
+
+inline CrossEntropy options_of(
+    int64_t ignore_index, double label_smoothing, double z_loss, std::string_view reduction) {
   return {ignore_index, label_smoothing, z_loss,
       reduction == "none"      ? Reduction::kNone
           : reduction == "sum" ? Reduction::kSum
@@ -36,8 +39,8 @@ inline void check_target(const char* op, const char* x_name, const Tensor& x, co
   const auto type = target.scalar_type();
   TORCH_CHECK(type == at::kLong || type == at::kInt, op, ": expected target of int64 or int32, but got ",
       dtype_name(type), "; convert it with .to()");
-  TORCH_CHECK(target.sizes() == x.sizes().slice(0, x.dim() - 1), op, ": expected target of shape ",
-      x.sizes().slice(0, x.dim() - 1), ", that of ", x_name, " without its last dimension, but got ", target.sizes());
+  TORCH_CHECK(same(target.sym_sizes(), rows_of(x)), op, ": expected target of shape ", rows_of(x), ", that of ", x_name,
+      " without its last dimension, but got ", target.sym_sizes());
 }
 
 // Targets that count; throws for one that names no class. Runs in a launch, before anything is read by it.

@@ -31,12 +31,23 @@ void abs_loop(const T* x, Real* y, int64_t n) {
   }
 }
 
-void check_input(const char* op, const Tensor& input) {
+void check_custom_abs(const char* op, const Tensor& input, const std::optional<Tensor>& out) {
   check_tensor(op, "input", input);
   const auto type = input.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(type != at::kBool && !c10::isBarebonesUnsignedType(type) && !c10::isBitsType(type) &&
           type != at::kFloat8_e8m0fnu && type != at::kFloat4_e2m1fn_x2,
       op, ": not implemented for ", dtype_name(type), "; convert input with .to()");
+  if (!out) return;
+  check_same_device(op, "input", input, "out", *out);
+  const auto real = c10::toRealValueType(type);
+  TORCH_CHECK(out->scalar_type() == real, op, ": expected out of ", dtype_name(real),
+      ", the dtype of the result, but got ", dtype_name(out->scalar_type()), "; convert it with .to()");
+}
+
+void check_custom_abs_(const char* op, const Tensor& input) {
+  check_custom_abs(op, input, std::nullopt);
+  TORCH_CHECK(!input.is_complex(), op, ": expected input of a real dtype, in which the result is stored, but got ",
+      dtype_name(input.scalar_type()), "; use custom_abs");
 }
 
 // x is dense, and y, which may be x, has its strides.
@@ -54,7 +65,7 @@ void abs_into(const Tensor& x, const Tensor& y) {
 }
 
 Tensor custom_abs(const Tensor& input) {
-  check_input("custom_abs", input);
+  check_custom_abs("custom_abs", input, std::nullopt);
   // Elementwise over memory as it lies: a dense input of any order of dimensions needs no copy.
   const Tensor x = input.is_non_overlapping_and_dense() ? input : input.clone(at::MemoryFormat::Preserve);
   Tensor y = at::empty_like(x, x.options().dtype(c10::toRealValueType(x.scalar_type())));
@@ -62,24 +73,8 @@ Tensor custom_abs(const Tensor& input) {
   return y;
 }
 
-void check_in_place(const Tensor& input) {
-  constexpr const char* op = "custom_abs_";
-  check_input(op, input);
-  TORCH_CHECK(!input.is_complex(), op, ": expected input of a real dtype, in which the result is stored, but got ",
-      dtype_name(input.scalar_type()), "; use custom_abs");
-}
-
-void check_out(const Tensor& input, const Tensor& out) {
-  constexpr const char* op = "custom_abs";
-  check_input(op, input);
-  check_same_device(op, "input", input, "out", out);
-  const auto type = c10::toRealValueType(input.scalar_type());
-  TORCH_CHECK(out.scalar_type() == type, op, ": expected out of ", dtype_name(type),
-      ", the dtype of the result, but got ", dtype_name(out.scalar_type()), "; convert it with .to()");
-}
-
 Tensor& custom_abs_(Tensor& input) {
-  check_in_place(input);
+  check_custom_abs_("custom_abs_", input);
   at::assert_no_internal_overlap(input);
   if (input.is_non_overlapping_and_dense()) abs_into(input, input);
   else input.copy_(custom_abs(input));
@@ -87,7 +82,7 @@ Tensor& custom_abs_(Tensor& input) {
 }
 
 Tensor& custom_abs_out(const Tensor& input, Tensor& out) {
-  check_out(input, out);
+  check_custom_abs("custom_abs", input, out);
   at::assert_no_internal_overlap(out);
   at::assert_no_partial_overlap(out, input);
   at::native::resize_output(out, input.sizes());
@@ -127,12 +122,12 @@ Tensor& write_functional(const Tensor& input, Tensor& out) {
 }
 
 Tensor& custom_abs_functionalize(Tensor& input) {
-  check_in_place(input);
+  check_custom_abs_("custom_abs_", input);
   return write_functional(input, input);
 }
 
 Tensor& custom_abs_out_functionalize(const Tensor& input, Tensor& out) {
-  check_out(input, out);
+  check_custom_abs("custom_abs", input, out);
   return write_functional(input, out);
 }
 
@@ -145,6 +140,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def("custom_abs(Tensor input) -> Tensor");
   m.def("custom_abs_(Tensor(a!) input) -> Tensor(a!)");
   m.def("custom_abs.out(Tensor input, *, Tensor(a!) out) -> Tensor(a!)");
+  checked_by("custom_abs", check_custom_abs);
+  checked_by("custom_abs_", check_custom_abs_);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("custom_abs", custom_abs);

@@ -58,12 +58,18 @@ void check_probability(const char* op, double p) {
   TORCH_CHECK(p >= 0 && p <= 1, op, ": expected p from 0 to 1, but got ", p, "; it is the probability of a zero");
 }
 
+void check_dropout_add(
+    const char* op, const Tensor& x, const Tensor& residual, double p, const std::optional<at::Generator>& generator) {
+  check_floating(op, "x", x);
+  check_like(op, "residual", residual, "x", x);
+  check_probability(op, p);
+  if (generator && generator->defined()) check_generator(op, x, *generator);
+}
+
 std::tuple<Tensor, Tensor> dropout_add(
     const Tensor& x_, const Tensor& residual_, double p, const std::optional<at::Generator>& generator) {
   constexpr const char* op = "dropout_add";
-  check_floating(op, "x", x_);
-  check_like(op, "residual", residual_, "x", x_);
-  check_probability(op, p);
+  check_dropout_add(op, x_, residual_, p, generator);
   const auto [key, counter] = draw(op, x_, generator);
   const Tensor x = x_.contiguous(), residual = residual_.contiguous();
   Tensor out = at::empty(x.sizes(), x.options()), mask = at::empty(x.sizes(), x.options().dtype(at::kBool));
@@ -86,13 +92,17 @@ std::tuple<Tensor, Tensor> dropout_add(
   return {out, mask};
 }
 
+void check_dropout_add_backward(const char* op, const Tensor& grad_out, const Tensor& mask, double p) {
+  check_floating(op, "grad_out", grad_out);
+  check_same_device(op, "grad_out", grad_out, "mask", mask);
+  check_dtype(op, "mask", mask, at::kBool, "its dropout_add output");
+  check_shape(op, "mask", mask, grad_out.sym_sizes(), "that of grad_out");
+  check_probability(op, p);
+}
+
 Tensor dropout_add_backward(const Tensor& grad_out_, const Tensor& mask_, double p) {
   constexpr const char* op = "dropout_add_backward";
-  check_floating(op, "grad_out", grad_out_);
-  check_same_device(op, "grad_out", grad_out_, "mask", mask_);
-  check_dtype(op, "mask", mask_, at::kBool, "its dropout_add output");
-  check_shape(op, "mask", mask_, grad_out_.sizes(), "that of grad_out");
-  check_probability(op, p);
+  check_dropout_add_backward(op, grad_out_, mask_, p);
   const Tensor grad_out = grad_out_.contiguous(), mask = mask_.contiguous();
   Tensor grad_x = at::empty(grad_out.sizes(), grad_out.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad_out.scalar_type(), op, [&] {
@@ -141,6 +151,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def("dropout_add(Tensor x, Tensor residual, float p, *, Generator? generator=None) -> (Tensor out, Tensor mask)",
       {at::Tag::nondeterministic_seeded});
   m.def("dropout_add_backward(Tensor grad_out, Tensor mask, float p) -> Tensor");
+  checked_by("dropout_add", check_dropout_add);
+  checked_by("dropout_add_backward", check_dropout_add_backward);
   autocast(m, "dropout_add", Cast::kPromote);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

@@ -74,8 +74,8 @@ int64_t axis_to_move(const Tensor& x, std::optional<int64_t> axis) {
   return axis && Pieces(x, axis).inner < 16 ? c10::maybe_wrap_dim(*axis, x.dim()) : 0;
 }
 
-void check_arguments(const char* op, const Tensor& x, const Tensor& scale, const Tensor& zero_point, int64_t quant_min,
-    int64_t quant_max, std::optional<int64_t> axis) {
+void check_fake_quantize(const char* op, const Tensor& x, const Tensor& scale, const Tensor& zero_point,
+    int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
   check_floating(op, "x", x);
   TORCH_CHECK(!axis || (-x.dim() <= *axis && *axis < x.dim()), op, ": expected axis of a dimension of x, which has ",
       x.dim(), ", but got ", *axis);
@@ -88,7 +88,7 @@ void check_arguments(const char* op, const Tensor& x, const Tensor& scale, const
       dtype_name(scale.scalar_type()), "; convert it with .to()");
   TORCH_CHECK(zero_point.scalar_type() == at::kInt, op, ": expected zero_point of int32, but got ",
       dtype_name(zero_point.scalar_type()), "; convert it with .to()");
-  const at::IntArrayRef shape = axis ? x.sizes().slice(c10::maybe_wrap_dim(*axis, x.dim()), 1) : at::IntArrayRef();
+  const auto shape = axis ? x.sym_sizes().slice(c10::maybe_wrap_dim(*axis, x.dim()), 1) : SymIntArrayRef();
   const char* of = axis ? "the size of x along axis" : "one number, as there is no axis";
   check_shape(op, "scale", scale, shape, of);
   check_shape(op, "zero_point", zero_point, shape, of);
@@ -96,7 +96,7 @@ void check_arguments(const char* op, const Tensor& x, const Tensor& scale, const
 
 Tensor fake_quantize(const Tensor& x_, const Tensor& scale_, const Tensor& zero_point_, int64_t quant_min,
     int64_t quant_max, std::optional<int64_t> axis) {
-  check_arguments("fake_quantize", x_, scale_, zero_point_, quant_min, quant_max, axis);
+  check_fake_quantize("fake_quantize", x_, scale_, zero_point_, quant_min, quant_max, axis);
   if (const int64_t at = axis_to_move(x_, axis))
     return fake_quantize(x_.movedim(at, 0), scale_, zero_point_, quant_min, quant_max, 0).movedim(0, at).contiguous();
   const Tensor x = x_.contiguous(), scale = scale_.contiguous(), zero_point = zero_point_.contiguous();
@@ -114,11 +114,16 @@ Tensor fake_quantize(const Tensor& x_, const Tensor& scale_, const Tensor& zero_
   return y;
 }
 
+void check_fake_quantize_backward(const char* op, const Tensor& grad_y, const Tensor& x, const Tensor& scale,
+    const Tensor& zero_point, int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
+  check_fake_quantize(op, x, scale, zero_point, quant_min, quant_max, axis);
+  check_like(op, "grad_y", grad_y, "x", x);
+}
+
 std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_y_, const Tensor& x_, const Tensor& scale_,
     const Tensor& zero_point_, int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
   constexpr const char* op = "fake_quantize_backward";
-  check_arguments(op, x_, scale_, zero_point_, quant_min, quant_max, axis);
-  check_like(op, "grad_y", grad_y_, "x", x_);
+  check_fake_quantize_backward(op, grad_y_, x_, scale_, zero_point_, quant_min, quant_max, axis);
   if (const int64_t at = axis_to_move(x_, axis)) {
     auto [grad_x, grad_scale] =
         fake_quantize_backward(grad_y_.movedim(at, 0), x_.movedim(at, 0), scale_, zero_point_, quant_min, quant_max, 0);
@@ -179,6 +184,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(
       "fake_quantize_backward(Tensor grad_y, Tensor x, Tensor scale, Tensor zero_point, int quant_min, int quant_max, "
       "int? axis=None) -> (Tensor grad_x, Tensor grad_scale)");
+  checked_by("fake_quantize", check_fake_quantize);
+  checked_by("fake_quantize_backward", check_fake_quantize_backward);
   autocast(m, "fake_quantize", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

@@ -33,11 +33,15 @@ void backward_row(const T* grad_y, const T* grad_sum, const T* s, const T* weigh
   add_to_grad_weight(grad_y, s, r, grad_weight, first, n);
 }
 
+void check_fused_add_rms_norm(const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight) {
+  check_row(op, "x", x, weight);
+  check_like(op, "residual", residual, "x", x);
+}
+
 std::tuple<Tensor, Tensor> fused_add_rms_norm(
     const Tensor& x_, const Tensor& residual_, const Tensor& weight_, double eps) {
   constexpr const char* op = "fused_add_rms_norm";
-  check_row(op, "x", x_, weight_);
-  check_like(op, "residual", residual_, "x", x_);
+  check_fused_add_rms_norm(op, x_, residual_, weight_);
   const Tensor x = x_.contiguous(), residual = residual_.contiguous(), weight = weight_.contiguous();
   Tensor y = at::empty(x.sizes(), x.options()), total = at::empty(x.sizes(), x.options());
   const int64_t n = x.size(-1), rows = n ? x.numel() / n : 0;
@@ -54,15 +58,19 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(
   return {y, total};
 }
 
+void check_fused_add_rms_norm_backward(const char* op, const Tensor& grad_y, const std::optional<Tensor>& grad_sum,
+    const Tensor& sum, const Tensor& weight) {
+  check_row(op, "sum", sum, weight);
+  check_like(op, "grad_y", grad_y, "sum", sum);
+  if (grad_sum) check_like(op, "grad_sum", *grad_sum, "sum", sum);
+}
+
 std::tuple<Tensor, Tensor> fused_add_rms_norm_backward(const Tensor& grad_y_, const std::optional<Tensor>& grad_sum_,
     const Tensor& sum_, const Tensor& weight_, double eps) {
   constexpr const char* op = "fused_add_rms_norm_backward";
-  check_row(op, "sum", sum_, weight_);
-  check_like(op, "grad_y", grad_y_, "sum", sum_);
-  if (grad_sum_) check_like(op, "grad_sum", *grad_sum_, "sum", sum_);
-
-  const Tensor grad_y = grad_y_.contiguous(), grad_sum = grad_sum_ ? grad_sum_->contiguous() : Tensor(),
-               total = sum_.contiguous(), weight = weight_.contiguous();
+  check_fused_add_rms_norm_backward(op, grad_y_, grad_sum_, sum_, weight_);
+  const Tensor grad_y = grad_y_.contiguous(), grad_sum = contiguous(grad_sum_), total = sum_.contiguous(),
+               weight = weight_.contiguous();
   Tensor grad_x = at::empty(total.sizes(), total.options());
   Tensor grad_weight = at::empty(weight.sizes(), weight.options());
   const int64_t n = total.size(-1), rows = n ? total.numel() / n : 0;
@@ -112,6 +120,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(
       "fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor sum, Tensor weight, float eps) "
       "-> (Tensor grad_x, Tensor grad_weight)");
+  checked_by("fused_add_rms_norm", check_fused_add_rms_norm);
+  checked_by("fused_add_rms_norm_backward", check_fused_add_rms_norm_backward);
   autocast(m, "fused_add_rms_norm", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

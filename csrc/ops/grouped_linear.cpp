@@ -156,37 +156,39 @@ std::vector<int64_t> read_groups(const char* op, const Tensor& x, const Tensor& 
   return groups.first;
 }
 
-void check_inputs(const char* op, const Tensor& x, at::TensorList weights, const Tensor& group_sizes) {
+void check_groups(const char* op, const Tensor& x, at::TensorList weights, const Tensor& group_sizes) {
   check_floating(op, "x", x);
-  TORCH_CHECK(x.dim() == 2, op, ": expected x of shape [rows, in], but got ", x.sizes(), "; flatten its rows");
+  TORCH_CHECK(x.dim() == 2, op, ": expected x of shape [rows, in], but got ", x.sym_sizes(), "; flatten its rows");
   TORCH_CHECK(!weights.empty(), op, ": expected at least one weight, but got none");
   for (size_t e = 0; e < weights.size(); ++e) {
     const Tensor& weight = weights[e];
     const std::string name = "weights[" + std::to_string(e) + "]";
     check_kind_like(op, name.c_str(), weight, "x", x);
-    TORCH_CHECK(e > 0 || (weight.dim() == 2 && weight.size(1) == x.size(1)), op,
-        ": expected weights[0] of shape [out, ", x.size(1), "], for the columns of x, but got ", weight.sizes());
-    check_shape(op, name.c_str(), weight, weights[0].sizes(), "that of weights[0]");
+    TORCH_CHECK(e > 0 || (weight.dim() == 2 && expect(weight.sym_size(1).sym_eq(x.sym_size(1)))), op,
+        ": expected weights[0] of shape [out, ", x.sym_size(1), "], for the columns of x, but got ",
+        weight.sym_sizes());
+    check_shape(op, name.c_str(), weight, weights[0].sym_sizes(), "that of weights[0]");
   }
   check_same_device(op, "x", x, "group_sizes", group_sizes);
   check_integers(op, "group_sizes", group_sizes);
   check_shape(op, "group_sizes", group_sizes, {static_cast<int64_t>(weights.size())}, "a number for each weight");
 }
 
-void check_bias(const char* op, const Tensor& x, at::TensorList weights, at::TensorList bias) {
+void check_grouped_linear(
+    const char* op, const Tensor& x, at::TensorList weights, at::TensorList bias, const Tensor& group_sizes) {
+  check_groups(op, x, weights, group_sizes);
   TORCH_CHECK(bias.empty() || bias.size() == weights.size(), op, ": expected bias of a tensor for each of the ",
       weights.size(), " weights, but got ", bias.size());
   for (size_t e = 0; e < bias.size(); ++e) {
     const std::string name = "bias[" + std::to_string(e) + "]";
     check_kind_like(op, name.c_str(), bias[e], "x", x);
-    check_shape(op, name.c_str(), bias[e], weights[0].sizes().slice(0, 1), "a number for each row of a weight");
+    check_shape(op, name.c_str(), bias[e], weights[0].sym_sizes().slice(0, 1), "a number for each row of a weight");
   }
 }
 
 Tensor grouped_linear(const Tensor& x_, at::TensorList weights_, at::TensorList bias_, const Tensor& group_sizes) {
   constexpr const char* op = "grouped_linear";
-  check_inputs(op, x_, weights_, group_sizes);
-  check_bias(op, x_, weights_, bias_);
+  check_grouped_linear(op, x_, weights_, bias_, group_sizes);
   auto first = read_groups(op, x_, group_sizes);
   const Tensor x = as_matrix(x_);
   const auto weights = as_matrices(weights_);
@@ -235,12 +237,17 @@ void sum_rows(const T* x, int64_t n, int64_t stride, int64_t count, T* out) {
   std::transform(total, total + count, out, [](double each) { return static_cast<T>(each); });
 }
 
+void check_grouped_linear_backward(
+    const char* op, const Tensor& grad_y, const Tensor& x, at::TensorList weights, const Tensor& group_sizes) {
+  check_groups(op, x, weights, group_sizes);
+  check_kind_like(op, "grad_y", grad_y, "x", x);
+  check_shape(op, "grad_y", grad_y, {x.sym_size(0), weights[0].sym_size(0)}, "the rows of x and of a weight");
+}
+
 std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_backward(const Tensor& grad_y_,
     const Tensor& x_, at::TensorList weights_, const Tensor& group_sizes, std::array<bool, 3> output_mask) {
   constexpr const char* op = "grouped_linear_backward";
-  check_inputs(op, x_, weights_, group_sizes);
-  check_kind_like(op, "grad_y", grad_y_, "x", x_);
-  check_shape(op, "grad_y", grad_y_, {x_.size(0), weights_[0].size(0)}, "the rows of x and of a weight");
+  check_grouped_linear_backward(op, grad_y_, x_, weights_, group_sizes);
   const auto first = read_groups(op, x_, group_sizes);
   const Tensor grad_y = grad_y_.contiguous(), x = as_matrix(x_);
   const auto weights = as_matrices(weights_);
@@ -327,6 +334,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(
       "grouped_linear_backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor group_sizes, bool[3] output_mask) -> "
       "(Tensor grad_x, Tensor[] grad_weights, Tensor[] grad_bias)");
+  checked_by("grouped_linear", check_grouped_linear);
+  checked_by("grouped_linear_backward", check_grouped_linear_backward);
   autocast(m, "grouped_linear", Cast::kLower);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

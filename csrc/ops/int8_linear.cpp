@@ -36,30 +36,31 @@ void scale_row(const int32_t* total, float scale, const Acc<T>* weight_scale, co
   }
 }
 
-void check(const Tensor& x, const Tensor& weight_q, const Tensor& weight_scale, const std::optional<Tensor>& bias) {
-  constexpr const char* op = "int8_linear";
+void check_int8_linear(const char* op, const Tensor& x, const Tensor& weight_q, const Tensor& weight_scale,
+    const std::optional<Tensor>& bias) {
   check_floating(op, "x", x);
   check_rows(op, "x", x);
   check_same_device(op, "x", x, "weight_q", weight_q);
   TORCH_CHECK(weight_q.scalar_type() == at::kChar, op, ": expected weight_q of int8, but got ",
       dtype_name(weight_q.scalar_type()), "; make it with quantize_rowwise");
-  TORCH_CHECK(weight_q.dim() == 2 && weight_q.size(1) == x.size(-1), op, ": expected weight_q of shape [N, ",
-      x.size(-1), "], with the last dimension of x, but got ", weight_q.sizes());
-  TORCH_CHECK(x.size(-1) <= kMostColumns, op, ": expected at most ", kMostColumns, " columns, but got ", x.size(-1),
+  const SymInt columns = x.sym_size(-1);
+  TORCH_CHECK(weight_q.dim() == 2 && expect(weight_q.sym_size(1).sym_eq(columns)), op,
+      ": expected weight_q of shape [N, ", columns, "], with the last dimension of x, but got ", weight_q.sym_sizes());
+  TORCH_SYM_CHECK(columns.sym_le(kMostColumns), op, ": expected at most ", kMostColumns, " columns, but got ", columns,
       ", whose sums could leave int32; split x and weight_q");
   check_same_device(op, "x", x, "weight_scale", weight_scale);
   check_dtype(op, "weight_scale", weight_scale, at::kFloat, "a scale of quantize_rowwise");
-  check_shape(op, "weight_scale", weight_scale, weight_q.sizes().slice(0, 1), "the rows of weight_q");
+  check_shape(op, "weight_scale", weight_scale, weight_q.sym_sizes().slice(0, 1), "the rows of weight_q");
   if (!bias) return;
   check_same_device(op, "x", x, "bias", *bias);
   if (bias->scalar_type() != at::kFloat) check_dtype(op, "bias", *bias, x.scalar_type(), "x");
-  check_shape(op, "bias", *bias, weight_q.sizes().slice(0, 1), "the rows of weight_q");
+  check_shape(op, "bias", *bias, weight_q.sym_sizes().slice(0, 1), "the rows of weight_q");
 }
 
 Tensor int8_linear(
     const Tensor& x, const Tensor& weight_q, const Tensor& weight_scale_, const std::optional<Tensor>& bias_) {
   static const auto quantize = find<std::tuple<Tensor, Tensor>(const Tensor&)>("openreg::quantize_rowwise");
-  check(x, weight_q, weight_scale_, bias_);
+  check_int8_linear("int8_linear", x, weight_q, weight_scale_, bias_);
   const int64_t columns = x.size(-1), n = weight_q.size(0);
   at::DimVector shape(x.sizes());
   shape.back() = n;
@@ -104,6 +105,7 @@ Tensor int8_linear_autocast(
 TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.int8_linear");
   m.def("int8_linear(Tensor x, Tensor weight_q, Tensor weight_scale, Tensor? bias=None) -> Tensor");
+  checked_by("int8_linear", check_int8_linear);
   autocast(m, "int8_linear", int8_linear_autocast);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

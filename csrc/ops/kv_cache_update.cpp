@@ -86,21 +86,22 @@ struct CacheRows {
   c10::SmallVector<int64_t, 4> sizes_, strides_; // of the pieces, the fastest dimension first
 };
 
-void check(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v,
-    const Tensor& slots) {
+void check_kv_cache_update(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+    const Tensor& v, const Tensor& slots) {
   check_same_device(op, "k_cache", k_cache, "v_cache", v_cache);
   check_same_device(op, "k_cache", k_cache, "k", k);
   check_same_device(op, "k_cache", k_cache, "v", v);
   check_same_device(op, "k_cache", k_cache, "slots", slots);
   TORCH_CHECK(k_cache.dim() >= 1, op, ": expected k_cache of shape [num_slots, ...], but got a scalar");
-  TORCH_CHECK(v_cache.dim() >= 1 && v_cache.size(0) == k_cache.size(0), op, ": expected v_cache of as many slots as ",
-      "k_cache, ", k_cache.size(0), ", but got ", v_cache.sizes());
+  const SymInt num_slots = k_cache.sym_size(0);
+  TORCH_CHECK(v_cache.dim() >= 1 && expect(v_cache.sym_size(0).sym_eq(num_slots)), op,
+      ": expected v_cache of as many slots as k_cache, ", num_slots, ", but got ", v_cache.sym_sizes());
   check_integers(op, "slots", slots);
-  TORCH_CHECK(slots.dim() == 1, op, ": expected slots of one dimension, but got ", slots.sizes(),
+  TORCH_CHECK(slots.dim() == 1, op, ": expected slots of one dimension, but got ", slots.sym_sizes(),
       "; flatten it together with the first dimensions of k and v");
   const auto rows_for = [&](const Tensor& cache) {
-    auto shape = cache.sizes().vec();
-    shape[0] = slots.size(0);
+    auto shape = cache.sym_sizes().vec();
+    shape[0] = slots.sym_size(0);
     return shape;
   };
   check_dtype(op, "k", k, k_cache.scalar_type(), "k_cache");
@@ -141,7 +142,7 @@ void write_rows(const char* op, const Tensor& k_cache, const Tensor& v_cache, co
 void kv_cache_update_(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
   constexpr const char* op = "kv_cache_update_";
-  check(op, k_cache, v_cache, k, v, slots);
+  check_kv_cache_update(op, k_cache, v_cache, k, v, slots);
   WrittenTo written(op);
   written.add("k_cache", k_cache);
   written.add("v_cache", v_cache);
@@ -152,7 +153,7 @@ void kv_cache_update_(
 std::tuple<Tensor, Tensor> kv_cache_update(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
   constexpr const char* op = "kv_cache_update";
-  check(op, k_cache, v_cache, k, v, slots);
+  check_kv_cache_update(op, k_cache, v_cache, k, v, slots);
   Tensor new_k = k_cache.clone(at::MemoryFormat::Contiguous), new_v = v_cache.clone(at::MemoryFormat::Contiguous);
   write_rows(op, new_k, new_v, k, v, slots);
   return {new_k, new_v};
@@ -199,6 +200,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(
       "kv_cache_update(Tensor k_cache, Tensor v_cache, Tensor k, Tensor v, Tensor slots) -> (Tensor new_k_cache, "
       "Tensor new_v_cache)");
+  checked_by("kv_cache_update_", check_kv_cache_update);
+  checked_by("kv_cache_update", check_kv_cache_update);
   autocast(m, "kv_cache_update_", in_cache_dtype<kv_cache_update_, kInPlace>);
   autocast(m, "kv_cache_update", in_cache_dtype<kv_cache_update, kFunctional>);
 }

@@ -311,18 +311,22 @@ void linear_cross_entropy_loop(
 
 // ---- torch ----
 
-void check_arguments(
-    const char* op, const Tensor& x, const Tensor& weight, const Tensor& target, const std::optional<Tensor>& bias) {
+void check_linear_cross_entropy(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target,
+    const std::optional<Tensor>& bias, int64_t /*ignore_index*/, double label_smoothing, double /*z_loss*/,
+    std::string_view reduction) {
   check_floating(op, "x", x);
   check_rows(op, "x", x);
   check_kind_like(op, "weight", weight, "x", x);
-  TORCH_CHECK(weight.dim() == 2 && weight.size(1) == x.size(-1) && weight.size(0) > 0, op,
-      ": expected weight of shape [classes, ", x.size(-1), "], at least one class by the last dimension of x, but got ",
-      weight.sizes());
+  const SymInt width = x.sym_size(-1);
+  TORCH_CHECK(weight.dim() == 2 && expect(weight.sym_size(1).sym_eq(width)) && expect(weight.sym_size(0).sym_gt(0)), op,
+      ": expected weight of shape [classes, ", width, "], at least one class by the last dimension of x, but got ",
+      weight.sym_sizes());
   check_target(op, "x", x, target);
-  if (!bias) return;
-  check_kind_like(op, "bias", *bias, "x", x);
-  check_shape(op, "bias", *bias, weight.sizes().slice(0, 1), "the classes of weight");
+  if (bias) {
+    check_kind_like(op, "bias", *bias, "x", x);
+    check_shape(op, "bias", *bias, weight.sym_sizes().slice(0, 1), "the classes of weight");
+  }
+  check_options(op, label_smoothing, reduction);
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -331,8 +335,7 @@ Gradients compute(const char* op, const Tensor& x_, const Tensor& weight_, const
     const std::optional<Tensor>& bias_, const std::optional<Tensor>& grad_loss_, const CrossEntropy& options,
     std::array<bool, 3> wanted) {
   const Tensor x = x_.contiguous(), weight = weight_.contiguous(), target = target_.to(at::kLong).contiguous(),
-               bias = bias_ ? bias_->contiguous() : Tensor(),
-               grad_loss = grad_loss_ ? grad_loss_->contiguous() : Tensor();
+               bias = contiguous(bias_), grad_loss = contiguous(grad_loss_);
   const auto type = x.scalar_type(), wide = at::toOpMathType(type), rounded = type == at::kHalf ? at::kFloat : type;
   const auto options_of = [&](at::ScalarType dtype) { return x.options().dtype(dtype); };
   const bool none = options.reduction == Reduction::kNone, gradients = wanted[0] || wanted[1] || wanted[2];
@@ -365,24 +368,30 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
     const std::optional<Tensor>& bias, int64_t ignore_index, double label_smoothing, double z_loss,
     std::string_view reduction) {
   constexpr const char* op = "linear_cross_entropy";
-  check_arguments(op, x, weight, target, bias);
-  const auto options = check_options(op, ignore_index, label_smoothing, z_loss, reduction);
+  check_linear_cross_entropy(op, x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
+  const auto options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   return std::get<0>(compute(op, x, weight, target, bias, std::nullopt, options, {}));
+}
+
+void check_linear_cross_entropy_gradients(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& grad_loss, int64_t ignore_index,
+    double label_smoothing, double z_loss, std::string_view reduction, std::array<bool, 3> wanted) {
+  check_linear_cross_entropy(op, x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction);
+  TORCH_CHECK(bias || !wanted[2], op, ": wanted asks for the gradient of a bias, but got none; pass bias");
+  if (!grad_loss) return;
+  check_same_device(op, "x", x, "grad_loss", *grad_loss);
+  check_dtype(op, "grad_loss", *grad_loss, at::toOpMathType(x.scalar_type()), "its loss");
+  check_shape(
+      op, "grad_loss", *grad_loss, reduction == "none" ? target.sym_sizes() : SymIntArrayRef(), "that of its loss");
 }
 
 Gradients linear_cross_entropy_gradients(const Tensor& x, const Tensor& weight, const Tensor& target,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& grad_loss, int64_t ignore_index,
     double label_smoothing, double z_loss, std::string_view reduction, std::array<bool, 3> wanted) {
   constexpr const char* op = "linear_cross_entropy_gradients";
-  check_arguments(op, x, weight, target, bias);
-  const auto options = check_options(op, ignore_index, label_smoothing, z_loss, reduction);
-  TORCH_CHECK(bias || !wanted[2], op, ": wanted asks for the gradient of a bias, but got none; pass bias");
-  if (grad_loss) {
-    check_same_device(op, "x", x, "grad_loss", *grad_loss);
-    check_dtype(op, "grad_loss", *grad_loss, at::toOpMathType(x.scalar_type()), "its loss");
-    check_shape(op, "grad_loss", *grad_loss, options.reduction == Reduction::kNone ? target.sizes() : at::IntArrayRef(),
-        "that of its loss");
-  }
+  check_linear_cross_entropy_gradients(
+      op, x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted);
+  const auto options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   return compute(op, x, weight, target, bias, grad_loss, options, wanted);
 }
 
@@ -485,6 +494,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
       "linear_cross_entropy_gradients(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? grad_loss, *, "
       "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction=\"mean\", "
       "bool[3] wanted=True) -> (Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  checked_by("linear_cross_entropy", check_linear_cross_entropy);
+  checked_by("linear_cross_entropy_gradients", check_linear_cross_entropy_gradients);
   autocast(m, "linear_cross_entropy", Cast::kLower);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

@@ -115,15 +115,16 @@ std::vector<int64_t> nms_loop(const T* boxes, const T* scores, int64_t n, double
   return stay;
 }
 
-void check_inputs(const Tensor& boxes, const Tensor& scores) {
-  check_floating("nms", "boxes", boxes);
-  check_kind_like("nms", "scores", scores, "boxes", boxes);
-  TORCH_CHECK(boxes.dim() == 2 && boxes.size(1) == 4, "nms: expected boxes of shape [N, 4], but got ", boxes.sizes());
-  check_shape("nms", "scores", scores, boxes.sizes().slice(0, 1), "a score for each box");
+void check_nms(const char* op, const Tensor& boxes, const Tensor& scores) {
+  check_floating(op, "boxes", boxes);
+  check_kind_like(op, "scores", scores, "boxes", boxes);
+  TORCH_CHECK(boxes.dim() == 2 && expect(boxes.sym_size(1).sym_eq(4)), op, ": expected boxes of shape [N, 4], but got ",
+      boxes.sym_sizes());
+  check_shape(op, "scores", scores, rows_of(boxes), "a score for each box");
 }
 
 Tensor nms(const Tensor& boxes_, const Tensor& scores_, double iou_threshold) {
-  check_inputs(boxes_, scores_);
+  check_nms("nms", boxes_, scores_);
   const Tensor boxes = boxes_.contiguous(), scores = scores_.contiguous();
   const Stream stream = current_stream(boxes.get_device());
   const int64_t n = boxes.size(0);
@@ -167,6 +168,7 @@ Tensor torchvision_autocast(const Tensor& boxes, const Tensor& scores, double io
 TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.nms");
   m.def("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor");
+  checked_by("nms", check_nms);
   autocast(m, "nms", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

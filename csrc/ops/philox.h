@@ -14,13 +14,17 @@
 
 namespace openreg::ops {
 
+inline void check_generator(const char* op, const at::Tensor& x, const at::Generator& generator) {
+  TORCH_CHECK(generator.device() == x.device(), op, ": x is on ", x.device(), " but generator is on ",
+      generator.device(), "; make it with torch.Generator(device=...)");
+}
+
 // Two numbers from `generator`, by default that of x's device, which a random operator makes all of its own from: the
 // key, and where the counter begins. The CPU's generator does not move.
 inline std::array<uint64_t, 2> draw(
     const char* op, const at::Tensor& x, const std::optional<at::Generator>& generator) {
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(x.get_device());
-  TORCH_CHECK(used.device() == x.device(), op, ": x is on ", x.device(), " but generator is on ", used.device(),
-      "; make it with torch.Generator(device=...)");
+  check_generator(op, x, used);
   auto* inner = at::check_generator<at::CPUGeneratorImpl>(inner_generator(used));
   std::lock_guard lock(inner->mutex_);
   const uint64_t first = inner->random64();

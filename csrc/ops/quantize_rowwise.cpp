@@ -69,10 +69,14 @@ void dequantize_row(const int8_t* q, float scale, T* y, int64_t n) {
   }
 }
 
+void check_quantize_rowwise(const char* op, const Tensor& x) {
+  check_floating(op, "x", x);
+  check_rows(op, "x", x);
+}
+
 std::tuple<Tensor, Tensor> quantize_rowwise(const Tensor& x_) {
   constexpr const char* op = "quantize_rowwise";
-  check_floating(op, "x", x_);
-  check_rows(op, "x", x_);
+  check_quantize_rowwise(op, x_);
   const Tensor x = x_.contiguous();
   Tensor q = at::empty(x.sizes(), x.options().dtype(at::kChar));
   Tensor scale = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
@@ -89,18 +93,24 @@ std::tuple<Tensor, Tensor> quantize_rowwise(const Tensor& x_) {
   return {q, scale};
 }
 
+void check_dequantize_rowwise(
+    const char* op, const Tensor& q, const Tensor& scale, std::optional<at::ScalarType> dtype) {
+  check_tensor(op, "q", q);
+  TORCH_CHECK(q.scalar_type() == at::kChar, op, ": expected q of int8, but got ", dtype_name(q.scalar_type()),
+      "; make it with quantize_rowwise");
+  check_rows(op, "q", q);
+  check_same_device(op, "q", q, "scale", scale);
+  check_dtype(op, "scale", scale, at::kFloat, "its quantize_rowwise output");
+  check_shape(op, "scale", scale, rows_of(q), "that of q without its last dimension");
+  TORCH_CHECK(!dtype || is_floating(*dtype), op,
+      ": expected dtype to be float32, float64, float16 or bfloat16, but got ", dtype_name(*dtype),
+      "; convert the result with .to()");
+}
+
 Tensor dequantize_rowwise(const Tensor& q_, const Tensor& scale_, std::optional<at::ScalarType> dtype) {
   constexpr const char* op = "dequantize_rowwise";
-  TORCH_CHECK(q_.scalar_type() == at::kChar, op, ": expected q of int8, but got ", dtype_name(q_.scalar_type()),
-      "; make it with quantize_rowwise");
-  check_rows(op, "q", q_);
-  check_same_device(op, "q", q_, "scale", scale_);
-  check_dtype(op, "scale", scale_, at::kFloat, "its quantize_rowwise output");
-  check_shape(op, "scale", scale_, q_.sizes().slice(0, q_.dim() - 1), "that of q without its last dimension");
+  check_dequantize_rowwise(op, q_, scale_, dtype);
   const auto type = dtype.value_or(at::kFloat);
-  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
-      ": expected dtype to be float32, float64, float16 or bfloat16, but got ", dtype_name(type),
-      "; convert the result with .to()");
   const Tensor q = q_.contiguous(), scale = scale_.contiguous();
   Tensor y = at::empty(q.sizes(), q.options().dtype(type));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, op, [&] {
@@ -136,6 +146,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.quantize_rowwise");
   m.def("quantize_rowwise(Tensor x) -> (Tensor q, Tensor scale)");
   m.def("dequantize_rowwise(Tensor q, Tensor scale, *, ScalarType? dtype=None) -> Tensor");
+  checked_by("quantize_rowwise", check_quantize_rowwise);
+  checked_by("dequantize_rowwise", check_dequantize_rowwise);
   autocast(m, "dequantize_rowwise", Cast::kFloat32); // of the scale
 }
 TORCH_LIBRARY_IMPL(openreg, BackendSelect, m) {

@@ -28,16 +28,15 @@ void rms_norm_backward_row(
   add_to_grad_weight(grad_y, x, r, grad_weight, first, n);
 }
 
-// rstd has a number for each row of x.
-at::IntArrayRef rows_of(const Tensor& x) {
-  return x.sizes().slice(0, x.dim() - 1);
+void check_rms_norm(const char* op, const Tensor& x, const Tensor& weight) {
+  check_row(op, "x", x, weight);
 }
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, double eps) {
-  check_row("rms_norm", "x", x_, weight_);
+  check_rms_norm("rms_norm", x_, weight_);
   const Tensor x = x_.contiguous(), weight = weight_.contiguous();
   Tensor y = at::empty(x.sizes(), x.options());
-  Tensor rstd = at::empty(rows_of(x), x.options().dtype(at::toOpMathType(x.scalar_type())));
+  Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::toOpMathType(x.scalar_type())));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "rms_norm", [&] {
     using T = scalar_t;
     launch(current_stream(x.get_device()),
@@ -51,15 +50,19 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, dou
   return {y, rstd};
 }
 
+void check_rms_norm_backward(
+    const char* op, const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd) {
+  check_row(op, "x", x, weight);
+  check_like(op, "grad_y", grad_y, "x", x);
+  check_same_device(op, "x", x, "rstd", rstd);
+  check_dtype(op, "rstd", rstd, at::toOpMathType(x.scalar_type()), "its rms_norm output");
+  check_shape(op, "rstd", rstd, rows_of(x), "that of x without its last dimension");
+}
+
 std::tuple<Tensor, Tensor> rms_norm_backward(
     const Tensor& grad_y_, const Tensor& x_, const Tensor& weight_, const Tensor& rstd_) {
   constexpr const char* op = "rms_norm_backward";
-  check_row(op, "x", x_, weight_);
-  check_like(op, "grad_y", grad_y_, "x", x_);
-  check_same_device(op, "x", x_, "rstd", rstd_);
-  check_dtype(op, "rstd", rstd_, at::toOpMathType(x_.scalar_type()), "its rms_norm output");
-  check_shape(op, "rstd", rstd_, rows_of(x_), "that of x without its last dimension");
-
+  check_rms_norm_backward(op, grad_y_, x_, weight_, rstd_);
   const Tensor grad_y = grad_y_.contiguous(), x = x_.contiguous(), weight = weight_.contiguous(),
                rstd = rstd_.contiguous();
   Tensor grad_x = at::empty(x.sizes(), x.options());
@@ -115,6 +118,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> (Tensor y, Tensor rstd)");
   m.def(
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor grad_weight)");
+  checked_by("rms_norm", check_rms_norm);
+  checked_by("rms_norm_backward", check_rms_norm_backward);
   autocast(m, "rms_norm", Cast::kFloat32);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

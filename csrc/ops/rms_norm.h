@@ -12,9 +12,9 @@ inline void check_row(const char* op, const char* name, const Tensor& x, const T
   check_floating(op, name, x);
   check_rows(op, name, x);
   check_kind_like(op, "weight", weight, name, x);
-  const auto last = x.sizes().slice(x.dim() - 1);
-  TORCH_CHECK(weight.sizes() == last, op, ": expected weight of shape ", last, ", the last dimension of ", name,
-      ", but got ", weight.sizes());
+  const auto last = x.sym_sizes().slice(x.dim() - 1);
+  TORCH_CHECK(same(weight.sym_sizes(), last), op, ": expected weight of shape ", last, ", the last dimension of ", name,
+      ", but got ", weight.sym_sizes());
 }
 
 template <class T>

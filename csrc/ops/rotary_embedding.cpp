@@ -6,7 +6,7 @@
 #include "checks.h"
 #include "loops.h"
 
-#include <ATen/ExpandUtils.h>
+#include <ATen/core/DimVector.h>
 
 namespace openreg::ops {
 namespace {
@@ -81,30 +81,32 @@ class RowOffsets {
   std::array<at::DimVector, 3> strides_;
 };
 
-// x's shape with half its last dimension: what cos and sin broadcast to.
-at::DimVector table_shape(const Tensor& x) {
-  at::DimVector shape(x.sizes());
-  shape.back() /= 2;
-  return shape;
-}
-
 void check_tables(const char* op, const char* name, const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check_floating(op, name, x);
   check_rows(op, name, x);
-  const int64_t d = x.size(-1);
-  TORCH_CHECK(
-      d % 2 == 0, op, ": expected ", name, " with a last dimension of even size, but got ", d, "; rotate a part of it");
+  const SymInt d = x.sym_size(-1), half = d / 2;
+  TORCH_SYM_CHECK((d % 2).sym_eq(0), op, ": expected ", name, " with a last dimension of even size, but got ", d,
+      "; rotate a part of it");
   check_same_device(op, name, x, "cos", cos);
   check_same_device(op, name, x, "sin", sin);
   const auto wide = at::toOpMathType(x.scalar_type());
   if (cos.scalar_type() != wide) check_dtype(op, "cos", cos, x.scalar_type(), name);
   check_dtype(op, "sin", sin, cos.scalar_type(), "cos");
-  TORCH_CHECK(cos.dim() >= 1 && cos.size(-1) == d / 2, op, ": expected cos with a last dimension of ", d / 2,
-      ", half that of ", name, ", but got ", cos.sizes(), "; of a table for both halves take cos[..., :", d / 2, "]");
-  const auto full = table_shape(x);
-  TORCH_CHECK(at::is_expandable_to(cos.sizes(), full), op, ": expected cos to broadcast to ", at::IntArrayRef(full),
-      ", but got ", cos.sizes(), "; give it at most as many dimensions, each of that size or 1");
-  check_shape(op, "sin", sin, cos.sizes(), "that of cos");
+  TORCH_CHECK(cos.dim() >= 1 && expect(cos.sym_size(-1).sym_eq(half)), op, ": expected cos with a last dimension of ",
+      half, ", half that of ", name, ", but got ", cos.sym_sizes(),
+      "; of a table for both halves take cos[..., :", half, "]");
+  at::SymDimVector full(x.sym_sizes());
+  full.back() = half;
+  TORCH_CHECK(broadcasts(cos.sym_sizes(), full), op, ": expected cos to broadcast to ", SymIntArrayRef(full),
+      ", but got ", cos.sym_sizes(), "; give it at most as many dimensions, each of that size or 1");
+  check_shape(op, "sin", sin, cos.sym_sizes(), "that of cos");
+}
+
+void check_rotary_embedding(const char* op, const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  check_tables(op, "x", x, cos, sin);
+}
+void check_rotary_embedding_backward(const char* op, const Tensor& grad_y, const Tensor& cos, const Tensor& sin) {
+  check_tables(op, "grad_y", grad_y, cos, sin);
 }
 
 // A tensor with rows that are contiguous, whatever lies between them.
@@ -112,10 +114,9 @@ Tensor with_dense_rows(const Tensor& x) {
   return x.size(-1) > 1 && x.stride(-1) != 1 ? x.contiguous() : x;
 }
 
-Tensor rotate(const char* op, const char* name, const Tensor& x_, const Tensor& cos_, const Tensor& sin_,
-    bool interleaved, int sign) {
-  check_tables(op, name, x_, cos_, sin_);
-  const auto full = table_shape(x_);
+Tensor rotate(const Tensor& x_, const Tensor& cos_, const Tensor& sin_, bool interleaved, int sign) {
+  at::DimVector full(x_.sizes());
+  full.back() /= 2;
   const Tensor x = with_dense_rows(x_), cos = with_dense_rows(cos_).expand(full),
                sin = with_dense_rows(sin_).expand(full);
   Tensor y = at::empty(x.sizes(), x.options());
@@ -153,11 +154,13 @@ Tensor rotate(const char* op, const char* name, const Tensor& x_, const Tensor& 
 }
 
 Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  return rotate("rotary_embedding", "x", x, cos, sin, interleaved, 1);
+  check_rotary_embedding("rotary_embedding", x, cos, sin);
+  return rotate(x, cos, sin, interleaved, 1);
 }
 
 Tensor rotary_embedding_backward(const Tensor& grad_y, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  return rotate("rotary_embedding_backward", "grad_y", grad_y, cos, sin, interleaved, -1);
+  check_rotary_embedding_backward("rotary_embedding_backward", grad_y, cos, sin);
+  return rotate(grad_y, cos, sin, interleaved, -1);
 }
 
 // ---- autograd: see Note [Derivatives] ----
@@ -212,6 +215,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.rotary_embedding");
   m.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor");
   m.def("rotary_embedding_backward(Tensor grad_y, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor");
+  checked_by("rotary_embedding", check_rotary_embedding);
+  checked_by("rotary_embedding_backward", check_rotary_embedding_backward);
   autocast(m, "rotary_embedding", Cast::kPromote);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

@@ -72,13 +72,13 @@ void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_g
   std::copy_n(out[1], n - i, grad_up + i);
 }
 
-void check_gate_up(const char* op, const Tensor& gate, const Tensor& up) {
+void check_swiglu(const char* op, const Tensor& gate, const Tensor& up) {
   check_floating(op, "gate", gate);
   check_like(op, "up", up, "gate", gate);
 }
 
 Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
-  check_gate_up("swiglu", gate_, up_);
+  check_swiglu("swiglu", gate_, up_);
   const Tensor gate = gate_.contiguous(), up = up_.contiguous();
   Tensor y = at::empty(gate.sizes(), gate.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), "swiglu", [&] {
@@ -94,10 +94,14 @@ Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
   return y;
 }
 
+void check_swiglu_backward(const char* op, const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
+  check_swiglu(op, gate, up);
+  check_like(op, "grad_y", grad_y, "gate", gate);
+}
+
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& gate_, const Tensor& up_) {
   constexpr const char* op = "swiglu_backward";
-  check_gate_up(op, gate_, up_);
-  check_like(op, "grad_y", grad_y_, "gate", gate_);
+  check_swiglu_backward(op, grad_y_, gate_, up_);
   const Tensor grad_y = grad_y_.contiguous(), gate = gate_.contiguous(), up = up_.contiguous();
   Tensor grad_gate = at::empty(gate.sizes(), gate.options()), grad_up = at::empty(gate.sizes(), gate.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), op, [&] {
@@ -135,6 +139,8 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.swiglu");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
+  checked_by("swiglu", check_swiglu);
+  checked_by("swiglu_backward", check_swiglu_backward);
   autocast(m, "swiglu", Cast::kPromote);
 }
 TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {

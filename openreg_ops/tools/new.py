@@ -114,7 +114,7 @@ def _check_name(name: str, root: Path) -> None:
     # The name becomes a C++ function among those of the headers, and a Python name of the package.
     words = "".join(path.read_text() for path in (*map(root.joinpath, HEADERS), *map(TEMPLATES.joinpath, FILES)))
     if (
-        re.search(rf"\b{name}\b", words)
+        re.search(rf"\b(check_)?{name}\b", words)
         or keyword.iskeyword(name)
         or name in CPP_WORDS
         or any((root / "openreg_ops" / each).exists() for each in (name, f"{name}.py"))

@@ -6,8 +6,13 @@ from types import FunctionType
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import openreg_ops
+from openreg_ops import _C
 from openreg_ops.meta import op
 
 every_operator = pytest.mark.parametrize("name", sorted(op.OPERATORS))
@@ -46,6 +51,60 @@ def test_reference_is_the_mathematics_behind_the_checks():
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, [4], eps=1e-6))
     with pytest.raises(RuntimeError, match=r"^rms_norm: expected weight of shape \[4\]"):
         openreg_ops.rms_norm.reference(x, weight[:3])
+
+
+@every_operator
+def test_kernel_fake_and_reference_have_one_check(name):
+    """In C++; the operators that give their argument back take any."""
+    any_tensor = {"scale_gradient", "custom_autograd_fn_aliasing", "custom_autograd_fn_returns_self"}
+    assert (_C.check_of(name) is None) == (name in any_tensor)
+
+
+def test_check_leaves_no_trace():
+    """It is no operator: neither a mode, nor autograd, nor a profile sees it, and it asks the device for nothing."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    x, weight = torch.randn(3, 4, device="openreg", requires_grad=True), torch.ones(4, device="openreg")
+    launches = _C.launch_count()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, Mode():
+        assert _C.check_of("rms_norm")(x, weight, 1e-6) is None
+    assert not seen and _C.launch_count() == launches
+    assert not [event.name for event in profiled.events() if "::" in event.name]
+
+
+def test_check_asserts_of_sizes_that_are_not_known():
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        gate, up = (torch.empty(environment.create_unbacked_symint(), 4, device="openreg") for _ in range(2))
+        assert torch.ops.openreg.swiglu(gate, up).shape[1] == 4
+        with pytest.raises(
+            RuntimeError, match=r"^swiglu: expected up of shape \[u\d, 4\], that of gate, but got \[u\d, 5\]"
+        ):
+            torch.ops.openreg.swiglu(gate, torch.empty(environment.create_unbacked_symint(), 5, device="openreg"))
+    asserted = {str(each.expr) for group in environment.deferred_runtime_asserts.values() for each in group}
+    assert asserted & {"Eq(u0, u1)", "Eq(u1, u0)"}
+
+
+def test_check_reads_what_it_is_given():
+    """None for a list or a tensor, a number or a tensor for lr, too few arguments."""
+    x, weights, sizes = torch.randn(3, 4), [torch.randn(2, 4)], torch.tensor([3])
+    check = _C.check_of("grouped_linear")
+    check(x, weights, None, sizes)
+    check(x, tuple(weights), [torch.randn(2)], sizes)
+    with pytest.raises(RuntimeError, match="^grouped_linear: expected x to be a tensor, but got None"):
+        check(None, weights, None, sizes)
+    with pytest.raises(RuntimeError, match="expected all arguments of the operator"):
+        check(x, weights, None)
+    check = _C.check_of("adamw_step_")
+    for lr in (1, 1e-3, torch.tensor(1e-3)):
+        check([x], [x], [x], [x], [], [torch.tensor(0.0)], lr, 0.9, 0.99, 0.0, 1e-8, False, False, None, None)
+    with pytest.raises(RuntimeError, match="^adamw_step_: expected lr of float32 or float64 and no dimension"):
+        check([x], [x], [x], [x], [], [torch.tensor(0.0)], x, 0.9, 0.99, 0.0, 1e-8, False, False, None, None)
 
 
 def test_an_argument_that_the_operator_lacks_is_named():
