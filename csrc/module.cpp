@@ -28,6 +28,7 @@
 #include "backend/serialization.h"
 #include "backend/sharing.h"
 #include "compat.h"
+#include "graph_bindings.h"
 #include "ops/checks.h"
 #include "runtime/device.h"
 #include "runtime/fault.h"
@@ -164,6 +165,7 @@ PYBIND11_MODULE(_C, m) {
   openreg::set_around_wait(&wait_without_python);
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   openreg::set_check_signals(&check_signals);
+  openreg::bind_graphs(m);
   m.def("register_native_kernels", &openreg::register_native_kernels);
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);
@@ -247,7 +249,7 @@ PYBIND11_MODULE(_C, m) {
         blocks.append(py::make_tuple(
             reinterpret_cast<uintptr_t>(block.address), block.size, static_cast<int>(block.state), block.requested));
       segments.append(py::make_tuple(
-          reinterpret_cast<uintptr_t>(segment.address), segment.size, segment.stream, segment.small, blocks));
+          reinterpret_cast<uintptr_t>(segment.address), segment.size, segment.stream, segment.small, segment.pool, blocks));
     }
     return segments;
   });

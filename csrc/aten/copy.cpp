@@ -16,6 +16,7 @@
 #include "../runtime/memory.h"
 #include "../runtime/profile.h"
 #include "../runtime/stream.h"
+#include "captured.h"
 #include "cpu_call.h"
 #include "queued.h"
 
@@ -94,6 +95,38 @@ std::shared_ptr<const at::Tensor> stage(const at::Tensor& from, const at::Tensor
   return staged;
 }
 
+// See Note [Captured operators]. Only memory of devices and pinned memory has an address that a replay can use.
+void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool non_blocking, Stream stream) {
+  for (const at::Tensor& x : {self, destination}) {
+    if (x.is_privateuseone()) continue;
+    if (!x.is_cpu() || x.layout() != at::kStrided || !is_pinned(x.storage().data()))
+      detail::refuse_capture(stream, "aten::copy_",
+          "it copies between the device and pageable host memory. Copy before or after the capture, or use pinned "
+          "memory with non_blocking=True.");
+    if (!non_blocking)
+      detail::refuse_capture(stream, "aten::copy_",
+          "the host would wait for a copy with pinned memory. Pass non_blocking=True.");
+  }
+  if (is_plain(self, destination)) {
+    const void* from = self.const_data_ptr();
+    void* to = destination.mutable_data_ptr();
+    for (const at::Tensor& x : {self, destination})
+      if (x.is_cpu()) detail::keep_in_capture(stream, std::make_shared<at::Tensor>(x));
+    const size_t bytes = self.nbytes();
+    return detail::capture(stream, copy_site(self, destination),
+        [from, to, bytes, stream, type = self.scalar_type()] {
+          std::memmove(to, from, bytes);
+          if (copy_corrupted(stream, /*here=*/true)) flip_byte(to, type);
+        },
+        {{from, bytes, false}, {to, bytes, true}});
+  }
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+  CpuCall call("aten::copy_", CpuCall::kAny);
+  const at::Tensor &from = call.alias(self), &to = call.alias(destination, /*write=*/true);
+  torch::jit::Stack stack{to, from, false};
+  capture_call({op, c10::DispatchKey::CPU, call, stream, false, /*copies=*/true}, &stack);
+}
+
 // copy_() arrives here when either side is on the device. Runs on the current stream of the source's
 // device (the destination's, if the source is on the host), as on CUDA, and in order with the other's.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
@@ -101,6 +134,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
       self.is_privateuseone() && destination.is_privateuseone() && self.device() != destination.device();
   const Stream here = current_stream((self.is_privateuseone() ? self : destination).device().index());
   const Stream there = between ? current_stream(destination.device().index()) : here;
+  if (C10_UNLIKELY(detail::attention.load() & detail::kCaptureBit))
+    for (const Stream stream : {here, there})
+      if (detail::captures(stream)) return capture_copy(self, destination, non_blocking, stream), destination;
   if (between) wait_for(here, there);
   const bool corrupted = copy_corrupted(here);
   const Site site = detail::profiling() ? copy_site(self, destination) : Site(std::source_location::current());

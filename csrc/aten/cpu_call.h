@@ -71,6 +71,13 @@ class CpuCall {
     }
   }
 
+  // Calls a kernel that touches no memory, at once and whatever the stream does.
+  template <class Kernel>
+  void run_on_host(Kernel&& kernel) {
+    kernel();
+    carry_back();
+  }
+
   // A device tensor for what the kernel returned.
   at::Tensor result(at::Tensor tensor);
   // The tensor that was passed, for a reference to its alias.

@@ -15,6 +15,7 @@
 
 #include "../backend/generator.h"
 #include "../runtime/stream.h"
+#include "captured.h"
 #include "native.h"
 
 namespace openreg {
@@ -226,6 +227,10 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     } else if (value.isDevice() && value.toDevice().is_privateuseone())
       copies.set_device(c10::Device(c10::kPrivateUse1, checked_index(value.toDevice())));
   }
+  if (capturing(copies.where().index()))
+    detail::refuse_capture(current_stream(copies.where().index()), name,
+        "it has no kernel for openreg and would run on the CPU, with copies. Register a kernel for PrivateUse1, or move "
+        "it out of the capture.");
   copies.to_host();
   for (size_t i = 0; i < count; ++i) {
     c10::IValue& value = (*stack)[base + i];

@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include "../backend/allocator.h"
+#include "captured.h"
 #include "../runtime/memory.h"
 #include "../runtime/stream.h"
 
@@ -128,6 +129,10 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(self.storage().data(),
       "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ", self.sizes(),
       ", was freed or resized to nothing");
+  if (C10_UNLIKELY(capturing(self.device().index())))
+    detail::refuse_capture(current_stream(self.device().index()), "aten::_local_scalar_dense",
+        "the host would read a value of the device, as .item(), bool(), int() and float() do. Keep the value in a "
+        "tensor, or read it after a replay.");
   return run(current_stream(self.device().index()), [&]() -> at::Scalar {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();

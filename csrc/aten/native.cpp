@@ -12,6 +12,7 @@
 
 #include "../backend/allocator.h"
 #include "../backend/generator.h"
+#include "captured.h"
 #include "host_scalars.h"
 #include "own_memory.h"
 #include "queued.h"
@@ -60,6 +61,8 @@ class NativeKernel final : public c10::OperatorKernel {
     host_lists_only_ = host_arguments_ && schema.name().find("index_put") != std::string::npos;
     reads_no_data_ = kReadsNoData.count(schema.name()) > 0;
     takes_results_ = takes_results(schema);
+    views_ = op.hasTag(at::Tag::inplace_view);
+    for (const auto& result : schema.returns()) views_ |= result.alias_info() && !result.alias_info()->isWrite();
     if (constexpr std::string_view kForeach = "aten::_foreach_"; schema.name().starts_with(kForeach)) {
       each_ = "aten::" + schema.name().substr(kForeach.size());
       for (size_t i = 0; i < write_.size() && host_scalars(each_) == HostScalars::kLast; ++i)
@@ -76,7 +79,9 @@ class NativeKernel final : public c10::OperatorKernel {
       if (wider_->run(op, stack, dense ? DispatchKey::PrivateUse1 : DispatchKey::SparseCsrPrivateUse1)) return;
     }
     if (C10_UNLIKELY(takes_results_) && target_ == DispatchKey::CPU && call_with_own_memory(op, stack)) return;
-    if (C10_UNLIKELY(queueing()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
+    const bool may_capture = detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit;
+    if (C10_UNLIKELY(queueing()) && !may_capture && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
+    if (C10_UNLIKELY(may_capture) && !each_.empty() && capture_each(op, stack)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
     CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
@@ -123,11 +128,26 @@ class NativeKernel final : public c10::OperatorKernel {
         value = std::move(aliases);
       }
     }
+    std::vector<std::pair<size_t, at::Generator>> generators;
     for (size_t i = 0; i < count && takes_generator_; ++i)
       if (generator_[i]) {
         c10::IValue& value = (*stack)[stack->size() - count + i];
-        value = call.generator(value.toOptional<at::Generator>());
+        const auto given = value.toOptional<at::Generator>();
+        if (C10_UNLIKELY(may_capture))
+          generators.emplace_back(i, given && given->defined() ? *given : default_generator(call.device()));
+        value = call.generator(given);
       }
+    if (C10_UNLIKELY(may_capture) && !for_host && capturing(call.device())) {
+      if (views_) {
+        call.run_on_host([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+      } else {
+        const CapturedCall captured{op, target_, call, current_stream(call.device()), draws_, false, std::move(generators)};
+        if (host_result_ != static_cast<size_t>(-1))
+          detail::refuse_capture(captured.stream, captured.op.operator_name().name,
+              "the host needs its result now. Move it out of the capture.");
+        return capture_call(captured, stack);
+      }
+    } else
     {
       LendGenerator lend(draws_, draws_ ? call.device() : c10::DeviceIndex(0));
       call.device();
@@ -152,6 +172,18 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
  private:
+  // In a capture, the CPU's kernel of a foreach operator calls the operator for each element, which has a node then.
+  bool capture_each(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
+    for (size_t i = stack->size() - write_.size(); i < stack->size(); ++i) {
+      if (!(*stack)[i].isTensorList()) continue;
+      const auto list = (*stack)[i].toTensorList();
+      if (list.empty() || !list.get(0).is_privateuseone() || !capturing(list.get(0).get_device())) return false;
+      c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+      op.redispatchBoxed(DispatchKeySet(target_), stack);
+      return true;
+    }
+    return false;
+  }
   static void lists_hold(c10::SmallVector<at::Tensor, 8>& held, const c10::List<at::Tensor>& list) {
     for (const at::Tensor& t : list) held.push_back(t);
   }
@@ -175,6 +207,7 @@ class NativeKernel final : public c10::OperatorKernel {
   bool draws_ = false; // random numbers, without a Generator argument
   bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
+  bool views_ = false; // it returns views, or changes only the geometry
   const Wider* wider_ = nullptr;
   std::string each_;     // of a foreach operator: what it calls for each element
   size_t last_list_ = 0; // of one that takes CPU scalars in its last list only

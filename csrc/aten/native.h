@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "captured.h"
 #include "cpu_call.h"
 #include "queued.h"
 
@@ -100,12 +101,18 @@ std::tuple<T...> unmap(CpuCall& call, std::tuple<T...>&& values) {
   return std::apply([&](auto&... each) { return std::tuple<T...>(unmap(call, static_cast<T&&>(each))...); }, values);
 }
 
+// Whether the boxed kernel must decide where a call runs.
+inline bool redirected() noexcept {
+  return (detail::attention.load(std::memory_order_relaxed) & (detail::kModeBit | detail::kCaptureBit)) &&
+      (queueing() || (detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit));
+}
+
 template <class Op, class Signature>
 struct Native;
 template <class Op, class R, class... A>
 struct Native<Op, R(A...)> {
   static R call(A... arguments) {
-    if (queueing() || complex_half((dtype_bits(arguments) | ... | 0))) [[unlikely]] {
+    if (redirected() || complex_half((dtype_bits(arguments) | ... | 0))) [[unlikely]] {
       static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
       return c10::impl::BoxedKernelWrapper<R(A...)>::call(
           native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<A>(arguments)...);

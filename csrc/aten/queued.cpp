@@ -345,6 +345,11 @@ bool has_generated_meta(const c10::OperatorHandle& op, bool called) {
   return false;
 }
 
+std::optional<c10::OperatorHandle> structured_out(const c10::OperatorHandle& op) {
+  const Plan& plan = plan_of(op);
+  return plan.possible ? plan.out : std::nullopt;
+}
+
 bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   const Plan& plan = plan_of(op);
   if (!plan.possible) return false;

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <optional>
 #include <string>
 
 #include "../runtime/stream.h"
@@ -47,6 +48,9 @@ bool has_generated_meta(const c10::OperatorHandle& op, bool called);
 // Queues an operator on its device's current stream and puts the results in the place of the arguments on the stack;
 // false, with nothing changed, where it must run now.
 bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// The out= form of a structured operator, which computes the same in the same layout; none for others.
+std::optional<c10::OperatorHandle> structured_out(const c10::OperatorHandle& op);
 
 // The same for a copy within one device.
 bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site);

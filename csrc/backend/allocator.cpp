@@ -9,6 +9,7 @@
 
 #include "../runtime/device.h"
 #include "../runtime/fault.h"
+#include "../runtime/graph.h"
 #include "../runtime/interface.h"
 #include "../runtime/isolation.h"
 #include "../runtime/memory.h"
@@ -34,6 +35,9 @@ void free_device(void* pointer) {
 void copy_memory(void* to, const void* from, size_t bytes) {
   const int device = std::max(device_of(to), device_of(from));
   if (device < 0 || detail::in_work()) std::memcpy(to, from, bytes);
+  else if (detail::captures(current_stream(device)))
+    launch(current_stream(device), [to, from, bytes] { std::memcpy(to, from, bytes); },
+        {"Memcpy DtoD (Device -> Device)", Site::kCopy, bytes});
   else
     run(current_stream(device), [&] { std::memcpy(to, from, bytes); },
         {"Memcpy DtoD (Device -> Device)", Site::kCopy, bytes});
@@ -51,8 +55,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     copy_memory(destination, source, bytes);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {
-    for (int device = 0; device < device_count(); ++device) empty_cache(device);
+  void emptyCache(c10::MempoolId_t pool) override {
+    for (int device = 0; device < device_count(); ++device) empty_cache(device, pool);
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     record_stream(data.get(), checked_stream(stream));
@@ -143,8 +147,7 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   c10::DataPtr grown = allocate_on(storage->device().index(), bytes);
   if (storage->nbytes() && bytes)
-    run(current_stream(storage->device().index()),
-        [&] { std::memcpy(grown.get(), storage->data(), std::min(bytes, storage->nbytes())); });
+    copy_memory(grown.get(), storage->data(), std::min(bytes, storage->nbytes()));
   replace_memory(storage, std::move(grown));
   storage->set_nbytes(bytes);
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../runtime/device.h"
+#include "../runtime/graph.h"
 #include "allocator.h"
 
 namespace openreg {
@@ -125,6 +126,16 @@ const at::Generator& inner_generator(const at::Generator& generator) {
   TORCH_CHECK(generator.device().is_privateuseone(), "Expected a 'openreg' device type for generator but found '",
       generator.device().type(), "'");
   return static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->inner;
+}
+
+void check_captured_generator(const char* name, Stream stream, const at::Generator& generator) {
+  if (generator.unsafeGetGeneratorImpl() ==
+          default_generator(static_cast<c10::DeviceIndex>(stream.device)).unsafeGetGeneratorImpl() ||
+      detail::has_generator(stream, generator.unsafeGetGeneratorImpl()))
+    return;
+  detail::refuse_capture(stream, name,
+      "it draws from a torch.Generator that the graph does not know. Call graph.register_generator_state(generator) of "
+      "torch.openreg.Graph before the capture, or use the device's default generator.");
 }
 
 LendGenerator::LendGenerator(bool on, c10::DeviceIndex device) {

@@ -20,6 +20,10 @@ at::Generator new_generator(c10::DeviceIndex device);
 // The CPU generator that holds a device generator's state. ATen's CPU kernels draw from it.
 __attribute__((visibility("default"))) const at::Generator& inner_generator(const at::Generator& generator);
 
+// Throws unless random operators may draw from the generator in the capture of this stream: Note [Capture].
+__attribute__((visibility("default"))) void check_captured_generator(
+    const char* name, Stream stream, const at::Generator& generator);
+
 // A random operator without a Generator argument draws from the CPU's default generator; while one
 // of these lives, that generator stands where the device's does, and afterwards where it stood. A
 // host thread that draws meanwhile draws from the device's numbers.

@@ -8,6 +8,7 @@
 #include "../runtime/event.h"
 #include "../runtime/fault.h"
 #include "../runtime/fork.h"
+#include "../runtime/graph.h"
 #include "../runtime/memory.h"
 #include "../runtime/observer.h"
 #include "../runtime/stream.h"
@@ -66,6 +67,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const DeviceStream& stream) const override {
     const Stream ours = checked_stream(stream);
     check_usable(ours.device);
+    detail::check_host_call("a stream's query", ours);
     const bool idle = stream_idle(ours);
     if (idle) notice("stream_synchronized", nullptr, ours);
     return answer(ours.device, idle);
@@ -78,6 +80,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronize_device(checked_index(device));
     notice("device_synchronized", nullptr, {checked_index(device), 0});
   }
+  bool isStreamCapturing(const DeviceStream& stream) const override { return is_capturing(checked_stream(stream)); }
   // Autograd calls this for a gradient that another stream goes on with.
   void recordDataPtrOnStream(const c10::DataPtr& data, const DeviceStream& stream) const override {
     record_stream(data.get(), checked_stream(stream));

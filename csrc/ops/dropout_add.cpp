@@ -70,16 +70,17 @@ std::tuple<Tensor, Tensor> dropout_add(
     const Tensor& x_, const Tensor& residual_, double p, const std::optional<at::Generator>& generator) {
   constexpr const char* op = "dropout_add";
   check_dropout_add(op, x_, residual_, p, generator);
-  const auto [key, counter] = draw(op, x_, generator);
+  const Drawn drawn = draw(op, x_, generator);
   const Tensor x = x_.contiguous(), residual = residual_.contiguous();
   Tensor out = at::empty(x.sizes(), x.options()), mask = at::empty(x.sizes(), x.options().dtype(at::kBool));
   const auto least = static_cast<int64_t>(std::round(p * 0x1p32)); // of 2^32 numbers; p = 1 is above all
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
     using T = scalar_t;
     launch(current_stream(x.get_device()),
-        [=, key = key, counter = counter, n = x.numel(), scale = static_cast<Acc<T>>(scale_of(p)),
+        [=, n = x.numel(), scale = static_cast<Acc<T>>(scale_of(p)),
             x = x.const_data_ptr<T>(), residual = residual.const_data_ptr<T>(), out = out.mutable_data_ptr<T>(),
             mask = mask.mutable_data_ptr<bool>()] {
+          const auto [key, counter] = drawn();
           for_each_block(n, [&](int64_t block, int64_t count) {
             alignas(64) uint8_t keep[kBlock];
             draw_mask(key, counter, block, least, keep);

@@ -5,6 +5,7 @@
 // No bias is an empty list. Of a `Tensor[]? bias`, the dispatcher does not look at the tensors, and transforms and
 // tensor subclasses that reach the operator through the bias alone would be missed (c10::impl::DispatchKeyExtractor).
 #include "autograd.h"
+#include "../runtime/graph.h"
 #include "checks.h"
 #include "loops.h"
 
@@ -145,16 +146,32 @@ Groups groups_of(const int64_t* sizes, int64_t n) {
   return out;
 }
 
-std::vector<int64_t> read_groups(const char* op, const Tensor& x, const Tensor& group_sizes_) {
-  const Tensor group_sizes = group_sizes_.to(at::kLong).contiguous();
-  const Groups groups = run(current_stream(x.get_device()),
-      [n = group_sizes.numel(), sizes = group_sizes.const_data_ptr<int64_t>()] { return groups_of(sizes, n); });
-  TORCH_CHECK(groups.negative < 0, op, ": expected group_sizes of at least 0, but got ", groups.sum, " for group ",
-      groups.negative);
-  TORCH_CHECK(groups.sum == x.size(0), op, ": expected group_sizes that sum to ", x.size(0),
-      ", the rows of x, but got a sum of ", groups.sum);
-  return groups.first;
-}
+// Row of x with which each group begins, and the number of rows: read when the operator is called, so that it can refuse
+// wrong sizes; in a graph, by each replay.
+class FirstRows {
+ public:
+  FirstRows(const char* op, const Tensor& x, const Tensor& group_sizes) // contiguous, int64
+      : op_(op), n_(group_sizes.numel()), rows_(x.size(0)), sizes_(group_sizes.const_data_ptr<int64_t>()) {
+    if (!capturing(x.get_device())) read_ = run(current_stream(x.get_device()), [&] { return read(); });
+  }
+  // Called by work.
+  std::vector<int64_t> operator()() const { return read_.empty() ? read() : read_; }
+
+ private:
+  std::vector<int64_t> read() const {
+    const Groups groups = groups_of(sizes_, n_);
+    TORCH_CHECK(groups.negative < 0, op_, ": expected group_sizes of at least 0, but got ", groups.sum, " for group ",
+        groups.negative);
+    TORCH_CHECK(groups.sum == rows_, op_, ": expected group_sizes that sum to ", rows_,
+        ", the rows of x, but got a sum of ", groups.sum);
+    return groups.first;
+  }
+
+  const char* op_;
+  int64_t n_, rows_;
+  const int64_t* sizes_;
+  std::vector<int64_t> read_;
+};
 
 void check_groups(const char* op, const Tensor& x, at::TensorList weights, const Tensor& group_sizes) {
   check_floating(op, "x", x);
@@ -189,7 +206,8 @@ void check_grouped_linear(
 Tensor grouped_linear(const Tensor& x_, at::TensorList weights_, at::TensorList bias_, const Tensor& group_sizes) {
   constexpr const char* op = "grouped_linear";
   check_grouped_linear(op, x_, weights_, bias_, group_sizes);
-  auto first = read_groups(op, x_, group_sizes);
+  const Tensor sizes = group_sizes.to(at::kLong).contiguous();
+  const FirstRows rows(op, x_, sizes);
   const Tensor x = as_matrix(x_);
   const auto weights = as_matrices(weights_);
   std::vector<Tensor> bias;
@@ -199,8 +217,9 @@ Tensor grouped_linear(const Tensor& x_, at::TensorList weights_, at::TensorList 
   std::vector<const void*> b;
   for (const Tensor& each : bias) b.push_back(each.const_data_ptr());
   launch(current_stream(x.get_device()),
-      [=, first = std::move(first), item = static_cast<int64_t>(x.element_size()), x = Matrix(x), w = matrices(weights),
+      [=, item = static_cast<int64_t>(x.element_size()), x = Matrix(x), w = matrices(weights),
           y = Matrix(y)] {
+        const auto first = rows();
         for_each_tile(tiles_of(first, out), in, [&](const Tile& tile) {
           const Matrix to = y.part(tile.row, tile.column, tile.rows, tile.columns);
           if (!b.empty())
@@ -248,7 +267,8 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
     const Tensor& x_, at::TensorList weights_, const Tensor& group_sizes, std::array<bool, 3> output_mask) {
   constexpr const char* op = "grouped_linear_backward";
   check_grouped_linear_backward(op, grad_y_, x_, weights_, group_sizes);
-  const auto first = read_groups(op, x_, group_sizes);
+  const Tensor sizes = group_sizes.to(at::kLong).contiguous();
+  const FirstRows read(op, x_, sizes);
   const Tensor grad_y = grad_y_.contiguous(), x = as_matrix(x_);
   const auto weights = as_matrices(weights_);
   const int64_t groups = static_cast<int64_t>(weights.size()), in = x.size(1), out = weights[0].size(0);
@@ -262,6 +282,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
   const Stream stream = current_stream(x.get_device());
   if (output_mask[0])
     launch(stream, [=, dy = Matrix(grad_y), w = matrices(weights), dx = Matrix(grad_x)] {
+      const auto first = read();
       for_each_tile(tiles_of(first, in), out, [&](const Tile& tile) {
         product(dy.part(tile.row, 0, tile.rows, out), w[tile.group].part(0, tile.column, out, tile.columns), false,
             dx.part(tile.row, tile.column, tile.rows, tile.columns));
@@ -269,6 +290,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
     });
   if (output_mask[1])
     launch(stream, [=, dy = Matrix(grad_y), x = Matrix(x), dw = matrices(grad_weights)] {
+      const auto first = read();
       std::vector<int64_t> stacked; // the gradients as if one lay below the other
       for (int64_t e = 0; e <= groups; ++e) stacked.push_back(e * out);
       for_each_tile(tiles_of(stacked, in), at::divup(first.back(), groups), [&](const Tile& tile) {
@@ -283,6 +305,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
     for (const Tensor& each : grad_bias) db.push_back(each.mutable_data_ptr<T>());
     if (output_mask[2])
       launch(stream, [=, dy = grad_y.const_data_ptr<T>()] {
+        const auto first = read();
         const int64_t chunks = at::divup(out, kSumColumns<T>), rows = first.back() / groups + 1;
         at::parallel_for(0, groups * chunks, at::divup(kGrain, kSumColumns<T> * rows), [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {

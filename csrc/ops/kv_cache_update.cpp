@@ -4,6 +4,7 @@
 // kv_cache_update_ writes to the caches through their strides; kv_cache_update to copies of them.
 // All slots are looked at before anything is written, so that a call that is refused has changed nothing.
 #include "autograd.h"
+#include "../runtime/graph.h"
 #include "checks.h"
 #include "loops.h"
 #include "overlap.h"
@@ -122,13 +123,18 @@ void write_rows(const char* op, const Tensor& k_cache, const Tensor& v_cache, co
   const Stream stream = current_stream(k_cache.get_device());
   const int64_t n = slots.numel();
   const auto* slot = slots.const_data_ptr<int64_t>();
-  const Refused refused = run(stream, [&] { return check_slots(slot, n, k_cache.size(0)); });
-  TORCH_CHECK_INDEX(refused.position < 0 || refused.first >= 0, op, ": expected slots below ", k_cache.size(0),
-      ", the number of slots in k_cache, but got slot ", refused.slot, " at position ", refused.position,
-      "; give -1 to skip a position");
-  TORCH_CHECK_INDEX(refused.position < 0, op, ": expected slots without repetition, but got slot ", refused.slot,
-      " at positions ", refused.first, " and ", refused.position, "; give -1 to skip a position");
-  launch(stream, [n, slot, k = CacheRows(k_cache, k), v = CacheRows(v_cache, v)] {
+  const auto check = [op, slot, n, slots = k_cache.size(0)] {
+    const Refused refused = check_slots(slot, n, slots);
+    TORCH_CHECK_INDEX(refused.position < 0 || refused.first >= 0, op, ": expected slots below ", slots,
+        ", the number of slots in k_cache, but got slot ", refused.slot, " at position ", refused.position,
+        "; give -1 to skip a position");
+    TORCH_CHECK_INDEX(refused.position < 0, op, ": expected slots without repetition, but got slot ", refused.slot,
+        " at positions ", refused.first, " and ", refused.position, "; give -1 to skip a position");
+  };
+  const bool later = capturing(stream.device); // the slots of each replay
+  if (!later) run(stream, check);
+  launch(stream, [check, later, n, slot, k = CacheRows(k_cache, k), v = CacheRows(v_cache, v)] {
+    if (later) check();
     at::parallel_for(0, n, at::divup(kGrain * 4, k.bytes() + v.bytes() + 1), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (slot[i] < 0) continue;

@@ -9,6 +9,7 @@
 #pragma GCC optimize("fp-contract=off") // area - w * h in one rounding would be another box at the threshold
 #endif
 #include "autograd.h"
+#include "../runtime/graph.h"
 #include "checks.h"
 #include "loops.h"
 
@@ -127,6 +128,9 @@ Tensor nms(const Tensor& boxes_, const Tensor& scores_, double iou_threshold) {
   check_nms("nms", boxes_, scores_);
   const Tensor boxes = boxes_.contiguous(), scores = scores_.contiguous();
   const Stream stream = current_stream(boxes.get_device());
+  if (detail::captures(stream))
+    detail::refuse_capture(stream, "openreg::nms",
+        "the shape of its result depends on values in device memory. Move it out of the capture.");
   const int64_t n = boxes.size(0);
   std::vector<int64_t> stay;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, boxes.scalar_type(), "nms", [&] {

@@ -11,6 +11,7 @@
 #include <mutex>
 
 #include "../backend/generator.h"
+#include "../runtime/graph.h"
 
 namespace openreg::ops {
 
@@ -19,16 +20,35 @@ inline void check_generator(const char* op, const at::Tensor& x, const at::Gener
       generator.device(), "; make it with torch.Generator(device=...)");
 }
 
-// Two numbers from `generator`, by default that of x's device, which a random operator makes all of its own from: the
-// key, and where the counter begins. The CPU's generator does not move.
-inline std::array<uint64_t, 2> draw(
-    const char* op, const at::Tensor& x, const std::optional<at::Generator>& generator) {
+// Two numbers from a generator, which a random operator makes all of its own from: the key, and where the counter
+// begins. They are drawn when the operator is called; in a graph, at each replay. Work calls this once.
+class Drawn {
+ public:
+  Drawn() = default; // zeros
+  Drawn(const at::Generator& generator, bool later) {
+    if (later) generator_ = generator;
+    else numbers_ = draw(generator);
+  }
+  std::array<uint64_t, 2> operator()() const { return generator_.defined() ? draw(generator_) : numbers_; }
+
+ private:
+  static std::array<uint64_t, 2> draw(const at::Generator& generator) {
+    auto* inner = at::check_generator<at::CPUGeneratorImpl>(inner_generator(generator));
+    std::lock_guard lock(inner->mutex_);
+    const uint64_t first = inner->random64();
+    return {first, inner->random64()};
+  }
+  std::array<uint64_t, 2> numbers_{};
+  at::Generator generator_;
+};
+
+// From `generator`, by default that of x's device. The CPU's generator does not move.
+inline Drawn draw(const char* op, const at::Tensor& x, const std::optional<at::Generator>& generator) {
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(x.get_device());
   check_generator(op, x, used);
-  auto* inner = at::check_generator<at::CPUGeneratorImpl>(inner_generator(used));
-  std::lock_guard lock(inner->mutex_);
-  const uint64_t first = inner->random64();
-  return {first, inner->random64()};
+  const bool captured = capturing(x.get_device());
+  if (captured) check_captured_generator(op, current_stream(x.get_device()), used);
+  return Drawn(used, captured);
 }
 
 // 64-bit lanes with a 32-bit number in the low half; the high halves hold anything. As many at a time as the

@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "fault.h"
+#include "graph.h"
 #include "profile.h"
 #include "stream.h"
 #include "wait.h"
@@ -13,8 +14,9 @@
 namespace openreg {
 
 struct Event::Point {
-  explicit Point(Stream stream) : stream(stream) {}
+  explicit Point(Stream stream) : stream(stream), captured(detail::capture_point(stream)) {}
   const Stream stream;
+  const std::shared_ptr<const detail::CapturedPoint> captured; // where it lies in a capture, if it was recorded in one
   std::mutex mutex;
   std::condition_variable changed;
   std::atomic<bool> reached{false};
@@ -49,6 +51,7 @@ void Event::record(Stream stream) {
   check_usable(stream.device);
   auto point = std::make_shared<Point>(stream);
   std::atomic_store(&point_, point);
+  if (point->captured) return;
   if (stream_idle(stream)) point->reach();
   else detail::queue_wait(stream, [point] { point->reach(); }, Site("record an event"));
 }
@@ -57,6 +60,11 @@ void Event::block(Stream stream) const {
   const HostCall call("openregStreamWaitEvent");
   check_usable(stream.device);
   const auto point = std::atomic_load(&point_);
+  if (point && point->captured) return detail::join_capture(*point->captured, stream);
+  if (point && detail::captures(stream))
+    detail::refuse_capture(stream, "a wait for an event",
+        "the event was recorded before the capture, or on a stream that is not part of it. Wait for it before the "
+        "capture, or let its stream join the capture first, with other.wait_stream(capture_stream).");
   if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
   const Site site("wait for an event", Site::kWait);
   detail::queue_wait(stream, detail::profiled(stream, site, [point] { point->wait_unless_dropping(); }), site);
@@ -66,13 +74,26 @@ bool Event::recorded() const noexcept {
   return std::atomic_load(&point_) != nullptr;
 }
 
-bool Event::query() const noexcept {
+void Event::check_host(const char* what) const {
+  const auto point = std::atomic_load(&point_);
+  if (point && point->captured) {
+    if (detail::captures(point->stream))
+      detail::refuse_capture(point->stream, what, "the event is part of the capture, and nothing of it has run.");
+    throw_device_error(std::string("openreg error: ") + what +
+        ": the event was recorded in a capture, and a replay does not record it. Record it after the replay.");
+  }
+  detail::check_host_call(what);
+}
+
+bool Event::query() const {
+  check_host("an event's query");
   const auto point = std::atomic_load(&point_);
   return !point || point->reached.load(std::memory_order_acquire);
 }
 
 void Event::synchronize() const {
   const HostCall call("openregEventSynchronize");
+  check_host("an event's synchronize");
   const auto point = std::atomic_load(&point_);
   if (!point) return;
   check_usable(point->stream.device);
@@ -81,6 +102,7 @@ void Event::synchronize() const {
 }
 
 Event::Clock::time_point Event::time() const {
+  check_host("an event's elapsed_time");
   const auto point = std::atomic_load(&point_);
   if (!point) return {};
   check_usable(point->stream.device);

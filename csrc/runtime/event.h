@@ -18,12 +18,13 @@ class Event {
   void record(Stream stream);
   void block(Stream stream) const; // work launched on `stream` from now on runs behind the point
   bool recorded() const noexcept;
-  bool query() const noexcept;
+  bool query() const;
   void synchronize() const; // throws as synchronize_stream()
   Clock::time_point time() const;
 
  private:
   struct Point;
+  void check_host(const char* what) const; // throws where Note [Capture] forbids the host to ask
   int device_;
   bool timed_;
   std::shared_ptr<Point> point_; // of the latest record()

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "device.h"
 #include "error.h"
@@ -51,13 +53,14 @@ bool strikes(Fault fault, int device) {
   return strike(fault, device) != nullptr;
 }
 
-void add_latency(Fault fault, Stream stream) {
+void add_latency(Fault fault, Stream stream, bool here) {
   std::int64_t nanoseconds = 0;
   {
     std::lock_guard lock(fault_mutex);
     if (const Injection* injection = strike(fault, stream.device)) nanoseconds = injection->nanoseconds;
   }
-  if (nanoseconds > 0) sleep_on(stream, nanoseconds);
+  if (nanoseconds > 0 && here) std::this_thread::sleep_for(std::chrono::nanoseconds(nanoseconds));
+  else if (nanoseconds > 0) sleep_on(stream, nanoseconds);
 }
 
 } // namespace
@@ -106,9 +109,9 @@ void detail::check_not_lost(int device) {
         ") to go on.");
 }
 
-bool detail::kernel_fails(Stream stream, const openreg_site& site) {
+bool detail::kernel_fails(Stream stream, const openreg_site& site, bool here) {
   check_not_lost(stream.device);
-  add_latency(Fault::kKernelLatency, stream);
+  add_latency(Fault::kKernelLatency, stream, here);
   if (strikes(Fault::kLost, stream.device)) {
     {
       std::lock_guard lock(fault_mutex);
@@ -125,9 +128,9 @@ bool detail::kernel_fails(Stream stream, const openreg_site& site) {
   return true;
 }
 
-bool copy_corrupted(Stream stream) {
+bool copy_corrupted(Stream stream, bool here) {
   if (!(detail::attention.load() & detail::kFaultBit)) return false;
-  add_latency(Fault::kCopyLatency, stream);
+  add_latency(Fault::kCopyLatency, stream, here);
   return strikes(Fault::kCopy, stream.device);
 }
 

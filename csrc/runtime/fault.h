@@ -40,12 +40,14 @@ void check_usable(int device);
 namespace detail {
 // These are called only while a fault is armed or a device is lost.
 bool allocation_fails(int device);
-// Whether the kernel is to be skipped, its error kept; throws where the device is lost.
-bool kernel_fails(Stream stream, const openreg_site& site);
+// Whether the kernel is to be skipped, its error kept; throws where the device is lost. `here`: a latency passes before
+// it returns, in place of on the stream.
+bool kernel_fails(Stream stream, const openreg_site& site, bool here = false);
 void check_not_lost(int device);
 } // namespace detail
 
-// For a copy that is about to be launched on `stream`: adds its latency; true if one of its bytes must flip.
-bool copy_corrupted(Stream stream);
+// For a copy that is about to be launched on `stream`: adds its latency; true if one of its bytes must flip. `here`: as
+// above.
+bool copy_corrupted(Stream stream, bool here = false);
 
 } // namespace openreg

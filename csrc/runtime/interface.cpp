@@ -18,6 +18,7 @@
 #include "error.h"
 #include "event.h"
 #include "fault.h"
+#include "graph.h"
 #include "memory.h"
 #include "observer.h"
 #include "stream.h"
@@ -215,6 +216,7 @@ constexpr openreg_interface table{
           return guarded([&] {
             const Stream ours = checked(stream);
             check_usable(ours.device);
+            detail::check_host_call("a stream's query", ours);
             if (!(given("a place for the answer", idle) = stream_idle(ours))) return;
             notice("stream_synchronized", nullptr, ours);
             throw_kept_error(ours.device, /*keep=*/true);

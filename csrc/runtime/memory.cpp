@@ -21,6 +21,7 @@
 #include "device.h"
 #include "fault.h"
 #include "fork.h"
+#include "graph.h"
 #include "isolation.h"
 #include "mutex.h"
 #include "observer.h"
@@ -87,15 +88,17 @@ class Pool {
     return true;
   }
 
-  void* allocate(std::int64_t stream, std::size_t bytes, bool fails) {
+  void* allocate(std::int64_t stream, PoolId pool, std::size_t bytes, bool fails) {
     std::unique_lock lock(mutex_);
+    if (pool != PoolId{}) [[unlikely]]
+      stream = owner_of(stream, pool);
     if (fails) fail(bytes, "This was injected: see torch.openreg.faults.");
     // Refused before any rounding can overflow.
     if (bytes > device_memory()) fail(bytes);
     if (!waiting_.empty()) [[unlikely]]
       free_waiting();
     // Running work comes before what its stream has queued, which may still use what the stream's free blocks hold.
-    const bool ahead = bytes && detail::held_turn && !stream_idle({device_, stream});
+    const bool ahead = bytes && detail::held_turn && !is_private(stream) && !stream_idle({device_, stream});
     if (bytes <= kSmall && !ahead) [[likely]] {
       const int index = class_of(bytes);
       const std::size_t size = class_size(index);
@@ -112,6 +115,8 @@ class Pool {
       blocks.pop_back();
       ++pages_[page_of(pointer)].count;
       count(MemoryStats::kSmall, pointer, size, bytes);
+      if (is_private(stream)) [[unlikely]]
+        ++private_of(stream).live;
       return pointer;
     }
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
@@ -121,13 +126,14 @@ class Pool {
     if (ahead) ahead_.emplace(base_ + page * kPage, std::pair(detail::held_turn, detail::held_turn->taken));
     count(MemoryStats::kLarge, base_ + page * kPage, count_pages * kPage, bytes);
     count_segments(MemoryStats::kLarge, count_pages, true);
+    if (is_private(stream)) ++private_of(stream).live;
     return base_ + page * kPage;
   }
 
   void deallocate(char* pointer) noexcept {
     if (memory_watcher.load(std::memory_order_relaxed)) [[unlikely]] { // before the lock: it may wait for Python
       const Page& page = pages_[page_of(pointer)];
-      tell(MemoryAction::kFreeRequested, pointer, size_of(page) - slack(pointer), {device_, page.stream});
+      tell(MemoryAction::kFreeRequested, pointer, size_of(page) - slack(pointer), {device_, stream_of(page.owner)});
     }
     std::lock_guard lock(mutex_);
     const Page& page = pages_[page_of(pointer)];
@@ -154,7 +160,7 @@ class Pool {
 
   void record_stream(char* pointer, std::int64_t stream) {
     std::lock_guard lock(mutex_);
-    if (pages_[page_of(pointer)].stream == stream) return;
+    if (stream_of(pages_[page_of(pointer)].owner) == stream) return;
     auto& streams = uses_[pointer];
     if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
   }
@@ -180,7 +186,11 @@ class Pool {
     std::set<const char*> pending;
     for (const auto& each : waiting_) pending.insert(each.pointer);
     std::map<std::size_t, std::size_t> unused = free_;
-    for (const auto& [stream, runs] : cached_) unused.insert(runs.begin(), runs.end());
+    std::map<std::size_t, std::int64_t> owners; // of cached runs, by first page: what is left of one may not say it
+    for (const auto& [owner, runs] : cached_) {
+      unused.insert(runs.begin(), runs.end());
+      for (const auto& [page, length] : runs) owners[page] = owner;
+    }
     std::vector<MemorySegment> out;
     for (std::size_t page = 0; page < high_water_;) {
       const char* start = base_ + page * kPage;
@@ -193,14 +203,17 @@ class Pool {
           if (returned) continue;
           const char* free_start = base_ + first * kPage;
           const std::size_t size = (page - first) * kPage;
-          out.push_back(
-              {free_start, size, pages_[first].stream, false, {{free_start, size, MemoryBlock::kFree, size}}});
+          const auto cached = owners.find(run->first);
+          const std::int64_t owner = cached == owners.end() ? pages_[first].owner : cached->second;
+          out.push_back({free_start, size, stream_of(owner), false, cached == owners.end() ? PoolId{} : pool_of(owner),
+              {{free_start, size, MemoryBlock::kFree, size}}});
         }
         continue;
       }
       const Page& each = pages_[page];
       const bool small = each.kind != kRun;
-      MemorySegment segment{start, small ? kPage : each.count * kPage, each.stream, small, {}};
+      MemorySegment segment{
+          start, small ? kPage : each.count * kPage, stream_of(each.owner), small, pool_of(each.owner), {}};
       const std::size_t size = size_of(each);
       for (std::size_t offset = 0; offset + size <= segment.size; offset += size) {
         const char* block = start + offset;
@@ -243,25 +256,55 @@ class Pool {
     const char* block = start + static_cast<std::size_t>(address - start) / size * size;
     if (block + size > start + length() * kPage) return; // in the rest of a page that its blocks do not fill
     owner.block = {block, size, MemoryBlock::kAllocated, size - slack(block)};
-    owner.stream = pages_[page].stream;
+    owner.stream = stream_of(pages_[page].owner);
     for (const auto& each : waiting_)
       if (each.pointer == block) owner.block.state = MemoryBlock::kPending;
     if (pages_[page].kind == kRun) return;
     const auto& blocks =
-        (*blocks_[static_cast<std::size_t>(owner.stream)])[static_cast<std::size_t>(pages_[page].kind - 1)];
+        (*blocks_[static_cast<std::size_t>(pages_[page].owner)])[static_cast<std::size_t>(pages_[page].kind - 1)];
     if (std::find(blocks.begin(), blocks.end(), block) != blocks.end()) owner.block.state = MemoryBlock::kFree;
   }
 
-  void empty_cache() noexcept {
+  void empty_cache(PoolId pool) noexcept {
     std::lock_guard lock(mutex_);
     free_waiting();
-    reclaim();
+    if (pool == PoolId{}) {
+      reclaim();
+    } else {
+      const auto users = users_.find(pool);
+      if (users == users_.end() || users->second.graphs) return;
+      reclaim_pool(pool);
+    }
     return_free();
     if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second >= high_water_) {
       const std::size_t end = std::exchange(high_water_, std::min(high_water_, free_.rbegin()->first));
       forget_returned(high_water_, end);
     }
     note_reserved();
+  }
+
+  void retain(PoolId pool, PoolUser user) {
+    std::lock_guard lock(mutex_);
+    Users& users = users_[pool];
+    ++(user == PoolUser::kGraph ? users.graphs : users.pools);
+  }
+
+  void release(PoolId pool, PoolUser user) noexcept {
+    std::lock_guard lock(mutex_);
+    const auto found = users_.find(pool);
+    if (found == users_.end()) return;
+    Users& users = found->second;
+    --(user == PoolUser::kGraph ? users.graphs : users.pools);
+    if (users.graphs + users.pools) return;
+    users_.erase(found);
+    reclaim_pool(pool);
+    forget_private();
+  }
+
+  int users(PoolId pool) noexcept {
+    std::lock_guard lock(mutex_);
+    const auto found = users_.find(pool);
+    return found == users_.end() ? 0 : found->second.graphs + found->second.pools;
   }
 
   MemoryStats stats() noexcept {
@@ -285,7 +328,7 @@ class Pool {
   struct Page {
     int kind;            // 1 + a size class, kRun for the first page of a run, or kReturned: free, and without memory
     std::uint32_t count; // pages in the run, or blocks of the page in use
-    std::int64_t stream; // whose it is, or was
+    std::int64_t owner;  // whose it is, or was: a stream, or a private pool's part for one
   };
   using Blocks = std::array<std::vector<char*>, kClasses>;
   using Runs = std::map<std::size_t, std::size_t>; // first page -> pages
@@ -299,6 +342,67 @@ class Pool {
     return page.kind == kRun ? page.count * kPage : class_size(page.kind - 1);
   }
 
+  // ---- private pools ----
+
+  // Of a pool, what one stream allocates. Its number, kStreams and more, owns pages and blocks as a stream's does.
+  struct Private {
+    PoolId pool;
+    std::int64_t stream;
+    std::size_t live; // allocations
+  };
+  struct Users {
+    int pools = 0, graphs = 0;
+  };
+
+  static bool is_private(std::int64_t owner) { return owner >= static_cast<std::int64_t>(kStreams); }
+  Private& private_of(std::int64_t owner) { return private_[static_cast<std::size_t>(owner) - kStreams]; }
+  std::int64_t stream_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).stream : owner; }
+  PoolId pool_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).pool : PoolId{}; }
+
+  // Whether what an owner has freed may go to others.
+  bool idle(std::int64_t owner) {
+    return is_private(owner) ? !users_.contains(private_of(owner).pool) : stream_idle({device_, owner});
+  }
+
+  std::int64_t owner_of(std::int64_t stream, PoolId pool) {
+    std::size_t free = private_.size();
+    for (std::size_t i = 0; i < private_.size(); ++i) {
+      if (private_[i].pool == pool && private_[i].stream == stream) return static_cast<std::int64_t>(kStreams + i);
+      if (private_[i].pool == PoolId{}) free = i;
+    }
+    if (free == private_.size()) {
+      private_.emplace_back();
+      blocks_.emplace_back();
+    }
+    private_[free] = {pool, stream, 0};
+    return static_cast<std::int64_t>(kStreams + free);
+  }
+
+  void reclaim_pool(PoolId pool) {
+    for (std::size_t i = 0; i < private_.size(); ++i) {
+      if (private_[i].pool != pool) continue;
+      const auto owner = static_cast<std::int64_t>(kStreams + i);
+      if (const auto found = cached_.find(owner); found != cached_.end()) {
+        for (const auto& [page, length] : found->second) add_free(page, length);
+        cached_.erase(found);
+      }
+      reclaim_pages(owner);
+    }
+  }
+
+  // Numbers of pools that are gone, with all of their memory, are free for others.
+  void forget_private() {
+    for (std::size_t i = 0; i < private_.size(); ++i) {
+      Private& each = private_[i];
+      const auto owner = static_cast<std::int64_t>(kStreams + i);
+      if (each.pool == PoolId{} || each.live || users_.contains(each.pool)) continue;
+      const auto& blocks = blocks_[kStreams + i];
+      const bool empty =
+          !blocks || std::all_of(blocks->begin(), blocks->end(), [](const auto& some) { return some.empty(); });
+      if (empty && !cached_.contains(owner)) each = {};
+    }
+  }
+
   Blocks& blocks_of(std::int64_t stream) {
     auto& blocks = blocks_[static_cast<std::size_t>(stream)];
     if (!blocks) [[unlikely]]
@@ -309,7 +413,7 @@ class Pool {
   // Back to the pool: see Note [Stream order].
   void give_back(char* pointer) {
     const std::size_t page = page_of(pointer);
-    auto& [kind, count, stream] = pages_[page];
+    auto& [kind, count, owner] = pages_[page];
     bool own = false; // of the work that is running, which has queued nothing since
     if (!ahead_.empty()) [[unlikely]]
       if (const auto made = ahead_.extract(pointer))
@@ -319,14 +423,16 @@ class Pool {
       stats_.active[each].remove(size);
       stats_.active_blocks[each].remove(1);
     }
-    tell(MemoryAction::kFreed, pointer, size - slack(pointer), {device_, stream});
+    tell(MemoryAction::kFreed, pointer, size - slack(pointer), {device_, stream_of(owner)});
+    if (is_private(owner)) [[unlikely]]
+      --private_of(owner).live;
     if (kind != kRun) {
       --count;
-      blocks_of(stream)[static_cast<std::size_t>(kind - 1)].push_back(pointer);
-    } else if (own || stream_idle({device_, stream})) [[likely]] {
+      blocks_of(owner)[static_cast<std::size_t>(kind - 1)].push_back(pointer);
+    } else if (own || idle(owner)) [[likely]] {
       add_free(page, count);
     } else {
-      add_run(cached_[stream], page, count);
+      add_run(cached_[owner], page, count);
     }
   }
 
@@ -341,24 +447,29 @@ class Pool {
   // Gives the free memory of idle streams to all: cached runs, and pages whose blocks are all free.
   void reclaim() {
     std::erase_if(cached_, [&](const auto& each) {
-      if (!stream_idle({device_, each.first})) return false;
+      if (!idle(each.first)) return false;
       for (const auto& [page, length] : each.second) add_free(page, length);
       return true;
     });
-    for (std::size_t stream = 0; stream < blocks_.size(); ++stream) {
-      if (!blocks_[stream] || !stream_idle({device_, static_cast<std::int64_t>(stream)})) continue;
-      for (auto& blocks : *blocks_[stream]) {
-        std::erase_if(blocks, [&](char* block) {
-          const std::size_t page = page_of(block);
-          if (pages_[page].count) return false;
-          if (pages_[page].kind != kRun) { // the first of its blocks that we meet
-            pages_[page].kind = kRun;
-            count_segments(MemoryStats::kSmall, 1, false);
-            add_free(page, 1);
-          }
-          return true;
-        });
-      }
+    for (std::size_t owner = 0; owner < blocks_.size(); ++owner)
+      if (blocks_[owner] && idle(static_cast<std::int64_t>(owner))) reclaim_pages(static_cast<std::int64_t>(owner));
+    forget_private();
+  }
+
+  // Pages whose blocks are all free.
+  void reclaim_pages(std::int64_t owner) {
+    if (!blocks_[static_cast<std::size_t>(owner)]) return;
+    for (auto& blocks : *blocks_[static_cast<std::size_t>(owner)]) {
+      std::erase_if(blocks, [&](char* block) {
+        const std::size_t page = page_of(block);
+        if (pages_[page].count) return false;
+        if (pages_[page].kind != kRun) { // the first of its blocks that we meet
+          pages_[page].kind = kRun;
+          count_segments(MemoryStats::kSmall, 1, false);
+          add_free(page, 1);
+        }
+        return true;
+      });
     }
   }
 
@@ -458,7 +569,7 @@ class Pool {
     }
     // Where it does not fit and nothing waits, the rest is free blocks on pages with others.
     if (page == kNone && !ahead && waiting_.empty() && cached_.empty()) take();
-    if (page == kNone && !ahead) { // what queued work still uses
+    if (page == kNone && !ahead && !detail::in_capture()) { // what queued work still uses
       ++stats_.retries;
       lock.unlock();
       synchronize_device(device_);
@@ -539,7 +650,9 @@ class Pool {
   std::size_t taken_ = 0;                          // pages that are not in free_
   std::size_t returned_ = 0;                       // pages of free_ that return_free() has given back
   std::map<std::int64_t, Runs> cached_;            // freed while their stream had queued work
-  std::array<std::unique_ptr<Blocks>, kStreams> blocks_; // of each stream
+  std::vector<std::unique_ptr<Blocks>> blocks_ = std::vector<std::unique_ptr<Blocks>>(kStreams); // of each owner
+  std::vector<Private> private_;
+  std::map<PoolId, Users> users_; // of private pools
   std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()
   std::unordered_map<char*, std::pair<detail::TurnState*, std::uint64_t>> ahead_; // made so, and in which turn
   std::vector<Waiting> waiting_;                   // freed, and used by recorded streams
@@ -586,15 +699,62 @@ Memory& memory() {
 
 } // namespace
 
+namespace {
+
+std::atomic<unsigned long long> pools_made{0};
+thread_local std::array<PoolId, kMaxDevices> thread_pools{};
+
+// The private pool that an allocation comes from. Asked only while there is a capture, or a thread uses one.
+PoolId pool_for(Stream stream) {
+  if (const PoolId captured = detail::capture_pool(stream); captured != PoolId{}) return captured;
+  return thread_pools[static_cast<std::size_t>(stream.device)];
+}
+
+} // namespace
+
+PoolId new_pool(PoolUser user) noexcept {
+  const auto number = ++pools_made;
+  return user == PoolUser::kGraph ? PoolId{number, 0} : PoolId{0, number};
+}
+
+void retain_pool(int device, PoolId pool, PoolUser user) {
+  if (auto* pools = memory().pools) pools[device].retain(pool, user);
+}
+
+void release_pool(int device, PoolId pool, PoolUser user) noexcept {
+  if (forked()) return; // another thread of the parent may have held the lock
+  if (auto* pools = memory().pools) pools[device].release(pool, user);
+}
+
+int pool_users(int device, PoolId pool) noexcept {
+  auto* pools = memory().pools;
+  return pools ? pools[device].users(pool) : 0;
+}
+
+PoolId use_pool(int device, PoolId pool) {
+  static std::mutex mutex;
+  static int uses = 0; // devices of threads
+  std::lock_guard lock(mutex);
+  const PoolId before = std::exchange(thread_pools[static_cast<std::size_t>(device)], pool);
+  uses += (pool != PoolId{}) - (before != PoolId{});
+  if (uses) detail::attention.fetch_or(detail::kPoolBit);
+  else detail::attention.fetch_and(~detail::kPoolBit);
+  return before;
+}
+
 void* allocate(Stream stream, std::size_t bytes) {
   check_not_forked();
-  const bool fails = (detail::attention.load() & detail::kFaultBit) && detail::allocation_fails(stream.device);
+  const auto attention = detail::attention.load();
+  const bool fails = (attention & detail::kFaultBit) && detail::allocation_fails(stream.device);
+  PoolId pool{};
+  if (attention & (detail::kCaptureBit | detail::kPoolBit)) [[unlikely]]
+    pool = pool_for(stream);
   if (!memory().pools)
     throw OutOfMemory("openreg: cannot reserve address space for " + std::to_string(device_count()) + " devices of " +
         format_bytes(device_memory()) + "; lower OPENREG_DEVICE_MEMORY or OPENREG_DEVICE_COUNT, or raise `ulimit -v`");
   void* pointer = nullptr;
   try {
-    pointer = memory().pools[stream.device].allocate(stream.id, bytes, fails);
+    pointer = memory().pools[stream.device].allocate(stream.id, pool, bytes, fails);
   } catch (const OutOfMemory&) {
     tell(MemoryAction::kFailed, nullptr, bytes, stream);
     throw;
@@ -603,7 +763,9 @@ void* allocate(Stream stream, std::size_t bytes) {
   tell(MemoryAction::kAllocated, pointer, bytes, stream);
   if (poison()) {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
-    if (detail::held_turn || stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
+    if (detail::captures(stream)) {
+      detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
+    } else if (detail::held_turn || stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
       const detail::Access access;
       fill();
     } else detail::queue(stream, fill, Site("fill"));
@@ -663,8 +825,8 @@ MemoryOwner owner_of(const void* address) {
   return owner;
 }
 
-void empty_cache(int device) noexcept {
-  if (auto* pools = memory().pools) pools[device].empty_cache();
+void empty_cache(int device, PoolId pool) noexcept {
+  if (auto* pools = memory().pools) pools[device].empty_cache(pool);
 }
 MemoryStats memory_stats(int device) noexcept {
   auto* pools = memory().pools;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "work.h"
@@ -58,6 +59,24 @@ struct OutOfMemory : std::runtime_error {
 // An allocation of more than half a page has pages of its own.
 inline constexpr std::size_t kMemoryPage = 64 * 1024;
 
+// Note [Private pools]
+// A private pool holds memory that no other allocation gets: that of graphs, whose addresses must stay valid, and of
+// torch.openreg.MemPool. Allocations come from it while their stream is captured into a graph of the pool, and inside
+// use_pool() on the calling thread. As in CUDA, each stream has its own free blocks in a pool. A pool lives while it has
+// a user. Afterwards its free memory goes to everybody; what tensors still occupy follows when they die.
+using PoolId = std::pair<unsigned long long, unsigned long long>; // c10::MempoolId_t; {0, 0}: no private pool
+// Graphs and MemPools count apart: only the memory of a pool without graphs may be returned by empty_cache().
+enum class PoolUser { kPool, kGraph };
+
+// A number that no pool has: {0, n} of a MemPool, {n, 0} of a graph.
+PoolId new_pool(PoolUser user) noexcept;
+void retain_pool(int device, PoolId pool, PoolUser user);
+void release_pool(int device, PoolId pool, PoolUser user) noexcept;
+// How many users a pool has on a device.
+int pool_users(int device, PoolId pool) noexcept;
+// Sends the calling thread's allocations on `device` to a pool, or with {0, 0} to none; returns the previous one.
+PoolId use_pool(int device, PoolId pool);
+
 // At least `bytes` of memory for use on `stream`, 64-byte aligned; never null. Throws OutOfMemory.
 void* allocate(Stream stream, std::size_t bytes);
 
@@ -85,6 +104,7 @@ struct MemorySegment {
   std::size_t size;
   std::int64_t stream;
   bool small; // a page of blocks of one size
+  PoolId pool;
   std::vector<MemoryBlock> blocks;
 };
 std::vector<MemorySegment> memory_snapshot(int device);
@@ -115,8 +135,8 @@ MemoryOwner find_owner(const void* address) noexcept;
 // The same, waiting for the pool's lock: never in a signal handler.
 MemoryOwner owner_of(const void* address);
 
-// Returns all pages that hold nothing to the operating system.
-void empty_cache(int device) noexcept;
+// Returns all pages that hold nothing to the operating system, or those of a private pool that no graph uses.
+void empty_cache(int device, PoolId pool = {}) noexcept;
 
 MemoryStats memory_stats(int device) noexcept;
 void reset_peak_memory(int device) noexcept;

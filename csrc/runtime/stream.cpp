@@ -18,6 +18,7 @@
 #include "error.h"
 #include "fault.h"
 #include "fork.h"
+#include "graph.h"
 #include "isolation.h"
 #include "profile.h"
 #include "turn.h"
@@ -260,6 +261,11 @@ bool stream_idle(Stream stream) noexcept {
 }
 
 void synchronize_stream(Stream stream) {
+  detail::check_host_call("a stream's synchronize", stream);
+  detail::finish_stream(stream);
+}
+
+void detail::finish_stream(Stream stream) {
   const HostCall call("openregStreamSynchronize");
   check_usable(stream.device);
   detail::wait_for_queued(stream);
@@ -269,6 +275,7 @@ void synchronize_stream(Stream stream) {
 void synchronize_device(int device) {
   const HostCall call("openregDeviceSynchronize");
   check_usable(device);
+  detail::check_host_call("synchronize", device);
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) detail::wait_for_queued({device, id});
   throw_kept_error(device);
 }
@@ -306,8 +313,9 @@ void sleep_on(Stream stream, std::int64_t cycles) {
       std::this_thread::sleep_for(std::min<nanoseconds>(left, detail::kSlice));
   };
   const Site site("sleep");
+  if (detail::captures(stream)) return detail::capture(stream, site, detail::Task(sleep), {});
   detail::queue_wait(stream, detail::profiled(stream, site, sleep), site);
-  if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
+  if (launch_mode() == LaunchMode::kSync) detail::finish_stream(stream);
 }
 
 void stop_workers() noexcept {
@@ -337,7 +345,7 @@ Place place(Stream stream, const openreg_site& site) {
   check_not_forked();
   if ((detail::attention.load() & detail::kFaultBit) && detail::kernel_fails(stream, site)) return Place::kNowhere;
   if (launch_mode() == LaunchMode::kAsync) return Place::kQueue;
-  if (launch_mode() == LaunchMode::kSync) synchronize_stream(stream);
+  if (launch_mode() == LaunchMode::kSync) detail::finish_stream(stream);
   return stream_idle(stream) ? Place::kHere : Place::kQueue;
 }
 
@@ -365,6 +373,10 @@ void run_here(
 
 void detail::launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
   const auto attention = begin_launch(stream);
+  if ((attention & kCaptureBit) && capture(stream, site, work, context)) [[unlikely]] {
+    --launched.value;
+    return;
+  }
   switch (is_plain(attention) ? Place::kHere : place(stream, site)) {
     case Place::kHere:
       return run_here(stream, site, attention, work, context);
@@ -375,8 +387,31 @@ void detail::launch(Stream stream, const openreg_site& site, const openreg_work&
   }
 }
 
+void detail::launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
+  const auto attention = begin_launch(stream);
+  if (!is_plain(attention)) {
+    check_not_forked();
+    if ((attention & kCaptureBit) && capture(stream, site, work, context)) {
+      --launched.value;
+      return;
+    }
+    if (launch_mode() == LaunchMode::kSync) finish_stream(stream);
+    if (launch_mode() == LaunchMode::kAsync || !stream_idle(stream)) {
+      if (held_turn) ++held_turn->taken;
+      return queue_of(stream).push(Task(work, context), site, /*kernel=*/true);
+    }
+  }
+  const Turn turn(turn_of(stream.device, stream.id));
+  const Access access(attention & kIsolationBit);
+  run_work(work, context);
+}
+
 void detail::enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
   const auto attention = begin_launch(stream);
+  if ((attention & kCaptureBit) && capture(stream, site, work, context)) {
+    --launched.value;
+    return;
+  }
   const auto where = is_plain(attention) ? Place::kQueue : place(stream, site);
   if (where == Place::kNowhere) return;
   if (launch_mode() == LaunchMode::kSync) run_here(stream, site, attention, work, context);
@@ -386,7 +421,11 @@ void detail::enqueue(Stream stream, const openreg_site& site, const openreg_work
 void detail::run(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
   const auto attention = begin_launch(stream);
   if (!is_plain(attention)) [[unlikely]] {
-    synchronize_stream(stream);
+    if (captures(stream))
+      refuse_capture(stream, site.name ? site.name : site.function ? site.function : "work",
+          "the host needs its result now. Move it out of the capture.");
+    if (attention & kCaptureBit) capture(stream, site, work, context); // throws where the mode of a capture forbids it
+    finish_stream(stream);
     // The work still runs, since its caller wants a result; the error says not to use it.
     if (detail::attention.load() & kFaultBit) {
       kernel_fails(stream, site);

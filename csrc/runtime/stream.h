@@ -58,11 +58,15 @@ Stream thread_stream(int device) noexcept;
 void launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void run(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
+// launch() for a graph: a capture of it is a node, and what a profile and injected faults see is its nodes.
+void launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 // What launch() queues, told that it has to.
 void queue(Stream stream, Task task, const openreg_site& site);
 // Queues what touches no device memory: a wait, a sleep.
 void queue_wait(Stream stream, Task task, const openreg_site& site);
 
+// synchronize_stream() for the runtime itself, which Note [Capture] does not concern.
+void finish_stream(Stream stream);
 // For what a stream has been given, or all of them, throwing none of its errors.
 void wait_for_queued(Stream stream);
 void wait_for_queued(Interrupt interrupt);

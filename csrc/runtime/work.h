@@ -49,11 +49,12 @@ class Task {
 
 // Zero while work may run at once: the mode is inline and no stream has queued work. Else the number of
 // busy streams, and bits: the mode is not inline; an error waits to be thrown; Note [Fork]; Note [Faults].
-// Note [Isolation] and Note [Profile] have one too, which alone are no reason to wait.
+// Note [Isolation], Note [Profile] and Note [Private pools] have one too, which alone are no reason to wait; and Note
+// [Capture], while any stream of the process is captured.
 extern std::atomic<std::uint32_t> attention;
 constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28,
-                        kIsolationBit = 1u << 27, kProfileBit = 1u << 26;
-constexpr std::uint32_t kNoWait = kIsolationBit | kProfileBit;
+                        kIsolationBit = 1u << 27, kProfileBit = 1u << 26, kCaptureBit = 1u << 25, kPoolBit = 1u << 24;
+constexpr std::uint32_t kNoWait = kIsolationBit | kProfileBit | kPoolBit;
 
 } // namespace detail
 } // namespace openreg

@@ -3,7 +3,8 @@
 index.py       the index of a device given in any form; imports no other file, every other file imports it
 devices.py     which devices exist, and which is current
 streams.py     streams, events and launch modes
-memory.py      statistics, snapshots and limits of device memory
+memory.py      statistics, snapshots, limits and pools of device memory
+graphs.py      work captured once and replayed
 random.py      the generators' states and seeds
 amp.py         what torch.autocast asks for
 faults.py      torch.openreg.faults
@@ -18,14 +19,14 @@ import types
 
 import torch
 
-from openreg_ops.openreg import _sanitizer, amp, devices, faults, memory, profiler, random, streams
+from openreg_ops.openreg import _sanitizer, amp, devices, faults, graphs, memory, profiler, random, streams
 from openreg_ops.openreg.index import device_index
 
 
 def register() -> None:
     """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
-    flat = {"amp": amp, "memory": memory, "random": random, "streams": streams}  # their names are torch.openreg's too
+    flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}  # their names are torch.openreg's too
     for part in (devices, *flat.values()):
         for name in part.__all__:
             setattr(module, name, getattr(part, name))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from openreg_ops.openreg import faults
 from openreg_ops.openreg.index import device_index
 
 __all__ = [
+    "MemPool",
     "OutOfMemoryError",
+    "caching_allocator_alloc",
+    "caching_allocator_delete",
     "empty_cache",
     "get_per_process_memory_fraction",
     "host_memory_stats",
@@ -40,6 +44,7 @@ __all__ = [
     "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
+    "use_mem_pool",
 ]
 
 OutOfMemoryError = torch.OutOfMemoryError
@@ -56,10 +61,20 @@ def isolation_mode() -> str:
     return _C.isolation_mode()
 
 
-def empty_cache() -> None:
-    """Return the free memory of every device to the operating system."""
-    if not _C.forked():
+def empty_cache(mempool_id: tuple[int, int] | None = None) -> None:
+    """Return the free memory of every device to the operating system.
+
+    Args:
+        mempool_id: of a private pool; only its memory is returned then, unless a graph uses the pool. Without it, the
+            pools that are in use keep theirs.
+    """
+    if _C.forked():
+        return
+    if mempool_id is None:
         torch.accelerator.empty_cache()
+    else:
+        for index in range(_C.device_count()):
+            _C.empty_pool(index, mempool_id)
 
 
 def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
@@ -184,8 +199,13 @@ def memory_summary(device: torch.types.Device = None, abbreviated: bool = False)
     )
 
 
-def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
+def memory_snapshot(
+    device: torch.types.Device = None, *, mempool_id: tuple[int, int] | None = None
+) -> list[dict[str, Any]]:
     """The segments of every device's memory (or of `device` alone) and their blocks, by address.
+
+    "segment_pool_id" is the number of the private pool that a segment belongs to, (0, 0) for none; `mempool_id` selects
+    the segments of one.
 
     The format is that of ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
     (pytorch.org/memory_viz) reads; `_dump_snapshot` writes a file for it. The frames of a block are those of the code
@@ -195,7 +215,9 @@ def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
     states = ("active_allocated", "active_pending_free", "inactive")
     out = []
     for index in range(_C.device_count()) if device is None else [device_index(device)]:
-        for address, size, stream, small, blocks in _C.memory_snapshot(index):
+        for address, size, stream, small, pool, blocks in _C.memory_snapshot(index):
+            if mempool_id is not None and pool != tuple(mempool_id):
+                continue
             frames = _C.allocation_tracebacks([at for at, *_ in blocks])
             of = [
                 {"address": at, "size": n, "requested_size": asked, "state": states[state], "frames": of_block or []}
@@ -218,7 +240,7 @@ def memory_snapshot(device: torch.types.Device = None) -> list[dict[str, Any]]:
                     ),
                     "stream": stream,
                     "segment_type": "small" if small else "large",
-                    "segment_pool_id": (0, 0),
+                    "segment_pool_id": pool,
                     "is_expandable": False,
                     "frames": [],
                     "blocks": of,
@@ -317,3 +339,93 @@ def set_per_process_memory_fraction(fraction: float, device: torch.types.Device 
 def get_per_process_memory_fraction(device: torch.types.Device = None) -> float:
     """The fraction of `device` that tensors may occupy."""
     return _C.memory_limit(device_index(device)) / _C.device_memory()
+
+
+class MemPool(_C.MemPool):
+    """A private pool of memory: what `use_mem_pool` allocates in it is given to nobody else.
+
+    The current device has it. Its memory goes back to everybody when the pool is gone, and the tensors in it are.
+
+    Args:
+        allocator, use_on_oom, no_split: of ``torch.cuda.MemPool``; only the defaults are supported.
+    Raises:
+        ValueError: one of these is not the default.
+    """
+
+    def __init__(self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False) -> None:
+        for name, value, default in (
+            ("allocator", allocator, None),
+            ("use_on_oom", use_on_oom, False),
+            ("no_split", no_split, False),
+        ):
+            if value is not default:
+                raise ValueError(f"MemPool: expected {name}={default}, the only one that openreg has, but got {value!r}")
+        super().__init__(-1)
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """The number of the pool, for graphs and snapshots."""
+        return super().id
+
+    @property
+    def allocator(self) -> None:
+        """None: there is one allocator."""
+        return None
+
+    def use_count(self) -> int:
+        """How many objects use the pool: this one, graphs, and `use_mem_pool` while it lasts."""
+        return super().use_count()
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The segments of the pool, as `memory_snapshot` gives them."""
+        return memory_snapshot(mempool_id=self.id)
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, device: torch.types.Device = None) -> Iterator[None]:
+    """``with torch.openreg.use_mem_pool(pool):`` takes memory that the calling thread allocates from `pool`.
+
+    Args:
+        pool: the pool.
+        device: allocations on this device; the current one unless given.
+    """
+    index = device_index(device)
+    _C.retain_pool(index, pool.id)
+    before = _C.use_pool(index, pool.id)
+    try:
+        yield
+    finally:
+        _C.use_pool(index, before)
+        _C.release_pool(index, pool.id)
+
+
+def caching_allocator_alloc(
+    size: int, device: torch.types.Device = None, stream: torch.Stream | int | None = None
+) -> int:
+    """Allocate device memory for another library and return its address.
+
+    Args:
+        size: bytes.
+        device: the device; the current one unless given.
+        stream: the stream that uses the memory, or its native handle; the current one unless given.
+    Raises:
+        TypeError: stream is neither. torch.OutOfMemoryError: the device cannot hold it.
+    """
+    index = device_index(device)
+    if stream is None:
+        stream = torch.accelerator.current_stream(index)
+    handle = stream.stream_id if isinstance(stream, torch.Stream) else stream
+    if not isinstance(handle, int):
+        raise TypeError(
+            f"caching_allocator_alloc: expected stream as a torch.Stream or its native handle, but got {stream!r}"
+        )
+    return _C.caching_allocator_alloc(size, index, handle)
+
+
+def caching_allocator_delete(mem_ptr: int) -> None:
+    """Free memory from `caching_allocator_alloc`.
+
+    Raises:
+        RuntimeError: the address is not that of such memory.
+    """
+    _C.caching_allocator_delete(mem_ptr)

@@ -456,6 +456,8 @@ class SanitizerDispatchMode(TorchDispatchMode):
         traits = _traits(func)
         if traits.ignored or not self.races.on or not all(map(_is_plain, classes)):  # fake tensors
             return func(*args, **kwargs)
+        if _C.is_current_stream_capturing():  # it does not run, and a replay is not seen
+            return func(*args, **kwargs)
         return _Call(self.races, func, traits, args, kwargs).run()
 
 

@@ -1,4 +1,4 @@
-"""Every block of docs/integration.md is a program that runs as it stands.
+"""Every block of docs/integration.md and docs/graphs.md is a program that runs as it stands.
 
 tests/clients/test_docs.py runs those about training frameworks, which the tests' environment does not have.
 """
@@ -15,7 +15,8 @@ import openreg_ops
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^## ([^\n]+)|^```python\n(.*?)^```", (ROOT / "docs/integration.md").read_text(), re.M | re.S)
+TEXT = "".join((ROOT / "docs" / name).read_text() for name in ("integration.md", "graphs.md"))
+BLOCKS = re.findall(r"^## ([^\n]+)|^```python\n(.*?)^```", TEXT, re.M | re.S)
 TITLES = [title for title, _ in BLOCKS]
 PROGRAMS = [
     pytest.param(code, id=title)

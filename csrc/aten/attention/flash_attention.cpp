@@ -376,8 +376,8 @@ void dispatch(const Call& c, const Tensor& query, bool float32, F f) {
 }
 
 // Two numbers of the device's generator where there is dropout, else zeros.
-std::array<uint64_t, 2> draw(const Call& c, const Tensor& query) {
-  return c.dropout_p > 0 ? ops::draw(c.op, query, std::nullopt) : std::array<uint64_t, 2>{};
+ops::Drawn draw(const Call& c, const Tensor& query) {
+  return c.dropout_p > 0 ? ops::draw(c.op, query, std::nullopt) : ops::Drawn();
 }
 
 void check_like(
@@ -485,8 +485,9 @@ Flash flash(const char* op, const Tensor& out, const Tensor& query, const Tensor
     to.debug_columns = columns;
     launch(
         current_stream(query.get_device()),
-        [c, in, to, drawn = draw(c, query), random = f.random.mutable_data_ptr<uint64_t>(),
+        [c, in, to, draws = draw(c, query), random = f.random.mutable_data_ptr<uint64_t>(),
             unused = f.unused.mutable_data_ptr<uint64_t>()]() mutable {
+          const auto drawn = draws();
           random[0] = drawn[0];
           random[1] = drawn[1];
           *unused = 0;
@@ -643,8 +644,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt> efficient_f
     to.spare_rows = padded_rows(c);
     launch(
         current_stream(query.get_device()),
-        [c, in, to, drawn = draw(c, query), seed = seed.mutable_data_ptr<int64_t>(),
+        [c, in, to, draws = draw(c, query), seed = seed.mutable_data_ptr<int64_t>(),
             offset = offset.mutable_data_ptr<int64_t>()]() mutable {
+          const auto drawn = draws();
           *seed = static_cast<int64_t>(drawn[0]);
           *offset = static_cast<int64_t>(drawn[1]);
           in.random = drawn.data();

@@ -17,7 +17,9 @@ void abs_kernel(at::TensorIteratorBase& iter) {
     iter.tensor(0).copy_(iter.tensor(1));
     return;
   }
-  run(current_stream(iter.device(0).index()), [&] { at::native::abs_stub(at::kCPU, iter); });
+  const Stream stream = current_stream(iter.device(0).index());
+  if (C10_UNLIKELY(detail::captures(stream))) launch(stream, [iter = at::TensorIterator(iter)]() mutable { at::native::abs_stub(at::kCPU, iter); }, Site("aten::abs"));
+  else run(stream, [&] { at::native::abs_stub(at::kCPU, iter); });
 }
 
 } // namespace

@@ -12,6 +12,12 @@ namespace {
 at::Tensor convolution_overrideable(const at::Tensor& input, const at::Tensor& weight,
     const std::optional<at::Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
     bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  if (C10_UNLIKELY(capturing(input.device().index()))) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+    using Kernel = c10::impl::BoxedKernelWrapper<decltype(convolution_overrideable)>;
+    return Kernel::call(native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), input, weight, bias, stride,
+        padding, dilation, transposed, output_padding, groups);
+  }
   CpuCall call("aten::convolution");
   const at::Tensor &x = call.alias(input), &w = call.alias(weight);
   const auto b = detail::map(call, bias);
@@ -27,6 +33,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable
   const at::Tensor &g = call.alias(grad), &x = call.alias(input), &w = call.alias(weight);
   // The bias has one element an output channel, whatever its gradient turns out to be used for.
   const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
+  if (C10_UNLIKELY(capturing(input.device().index()))) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+    using Kernel = c10::impl::BoxedKernelWrapper<decltype(at::convolution_backward)>;
+    return Kernel::call(native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, input, weight,
+        mask[2] ? at::OptionalIntArrayRef(channels) : std::nullopt, stride, padding, dilation, transposed,
+        output_padding, groups, mask);
+  }
   return detail::unmap(call, call.run([&] {
     return at::convolution_backward(g, x, w, mask[2] ? at::OptionalIntArrayRef(channels) : std::nullopt, stride,
         padding, dilation, transposed, output_padding, groups, mask);

@@ -8,7 +8,15 @@ namespace openreg {
 namespace {
 
 void kaiser_window(at::TensorIteratorBase& iter, int64_t length, double beta) {
-  run(current_stream(iter.device(0).index()), [&] { at::native::kaiser_window_stub(at::kCPU, iter, length, beta); });
+  const Stream stream = current_stream(iter.device(0).index());
+  if (C10_UNLIKELY(detail::captures(stream)))
+    launch(
+        stream,
+        [iter = at::TensorIterator(iter), length, beta]() mutable {
+          at::native::kaiser_window_stub(at::kCPU, iter, length, beta);
+        },
+        Site("aten::kaiser_window"));
+  else run(stream, [&] { at::native::kaiser_window_stub(at::kCPU, iter, length, beta); });
 }
 
 } // namespace

@@ -1,0 +1,431 @@
+#include "captured.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/fill.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include <omp.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+
+#include "../backend/allocator.h"
+#include "../backend/generator.h"
+#include "../runtime/fault.h"
+#include "fixed.h"
+#include "queued.h"
+#include "trial.h"
+#include "values.h"
+
+namespace openreg {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::StorageImpl;
+using torch::jit::Stack;
+
+StorageImpl* storage_of(const at::Tensor& x) {
+  return x.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// `x` with another storage.
+at::Tensor on_storage(const at::Tensor& x, c10::Storage storage) {
+  auto impl = x.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false);
+  impl->set_storage_keep_dtype(std::move(storage));
+  if (x.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return at::Tensor(std::move(impl));
+}
+
+c10::Storage storage_over(const void* data, size_t bytes) {
+  return c10::Storage(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), bytes,
+      c10::DataPtr(const_cast<void*>(data), c10::kCPU), nullptr, /*resizable=*/false));
+}
+
+// Zeros, which take memory when they are first written to.
+c10::Storage scratch_storage(size_t bytes) {
+  void* data = std::calloc(1, std::max<size_t>(bytes, 64));
+  TORCH_CHECK_WITH(OutOfMemoryError, data, "openreg: no memory of the host for the scratch of a capture, ", bytes, " bytes");
+  return c10::Storage(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), bytes,
+      c10::DataPtr(data, data, &std::free, c10::kCPU), c10::GetAllocator(c10::kCPU), /*resizable=*/true));
+}
+
+// The arguments of a call, one by one: what stands for each on the scratch and in the node.
+struct CallArgument {
+  at::Tensor alias, real; // as CpuCall has them; a CPU tensor is both
+  at::Tensor scratch, host;
+  bool device, written;
+};
+
+class CallArguments {
+ public:
+  CallArguments(const CapturedCall& captured, const Stack& stack) : captured_(captured) {
+    const auto& schema = captured.op.schema().arguments();
+    for (size_t i = 0, first = stack.size() - schema.size(); i < schema.size(); ++i) {
+      const bool written = schema[i].alias_info() && schema[i].alias_info()->isWrite();
+      map_tensors(stack[first + i], [&](const at::Tensor& x) { return add(x, written), x; });
+    }
+  }
+
+  std::vector<CallArgument>& all() { return all_; }
+  CallArgument* find(const at::Tensor& alias) {
+    for (CallArgument& each : all_)
+      if (each.alias.is_same(alias)) return &each;
+    return nullptr;
+  }
+  CallArgument* find_scratch(const at::Tensor& x) {
+    for (CallArgument& each : all_)
+      if (each.scratch.is_same(x)) return &each;
+    return nullptr;
+  }
+  // One whose scratch has this storage.
+  CallArgument* find_scratch(const StorageImpl* storage) {
+    for (CallArgument& each : all_)
+      if (each.scratch.has_storage() && storage_of(each.scratch) == storage) return &each;
+    return nullptr;
+  }
+
+  // Makes the scratch, filled with `number`.
+  void make_scratch(int number) {
+    std::vector<std::pair<const StorageImpl*, c10::Storage>> made;
+    for (CallArgument& each : all_) {
+      if (!each.device && !captured_.copies) { // a constant
+        each.scratch = each.host;
+        continue;
+      }
+      const StorageImpl* storage = storage_of(each.alias);
+      auto known = std::find_if(made.begin(), made.end(), [&](const auto& pair) { return pair.first == storage; });
+      if (known == made.end()) known = made.insert(made.end(), {storage, scratch_storage(storage->nbytes())});
+      each.scratch = on_storage(each.alias, known->second);
+      if (number) each.scratch.fill_(number);
+    }
+  }
+
+  // Gives out= tensors the shape that they have come to have on the scratch.
+  void resize_results() {
+    for (CallArgument& each : all_) {
+      const at::Tensor &now = each.scratch, &real = each.real;
+      if (!each.written || (now.sizes() == real.sizes() && now.strides() == real.strides())) continue;
+      real.resize_(now.sizes());
+      real.unsafeGetTensorImpl()->set_sizes_and_strides(now.sizes(), now.strides(), now.storage_offset());
+    }
+  }
+
+  // Makes the tensors of the node.
+  void make_host(std::vector<MemoryUse>& uses) {
+    std::vector<std::pair<const StorageImpl*, c10::Storage>> made;
+    for (CallArgument& each : all_) {
+      if (each.device) {
+        // What is only read may be a lazy clone, whose alias alone has its memory.
+        const StorageImpl* storage = storage_of(each.written ? each.real : each.alias);
+        auto known = std::find_if(made.begin(), made.end(), [&](const auto& pair) { return pair.first == storage; });
+        if (known == made.end())
+          known = made.insert(made.end(), {storage, storage_over(storage->data(), storage->nbytes())});
+        each.host = on_storage(each.alias, known->second);
+        if (each.written)
+          each.host.unsafeGetTensorImpl()->set_sizes_and_strides(
+              each.real.sizes(), each.real.strides(), each.real.storage_offset());
+      } else if (captured_.copies) {
+        each.host = each.alias;
+        detail::keep_in_capture(captured_.stream, std::make_shared<at::Tensor>(each.alias));
+      }
+      add_use(uses, each.host, each.written);
+    }
+  }
+
+  static void add_use(std::vector<MemoryUse>& uses, const at::Tensor& x, bool written) {
+    if (!x.numel()) return;
+    size_t bytes = x.itemsize();
+    for (int64_t d = 0; d < x.dim(); ++d) bytes += static_cast<size_t>((x.size(d) - 1) * x.stride(d)) * x.itemsize();
+    uses.push_back({x.const_data_ptr(), bytes, written});
+  }
+
+ private:
+  void add(const at::Tensor& x, bool written) {
+    if (!x.defined()) return;
+    if (CallArgument* known = find(x)) {
+      known->written |= written;
+      return;
+    }
+    const char* name = captured_.op.operator_name().name.c_str();
+    if (x.layout() != at::kStrided || x.is_quantized() || x.is_nested() || !x.has_storage())
+      detail::refuse_capture(captured_.stream, name,
+          "it takes a sparse, quantized or nested tensor, and graphs capture operators on strided tensors. Move it out "
+          "of the capture, or convert the tensor before.");
+    const at::Tensor real = captured_.call.passed(x) ? captured_.call.result(x) : x; // of a list, nobody else holds it
+    CallArgument each{x, real, {}, {}, real.is_privateuseone(), written};
+    if (!each.device && !captured_.copies) {
+      if (x.dim() && std::strncmp(name, "aten::_ctc_loss", 15) != 0)
+        detail::refuse_capture(captured_.stream, name,
+            "it takes a tensor in pageable host memory, which would be copied to the device. Move the tensor there "
+            "before the capture.");
+      each.host = x.detach().clone();
+      if (x.unsafeGetTensorImpl()->is_wrapped_number()) each.host.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    all_.push_back(std::move(each));
+  }
+
+  const CapturedCall& captured_;
+  std::vector<CallArgument> all_;
+};
+
+template <class F>
+void visit_tensors(const c10::IValue& value, F&& f) {
+  map_tensors(value, [&](const at::Tensor& x) { return f(x), x; });
+}
+
+// The generators stand as they stood when this is destroyed.
+class SavedGenerators {
+ public:
+  explicit SavedGenerators(bool on) {
+    if (!on) return;
+    host_ = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+    std::lock_guard lock(host_->mutex_);
+    saved_ = host_->get_state();
+  }
+  ~SavedGenerators() {
+    if (!host_) return;
+    std::lock_guard lock(host_->mutex_);
+    host_->set_state(*saved_);
+  }
+  SavedGenerators(const SavedGenerators&) = delete;
+  SavedGenerators& operator=(const SavedGenerators&) = delete;
+
+ private:
+  at::CPUGeneratorImpl* host_ = nullptr;
+  c10::intrusive_ptr<c10::TensorImpl> saved_;
+};
+
+// Runs the kernel on the scratch; returns what it gives.
+Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack, int number) {
+  LendDeviceMemory none(-1);
+  at::DisableRecordFunctionGuard unseen;
+  SavedGenerators saved(captured.draws);
+  arguments.make_scratch(number);
+  const size_t count = captured.op.schema().arguments().size();
+  Stack scratch;
+  for (size_t i = stack.size() - count; i < stack.size(); ++i)
+    scratch.push_back(map_tensors(
+        stack[i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->scratch : x; }));
+  for (const auto& [i, generator] : captured.generators) scratch[i] = inner_generator(generator).clone();
+  captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
+  return scratch;
+}
+
+Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack) {
+  KeptWarnings warnings;
+  const auto with = [&](int number) {
+    warnings.all.clear();
+    c10::WarningUtils::WarningHandlerGuard keep(&warnings);
+    return try_on_scratch(captured, arguments, stack, number);
+  };
+  Stack results;
+  try {
+    results = with(0);
+  } catch (const std::exception&) {
+    const auto first = std::current_exception();
+    try {
+      results = with(1);
+    } catch (const std::exception&) {
+      std::rethrow_exception(first);
+    }
+  }
+  for (const c10::Warning& each : warnings.all) c10::warn(each);
+  return results;
+}
+
+// A new result, and where the graph has it.
+struct Fixed {
+  size_t index; // among the tensors of the results
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;
+  at::ScalarType type;
+  void* memory;
+  size_t bytes;
+  bool copied; // by an earlier one of the same storage
+};
+
+struct Node {
+  c10::OperatorHandle op;
+  DispatchKey target;
+  Stack arguments;
+  std::vector<Fixed> results;
+  std::vector<std::pair<size_t, at::Generator>> generators;
+  c10::DeviceIndex device;
+  bool draws, copies;
+  Stream stream;
+
+  void operator()() const {
+    Stack stack = arguments;
+    for (const auto& [i, generator] : generators) stack[i] = inner_generator(generator);
+    {
+      LendGenerator lend(draws, device);
+      op.redispatchBoxed(DispatchKeySet(target), &stack);
+    }
+    if (!results.empty()) copy_results(stack);
+    if (copies && copy_corrupted(stream, /*here=*/true)) {
+      const at::Tensor& to = arguments[0].toTensor();
+      if (to.numel()) static_cast<unsigned char*>(to.mutable_data_ptr())[0] ^= to.scalar_type() == at::kBool ? 1 : 0xFF;
+    }
+  }
+
+  void copy_results(const Stack& stack) const {
+    size_t index = 0;
+    auto next = results.begin();
+    for (const c10::IValue& value : stack)
+      visit_tensors(value, [&](const at::Tensor& y) {
+        if (next == results.end() || index++ != next->index) return;
+        const Fixed& to = *next++;
+        const bool same = y.defined() && y.sizes() == to.sizes && y.strides() == to.strides &&
+            y.storage_offset() == to.offset && y.scalar_type() == to.type && storage_of(y)->nbytes() == to.bytes;
+        TORCH_CHECK(same, op.schema().name(), ": a replay gave a result of shape ",
+            y.defined() ? y.sizes() : at::IntArrayRef(), " and dtype ", y.scalar_type(), ", but the capture had ",
+            at::IntArrayRef(to.sizes), " and ", to.type, ": the shape depends on values, and cannot be captured");
+        if (!to.copied && to.bytes) std::memcpy(to.memory, storage_of(y)->data(), to.bytes);
+      });
+  }
+};
+
+// What a result on the scratch stands for on the device. New memory is the graph's.
+at::Tensor to_device(CpuCall& call, CallArguments& arguments, const at::Tensor& y) {
+  if (!y.defined()) return y;
+  if (const CallArgument* same = arguments.find_scratch(y)) return same->real;
+  StorageImpl* storage = storage_of(y);
+  if (const CallArgument* viewed = arguments.find_scratch(storage)) {
+    if (!viewed->device) return y;
+    y.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(viewed->real.storage()));
+  } else if (storage->device_type() == c10::kCPU) {
+    replace_memory(storage, allocate_on(call.device(), storage->nbytes()));
+    storage->set_allocator(device_allocator());
+  }
+  return call.result(y);
+}
+
+} // namespace
+
+namespace {
+
+// Indexing has a shape of its own with a mask only.
+bool is_dynamic(const c10::OperatorHandle& op, const Stack& stack) {
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (op.schema().name() != "aten::index") return true;
+  bool masks = false;
+  for (const std::optional<at::Tensor>& x : stack.back().toOptionalTensorVector())
+    masks |= x && x->defined() && (x->scalar_type() == at::kBool || x->scalar_type() == at::kByte);
+  return masks;
+}
+
+} // namespace
+
+void capture_call(const CapturedCall& captured, Stack* stack) {
+  const LendDeviceMemory none(-1); // but for results, which say where they are
+  const c10::OperatorHandle& op = captured.op;
+  const char* name = op.operator_name().name.c_str();
+  const bool dynamic = is_dynamic(op, *stack);
+  if (dynamic || op.hasTag(at::Tag::data_dependent_output))
+    detail::refuse_capture(captured.stream, name,
+        dynamic
+            ? "the shape of its result depends on values in device memory. Use an operator of a fixed shape, such as "
+              "torch.where() or a mask, or move it out of the capture."
+            : "its result depends on values in device memory that the host would have to read. Move it out of the "
+              "capture.");
+  if (captured.target != DispatchKey::CPU)
+    detail::refuse_capture(captured.stream, name,
+        "graphs capture operators on strided tensors, and this is one for another layout. Move it out of the capture, "
+        "or convert the tensor before.");
+  for (const auto& [i, generator] : captured.generators) check_captured_generator(name, captured.stream, generator);
+  if (captured.draws)
+    check_captured_generator(name, captured.stream, default_generator(static_cast<c10::DeviceIndex>(captured.stream.device)));
+
+  const size_t count = op.schema().arguments().size(), first = stack->size() - count;
+  CallArguments arguments(captured, *stack);
+  Stack results = try_on_scratch(captured, arguments, *stack);
+  arguments.resize_results();
+  std::vector<MemoryUse> uses;
+  arguments.make_host(uses);
+  Node node{op, captured.target, {}, {}, captured.generators, captured.call.device(), captured.draws, captured.copies,
+      captured.stream};
+  for (size_t i = 0; i < count; ++i)
+    node.arguments.push_back(map_tensors(
+        (*stack)[first + i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
+
+  // New results, before they become the device's.
+  bool plain = true; // each of them is a tensor with a storage of its own, and nothing else is returned
+  size_t index = 0;
+  std::vector<at::Tensor> fresh;
+  for (const c10::IValue& value : results) {
+    plain &= value.isTensor() && value.toTensor().defined();
+    visit_tensors(value, [&](const at::Tensor& y) {
+      const size_t at = index++;
+      if (!y.defined()) return;
+      if (y.layout() != at::kStrided || y.is_quantized() || y.is_nested() || !y.has_storage())
+        detail::refuse_capture(captured.stream, name,
+            "it gives a sparse, quantized or nested tensor, and graphs capture operators on strided tensors. Move it out "
+            "of the capture.");
+      if (const CallArgument* argument = arguments.find_scratch(storage_of(y))) {
+        plain &= argument->scratch.is_same(y) && argument->written;
+        return;
+      }
+      bool shared = false;
+      for (const at::Tensor& other : fresh) shared |= storage_of(other) == storage_of(y);
+      plain &= !shared;
+      node.results.push_back({at, y.sizes().vec(), y.strides().vec(), y.storage_offset(), y.scalar_type(), nullptr,
+          storage_of(y)->nbytes(), shared});
+      fresh.push_back(y);
+    });
+  }
+  for (c10::IValue& value : results)
+    value = map_tensors(value, [&](const at::Tensor& y) { return to_device(captured.call, arguments, y); });
+  std::vector<at::Tensor> outputs; // over the memory of the new results
+  for (size_t i = 0; i < fresh.size(); ++i) {
+    const StorageImpl* storage = storage_of(fresh[i]);
+    Fixed& to = node.results[i];
+    to.memory = const_cast<void*>(storage->data());
+    at::Tensor output = at::detail::make_tensor<c10::TensorImpl>(
+        storage_over(to.memory, to.bytes), DispatchKeySet(DispatchKey::CPU), c10::scalarTypeToTypeMeta(to.type));
+    output.unsafeGetTensorImpl()->set_sizes_and_strides(to.sizes, to.strides, to.offset);
+    CallArguments::add_use(uses, output, true);
+    outputs.push_back(std::move(output));
+  }
+
+  std::optional<c10::OperatorHandle> out;
+  plain &= !captured.draws && captured.generators.empty();
+  if (plain && outputs.size() == results.size()) out = structured_out(op);
+  if (out) {
+    node.op = *out;
+    node.results.clear();
+    for (const at::Tensor& each : outputs) node.arguments.emplace_back(each);
+  }
+  std::vector<at::Tensor> written = outputs;
+  if (outputs.empty())
+    for (const CallArgument& each : arguments.all())
+      if (each.written) written.push_back(each.host);
+  std::optional<detail::Task> fixed;
+  if (plain) fixed = fixed_call(node.op, node.arguments, std::move(written));
+  detail::capture(captured.stream, Site(name), fixed ? std::move(*fixed) : detail::Task(std::move(node)), std::move(uses));
+  torch::jit::drop(*stack, count);
+  std::move(results.begin(), results.end(), std::back_inserter(*stack));
+}
+
+namespace {
+
+// Nodes run below autograd and with the number of threads of who launched the graph: OpenMP has one for each thread.
+const bool around = [] {
+  set_around_replay([](void (*walk)(void*), void* argument) {
+    c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+    c10::InferenceMode normal(false);
+    LendDeviceMemory none(-1);
+    at::DisableRecordFunctionGuard unseen;
+    walk(argument);
+  });
+  return true;
+}();
+
+} // namespace
+} // namespace openreg

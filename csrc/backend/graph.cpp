@@ -1,0 +1,99 @@
+#include "graph.h"
+
+#include <fstream>
+
+#include "../runtime/device.h"
+#include "../runtime/error.h"
+#include "../runtime/fork.h"
+#include "../runtime/stream.h"
+#include "allocator.h"
+
+namespace at {
+REGISTER_GRAPH_IMPL(OPENREG, openreg::DeviceGraph) // torch looks for the device's name in upper case
+} // namespace at
+
+namespace openreg {
+
+DeviceGraph::~DeviceGraph() {
+  try {
+    reset();
+  } catch (const std::exception&) { // the capture was void
+  }
+}
+
+void DeviceGraph::register_generator_state(const at::Generator& generator) {
+  TORCH_CHECK(generator.defined() && generator.device().is_privateuseone(),
+      "register_generator_state: expected a torch.Generator on openreg, but got one on ",
+      generator.defined() ? generator.device().str() : "no device", "; make it with torch.Generator(device=...)");
+  generators_.push_back(generator);
+}
+
+void DeviceGraph::capture_begin(at::MempoolId_t pool, at::GraphCaptureMode mode) {
+  initialize();
+  TORCH_CHECK(!capturing_ && !graph_, "capture_begin: this graph has ", capturing_ ? "a capture that has not ended" : "been captured",
+      "; call reset() first, or use another graph");
+  const Stream stream = current_stream(current_device());
+  const PoolId used = pool == at::MempoolId_t{0, 0} ? new_pool(PoolUser::kGraph) : pool;
+  std::vector<const void*> generators;
+  for (const auto& each : generators_) generators.push_back(each.unsafeGetGeneratorImpl());
+  const auto how = mode == at::GraphCaptureMode::ThreadLocal ? CaptureMode::kThreadLocal
+      : mode == at::GraphCaptureMode::Relaxed                ? CaptureMode::kRelaxed
+                                                             : CaptureMode::kGlobal;
+  begin_capture(stream, used, how, std::move(generators));
+  stream_ = stream;
+  pool_ = used;
+  capturing_ = true;
+}
+
+void DeviceGraph::capture_end() {
+  TORCH_CHECK(capturing_, "capture_end: no capture has begun; call capture_begin() first");
+  const Stream stream = current_stream(stream_.device);
+  if (stream != stream_) {
+    TORCH_CHECK(false, "capture_end: a capture must end on the stream that it began on, stream ", stream_.id,
+        ", but the current one is stream ", stream.id, "; make that one current");
+  }
+  capturing_ = false;
+  graph_ = end_capture(stream_);
+  if (graph_->nodes.empty())
+    TORCH_WARN("The graph is empty. This usually means that the graph was attempted to be captured on wrong device or "
+               "stream.");
+  executable_ = !keep_graph_;
+}
+
+void DeviceGraph::instantiate() {
+  TORCH_CHECK(graph_, "instantiate: no graph has been captured; capture one first");
+  TORCH_CHECK(keep_graph_, "instantiate: expected a graph made with keep_graph=True; others are executable when the "
+                           "capture ends");
+  executable_ = true;
+}
+
+void DeviceGraph::replay() {
+  TORCH_CHECK(graph_, "replay: no graph has been captured; capture one first");
+  executable_ = true;
+  openreg::replay(graph_, current_stream(graph_->device));
+}
+
+void DeviceGraph::reset() {
+  executable_ = false;
+  graph_ = nullptr;
+  if (std::exchange(capturing_, false)) end_capture(stream_);
+}
+
+at::MempoolId_t DeviceGraph::pool() const {
+  TORCH_CHECK(graph_ || capturing_, "pool: no graph has been captured; capture one first");
+  return pool_;
+}
+
+void DeviceGraph::debug_dump(const std::string& path) {
+  TORCH_CHECK(graph_, "debug_dump: no graph has been captured; capture one first");
+  if (!debug_ && !keep_graph_) {
+    TORCH_WARN("debug_dump: the graph is not kept. Call enable_debug_mode() before the capture, or make the graph with "
+               "keep_graph=True.");
+    return;
+  }
+  std::ofstream file(path);
+  file << to_dot(*graph_);
+  TORCH_CHECK(file.flush(), "debug_dump: cannot write ", path);
+}
+
+} // namespace openreg

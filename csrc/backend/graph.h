@@ -1,0 +1,44 @@
+// Graphs as PyTorch sees them.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/GraphImplInterface.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../runtime/graph.h"
+
+namespace openreg {
+
+// What torch.accelerator.Graph makes, and torch.openreg.Graph is.
+class DeviceGraph final : public at::GraphImplInterface {
+ public:
+  explicit DeviceGraph(const at::GraphImplArgs& args = {}) : keep_graph_(args.keep_graph) {}
+  ~DeviceGraph() override;
+
+  // The random operators of the next capture may draw from it.
+  void register_generator_state(const at::Generator& generator);
+  void capture_begin(at::MempoolId_t pool = {0, 0}, at::GraphCaptureMode mode = at::GraphCaptureMode::Default) override;
+  void capture_end() override;
+  void instantiate() override;
+  void replay() override;
+  void reset() override;
+  at::MempoolId_t pool() const override;
+  void enable_debug_mode() override { debug_ = true; }
+  void debug_dump(const std::string& path) override;
+
+  const Graph* graph() const { return graph_.get(); }
+
+ private:
+  const bool keep_graph_;
+  bool debug_ = false, executable_ = false;
+  bool capturing_ = false;
+  Stream stream_{-1, 0}; // that it captures
+  PoolId pool_{};        // of the last capture
+  std::vector<at::Generator> generators_;
+  std::shared_ptr<Graph> graph_;
+};
+
+} // namespace openreg

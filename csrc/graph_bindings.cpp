@@ -1,0 +1,129 @@
+#include "graph_bindings.h"
+
+#include <frameobject.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <string>
+#include <utility>
+
+#include "backend/allocator.h"
+#include "backend/graph.h"
+#include "runtime/device.h"
+#include "runtime/fork.h"
+#include "runtime/graph.h"
+#include "runtime/memory.h"
+#include "runtime/stream.h"
+
+namespace openreg {
+namespace {
+
+// A private memory pool that a program holds: torch.openreg.MemPool.
+struct MemPool {
+  explicit MemPool(int64_t index) : device(checked_index(index)), id(new_pool(PoolUser::kPool)) {
+    initialize();
+    retain_pool(device, id, PoolUser::kPool);
+  }
+  ~MemPool() { release_pool(device, id, PoolUser::kPool); }
+  MemPool(const MemPool&) = delete;
+  MemPool& operator=(const MemPool&) = delete;
+
+  const int device;
+  const PoolId id;
+};
+
+// The line of Python that the calling thread is in, outside of torch and this package; nothing in a backward pass.
+std::string python_line() {
+  if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
+  const py::gil_scoped_acquire gil;
+  auto frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
+  std::string line;
+  while (frame) {
+    auto* at = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
+    const auto file = code.attr("co_filename").cast<std::string>();
+    line = file + ":" + std::to_string(PyFrame_GetLineNumber(at));
+    if (file.find("/torch/") == std::string::npos && file.find("/openreg_ops/") == std::string::npos) return line;
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(at)));
+  }
+  return line;
+}
+
+at::GraphCaptureMode mode_of(const std::string& name) {
+  if (name == "global" || name == "default") return at::GraphCaptureMode::Global;
+  if (name == "thread_local") return at::GraphCaptureMode::ThreadLocal;
+  TORCH_CHECK_VALUE(name == "relaxed",
+      "capture_begin: expected capture_error_mode \"global\", \"thread_local\" or \"relaxed\", but got \"", name, "\"");
+  return at::GraphCaptureMode::Relaxed;
+}
+
+// The nodes as the tools see them.
+py::list nodes_of(const DeviceGraph& graph) {
+  py::list nodes;
+  TORCH_CHECK(graph.graph(), "no graph has been captured; capture one first");
+  for (const GraphNode& node : graph.graph()->nodes) {
+    py::list uses;
+    for (const MemoryUse& use : node.uses)
+      uses.append(py::make_tuple(reinterpret_cast<uintptr_t>(use.address), use.bytes, use.written));
+    nodes.append(py::make_tuple(node.site.name ? node.site.name : node.site.function ? node.site.function : "", node.where,
+        py::make_tuple(node.stream.device, node.stream.id), node.after,
+        node.declared ? py::object(uses) : py::object(py::none())));
+  }
+  return nodes;
+}
+
+} // namespace
+
+void bind_graphs(py::module_& m) {
+  set_where_is_caller(&python_line);
+  const auto free_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<DeviceGraph>(m, "Graph")
+      .def(py::init([](bool keep_graph) { return std::make_unique<DeviceGraph>(at::GraphImplArgs{keep_graph}); }),
+          py::arg("keep_graph") = false)
+      .def(
+          "capture_begin",
+          [](DeviceGraph& self, std::optional<PoolId> pool, const std::string& mode) {
+            self.capture_begin(pool.value_or(PoolId{}), mode_of(mode));
+          },
+          py::arg("pool") = std::nullopt, py::arg("capture_error_mode") = "global")
+      .def("capture_end", torch::wrap_pybind_function([](DeviceGraph& self) { self.capture_end(); }))
+      .def("register_generator_state", &DeviceGraph::register_generator_state)
+      .def("instantiate", &DeviceGraph::instantiate)
+      .def("replay", &DeviceGraph::replay, free_gil)
+      .def("reset", &DeviceGraph::reset)
+      .def("pool", &DeviceGraph::pool)
+      .def("enable_debug_mode", &DeviceGraph::enable_debug_mode)
+      .def("debug_dump",
+          torch::wrap_pybind_function([](DeviceGraph& self, const std::string& path) { self.debug_dump(path); }))
+      .def("_nodes", &nodes_of);
+  m.def("graph_pool_handle", [] { return new_pool(PoolUser::kGraph); });
+  m.def("is_current_stream_capturing", [] { return !forked() && is_capturing(current_stream(current_device())); });
+  py::class_<MemPool>(m, "MemPool")
+      .def(py::init<int64_t>())
+      .def_readonly("id", &MemPool::id)
+      .def_readonly("device", &MemPool::device)
+      .def("use_count", [](const MemPool& self) { return pool_users(self.device, self.id); });
+  m.def("retain_pool", [](int device, PoolId pool) { retain_pool(device, pool, PoolUser::kPool); });
+  m.def("release_pool", [](int device, PoolId pool) { release_pool(device, pool, PoolUser::kPool); });
+  m.def("use_pool", [](int64_t device, PoolId pool) { return use_pool(checked_index(device), pool); });
+  m.def("empty_pool", [](int64_t device, PoolId pool) { empty_cache(checked_index(device), pool); });
+  m.def("caching_allocator_alloc", [](size_t bytes, int64_t device, int64_t stream) {
+    initialize();
+    const int index = checked_index(device);
+    TORCH_CHECK(is_stream({index, stream}), "caching_allocator_alloc: there is no stream ", stream, " on openreg:", index);
+    try {
+      return reinterpret_cast<uintptr_t>(allocate({index, stream}, bytes));
+    } catch (const OutOfMemory& error) {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+    }
+  });
+  m.def("caching_allocator_delete", [](uintptr_t address) {
+    auto* memory = reinterpret_cast<void*>(address);
+    TORCH_CHECK(!memory || (device_of(memory) >= 0 && find_owner(memory).block.address == memory &&
+                    find_owner(memory).block.state == MemoryBlock::kAllocated),
+        "caching_allocator_delete: expected an address that caching_allocator_alloc gave and that is not freed, but got ",
+        address);
+    deallocate(memory);
+  });
+}
+
+} // namespace openreg

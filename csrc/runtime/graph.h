@@ -1,0 +1,137 @@
+// Graphs: the work of streams, recorded once and replayed without the host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory.h"
+#include "stream.h"
+#include "work.h"
+
+namespace openreg {
+
+// Note [Capture]
+// While a stream is captured, launch() appends what it is given to a graph, as a node that owns its arguments, and runs
+// nothing. run(), which needs the result now, and every wait of the host raise. Memory comes from the graph's private
+// pool, so that addresses stay valid. Another stream joins the capture when it waits for an event that was recorded on a
+// captured stream, and must be joined back in the same way before the end. Work keeps its order: a node comes after the
+// last node of its stream and after the events for which the stream has waited. Work inside of work runs at once, as
+// always, and is not captured.
+// An error makes the capture void: launches on its streams raise until end_capture(), which raises too, and frees
+// everything.
+// A replay is one launch. It walks the nodes in the order of their capture, which their edges allow.
+enum class CaptureMode {
+  kGlobal,      // no thread may do what can break a capture: wait for the device, ask for events, launch elsewhere
+  kThreadLocal, // the capturing thread may not
+  kRelaxed      // any thread may, except on a captured stream
+};
+
+// Memory that a node reads or writes.
+struct MemoryUse {
+  const void* address;
+  std::size_t bytes;
+  bool written;
+};
+
+struct GraphNode {
+  detail::Task work;
+  openreg_site site;
+  Stream stream;
+  std::string where;                // the line of the program that launched it, or nothing
+  std::vector<std::uint32_t> after; // nodes that come first
+  std::vector<MemoryUse> uses;      // what is known of it
+  bool declared = false;            // whether that is all
+};
+
+class Graph {
+ public:
+  Graph(int device, PoolId pool);
+  ~Graph();
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  const int device;
+  const PoolId pool;
+  std::vector<GraphNode> nodes;
+  std::vector<std::shared_ptr<void>> kept; // what the nodes need, and goes with the graph
+};
+
+// Begins to capture `stream`. `generators`: those that its random operators may draw from, but for the default ones.
+void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<const void*> generators = {});
+// Ends the capture that began on `stream` and returns its graph. The capture is over whether or not this throws.
+std::shared_ptr<Graph> end_capture(Stream stream);
+// Whether a stream is captured: its own program, or one that it has joined.
+bool is_capturing(Stream stream) noexcept;
+
+// Called around a walk over the nodes, on the thread that runs it. Set once, by the backend.
+using AroundReplay = void (*)(void (*walk)(void*), void* argument);
+void set_around_replay(AroundReplay around) noexcept;
+// Launches a graph on `stream`, or captures it as one node.
+void replay(std::shared_ptr<const Graph> graph, Stream stream);
+
+// Names the line of the program that the calling thread is in, "train.py:12". Set once, by the bindings.
+using WhereIsCaller = std::string (*)();
+void set_where_is_caller(WhereIsCaller where) noexcept;
+
+// The nodes and edges in the language of Graphviz.
+std::string to_dot(const Graph& graph);
+
+namespace detail {
+
+struct Capture;
+
+// Whether work that is launched on the stream now is captured. One load while nothing is.
+bool find_capture(Stream stream) noexcept;
+inline bool captures(Stream stream) noexcept {
+  return (attention.load(std::memory_order_relaxed) & kCaptureBit) && find_capture(stream);
+}
+} // namespace detail
+
+// Whether what is launched on the device's current stream is captured. One load while nothing is.
+inline bool capturing(int device) noexcept {
+  return (detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit) &&
+      detail::find_capture(detail::thread_stream(device));
+}
+
+namespace detail {
+
+// Whether the calling thread captures any stream.
+bool in_capture() noexcept;
+// The pool of the stream's capture, or {0, 0}.
+PoolId capture_pool(Stream stream) noexcept;
+
+// For launch(): captures the work, or returns false where it is to run. Throws where it may do neither.
+bool capture(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
+// The same for work whose use of memory is known. The stream is captured.
+void capture(Stream stream, const openreg_site& site, Task work, std::vector<MemoryUse> uses);
+// Keeps something as long as the graph.
+void keep_in_capture(Stream stream, std::shared_ptr<void> kept);
+bool has_generator(Stream stream, const void* generator) noexcept;
+
+// Throws that a capture does not permit `what`, as "aten::nonzero" or "synchronize", and makes it void.
+[[noreturn]] void refuse_capture(Stream stream, const std::string& what, const std::string& why);
+// For what the host must not do: throws if the stream is captured, or if the mode of a capture forbids it.
+void check_host_call(const char* what, Stream stream);
+void check_host_call(const char* what, int device);
+void check_host_call(const char* what);
+
+// An event's place in a capture: see Event.
+struct CapturedPoint;
+std::shared_ptr<const CapturedPoint> capture_point(Stream stream);
+// Makes `stream` wait for the point, and so join its capture.
+void join_capture(const CapturedPoint& point, Stream stream);
+
+// While one lives, the calling thread's work is not captured, and its memory is not of a capture's pool.
+class NotCaptured {
+ public:
+  NotCaptured() noexcept;
+  ~NotCaptured();
+  NotCaptured(const NotCaptured&) = delete;
+  NotCaptured& operator=(const NotCaptured&) = delete;
+};
+
+} // namespace detail
+} // namespace openreg

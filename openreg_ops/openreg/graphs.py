@@ -1,0 +1,179 @@
+"""Graphs: work captured once and replayed without the host, with ``torch.cuda``'s names. See docs/graphs.md."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from openreg_ops import _C
+from openreg_ops.openreg import devices, memory, streams
+
+__all__ = [
+    "Graph",
+    "graph",
+    "graph_pool_handle",
+    "is_current_stream_capturing",
+    "make_graphed_callables",
+]
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether work on the calling thread's current stream is captured into a graph."""
+    return _C.is_current_stream_capturing()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """A new number of a memory pool, for graphs that share one: ``graph(g, pool=handle)``."""
+    return _C.graph_pool_handle()
+
+
+class Graph(_C.Graph):
+    """A graph of captured work: ``torch.cuda.CUDAGraph``.
+
+    Capture with `graph`, or with `capture_begin` and `capture_end` on a stream other than the default one. A replay runs
+    the work again, at the same addresses: write new inputs into the tensors of the capture, and read its results from
+    the tensors that the capture made.
+
+    Args:
+        keep_graph: leave the graph as it was captured at the end of the capture, for `debug_dump`, until `instantiate`
+            or the first `replay` makes it executable.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        super().__init__(keep_graph)
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        """Capture the work of the current stream from now on.
+
+        Args:
+            pool: the memory pool of the graph, from `graph_pool_handle`, another graph's `pool` or ``MemPool.id``; a new
+                one unless given.
+            capture_error_mode: "global" forbids every thread what can break the capture (waiting for the device, asking
+                for events, and in other threads launching work elsewhere), "thread_local" the calling thread, "relaxed"
+                none. Work of the captured streams themselves can never be waited for.
+        Raises:
+            ValueError: another mode. torch.AcceleratorError: the current stream is the default one, or is captured.
+        """
+        super().capture_begin(pool, capture_error_mode)
+
+    def capture_end(self) -> None:
+        """End the capture, on its stream.
+
+        Raises:
+            torch.AcceleratorError: something was not permitted during the capture, or a stream that joined it was not
+                joined back. The capture is over then, its memory is free, and the graph can capture again.
+        """
+        super().capture_end()
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """Let the next capture draw from `generator`, which is not the default one of its device."""
+        super().register_generator_state(generator)
+
+    def instantiate(self) -> None:
+        """Make a graph with ``keep_graph=True`` executable; the first `replay` does it too."""
+        super().instantiate()
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream of its device. Random operators draw new numbers."""
+        super().replay()
+
+    def reset(self) -> None:
+        """Drop the graph, and its hold on the memory pool; the object can capture again."""
+        super().reset()
+
+    def pool(self) -> tuple[int, int]:
+        """The number of the memory pool, for other graphs to share."""
+        return super().pool()
+
+    def enable_debug_mode(self) -> None:
+        """Permit `debug_dump`."""
+        super().enable_debug_mode()
+
+    def debug_dump(self, debug_path: str) -> None:
+        """Write the nodes, the lines that launched them, and their order to a file in the DOT language of Graphviz.
+
+        It needs `enable_debug_mode`, or a graph made with ``keep_graph=True``; otherwise it warns.
+        """
+        super().debug_dump(debug_path)
+
+
+class graph:
+    """``with torch.openreg.graph(g):`` captures the body's work on the current device into `g`.
+
+    Args:
+        graph: a `Graph`. (CUDA's argument is called cuda_graph.)
+        pool, capture_error_mode: as in `Graph.capture_begin`.
+        stream: the stream to capture; unless given, one for all captures on its device.
+    """
+
+    _streams: dict[int, torch.Stream] = {}
+
+    def __init__(
+        self,
+        graph: Graph,
+        pool: tuple[int, int] | None = None,
+        stream: torch.Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> None:
+        if stream is None:
+            index = _C.current_device()
+            stream = self._streams.get(index)
+            if stream is None:
+                stream = self._streams[index] = streams.Stream(index)
+        self.graph = graph
+        self.pool = pool
+        self.capture_stream = stream
+        self.capture_error_mode = capture_error_mode
+
+    def __enter__(self) -> None:
+        devices.synchronize()
+        if torch.compiler.config.force_cudagraph_gc:
+            gc.collect()
+        memory.empty_cache()
+        self.capture_stream.__enter__()
+        try:
+            self.graph.capture_begin(self.pool, self.capture_error_mode)
+        except BaseException:
+            self.capture_stream.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        try:
+            self.graph.capture_end()
+        except torch.AcceleratorError:
+            if kind is None:
+                raise
+            # Otherwise the exception that made the capture void goes on.
+        finally:
+            self.capture_stream.__exit__(kind, *rest)
+
+
+class _Torch(types.SimpleNamespace):
+    """``torch`` with this device in the place of CUDA, for the code of torch.cuda.graphs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def make_graphed_callables(
+    callables: Callable[..., Any] | tuple[Callable[..., Any], ...],
+    sample_args: tuple[torch.Tensor, ...] | tuple[tuple[torch.Tensor, ...], ...],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: tuple[int, int] | None = None,
+) -> Any:
+    """Versions of functions or modules whose forward and backward are replays of graphs.
+
+    It is ``torch.cuda.make_graphed_callables``, of this device: see there for the arguments and what they may be.
+    """
+    of_cuda = torch.cuda.graphs.make_graphed_callables
+    cuda = types.SimpleNamespace(
+        CUDAGraph=Graph, Stream=streams.Stream, graph=graph, stream=streams.stream, synchronize=devices.synchronize
+    )
+    names = {**of_cuda.__globals__, "torch": _Torch(cuda=cuda), "graph_pool_handle": graph_pool_handle}
+    code = types.FunctionType(of_cuda.__code__, names, closure=of_cuda.__closure__)
+    return code(callables, sample_args, num_warmup_iters, allow_unused_input, pool)

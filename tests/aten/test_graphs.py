@@ -1,0 +1,172 @@
+"""Operators in graphs: a replay computes what eager mode computes, to the bit."""
+
+import copy
+
+import pytest
+import torch
+
+from openreg_ops.meta.op import SAMPLES
+from openreg_tools.conformance import graphs, opinfo
+from openreg_tools.samples import sample_of
+
+DEVICE = "openreg:0"
+
+# One of each kind: structured with an object made once, structured, in place, with a copied result, several results,
+# views, random, foreach, composites.
+OPERATORS = (
+    "add", "mul", "exp", "mm", "addmm", "baddbmm", "softmax", "cat", "sum", "argmax", "topk", "sort", "where", "fill",
+    "gather", "index_put", "index_select", "scatter_add", "linalg.inv_ex", "nn.functional.nll_loss", "nn.functional.gelu",
+    "nn.functional.conv2d", "nn.functional.layer_norm", "nn.functional.batch_norm", "nn.functional.dropout",
+    "nn.functional.max_pool2d", "nn.functional.embedding", "bernoulli", "multinomial", "abs", "conj", "cumsum", "pow",
+    "div", "lerp", "addcdiv", "clamp", "unfold", "std_mean", "svd", "fft.fft", "_foreach_add", "_foreach_pow",
+)  # fmt: skip
+
+
+def found(report):
+    return "\n".join(f"sample {f.sample} [{f.kind}]: {f.message}" for f in report.failures)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_replay_is_eager(name):
+    op, report = opinfo.database()[name], opinfo.Report()
+    graphs.check(op, torch.float32, DEVICE, 4, report)
+    assert report.ran["graphs"] >= 1
+    assert not report.failures, found(report)
+    assert sum(report.notes.values()) < report.ran["graphs"], "some samples are captured"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", ["add", "mul", "div", "sub", "eq", "sum", "neg", "pow"])
+def test_replay_is_eager_in_other_dtypes(name, dtype):
+    op, report = opinfo.database()[name], opinfo.Report()
+    graphs.check(op, dtype, DEVICE, 6, report)
+    assert not report.failures, found(report)
+
+
+# Results of a shape that depends on values.
+DYNAMIC = {"nms"}
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_operators_of_the_suite(name):
+    report = opinfo.Report()
+    function = getattr(torch.ops.openreg, name)
+    for i, sample in enumerate(list(SAMPLES[name]("cpu", torch.float32))[:4]):
+        each = sample_of(sample)
+        graphs.compare(report, i, "valid", function, (tuple(each.args), dict(each.kwargs)), DEVICE)
+    assert not report.failures, found(report)
+    refused = sum(report.notes.values())
+    assert refused == (report.ran["graphs"] if name in DYNAMIC else 0), report.notes
+
+
+@pytest.mark.parametrize("expression", [
+    lambda x, y: x + y.to(torch.float64),  # promotes
+    lambda x, y: torch.add(x, y, alpha=2, out=torch.empty(0, device=x.device)),  # is resized
+    lambda x, y: torch.add(x, y, out=torch.empty(8, 4, device=x.device).t()),  # permuted
+    lambda x, y: x.t().contiguous().view(-1)[3:].unfold(0, 4, 2) * 2,  # views
+    lambda x, y: x * torch.tensor(3.0),  # a CPU scalar is a constant
+    lambda x, y: torch.empty(0, 4, device=x.device).exp().sum(0),  # empty
+    lambda x, y: torch.complex(x, y).conj() * 2j,  # lazy conjugation
+    lambda x, y: torch.relu(x - 0.5).bfloat16() * 0.5 + 1,
+    lambda x, y: (x.abs(), x.clone().zero_(), torch.full_like(x, 3), torch.arange(4, device=x.device) * 2),
+    lambda x, y: torch._lazy_clone(x).add_(1) + x,
+])  # fmt: skip
+def test_expressions(expression):
+    report = opinfo.Report()
+    torch.manual_seed(0)
+    graphs.compare(report, 0, "expression", expression, ((torch.randn(4, 8), torch.randn(4, 8)), {}), DEVICE)
+    assert not report.failures, found(report)
+    assert not report.notes
+
+
+def model_and_data():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4)
+    ).to(DEVICE)
+    batches = [(torch.randn(6, 8), torch.randint(4, (6,))) for _ in range(4)]
+    return model, batches
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True),
+    "AdamW for each": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True, foreach=False),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_a_training_step(optimizer, autocast):
+    model, batches = model_and_data()
+    eager_model = copy.deepcopy(model)
+
+    def make_step(model):
+        opt = OPTIMIZERS[optimizer](model.parameters())
+        x, target = torch.zeros(6, 8, device=DEVICE), torch.zeros(6, dtype=torch.long, device=DEVICE)
+
+        def step():
+            opt.zero_grad(set_to_none=True)
+            with torch.autocast("openreg", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+                loss = torch.nn.functional.cross_entropy(model(x), target)
+            loss.backward()
+            opt.step()
+            return loss
+
+        side = torch.openreg.Stream()
+        side.wait_stream(torch.openreg.current_stream())
+        with side:
+            for _ in range(2):
+                step()
+        torch.openreg.current_stream().wait_stream(side)
+        return step, x, target
+
+    torch.openreg.manual_seed(1)
+    step, x, target = make_step(eager_model)
+    expected = []
+    for a, b in batches:
+        x.copy_(a), target.copy_(b)
+        expected.append(step().item())
+
+    torch.openreg.manual_seed(1)
+    step, x, target = make_step(model)
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        loss = step()
+    for (a, b), e in zip(batches, expected, strict=True):
+        x.copy_(a), target.copy_(b)
+        graph.replay()
+        assert loss.item() == e
+    for a, b in zip(model.parameters(), eager_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_make_graphed_callables():
+    model, batches = model_and_data()
+    model[3] = torch.nn.Identity()
+    eager_model = copy.deepcopy(model)
+    sample = torch.zeros(6, 8, device=DEVICE)
+    graphed = torch.openreg.make_graphed_callables(model, (sample,))
+    for each in (graphed, eager_model):
+        opt = torch.optim.SGD(each.parameters(), lr=0.1)
+        for a, b in batches:
+            opt.zero_grad(set_to_none=True)
+            torch.nn.functional.cross_entropy(each(a.to(DEVICE)), b.to(DEVICE)).backward()
+            opt.step()
+    for a, b in zip(graphed.parameters(), eager_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_functorch_and_inference_mode():
+    x = torch.zeros(3, 4, device=DEVICE)
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        y = torch.vmap(torch.func.grad(lambda v: (v * v).sum()))(x)
+        with torch.inference_mode():
+            z = x.exp() + 1
+    x.copy_(torch.arange(12.0).view(3, 4))
+    graph.replay()
+    assert torch.equal(y, 2 * x)
+    assert torch.equal(z, x.exp() + 1)

@@ -1,0 +1,489 @@
+"""Graphs: capture, replay, order, private memory, and what cannot be captured."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from openreg_ops import _C
+
+DEVICE = "openreg:0"
+
+
+@pytest.fixture
+def unpoisoned():
+    """New memory is not filled, which would be nodes of their own."""
+    before = _C.poison()
+    _C.set_poison(False)
+    yield
+    _C.set_poison(before)
+
+
+def device(values, **options):
+    return torch.tensor(values, device=DEVICE, **options)
+
+
+def captured(f, **options):
+    """A graph of f(), and what f returned."""
+    g = torch.openreg.Graph()
+    with torch.openreg.graph(g, **options):
+        out = f()
+    return g, out
+
+
+def test_by_hand():
+    x = device([1.0, 2.0])
+    g, y = captured(lambda: x * 2 + 1)
+    g.replay()
+    assert y.tolist() == [3.0, 5.0]
+    x.copy_(torch.tensor([10.0, 20.0]))
+    assert y.tolist() == [3.0, 5.0], "nothing runs before the replay"
+    g.replay()
+    assert y.tolist() == [21.0, 41.0]
+
+
+def test_capture_computes_nothing():
+    x = device([1.0, 2.0])
+    state = torch.openreg.get_rng_state()
+    g, y = captured(lambda: (x.add_(1), torch.rand(3, device=DEVICE), torch.nn.functional.dropout(x, 0.5)))
+    assert x.tolist() == [1.0, 2.0]
+    assert torch.equal(torch.openreg.get_rng_state(), state)
+    g.replay()
+    assert x.tolist() == [2.0, 3.0]
+
+
+def test_accelerator_graph():
+    x = torch.zeros(8, device=DEVICE)
+    graph = torch.accelerator.Graph()
+    with torch.Stream(device=DEVICE), graph:
+        x += 1
+    for _ in range(3):
+        graph.replay()
+    assert x.tolist() == [3.0] * 8
+    assert isinstance(graph.pool(), tuple)
+
+
+@pytest.mark.parametrize("mode", ["inline", "async", "sync"])
+def test_launch_modes_and_streams(mode):
+    x = torch.zeros(64, device=DEVICE)
+    g, y = captured(lambda: (x + 1).relu_())
+    with torch.openreg.launch_mode(mode):
+        side = torch.openreg.Stream()
+        with side:
+            torch.openreg._sleep(20_000_000)
+            x.fill_(1)
+            g.replay()  # behind the sleep and the fill
+            z = y * 2
+        side.synchronize()
+    assert z.tolist() == [4.0] * 64
+
+
+def test_capture_in_async_mode():
+    with torch.openreg.launch_mode("async"):
+        x = torch.ones(64, device=DEVICE)
+        g, y = captured(lambda: torch.softmax(x, 0) * 64)
+        g.replay()
+        torch.openreg.synchronize()
+    torch.testing.assert_close(y.cpu(), torch.ones(64))
+
+
+def test_is_capturing():
+    seen = []
+    g = torch.openreg.Graph()
+    assert not torch.openreg.is_current_stream_capturing()
+    with torch.openreg.graph(g):
+        seen.append(torch.openreg.is_current_stream_capturing())
+        seen.append(torch.accelerator.current_stream().is_capturing())
+        torch.zeros(1, device=DEVICE)
+    assert seen == [True, True]
+    assert not torch.openreg.is_current_stream_capturing()
+
+
+# ---- random numbers ----
+
+
+def test_random_numbers_are_those_of_eager_mode():
+    x = torch.ones(100, device=DEVICE)
+
+    def f():
+        return (
+            torch.rand(7, device=DEVICE),
+            torch.nn.functional.dropout(x, 0.3),
+            torch.randn(5, device=DEVICE),
+            torch.ops.openreg.dropout_add(x, x, 0.5)[0],
+        )
+
+    g, out = captured(f)
+    torch.openreg.manual_seed(3)
+    expected = [[y.cpu() for y in f()] for _ in range(3)]
+    torch.openreg.manual_seed(3)
+    for each in expected:
+        g.replay()
+        for y, e in zip(out, each, strict=True):
+            assert torch.equal(y.cpu(), e)
+    assert not torch.equal(expected[0][0], expected[1][0])
+
+
+def test_generators_are_registered():
+    generator = torch.Generator(DEVICE)
+    g = torch.openreg.Graph()
+    with (
+        pytest.raises(torch.AcceleratorError, match="register_generator_state"),
+        torch.openreg.graph(g),
+    ):
+        torch.rand(3, device=DEVICE, generator=generator)
+    g = torch.openreg.Graph()
+    g.register_generator_state(generator)
+    with torch.openreg.graph(g):
+        y = torch.rand(3, device=DEVICE, generator=generator)
+    generator.manual_seed(5)
+    g.replay()
+    first = y.cpu()
+    generator.manual_seed(5)
+    assert torch.equal(first, torch.rand(3, device=DEVICE, generator=generator).cpu())
+
+
+# ---- streams ----
+
+
+def test_other_streams_join_by_events(unpoisoned):
+    x = torch.ones(4, device=DEVICE)
+    side = torch.openreg.Stream()
+
+    def f():
+        main = torch.openreg.current_stream()
+        a = x + 1
+        side.wait_stream(main)
+        with side:
+            b = a * 10
+            assert torch.openreg.is_current_stream_capturing()
+        c = a * 100
+        main.wait_stream(side)
+        return b + c
+
+    g, y = captured(f)
+    g.replay()
+    assert y.tolist() == [220.0] * 4
+    nodes = g._nodes()
+    assert [n[3] for n in nodes] == [[], [0], [0], [1, 2]], "the fork and the join are edges"
+    assert not side.is_capturing()
+
+
+def test_unjoined_streams_are_an_error(unpoisoned):
+    x = torch.ones(4, device=DEVICE)
+    side = torch.openreg.Stream()
+    g = torch.openreg.Graph()
+    with pytest.raises(torch.AcceleratorError, match=r"unjoined work: aten::mul at .*test_graphs.py:\d+"):  # noqa: SIM117
+        with torch.openreg.graph(g):
+            side.wait_stream(torch.openreg.current_stream())
+            with side:
+                x * 2
+    with side:
+        assert (x * 2).tolist() == [2.0] * 4, "the stream is usable"
+
+
+def test_waiting_for_what_is_not_captured_is_an_error():
+    x = torch.ones(4, device=DEVICE)
+    event = torch.Event(DEVICE)
+    event.record()
+    g = torch.openreg.Graph()
+    with pytest.raises(torch.AcceleratorError, match="recorded before the capture"), torch.openreg.graph(g):
+        x + 1
+        event.wait()
+
+
+def test_the_default_stream_is_not_captured():
+    g = torch.openreg.Graph()
+    with pytest.raises(torch.AcceleratorError, match="other than the default one"):
+        g.capture_begin()
+    with pytest.raises(RuntimeError, match="no capture has begun"):
+        g.capture_end()
+
+
+# ---- what cannot be captured ----
+
+REFUSED = {
+    "item": (lambda x: x.sum().item(), "aten::_local_scalar_dense"),
+    "bool": (lambda x: bool((x > 0).all()), "aten::_local_scalar_dense"),
+    "nonzero": (lambda x: x.nonzero(), "aten::nonzero"),
+    "mask": (lambda x: x[x > 0], "aten::index"),
+    "unique": (lambda x: x.unique(), "aten::_unique2"),
+    "equal": (lambda x: torch.equal(x, x.clone()), "aten::equal"),
+    "to the host": (lambda x: x.cpu(), "aten::copy_"),
+    "from the host": (lambda x: torch.ones(3).to(DEVICE), "aten::copy_"),
+    "index on the host": (lambda x: x[torch.tensor([0, 1])], "aten::index"),
+    "pinned and waiting": (lambda x: x.copy_(torch.ones(3).pin_memory()), "non_blocking=True"),
+    "synchronize": (lambda x: torch.openreg.synchronize(), "synchronize"),
+    "synchronize the stream": (lambda x: torch.openreg.current_stream().synchronize(), "synchronize"),
+    "query": (lambda x: torch.openreg.current_stream().query(), "query"),
+    "event": (lambda x: torch.openreg.current_stream().record_event().query(), "query"),
+    "nms": (lambda x: torch.ops.openreg.nms(torch.ones(2, 4, device=DEVICE), x[:2].clone(), 0.5), "openreg::nms"),
+    "sparse": (lambda x: x.to_sparse(), "aten::_to_sparse"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    f, name = REFUSED[case]
+    x = torch.ones(3, device=DEVICE)
+    torch.openreg.synchronize()
+    gc.collect()
+    before = torch.openreg.memory_allocated(DEVICE)
+    g = torch.openreg.Graph()
+    with pytest.raises(torch.AcceleratorError, match=name) as raised, torch.openreg.graph(g):
+        y = x * 2
+        f(y)
+    assert "not permitted when stream is capturing" in str(raised.value)
+    assert "test_graphs.py:" in str(raised.value)
+    del y, raised
+    gc.collect()
+    assert torch.openreg.memory_allocated(DEVICE) == before, "nothing leaks"
+    with torch.openreg.graph(g):  # the stream and the graph are usable
+        z = x + 1
+    g.replay()
+    assert z.tolist() == [2.0] * 3
+
+
+def test_a_void_capture_says_why():
+    x = torch.ones(3, device=DEVICE)
+    g = torch.openreg.Graph()
+    with pytest.raises(torch.AcceleratorError, match="previous error during capture.*aten::_local_scalar_dense"):  # noqa: SIM117
+        with torch.openreg.graph(g):
+            try:
+                x.sum().item()
+            except torch.AcceleratorError:
+                pass
+            with pytest.raises(torch.AcceleratorError, match="whose capture is void"):
+                x + 1
+
+
+def test_errors_of_the_program_do_not_end_the_capture():
+    x = torch.ones(3, device=DEVICE)
+    g = torch.openreg.Graph()
+    with torch.openreg.graph(g):
+        with pytest.raises(RuntimeError, match="must match the size"):
+            x + torch.ones(2, device=DEVICE)
+        y = x + 1
+    g.replay()
+    assert y.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_other_threads(mode):
+    x = torch.ones(3, device=DEVICE)
+    errors, values = [], []
+
+    def other():
+        try:
+            values.append((x + 1).tolist())
+        except torch.AcceleratorError as error:
+            errors.append(str(error))
+
+    g = torch.openreg.Graph()
+    g_stream = torch.openreg.Stream()
+    try:
+        with torch.openreg.graph(g, stream=g_stream, capture_error_mode=mode):
+            x * 2
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        void = False
+    except torch.AcceleratorError:
+        void = True
+    if mode == "global":
+        assert void
+        assert "another thread captures a graph" in errors[0]
+    else:
+        assert not void
+        assert values == [[2.0] * 3]
+
+
+def test_mode_names():
+    with pytest.raises(ValueError, match="capture_error_mode"):  # noqa: SIM117
+        with torch.openreg.graph(torch.openreg.Graph(), capture_error_mode="loose"):
+            pass
+    g, y = captured(lambda: torch.ones(2, device=DEVICE) + 1, capture_error_mode="relaxed")
+    g.replay()
+    assert y.tolist() == [2.0, 2.0]
+
+
+# ---- memory ----
+
+
+def test_memory_is_private_and_keeps_its_address():
+    x = torch.ones(1000, device=DEVICE)
+    g, y = captured(lambda: (x + 1) * 2)
+    pool = g.pool()
+    segments = torch.openreg.memory_snapshot(DEVICE, mempool_id=pool)
+    assert segments
+    inside = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
+    assert any(y.data_ptr() in r for r in inside)
+    others = [torch.empty(1000, device=DEVICE) for _ in range(100)]
+    assert not any(o.data_ptr() in r for o in others for r in inside), "freed memory of the pool goes to nobody else"
+    g.replay()
+    assert y[0].item() == 4
+
+
+def test_a_graph_that_dies_frees_its_pool():
+    torch.openreg.synchronize()
+    gc.collect()
+    torch.openreg.empty_cache()
+    before = torch.openreg.memory_reserved(DEVICE)
+    x = torch.ones(1 << 20, device=DEVICE)
+    g, y = captured(lambda: (x + 1) * 2)
+    pool = g.pool()
+    del x, g
+    assert torch.openreg.memory_snapshot(DEVICE, mempool_id=pool), "y lives in it"
+    del y
+    gc.collect()
+    torch.openreg.empty_cache()
+    assert not torch.openreg.memory_snapshot(DEVICE, mempool_id=pool)
+    assert torch.openreg.memory_reserved(DEVICE) <= before
+
+
+def test_graphs_share_a_pool():
+    x = torch.ones(1 << 18, device=DEVICE)
+    g1, y1 = captured(lambda: ((x + 1) * 2).sum())
+    alone = sum(s["total_size"] for s in torch.openreg.memory_snapshot(DEVICE, mempool_id=g1.pool()))
+    g2, y2 = captured(lambda: ((x + 3) * 2).sum(), pool=g1.pool())
+    both = sum(s["total_size"] for s in torch.openreg.memory_snapshot(DEVICE, mempool_id=g1.pool()))
+    assert g2.pool() == g1.pool()
+    assert both == alone, "the second reuses what the first has freed"
+    g1.replay()
+    g2.replay()
+    assert (y1.item(), y2.item()) == (4.0 * (1 << 18), 8.0 * (1 << 18))
+
+
+def test_mem_pool():
+    pool = torch.openreg.MemPool()
+    assert pool.use_count() == 1
+    with torch.openreg.use_mem_pool(pool):
+        assert pool.use_count() == 2
+        x = torch.ones(1 << 16, device=DEVICE)
+    y = torch.ones(1 << 16, device=DEVICE)
+    assert pool.use_count() == 1
+    inside = [range(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
+    assert any(x.data_ptr() in r for r in inside)
+    assert not any(y.data_ptr() in r for r in inside)
+    assert all(s["segment_pool_id"] == pool.id for s in pool.snapshot())
+    del x
+    assert pool.snapshot(), "kept for the next use"
+    torch.openreg.empty_cache()
+    assert pool.snapshot()
+    torch.openreg.empty_cache(pool.id)
+    assert not pool.snapshot()
+    with pytest.raises(ValueError, match="no_split"):
+        torch.openreg.MemPool(no_split=True)
+
+
+def test_allocator_functions():
+    before = torch.openreg.memory_allocated(DEVICE)
+    address = torch.openreg.caching_allocator_alloc(1000, DEVICE)
+    assert torch.openreg.memory_allocated(DEVICE) > before
+    torch.openreg.caching_allocator_delete(address)
+    assert torch.openreg.memory_allocated(DEVICE) == before
+    with pytest.raises(RuntimeError, match="caching_allocator_delete: expected an address"):
+        torch.openreg.caching_allocator_delete(address)
+
+
+# ---- the object ----
+
+
+def test_keep_graph_and_debug_dump(tmp_path):
+    x = torch.ones(3, device=DEVICE)
+    g = torch.openreg.Graph(keep_graph=True)
+    with torch.openreg.graph(g):
+        y = x.exp()
+    g.debug_dump(str(tmp_path / "graph.dot"))
+    text = (tmp_path / "graph.dot").read_text()
+    assert text.startswith("digraph") and "aten::exp" in text and "test_graphs.py:" in text
+    g.instantiate()
+    g.replay()
+    assert torch.equal(y.cpu(), torch.ones(3).exp())
+    g, _ = captured(lambda: x + 1)
+    with pytest.warns(UserWarning, match="enable_debug_mode"):
+        g.debug_dump(str(tmp_path / "other.dot"))
+    assert not (tmp_path / "other.dot").exists()
+
+
+def test_reset():
+    x = torch.ones(3, device=DEVICE)
+    g, _ = captured(lambda: x + 1)
+    with pytest.raises(RuntimeError, match="call reset"), torch.openreg.graph(g):
+        pass
+    g.reset()
+    with pytest.raises(RuntimeError, match="no graph has been captured"):
+        g.replay()
+    with torch.openreg.graph(g):
+        y = x + 2
+    g.replay()
+    assert y.tolist() == [3.0] * 3
+
+
+def test_a_graph_in_a_graph():
+    x = torch.ones(3, device=DEVICE)
+    inner, _ = captured(lambda: x.add_(1))
+    outer, _ = captured(lambda: (x.mul_(10), inner.replay()))
+    outer.replay()
+    assert x.tolist() == [11.0] * 3
+
+
+def test_faults_strike_nodes(unpoisoned):
+    x = torch.ones(3, device=DEVICE)
+    g, y = captured(lambda: (x + 1, x * 3))
+    with torch.openreg.faults.inject("kernel", after=1):
+        g.replay()
+        with pytest.raises(torch.AcceleratorError, match="injected fault.*aten::mul"):
+            torch.openreg.synchronize()
+    assert y[0].tolist() == [2.0] * 3, "the other nodes run"
+
+
+def test_profiles_show_nodes():
+    x = torch.ones(3, device=DEVICE)
+    g, _ = captured(lambda: torch.exp(x + 1))
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
+    ) as profile:
+        g.replay()
+        torch.openreg.synchronize()
+    names = [event.name for event in profile.events()]
+    assert "aten::exp kernel" in names and "aten::add kernel" in names
+    assert "openregGraphLaunch" in names
+
+
+def test_an_error_in_a_node_names_it():
+    x = torch.zeros(3, dtype=torch.long, device=DEVICE)
+    table = torch.ones(4, 2, device=DEVICE)
+    g, y = captured(lambda: table[x])
+    g.replay()
+    assert y.tolist() == [[1.0, 1.0]] * 3
+    x.fill_(7)
+    with pytest.raises(torch.AcceleratorError, match=r"aten::index, a node of a graph, captured at .*test_graphs.py"):
+        g.replay()
+
+
+def test_two_devices():
+    x = torch.ones(3, device="openreg:0")
+    y = torch.zeros(3, device="openreg:1")
+    pinned = torch.zeros(3).pin_memory()
+
+    def f():
+        y.copy_(x * 2)
+        pinned.copy_(x, non_blocking=True)
+
+    g, _ = captured(f)
+    assert y.tolist() == [0.0] * 3
+    g.replay()
+    torch.openreg.synchronize()
+    assert y.tolist() == [2.0] * 3
+    assert pinned.tolist() == [1.0] * 3
+
+
+def test_capture_on_the_second_device():
+    with torch.openreg.device(1):
+        x = torch.ones(3, device="openreg:1")
+        g, y = captured(lambda: x + 1)
+        g.replay()
+    assert y.device == torch.device("openreg:1")
+    assert y.tolist() == [2.0] * 3
