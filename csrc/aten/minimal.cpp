@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include "../backend/allocator.h"
+#include "../backend/sync_debug.h"
 #include "../runtime/memory.h"
 #include "../runtime/stream.h"
 
@@ -128,6 +129,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(self.storage().data(),
       "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ", self.sizes(),
       ", was freed or resized to nothing");
+  synchronizes("aten::_local_scalar_dense", current_stream(self.device().index()));
   return run(current_stream(self.device().index()), [&]() -> at::Scalar {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();

@@ -18,6 +18,7 @@ from openreg_ops.openreg.index import device_index
 __all__ = [
     "OutOfMemoryError",
     "empty_cache",
+    "get_allocator_backend",
     "get_per_process_memory_fraction",
     "host_memory_stats",
     "host_memory_stats_as_nested_dict",
@@ -54,6 +55,11 @@ def isolation_mode() -> str:
     microseconds.
     """
     return _C.isolation_mode()
+
+
+def get_allocator_backend() -> str:
+    """The name of the allocator: "native", as that of CUDA which keeps freed memory for reuse."""
+    return "native"
 
 
 def empty_cache() -> None:
