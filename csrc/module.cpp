@@ -1,6 +1,8 @@
 // Python bindings: what openreg_ops needs of C++ that torch does not offer already.
 #include <ATen/core/CachingHostAllocator.h>
+#include <torch/csrc/Event.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Stream.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/device_lazy_init.h>
@@ -23,10 +25,12 @@
 #include "backend/allocator.h"
 #include "backend/distributed.h"
 #include "backend/generator.h"
+#include "backend/guard.h"
 #include "backend/memory_history.h"
 #include "backend/profiler.h"
 #include "backend/serialization.h"
 #include "backend/sharing.h"
+#include "backend/sync_debug.h"
 #include "compat.h"
 #include "graph_bindings.h"
 #include "ops/checks.h"
@@ -37,6 +41,7 @@
 #include "runtime/memory.h"
 #include "runtime/observer.h"
 #include "runtime/stream.h"
+#include "runtime/usage.h"
 #include "runtime/wait.h"
 
 // Of torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.
@@ -109,6 +114,28 @@ py::list symbolized(const std::vector<openreg::Traceback>& tracebacks) {
   auto next = frames.begin();
   for (const auto& each : tracebacks) out.append(each ? *next++ : py::none());
   return out;
+}
+
+// torch.Stream.priority, which only torch.cuda.Stream and its like have, for streams of the device.
+PyObject* priority_of_stream(PyObject* self, void*) {
+  const auto* stream = reinterpret_cast<THPStream*>(self);
+  if (static_cast<c10::DeviceType>(stream->device_type) == c10::kPrivateUse1)
+    return PyLong_FromLong(openreg::stream_priority({static_cast<int>(stream->device_index), stream->stream_id}));
+  PyErr_SetString(PyExc_AttributeError, "'torch.Stream' object has no attribute 'priority'");
+  return nullptr;
+}
+void add_priority() {
+  static PyGetSetDef definition = {"priority", &priority_of_stream, nullptr,
+      "The priority of a stream of openreg: 0, or -1 for a more urgent one.", nullptr};
+  const auto property = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(THPStreamClass, &definition));
+  if (!property || PyDict_SetItemString(THPStreamClass->tp_dict, "priority", property.ptr()) < 0)
+    throw py::error_already_set();
+  PyType_Modified(THPStreamClass);
+}
+
+c10::Event& event_of(const py::object& event) {
+  TORCH_CHECK_TYPE(THPEvent_Check(event.ptr()), "expected a torch.Event");
+  return reinterpret_cast<THPEvent*>(event.ptr())->event;
 }
 
 // empty_strided(size, stride, dtype, device index), for code that Inductor generates: tuples of int, nothing
@@ -189,6 +216,14 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_acquire gil;
     if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) < 0) throw py::error_already_set();
   });
+  m.def("sync_debug_mode", [] { return static_cast<int>(openreg::sync_debug_mode()); });
+  m.def(
+      "set_sync_debug_mode", [](int mode) { openreg::set_sync_debug_mode(static_cast<openreg::SyncDebugMode>(mode)); });
+  openreg::set_report_sync([](const char* operation) {
+    if (!Py_IsInitialized()) return;
+    py::gil_scoped_acquire gil;
+    py::module_::import("openreg_ops.openreg.sync_debug").attr("_report")(operation);
+  });
   m.def("fallback_report", [] {
     std::vector<std::tuple<std::string, uint64_t, uint64_t, uint64_t>> rows;
     for (auto& r : openreg::fallback_report()) rows.emplace_back(r.name, r.calls, r.bytes, r.nanoseconds);
@@ -219,6 +254,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("forked", &openreg::forked);
   m.def("range_push", &openreg::range_push);
   m.def("range_pop", &openreg::range_pop);
+  m.def("range_start", &openreg::range_start);
+  m.def("range_end", &openreg::range_end);
   m.def("emit_ranges", &openreg::emit_ranges);
   openreg::set_host_thread([] { return PyGILState_GetThisThreadState() != nullptr; });
   m.def("isolation_mode", [] {
@@ -238,6 +275,17 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("is_stream", [](int device, int64_t id) { return openreg::is_stream({device, id}); });
   m.def("stream_priority", [](int device, int64_t id) { return openreg::stream_priority({device, id}); });
+  add_priority();
+  m.def("make_interprocess",
+      [](const py::object& event) { event_of(event) = c10::Event(c10::kPrivateUse1, openreg::kInterprocess); });
+  m.def("open_event", [](const py::object& event, int64_t device, const py::bytes& handle) {
+    openreg::open_event(event_of(event), openreg::checked_index(device), handle);
+  });
+  m.def("event_handle", [](const py::object& event) { return py::bytes(openreg::event_handle(event_of(event))); });
+  m.def("utilization", [](int64_t device) {
+    const auto now = openreg::utilization(openreg::checked_index(device));
+    return py::make_tuple(now.busy, now.memory);
+  });
   m.def("memory_limit", [](int64_t device) { return openreg::memory_limit(openreg::checked_index(device)); });
   m.def("set_memory_limit",
       [](int64_t device, size_t bytes) { openreg::set_memory_limit(openreg::checked_index(device), bytes); });

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from openreg_ops import _C
+from openreg_ops.openreg.streams import Event, InterprocessEvent
 
 
 def _rebuild(handle: Any, nbytes: int, device: int) -> torch.UntypedStorage:
@@ -41,6 +42,12 @@ def _reduce(storage: torch.UntypedStorage) -> tuple[Callable[..., Any], tuple[An
     return _rebuild, (reduction.DupFd(file), storage.nbytes(), storage.device.index)
 
 
+def _reduce_event(event: InterprocessEvent) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    handle = event.ipc_handle()  # which gives it a device
+    return Event.from_ipc_handle, (event.device.index, handle)
+
+
 def register() -> None:
-    """Pickle storages for other processes; torch.multiprocessing pickles a tensor through its storage."""
+    """Pickle storages for other processes; torch.multiprocessing pickles a tensor through its storage. And events."""
     reduction.register(torch.UntypedStorage, _reduce)
+    reduction.register(InterprocessEvent, _reduce_event)

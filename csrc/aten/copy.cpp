@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "../backend/host_allocator.h"
+#include "../backend/sync_debug.h"
 #include "../runtime/event.h"
 #include "../runtime/fault.h"
 #include "../runtime/memory.h"
@@ -133,6 +134,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   const bool between =
       self.is_privateuseone() && destination.is_privateuseone() && self.device() != destination.device();
   const Stream here = current_stream((self.is_privateuseone() ? self : destination).device().index());
+  if (C10_UNLIKELY(watches_syncs()) && !non_blocking && (self.is_cpu() || destination.is_cpu()) && self.numel())
+    synchronizes("aten::copy_", here);
   const Stream there = between ? current_stream(destination.device().index()) : here;
   if (C10_UNLIKELY(detail::attention.load() & detail::kCaptureBit))
     for (const Stream stream : {here, there})

@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include "../backend/allocator.h"
+#include "../backend/sync_debug.h"
 #include "captured.h"
 #include "../runtime/memory.h"
 #include "../runtime/stream.h"
@@ -133,6 +134,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
     detail::refuse_capture(current_stream(self.device().index()), "aten::_local_scalar_dense",
         "the host would read a value of the device, as .item(), bool(), int() and float() do. Keep the value in a "
         "tensor, or read it after a replay.");
+  synchronizes("aten::_local_scalar_dense", current_stream(self.device().index()));
   return run(current_stream(self.device().index()), [&]() -> at::Scalar {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();

@@ -12,10 +12,12 @@
 
 #include "../backend/allocator.h"
 #include "../backend/generator.h"
+#include "../backend/sync_debug.h"
 #include "captured.h"
 #include "host_scalars.h"
 #include "own_memory.h"
 #include "queued.h"
+#include "synchronizing.h"
 #include "wider.h"
 
 namespace openreg {
@@ -68,12 +70,16 @@ class NativeKernel final : public c10::OperatorKernel {
       for (size_t i = 0; i < write_.size() && host_scalars(each_) == HostScalars::kLast; ++i)
         if (schema.arguments()[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) last_list_ = i;
     }
+    synchronizes_ = synchronizes_on_cuda(op);
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
     if (target == DispatchKey::CPU || target == DispatchKey::SparseCsrCPU) wider_ = Wider::of(schema.name());
   }
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
+    if (C10_UNLIKELY(synchronizes_ != nullptr) && watches_syncs())
+      if (const auto* arguments = stack->data() + stack->size() - write_.size(); synchronizes_(arguments))
+        synchronizes(op.operator_name().name.c_str(), stream_of(*arguments));
     if (C10_UNLIKELY(wider_ != nullptr)) {
       const bool dense = target_ == DispatchKey::CPU;
       if (wider_->run(op, stack, dense ? DispatchKey::PrivateUse1 : DispatchKey::SparseCsrPrivateUse1)) return;
@@ -184,6 +190,11 @@ class NativeKernel final : public c10::OperatorKernel {
     }
     return false;
   }
+  // The stream that an operator runs on whose first argument is a tensor, on the device or on the host.
+  static Stream stream_of(const c10::IValue& first) {
+    const bool here = first.isTensor() && first.toTensor().is_privateuseone();
+    return current_stream(here ? first.toTensor().device().index() : checked_index(-1));
+  }
   static void lists_hold(c10::SmallVector<at::Tensor, 8>& held, const c10::List<at::Tensor>& list) {
     for (const at::Tensor& t : list) held.push_back(t);
   }
@@ -208,6 +219,7 @@ class NativeKernel final : public c10::OperatorKernel {
   bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
   bool views_ = false; // it returns views, or changes only the geometry
+  Synchronizes synchronizes_ = nullptr;
   const Wider* wider_ = nullptr;
   std::string each_;     // of a foreach operator: what it calls for each element
   size_t last_list_ = 0; // of one that takes CPU scalars in its last list only

@@ -15,6 +15,7 @@
 #include "../runtime/memory.h"
 #include "../runtime/stream.h"
 #include "../runtime/turn.h"
+#include "gpu_trace.h"
 #include "guard.h"
 #include "profiler.h"
 
@@ -27,6 +28,8 @@ namespace openreg {
 namespace {
 
 void free_device(void* pointer) {
+  if (gpu_tracing()) [[unlikely]]
+    trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_deallocation, trace_address(pointer));
   report_free(pointer);
   deallocate(pointer);
 }
@@ -168,6 +171,8 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
   try {
     void* pointer = allocate(current_stream(device), bytes);
     report_allocation(pointer);
+    if (gpu_tracing()) [[unlikely]]
+      trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_allocation, trace_address(pointer));
     return {pointer, pointer, &free_device, label};
   } catch (const OutOfMemory& error) {
     report_out_of_memory(device, bytes);

@@ -3,6 +3,11 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <array>
+#include <atomic>
+#include <memory>
+#include <utility>
+
 #include "../runtime/device.h"
 #include "../runtime/error.h"
 #include "../runtime/event.h"
@@ -11,8 +16,11 @@
 #include "../runtime/graph.h"
 #include "../runtime/memory.h"
 #include "../runtime/observer.h"
+#include "../runtime/shared_event.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
+#include "gpu_trace.h"
+#include "sync_debug.h"
 
 namespace openreg {
 namespace {
@@ -29,6 +37,31 @@ DeviceStream wrap(Stream s) {
 bool answer(int device, bool done) {
   if (done) throw_kept_error(device, /*keep=*/true);
   return done;
+}
+
+using Trace = c10::impl::PyInterpreterVTable;
+
+std::uintptr_t trace_handle(const DeviceStream& stream) {
+  return static_cast<std::uintptr_t>(stream.id());
+}
+
+// A stream of the pool is created when it is handed out first.
+void trace_new_stream(Stream stream) {
+  static std::array<std::array<std::atomic<bool>, kStreams>, kMaxDevices> known{};
+  if (!known[static_cast<std::size_t>(stream.device)][static_cast<std::size_t>(stream.id)].exchange(true))
+    trace_gpu(&Trace::trace_gpu_stream_creation, static_cast<std::uintptr_t>(stream.id));
+}
+
+// What open_event() wants made: an event of another process, by its handle, or a new one that is not recorded.
+thread_local const std::string* opening_event = nullptr;
+
+std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
+  std::unique_ptr<Event> event;
+  if (flag != kInterprocess) event = std::make_unique<Event>(device, flag == c10::EventFlag::BACKEND_DEFAULT);
+  else if (opening_event && !opening_event->empty()) event = std::make_unique<SharedEvent>(device, *opening_event);
+  else event = std::make_unique<SharedEvent>(device);
+  trace_gpu(&Trace::trace_gpu_event_creation, trace_address(event.get()));
+  return event;
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -59,7 +92,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceStream getNewStream(Device device, int priority) const override {
     const DeviceIndex index = checked_index(device);
     check_usable(index);
-    return wrap(new_stream(index, priority));
+    const Stream made = new_stream(index, priority);
+    if (gpu_tracing()) [[unlikely]]
+      trace_new_stream(made);
+    return wrap(made);
   }
   DeviceStream exchangeStream(DeviceStream stream) const override {
     return wrap(exchange_stream(checked_stream(stream)));
@@ -73,10 +109,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return answer(ours.device, idle);
   }
   void synchronizeStream(const DeviceStream& stream) const override {
+    synchronizes("Stream.synchronize", checked_stream(stream));
     synchronize_stream(checked_stream(stream));
     notice("stream_synchronized", nullptr, checked_stream(stream));
   }
   void synchronizeDevice(DeviceIndex device) const override {
+    trace_gpu(&Trace::trace_gpu_device_synchronization);
     synchronize_device(checked_index(device));
     notice("device_synchronized", nullptr, {checked_index(device), 0});
   }
@@ -92,6 +130,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     notice("event_destroyed", event, {});
+    if (event) trace_gpu(&Trace::trace_gpu_event_deletion, trace_address(event));
     delete static_cast<Event*>(event);
   }
   void record(void** event, const DeviceStream& stream, DeviceIndex device, c10::EventFlag flag) const override {
@@ -99,13 +138,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         static_cast<int>(device), " cannot be recorded on a stream of device ", static_cast<int>(stream.device_index()),
         "; create the event on the stream's device");
     initialize();
-    if (!*event) *event = new Event(stream.device_index(), flag == c10::EventFlag::BACKEND_DEFAULT);
+    if (!*event) *event = new_event(stream.device_index(), flag).release();
+    if (opening_event) return; // which is made, and not recorded
+    trace_gpu(&Trace::trace_gpu_event_record, trace_address(*event), trace_handle(stream));
     static_cast<Event*>(*event)->record(checked_stream(stream));
     const auto collective = reinterpret_cast<std::size_t>(std::exchange(recorded_for, nullptr));
     notice("event_recorded", *event, checked_stream(stream), collective);
   }
   void block(void* event, const DeviceStream& stream) const override {
     if (!event) return;
+    trace_gpu(&Trace::trace_gpu_event_wait, trace_address(event), trace_handle(stream));
     static_cast<Event*>(event)->block(checked_stream(stream));
     notice("event_waited_for", event, checked_stream(stream));
   }
@@ -119,6 +161,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
+    trace_gpu(&Trace::trace_gpu_event_synchronization, trace_address(event));
     static_cast<Event*>(event)->synchronize();
     notice("event_synchronized", event, {});
   }
@@ -146,6 +189,22 @@ const bool errors_are_torchs = [] {
 }();
 
 } // namespace
+
+void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& handle) {
+  const auto before = std::exchange(opening_event, &handle);
+  struct Restore {
+    const std::string* before;
+    ~Restore() { opening_event = before; }
+  } restore{before};
+  event.record(wrap({checked_index(device), 0}));
+}
+
+std::string event_handle(c10::Event& event) {
+  if (!event.eventId()) open_event(event, checked_index(-1), "");
+  auto* shared = dynamic_cast<SharedEvent*>(static_cast<Event*>(event.eventId()));
+  TORCH_CHECK(shared, "ipc_handle: the event was made for this process alone; make it with interprocess=True");
+  return shared->handle();
+}
 
 Stream checked_stream(const c10::Stream& stream) {
   const Stream ours{stream.device_index(), stream.id()};

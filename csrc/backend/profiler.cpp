@@ -85,7 +85,10 @@ class Session final : public libkineto::IActivityProfilerSession {
     buffer_->span = libkineto::TraceSpan(start, end, "openreg");
     buffer_->gpuOpCount = 0;
     linked_ = std::move(linked);
-    for (const Activity& each : log_) each.on == Activity::kHost ? add_call(each) : add_work(each);
+    for (const Activity& each : log_)
+      each.on == Activity::kHost         ? add_call(each)
+          : each.on == Activity::kStream ? add_work(each)
+                                         : add_open_range(each);
     add_ranges();
     std::set<int> devices;
     for (const auto& [device, stream] : streams_) devices.insert(device);
@@ -163,11 +166,33 @@ class Session final : public libkineto::IActivityProfilerSession {
               "memory bandwidth (GB/s)", static_cast<double>(work.bytes) / static_cast<double>(work.end - work.begin));
       }
     }
-    for (const Range& range : work.ranges) {
-      auto& span = ranges_[{work.stream.device, work.stream.id, range.id, range.name}];
-      span.first = span.first ? std::min(span.first, work.begin) : work.begin;
-      span.second = std::max(span.second, work.end);
+    for (const Range& range : work.ranges) widen({work.stream.device, work.stream.id, range.id, range.name}, work);
+  }
+
+  using RangeKey = std::tuple<int, std::int64_t, std::uint64_t, std::shared_ptr<const std::string>>;
+  void widen(const RangeKey& key, const Activity& work) {
+    auto& span = ranges_[key];
+    span.first = span.first ? std::min(span.first, work.begin) : work.begin;
+    span.second = std::max(span.second, work.end);
+  }
+
+  // A range of range_start(): on its thread, as a call, because torch takes host annotations for its own; and on each
+  // stream as long as the work launched in it.
+  void add_open_range(const Activity& range) {
+    const std::int64_t begin = std::max(range.begin, buffer_->span.startTime);
+    if (auto* activity = add(ActivityType::PRIVATEUSE1_RUNTIME, range.name, begin, range.end)) {
+      activity->device = libkineto::processId();
+      activity->resource = activity->threadId = range.thread;
+      activity->id = next_id();
     }
+    std::set<std::uint32_t> launches;
+    for (const Activity& call : log_)
+      if (call.on == Activity::kHost && call.launch && call.begin >= begin && call.begin <= range.end)
+        launches.insert(call.launch);
+    const auto name = std::make_shared<const std::string>(range.name); // of its own: two of one name stay two
+    for (const Activity& work : log_)
+      if (work.on == Activity::kStream && launches.count(work.launch))
+        widen({work.stream.device, work.stream.id, 0, name}, work);
   }
 
   // A range of the host's, as long as the work on one stream that was launched in it.
@@ -190,9 +215,7 @@ class Session final : public libkineto::IActivityProfilerSession {
   std::unique_ptr<libkineto::CpuTraceBuffer> buffer_;
   libkineto::getLinkedActivityCallback linked_;
   std::set<std::pair<int, std::int64_t>> streams_; // that the trace shows
-  std::map<std::tuple<int, std::int64_t, std::uint64_t, std::shared_ptr<const std::string>>,
-      std::pair<std::int64_t, std::int64_t>>
-      ranges_;
+  std::map<RangeKey, std::pair<std::int64_t, std::int64_t>> ranges_;
   std::int32_t others_ = 0;
 };
 
@@ -202,7 +225,7 @@ class Profiler final : public libkineto::IActivityProfiler {
   const std::set<ActivityType>& availableActivities() const override { return types_; }
   std::unique_ptr<libkineto::IActivityProfilerSession> configure(
       const std::set<ActivityType>& types, const libkineto::Config&) override {
-    // The host's calls alone are asked for by every profile, also by one of the CPU.
+    // The host's calls and ranges alone are asked for by every profile, also by one of the CPU.
     const auto wanted = [&](ActivityType type) {
       return type != ActivityType::PRIVATEUSE1_RUNTIME && types.count(type);
     };
@@ -264,6 +287,15 @@ const bool profiler_registered = [] {
 
 thread_local std::vector<std::unique_ptr<at::RecordFunction>> open_ranges;
 
+struct StartedRange {
+  std::string name;
+  std::int64_t begin;
+  int thread;
+};
+std::mutex started_mutex;
+std::map<std::uint64_t, StartedRange> started_ranges;
+std::uint64_t last_range = 0;
+
 struct Pushed final : at::ObserverContext {};
 
 std::mutex emit_mutex;
@@ -297,15 +329,36 @@ void pop_call(const at::RecordFunction&, at::ObserverContext* pushed) {
 
 } // namespace
 
-void range_push(const char* name) {
+int range_push(const char* name) {
   auto range = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
   range->before(std::string(name));
   open_ranges.push_back(std::move(range));
+  return static_cast<int>(open_ranges.size()) - 1;
 }
 
-void range_pop() {
+int range_pop() {
   TORCH_CHECK(!open_ranges.empty(), "range_pop: this thread has no open range; call range_push(name) first");
   open_ranges.pop_back();
+  return static_cast<int>(open_ranges.size());
+}
+
+std::uint64_t range_start(const std::string& name) {
+  std::lock_guard lock(started_mutex);
+  started_ranges.emplace(++last_range, StartedRange{name, range_clock(), thread_number()});
+  return last_range;
+}
+
+void range_end(std::uint64_t range) {
+  StartedRange ended;
+  {
+    std::lock_guard lock(started_mutex);
+    const auto found = started_ranges.find(range);
+    TORCH_CHECK(found != started_ranges.end(), "range_end: no range ", range,
+        " is open; pass what range_start(name) returned, once");
+    ended = std::move(found->second);
+    started_ranges.erase(found);
+  }
+  keep_range(ended.name, ended.begin, ended.thread);
 }
 
 void emit_ranges(bool on, bool record_shapes) {

@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <string>
 
 namespace openreg {
 
@@ -25,8 +27,13 @@ inline void report_free(void* pointer) { // while the memory is still allocated
 void report_out_of_memory(c10::DeviceIndex device, std::size_t bytes);
 
 // Ranges of the calling thread, as record_function makes them; they nest.
-void range_push(const char* name);
-void range_pop();
+// They return the depth of the range, from 0.
+int range_push(const char* name);
+int range_pop();
+
+// A range of any shape, which another thread may end; returns its number.
+std::uint64_t range_start(const std::string& name);
+void range_end(std::uint64_t range);
 
 // While on, every operator is a range on the device as well, named as torch.autograd.profiler.emit_nvtx names them.
 void emit_ranges(bool on, bool record_shapes);

@@ -9,12 +9,15 @@
 #include "../runtime/shared.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
+#include "gpu_trace.h"
 #include "profiler.h"
 
 namespace openreg {
 namespace {
 
 void free_shared(void* shared) {
+  trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_deallocation,
+      trace_address(static_cast<Shared*>(shared)->pointer));
   report_free(static_cast<Shared*>(shared)->pointer);
   close_shared(static_cast<Shared*>(shared));
 }
@@ -24,6 +27,7 @@ c10::DataPtr shared_memory(c10::DeviceIndex device, Make&& make) {
   try {
     Shared* shared = make(current_stream(device));
     report_allocation(shared->pointer);
+    trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_allocation, trace_address(shared->pointer));
     return {shared->pointer, shared, &free_shared, c10::Device(c10::kPrivateUse1, device)};
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());

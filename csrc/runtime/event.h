@@ -13,14 +13,15 @@ class Event {
  public:
   using Clock = std::chrono::steady_clock;
   Event(int device, bool timed);
+  virtual ~Event() = default;
   int device() const noexcept { return device_; }
   bool timed() const noexcept { return timed_; }
-  void record(Stream stream);
-  void block(Stream stream) const; // work launched on `stream` from now on runs behind the point
-  bool recorded() const noexcept;
-  bool query() const;
-  void synchronize() const; // throws as synchronize_stream()
-  Clock::time_point time() const;
+  virtual void record(Stream stream);
+  virtual void block(Stream stream) const; // work launched on `stream` from now on runs behind the point
+  bool recorded() const noexcept; // in this process
+  virtual bool query() const;
+  virtual void synchronize() const; // throws as synchronize_stream()
+  virtual Clock::time_point time() const;
 
  private:
   struct Point;

@@ -20,6 +20,7 @@ class Mutex {
     if (state_.exchange(0, std::memory_order_release) == 2) [[unlikely]]
       state_.notify_one();
   }
+  bool is_locked() const noexcept { return state_.load(std::memory_order_relaxed) != 0; }
   // lock() for who has tried.
   void wait() noexcept {
     while (state_.exchange(2, std::memory_order_acquire)) state_.wait(2);

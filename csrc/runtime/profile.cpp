@@ -16,6 +16,12 @@
 #include "wait.h"
 
 namespace openreg {
+
+int thread_number() noexcept {
+  static thread_local const int number = static_cast<int>(syscall(SYS_gettid));
+  return number;
+}
+
 namespace {
 
 // Leaked: a worker may end after main().
@@ -42,11 +48,6 @@ Scopes& scopes() {
 
 std::int64_t now() noexcept {
   return std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
-int thread_number() noexcept {
-  static thread_local const int number = static_cast<int>(syscall(SYS_gettid));
-  return number;
 }
 
 // "at::Tensor openreg::{anonymous}::rms_norm(const at::Tensor&)::<lambda(auto)>": rms_norm.
@@ -164,6 +165,15 @@ std::vector<Activity> stop_profile() {
   std::lock_guard lock(profile_mutex);
   detail::attention.fetch_and(~detail::kProfileBit);
   return std::exchange(log, {});
+}
+
+std::int64_t range_clock() noexcept {
+  return now();
+}
+
+void keep_range(const std::string& name, std::int64_t begin, int thread) {
+  if (detail::profiling())
+    keep(session.load(), {Activity::kRange, Site::kWait, name, {}, begin, now(), 0, 0, {}, 0, thread});
 }
 
 void push_operator(std::uint64_t id) {

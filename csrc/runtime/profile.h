@@ -25,7 +25,7 @@ struct Range {
 
 // Times are nanoseconds since 1970, as those of torch's profiler.
 struct Activity {
-  enum On { kStream, kHost };
+  enum On { kStream, kHost, kRange }; // kRange: of all threads; see keep_range()
   On on;
   std::int32_t kind; // as openreg_site has it
   std::string name;
@@ -48,6 +48,12 @@ void push_operator(std::uint64_t id);
 void pop_operator();
 void push_range(Range range);
 void pop_range();
+
+// Logs a range that began at some time, of range_clock(), and ends now. Work that any thread launched meanwhile is in
+// it.
+std::int64_t range_clock() noexcept;
+void keep_range(const std::string& name, std::int64_t begin, int thread);
+int thread_number() noexcept;
 
 namespace detail {
 inline bool profiling() noexcept {

@@ -22,6 +22,7 @@
 #include "isolation.h"
 #include "profile.h"
 #include "turn.h"
+#include "usage.h"
 
 namespace openreg {
 
@@ -305,8 +306,9 @@ bool done(const Ticket& ticket) noexcept {
 
 void sleep_on(Stream stream, std::int64_t cycles) {
   check_usable(stream.device);
-  const auto sleep = [cycles] {
+  const auto sleep = [cycles, device = stream.device] {
     using std::chrono::nanoseconds, std::chrono::steady_clock;
+    const detail::Sleeping busy(device);
     const auto begin = steady_clock::now();
     for (nanoseconds left(cycles); left.count() > 0 && !detail::dropping();
         left = nanoseconds(cycles) - (steady_clock::now() - begin))

@@ -5,10 +5,15 @@ devices.py     which devices exist, and which is current
 streams.py     streams, events and launch modes
 memory.py      statistics, snapshots, limits and pools of device memory
 graphs.py      work captured once and replayed
+usage.py       how busy a device is
+sync_debug.py  set_sync_debug_mode
+tensor_types.py FloatTensor, FloatStorage and their like
 random.py      the generators' states and seeds
 amp.py         what torch.autocast asks for
 faults.py      torch.openreg.faults
 profiler.py    torch.openreg.profiler
+nvtx.py        torch.openreg.nvtx
+_gpu_trace.py  torch.openreg._gpu_trace
 _sanitizer.py  torch.openreg._sanitizer, which turns races.py on; race_report.py says what that found
 """
 
@@ -19,24 +24,45 @@ import types
 
 import torch
 
-from openreg_ops.openreg import _sanitizer, amp, devices, faults, graphs, memory, profiler, random, streams
+from openreg_ops.openreg import (
+    _gpu_trace,
+    _sanitizer,
+    amp,
+    devices,
+    faults,
+    graphs,
+    memory,
+    nvtx,
+    profiler,
+    random,
+    streams,
+    sync_debug,
+    tensor_types,
+    usage,
+)
 from openreg_ops.openreg.index import device_index
 
 
 def register() -> None:
     """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
-    flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}  # their names are torch.openreg's too
-    for part in (devices, *flat.values()):
+    # The names of these are torch.openreg's too.
+    flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}
+    public = (devices, *flat.values(), usage, sync_debug, tensor_types)
+    for part in public:
         for name in part.__all__:
             setattr(module, name, getattr(part, name))
-    for name, part in {**flat, "faults": faults, "profiler": profiler, "_sanitizer": _sanitizer}.items():
+    others = {"faults": faults, "nvtx": nvtx, "profiler": profiler, "sparse": tensor_types.sparse}
+    private = {"_gpu_trace": _gpu_trace, "_sanitizer": _sanitizer}
+    for name, part in {**flat, **others, **private}.items():
         setattr(module, name, part)
         sys.modules[f"torch.openreg.{name}"] = part
     module.reset_device = faults.reset_device
+    module.AcceleratorError = torch.AcceleratorError
+    module.has_half, module.has_magma = True, False
     module._sleep = streams._sleep
     module.__path__ = []  # so that `import torch.openreg.random` works
-    module.__all__ = [name for part in (devices, *flat.values()) for name in part.__all__]
+    module.__all__ = [name for part in public for name in part.__all__]
     module._is_in_bad_fork = devices._is_in_bad_fork
     module._initialized = True  # torch.utils.checkpoint saves random state only where this is true
     module._lazy_init = devices.init

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import types
-from typing import Any
+import uuid
+from typing import Any, NoReturn
 
 import torch
 
-from openreg_ops import _C
+from openreg_ops import _C, _build, kernels
 from openreg_ops.openreg.index import constant, current_device, device_index
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "device",
     "device_count",
     "device_of",
+    "get_arch_list",
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
@@ -25,9 +27,65 @@ __all__ = [
     "is_available",
     "is_bf16_supported",
     "is_initialized",
+    "is_tf32_supported",
     "set_device",
     "synchronize",
 ]
+
+_NO_FIELDS = {
+    "major": "compute capability; get_arch_list() tells what its kernels were compiled for",
+    "minor": "compute capability; get_arch_list() tells what its kernels were compiled for",
+    "warp_size": "warps",
+    "max_threads_per_block": "thread blocks",
+    "regs_per_multiprocessor": "registers of its own",
+    "shared_memory_per_block": "shared memory",
+    "shared_memory_per_block_optin": "shared memory",
+    "shared_memory_per_multiprocessor": "shared memory",
+    "clock_rate": "clock",
+    "memory_clock_rate": "clock",
+    "memory_bus_width": "memory bus",
+    "pci_bus_id": "PCI bus",
+    "pci_device_id": "PCI bus",
+    "pci_domain_id": "PCI bus",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProperties:
+    """What `get_device_properties` returns; a field of CUDA's that means nothing here is an AttributeError that says so."""
+
+    name: str
+    index: int
+    total_memory: int  #: bytes
+    multi_processor_count: int  #: the processor's cores, which run the kernels
+    max_threads_per_multi_processor: int  #: a core runs one thread of a kernel
+    L2_cache_size: int  #: bytes, of a core; 0 where the system does not tell
+    is_integrated: bool  #: its memory is its own
+    is_multi_gpu_board: bool
+    uuid: uuid.UUID  #: the same in every process, until the machine is started again
+    gcnArchName: str  #: what the kernels that this process uses were compiled for, as get_arch_list() names it
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _NO_FIELDS:
+            raise AttributeError(f"{name}: openreg:{self.index} is a simulated device, which has no {_NO_FIELDS[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _cache_size() -> int:
+    try:
+        return max(os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0)
+    except (OSError, ValueError):
+        return 0
+
+
+def _uuid(index: int) -> uuid.UUID:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            machine = uuid.UUID(file.read().strip())
+    except (OSError, ValueError):
+        machine = uuid.NAMESPACE_OID
+    return uuid.uuid5(machine, f"openreg:{index}")
+
 
 # torch.cuda's name for "made by fork() after the parent had used a device".
 _is_in_bad_fork = _C.forked
@@ -83,15 +141,32 @@ def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
 
 
 @constant
-def get_device_properties(device: torch.types.Device = None) -> types.SimpleNamespace:
-    """Name, total memory (bytes) and number of processors of `device`."""
+def get_device_properties(device: torch.types.Device = None) -> DeviceProperties:
+    """What `device` is, in the fields of CUDA's that mean something here."""
     index = device_index(device)
-    return types.SimpleNamespace(
+    return DeviceProperties(
         name=get_device_name(index),
         index=index,
         total_memory=_C.device_memory(),
-        multi_processor_count=os.cpu_count(),
+        multi_processor_count=os.cpu_count() or 1,
+        max_threads_per_multi_processor=1,
+        L2_cache_size=_cache_size(),
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        uuid=_uuid(index),
+        gcnArchName=kernels.capability(),
     )
+
+
+def get_arch_list() -> list[str]:
+    """The vector instructions that the operators' kernels were compiled for: "DEFAULT", "AVX2", "AVX512"."""
+    return list(_build.CPU_CAPABILITIES)
+
+
+@constant
+def is_tf32_supported() -> bool:
+    """Whether matrix products in float32 may round to TF32: they do not."""
+    return False
 
 
 @constant

@@ -22,6 +22,7 @@ __all__ = [
     "caching_allocator_alloc",
     "caching_allocator_delete",
     "empty_cache",
+    "get_allocator_backend",
     "get_per_process_memory_fraction",
     "host_memory_stats",
     "host_memory_stats_as_nested_dict",
@@ -59,6 +60,11 @@ def isolation_mode() -> str:
     microseconds.
     """
     return _C.isolation_mode()
+
+
+def get_allocator_backend() -> str:
+    """The name of the allocator: "native", as that of CUDA which keeps freed memory for reuse."""
+    return "native"
 
 
 def empty_cache(mempool_id: tuple[int, int] | None = None) -> None:

@@ -42,7 +42,9 @@ class Stream(metaclass=_OfDevice):
 
     Args:
         device: the device; the current one unless given.
-        priority: 0, or negative for a more urgent stream.
+        priority: 0, or negative for a more urgent stream; out of `priority_range()` it counts as the nearest one. The
+            attribute `priority` of the stream tells it. As on CUDA it is a hint, and it changes no order: every stream
+            with queued work has a thread of its own, and the operating system shares the processor among them.
     """
 
     _base = torch.Stream
@@ -61,17 +63,62 @@ class Stream(metaclass=_OfDevice):
 class Event(metaclass=_OfDevice):
     """A point in a stream's order: makes a ``torch.Event`` on the current device.
 
-    It is a ``torch.Event`` itself and no subclass, because ``torch.Event.elapsed_time`` takes no subclass.
+    It is a ``torch.Event`` itself and no subclass, because ``torch.Event.elapsed_time`` takes no subclass; with
+    `interprocess` it is a subclass.
 
     Args:
         enable_timing: whether `elapsed_time` may be asked of it.
-        blocking, interprocess: as in ``torch.cuda.Event``.
+        blocking: has no effect: a thread that waits sleeps.
+        interprocess: whether other processes may use it, by `ipc_handle()` and `from_ipc_handle()`, or by sending it
+            through ``torch.multiprocessing``. Keep it until they have opened it.
+    Raises:
+        ValueError: an interprocess event with timing, which CUDA has none of either.
     """
 
     _base = torch.Event
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+        if interprocess:
+            if enable_timing:
+                raise ValueError("Event: expected enable_timing=False with interprocess=True, but both are True")
+            return InterprocessEvent()
         return torch.Event("openreg", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+    @staticmethod
+    def from_ipc_handle(device: torch.types.Device, handle: bytes) -> torch.Event:
+        """The event of another process, on `device`, by the bytes that its `ipc_handle()` returned.
+
+        Raises:
+            ValueError: `handle` is none, or its process no longer has the event.
+        """
+        event = InterprocessEvent()
+        _C.open_event(event, device_index(device), handle)
+        return event
+
+
+class InterprocessEvent(torch.Event):
+    """An event that several processes see: ``torch.openreg.Event(interprocess=True)``.
+
+    Whichever process records it last, all of them wait for that point. If that process ends before its stream has
+    reached the point, waits for it raise a RuntimeError.
+    """
+
+    def __new__(cls) -> InterprocessEvent:
+        event = super().__new__(cls, "openreg", interprocess=True)
+        _C.make_interprocess(event)
+        return event
+
+    def ipc_handle(self) -> bytes:
+        """The handle for `Event.from_ipc_handle` in another process; an event that is not recorded yet is made now.
+
+        The event belongs to the device that it is first recorded on, or else to the one that is current here.
+        """
+        return _C.event_handle(self)
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.types.Device, handle: bytes) -> torch.Event:
+        """`Event.from_ipc_handle`."""
+        return Event.from_ipc_handle(device, handle)
 
 
 def current_stream(device: torch.types.Device = None) -> torch.Stream:

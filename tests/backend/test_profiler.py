@@ -1,6 +1,7 @@
 """torch.profiler on the device: what ran, on which stream, when, launched by which operator; ranges; memory."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -356,3 +357,42 @@ def test_emitted_ranges_are_entered_again_and_left_by_what_entered():
                 pass
             with pytest.raises(RuntimeError, match="not reentrant"):
                 emit().__enter__()
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_nvtx(mode, device):
+    """Ranges that overlap, and that another thread ends; a range covers the work that any thread launched in it."""
+    nvtx = torch.openreg.nvtx
+    x = torch.ones(3, device=f"openreg:{device}")
+    torch.openreg.synchronize(device)
+    with profile(activities=BOTH) as prof:
+        first = nvtx.range_start("first")
+        x * 2
+        second = nvtx.range_start("second")
+        thread = threading.Thread(target=lambda: (x + 1, nvtx.range_end(first)))
+        thread.start()
+        thread.join()
+        x - 1
+        nvtx.range_end(second)
+        nvtx.range_start("open")
+        assert nvtx.range_push("outer") == 0 and nvtx.range_push("inner") == 1
+        assert nvtx.range_pop() == 1 and nvtx.range_pop() == 0
+        torch.openreg.synchronize(device)
+    [one], [two] = on_host(prof, "first"), on_host(prof, "second")
+    assert one.time_range.start <= two.time_range.start <= one.time_range.end <= two.time_range.end
+    assert not on_host(prof, "open") and on_host(prof, "outer") and on_host(prof, "inner")
+    mul, add, sub = on_device(prof)
+    ranges = {each.name: each for each in on_device(prof, annotations=True)}
+    for name, begin, end in (("first", mul, add), ("second", add, sub)):
+        assert ranges[name].device_index == device
+        assert ranges[name].time_range.start == pytest.approx(begin.time_range.start, abs=0.01)
+        assert ranges[name].time_range.end == pytest.approx(end.time_range.end, abs=0.01)
+
+
+def test_nvtx_refuses():
+    started = torch.openreg.nvtx.range_start("once")
+    torch.openreg.nvtx.range_end(started)
+    with pytest.raises(RuntimeError, match=f"range_end: no range {started} is open"):
+        torch.openreg.nvtx.range_end(started)
+    with pytest.raises(RuntimeError, match="range_pop: this thread has no open range"):
+        torch.openreg.nvtx.range_pop()

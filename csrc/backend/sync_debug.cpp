@@ -1,0 +1,28 @@
+#include "sync_debug.h"
+
+namespace openreg {
+namespace {
+
+std::atomic<ReportSync> sync_reporter{nullptr};
+
+} // namespace
+
+void set_report_sync(ReportSync to) noexcept {
+  sync_reporter = to;
+}
+
+void set_sync_debug_mode(SyncDebugMode mode) noexcept {
+  detail::sync_debug = mode;
+}
+
+SyncDebugMode sync_debug_mode() noexcept {
+  return detail::sync_debug;
+}
+
+void detail::report_sync(const char* operation, Stream stream) {
+  const auto report = sync_reporter.load();
+  if (report && sync_debug_mode() != SyncDebugMode::kDefault) report(operation);
+  trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_stream_synchronization, static_cast<std::uintptr_t>(stream.id));
+}
+
+} // namespace openreg

@@ -1,0 +1,36 @@
+// torch.openreg.set_sync_debug_mode: warns or raises where CUDA's operators wait for the device.
+#pragma once
+
+#include <atomic>
+
+#include "../runtime/work.h"
+#include "gpu_trace.h"
+
+namespace openreg {
+
+enum class SyncDebugMode { kDefault, kWarn, kError };
+
+// Reports one synchronizing operation; may throw. Set once, by the bindings.
+using ReportSync = void (*)(const char* operation);
+void set_report_sync(ReportSync report) noexcept;
+
+void set_sync_debug_mode(SyncDebugMode mode) noexcept;
+SyncDebugMode sync_debug_mode() noexcept;
+
+namespace detail {
+inline std::atomic<SyncDebugMode> sync_debug{SyncDebugMode::kDefault};
+void report_sync(const char* operation, Stream stream);
+} // namespace detail
+
+// Whether anybody wants to know of synchronizing operations.
+inline bool watches_syncs() noexcept {
+  return detail::sync_debug.load(std::memory_order_relaxed) != SyncDebugMode::kDefault || gpu_tracing();
+}
+
+// Call it before the wait. `operation`: the operator's name, or the method's.
+inline void synchronizes(const char* operation, Stream stream) {
+  if (watches_syncs()) [[unlikely]]
+    detail::report_sync(operation, stream);
+}
+
+} // namespace openreg

@@ -1,0 +1,32 @@
+"""``torch.openreg.nvtx``: ``torch.cuda.nvtx`` for this device; ``torch.profiler`` shows the ranges, as Nsight does CUDA's."""
+
+from __future__ import annotations
+
+from openreg_ops import _C
+from openreg_ops.openreg.profiler import mark, range
+
+__all__ = ["mark", "range", "range_end", "range_pop", "range_push", "range_start"]
+
+
+def range_push(msg: str) -> int:
+    """Open a range of the calling thread, within those that are open; returns its depth, from 0."""
+    return _C.range_push(msg)
+
+
+def range_pop() -> int:
+    """Close the range that the calling thread opened last; returns its depth, from 0. A RuntimeError if none is open."""
+    return _C.range_pop()
+
+
+def range_start(msg: str) -> int:
+    """Open a range that any thread may close, and that may overlap others; returns the handle for `range_end`.
+
+    A profile shows it from here to `range_end` on this thread, and on each stream as long as the work that any thread
+    launched meanwhile. One that is still open when the profile stops is not shown.
+    """
+    return _C.range_start(msg)
+
+
+def range_end(range_id: int) -> None:
+    """Close a range that `range_start` opened; a RuntimeError if it is closed."""
+    _C.range_end(range_id)

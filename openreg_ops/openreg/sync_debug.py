@@ -1,0 +1,94 @@
+"""``set_sync_debug_mode``: warns or raises where the host waits for the device, as on CUDA, and names the line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import types
+import warnings
+
+import torch
+
+from openreg_ops import _C
+
+__all__ = ["get_sync_debug_mode", "set_sync_debug_mode"]
+
+_MODES = ("default", "warn", "error")
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(each.__file__)) + os.sep for each in (torch, _C))
+_REMEDIES = {
+    "aten::_local_scalar_dense": "keep the value in a tensor on the device, or read it after the loop",
+    "aten::copy_": "pin the host memory and pass non_blocking=True",
+    "Stream.synchronize": "let a stream wait for it with wait_stream(), or wait later",
+}
+_DATA_DEPENDENT = (
+    "use a form that does not read device memory on the host, such as torch.where() for a mask, output_size= or "
+    "num_classes= for a size, and indices on the device"
+)
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Set what happens where an operator makes the host wait for the device, for the whole process.
+
+    As on CUDA, these are the operators that read a value (``item()``, ``if x:``), have a result whose size depends on
+    the data (``nonzero()``, indexing with a mask), or copy between host and device without ``non_blocking=True``, and
+    ``Stream.synchronize()``. ``Event.synchronize()``, ``torch.openreg.synchronize()``, and operators on sparse tensors
+    are not covered. ``x[mask] = y`` is not reported if `y` has no dimension. It depends on the call alone, so it is the
+    same in every launch mode.
+
+    Args:
+        debug_mode: "default" or 0 does nothing. "warn" or 1 gives a UserWarning. "error" or 2 raises a RuntimeError
+            before the operator runs. Both name the operator and the line of the program.
+    Raises:
+        RuntimeError: Another mode.
+    """
+    mode = _MODES.index(debug_mode) if debug_mode in _MODES else debug_mode
+    if not isinstance(mode, int) or isinstance(mode, bool) or not 0 <= mode < len(_MODES):
+        raise RuntimeError(
+            f"set_sync_debug_mode: invalid value of debug_mode, expected one of `default`, `warn`, `error` or 0, 1, 2, "
+            f"but got {debug_mode!r}"
+        )
+    _C.initialize()
+    _C.set_sync_debug_mode(mode)
+
+
+def get_sync_debug_mode() -> int:
+    """The mode that `set_sync_debug_mode` has set: 0 (default), 1 (warn) or 2 (error)."""
+    return _C.sync_debug_mode()
+
+
+def _users(frame: types.FrameType | None) -> types.FrameType | None:
+    """The innermost frame from here on that is not PyTorch's or this package's."""
+    while frame and os.path.abspath(frame.f_code.co_filename).startswith(_LIBRARIES):
+        frame = frame.f_back
+    return frame
+
+
+def _called_backward() -> types.FrameType | None:
+    """The user's frame of a thread that waits for a backward pass; the main thread's before another's."""
+    main = threading.main_thread().ident
+    for _, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if frame.f_code.co_name == "_engine_run_backward":
+            return _users(frame)
+    return None
+
+
+def _report(operation: str) -> None:
+    """Warn of an operation that is about to wait, or raise."""
+    node = torch._C._current_autograd_node()
+    frame = _users(sys._getframe()) or _called_backward()  # autograd's threads have no frame of the user's
+    where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    backward = f" in the backward of {node.name()}" if node else ""
+    message = (
+        f"called a synchronizing openreg operation, {operation}{where}{backward}: the host waits for the device. "
+        f"To avoid the wait, {_REMEDIES.get(operation, _DATA_DEPENDENT)}; "
+        'torch.openreg.set_sync_debug_mode("default") permits it.'
+    )
+    if _C.sync_debug_mode() == _MODES.index("error"):
+        raise RuntimeError(message)
+    if frame:
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        module = frame.f_globals.get("__name__", "<string>")  # None would silence it
+        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+    else:
+        warnings.warn(message, UserWarning, stacklevel=1)

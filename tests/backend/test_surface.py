@@ -1,0 +1,159 @@
+"""`torch.openreg` has the public names of `torch.cuda`, or a reason why not; what they do, where no other file has it."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import types
+import uuid
+
+import pytest
+import torch
+
+RUNTIME = "the runtime of CUDA itself, which this device does not have"
+TOOLS = "drives libraries or compilers of NVIDIA's"
+GRAPHS = "graphs and memory pools"
+ALLOCATOR = "replaces or switches off CUDA's caching allocator; the pool of this device cannot be replaced"
+
+# Names of torch.cuda that torch.openreg does not have.
+ABSENT = {
+    **dict.fromkeys(["CudaError", "check_error", "cudaStatus", "cudart", "DeferredCudaCallError"], RUNTIME),
+    **dict.fromkeys(["current_blas_handle", "current_solver_handle", "nccl", "jiterator", "tunable", "gds"], TOOLS),
+    **dict.fromkeys(["GreenContext", "green_contexts"], TOOLS),
+    **dict.fromkeys(["DEVICE_REQUIREMENT", "PYTORCH_RELEASES_CODE_CC", "get_gencode_flags"], TOOLS),
+    **dict.fromkeys(["CUDAPluggableAllocator", "change_current_allocator"], ALLOCATOR),
+    **dict.fromkeys(["caching_allocator_disabled", "caching_allocator_enable"], ALLOCATOR),
+    **dict.fromkeys(["CUDAGraph", "graph", "graphs", "graph_pool_handle", "make_graphed_callables"], GRAPHS),
+    **dict.fromkeys(["is_current_stream_capturing", "MemPool", "use_mem_pool"], GRAPHS),
+    **dict.fromkeys(["caching_allocator_alloc", "caching_allocator_delete"], GRAPHS),
+}
+
+
+# Parameters that a function of torch.openreg does not have.
+NO_PARAMETER = {("memory_snapshot", "mempool_id"): GRAPHS, ("memory_snapshot", "include_traces"): GRAPHS}
+
+
+def is_public(name):
+    """Whether `torch.cuda.NAME` is CUDA's, and not something that its source imports."""
+    value = getattr(torch.cuda, name)
+    if isinstance(value, types.ModuleType):
+        return value.__name__.startswith("torch.cuda.")
+    if name in torch.cuda.__all__:
+        return True
+    return not name.startswith("_") and getattr(value, "__module__", "torch.cuda").startswith(
+        ("torch.cuda", "torch._C")
+    )
+
+
+def test_every_name_of_cuda():
+    names = {name for name in dir(torch.cuda) if not name.startswith("_") and is_public(name)}
+    names -= {"Device", "TYPE_CHECKING", "lru_cache"}  # imported from elsewhere, and without a module of their own
+    missing = {name for name in names if not hasattr(torch.openreg, name)}
+    assert missing == {name for name in ABSENT if hasattr(torch.cuda, name)}
+    assert not [name for name in ABSENT if hasattr(torch.openreg, name)]
+
+
+@pytest.mark.parametrize("name", ["nvtx", "random", "_gpu_trace"])
+def test_every_name_of_a_module_of_cuda(name):
+    theirs, ours = (importlib.import_module(f"torch.{device}.{name}") for device in ("cuda", "openreg"))
+    public = getattr(
+        theirs, "__all__", [each for each in dir(theirs) if each.endswith("Callbacks") or "register" in each]
+    )
+    assert public and not [each for each in public if not hasattr(ours, each)]
+
+
+def test_every_parameter_of_cuda():
+    """A call that is right for torch.cuda is right here."""
+    checked = 0
+    for name in torch.cuda.__all__:
+        theirs, ours = getattr(torch.cuda, name), getattr(torch.openreg, name, None)
+        if inspect.isfunction(theirs) and inspect.isfunction(ours):
+            parameters = inspect.signature(ours).parameters
+            for parameter in inspect.signature(theirs).parameters.values():
+                if (name, parameter.name) in NO_PARAMETER:
+                    continue
+                assert parameter.name in parameters, (name, parameter)
+                if parameter.default is not inspect.Parameter.empty:
+                    assert parameters[parameter.name].default is not inspect.Parameter.empty, (name, parameter)
+            checked += 1
+    assert checked > 50
+
+
+def test_properties():
+    first, second = (torch.openreg.get_device_properties(i) for i in range(2))
+    assert first.name == torch.openreg.get_device_name(0) and second.index == 1
+    assert first.total_memory == torch.openreg.mem_get_info(0)[1] and first.multi_processor_count == os.cpu_count()
+    assert isinstance(first.uuid, uuid.UUID) and first.uuid != second.uuid
+    assert first.gcnArchName in torch.openreg.get_arch_list()
+    assert not hasattr(first, "warp_size")
+    with pytest.raises(AttributeError, match="clock_rate: openreg:1 is a simulated device, which has no clock"):
+        second.clock_rate  # noqa: B018
+    with pytest.raises(AttributeError, match="'DeviceProperties' object has no attribute 'colour'"):
+        first.colour  # noqa: B018
+
+
+def test_the_uuid_is_that_of_every_process():
+    code = "import torch; print(torch.openreg.get_device_properties(1).uuid)"
+    other = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert other.stdout.strip() == str(torch.openreg.get_device_properties(1).uuid)
+
+
+@pytest.mark.parametrize("function", ["temperature", "power_draw", "clock_rate"])
+def test_what_means_nothing(function):
+    with pytest.raises(NotImplementedError, match=f"{function}: openreg:1 is a simulated device, which has no "):
+        getattr(torch.openreg, function)(1)
+    with pytest.raises(RuntimeError, match="invalid device ordinal 9"):
+        getattr(torch.openreg, function)(9)
+
+
+def test_utilization():
+    torch.openreg.synchronize()
+    stream = torch.openreg.Stream(device=1)
+    with stream:
+        torch.openreg._sleep(30_000_000_000)  # longer than the samples, of a sixth of a second, may take
+        busy, memory = torch.openreg.utilization(1), torch.openreg.memory_usage("openreg:1")
+    assert busy > 0 and memory == 0 and not stream.query()
+    assert torch.openreg.utilization(0) == 0
+
+
+def test_memory_of_processes():
+    x = torch.ones(2**20, device="openreg:1")
+    assert torch.openreg.device_memory_used(1) >= x.nbytes
+    assert f"process {os.getpid():>10d} uses" in torch.openreg.list_gpu_processes(1)
+    assert torch.openreg.get_allocator_backend() == "native"
+
+
+def test_tensor_types():
+    kind = torch.openreg.FloatTensor
+    x = kind([1, 2])
+    assert x.tolist() == [1, 2] and x.dtype == kind.dtype == torch.float32 and kind(2, 3).shape == (2, 3)
+    assert kind().shape == (0,) and kind(device="openreg:1").device.index == 1
+    assert isinstance(x, kind) and not isinstance(x.double(), kind) and not isinstance(x.cpu(), kind)
+    assert x.type() == "torch.openreg.FloatTensor"
+    assert x.type(torch.openreg.LongTensor).dtype == torch.int64
+    assert not kind.is_sparse and torch.openreg.sparse.FloatTensor.is_sparse
+    assert isinstance(x.to_sparse(), torch.openreg.sparse.FloatTensor) and not isinstance(x.to_sparse(), kind)
+    with pytest.raises(TypeError, match="expected an openreg device, but got cpu"):
+        kind(device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_storage_types():
+    storage = torch.openreg.IntStorage(4)
+    assert storage.device.type == "openreg" and storage.dtype == torch.int32 and len(storage) == 4
+    assert isinstance(torch.ones(2, dtype=torch.int32, device="openreg").storage(), torch.openreg.IntStorage)
+    with pytest.raises(RuntimeError, match="Not available for openreg storage"):
+        torch.openreg.IntStorage.from_buffer(b"")
+
+
+def test_priority():
+    least, greatest = torch.openreg.Stream.priority_range()
+    assert least == 0 > greatest
+    assert torch.openreg.Stream().priority == torch.openreg.default_stream(1).priority == least
+    assert (
+        torch.openreg.Stream(priority=-100).priority == greatest and torch.openreg.Stream(priority=5).priority == least
+    )
+    assert torch.Stream("openreg:1", priority=-1).priority == greatest
+    with pytest.raises(AttributeError, match="no attribute 'priority'"):
+        torch.Stream("cpu").priority  # noqa: B018
