@@ -62,15 +62,19 @@ class Lockstep(TorchDispatchMode):
         if subclasses(types):  # what they are made of comes here by itself
             return func(*args, **kwargs) if tracing(types) else NotImplemented
         of = facts(func)
-        if of.view or not self._touches(args, kwargs):
+        if not self._touches(args, kwargs):
             return func(*args, **kwargs)
-        place = self.places.now()
+        place = self.places.now()  # of a view too, for its backward
+        if of.view:
+            return func(*args, **kwargs)
         index = self.result.count()
         if self.progress:
             self._say()
         if of.skipped:
             return self._run(func, of, index, place, args, kwargs, None)
         with self.quiet():
+            if not self.copies.keeping:
+                self._synchronize()  # what a compiled kernel raises is not this operator's
             arguments = self._take(of, index, place, args, kwargs)
             state = self._numbers(of, args, kwargs) if of.random else None
         out = self._run(func, of, index, place, args, kwargs, arguments, state)
@@ -101,6 +105,8 @@ class Lockstep(TorchDispatchMode):
     def _take(self, of: Facts, index: int, place: Place, args: tuple, kwargs: dict) -> Arguments | None:
         try:
             return self.copies.take(of, args, kwargs)
+        except (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)):
+            raise
         except (NotImplementedError, RuntimeError) as error:
             self._skip(of, f"its arguments cannot be copied: {_line(error)}")
             return None

@@ -126,7 +126,8 @@ class Places:
             node = torch._C._current_autograd_node()
             if node is None:
                 return Place("", None, "backward")
-            module, where = self._forward.get(_number(node), ("", None))
+            number = _number(node)  # in-place operators clone their input between their node and themselves
+            module, where = self._forward.get(number) or self._forward.get(number + 1, ("", None))
             return Place(module, where, "backward", node.name().rpartition("::")[2])
         modules = self._modules()
         module, where = modules[-1] if modules else "", site()
@@ -135,7 +136,7 @@ class Places:
             if len(self._forward) >= _MOST:
                 for key in list(self._forward)[: _MOST // 2]:
                     del self._forward[key]
-            self._forward[torch._C._autograd._get_sequence_nr() - 1] = (module, where)
+            self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, where))
         return Place(module, where, "optimizer" if getattr(self._local, "step", False) else "forward")
 
 
