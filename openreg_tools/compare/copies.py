@@ -5,6 +5,7 @@ A storage of the device is copied once: what an operator wrote is kept for the o
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import weakref
@@ -321,9 +322,22 @@ def _view(storage: torch.UntypedStorage, like: Tensor, low: int) -> Tensor:
     return torch._neg_view(x) if like.is_neg() else x
 
 
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """`torch.equal` of tensors of one dtype and shape on one device, in the time of reading them."""
+    if a.device.type == "cpu" and a.stride() == b.stride() and not (a.is_conj() or a.is_neg() or b.is_conj() or b.is_neg()):
+        whole = a.is_contiguous() or (a.dim() > 1 and a.mT.is_contiguous())
+        if whole and _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0:
+            return True  # also where there are NaNs
+    return torch.equal(a, b)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether tensors of one dtype and shape hold the same values, NaN being equal to NaN."""
-    if torch.equal(a, b):
+    if equal(a, b):
         return True
     if not (a.is_floating_point() or a.is_complex()):
         return False

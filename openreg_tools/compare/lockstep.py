@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools import backends
-from openreg_tools.compare.copies import Arguments, Copies, Facts, Quiet, facts, same_bits, tensors_of
+from openreg_tools.compare.copies import Arguments, Copies, Facts, Quiet, equal, facts, same_bits, tensors_of
 from openreg_tools.compare.places import Place, Places, stack
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
@@ -30,6 +30,8 @@ __all__ = ["Lockstep"]
 # Fused attention that only some devices have, and the formula of its first result.
 ATTENTION = ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")  # fmt: skip
+
+DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class Lockstep(TorchDispatchMode):
@@ -105,7 +107,7 @@ class Lockstep(TorchDispatchMode):
     def _take(self, of: Facts, index: int, place: Place, args: tuple, kwargs: dict) -> Arguments | None:
         try:
             return self.copies.take(of, args, kwargs)
-        except (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)):
+        except DEVICE_ERRORS:
             raise
         except (NotImplementedError, RuntimeError) as error:
             self._skip(of, f"its arguments cannot be copied: {_line(error)}")
@@ -124,7 +126,7 @@ class Lockstep(TorchDispatchMode):
                 self._synchronize()
         except Exception as error:
             with self.lock, self.quiet():
-                if not getattr(error, "_compared", False) and not self._raises_too(func, of, arguments, state):
+                if not getattr(error, "_compared", False) and not self._raises_too(func, of, arguments, state, error):
                     error._compared = True
                     self._failed(func, of, index, place, args, kwargs, arguments, error)
             raise
@@ -140,8 +142,11 @@ class Lockstep(TorchDispatchMode):
         module = torch.accelerator if current is not None and current.type == self.type else getattr(torch, self.type)
         module.synchronize()
 
-    def _raises_too(self, func: OpOverload, of: Facts, arguments: Arguments | None, state: Tensor | None) -> bool:
-        if arguments is None:
+    def _raises_too(
+        self, func: OpOverload, of: Facts, arguments: Arguments | None, state: Tensor | None, error: Exception
+    ) -> bool:
+        """Whether the reference raises as well, for what is wrong with the call itself."""
+        if arguments is None or isinstance(error, DEVICE_ERRORS) or "c10d" in of.name:  # the other ranks do not join in
             return False
         try:
             self._on_reference(func, of, arguments, state)
@@ -278,9 +283,9 @@ class Lockstep(TorchDispatchMode):
             self._differs(*call, what, None, None, None, None, found)
             return nothing
         got, keep = self.copies.read(tensor, index)
-        if tensor.layout != want.layout or tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or want.layout != torch.strided or tensor.is_quantized:
             got, want = _dense(got), _dense(want)
-        if torch.equal(got, want) or (not got.numel()):
+        if not got.numel() or equal(got, want):
             return keep
         error, tolerance = self._measure(func, of, arguments, state, what, got, want)
         if error is not None and error.ulps > tolerance.ulps:

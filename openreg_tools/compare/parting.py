@@ -109,7 +109,7 @@ def of_debug_mode(mode: Any, path: str = "DebugMode") -> Trace:
         prints = []
         for value in (v for v in flat if v is not None):
             number = abs(float(value))
-            prints.append(["float32", [], repr(value), number, number, number, 0, 0, []])
+            prints.append(["float32", [], repr(value), 0.0, number, 0.0, 0, 0, []])
         ops.append(Op(len(ops), call.op.name() if hasattr(call.op, "name") else str(call.op), "", "", "", "", "forward", [], prints))
     return Trace(path, {"torch": torch.__version__, "device": "?", "program": path}, ops)
 
@@ -334,9 +334,10 @@ def _difference(x: Op, y: Op) -> tuple[float, str, float]:
         eps = max(eps, torch.finfo(dtype).eps if floats else 0.0)
         if (p[6], p[7]) != (q[6], q[7]):
             return math.inf, f"result {i} has {p[6]} NaN and {p[7]} infinite numbers, then {q[6]} and {q[7]}", eps
-        scale = max(p[4], q[4]) or 1.0
+        norm = max(p[4], q[4]) or 1.0
+        scale = norm * math.sqrt(max(1, math.prod(p[1])))  # at least the sum of the absolute values
         top = max(p[5], q[5]) or 1.0
-        found = [(abs(p[3] - q[3]) / scale, "sum", p[3], q[3]), (abs(p[4] - q[4]) / scale, "sum of absolute values", p[4], q[4])]
+        found = [(abs(p[3] - q[3]) / scale, "sum", p[3], q[3]), (abs(p[4] - q[4]) / norm, "norm", p[4], q[4])]
         found.append((abs(p[5] - q[5]) / top, "largest value", p[5], q[5]))
         found += [(abs(s - t) / top, "sampled value", s, t) for s, t in zip(p[8], q[8], strict=False)]
         relative, name, s, t = max(found)

@@ -1,13 +1,14 @@
 """``with record("a.trace")``: a fingerprint of each operator's results, at most 1 KB each, as lines of JSON.
 
 A fingerprint is equal where the values are equal, whatever the strides and the device: a hash of the values in order. Beside
-it are numbers that are close where the values are close: the sums, of absolute values too, the largest, and samples.
+it are numbers that are close where the values are close: the sum, the norm, the largest, and samples.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -217,7 +218,7 @@ _COLUMNS = 257  # a prime, so that what repeats at a power of two is not summed 
 
 
 def fingerprint(x: Tensor) -> list[Any]:
-    """Of a contiguous tensor on the host: dtype, shape, hash, sum, sum of absolute values, largest, NaNs, infinities, samples."""
+    """Of a contiguous tensor on the host: dtype, shape, hash, sum, norm, largest, NaNs, infinities, samples."""
     dtype, shape = _dtype(x), list(x.shape)
     if not x.numel():
         return [dtype, shape, 0, 0.0, 0.0, 0.0, 0, 0, []]
@@ -230,14 +231,19 @@ def fingerprint(x: Tensor) -> list[Any]:
         flat = flat.to(torch.float64)
     elif flat.dtype not in (torch.float32, torch.float64) or flat.numel() <= 1 << 14:
         flat = flat.to(torch.float64)
-    total, norm = float(flat.sum()), float(torch.linalg.vector_norm(flat, 1))
-    largest = float(torch.linalg.vector_norm(flat, float("inf")))
+    total, norm, largest = _numbers(flat)
     nans = infinities = 0
-    if not np.isfinite(total) or not np.isfinite(norm):
+    if not math.isfinite(total) or not math.isfinite(norm):
         nans, infinities = int(flat.isnan().sum()), int(flat.isinf().sum())
-        flat = torch.where(flat.isfinite(), flat, 0.0)
-        total, norm, largest = float(flat.sum()), float(flat.abs().sum()), float(flat.abs().max())
+        flat = torch.where(flat.isfinite(), flat, 0.0).to(torch.float64)
+        total, norm, largest = _numbers(flat)
     return [dtype, shape, digest, *map(_short, (total, norm, largest)), nans, infinities, [_short(float(flat[i])) for i in places]]
+
+
+def _numbers(flat: Tensor) -> tuple[float, float, float]:
+    """The sum, the Euclidean norm and the largest absolute value."""
+    low, high = flat.aminmax()
+    return float(flat.sum()), math.sqrt(float(torch.dot(flat, flat))), max(abs(float(low)), abs(float(high)))
 
 
 def _short(value: float) -> float:
@@ -261,7 +267,7 @@ def _folded(prints: list[list[Any]]) -> list[Any]:
     digest = 0
     for each in prints:
         digest = zlib.crc32(repr(each[:3]).encode(), digest)
-    total, norm = sum(p[3] for p in prints), sum(p[4] for p in prints)
+    total, norm = sum(p[3] for p in prints), math.sqrt(sum(p[4] ** 2 for p in prints))
     samples = [p[4] for p in prints[:: max(1, len(prints) // 4)]][:4]
     return [
         prints[0][0], [len(prints)], digest, _short(total), _short(norm), max(p[5] for p in prints),
