@@ -170,13 +170,13 @@ def _in_order(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
 
 
 def _meet(a: list[Any], b: list[Any], i: int, j: int, alike: int = 3) -> tuple[int, int] | None:
-    """How many operators to pass in each run until both go on alike; the fewest."""
+    """How many operators to pass in each run until both go on alike, for as many as were passed or 3; the fewest."""
     for together in range(1, WINDOW):
         for more in range(together + 1):
             x, y = i + more, j + together - more
             if x >= len(a) or y >= len(b) or a[x] != b[y]:
                 continue
-            n = min(alike, len(a) - x, len(b) - y)
+            n = min(alike, together, len(a) - x, len(b) - y)
             if a[x : x + n] == b[y : y + n]:
                 return more, together - more
     return None
@@ -289,11 +289,11 @@ class Parting:
         if self.first_bits is not None and self.first_bits is not self.first:
             lines += ["", "Bits differ first at", *self.first_bits.lines()]
         if self._parted:
-            rows = [["operator", "index", "relative", "times the largest before", "line"]]
+            rows = [["operator", "index", "relative", "growth", "line"]]
             rows += [
-                [p.a.name, p.a.index, f"{p.relative:.3g}", f"{p.grown:.3g}", p.a.line] for p in self.ranked[:top]
+                [p.a.name, p.a.index, f"{p.relative:.3g}", f"{p.grown:.3g}", p.a.line.rpartition("/")[2][-30:]] for p in self.ranked[:top]
             ]
-            lines += ["", "Where the error grows:", *forms.table(rows, left=1, fit=True)]
+            lines += ["", "Where the error grows, in times the largest before:", *forms.table(rows, left=1, fit=True)]
         return "\n".join(lines)
 
     def dict(self) -> dict[str, Any]:

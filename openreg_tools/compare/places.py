@@ -131,12 +131,11 @@ class Places:
             return Place(module, where, "backward", node.name().rpartition("::")[2])
         modules = self._modules()
         module, where = modules[-1] if modules else "", site()
-        if torch.is_grad_enabled():
-            # The node of the operator, made above autograd, took the number before the next.
-            if len(self._forward) >= _MOST:
-                for key in list(self._forward)[: _MOST // 2]:
-                    del self._forward[key]
-            self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, where))
+        # The node of the operator, or of the function whose forward it is in, took the number before the next.
+        if len(self._forward) >= _MOST:
+            for key in list(self._forward)[: _MOST // 2]:
+                del self._forward[key]
+        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, where))
         return Place(module, where, "optimizer" if getattr(self._local, "step", False) else "forward")
 
 
