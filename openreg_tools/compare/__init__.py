@@ -81,4 +81,3 @@ class Comparing:
         self.result.seconds = time.perf_counter() - self._started
         if error is not None and (first := self.result.first) is not None and hasattr(error, "add_note"):
             error.add_note(f"compare: the first difference is in {first.operator} at {first.place}")
-

@@ -245,9 +245,7 @@ class Copies:
         self.bytes += copy.nbytes() - (before.storage.nbytes() if before else 0)
         self.kept[storage._cdata] = _Kept(StorageWeakRef(storage), copy, by)
 
-    def _update(
-        self, kept: _Kept, storage: torch.UntypedStorage, low: int, high: int, copy: Tensor, by: int
-    ) -> None:
+    def _update(self, kept: _Kept, storage: torch.UntypedStorage, low: int, high: int, copy: Tensor, by: int) -> None:
         if not self.keeping or kept.storage.nbytes() != storage.nbytes():
             self.forget(storage)
             return
@@ -328,7 +326,11 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """`torch.equal` of tensors of one dtype and shape on one device, in the time of reading them."""
-    if a.device.type == "cpu" and a.stride() == b.stride() and not (a.is_conj() or a.is_neg() or b.is_conj() or b.is_neg()):
+    if (
+        a.device.type == "cpu"
+        and a.stride() == b.stride()
+        and not (a.is_conj() or a.is_neg() or b.is_conj() or b.is_neg())
+    ):
         whole = a.is_contiguous() or (a.dim() > 1 and a.mT.is_contiguous())
         if whole and _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0:
             return True  # also where there are NaNs

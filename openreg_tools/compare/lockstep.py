@@ -240,7 +240,9 @@ class Lockstep(TorchDispatchMode):
             else:
                 pairs = self._pairs(func, of, arguments, expected, out)
                 for what, tensor, want in pairs:
-                    commits.append(self._one(func, of, index, place, args, kwargs, arguments, state, what, tensor, want))
+                    commits.append(
+                        self._one(func, of, index, place, args, kwargs, arguments, state, what, tensor, want)
+                    )
         for what, tensor, _ in arguments.written:
             if not there or (of.random and state is None):
                 self.copies.forget(tensor.untyped_storage())
@@ -272,7 +274,11 @@ class Lockstep(TorchDispatchMode):
         nothing = lambda: None  # noqa: E731
         call = (func, of, index, place, args, kwargs, arguments)
         if not isinstance(tensor, Tensor):
-            if isinstance(tensor, (bool, int, float, complex)) and tensor != want and not (tensor != tensor and want != want):
+            if (
+                isinstance(tensor, (bool, int, float, complex))
+                and tensor != want
+                and not (tensor != tensor and want != want)
+            ):
                 error = Error(math.inf, (), tensor, want, math.inf, 1)
                 self._differs(*call, what, error, Tolerance("exact", 0.0), None, None)
             return nothing
@@ -314,7 +320,14 @@ class Lockstep(TorchDispatchMode):
         return keep
 
     def _measure(
-        self, func: OpOverload, of: Facts, arguments: Arguments, state: Tensor | None, what: str, got: Tensor, want: Tensor
+        self,
+        func: OpOverload,
+        of: Facts,
+        arguments: Arguments,
+        state: Tensor | None,
+        what: str,
+        got: Tensor,
+        want: Tensor,
     ) -> tuple[Error | None, Tolerance]:
         before, words = arguments.before()
         tolerance = self.tolerances(func, (*before, *words.values()), want)
@@ -340,7 +353,9 @@ class Lockstep(TorchDispatchMode):
         if of.collective or of.base not in SUM:
             return fallback
         with contextlib.suppress(Exception):
-            again = Arguments([positive(v) for v in args], {k: positive(v) for k, v in kwargs.items()}, [], lambda: ([], {}), [])
+            again = Arguments(
+                [positive(v) for v in args], {k: positive(v) for k, v in kwargs.items()}, [], lambda: ([], {}), []
+            )
             names = of.names
             again.written = [
                 (name, value, value)
@@ -358,13 +373,17 @@ class Lockstep(TorchDispatchMode):
         expected: Any, out: Any,
     ) -> None:  # fmt: skip
         """Of random numbers that the reference cannot draw too: shapes, dtypes, and the mean within 8 deviations."""
-        self.result.note(f"{of.name}: {self.reference} draws other random numbers; compared in shape, dtype and mean alone")
+        self.result.note(
+            f"{of.name}: {self.reference} draws other random numbers; compared in shape, dtype and mean alone"
+        )
         for what, tensor, want in self._pairs(func, of, arguments, expected, out):
             if not (isinstance(tensor, Tensor) and isinstance(want, Tensor)):
                 continue
             call = (func, of, index, place, args, kwargs, arguments, what)
             if tensor.shape != want.shape or tensor.dtype != want.dtype:
-                self._differs(*call, None, None, None, None, f"is {shown(tensor)}, and {shown(want)} on {self.reference}")
+                self._differs(
+                    *call, None, None, None, None, f"is {shown(tensor)}, and {shown(want)} on {self.reference}"
+                )
                 continue
             got, keep = self.copies.read(tensor, index)
             keep()
@@ -489,5 +508,3 @@ def _shares_numbers(device: str, reference: torch.device) -> bool:
     """Whether a state of the device's generator, set in the reference's, draws the same numbers."""
     cpu_like = lambda kind: kind == "cpu" or backends.of_device(kind).draws_as_cpu  # noqa: E731
     return device == reference.type or (cpu_like(device) and cpu_like(reference.type))
-
-

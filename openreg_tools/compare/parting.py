@@ -90,7 +90,17 @@ def read(path: str | os.PathLike[str]) -> Trace:
                 continue
             word = lambda key, words=words: names[words[key]] if key in words else ""  # noqa: E731
             trace.ops.append(
-                Op(len(trace.ops), word("o"), word("m"), word("w"), word("n"), word("l"), PHASES[words["p"]], words["i"], words["r"])
+                Op(
+                    len(trace.ops),
+                    word("o"),
+                    word("m"),
+                    word("w"),
+                    word("n"),
+                    word("l"),
+                    PHASES[words["p"]],
+                    words["i"],
+                    words["r"],
+                )
             )
         except (ValueError, KeyError, IndexError, TypeError):
             trace.truncated = True
@@ -110,7 +120,19 @@ def of_debug_mode(mode: Any, path: str = "DebugMode") -> Trace:
         for value in (v for v in flat if v is not None):
             number = abs(float(value))
             prints.append(["float32", [], repr(value), 0.0, number, 0.0, 0, 0, []])
-        ops.append(Op(len(ops), call.op.name() if hasattr(call.op, "name") else str(call.op), "", "", "", "", "forward", [], prints))
+        ops.append(
+            Op(
+                len(ops),
+                call.op.name() if hasattr(call.op, "name") else str(call.op),
+                "",
+                "",
+                "",
+                "",
+                "forward",
+                [],
+                prints,
+            )
+        )
     return Trace(path, {"torch": torch.__version__, "device": "?", "program": path}, ops)
 
 
@@ -275,7 +297,10 @@ class Parting:
                 lines += forms.wrapped([f"{trace.path} is cut off: read up to operator {len(trace.ops)}"], 0)
         both = sum(x is not None and y is not None for x, y in self.pairs)
         lines += forms.wrapped(
-            [f"{both:,} operators correspond, {len(self._parted):,} are not equal bit for bit, {self.beyond:,} beyond the tolerance"], 0
+            [
+                f"{both:,} operators correspond, {len(self._parted):,} are not equal bit for bit, {self.beyond:,} beyond the tolerance"
+            ],
+            0,
         )
         for ops, trace in ((self.only_a, self.a), (self.only_b, self.b)):
             if ops:
@@ -291,7 +316,8 @@ class Parting:
         if self._parted:
             rows = [["operator", "index", "relative", "growth", "line"]]
             rows += [
-                [p.a.name, p.a.index, f"{p.relative:.3g}", f"{p.grown:.3g}", p.a.line.rpartition("/")[2][-30:]] for p in self.ranked[:top]
+                [p.a.name, p.a.index, f"{p.relative:.3g}", f"{p.grown:.3g}", p.a.line.rpartition("/")[2][-30:]]
+                for p in self.ranked[:top]
             ]
             lines += ["", "Where the error grows, in times the largest before:", *forms.table(rows, left=1, fit=True)]
         return "\n".join(lines)
@@ -308,7 +334,9 @@ class Parting:
 
     def html(self) -> str:
         text = html.escape(self.text())
-        return forms.page("compare of two traces", "compare", f"<pre>{text}</pre>{plot(self._points, len(self.a.ops))}", STYLE)
+        return forms.page(
+            "compare of two traces", "compare", f"<pre>{text}</pre>{plot(self._points, len(self.a.ops))}", STYLE
+        )
 
 
 def _shapes(op: Op) -> list[Any]:
@@ -350,5 +378,3 @@ def _difference(x: Op, y: Op) -> tuple[float, str, float]:
 def part(a: Any, b: Any, tolerances: Tolerances | None = None) -> Parting:
     """Align two traces and compare them; each a path, a `Trace` or a DebugMode."""
     return Parting(_trace(a), _trace(b), tolerances or Tolerances())
-
-

@@ -156,6 +156,7 @@ def site() -> tuple[str, int] | None:
 
 def stack() -> list[str]:
     """The program's frames, as Python prints them, the innermost last."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OURS)]
-    frames = [frame for frame in frames if os.path.basename(frame.filename) not in ("runpy.py",) and frame.name != "_run"]
+    frames = list(traceback.extract_stack())
+    start = max((i for i, frame in enumerate(frames) if frame.filename == "<frozen runpy>"), default=-1)  # of a command
+    frames = [frame for frame in frames[start + 1 :] if not frame.filename.startswith(_OURS)]
     return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]

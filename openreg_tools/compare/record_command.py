@@ -33,7 +33,11 @@ def main(arguments: argparse.Namespace) -> int:
         if not os.path.isfile(words[0]):
             raise Wrong(f"there is no file {words[0]}")
         context = record(
-            arguments.out, values=arguments.values, device=arguments.device, name=os.path.basename(words[0]), progress=True
+            arguments.out,
+            values=arguments.values,
+            device=arguments.device,
+            name=os.path.basename(words[0]),
+            progress=True,
         )
         status = run(words, context)
     except Wrong as error:

@@ -57,7 +57,12 @@ class mark:  # noqa: N801 -- used as a function
 
 
 def record(
-    out: str | os.PathLike[str], *, values: bool = False, device: str | None = None, name: str = "", progress: bool = False
+    out: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    device: str | None = None,
+    name: str = "",
+    progress: bool = False,
 ) -> Recording:
     """A context that writes a trace of what operators on a device give.
 
@@ -141,7 +146,9 @@ class Recording(TorchDispatchMode):
             t for i, v in [*enumerate(args), *kwargs.items()] if of.writes(i) for t in tensors_of((v,))
         ]  # fmt: skip
         unique = {id(t): t for t in (*written, *results)}
-        numbers = [] if unique or not _from(args, self.type) else [v for v in (out,) if isinstance(v, (bool, int, float))]
+        numbers = (
+            [] if unique or not _from(args, self.type) else [v for v in (out,) if isinstance(v, (bool, int, float))]
+        )
         if not any(t.device.type == self.type for t in (*unique.values(), *tensors_of(args))):
             return out
         if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
@@ -154,7 +161,10 @@ class Recording(TorchDispatchMode):
 
     def _write(self, name: str, args: tuple, kwargs: dict, results: list[Tensor], numbers: list[Any]) -> None:
         file, place = self._open(), self.places.now()
-        prints = [[str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []] for v in numbers]
+        prints = [
+            [str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []]
+            for v in numbers
+        ]
         copies = [_on_host(t) for t in results]
         prints += [fingerprint(t) for t in copies]
         if len(prints) > 4:
@@ -237,7 +247,15 @@ def fingerprint(x: Tensor) -> list[Any]:
         nans, infinities = int(flat.isnan().sum()), int(flat.isinf().sum())
         flat = torch.where(flat.isfinite(), flat, 0.0).to(torch.float64)
         total, norm, largest = _numbers(flat)
-    return [dtype, shape, digest, *map(_short, (total, norm, largest)), nans, infinities, [_short(float(flat[i])) for i in places]]
+    return [
+        dtype,
+        shape,
+        digest,
+        *map(_short, (total, norm, largest)),
+        nans,
+        infinities,
+        [_short(float(flat[i])) for i in places],
+    ]
 
 
 def _numbers(flat: Tensor) -> tuple[float, float, float]:

@@ -102,7 +102,11 @@ class _Region:
         self.regions, self.mode, self.graph = regions, regions.mode, graph
         self.compiled: Callable[..., Any] = graph
         self.ops = sum(node.op.startswith("call") for node in graph.graph.nodes)
-        name = code.co_name if code and not code.co_filename.startswith(_TORCH) else self.mode.places.module() or "a module"
+        name = (
+            code.co_name
+            if code and not code.co_filename.startswith(_TORCH)
+            else self.mode.places.module() or "a module"
+        )
         self.name = f"compiled graph {regions.count} of {name} ({self.ops} operators)"
         regions.count += 1
         self.random = any("dropout" in str(n.target) or "rand" in str(n.target) or "bernoulli" in str(n.target)
@@ -185,7 +189,9 @@ class _Region:
         with mode.lock, mode.quiet():
             want = want.detach()
             if tensor.shape != want.shape or tensor.dtype != want.dtype:
-                self._add(index, place, args, what, None, None, f"is {shown(tensor)}, and {shown(want)} on {mode.reference}")
+                self._add(
+                    index, place, args, what, None, None, f"is {shown(tensor)}, and {shown(want)} on {mode.reference}"
+                )
                 return
             got = tensor.detach().to(mode.reference, copy=True)
             if tensor.layout != torch.strided or torch.equal(got, want):
@@ -266,7 +272,10 @@ class _Region:
             with torch._C._DisableTorchDispatch(), self.mode.own_work(), torch.enable_grad():
                 seeds = {i: grad.to(self.mode.reference) for i, grad in given.items()}
                 expected = torch.autograd.grad(
-                    [outs[i][1] for i in seeds], [copy for _, _, copy in wanted], list(seeds.values()), allow_unused=True
+                    [outs[i][1] for i in seeds],
+                    [copy for _, _, copy in wanted],
+                    list(seeds.values()),
+                    allow_unused=True,
                 )
             given.clear()
             for (i, gradient, _), want in zip(wanted, expected, strict=True):
@@ -289,5 +298,3 @@ def _compiled_node(node: Any, depth: int = 4) -> Any:
         node = node.next_functions[0][0] if node.next_functions else None
         depth -= 1
     return None
-
-

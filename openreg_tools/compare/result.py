@@ -50,7 +50,9 @@ class Difference:
         )
 
     def lines(self) -> list[str]:
-        out = [f"call {self.index}: {self.operator}({', '.join(self.inputs)})" + (f" -> {self.result}" * bool(self.result))]
+        out = [
+            f"call {self.index}: {self.operator}({', '.join(self.inputs)})" + (f" -> {self.result}" * bool(self.result))
+        ]
         out = [*forms.wrapped(out, 0), *forms.wrapped([self.sentence(), f"at {self.place}"], 2)]
         return [*out, *(f"    {frame}" for frame in self.stack[-8:])]
 
@@ -227,7 +229,8 @@ class Result:
         first = "\n".join(self.first.lines()) if self.first else "Nothing differs beyond its tolerance."
         rows = [["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]]
         rows += [
-            [r.operator, r.calls, r.inexact, r.beyond, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance] for r in self.ranked
+            [r.operator, r.calls, r.inexact, r.beyond, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]
+            for r in self.ranked
         ]
         body = (
             f"<p>{html.escape(' '.join(self._summary()))}</p><pre>{html.escape(first)}</pre>"
@@ -255,7 +258,9 @@ def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 40
     low = math.floor(math.log2(max(2.0**-10, min(finite, default=1.0))))
     high = max(low + 1, math.ceil(math.log2(max(2.0**-10, *finite, 1.0))))
     step = max(1, (high - low) // 8)
-    y = lambda u: 5 if math.isinf(u) else height - (max(low, math.log2(max(u, 2.0**-10))) - low) / (high - low) * (height - 10)  # noqa: E731
+    y = lambda u: (
+        5 if math.isinf(u) else height - (max(low, math.log2(max(u, 2.0**-10))) - low) / (high - low) * (height - 10)
+    )  # noqa: E731
     lines = "".join(
         f'<line class="grid" x1="{left}" x2="{width}" y1="{y(2.0**e):.1f}" y2="{y(2.0**e):.1f}"/>'
         f'<text x="0" y="{y(2.0**e) + 4:.1f}">{2.0**e:.4g}</text>'

@@ -178,7 +178,11 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     source = lambda value: _source(value, tensors, saved)  # noqa: E731
     words = [source(value) for value in args] + [f"{name}={source(value)}" for name, value in kwargs.items()]
     name = re.sub(r"\W+", "_", f"{func._schema.name}_{func._overloadname}".replace("::", "_"))
-    once = "" if repeats else "\n\nThe operator gave the right result when it ran again: what made it differ was transient."
+    once = (
+        ""
+        if repeats
+        else "\n\nThe operator gave the right result when it ran again: what made it differ was transient."
+    )
     values = Path(f"{path}.inputs.pt")
     lines = [
         f'"""{first.operator} on {result.device} differs from {result.reference}: {_one_line(first.sentence())}.{once}"""',

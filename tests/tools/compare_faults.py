@@ -42,7 +42,9 @@ def mlp() -> None:
 
 
 def transformer() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
+    )
     model = model.to(DEVICE)
     train(model, [torch.randn(2, 5, 16) for _ in range(2)], lambda y: y.clone().abs().mean(), torch.optim.AdamW)
 
@@ -58,7 +60,12 @@ def rnn() -> None:
             states = [h := self.cell(step, h) for step in x.unbind(1)]
             return self.out(torch.stack(states, 1))
 
-    train(Model().to(DEVICE), [torch.randn(4, 5, 8) for _ in range(2)], lambda y: y.contiguous().logsumexp(-1).mean(), torch.optim.Adam)
+    train(
+        Model().to(DEVICE),
+        [torch.randn(4, 5, 8) for _ in range(2)],
+        lambda y: y.contiguous().logsumexp(-1).mean(),
+        torch.optim.Adam,
+    )
 
 
 def compiled() -> None:
@@ -171,7 +178,9 @@ def ranks(kind: str | None = None, number: int = 0, rank: int = 0) -> list[Any]:
         words = [sys.executable, __file__, "--store", store, "--number", str(number), "--faulty", str(rank)]
         words += ["--kind", kind] if kind else []
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-        processes = [subprocess.Popen([*words, "--rank", str(i)], env=environment, stderr=subprocess.DEVNULL) for i in range(2)]
+        processes = [
+            subprocess.Popen([*words, "--rank", str(i)], env=environment, stderr=subprocess.DEVNULL) for i in range(2)
+        ]
         for i in (rank, 1 - rank):
             try:
                 processes[i].wait(timeout=90)

@@ -258,7 +258,9 @@ def test_sums_are_measured_by_their_terms():
 
     x = torch.tensor([1e8, 1.0, -1e8, 1.0])
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("sum", lambda x, dtype=None: torch.add(x[0] + x[2], x[1] + x[3]), "PrivateUse1", allow_override=True)
+        library.impl(
+            "sum", lambda x, dtype=None: torch.add(x[0] + x[2], x[1] + x[3]), "PrivateUse1", allow_override=True
+        )
         first = first_of(cancel, x)
     assert first is None
 
@@ -320,7 +322,10 @@ def test_compiled_graphs_are_compared_at_their_boundaries(library, monkeypatch):
 
     with compare() as result:
         torch.compile(lambda x: x * 2 + 1, backend=wrong)(x)
-    assert result.first.operator == "compiled graph 0 of <lambda> (2 operators)" and "test_compare.py" in result.first.place.line()
+    assert (
+        result.first.operator == "compiled graph 0 of <lambda> (2 operators)"
+        and "test_compare.py" in result.first.place.line()
+    )
     with pytest.raises(ValueError, match="is not an operator"):
         result.write_test("unused")
 

@@ -8,7 +8,9 @@ LOCAL = ["mlp", "transformer", "rnn"]
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("names, count", [(LOCAL, 12), (["compiled"], 2), (["ddp"], 2)], ids=["eager", "compiled", "ddp"])
+@pytest.mark.parametrize(
+    "names, count", [(LOCAL, 12), (["compiled"], 2), (["ddp"], 2)], ids=["eager", "compiled", "ddp"]
+)
 def test_faults_are_located(names, count, monkeypatch):
     monkeypatch.setenv("OPENREG_POISON", "0")
     for place in compare_faults.places(count, 3, names):  # raises where a clean run differs

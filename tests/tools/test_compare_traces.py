@@ -96,14 +96,18 @@ def test_where_they_part(tmp_path):
     a, b = traced(tmp_path / "a"), traced(tmp_path / "b", wrong=1)
     parting = compare(a.path, b.path)
     first = parting.first
-    assert first.a.name == "aten::mul.Tensor" and first.a.label == "batch=1" and "test_compare_traces.py" in first.a.line
+    assert (
+        first.a.name == "aten::mul.Tensor" and first.a.label == "batch=1" and "test_compare_traces.py" in first.a.line
+    )
     assert first.relative == pytest.approx(0.01, rel=0.1)
     assert parting.ranked[0].a.name == "aten::mul.Tensor" and "The runs part at" in parting.report()
     with pytest.raises(AssertionError, match="The runs part at"):
         parting.assert_close()
     with pytest.raises(ValueError, match="keeps no inputs"):
         parting.write_test("unused")
-    assert json.loads(json.dumps(parting.dict()))["first"]["operator"] == "aten::mul.Tensor" and "<svg" in parting.html()
+    assert (
+        json.loads(json.dumps(parting.dict()))["first"]["operator"] == "aten::mul.Tensor" and "<svg" in parting.html()
+    )
 
 
 def test_a_byte_flipped_in_a_copy(tmp_path):
@@ -233,7 +237,18 @@ def command(folder, *words, **environment):
 @pytest.mark.processes
 def test_the_command_on_a_program(folder):
     status, out, err = command(
-        folder, "compare", "program.py", "--device", "openreg", "--against", "cpu", "--html", "page.html", "--", "5", "7"
+        folder,
+        "compare",
+        "program.py",
+        "--device",
+        "openreg",
+        "--against",
+        "cpu",
+        "--html",
+        "page.html",
+        "--",
+        "5",
+        "7",
     )
     assert status == 0, err
     assert "675.0" in out and "1323.0" in out and "Nothing differs" in out  # 9 * 3 * 25, of its own arguments
