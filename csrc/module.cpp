@@ -250,6 +250,7 @@ PYBIND11_MODULE(_C, m) {
     return openreg::arm({static_cast<openreg::Fault>(fault), device, after, times, nanoseconds});
   });
   m.def("disarm_fault", &openreg::disarm);
+  m.def("spare_faults", &openreg::spare);
   m.def("reset_device", [](int64_t device) { openreg::reset_device(openreg::checked_index(device)); });
   m.def("forked", &openreg::forked);
   m.def("range_push", &openreg::range_push);

@@ -10,15 +10,18 @@ import sys
 from collections.abc import Mapping
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+APART = ("compare", "record")  # whose programs have their own arguments after --
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
 COMMANDS = {
     "check": ("openreg_tools.checker.command", "find what is wrong with a custom operator of any library"),
+    "compare": ("openreg_tools.compare.command", "find the first operator of a program that differs from a reference"),
     "conformance": ("openreg_tools.conformance.command", "run PyTorch's test databases on a device against the CPU"),
     "drift": ("openreg_tools.drift", "compare two versions of torch, and say which registrations break"),
     "explain": ("openreg_tools.explain", "show the path of one call through the dispatcher, key by key"),
     "info": ("openreg_tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
     "operators": ("openreg_tools.operators", "list torch's operators by class, and what a device has for each"),
+    "record": ("openreg_tools.compare.record_command", "keep a fingerprint of each operator's results, for compare"),
     "trace": ("openreg_tools.trace", "run a program, and say what it ran on a device and which kernels to write"),
 }
 
@@ -32,7 +35,12 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str)
         sub = chosen_parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
             importlib.import_module(module).add_arguments(sub)
-    arguments = parser.parse_args()
+    words, rest = sys.argv[1:], []
+    if chosen in APART and "--" in words:
+        cut = words.index("--")
+        words, rest = words[:cut], words[cut + 1 :]
+    arguments = parser.parse_args(words)
+    arguments.rest = rest
     try:
         return importlib.import_module(commands[arguments.command][0]).main(arguments)
     except BrokenPipeError:  # head has read enough
@@ -42,6 +50,8 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str)
 
 def options(words: list[str]) -> list[str]:
     """The words before the script that `trace` runs, whose own arguments follow it."""
+    if words[:1] and words[0] in APART:  # whose own options may follow the script
+        return words[: words.index("--")] if "--" in words else words
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     return words[:script]
 

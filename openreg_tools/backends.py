@@ -86,6 +86,12 @@ class Backend:
         """The package's libraries: results of an earlier run do not count if one has changed."""
         return ()
 
+    # ---- compare ----
+
+    def own_work(self) -> contextlib.AbstractContextManager[None]:
+        """A context for what a tool itself launches on this thread: injected faults neither strike nor count it."""
+        return contextlib.nullcontext()
+
     # ---- the pytest plugin ----
 
     sees: frozenset[str] = frozenset()  # of "host" and "race", the kinds of misuse that the device reports

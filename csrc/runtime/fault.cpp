@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "device.h"
 #include "error.h"
@@ -26,6 +27,7 @@ std::map<int, Armed>& armed() {
   return *all;
 }
 int next_number = 0;
+thread_local bool spared = false;
 std::array<bool, kMaxDevices> lost_devices{};
 
 void update_attention() {
@@ -36,6 +38,7 @@ void update_attention() {
 
 // Counts one event of this kind; the injection that strikes it, if one does.
 const Injection* strike(Fault fault, int device) {
+  if (spared) return nullptr;
   const Injection* found = nullptr;
   for (auto& [number, each] : armed()) {
     const Injection& injection = each.injection;
@@ -79,6 +82,10 @@ std::uint64_t disarm(int number) {
   armed().erase(number);
   update_attention();
   return struck;
+}
+
+bool spare(bool on) {
+  return std::exchange(spared, on);
 }
 
 void reset_device(int device) {

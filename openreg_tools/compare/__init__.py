@@ -1,0 +1,83 @@
+"""Where do two runs first differ? ``with compare(against="cpu") as result`` runs each operator on a reference too.
+
+`record(path)` keeps a fingerprint of each operator's results, and ``compare("a.trace", "b.trace")`` aligns two of these.
+docs/tools.md has both commands and their options.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from openreg_tools import dispatch
+from openreg_tools.compare.lockstep import Lockstep
+from openreg_tools.compare.recording import mark, record
+from openreg_tools.compare.regions import Regions
+from openreg_tools.compare.result import Difference, Result, Row
+from openreg_tools.compare.testcase import assert_operator
+from openreg_tools.compare.tolerance import Tolerance, Tolerances
+from openreg_tools.forms import Wrong
+
+__all__ = ["Comparing", "Difference", "Result", "Row", "Tolerance", "assert_operator", "compare", "mark", "record"]
+
+
+def compare(
+    *traces: Any, device: str | None = None, against: str = "cpu", tolerances: Mapping[str, float] | None = None,
+    factor: float = 1.0, name: str = "", progress: bool = False,
+) -> Any:  # fmt: skip
+    """Compare a program with a reference, as a context, or two traces.
+
+    Without `traces`, a context manager that gives a `Result`: each operator of the program that touches `device` also
+    runs on `against`, with the same inputs and, where both devices can draw the same, the same random numbers.
+
+    With two `traces`, files that `record` wrote or DebugMode objects with logged hashes, the `Parting` of two runs.
+
+    Args:
+        device: the device under test; the accelerator of the process unless given.
+        against: the reference device.
+        tolerances: ulps by pattern of operators, such as {"aten::mm": 32, "aten::_softmax*": 4}.
+        factor: multiplies the default tolerances, which `openreg_tools.compare.tolerance` documents.
+        name: of the program, for the report.
+        progress: print a line to stderr every five seconds.
+    Raises:
+        Wrong: there is no such device, no such file, or a file is not a trace.
+    """
+    if traces:
+        from openreg_tools.compare.parting import part
+
+        if len(traces) != 2:
+            raise Wrong(f"compare: expected two traces, but got {len(traces)}")
+        return part(*traces, tolerances=Tolerances(tolerances, factor))
+    return Comparing(device, against, Tolerances(tolerances, factor), name, progress)
+
+
+class Comparing:
+    """The context of `compare`; entering it gives the `Result`, which is complete at its end."""
+
+    def __init__(self, device: str | None, against: str, tolerances: Tolerances, name: str, progress: bool) -> None:
+        target = dispatch.target(device)
+        for each in (target.device, against):
+            dispatch.usable(each)
+        if torch.device(target.device).type == torch.device(against).type:
+            raise Wrong(f"compare: expected two devices, but both are {torch.device(against).type}")
+        self.result = Result(torch.device(target.device).type, against, name)
+        self.mode = Lockstep(target.device, against, tolerances, self.result, progress)
+        self.regions = Regions(self.mode)
+
+    def __enter__(self) -> Result:
+        self._started = time.perf_counter()
+        self.regions.__enter__()
+        self.mode.__enter__()
+        return self.result
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.mode.__exit__(kind, error, trace)
+        if isinstance(error, Exception) and (region := self.regions.running) is not None:
+            region.failed(*region.where, error)
+        self.regions.__exit__()
+        self.result.seconds = time.perf_counter() - self._started
+        if error is not None and (first := self.result.first) is not None and hasattr(error, "add_note"):
+            error.add_note(f"compare: the first difference is in {first.operator} at {first.place}")

@@ -1,0 +1,132 @@
+"""``openreg-tools compare SCRIPT.py --device D --against cpu`` and ``openreg-tools compare A.trace B.trace``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openreg_tools import dispatch, forms
+from openreg_tools.compare import compare
+from openreg_tools.forms import Wrong
+
+__all__ = ["add_arguments", "main", "run"]
+
+
+def _tolerance(text: str) -> tuple[str, float]:
+    pattern, equals, ulps = text.rpartition("=")
+    try:
+        if not equals or not float(ulps) >= 0:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected OPERATOR=ULPS, such as 'aten::mm=32', but got {text!r}") from None
+    return pattern, float(ulps)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="the device under test (default: the accelerator of this process)")
+    parser.add_argument("--against", default="cpu", metavar="DEVICE", help="the reference device (default cpu)")
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                        help="import it first: another backend, or a library of operators")  # fmt: skip
+    parser.add_argument("--tolerance", type=_tolerance, action="append", default=[], metavar="OPERATOR=ULPS",
+                        help="allow so many ulps; the operator may be a pattern, such as 'aten::*softmax*'")  # fmt: skip
+    parser.add_argument("--factor", type=float, default=1.0, help="multiply every default tolerance (default 1)")
+    parser.add_argument("--test", type=forms.file, metavar="FILE",
+                        help="write a pytest test of the first operator that differs, its inputs shrunk")  # fmt: skip
+    parser.add_argument("--top", type=int, default=15, metavar="N", help="lines of each table (default 15)")
+    forms.add_arguments(parser)
+    parser.add_argument("what", nargs="+", metavar="SCRIPT.py | A.trace B.trace",
+                        help="the program, whose own arguments follow --, or two traces of `record`")  # fmt: skip
+
+
+@contextlib.contextmanager
+def apart(json: str | None) -> Iterator[None]:
+    """With --json -, what the program prints goes to stderr; its children's too."""
+    if json != "-":
+        yield
+        return
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def run(words: list[str], context: Any) -> int:
+    """Run a script as its own program in a context; its exit status, 1 if it raised."""
+    before, status = (sys.argv, sys.path[:]), 0
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+    try:
+        with context:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as exit:
+        status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
+    except Wrong:
+        raise
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    finally:
+        sys.argv, sys.path[:] = before
+    return status
+
+
+def _traces(a: str, b: str) -> list[tuple[str, str]]:
+    """The two files, or the ranks' of two runs, by rank."""
+    pairs = []
+    while not Path(a).exists() and Path(f"{a}.rank{len(pairs)}").exists() and Path(f"{b}.rank{len(pairs)}").exists():
+        pairs.append((f"{a}.rank{len(pairs)}", f"{b}.rank{len(pairs)}"))
+    return pairs or [(a, b)]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0 if nothing differs; 1 if something does or the program raised, else its exit status; 2 for a wrong request."""
+    tolerances, words = dict(arguments.tolerance), [*arguments.what, *getattr(arguments, "rest", [])]
+    try:
+        dispatch.load(arguments.modules)
+        if not arguments.factor > 0:
+            raise Wrong(f"expected --factor above 0, but got {arguments.factor}")
+        if not words[0].endswith(".py"):
+            if len(words) != 2:
+                raise Wrong(f"expected a script (.py) or two traces, but got {' '.join(words)}")
+            results = [compare(*pair, tolerances=tolerances, factor=arguments.factor) for pair in _traces(*words)]
+            first = next((r for r in results if r.first is not None), results[0])
+            forms.write(first, arguments, top=arguments.top)
+            if len(results) > 1:
+                parted = [i for i, r in enumerate(results) if r.first is not None]
+                print(f"{len(results)} ranks; {'those that part: ' + str(parted) if parted else 'none parts'}")
+            if arguments.test:
+                raise Wrong("--test needs a program: a trace keeps no inputs")
+            return int(first.first is not None)
+        if len(arguments.what) > 1:
+            raise Wrong(f"the arguments of {words[0]} follow --: compare {words[0]} -- {' '.join(words[1:])}")
+        if not os.path.isfile(words[0]):
+            raise Wrong(f"there is no file {words[0]}")
+        context = compare(
+            device=arguments.device, against=arguments.against, tolerances=tolerances, factor=arguments.factor,
+            name=os.path.basename(words[0]), progress=True,
+        )  # fmt: skip
+        with apart(arguments.json):
+            status = run(words, context)
+    except (Wrong, RuntimeError) as error:
+        print(f"compare: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    result = context.result
+    forms.write(result, arguments, top=arguments.top)
+    if arguments.test:
+        try:
+            result.write_test(arguments.test)
+            print(f"compare: {arguments.test} has a test of {result.first.operator}", file=sys.stderr)
+        except ValueError as error:
+            print(f"compare: {error}", file=sys.stderr)
+    return status or int(result.first is not None)

@@ -1,0 +1,348 @@
+"""What a call reads and writes, copied to the reference device with its strides, offsets and aliases.
+
+A storage of the device is copied once: what an operator wrote is kept for the operators that read it. See `Copies`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from openreg_tools import backends
+
+__all__ = ["Arguments", "Copies", "Facts", "Quiet", "facts", "tensors_of"]
+
+# What these return has no content yet, or what they do concerns memory alone.
+UNDEFINED = {
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_empty_affine_quantized",
+    "resize_", "resize_as_", "set_", "_unsafe_view", "_reshape_alias", "record_stream", "is_pinned", "_pin_memory",
+    "_resize_output_", "_efficientzerotensor",
+}  # fmt: skip
+# Work on the host or the whole process, which no tensor shows.
+ASIDE = {"profiler", "prim", "debug_mode_ops", "mempool", "streams", "prims_debug"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the schema of an operator says."""
+
+    name: str  # "aten::add.Tensor"
+    base: str  # "add", of add_, add.out and _foreach_add too
+    view: bool  # returns what it was given, as another view
+    skipped: bool
+    random: bool
+    written: tuple[bool, ...]  # by argument
+    names: tuple[str, ...]
+    aliased: tuple[bool, ...]  # by result: an argument that was written
+    collective: bool
+
+    def writes(self, position: int | str) -> bool:
+        if isinstance(position, str):
+            position = self.names.index(position) if position in self.names else -1
+        return self.collective or (0 <= position < len(self.written) and self.written[position])
+
+
+@functools.cache
+def facts(func: OpOverload) -> Facts:
+    schema = func._schema
+    namespace, _, plain = schema.name.partition("::")
+    write = lambda each: each.alias_info is not None and each.alias_info.is_write  # noqa: E731
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    base = plain.removeprefix("_foreach_").rstrip("_") or plain
+    return Facts(
+        func.name(),
+        base,
+        view and not any(write(a) for a in schema.arguments),
+        plain in UNDEFINED or namespace in ASIDE,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        tuple(write(a) for a in schema.arguments),
+        tuple(a.name for a in schema.arguments),
+        tuple(write(r) for r in schema.returns),
+        namespace == "c10d",  # which do not declare what they write
+    )
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operator."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_of(value)
+
+
+class Quiet:
+    """For what a tool does itself: no mode, no derivative, no injected fault sees it."""
+
+    def __init__(self, device: str) -> None:
+        self._own = backends.of_device(device).own_work
+
+    def __enter__(self) -> None:
+        self._work = self._own()
+        self._work.__enter__()
+        self._guards = (
+            torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
+        )  # fmt: skip
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+        self._work.__exit__(None, None, None)
+
+
+@dataclasses.dataclass
+class Arguments:
+    """The arguments of one call on the reference device; `pairs` has each tensor of the device beside its copy."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    written: list[tuple[str, Tensor, Tensor]]  # argument, the device's, the copy
+    # The same before the call, for running it again; its tensors must be cloned where they are written.
+    before: Callable[[], tuple[list[Any], dict[str, Any]]]
+    read: list[tuple[Tensor, Tensor]]  # the device's, the copy, of arguments that are read only
+
+
+@dataclasses.dataclass
+class _Kept:
+    of: StorageWeakRef
+    storage: torch.UntypedStorage
+    by: int  # the call that wrote it
+
+
+class Copies:
+    """Copies on the `reference` device, kept by storage up to `limit` bytes."""
+
+    def __init__(self, device: str, reference: torch.device, limit: int = 4 << 30) -> None:
+        self.type, self.reference, self.limit = device, reference, limit
+        self.kept: dict[int, _Kept] = {}
+        self.keeping = True  # not while compiled kernels write memory unseen
+        self.bytes = 0
+
+    # ---- before a call ----
+
+    def take(self, of: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call, copied."""
+        groups: dict[int, list[tuple[Tensor, bool]]] = {}
+        for position, value in [*enumerate(args), *kwargs.items()]:
+            for tensor in tensors_of((value,)):
+                if _plain(tensor):
+                    groups.setdefault(tensor.untyped_storage()._cdata, []).append((tensor, of.writes(position)))
+        copies, before = {}, {}
+        for cdata, group in groups.items():
+            self._group(cdata, group, copies, before)
+        written: list[tuple[str, Tensor, Tensor]] = []
+        read: list[tuple[Tensor, Tensor]] = []
+        out: list[Any] = []
+        named = {}
+        for position, value in enumerate(args):
+            name = of.names[position] if position < len(of.names) else str(position)
+            out.append(self._argument(name, value, of.writes(position), copies, before, written, read))
+        for name, value in kwargs.items():
+            named[name] = self._argument(name, value, of.writes(name), copies, before, written, read)
+
+        def earlier() -> tuple[list[Any], dict[str, Any]]:
+            swap = lambda value: before.get(id(value), value)  # noqa: E731
+            again = [[swap(v) for v in value] if isinstance(value, (list, tuple)) else swap(value) for value in out]
+            words = {
+                name: [swap(v) for v in value] if isinstance(value, (list, tuple)) else swap(value)
+                for name, value in named.items()
+            }
+            return again, words
+
+        return Arguments(out, named, written, earlier, read)
+
+    def _argument(
+        self, name: str, value: Any, writes: bool, copies: dict, before: dict, written: list, read: list
+    ) -> Any:
+        if isinstance(value, Tensor):
+            copy = copies.get(id(value))
+            if copy is None:  # sparse, nested or without a storage
+                same = value.device == self.reference
+                copy = value.detach().clone() if same else value.detach().to(self.reference, copy=True)
+                if writes:
+                    before[id(copy)] = copy.clone()
+            if writes:
+                written.append((name, value, copy))
+            elif value.device.type == self.type:
+                read.append((value, copy))
+            return copy
+        if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
+            return [
+                self._argument(f"{name}[{i}]", each, writes, copies, before, written, read)
+                for i, each in enumerate(value)
+            ]
+        if isinstance(value, torch.device) and value.type == self.type:
+            return self.reference
+        return value
+
+    def _group(self, cdata: int, group: list[tuple[Tensor, bool]], copies: dict, before: dict) -> None:
+        """Copy the arguments that share one storage: whole and kept if they are only read, else what they span."""
+        here = group[0][0].device.type == self.type
+        if not any(writes for _, writes in group):
+            if not here and group[0][0].device == self.reference:
+                copies.update((id(tensor), tensor) for tensor, _ in group)
+                return
+            storage = self._whole(cdata, group[0][0])
+            copies.update((id(tensor), _view(storage, tensor, 0)) for tensor, _ in group)
+            return
+        low, high = _span([tensor for tensor, _ in group])
+        own = _bytes(group[0][0], low, high).to(self.reference, copy=True).untyped_storage()
+        kept = self.kept.get(cdata) if here else None
+        earlier = None if kept else own.clone()
+        for tensor, _ in group:
+            copy = copies[id(tensor)] = _view(own, tensor, low)
+            before[id(copy)] = _view(kept.storage, tensor, 0) if kept else _view(earlier, tensor, low)
+
+    def _whole(self, cdata: int, tensor: Tensor) -> torch.UntypedStorage:
+        kept = self.kept.get(cdata)
+        if kept is not None and self.keeping:
+            return kept.storage
+        storage = tensor.untyped_storage()
+        copy = _bytes(tensor, 0, storage.nbytes()).to(self.reference, copy=True).untyped_storage()
+        self._keep(storage, copy, -1)
+        return copy
+
+    # ---- after it ----
+
+    def read(self, tensor: Tensor, by: int) -> tuple[Tensor, Callable[[], None]]:
+        """A tensor's content now, and a function that keeps it for later calls, which forgets what was kept."""
+        if not _plain(tensor):
+            return tensor.detach().to(self.reference, copy=True), _nothing
+        if tensor.device.type != self.type:
+            return tensor.to(self.reference), _nothing
+        storage = tensor.untyped_storage()
+        low, high = _span([tensor])
+        copy = _bytes(tensor, low, high).to(self.reference, copy=True)
+        if low == 0 and high == storage.nbytes():
+            keep = functools.partial(self._keep, storage, copy.untyped_storage(), by)
+        elif (kept := self.kept.get(storage._cdata)) is not None:
+            keep = functools.partial(self._update, kept, storage, low, high, copy, by)
+        else:
+            keep = _nothing
+        return _view(copy.untyped_storage(), tensor, low), keep
+
+    def _keep(self, storage: torch.UntypedStorage, copy: torch.UntypedStorage, by: int) -> None:
+        if not self.keeping:
+            self.forget(storage)
+            return
+        if self.bytes + copy.nbytes() > self.limit or len(self.kept) % 1024 == 1023:
+            self.purge()
+        if self.bytes + copy.nbytes() > self.limit:
+            self.kept.clear()
+            self.bytes = 0
+        before = self.kept.pop(storage._cdata, None)
+        self.bytes += copy.nbytes() - (before.storage.nbytes() if before else 0)
+        self.kept[storage._cdata] = _Kept(StorageWeakRef(storage), copy, by)
+
+    def _update(self, kept: _Kept, storage: torch.UntypedStorage, low: int, high: int, copy: Tensor, by: int) -> None:
+        if not self.keeping or kept.storage.nbytes() != storage.nbytes():
+            self.forget(storage)
+            return
+        all_bytes = torch.empty(0, dtype=torch.uint8, device=self.reference).set_(kept.storage)
+        all_bytes[low:high].copy_(copy)
+        kept.by = by
+
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        if (kept := self.kept.pop(storage._cdata, None)) is not None:
+            self.bytes -= kept.storage.nbytes()
+
+    def purge(self) -> None:
+        """Forget storages that are gone."""
+        for cdata in [cdata for cdata, kept in self.kept.items() if kept.of.expired()]:
+            self.bytes -= self.kept.pop(cdata).storage.nbytes()
+
+    def refresh(self, arguments: Arguments) -> list[int]:
+        """Copy anew what a call only reads; for each copy that was not what the memory holds, the call that wrote it."""
+        changed, seen = [], weakref.WeakSet()
+        for tensor, copy in arguments.read:
+            if not _plain(tensor) or copy.device != self.reference or tensor in seen:
+                continue
+            storage = tensor.untyped_storage()
+            low, high = _span([tensor])
+            now = _view(_bytes(tensor, low, high).to(self.reference, copy=True).untyped_storage(), tensor, low)
+            if not same_bits(now, copy):
+                kept = self.kept.get(storage._cdata)
+                changed.append(kept.by if kept else -1)
+                copy.copy_(now)
+        return changed
+
+
+def _nothing() -> None:
+    pass
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of bytes in a storage."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested and _has_storage(tensor)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return not tensor._is_zerotensor() and torch._C._has_storage(tensor)
+
+
+def _span(tensors: list[Tensor]) -> tuple[int, int]:
+    """The bytes of their storage that tensors reach, from a multiple of 64 on."""
+    low, high = None, 0
+    for x in tensors:
+        if not x.numel():
+            continue
+        first = x.storage_offset() * x.element_size()
+        reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        low = first if low is None else min(low, first)
+        high = max(high, first + (reach + 1) * x.element_size())
+    return (low or 0) // 64 * 64, high
+
+
+def _bytes(tensor: Tensor, low: int, high: int) -> Tensor:
+    """Bytes of the tensor's storage, as a tensor on its device."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), low, (max(0, high - low),), (1,)
+    )
+
+
+def _view(storage: torch.UntypedStorage, like: Tensor, low: int) -> Tensor:
+    """A tensor like another, of a storage that holds the other's from byte `low` on."""
+    offset = like.storage_offset() - low // like.element_size() if like.numel() else 0
+    x = torch.empty(0, dtype=like.dtype, device=storage.device).set_(storage, offset, like.shape, like.stride())
+    if like.is_conj():
+        x = torch._conj(x)
+    return torch._neg_view(x) if like.is_neg() else x
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """`torch.equal` of tensors of one dtype and shape on one device, in the time of reading them."""
+    if (
+        a.device.type == "cpu"
+        and a.stride() == b.stride()
+        and not (a.is_conj() or a.is_neg() or b.is_conj() or b.is_neg())
+    ):
+        whole = a.is_contiguous() or (a.dim() > 1 and a.mT.is_contiguous())
+        if whole and _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0:
+            return True  # also where there are NaNs
+    return torch.equal(a, b)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one dtype and shape hold the same values, NaN being equal to NaN."""
+    if equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    return bool(((a == b) | ((a != a) & (b != b))).all())

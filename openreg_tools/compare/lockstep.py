@@ -1,0 +1,510 @@
+"""Runs each operator of a program on a reference device too, with the same inputs, and compares what it wrote.
+
+The reference starts each operator from the device's own inputs, so that an error is the operator's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openreg_tools import backends
+from openreg_tools.compare.copies import Arguments, Copies, Facts, Quiet, equal, facts, same_bits, tensors_of
+from openreg_tools.compare.places import Place, Places, stack
+from openreg_tools.compare.result import Difference, Result
+from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
+from openreg_tools.samples import shown
+
+__all__ = ["Lockstep"]
+
+# Fused attention that only some devices have, and the formula of its first result.
+ATTENTION = ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention",
+             "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")  # fmt: skip
+
+DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+class Lockstep(TorchDispatchMode):
+    """Compares operators on a `device` with `reference`, in a program that runs in its context."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: str, reference: str, tolerances: Tolerances, result: Result, progress: bool) -> None:
+        super().__init__()
+        self.type, self.reference = torch.device(device).type, torch.device(reference)
+        self.tolerances, self.result, self.progress = tolerances, result, progress
+        self.copies = Copies(self.type, self.reference)
+        self.places = Places()
+        self.lock = threading.RLock()
+        self._draws = _shares_numbers(self.type, self.reference)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled graphs are compared at their boundaries: see regions.py
+
+    def quiet(self) -> Quiet:
+        return Quiet(self.type)
+
+    # ---- one call ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        if subclasses(types):  # what they are made of comes here by itself
+            return func(*args, **kwargs) if tracing(types) else NotImplemented
+        of = facts(func)
+        if not self._touches(args, kwargs):
+            return func(*args, **kwargs)
+        place = self.places.now()  # of a view too, for its backward
+        if of.view:
+            return func(*args, **kwargs)
+        index = self.result.count()
+        if self.progress:
+            self._say()
+        if of.skipped:
+            return self._run(func, of, index, place, args, kwargs, None)
+        with self.quiet():
+            if not self.copies.keeping:
+                self._synchronize()  # what a compiled kernel raises is not this operator's
+            arguments = self._take(of, index, place, args, kwargs)
+            state = self._numbers(of, args, kwargs) if of.random else None
+        out = self._run(func, of, index, place, args, kwargs, arguments, state)
+        if arguments is None:
+            return out
+        if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
+            for each in tensors_of((out,)):
+                torch.ops._c10d_functional.wait_tensor(each)
+        with self.lock, self.quiet():
+            self._compare(func, of, index, place, args, kwargs, arguments, state, out)
+        return out
+
+    def _touches(self, args: tuple, kwargs: dict) -> bool:
+        kind = self.type
+        for value in args:
+            if isinstance(value, Tensor):
+                if value.device.type == kind:
+                    return True
+            elif isinstance(value, (list, tuple)):
+                for each in value:
+                    if isinstance(each, Tensor) and each.device.type == kind:
+                        return True
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == kind:
+            return True
+        return bool(kwargs) and any(t.device.type == kind for t in tensors_of(kwargs))
+
+    def _take(self, of: Facts, index: int, place: Place, args: tuple, kwargs: dict) -> Arguments | None:
+        try:
+            return self.copies.take(of, args, kwargs)
+        except DEVICE_ERRORS:
+            raise
+        except (NotImplementedError, RuntimeError) as error:
+            self._skip(of, f"its arguments cannot be copied: {_line(error)}")
+            return None
+
+    def _run(
+        self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict,
+        arguments: Arguments | None, state: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """The call itself, until the device has done it: what fails later would be another operator's."""
+        try:
+            out = func(*args, **kwargs)
+            if of.collective:
+                wait(out)
+            with self.quiet():
+                self._synchronize()
+        except Exception as error:
+            with self.lock, self.quiet():
+                if not getattr(error, "_compared", False) and not self._raises_too(func, of, arguments, state, error):
+                    error._compared = True
+                    self._failed(func, of, index, place, args, kwargs, arguments, error)
+            raise
+        if of.skipped and any(of.written):
+            for tensor in tensors_of(args[:1]):
+                self.copies.forget(tensor.untyped_storage())
+        return out
+
+    def _synchronize(self) -> None:
+        if self.type in ("cpu", "meta"):
+            return
+        current = torch.accelerator.current_accelerator()
+        module = torch.accelerator if current is not None and current.type == self.type else getattr(torch, self.type)
+        module.synchronize()
+
+    def _raises_too(
+        self, func: OpOverload, of: Facts, arguments: Arguments | None, state: Tensor | None, error: Exception
+    ) -> bool:
+        """Whether the reference raises as well, for what is wrong with the call itself."""
+        if arguments is None or isinstance(error, DEVICE_ERRORS) or "c10d" in of.name:  # the other ranks do not join in
+            return False
+        try:
+            self._on_reference(func, of, arguments, state)
+        except Exception:
+            return True
+        return False
+
+    # ---- the reference ----
+
+    def _on_reference(self, func: OpOverload, of: Facts, arguments: Arguments, state: Tensor | None) -> Any:
+        if state is None:
+            return func(*arguments.args, **arguments.kwargs)
+        args, kwargs = list(arguments.args), dict(arguments.kwargs)
+        generator = torch.Generator(self.reference)
+        for where, key in [*((args, i) for i in range(len(args))), *((kwargs, name) for name in kwargs)]:
+            if isinstance(where[key], torch.Generator):
+                generator.set_state(state)
+                where[key] = generator
+                return func(*args, **kwargs)
+        with self.drawing(state):
+            return func(*args, **kwargs)
+
+    def state_of(self, device: torch.device) -> Tensor | None:
+        """The state of a device's generator, where the reference can draw the same numbers."""
+        return _generator(device).get_state() if self._draws else None
+
+    @contextlib.contextmanager
+    def drawing(self, state: Tensor | None) -> Iterator[None]:
+        """The reference's generator draws from this state, and has its own again after."""
+        default = _generator(self.reference)
+        before = default.get_state()
+        if state is not None:
+            default.set_state(state)
+        try:
+            yield
+        finally:
+            default.set_state(before)
+
+    def own_work(self) -> contextlib.AbstractContextManager[None]:
+        return backends.of_device(self.type).own_work()
+
+    def _numbers(self, of: Facts, args: tuple, kwargs: dict) -> Tensor | None:
+        """The state of the generator that the call draws from, for the reference; None if it cannot have the same."""
+        if not self._draws:
+            return None
+        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        if given is None:
+            device = kwargs.get("device") or next((t.device for t in tensors_of((*args, *kwargs.values()))), self.type)
+            given = _generator(torch.device(device))
+        return given.get_state()
+
+    def _expected(
+        self, func: OpOverload, of: Facts, arguments: Arguments, state: Tensor | None, index: int
+    ) -> tuple[Any, bool]:
+        """What the reference returns, and whether it is there."""
+        try:
+            return self._on_reference(func, of, arguments, state), True
+        except Exception as error:
+            plain = func._schema.name.partition("::")[2]
+            if plain in ATTENTION:
+                with contextlib.suppress(Exception):
+                    return self._attention(func, arguments), True
+            self._skip(of, f"{self.reference} raised {type(error).__name__}: {_line(error)}")
+            return None, False
+
+    def _attention(self, func: OpOverload, arguments: Arguments) -> tuple[Tensor, ...]:
+        names = [a.name for a in func._schema.arguments]
+        given = dict(zip(names, arguments.args, strict=False)) | arguments.kwargs
+        if given.get("dropout_p"):
+            raise NotImplementedError
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+            given["query"], given["key"], given["value"], given.get("attn_bias"), 0.0, given.get("is_causal", False),
+            scale=given.get("scale"),
+        )  # fmt: skip
+        return (out,)
+
+    # ---- comparing ----
+
+    def _compare(
+        self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict,
+        arguments: Arguments, state: Tensor | None, out: Any,
+    ) -> None:  # fmt: skip
+        row = self.result.row(of.name)
+        row.calls += 1
+        expected, there = self._expected(func, of, arguments, state, index)
+        commits = []
+        if there:
+            row.compared += 1
+            if of.random and state is None:
+                self._statistics(func, of, index, place, args, kwargs, arguments, expected, out)
+            else:
+                pairs = self._pairs(func, of, arguments, expected, out)
+                for what, tensor, want in pairs:
+                    commits.append(
+                        self._one(func, of, index, place, args, kwargs, arguments, state, what, tensor, want)
+                    )
+        for what, tensor, _ in arguments.written:
+            if not there or (of.random and state is None):
+                self.copies.forget(tensor.untyped_storage())
+        for commit in commits:
+            commit()
+
+    def _pairs(
+        self, func: OpOverload, of: Facts, arguments: Arguments, expected: Any, out: Any
+    ) -> list[tuple[str, Any, Any]]:
+        """What was written on the device, beside what the reference wrote."""
+        pairs = [(name, tensor, copy) for name, tensor, copy in arguments.written]
+        if of.collective:
+            return pairs
+        several = isinstance(out, (tuple, list)) and len(func._schema.returns) != 1
+        for i, (got, want) in enumerate(zip(out, expected, strict=False) if several else [(out, expected)]):
+            if i < len(of.aliased) and of.aliased[i]:
+                continue
+            if isinstance(got, (list, tuple)):
+                pairs += [(f"result[{j}]", g, w) for j, (g, w) in enumerate(zip(got, want, strict=False))]
+            elif got is not None:
+                pairs.append((f"result {i}" if several else "result", got, want))
+        return pairs
+
+    def _one(
+        self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict, arguments: Arguments,
+        state: Tensor | None, what: str, tensor: Any, want: Any,
+    ) -> Any:  # fmt: skip
+        """Compare one result; a function that keeps its copy."""
+        nothing = lambda: None  # noqa: E731
+        call = (func, of, index, place, args, kwargs, arguments)
+        if not isinstance(tensor, Tensor):
+            if (
+                isinstance(tensor, (bool, int, float, complex))
+                and tensor != want
+                and not (tensor != tensor and want != want)
+            ):
+                error = Error(math.inf, (), tensor, want, math.inf, 1)
+                self._differs(*call, what, error, Tolerance("exact", 0.0), None, None)
+            return nothing
+        if not isinstance(want, Tensor):
+            return nothing
+        if tensor.shape != want.shape or tensor.dtype != want.dtype:
+            found = f"is {shown(tensor)}, and {shown(want)} on {self.reference}"
+            self._differs(*call, what, None, None, None, None, found)
+            return nothing
+        got, keep = self.copies.read(tensor, index)
+        if tensor.layout != torch.strided or want.layout != torch.strided or tensor.is_quantized:
+            got, want = _dense(got), _dense(want)
+        if not got.numel() or equal(got, want):
+            return keep
+        error, tolerance = self._measure(func, of, arguments, state, what, got, want)
+        if error is not None and error.ulps > tolerance.ulps:
+            again, keep = self.copies.read(tensor, index)
+            if not same_bits(_dense(again), got):
+                self.result.note(f"{of.name}: reading {what} twice gave different bytes; the second counts")
+                got = _dense(again)
+            if changed := self.copies.refresh(arguments):
+                writer = max(changed)
+                self.result.note(
+                    f"{of.name} at {place.line()}: the memory of an input had changed outside of operators since call "
+                    f"{writer} wrote it: by host code, or a kernel that was launched directly"
+                )
+                if not arguments.written:
+                    expected, there = self._expected(func, of, arguments, state, index)
+                    if there:
+                        want = dict((w, x) for w, _, x in self._pairs(func, of, arguments, expected, expected))[what]
+            error, tolerance = self._measure(func, of, arguments, state, what, got, _dense(want))
+        if error is None:
+            return keep
+        row = self.result.row(of.name)
+        row.add(error, tolerance)
+        self.result.point(index, error.ulps, tolerance.ulps, of.name)
+        if error.ulps > tolerance.ulps:
+            self._differs(*call, what, error, tolerance, got, want)
+        return keep
+
+    def _measure(
+        self,
+        func: OpOverload,
+        of: Facts,
+        arguments: Arguments,
+        state: Tensor | None,
+        what: str,
+        got: Tensor,
+        want: Tensor,
+    ) -> tuple[Error | None, Tolerance]:
+        before, words = arguments.before()
+        tolerance = self.tolerances(func, (*before, *words.values()), want)
+        scale: Any = None
+        if tolerance.kind == "chain":
+            scale = largest([*tensors_of((*before, *words.values())), want])
+        elif tolerance.kind == "sum":
+            scale = self._magnitudes(func, of, before, words, what, want)
+        return measure(got, want, tolerance.kind, scale, tolerance.ulps), tolerance
+
+    def _magnitudes(self, func: OpOverload, of: Facts, args: list, kwargs: dict, what: str, want: Tensor) -> Any:
+        """The sums of the terms' absolute values, or the largest value if the operator does not give them."""
+
+        def positive(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                floats = value.is_floating_point() or value.is_complex()
+                return torch.where(value.isfinite(), value.abs(), 0).to(value.dtype) if floats else value.clone()
+            if isinstance(value, (list, tuple)):
+                return [positive(each) for each in value]
+            return abs(value) if isinstance(value, float) else value
+
+        fallback = largest([*tensors_of((*args, *kwargs.values())), want])
+        if of.collective or of.base not in SUM:
+            return fallback
+        with contextlib.suppress(Exception):
+            again = Arguments(
+                [positive(v) for v in args], {k: positive(v) for k, v in kwargs.items()}, [], lambda: ([], {}), []
+            )
+            names = of.names
+            again.written = [
+                (name, value, value)
+                for name, value in [*zip(names, again.args, strict=False), *again.kwargs.items()]
+                if isinstance(value, Tensor) and of.writes(name)
+            ]
+            out = func(*again.args, **again.kwargs)
+            scale = dict((w, x) for w, _, x in self._pairs(func, of, again, out, out)).get(what)
+            if isinstance(scale, Tensor) and scale.shape == want.shape:
+                return scale
+        return fallback
+
+    def _statistics(
+        self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict, arguments: Arguments,
+        expected: Any, out: Any,
+    ) -> None:  # fmt: skip
+        """Of random numbers that the reference cannot draw too: shapes, dtypes, and the mean within 8 deviations."""
+        self.result.note(
+            f"{of.name}: {self.reference} draws other random numbers; compared in shape, dtype and mean alone"
+        )
+        for what, tensor, want in self._pairs(func, of, arguments, expected, out):
+            if not (isinstance(tensor, Tensor) and isinstance(want, Tensor)):
+                continue
+            call = (func, of, index, place, args, kwargs, arguments, what)
+            if tensor.shape != want.shape or tensor.dtype != want.dtype:
+                self._differs(
+                    *call, None, None, None, None, f"is {shown(tensor)}, and {shown(want)} on {self.reference}"
+                )
+                continue
+            got, keep = self.copies.read(tensor, index)
+            keep()
+            if got.numel() < 256 or got.is_complex():
+                continue
+            a, b = got.to(torch.float64), want.to(torch.float64)
+            deviation = math.sqrt((float(a.var()) + float(b.var())) / a.numel())
+            if not abs(float(a.mean() - b.mean())) <= 8 * deviation + 1e-12:
+                found = f"has mean {float(a.mean()):.4g}, and {float(b.mean()):.4g} on {self.reference}"
+                self._differs(*call, None, None, None, None, found)
+
+    # ---- what is found ----
+
+    def _differs(
+        self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict, arguments: Arguments | None,
+        what: str, error: Error | None, tolerance: Tolerance | None, got: Tensor | None, want: Tensor | None,
+        found: str = "",
+    ) -> None:  # fmt: skip
+        inputs = [shown(value) for value in args] + [f"{name}={shown(value)}" for name, value in kwargs.items()]
+        difference = Difference(
+            index, of.name, what, place, inputs, error, tolerance, found, str(self.type), str(self.reference),
+            result=shown(got) if got is not None else "",
+        )  # fmt: skip
+        self.result.row(of.name).beyond += 1
+        if self.result.first is None:
+            difference.stack = stack() if place.phase != "backward" else []
+            if arguments is not None:
+                before, words = arguments.before()
+                difference.call = (func, [_cloned(v) for v in before], {k: _cloned(v) for k, v in words.items()})
+        self.result.add(difference)
+
+    def _failed(
+        self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict,
+        arguments: Arguments | None, error: Exception,
+    ) -> None:  # fmt: skip
+        row = self.result.row(of.name)
+        row.calls += 1
+        found = f"raised {type(error).__name__}: {_line(error)}"
+        self._differs(func, of, index, place, args, kwargs, arguments, "the call", None, None, None, None, found)
+
+    def _skip(self, of: Facts, why: str) -> None:
+        self.result.skipped.setdefault(of.name, why)
+
+    def _say(self) -> None:
+        now = time.monotonic()
+        if now - self._said > 5:
+            self._said = now
+            count, beyond = self.result.operators, len(self.result.differences)
+            print(f"compare: {count:,} operators in {now - self._started:.0f} s, {beyond} differ", file=sys.stderr)
+
+    # ---- the context ----
+
+    def __enter__(self) -> Lockstep:
+        self._said = self._started = time.monotonic()
+        self.places.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.places.__exit__()
+        self.copies.kept.clear()
+
+    @contextlib.contextmanager
+    def inside_region(self) -> Iterator[None]:
+        """While compiled kernels run, which write memory that no operator does."""
+        before, self.copies.keeping = self.copies.keeping, False
+        try:
+            yield
+        finally:
+            self.copies.keeping = before
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone() if value.layout != torch.strided else _strided_clone(value)
+    return [_cloned(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _strided_clone(x: Tensor) -> Tensor:
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    flat = x.as_strided((reach,), (1,), x.storage_offset()).clone() if reach else x.new_empty(0)
+    return flat.as_strided(x.shape, x.stride(), 0)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.layout == torch.strided and not x.is_quantized else x.dequantize() if x.is_quantized else x.to_dense()
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def subclasses(types: Any) -> bool:
+    """Whether some types handle operators themselves; a Parameter does not."""
+    return any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types)
+
+
+def tracing(types: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return any(issubclass(each, (FakeTensor, FunctionalTensor)) for each in types)
+
+
+def wait(out: Any) -> None:
+    """Wait for a collective, whose result is [tensors and] the work."""
+    for each in out if isinstance(out, (tuple, list)) else (out,):
+        if isinstance(each, torch.ScriptObject) and hasattr(each, "wait"):
+            each.wait()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type)
+    index = device.index if device.index is not None else module.current_device()
+    return module.default_generators[index]
+
+
+def _shares_numbers(device: str, reference: torch.device) -> bool:
+    """Whether a state of the device's generator, set in the reference's, draws the same numbers."""
+    cpu_like = lambda kind: kind == "cpu" or backends.of_device(kind).draws_as_cpu  # noqa: E731
+    return device == reference.type or (cpu_like(device) and cpu_like(reference.type))

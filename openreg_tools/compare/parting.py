@@ -1,0 +1,380 @@
+"""Two traces side by side: which operators correspond, where their results part, and where the error grows."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import os
+from typing import Any
+
+import torch
+
+from openreg_tools import forms
+from openreg_tools.compare.recording import KIND, VERSION
+from openreg_tools.compare.result import STYLE, plot
+from openreg_tools.compare.tolerance import Tolerances
+from openreg_tools.forms import Wrong
+
+__all__ = ["Op", "Parted", "Parting", "Trace", "part", "read"]
+
+WINDOW = 400  # operators that one run may have more than the other at one place
+PHASES = {"f": "forward", "b": "backward", "o": "optimizer"}
+
+
+@dataclasses.dataclass
+class Op:
+    """One operator of a trace."""
+
+    index: int
+    name: str
+    module: str
+    line: str
+    node: str
+    label: str
+    phase: str
+    inputs: list[Any]
+    prints: list[list[Any]]
+
+    def key(self) -> tuple[Any, ...]:
+        """What operators that correspond have in common."""
+        return (self.name, self.module, self.phase, self.node, str([p[:2] for p in self.prints]))
+
+    def __str__(self) -> str:
+        inputs = ", ".join(f"{dtype}{shape}" for dtype, shape in self.inputs)
+        return f"{self.name}({inputs}) -> {', '.join(f'{p[0]}{p[1]}' for p in self.prints)}"
+
+
+@dataclasses.dataclass
+class Trace:
+    """What one run recorded."""
+
+    path: str
+    header: dict[str, Any]
+    ops: list[Op]
+    truncated: bool = False
+
+    def __str__(self) -> str:
+        h = self.header
+        rank = f", rank {h['rank']} of {h['world']}" if h.get("world", 1) > 1 else ""
+        return f"{self.path}: {h.get('program') or 'a program'} on {h.get('device')}, torch {h.get('torch')}{rank}, {len(self.ops):,} operators"
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """A trace from its file; one that was cut off is read as far as it goes.
+
+    Raises:
+        Wrong: there is no such file, or it is not a trace of `record`.
+    """
+    try:
+        with open(path, errors="replace") as file:
+            lines = file.readlines()
+    except OSError as error:
+        raise Wrong(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        header = json.loads(lines[0])
+        kind, version = header["kind"], header["version"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        raise Wrong(f"{path} is not a trace of `record`: its first line is no header") from None
+    if kind != KIND:
+        raise Wrong(f"{path} is a trace of {kind!r}, and not one of `record`")
+    if version > VERSION:
+        raise Wrong(f"{path} is of version {version}, and this reads up to version {VERSION}: update openreg_tools")
+    trace, names = Trace(str(path), header, []), []
+    for line in lines[1:]:
+        try:
+            words = json.loads(line)
+            if "s" in words:
+                names.append(words["s"])
+                continue
+            word = lambda key, words=words: names[words[key]] if key in words else ""  # noqa: E731
+            trace.ops.append(
+                Op(
+                    len(trace.ops),
+                    word("o"),
+                    word("m"),
+                    word("w"),
+                    word("n"),
+                    word("l"),
+                    PHASES[words["p"]],
+                    words["i"],
+                    words["r"],
+                )
+            )
+        except (ValueError, KeyError, IndexError, TypeError):
+            trace.truncated = True
+            break
+    return trace
+
+
+def of_debug_mode(mode: Any, path: str = "DebugMode") -> Trace:
+    """A trace of what torch.utils._debug_mode.DebugMode logged under `log_tensor_hashes`."""
+    ops = []
+    for call in mode.logs:
+        hashes = (call.log or {}).get("hash") if hasattr(call, "log") else None
+        if hashes is None or not hasattr(call, "op"):
+            continue
+        flat = torch.utils._pytree.tree_leaves(hashes)
+        prints = []
+        for value in (v for v in flat if v is not None):
+            number = abs(float(value))
+            prints.append(["float32", [], repr(value), 0.0, number, 0.0, 0, 0, []])
+        ops.append(
+            Op(
+                len(ops),
+                call.op.name() if hasattr(call.op, "name") else str(call.op),
+                "",
+                "",
+                "",
+                "",
+                "forward",
+                [],
+                prints,
+            )
+        )
+    return Trace(path, {"torch": torch.__version__, "device": "?", "program": path}, ops)
+
+
+def _trace(given: Any) -> Trace:
+    if isinstance(given, Trace):
+        return given
+    if hasattr(given, "logs"):
+        return of_debug_mode(given)
+    return read(given)
+
+
+# ---- aligning ----
+
+
+def align(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
+    """Operators that correspond, in order; None where one run has none. Labelled ones meet by their label."""
+    groups_a, groups_b = _groups(a), _groups(b)
+    out: list[tuple[Op | None, Op | None]] = []
+    for key, ops in groups_a.items():
+        out += _in_order(ops, groups_b.pop(key, []))
+    for ops in groups_b.values():
+        out += [(None, op) for op in ops]
+    return out
+
+
+def _groups(ops: list[Op]) -> dict[tuple[str, int], list[Op]]:
+    """Stretches of one label, by the label and how often it came before."""
+    groups: dict[tuple[str, int], list[Op]] = {}
+    times: dict[str, int] = {}
+    label, key = None, ("", 0)
+    for op in ops:
+        if op.label != label:
+            label = op.label
+            key = (label, times.get(label, 0))
+            times[label] = key[1] + 1
+        groups.setdefault(key, []).append(op)
+    return groups
+
+
+def _in_order(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
+    keys_a, keys_b = [op.key() for op in a], [op.key() for op in b]
+    out: list[tuple[Op | None, Op | None]] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if keys_a[i] == keys_b[j]:
+            out.append((a[i], b[j]))
+            i, j = i + 1, j + 1
+            continue
+        skip = _meet(keys_a, keys_b, i, j)
+        if skip is None:
+            out += [(a[i], None), (None, b[j])]
+            i, j = i + 1, j + 1
+        else:
+            out += [(op, None) for op in a[i : i + skip[0]]] + [(None, op) for op in b[j : j + skip[1]]]
+            i, j = i + skip[0], j + skip[1]
+    return [*out, *((op, None) for op in a[i:]), *((None, op) for op in b[j:])]
+
+
+def _meet(a: list[Any], b: list[Any], i: int, j: int, alike: int = 3) -> tuple[int, int] | None:
+    """How many operators to pass in each run until both go on alike, for as many as were passed or 3; the fewest."""
+    for together in range(1, WINDOW):
+        for more in range(together + 1):
+            x, y = i + more, j + together - more
+            if x >= len(a) or y >= len(b) or a[x] != b[y]:
+                continue
+            n = min(alike, together, len(a) - x, len(b) - y)
+            if a[x : x + n] == b[y : y + n]:
+                return more, together - more
+    return None
+
+
+# ---- comparing ----
+
+
+@dataclasses.dataclass
+class Parted:
+    """Two operators that correspond and whose results differ."""
+
+    a: Op
+    b: Op
+    relative: float  # the difference of their fingerprints' numbers, relative to the size of the values
+    allowed: float
+    grown: float  # how many times it is the largest before it
+    what: str  # of the numbers, with the largest difference
+
+    def lines(self) -> list[str]:
+        out = forms.wrapped([f"operator {self.a.index} and {self.b.index}: {self.a}"], 0)
+        label = f", {self.a.label}" if self.a.label else ""
+        node = f", backward of {self.a.node}" if self.a.node else ""
+        places = self.a.line if self.a.line == self.b.line else f"{self.a.line} and {self.b.line}"
+        out += forms.wrapped([f"{self.what}; relative difference {self.relative:.3g}, allowed {self.allowed:.3g}"], 2)
+        return out + forms.wrapped([f"at {places}{', in ' + self.a.module if self.a.module else ''}{node}{label}"], 2)
+
+    def dict(self) -> dict[str, Any]:
+        return {
+            "operator": self.a.name, "index": [self.a.index, self.b.index], "line": [self.a.line, self.b.line],
+            "module": self.a.module, "phase": self.a.phase, "label": self.a.label, "relative": self.relative,
+            "allowed": self.allowed, "what": self.what,
+        }  # fmt: skip
+
+
+class Parting:
+    """Where two runs part: `first` beyond the tolerance, `first_bits` that is not equal, `ranked` by growth of the error."""
+
+    def __init__(self, a: Trace, b: Trace, tolerances: Tolerances) -> None:
+        self.a, self.b = a, b
+        self.pairs = align(a.ops, b.ops)
+        self.only_a = [x for x, y in self.pairs if y is None]
+        self.only_b = [y for x, y in self.pairs if x is None]
+        self.first: Parted | None = None
+        self.first_bits: Parted | None = None
+        self.beyond = 0
+        self._parted: list[Parted] = []
+        self._points: list[tuple[int, float, float, str]] = []
+        self._compare(tolerances)
+
+    def _compare(self, tolerances: Tolerances) -> None:
+        largest, common = 0.0, 0
+        for x, y in self.pairs:
+            if x is None or y is None:
+                continue
+            common += 1
+            if [p[2] for p in x.prints] == [p[2] for p in y.prints] and _shapes(x) == _shapes(y):
+                continue
+            relative, what, eps = _difference(x, y)
+            ulps = tolerances.of_name(x.name, _terms(x))
+            # Before the first difference the inputs were the same; after it the chain is as long as the run.
+            allowed = eps * (ulps if self.first_bits is None else max(ulps, 16 * tolerances.factor) * math.sqrt(common))
+            parted = Parted(x, y, relative, allowed, relative / largest if largest else math.inf, what)
+            self._parted.append(parted)
+            self.first_bits = self.first_bits or parted
+            if eps:
+                self._points.append((x.index, relative / eps, allowed / eps, x.name))
+            if relative > allowed:
+                self.beyond += 1
+                self.first = self.first or parted
+            largest = max(largest, relative if math.isfinite(relative) else 0.0)
+
+    @property
+    def ranked(self) -> list[Parted]:
+        return sorted(self._parted, key=lambda p: (-p.grown, -p.relative))
+
+    def assert_close(self) -> None:
+        """Raise AssertionError with the report if the runs part."""
+        if self.first is not None:
+            raise AssertionError(self.report())
+
+    def write_test(self, path: Any) -> str:
+        raise ValueError("write_test: a trace keeps no inputs; run the program with `compare(against=…)` for a test")
+
+    def report(self, top: int = 15) -> str:
+        """The report as text."""
+        return self.text(top)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, top: int = 15) -> str:
+        lines = forms.wrapped([str(self.a), str(self.b)], 0)
+        for trace in (self.a, self.b):
+            if trace.truncated:
+                lines += forms.wrapped([f"{trace.path} is cut off: read up to operator {len(trace.ops)}"], 0)
+        both = sum(x is not None and y is not None for x, y in self.pairs)
+        lines += forms.wrapped(
+            [
+                f"{both:,} operators correspond, {len(self._parted):,} are not equal bit for bit, {self.beyond:,} beyond the tolerance"
+            ],
+            0,
+        )
+        for ops, trace in ((self.only_a, self.a), (self.only_b, self.b)):
+            if ops:
+                names = ", ".join(dict.fromkeys(f"{op.name} ({op.line})" for op in ops[:5]))
+                lines += forms.wrapped([f"{len(ops):,} only in {trace.path}: {names}{', …' * (len(ops) > 5)}"], 0)
+        lines.append("")
+        if self.first is None:
+            lines.append("The runs do not part." if not self._parted else "The runs do not part beyond the tolerance.")
+        else:
+            lines += ["The runs part at", *self.first.lines()]
+        if self.first_bits is not None and self.first_bits is not self.first:
+            lines += ["", "Bits differ first at", *self.first_bits.lines()]
+        if self._parted:
+            rows = [["operator", "index", "relative", "growth", "line"]]
+            rows += [
+                [p.a.name, p.a.index, f"{p.relative:.3g}", f"{p.grown:.3g}", p.a.line.rpartition("/")[2][-30:]]
+                for p in self.ranked[:top]
+            ]
+            lines += ["", "Where the error grows, in times the largest before:", *forms.table(rows, left=1, fit=True)]
+        return "\n".join(lines)
+
+    def dict(self) -> dict[str, Any]:
+        return {
+            "a": self.a.header | {"path": self.a.path, "operators": len(self.a.ops), "truncated": self.a.truncated},
+            "b": self.b.header | {"path": self.b.path, "operators": len(self.b.ops), "truncated": self.b.truncated},
+            "first": self.first.dict() if self.first else None,
+            "first_bits": self.first_bits.dict() if self.first_bits else None,
+            "beyond": self.beyond, "only_a": len(self.only_a), "only_b": len(self.only_b),
+            "ranked": [each.dict() for each in self.ranked[:1000]],
+        }  # fmt: skip
+
+    def html(self) -> str:
+        text = html.escape(self.text())
+        return forms.page(
+            "compare of two traces", "compare", f"<pre>{text}</pre>{plot(self._points, len(self.a.ops))}", STYLE
+        )
+
+
+def _shapes(op: Op) -> list[Any]:
+    return [p[:2] for p in op.prints]
+
+
+def _terms(op: Op) -> int:
+    count = lambda shape: math.prod(shape) if shape else 1  # noqa: E731
+    largest = max((count(shape) for _, shape in op.inputs), default=1)
+    if op.name.partition("::")[2].partition(".")[0].rstrip("_") in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot"):
+        return max((shape[-1] for _, shape in op.inputs[-2:-1] if shape), default=1)
+    return max(1, largest // max(1, min((count(p[1]) for p in op.prints), default=1)))
+
+
+def _difference(x: Op, y: Op) -> tuple[float, str, float]:
+    """The largest relative difference of the numbers of two fingerprints, in words, and the dtype's epsilon."""
+    worst, what, eps = 0.0, "the hashes differ", 0.0
+    for i, (p, q) in enumerate(zip(x.prints, y.prints, strict=False)):
+        if p[2] == q[2]:
+            continue
+        dtype = getattr(torch, p[0], torch.float32)
+        floats = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+        eps = max(eps, torch.finfo(dtype).eps if floats else 0.0)
+        if (p[6], p[7]) != (q[6], q[7]):
+            return math.inf, f"result {i} has {p[6]} NaN and {p[7]} infinite numbers, then {q[6]} and {q[7]}", eps
+        norm = max(p[4], q[4]) or 1.0
+        scale = norm * math.sqrt(max(1, math.prod(p[1])))  # at least the sum of the absolute values
+        top = max(p[5], q[5]) or 1.0
+        found = [(abs(p[3] - q[3]) / scale, "sum", p[3], q[3]), (abs(p[4] - q[4]) / norm, "norm", p[4], q[4])]
+        found.append((abs(p[5] - q[5]) / top, "largest value", p[5], q[5]))
+        found += [(abs(s - t) / top, "sampled value", s, t) for s, t in zip(p[8], q[8], strict=False)]
+        relative, name, s, t = max(found)
+        relative = max(relative, 1e-300 if not floats else eps / 1e3)  # their hashes differ
+        if relative > worst:
+            worst, what = relative, f"result {i}: {name} {s:.6g} and {t:.6g}"
+    return worst, what, eps
+
+
+def part(a: Any, b: Any, tolerances: Tolerances | None = None) -> Parting:
+    """Align two traces and compare them; each a path, a `Trace` or a DebugMode."""
+    return Parting(_trace(a), _trace(b), tolerances or Tolerances())

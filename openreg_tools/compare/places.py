@@ -1,0 +1,162 @@
+"""Where a program is: its line, the module whose forward runs or whose backward, and the phase of the training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+__all__ = ["Place", "Places", "site", "stack"]
+
+_TOOLS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
+_OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, "<frozen")
+_MOST = 200_000  # forward calls whose place is kept for their backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one call was made."""
+
+    module: str  # "Transformer.layers.0.norm", or "" outside
+    site: tuple[str, int] | None  # file and line of the program; in backward those of the forward
+    phase: str  # "forward", "backward", "optimizer"
+    node: str = ""  # what backward computes the gradient of: "MmBackward0"
+
+    def line(self) -> str:
+        if self.site is None:
+            return self.phase
+        path = os.path.relpath(self.site[0])
+        return f"{self.site[0] if path.startswith('..') else path}:{self.site[1]}"
+
+    def __str__(self) -> str:
+        words = [self.line(), self.module and f"in {self.module}"]
+        words.append(f"backward of {self.node}" if self.node else self.phase if self.phase != "forward" else "")
+        return ", ".join(filter(None, words))
+
+
+class Places:
+    """Follows a program by the hooks that PyTorch has for every module and optimizer."""
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._roots: dict[str, int] = {}
+        self._local = threading.local()
+        self._forward: dict[int, tuple[str, tuple[str, int] | None]] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Places:
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        self._filter = warnings.filters[0]
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._enter_step),
+            register_optimizer_step_post_hook(self._leave_step),
+        ]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)
+
+    # ---- what the hooks note ----
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        modules = self._modules()
+        if module not in self._names:
+            self._name(module, modules[-1] if modules else "")
+        modules.append(self._names[module])
+
+    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if modules := self._modules():
+            modules.pop()
+
+    def _name(self, module: nn.Module, inside: str) -> None:
+        name = type(getattr(module, "_orig_mod", module)).__name__  # what torch.compile wraps
+        root = f"{inside}.{name}" if inside else name
+        count = self._roots[root] = self._roots.get(root, 0) + 1
+        root = root if count == 1 else f"{root}#{count}"
+        for path, each in module.named_modules():
+            path = path.removeprefix("_orig_mod").removeprefix(".")
+            self._names[each] = f"{root}.{path}" if path else root
+
+    def _enter_step(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._local.step = True
+
+    def _leave_step(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._local.step = False
+
+    def _modules(self) -> list[str]:
+        try:
+            return self._local.modules
+        except AttributeError:
+            self._local.modules = []
+            return self._local.modules
+
+    # ---- what a mode asks ----
+
+    def module(self) -> str:
+        """The innermost module whose forward runs, "" outside of all."""
+        modules = self._modules()
+        return modules[-1] if modules else ""
+
+    def now(self) -> Place:
+        """Where the call that is being dispatched was made."""
+        if torch._C._current_graph_task_id() != -1:
+            node = torch._C._current_autograd_node()
+            if node is None:
+                return Place("", None, "backward")
+            number = _number(node)  # in-place operators clone their input between their node and themselves
+            module, where = self._forward.get(number) or self._forward.get(number + 1, ("", None))
+            return Place(module, where, "backward", node.name().rpartition("::")[2])
+        modules = self._modules()
+        module, where = modules[-1] if modules else "", site()
+        # The node of the operator, or of the function whose forward it is in, took the number before the next.
+        if len(self._forward) >= _MOST:
+            for key in list(self._forward)[: _MOST // 2]:
+                del self._forward[key]
+        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, where))
+        return Place(module, where, "optimizer" if getattr(self._local, "step", False) else "forward")
+
+
+def _number(node: Any) -> int:
+    try:
+        return node._sequence_nr()
+    except (AttributeError, RuntimeError):
+        return -1
+
+
+def site() -> tuple[str, int] | None:
+    """The file and line of the innermost frame that is neither PyTorch's nor of these tools."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def stack() -> list[str]:
+    """The program's frames, as Python prints them, the innermost last."""
+    frames = list(traceback.extract_stack())
+    start = max((i for i, frame in enumerate(frames) if frame.filename == "<frozen runpy>"), default=-1)  # of a command
+    frames = [frame for frame in frames[start + 1 :] if not frame.filename.startswith(_OURS)]
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]

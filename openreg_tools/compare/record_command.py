@@ -1,0 +1,47 @@
+"""``openreg-tools record SCRIPT.py --out A.trace``: a fingerprint of each operator's results, for `compare`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from openreg_tools import dispatch, forms
+from openreg_tools.compare import record
+from openreg_tools.compare.command import run
+from openreg_tools.forms import Wrong
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="the device (default: the accelerator of this process)")
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                        help="import it first: another backend, or a library of operators")  # fmt: skip
+    parser.add_argument("--out", type=forms.file, required=True, metavar="FILE", help="the trace to write")
+    parser.add_argument("--values", action="store_true", help="also save the results, in the folder FILE.values")
+    parser.add_argument("what", nargs="+", metavar="SCRIPT.py", help="the program, whose own arguments follow --")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """The program's exit status, 1 if it raised, 2 if what was asked for is wrong."""
+    words = [*arguments.what, *getattr(arguments, "rest", [])]
+    try:
+        dispatch.load(arguments.modules)
+        if len(arguments.what) > 1:
+            raise Wrong(f"the arguments of {words[0]} follow --: record {words[0]} --out FILE -- {' '.join(words[1:])}")
+        if arguments.out == "-":
+            raise Wrong("a trace is a file; name it with --out")
+        if not os.path.isfile(words[0]):
+            raise Wrong(f"there is no file {words[0]}")
+        context = record(
+            arguments.out,
+            values=arguments.values,
+            device=arguments.device,
+            name=os.path.basename(words[0]),
+            progress=True,
+        )
+        status = run(words, context)
+    except Wrong as error:
+        print(f"record: {error}", file=sys.stderr)
+        return 2
+    print(f"record: {context.operators:,} operators in {context.path}", file=sys.stderr)
+    return status

@@ -1,0 +1,293 @@
+"""``with record("a.trace")``: a fingerprint of each operator's results, at most 1 KB each, as lines of JSON.
+
+A fingerprint is equal where the values are equal, whatever the strides and the device: a hash of the values in order. Beside
+it are numbers that are close where the values are close: the sum, the norm, the largest, and samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openreg_tools import dispatch
+from openreg_tools.compare.copies import Quiet, facts, tensors_of
+from openreg_tools.compare.lockstep import subclasses, tracing, wait
+from openreg_tools.compare.places import Places
+from openreg_tools.forms import Wrong
+
+__all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
+
+KIND = "openreg_tools.compare"  # the first thing that a trace says
+VERSION = 1
+_MOST = 960  # bytes of one operator's line, of the 1024 that it may take with the names that it adds
+_labels: dict[str, Any] = {}
+
+
+class mark:  # noqa: N801 -- used as a function
+    """Say what the program works on: ``mark("batch", 17)`` until the next, or for a ``with`` block.
+
+    Two runs that visit batches in another order are aligned by these labels.
+    """
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._before = name, _labels.get(name, self)
+        _labels[name] = value
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._before is self:
+            _labels.pop(self._name, None)
+        else:
+            _labels[self._name] = self._before
+
+
+def record(
+    out: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    device: str | None = None,
+    name: str = "",
+    progress: bool = False,
+) -> Recording:
+    """A context that writes a trace of what operators on a device give.
+
+    Args:
+        out: the file; in a process group of several ranks, ".rank0" and so on is added.
+        values: also save the results, in the folder `out` + ".values".
+        device: the accelerator of the process unless given.
+        name: of the program, for reports.
+        progress: print a line to stderr every five seconds.
+    Raises:
+        Wrong: there is no such device, or the file cannot be written.
+    """
+    return Recording(Path(out), values, device, name, progress)
+
+
+class Recording(TorchDispatchMode):
+    """The context of `record`; `path` is the file, `operators` how many were recorded."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, path: Path, values: bool, device: str | None, name: str, progress: bool) -> None:
+        super().__init__()
+        target = dispatch.target(device)
+        dispatch.usable(target.device)
+        self.type, self.values, self.name, self.progress = torch.device(target.device).type, values, name, progress
+        self.out, self.path, self.operators = path, path, 0
+        self.places = Places()
+        self._file: Any = None
+        self._names: dict[str, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Recording:
+        if not self.out.parent.is_dir():
+            raise Wrong(f"record: there is no folder {self.out.parent} to write {self.out.name} to; make it first")
+        import torch._dynamo  # noqa: F401 -- a mode imports it at its first operator
+
+        self._said = self._started = time.monotonic()
+        self.places.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.places.__exit__()
+        self._open().close()
+
+    def _open(self) -> Any:
+        """The file, named when the first operator runs, as a program knows its rank by then."""
+        if self._file is None:
+            rank, size = _rank()
+            if size > 1:
+                self.path = Path(f"{self.out}.rank{rank}")
+            try:
+                self._file = open(self.path, "w")
+            except OSError as error:
+                raise Wrong(f"record: {self.path} cannot be written: {error.strerror}") from None
+            if self.values:
+                Path(f"{self.path}.values").mkdir(exist_ok=True)
+            header = {
+                "kind": KIND, "version": VERSION, "torch": torch.__version__, "device": self.type, "rank": rank,
+                "world": size, "program": self.name, "values": self.values,
+            }  # fmt: skip
+            print(json.dumps(header), file=self._file)
+        return self._file
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        if subclasses(types):
+            return func(*args, **kwargs) if tracing(types) else NotImplemented
+        of = facts(func)
+        out = func(*args, **kwargs)
+        if of.view or of.skipped:
+            return out
+        results = [t for t in tensors_of((out,)) if t.device.type == self.type or _from(args, self.type)]
+        written = [] if not any(of.written) and not of.collective else [
+            t for i, v in [*enumerate(args), *kwargs.items()] if of.writes(i) for t in tensors_of((v,))
+        ]  # fmt: skip
+        unique = {id(t): t for t in (*written, *results)}
+        numbers = (
+            [] if unique or not _from(args, self.type) else [v for v in (out,) if isinstance(v, (bool, int, float))]
+        )
+        if not any(t.device.type == self.type for t in (*unique.values(), *tensors_of(args))):
+            return out
+        if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
+            return out  # wait_tensor has the result
+        if of.collective:
+            wait(out)
+        with Quiet(self.type):
+            self._write(of.name, args, kwargs, list(unique.values()), numbers)
+        return out
+
+    def _write(self, name: str, args: tuple, kwargs: dict, results: list[Tensor], numbers: list[Any]) -> None:
+        file, place = self._open(), self.places.now()
+        prints = [
+            [str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []]
+            for v in numbers
+        ]
+        copies = [_on_host(t) for t in results]
+        prints += [fingerprint(t) for t in copies]
+        if len(prints) > 4:
+            prints = [_folded(prints)]
+        inputs = [[_dtype(t), list(t.shape)] for t in tensors_of((*args, *kwargs.values()))]
+        label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items()))
+        words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label}
+        line: dict[str, Any] = {}
+        for key, text in words.items():
+            if text:
+                number = self._names.get(text)
+                if number is None:
+                    number = self._names[text] = len(self._names)
+                    print(json.dumps({"s": text[:300]}, ensure_ascii=False), file=file)
+                line[key] = number
+        line |= {"p": place.phase[0], "i": inputs[:6], "r": prints}
+        text = json.dumps(line, separators=(",", ":"))
+        while len(text) > _MOST and line["i"]:  # more dimensions than most have
+            line["i"] = line["i"][:-1]
+            text = json.dumps(line, separators=(",", ":"))
+        print(text, file=file)
+        if self.values:
+            torch.save(copies, f"{self.path}.values/{self.operators}.pt")
+        self.operators += 1
+        if self.progress and time.monotonic() - self._said > 5:
+            self._said = time.monotonic()
+            seconds = self._said - self._started
+            print(f"record: {self.operators:,} operators in {seconds:.0f} s", file=sys.stderr)
+
+
+def _from(args: tuple, kind: str) -> bool:
+    return any(t.device.type == kind for t in tensors_of(args))
+
+
+def _rank() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with contextlib.suppress(KeyError, ValueError):
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+def _on_host(x: Tensor) -> Tensor:
+    x = x.detach()
+    if x.is_quantized:
+        x = x.dequantize()
+    elif x.layout != torch.strided:
+        x = x.to_dense()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous().cpu()
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+# ---- fingerprints ----
+
+_COLUMNS = 257  # a prime, so that what repeats at a power of two is not summed up in one column
+
+
+def fingerprint(x: Tensor) -> list[Any]:
+    """Of a contiguous tensor on the host: dtype, shape, hash, sum, norm, largest, NaNs, infinities, samples."""
+    dtype, shape = _dtype(x), list(x.shape)
+    if not x.numel():
+        return [dtype, shape, 0, 0.0, 0.0, 0.0, 0, 0, []]
+    digest = _hash(x)
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    flat = x.flatten()
+    places = [i * (flat.numel() - 1) // 3 for i in range(4)]
+    if not x.is_floating_point():
+        flat = flat.to(torch.float64)
+    elif flat.dtype not in (torch.float32, torch.float64) or flat.numel() <= 1 << 14:
+        flat = flat.to(torch.float64)
+    total, norm, largest = _numbers(flat)
+    nans = infinities = 0
+    if not math.isfinite(total) or not math.isfinite(norm):
+        nans, infinities = int(flat.isnan().sum()), int(flat.isinf().sum())
+        flat = torch.where(flat.isfinite(), flat, 0.0).to(torch.float64)
+        total, norm, largest = _numbers(flat)
+    return [
+        dtype,
+        shape,
+        digest,
+        *map(_short, (total, norm, largest)),
+        nans,
+        infinities,
+        [_short(float(flat[i])) for i in places],
+    ]
+
+
+def _numbers(flat: Tensor) -> tuple[float, float, float]:
+    """The sum, the Euclidean norm and the largest absolute value."""
+    low, high = flat.aminmax()
+    return float(flat.sum()), math.sqrt(float(torch.dot(flat, flat))), max(abs(float(low)), abs(float(high)))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.9g}")
+
+
+def _hash(x: Tensor) -> int:
+    """Of the bytes in order; of many, of the sums of their words over rows and over columns."""
+    data = x.flatten().view(torch.uint8).numpy()
+    if data.nbytes <= 1 << 15:
+        return zlib.crc32(data)
+    whole = data.nbytes // (8 * _COLUMNS) * (8 * _COLUMNS)
+    words = data[:whole].view(np.uint64).reshape(-1, _COLUMNS)
+    digest = zlib.crc32(np.add.reduce(words, axis=0), x.dim())
+    digest = zlib.crc32(np.add.reduce(words, axis=1), digest)
+    return zlib.crc32(data[whole:], digest)
+
+
+def _folded(prints: list[list[Any]]) -> list[Any]:
+    """One fingerprint of many results, as of an operator on lists."""
+    digest = 0
+    for each in prints:
+        digest = zlib.crc32(repr(each[:3]).encode(), digest)
+    total, norm = sum(p[3] for p in prints), math.sqrt(sum(p[4] ** 2 for p in prints))
+    samples = [p[4] for p in prints[:: max(1, len(prints) // 4)]][:4]
+    return [
+        prints[0][0], [len(prints)], digest, _short(total), _short(norm), max(p[5] for p in prints),
+        sum(p[6] for p in prints), sum(p[7] for p in prints), samples,
+    ]  # fmt: skip

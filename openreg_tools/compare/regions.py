@@ -1,0 +1,300 @@
+"""Compiled graphs, compared at their boundaries: what a graph returns and writes, and the gradients that its backward gives.
+
+Dynamo's graph runs eagerly on the reference device, from copies of the compiled graph's inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from openreg_tools.compare.copies import tensors_of
+from openreg_tools.compare.places import Place, site, stack
+from openreg_tools.compare.result import Difference
+from openreg_tools.compare.tolerance import Tolerance, largest, measure
+from openreg_tools.samples import shown
+
+if TYPE_CHECKING:
+    from openreg_tools.compare.lockstep import Lockstep
+
+__all__ = ["Regions"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class Regions:
+    """While entered, what `torch.compile` compiles is compared. Functions that were compiled before compile again."""
+
+    def __init__(self, mode: Lockstep) -> None:
+        self.mode, self.count, self.active = mode, 0, False
+        self.running: _Region | None = None  # whose backward runs
+
+    def __enter__(self) -> None:
+        from torch._dynamo.output_graph import OutputGraph
+
+        torch._dynamo.reset()
+        self._owner, self._before = OutputGraph, OutputGraph.call_user_compiler
+        before, regions = self._before, self
+
+        def call_user_compiler(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            if not regions.active:
+                return before(self, gm, *args, **kwargs)
+            from torch._inductor import config
+
+            code = getattr(getattr(self, "root_tx", None), "f_code", None)
+            region = _Region(regions, _copied(gm), code)
+            with config.patch(fallback_random=True):  # draw the numbers that eager operators draw
+                region.compiled = before(self, gm, *args, **kwargs)
+            return region
+
+        OutputGraph.call_user_compiler = call_user_compiler
+        self.active = True
+
+    def __exit__(self) -> None:
+        self.active = False
+        self._owner.call_user_compiler = self._before
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph before a backend changes it."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
+class _Reference(fx.Interpreter):
+    """Runs a graph on the reference device: what names the other device means this one."""
+
+    def __init__(self, module: fx.GraphModule, kind: str, device: torch.device) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.kind, self.device = kind, device
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        return value.detach().to(self.device) if isinstance(value, Tensor) else value
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("call_function", "call_method"):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            args = tuple(self._here(value) for value in args)
+            return getattr(self, n.op)(n.target, args, {name: self._here(value) for name, value in kwargs.items()})
+        return super().run_node(n)
+
+    def _here(self, value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == self.kind:
+            return self.device
+        if isinstance(value, str) and value.partition(":")[0] == self.kind:
+            return self.device.type
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)(self._here(each) for each in value) if type(value) in (list, tuple) else value
+        return value
+
+
+class _Region:
+    """One compiled graph, in the place of what the backend returned."""
+
+    def __init__(self, regions: Regions, graph: fx.GraphModule, code: Any) -> None:
+        self.regions, self.mode, self.graph = regions, regions.mode, graph
+        self.compiled: Callable[..., Any] = graph
+        self.ops = sum(node.op.startswith("call") for node in graph.graph.nodes)
+        name = (
+            code.co_name
+            if code and not code.co_filename.startswith(_TORCH)
+            else self.mode.places.module() or "a module"
+        )
+        self.name = f"compiled graph {regions.count} of {name} ({self.ops} operators)"
+        regions.count += 1
+        self.random = any("dropout" in str(n.target) or "rand" in str(n.target) or "bernoulli" in str(n.target)
+                          for n in graph.graph.nodes)  # fmt: skip
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.regions.active:
+            return self.compiled(*args)
+        mode, result = self.mode, self.mode.result
+        index, place = result.count(), Place(mode.places.module(), site(), "forward")
+        with mode.quiet():
+            copies = self._copies(args)
+            device = next((t.device for t in tensors_of(args) if t.device.type == mode.type), None)
+            state = mode.state_of(device) if device is not None else None
+        if device is None:
+            return self.compiled(*args)
+        try:
+            with mode.inside_region():
+                out = self.compiled(*args)
+            with mode.quiet():
+                mode._synchronize()
+        except Exception as error:
+            self.failed(index, place, args, error)
+            raise
+        for tensor in tensors_of(args):
+            mode.copies.forget(tensor.untyped_storage())
+        expected = self._run(copies, state)
+        if expected is None:
+            return out
+        self._compare_all(index, place, args, copies, out, expected)
+        if torch.is_grad_enabled():
+            self._follow(index, args, copies, out, expected)
+        return out
+
+    def _copies(self, args: Any) -> list[Any]:
+        memo: dict[int, Tensor] = {}
+        copies = []
+        for value in args:
+            if not isinstance(value, Tensor):
+                copies.append(value)
+                continue
+            storage = value.untyped_storage()
+            flat = memo.get(storage._cdata)
+            if flat is None:
+                flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+                flat = memo[storage._cdata] = flat.to(self.mode.reference, copy=True)
+            x = torch.empty(0, dtype=value.dtype, device=flat.device)
+            copies.append(x.set_(flat.untyped_storage(), value.storage_offset(), value.shape, value.stride()))
+        for value, copy in zip(args, copies, strict=True):
+            if isinstance(value, Tensor) and value.requires_grad:
+                copy.requires_grad_()
+        return copies
+
+    def _run(self, copies: list[Any], state: Tensor | None) -> Any:
+        """The results of the reference, or None."""
+        mode = self.mode
+        try:
+            with torch._C._DisableTorchDispatch(), mode.own_work(), mode.drawing(state):
+                return _Reference(self.graph, mode.type, mode.reference).run(*copies)
+        except Exception as error:
+            mode.result.skipped.setdefault(self.name, f"{mode.reference} raised {type(error).__name__}: {error}")
+            return None
+
+    def _compare_all(self, index: int, place: Place, args: Any, copies: list[Any], out: Any, expected: Any) -> None:
+        row = self.mode.result.row(self.name)
+        row.calls += 1
+        row.compared += 1
+        outs = list(zip(tensors_of(_listed(out)), tensors_of(_listed(expected)), strict=False))
+        pairs = [(f"result {i}", got, want) for i, (got, want) in enumerate(outs)]
+        pairs += [
+            (f"argument {i}", value, copy)
+            for i, (value, copy) in enumerate(zip(args, copies, strict=True))
+            if isinstance(value, Tensor) and copy._version > 0
+        ]
+        for what, got, want in pairs:
+            self.judge(index, place, args, what, got, want)
+
+    def judge(self, index: int, place: Place, args: Any, what: str, tensor: Tensor, want: Tensor) -> None:
+        mode = self.mode
+        with mode.lock, mode.quiet():
+            want = want.detach()
+            if tensor.shape != want.shape or tensor.dtype != want.dtype:
+                self._add(
+                    index, place, args, what, None, None, f"is {shown(tensor)}, and {shown(want)} on {mode.reference}"
+                )
+                return
+            got = tensor.detach().to(mode.reference, copy=True)
+            if tensor.layout != torch.strided or torch.equal(got, want):
+                return
+            terms = max((t.numel() // max(1, min(t.shape, default=1)) for t in tensors_of(args)), default=1)
+            exact = not (want.is_floating_point() or want.is_complex())
+            ulps = 0.0 if exact else (32 * math.sqrt(max(1, self.ops)) + math.sqrt(terms) / 2) * mode.tolerances.factor
+            tolerance = Tolerance("exact" if exact else "chain", ulps, self.ops)
+            error = measure(got, want, tolerance.kind, largest([want]), ulps)
+            if error is None:
+                return
+            row = mode.result.row(self.name)
+            row.add(error, tolerance)
+            mode.result.point(index, error.ulps, ulps, self.name)
+            if error.ulps > ulps:
+                if self.random:
+                    mode.result.note(f"{self.name} draws random numbers, and its results differ; that is not judged")
+                else:
+                    self._add(index, place, args, what, error, tolerance, "", shown(got))
+
+    def failed(self, index: int, place: Place, args: Any, error: BaseException) -> None:
+        if not getattr(error, "_compared", False):
+            line = (str(error).splitlines() or [""])[0]
+            self.mode.result.row(self.name).calls += 1
+            self._add(index, place, args, "the call", None, None, f"raised {type(error).__name__}: {line}")
+            error._compared = True
+
+    def _add(
+        self, index: int, place: Place, args: Any, what: str, error: Any, tolerance: Any, found: str, result: str = ""
+    ) -> None:
+        mode = self.mode
+        inputs = [shown(value) for value in args]
+        difference = Difference(
+            index, self.name, what, place, inputs, error, tolerance, found, mode.type, str(mode.reference), result,
+            stack() if place.phase == "forward" else [],
+        )  # fmt: skip
+        mode.result.row(self.name).beyond += 1
+        mode.result.add(difference)
+
+    # ---- backward ----
+
+    def _follow(self, index: int, args: Any, copies: list[Any], out: Any, expected: Any) -> None:
+        """Compare the gradients of the inputs when the graph's backward has run."""
+        outs = [(t, e) for t, e in zip(tensors_of(_listed(out)), tensors_of(_listed(expected)), strict=False)]
+        outs = [(t, e) for t, e in outs if t.requires_grad and e.requires_grad]
+        node = next((n for t, _ in outs if (n := _compiled_node(t.grad_fn)) is not None), None)
+        if node is None:
+            return
+        given: dict[int, Tensor] = {}
+        for i, (t, _) in enumerate(outs):
+            t.register_hook(lambda grad, i=i: given.__setitem__(i, grad.detach()))
+        edges = {}
+        for value, copy in zip(args, copies, strict=True):
+            if isinstance(value, Tensor) and value.requires_grad:
+                edge = torch.autograd.graph.get_gradient_edge(value)
+                edges[edge.node, edge.output_nr] = copy
+        place = Place(self.mode.places.module(), site(), "backward", "CompiledFunction")
+
+        def begin(grads: Any) -> None:
+            self.regions.running = self
+            self.where = index, place, args
+            self.mode.copies.keeping = False
+
+        def end(gradients: Any, grads: Any) -> None:
+            self.regions.running = None
+            self.mode.copies.keeping = True
+            try:
+                with self.mode.quiet():
+                    self.mode._synchronize()
+            except Exception as error:
+                self.failed(index, place, args, error)
+                raise
+            wanted = [
+                (i, gradient, edges[edge])
+                for i, (gradient, edge) in enumerate(zip(gradients, node.next_functions, strict=False))
+                if isinstance(gradient, Tensor) and edge in edges
+            ]
+            with torch._C._DisableTorchDispatch(), self.mode.own_work(), torch.enable_grad():
+                seeds = {i: grad.to(self.mode.reference) for i, grad in given.items()}
+                expected = torch.autograd.grad(
+                    [outs[i][1] for i in seeds],
+                    [copy for _, _, copy in wanted],
+                    list(seeds.values()),
+                    allow_unused=True,
+                )
+            given.clear()
+            for (i, gradient, _), want in zip(wanted, expected, strict=True):
+                if want is not None:
+                    self.judge(self.mode.result.count(), place, args, f"gradient {i}", gradient, want)
+
+        node.register_prehook(begin)
+        node.register_hook(end)
+
+
+def _listed(out: Any) -> Any:
+    return out if isinstance(out, (list, tuple)) else (out,)
+
+
+def _compiled_node(node: Any, depth: int = 4) -> Any:
+    """The node of AOTAutograd's function, behind views of its results."""
+    while node is not None and depth:
+        if "CompiledFunction" in node.name():
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+        depth -= 1
+    return None

@@ -1,0 +1,243 @@
+"""One operator by itself: a test of ten lines that fails where two devices differ, its inputs shrunk."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from openreg_tools.compare.copies import tensors_of
+
+if TYPE_CHECKING:
+    from openreg_tools.compare.result import Result
+
+__all__ = ["assert_operator", "differs", "shrunk", "written"]
+
+INLINE = 64  # elements of a tensor that are written into the test; larger ones go into a file beside it
+Call = tuple[OpOverload, list[Any], dict[str, Any]]
+
+
+def differs(call: Call, device: str, against: str, tolerances: dict[str, float] | None = None) -> Any:
+    """Run an operator on a device and against another, each with copies of the inputs; the first difference, or None."""
+    from openreg_tools.compare import compare
+
+    func, args, kwargs = call
+    memo: dict[int, Tensor] = {}
+    here = [_moved(value, device, memo) for value in args], {k: _moved(v, device, memo) for k, v in kwargs.items()}
+    with torch.no_grad(), compare(device=device, against=against, tolerances=tolerances) as result:
+        func(*here[0], **here[1])
+    return result.first
+
+
+def assert_operator(
+    operator: OpOverload | str, *args: Any, device: str, against: str = "cpu",
+    tolerances: dict[str, float] | None = None, **kwargs: Any,
+) -> None:  # fmt: skip
+    """Assert that an operator, such as torch.ops.aten.mm.default, gives the same on two devices for these arguments.
+
+    Tensors may be on any device; they are copied to both with their strides.
+
+    Raises:
+        AssertionError: a result, or what the operator wrote in place, is beyond its tolerance.
+    """
+    found = differs((operator, list(args), kwargs), device, against, tolerances)
+    if found is not None:
+        raise AssertionError("\n".join(found.lines()))
+
+
+def _moved(value: Any, device: str, memo: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            return value.to(device)
+        whole = value.untyped_storage()
+        moved = memo.get(whole._cdata)
+        if moved is None:
+            flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(whole)
+            moved = memo[whole._cdata] = flat.to(device, copy=True)
+        x = torch.empty(0, dtype=value.dtype, device=moved.device)
+        return x.set_(moved.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, (list, tuple)):
+        return [_moved(each, device, memo) for each in value]
+    return torch.device(device) if isinstance(value, torch.device) else value
+
+
+# ---- shrinking ----
+
+
+def shrunk(call: Call, device: str, against: str, seconds: float = 10.0) -> Call:
+    """The smallest call found that still differs: sizes that dimensions share are halved together, values made plain."""
+    until = time.monotonic() + seconds
+    fails = lambda candidate: _fails(candidate, device, against)  # noqa: E731
+    if not fails(call):
+        return call
+    progress = True
+    while progress and time.monotonic() < until:
+        progress = False
+        for candidate in _smaller(call):
+            if time.monotonic() > until:
+                break
+            if fails(candidate):
+                call, progress = candidate, True
+                break
+    for plain in (lambda x: torch.ones_like(x), lambda x: x.round(), lambda x: (x * 8).round() / 8):
+        func, args, kwargs = call
+        candidate = (func, [_valued(v, plain) for v in args], {k: _valued(v, plain) for k, v in kwargs.items()})
+        if time.monotonic() < until and fails(candidate):
+            return candidate
+    return call
+
+
+def _fails(call: Call, device: str, against: str) -> bool:
+    try:
+        return differs(call, device, against) is not None
+    except Exception:
+        return False
+
+
+def _smaller(call: Call) -> Any:
+    func, args, kwargs = call
+    tensors = [t for t in tensors_of((*args, *kwargs.values())) if t.layout == torch.strided]
+    sizes = sorted({size for t in tensors for size in t.shape if size > 1}, reverse=True)
+    for size in sizes:
+        for parts in (8, 4, 2):
+            new = size // parts
+            if new < 1 or (parts > 2 and new < 2):
+                continue
+            for start in dict.fromkeys((0, size - new, (size - new) // 2)):
+                cut = lambda value, size=size, new=new, start=start: _cut(value, size, new, start)  # noqa: E731
+                yield func, [cut(v) for v in args], {k: cut(v) for k, v in kwargs.items()}
+        if size > 2:
+            for start in (0, 1):
+                cut = lambda value, size=size, start=start: _cut(value, size, size - 1, start)  # noqa: E731
+                yield func, [cut(v) for v in args], {k: cut(v) for k, v in kwargs.items()}
+
+
+def _cut(value: Any, size: int, new: int, start: int) -> Any:
+    """A value whose dimensions of one size are shorter; sizes in lists of integers follow."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            return value
+        dense = value.is_contiguous()
+        for dim, each in enumerate(value.shape):
+            if each == size:
+                value = value.narrow(dim, start, new)
+        return value.contiguous() if dense else _packed(value)
+    if isinstance(value, (list, tuple)):
+        return [_cut(each, size, new, start) if isinstance(each, Tensor) else new if each is size or each == size
+                and isinstance(each, int) and not isinstance(each, bool) else each for each in value]  # fmt: skip
+    return value
+
+
+def _packed(x: Tensor) -> Tensor:
+    """The same order of dimensions in memory, without what lies between; expanded ones stay expanded."""
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    stride, step = [0] * x.dim(), 1
+    for d in reversed(order):
+        if x.stride(d) or x.shape[d] == 1:
+            stride[d] = step
+            step *= x.shape[d]
+    gaps = x.numel() and min((s for s, n in zip(x.stride(), x.shape, strict=True) if s and n > 1), default=1) > 1
+    if gaps:  # what is strided in all dimensions stays so
+        stride = [2 * s for s in stride]
+    reach = sum((n - 1) * s for n, s in zip(x.shape, stride, strict=True)) + 1 if x.numel() else 0
+    out = x.new_zeros(reach).as_strided(x.shape, stride)
+    for d, s in enumerate(stride):
+        if s == 0 and x.shape[d] > 1:
+            return x.clone() if any(x.stride()) else x
+    return out.copy_(x)
+
+
+def _valued(value: Any, plain: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided:
+        out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return out.copy_(plain(value)) if 0 not in value.stride() else value
+    return [_valued(each, plain) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+# ---- the test ----
+
+
+def written(result: Result, path: Path, shrink: bool) -> str:
+    first = result.first
+    if first is None:
+        raise ValueError("write_test: nothing differs, so there is no test to write")
+    if first.call is None or not isinstance(first.call[0], OpOverload):
+        raise ValueError(f"write_test: {first.operator} is not an operator whose inputs are known: {first.sentence()}")
+    call = first.call
+    repeats = _fails(call, result.device, result.reference)
+    if shrink and repeats:
+        call = shrunk(call, result.device, result.reference)
+    func, args, kwargs = call
+    tensors: list[Tensor] = []
+    saved: list[Tensor] = []
+    source = lambda value: _source(value, tensors, saved)  # noqa: E731
+    words = [source(value) for value in args] + [f"{name}={source(value)}" for name, value in kwargs.items()]
+    name = re.sub(r"\W+", "_", f"{func._schema.name}_{func._overloadname}".replace("::", "_"))
+    once = (
+        ""
+        if repeats
+        else "\n\nThe operator gave the right result when it ran again: what made it differ was transient."
+    )
+    values = Path(f"{path}.inputs.pt")
+    lines = [
+        f'"""{first.operator} on {result.device} differs from {result.reference}: {_one_line(first.sentence())}.{once}"""',
+        "import torch", "from openreg_tools.compare import assert_operator", "", "",
+        f"def test_{name}():",
+    ]  # fmt: skip
+    if saved:
+        lines.append(f'    saved = torch.load(__file__ + ".inputs.pt")')  # noqa: F541
+        torch.save(saved, values)
+    lines += [f"    x{i} = {_literal(x, saved)}" for i, x in enumerate(tensors)]
+    target = f'device="{result.device}", against="{result.reference}"'
+    lines.append(f"    assert_operator({', '.join([_name(func), *words, target])})")
+    text = "\n".join(lines) + "\n"
+    path.write_text(text)
+    return text
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\\", "/").replace('"', "'").partition("; ")[0]
+
+
+def _name(func: OpOverload) -> str:
+    namespace, _, name = func._schema.name.partition("::")
+    return f"torch.ops.{namespace}.{name}.{func._overloadname}"
+
+
+def _source(value: Any, tensors: list[Tensor], saved: list[Tensor]) -> str:
+    if isinstance(value, Tensor):
+        for i, each in enumerate(tensors):
+            if each is value:
+                return f"x{i}"
+        if value.numel() > INLINE or value.layout != torch.strided or value.is_complex():
+            saved.append(value)
+        tensors.append(value)
+        return f"x{len(tensors) - 1}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_source(each, tensors, saved) for each in value)}]"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _literal(x: Tensor, saved: list[Tensor]) -> str:
+    for i, each in enumerate(saved):
+        if each is x:
+            return f"saved[{i}]"
+    dtype = "" if x.dtype in (torch.float32, torch.int64, torch.bool) and x.numel() else f", dtype={x.dtype}"
+    if x.dtype in (torch.float16, torch.bfloat16):
+        numbers = x.to(torch.float64).tolist()
+    else:
+        numbers = x.tolist() if x.dtype != torch.float32 else x.to(torch.float64).tolist()
+    text = re.sub(r"\b(nan|inf)\b", r'float("\1")', f"{numbers}")
+    plain = f"torch.tensor({text}{dtype})"
+    if x.is_contiguous():
+        return plain if x.numel() else f"torch.empty({tuple(x.shape)}, dtype={x.dtype})"
+    return f"torch.empty_strided({tuple(x.shape)}, {x.stride()}, dtype={x.dtype}).copy_({plain})"

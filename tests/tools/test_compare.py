@@ -1,0 +1,428 @@
+"""`compare`: the first operator that differs from the reference is found, and nothing is reported where none does."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openreg_tools.compare import assert_operator, compare
+from openreg_tools.compare.tolerance import Tolerances, measure
+from openreg_tools.forms import Wrong
+
+DEVICE = "openreg"
+SCHEMAS = (
+    "scale(Tensor x, float by=2.0) -> Tensor", "scale_(Tensor(a!) x) -> Tensor(a!)", "rows(Tensor x, Tensor y) -> (Tensor, Tensor)",
+    "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor",
+)  # fmt: skip
+
+
+def wrong_scale_(x):
+    x.mul_(2).select(0, -1).add_(0.5)
+    return x
+
+
+def raises(x):
+    raise RuntimeError("the kernel has no such mode")
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Operators that are right on the CPU and wrong on the device."""
+    library = torch.library.Library("test_compare", "DEF")
+    for schema in SCHEMAS:
+        library.define(schema)
+    for name, right, wrong in (
+        ("scale", lambda x, by=2.0: x * by, lambda x, by=2.0: torch.where(x > 100, x * by + 1, x * by)),
+        ("scale_", lambda x: x.mul_(2), wrong_scale_),
+        ("rows", lambda x, y: (x + y, x.sum(0)), lambda x, y: (x + y, x[1:].sum(0))),
+        ("shape", lambda x: x.clone(), lambda x: x[None].clone()),
+        ("only_device_raises", lambda x: x.clone(), raises),
+        ("nan", lambda x: x / x, lambda x: torch.ones_like(x)),
+        ("slightly", lambda x: x.clone(), lambda x: x * (1 + 4e-7)),
+    ):
+        library.impl(name, right, "CPU")
+        library.impl(name, wrong, "PrivateUse1")
+    yield torch.ops.test_compare
+    library._destroy()
+
+
+def first_of(function, *tensors, **options):
+    with torch.no_grad(), compare(device=DEVICE, **options) as result:
+        function(*(t.to(DEVICE) for t in tensors))
+    return result.first
+
+
+# ---- nothing is reported where nothing differs ----
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_a_clean_training_run(mode):
+    """Forward, dropout, backward and optimizer; and the program computes what it does without."""
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(8), nn.Linear(8, 2)).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 6, device=DEVICE)).square().mean()
+            loss.backward()
+            optimizer.step()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    with torch.openreg.launch_mode(mode):
+        expected = train()
+        with compare() as result:
+            got = train()
+    assert result.first is None and not result.skipped and not result.notes, result.report()
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    names = set(result._rows)
+    assert {"aten::addmm", "aten::native_dropout", "aten::native_layer_norm_backward", "aten::randn"} & names, names
+    assert all(row.compared == row.calls for row in result._rows.values())
+    assert "Nothing differs" in result.report()
+    result.assert_close()
+    with pytest.raises(ValueError, match="nothing differs"):
+        result.write_test("unused")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:0], lambda x: x[0, 0], lambda x: x.expand(2, *x.shape),
+        lambda x: x.to(torch.complex64).conj(), lambda x: x > 0, lambda x: x.to(torch.bfloat16)[1:], lambda x: x.to_sparse(),
+        lambda x: x.view(torch.int32), lambda x: x.to("openreg:1"),
+    ],
+)  # fmt: skip
+def test_layouts_dtypes_and_devices(make):
+    with compare() as result:
+        x = make(torch.arange(1, 13, device=DEVICE, dtype=torch.float32).view(3, 4))
+        (x.to_dense() if x.is_sparse else x).clone()
+        x + x
+    assert result.first is None and not result.skipped and not result.notes, result.report()
+
+
+def test_aliases_between_arguments():
+    """The result of an operator whose arguments overlap depends on it."""
+    with compare() as result:
+        x = torch.arange(8.0, device=DEVICE)
+        x[2:].add_(x[:6].clone())
+        y = x.view(2, 4)
+        torch.add(y, y.flip(0), out=y)
+        torch._foreach_add_([x[:4], x[4:]], 1.0)
+        x.as_strided((3,), (2,), 1).mul_(x[1])
+    assert result.first is None, result.report()
+
+
+def test_indices_nan_and_scalars():
+    with compare() as result:
+        x = torch.tensor([float("nan"), 1.0, float("inf"), 0.0], device=DEVICE)
+        (x / x).isnan().nonzero()
+        x.nan_to_num().sort()
+        assert x[1].item() == 1.0
+        torch.log(x)
+        torch.empty(5, device=DEVICE)
+    assert result.first is None, result.report()
+
+
+def test_set_default_device_and_inference_mode():
+    with torch.device(DEVICE), torch.inference_mode(), compare() as result:
+        torch.ones(3).add_(torch.rand(3)).sum().item()
+    assert result.first is None and result.operators >= 4, result.report()
+
+
+# ---- what differs ----
+
+
+def test_the_first_difference_by_hand(library):
+    x = torch.tensor([[1.0, 200.0], [3.0, 4.0]])
+
+    class Scale(nn.Module):
+        def forward(self, x):
+            return library.scale(x, by=4.0)
+
+    model = nn.Sequential(nn.Identity(), Scale())
+    with compare() as result:
+        z = model(x.to(DEVICE) + 0)
+        library.scale(z)
+    first = result.first
+    assert (first.operator, first.what, first.error.at) == ("test_compare::scale", "result", (0, 1))
+    assert (first.error.got, first.error.expected, first.error.count) == (801.0, 800.0, 1)
+    assert first.error.ulps == 2**14  # of 800: 2^-14
+    assert first.place.module == "Sequential.1" and "test_compare.py:" in first.place.line()
+    assert first.inputs == ["float32[2, 2]", "4.0"] and any("library.scale" in frame for frame in first.stack)
+    assert len(result.differences) == 2  # the error of each operator is its own: the second is scale's again
+    assert [row.operator for row in result.ranked] == ["test_compare::scale"]
+    report = result.report()
+    assert "The first difference" in report and "801.0 on openreg, 800.0 on cpu" in report
+    with pytest.raises(AssertionError, match="off by 1.638e"):
+        result.assert_close()
+
+
+def test_what_was_written_in_place(library):
+    first = first_of(lambda x: library.scale_(x[1:]), torch.arange(5.0))
+    assert (first.operator, first.what, first.error.at) == ("test_compare::scale_", "x", (3,))
+
+
+def test_the_second_result(library):
+    first = first_of(library.rows, torch.ones(3, 2), torch.ones(3, 2))
+    assert (first.what, first.error.got, first.error.expected) == ("result 1", 2.0, 3.0)
+
+
+def test_another_shape(library):
+    first = first_of(library.shape, torch.ones(2))
+    assert first.sentence() == "result is float32[1, 2], and float32[2] on cpu"
+
+
+def test_what_raises_on_the_device_alone(library):
+    with pytest.raises(RuntimeError, match="no such mode") as caught, compare() as result:
+        library.only_device_raises(torch.ones(2, device=DEVICE))
+    assert "raised RuntimeError: the kernel has no such mode" in result.report()
+    assert "compare: the first difference is in test_compare::only_device_raises" in caught.value.__notes__[0]
+
+
+def test_what_raises_on_both_is_not_a_difference():
+    with compare() as result, pytest.raises(RuntimeError):
+        torch.ones(2, device=DEVICE) @ torch.ones(3, device=DEVICE)
+    assert result.first is None
+
+
+def test_a_nan_that_the_reference_has(library):
+    first = first_of(library.nan, torch.tensor([1.0, 0.0]))
+    assert first.error.at == (1,) and first.error.ulps == float("inf")
+
+
+def test_in_backward(library):
+    """Under the module and the line of the forward."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return library.scale(grad)
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return Wrong.apply(x)
+
+    with compare() as result:
+        x = torch.full((2,), 300.0, device=DEVICE, requires_grad=True)
+        Model()(x).backward(x.detach())
+    assert result.first.operator == "test_compare::scale" and result.first.place.phase == "backward"
+    assert result.first.place.module == "Model" and "test_compare.py" in result.first.place.line()
+
+
+def test_tolerances_can_be_set(library):
+    x = torch.ones(3)
+    assert first_of(library.slightly, x) is None  # 3 ulps, of the 16 for what is not known
+    assert first_of(library.slightly, x, tolerances={"test_compare::slight*": 2}).tolerance.ulps == 2
+    assert first_of(library.slightly, x, factor=0.1) is not None
+    with pytest.raises(Wrong, match="at least 0, but got -1"):
+        compare(device=DEVICE, tolerances={"aten::mm": -1})
+
+
+def test_defaults_come_from_dtype_and_operator():
+    tolerance = Tolerances()
+    a, b = torch.ones(3, 64), torch.ones(64, 5)
+    mm = torch.ops.aten.mm.default
+    assert str(tolerance(mm, (a, b), a @ b)) == "8 ulps (sum of 64)"
+    assert tolerance(mm, (a.half(), b.half()), (a @ b).half()).ulps == pytest.approx(4 + 4 * 2**-13)
+    assert tolerance(torch.ops.aten.clone.default, (a,), a).ulps == 0
+    assert tolerance(torch.ops.aten.mul.Tensor, (a, a), a).ulps == 2
+    assert tolerance(torch.ops.aten.exp.default, (a,), a).ulps == 8
+    assert tolerance(torch.ops.aten.argmax.default, (a,), a.argmax()).ulps == 0
+
+
+def test_ulps_by_hand():
+    one, next_to = torch.tensor([1.0, -2.0]), torch.tensor([1.0, -2.0 - 2**-22])
+    error = measure(next_to, one, "rounded", None, 2)
+    assert (error.ulps, error.at, error.count) == (1.0, (1,), 0)
+    assert measure(one, one, "exact", None, 0) is None
+    assert measure(one.half() + 2**-10, one.half(), "exact", None, 0).ulps == 1.0
+    assert measure(torch.tensor([7]), torch.tensor([4]), "exact", None, 0).ulps == 3
+
+
+def test_sums_are_measured_by_their_terms():
+    """Where a sum cancels, rounding of its terms is no error."""
+
+    def cancel(x):
+        return x.sum()
+
+    x = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(
+            "sum", lambda x, dtype=None: torch.add(x[0] + x[2], x[1] + x[3]), "PrivateUse1", allow_override=True
+        )
+        first = first_of(cancel, x)
+    assert first is None
+
+
+def test_one_byte_flipped_in_a_copy():
+    with compare() as result, torch.openreg.faults.inject("copy", after=1) as fault:
+        x = torch.ones(10).to(DEVICE)
+        y = x.clone()
+        (y + 1).cpu()
+    assert fault.struck == 1 and result.first.operator == "aten::clone" and len(result.differences) == 1
+
+
+def test_a_kernel_that_fails_later_is_located_where_it_was_launched():
+    with pytest.raises(torch.AcceleratorError, match="injected"), compare() as result:
+        with torch.openreg.faults.inject("kernel", after=1):
+            x = torch.ones(10, device=DEVICE)
+            y = x * 2
+            (y + 1).sum().item()
+    assert result.first.operator == "aten::mul.Tensor" and "injected fault" in result.first.sentence()
+
+
+def test_what_compare_does_itself_is_not_struck():
+    with torch.openreg.faults.inject("copy", after=3) as fault, compare() as result:
+        x = torch.ones(4).to(DEVICE)
+        for _ in range(5):
+            x = x + 1
+        x.cpu()
+    assert fault.struck == 0 and result.first is None
+
+
+def test_memory_that_a_kernel_of_its_own_wrote():
+    """What was launched directly is seen when an operator reads it, and is not the operator's error."""
+    x = torch.ones(4, device=DEVICE)
+    with compare() as result:
+        y = x * 2
+        with torch._C._DisableTorchDispatch():
+            y.fill_(5)
+        z = y + 1
+    assert z[0].item() == 6 and result.first is None
+    assert any("had changed outside of operators" in note for note in result.notes)
+
+
+# ---- compiled graphs ----
+
+
+@pytest.mark.slow
+def test_compiled_graphs_are_compared_at_their_boundaries(library, monkeypatch):
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2)).to(DEVICE)
+    x = torch.randn(4, 6, device=DEVICE)
+    function = torch.compile(lambda x: model(x).square().mean() * 1.5)
+    with compare() as result:
+        function(x).backward()
+    assert result.first is None and not result.skipped, result.report()
+    (row,) = [row for row in result._rows.values() if row.operator.startswith("compiled graph")]
+    assert row.calls == row.compared == 1
+
+    def wrong(gm, inputs):
+        return lambda *args: [out + 1 for out in gm(*args)]
+
+    with compare() as result:
+        torch.compile(lambda x: x * 2 + 1, backend=wrong)(x)
+    assert (
+        result.first.operator == "compiled graph 0 of <lambda> (2 operators)"
+        and "test_compare.py" in result.first.place.line()
+    )
+    with pytest.raises(ValueError, match="is not an operator"):
+        result.write_test("unused")
+
+
+# ---- the test that it writes ----
+
+
+def run_test(path, code="", **environment):
+    """Run a written test where a file defines the operators."""
+    (path.parent / "conftest.py").write_text(code)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=path.parent, env=os.environ | environment)
+
+
+CONFTEST = """
+import torch
+library = torch.library.Library("test_compare", "DEF")
+library.define("scale(Tensor x, float by=2.0) -> Tensor")
+library.impl("scale", lambda x, by=2.0: x * by, "CPU")
+library.impl("scale", lambda x, by=2.0: {}, "PrivateUse1")
+"""
+
+
+@pytest.mark.processes
+def test_the_written_test_fails_with_the_wrong_kernel_alone(library, tmp_path):
+    x = torch.ones(40, 30)
+    x[17, 23] = 700
+    with compare() as result:
+        library.scale(x.to(DEVICE).t(), by=3.0)
+    path = tmp_path / "test_first.py"
+    text = result.write_test(path)
+    assert len(text.splitlines()) <= 10 and "saved" not in text
+    assert sum(x.numel() for x in result.first.call[1] if isinstance(x, torch.Tensor)) == 1200
+    failing = run_test(path, CONFTEST.format("torch.where(x > 100, x * by + 1, x * by)"))
+    assert failing.returncode == 1 and "test_compare::scale" in failing.stdout, failing.stdout
+    passing = run_test(path, CONFTEST.format("x * by"))
+    assert passing.returncode == 0, passing.stdout
+
+
+def test_large_inputs_are_beside_the_test(library, tmp_path):
+    with compare() as result:
+        library.scale(torch.full((20, 20), 500.0).to(DEVICE))
+    text = result.write_test(tmp_path / "test_it.py", shrink=False)
+    assert 'torch.load(__file__ + ".inputs.pt")' in text and (tmp_path / "test_it.py.inputs.pt").exists()
+
+
+def test_a_transient_fault_is_said_to_be_one(tmp_path):
+    with compare() as result, torch.openreg.faults.inject("copy"):
+        torch.ones(3).to(DEVICE)
+    assert "transient" in result.write_test(tmp_path / "test_it.py")
+
+
+def test_assert_operator(library):
+    x = torch.arange(6.0).view(2, 3).t()
+    assert_operator(torch.ops.aten.mm.default, x, x.t(), device=DEVICE)
+    with pytest.raises(AssertionError, match="test_compare::scale_"):
+        assert_operator(library.scale_.default, x, device=DEVICE)
+
+
+# ---- bad requests, forms ----
+
+
+def test_bad_requests():
+    with pytest.raises(Wrong, match="both are cpu"):
+        compare(device="cpu")
+    with pytest.raises(Wrong, match="no device|there is no"):
+        compare(device="nothing")
+    with pytest.raises(Wrong, match="expected two traces, but got 1"):
+        compare("a.trace")
+
+
+def test_forms(library):
+    with compare(name="a <program>") as result:
+        library.scale(torch.full((3,), 900.0, device=DEVICE))
+    page, data = result.html(), json.loads(json.dumps(result.dict()))
+    assert data["first"]["operator"] == "test_compare::scale" and data["calls"] == 2
+    svg = page[page.index("<svg") : page.index("</svg>") + 6]
+    assert ET.fromstring(svg).tag == "svg" and "prefers-color-scheme:dark" in page and "a &lt;program&gt;" in page
+
+
+def test_the_reverse():
+    """Any device may be under test: here the CPU, against the device."""
+    with compare(device="cpu", against=DEVICE) as result:
+        x = torch.randn(3, 4)
+        (x @ x.t()).softmax(-1).sum().item()
+    assert result.first is None and result._rows["aten::mm"].compared == 1, result.report()
+
+
+def test_a_mode_in_the_program_does_not_see_what_compare_runs():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    x, context = torch.ones(3, device=DEVICE), compare()
+    with Mode(), context:
+        x + x
+    assert seen == ["aten::add.Tensor"]

@@ -1,0 +1,294 @@
+"""`record` and the comparison of two traces: fingerprints, alignment, and the commands."""
+
+import json
+import math
+
+import pytest
+import torch
+from processes import python
+from torch import nn
+
+from openreg_tools.compare import compare, mark, record
+from openreg_tools.compare.parting import Op, align, read
+from openreg_tools.compare.recording import fingerprint
+from openreg_tools.forms import Wrong
+
+DEVICE = "openreg"
+
+
+def evaluate(order=(0, 1, 2), device=DEVICE, extra=False, wrong=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).to(device)
+    batches = [torch.randn(4, 6) for _ in range(3)]
+    with torch.no_grad():
+        for number in order:
+            with mark("batch", number):
+                x = batches[number].to(device)
+                if extra:
+                    x = x.flip(0).flip(0)
+                y = model(x)
+                if number == wrong:
+                    y = y * 1.01
+                else:
+                    y = y * 1.0
+                y.sum().item()
+
+
+def traced(path, **options):
+    device = options.get("device", DEVICE)
+    with record(path, device=device) as recording:
+        evaluate(**options)
+    return recording
+
+
+# ---- fingerprints ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_fingerprints_are_equal_where_values_are(dtype):
+    x = (torch.randn(30, 40) * 3).to(dtype)
+    for same in (x.t().contiguous().t().contiguous(), x.clone(), x.to(DEVICE).cpu()):
+        assert fingerprint(same) == fingerprint(x)
+    other = x.clone()
+    other[17, 3] = ~other[17, 3] if dtype == torch.bool else other[17, 3] + 1
+    assert fingerprint(other)[2] != fingerprint(x)[2]
+
+
+def test_fingerprints_by_hand():
+    dtype, shape, _, total, norm, largest, nans, infinities, samples = fingerprint(torch.tensor([3.0, -4.0]))
+    assert (dtype, shape, total, norm, largest, nans, infinities) == ("float32", [2], -1.0, 5.0, 4.0, 0, 0)
+    assert samples == [3.0, 3.0, 3.0, -4.0]
+    assert fingerprint(torch.tensor([math.nan, math.inf, 2.0]))[3:8] == [2.0, 2.0, 2.0, 1, 1]
+    assert fingerprint(torch.empty(0, 3))[1:4] == [[0, 3], 0, 0.0]
+
+
+def test_large_fingerprints_depend_on_every_element_and_its_place():
+    x = torch.arange(100_000.0)
+    before = fingerprint(x)[2]
+    for place in (0, 50_000, 99_999):
+        y = x.clone()
+        y[place] += 1
+        assert fingerprint(y)[2] != before
+    assert fingerprint(x.roll(1))[2] != before and fingerprint(x.flip(0))[2] != before
+
+
+# ---- traces ----
+
+
+def test_two_runs_of_one_program_are_equal(tmp_path):
+    a, b = traced(tmp_path / "a"), traced(tmp_path / "b")
+    assert a.operators == b.operators > 20
+    parting = compare(a.path, b.path)
+    assert parting.first is None and parting.first_bits is None and not parting.only_a and not parting.only_b
+    assert "The runs do not part." in parting.report()
+    parting.assert_close()
+    lines = a.path.read_text().splitlines()
+    assert all(len(line) <= 1024 for line in lines) and len("\n".join(lines)) < 1024 * a.operators
+
+
+def test_long_lists_take_no_more(tmp_path):
+    with record(tmp_path / "a") as recording:
+        torch._foreach_add([torch.ones(2, 3, device=DEVICE) for _ in range(300)], 1.0)
+    assert max(len(line) for line in recording.path.read_text().splitlines()) <= 1024
+
+
+def test_where_they_part(tmp_path):
+    a, b = traced(tmp_path / "a"), traced(tmp_path / "b", wrong=1)
+    parting = compare(a.path, b.path)
+    first = parting.first
+    assert (
+        first.a.name == "aten::mul.Tensor" and first.a.label == "batch=1" and "test_compare_traces.py" in first.a.line
+    )
+    assert first.relative == pytest.approx(0.01, rel=0.1)
+    assert parting.ranked[0].a.name == "aten::mul.Tensor" and "The runs part at" in parting.report()
+    with pytest.raises(AssertionError, match="The runs part at"):
+        parting.assert_close()
+    with pytest.raises(ValueError, match="keeps no inputs"):
+        parting.write_test("unused")
+    assert (
+        json.loads(json.dumps(parting.dict()))["first"]["operator"] == "aten::mul.Tensor" and "<svg" in parting.html()
+    )
+
+
+def test_a_byte_flipped_in_a_copy(tmp_path):
+    a = traced(tmp_path / "a")
+    with torch.openreg.faults.inject("copy", after=6) as fault:
+        b = traced(tmp_path / "b")
+    parting = compare(a.path, b.path)
+    assert fault.struck == 1 and parting.first.a.name == "aten::_to_copy" and parting.first.a.label == "batch=0"
+
+
+def test_batches_in_another_order(tmp_path):
+    a, b = traced(tmp_path / "a"), traced(tmp_path / "b", order=(2, 0, 1))
+    parting = compare(a.path, b.path)
+    assert parting.first is None and not parting.only_a and not parting.only_b
+    assert any(x.index != y.index for x, y in parting.pairs)
+
+
+def test_devices_and_operators_that_one_run_has_more(tmp_path):
+    """The CPU runs no copies to the device; the other flips twice."""
+    a, b = traced(tmp_path / "a", device="cpu"), traced(tmp_path / "b", extra=True)
+    parting = compare(a.path, b.path)
+    assert parting.first is None, parting.report()
+    assert {op.name for op in parting.only_b} == {"aten::_to_copy", "aten::flip"}
+    assert sum(x is not None and y is not None for x, y in parting.pairs) >= 18
+
+
+def test_alignment_by_hand():
+    op = lambda i, name: Op(i, name, "", "", "", "", "forward", [], [["float32", [1], 0]])  # noqa: E731
+    a, b = ([op(i, name) for i, name in enumerate(names)] for names in ("abcdefg", "abxxcdfg"))
+    shown = "".join(f"{x.name if x else '-'}{y.name if y else '-'} " for x, y in align(a, b))
+    assert shown == "aa bb -x -x cc dd e- ff gg "
+
+
+def test_backward_in_place_and_values(tmp_path):
+    with record(tmp_path / "a", values=True) as recording:
+        x = torch.ones(3, device=DEVICE, requires_grad=True)
+        (x * x).sum().backward()
+        with torch.no_grad():
+            x.add_(1)
+    ops = read(recording.path).ops
+    assert any(op.phase == "backward" and op.node == "MulBackward0" for op in ops)
+    assert ops[-1].name == "aten::add_.Tensor" and ops[-1].prints[0][3] == 6.0
+    (saved,) = torch.load(tmp_path / "a.values" / f"{len(ops) - 1}.pt")
+    assert saved.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_file_that_was_cut_off(tmp_path):
+    a = traced(tmp_path / "a")
+    text = a.path.read_text()
+    (tmp_path / "b").write_text(text[: len(text) // 2])
+    parting = compare(a.path, tmp_path / "b")
+    assert parting.b.truncated and parting.first is None and parting.only_a
+    assert "is cut off: read up to operator" in " ".join(parting.report().split())
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "its first line is no header"), ("hello\n", "its first line is no header"), ("[1]\n", "no header"),
+        ('{"kind": "other", "version": 1}\n', "a trace of 'other', and not one of"),
+        ('{"kind": "openreg_tools.compare", "version": 9}\n', "update openreg_tools"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_trace(tmp_path, text, message):
+    (tmp_path / "a").write_text(text)
+    with pytest.raises(Wrong, match=message):
+        read(tmp_path / "a")
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(Wrong, match="cannot be read: No such file"):
+        read(tmp_path / "nothing")
+    with pytest.raises(Wrong, match="there is no folder"):
+        record(tmp_path / "no" / "a").__enter__()
+
+
+def test_marks():
+    from openreg_tools.compare.recording import _labels
+
+    mark("epoch", 1)
+    with mark("epoch", 2), mark("batch", 3):
+        assert _labels == {"epoch": 2, "batch": 3}
+    assert _labels == {"epoch": 1}
+    _labels.clear()
+
+
+def test_debug_mode(tmp_path):
+    debug_mode = pytest.importorskip("torch.utils._debug_mode", reason="this torch has no DebugMode")
+
+    def logged(factor):
+        with debug_mode.DebugMode() as mode, mode.log_tensor_hashes(hash_fn="norm"):
+            x = torch.ones(4, device=DEVICE) * 2
+            (x * factor).sum()
+        return mode
+
+    assert compare(logged(1.0), logged(1.0)).first is None
+    first = compare(logged(1.0), logged(1.5)).first
+    assert first.a.name == "aten::mul.Tensor" and "norm 8 and 12" in first.what
+
+
+# ---- the commands ----
+
+PROGRAM = """
+import sys, torch
+from openreg_tools.compare import mark
+if "raise" in sys.argv:
+    raise KeyError("the program's own")
+torch.manual_seed(0)
+for i in [int(word) for word in sys.argv[1:]] or [0, 1]:
+    mark("batch", i)
+    x = torch.full((3, 3), float(i)).to("openreg")
+    print((x @ x).sum().item())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def command(folder, *words, **environment):
+    done = python("-m", "openreg_tools", *words, cwd=folder, TORCH_DEVICE_BACKEND_AUTOLOAD="1", **environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.processes
+def test_the_command_on_a_program(folder):
+    status, out, err = command(
+        folder,
+        "compare",
+        "program.py",
+        "--device",
+        "openreg",
+        "--against",
+        "cpu",
+        "--html",
+        "page.html",
+        "--",
+        "5",
+        "7",
+    )
+    assert status == 0, err
+    assert "675.0" in out and "1323.0" in out and "Nothing differs" in out  # 9 * 3 * 25, of its own arguments
+    assert "<html" in (folder / "page.html").read_text()
+    status, out, err = command(
+        folder, "compare", "program.py", "--json", "-", "--test", "test_it.py", OPENREG_FAULTS="copy:after=1"
+    )
+    assert status == 1 and json.loads(out)["first"]["operator"] == "aten::_to_copy" and "27.0" in err
+    assert "def test_aten__to_copy" in (folder / "test_it.py").read_text()
+
+
+@pytest.mark.processes
+def test_the_commands_on_traces(folder):
+    for name, words in (("a", ("1", "2")), ("b", ("2", "1")), ("c", ("1", "3"))):
+        status, _, err = command(folder, "record", "program.py", "--out", name, "--", *words)
+        assert status == 0 and "operators in" in err, err
+    assert command(folder, "compare", "a", "b")[0] == 0
+    status, out, _ = command(folder, "compare", "a", "b", "--json", "-")
+    assert status == 0 and json.loads(out)["first"] is None
+    status, out, _ = command(folder, "compare", "a", "c")
+    assert status == 0 and "only in a" in out  # another batch, and nothing to compare it with
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words, status, message",
+    [
+        (("compare", "nothing.py"), 2, "compare: there is no file nothing.py"),
+        (("compare", "nothing", "program.py"), 2, "compare: nothing cannot be read: No such file"),
+        (("compare", "a"), 2, "compare: expected a script (.py) or two traces, but got a"),
+        (("compare", "program.py", "5"), 2, "compare: the arguments of program.py follow --: compare program.py -- 5"),
+        (("compare", "program.py", "program.py"), 2, "follow --"),
+        (("compare", "program.py", "--against", "openreg"), 2, "compare: expected two devices, but both are openreg"),
+        (("compare", "program.py", "--tolerance", "mm"), 2, "expected OPERATOR=ULPS, such as 'aten::mm=32', but got 'mm'"),
+        (("compare", "program.py", "--", "raise"), 1, "KeyError: \"the program's own\""),
+        (("record", "program.py", "--out", "t", "--", "raise"), 1, "KeyError"),
+        (("record", "nothing.py", "--out", "t"), 2, "record: there is no file nothing.py"),
+        (("record", "program.py", "--out", "no/t"), 2, "there is no folder no"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_get_a_sentence(folder, words, status, message):
+    got, _, err = command(folder, *words)
+    assert got == status and message in err, err
