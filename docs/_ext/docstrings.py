@@ -19,7 +19,9 @@ def inline(text: str) -> str:
             after = parts[i + 1]
             parts[i] = f"``{part.strip('`')}``" + ("\\ " if re.match(r"\w", after) else "")
         else:
-            parts[i] = re.sub(r"([*|])|(?<=\w)_(?!\w)", lambda m: "\\" + m[0], part)
+            words = re.split(r"((?<![\w*])\*\w[\w ]*\*(?![\w*]))", part)  # *emphasis* stays
+            words[::2] = [re.sub(r"([*|])|(?<=\w)_(?!\w)", lambda m: "\\" + m[0], each) for each in words[::2]]
+            parts[i] = "".join(words)
     return "".join(parts)
 
 

@@ -150,8 +150,8 @@ def purpose(path: Path) -> str:
                 break
             lines.append(line.lstrip("/* "))
         words = " ".join(lines)
-    words = re.split(r"(?<=[.:])\s+(?=[A-Z])", " ".join(words.split()))[0]
-    return words
+    sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(words.split()))
+    return next((each for each in sentences if not each.startswith("See ")), "")
 
 
 def source_page(root: Path) -> str:
