@@ -1,4 +1,4 @@
-# make demo | make test | make wheel    create the environment, build, and run; quick the second time
+# make demo | make test | make docs | make wheel    create the environment, build, and run; quick the second time
 # TORCH=2.15.0 and PYTHON=python3.13 use others, in an environment and with objects of their own; ARGS="…" goes to the
 # command.
 DEFAULT_TORCH := 2.13.0
@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc openreg_ops/include -type f)
 PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) pytest_openreg_ops.py
 
-.PHONY: demo test test-fast clients suites bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
+.PHONY: demo test test-fast docs clients suites bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -34,6 +34,10 @@ test: install
 test-fast: install
 	$(PARALLEL) -m "fast or not (slow or processes or compiles or conformance)" \
 		$(addprefix tests/,runtime backend aten ops graph) $(ARGS)
+
+# The site, build/docs/index.html; a warning is an error, as in tests/project/test_site.py.
+docs: install
+	$(BIN)/python -m sphinx -W --keep-going -b html docs build/docs $(ARGS)
 
 clients: install $(VENV)/.clients
 	HF_HUB_OFFLINE=1 $(BIN)/pytest tests/clients $(ARGS)

@@ -15,7 +15,7 @@ def custom_autograd_fn_returns_self(input: Tensor) -> Tensor:
     y = input;  d input = 0.5 * dy
 
     Args:
-        input: any tensor.
+        input: any shape, strides and dtype.
     Returns:
         A tensor that shares input's memory. Writing to it writes to input; when both input and the output
         require a gradient, autograd refuses that write, as it does for every view that a custom function made.

@@ -108,7 +108,7 @@ def fake_quantize_backward(
 
     Args:
         grad_y: shape and dtype of x.
-        The others: as `fake_quantize` got them.
+        x, scale, zero_point, quant_min, quant_max, axis: as `fake_quantize` got them.
     Returns:
         grad_x: shape and dtype of x, contiguous.
         grad_scale: shape and dtype of scale; it does not depend on the number of threads.

@@ -15,7 +15,7 @@ def scale_gradient(x: Tensor, scale: float) -> Tensor:
     y = x;  dx = scale * dy
 
     Args:
-        x: any tensor.
+        x: any shape, strides and dtype.
         scale: any number; 0 stops the gradient, though x still gets one, of zeros.
     Returns:
         A view of x. Writing to it writes to x; when both require a gradient, autograd refuses that write, as it

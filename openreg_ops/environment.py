@@ -23,7 +23,7 @@ def _is_names(text: str) -> bool:
     return all("::" in name for name in text.split(",") if name.strip())
 
 
-# Every variable that the package reads, as in the README: its values, or a rule, and whether a value keeps it.
+# Every variable that the package reads, as in docs/environment.md: its values, or a rule, and whether a value keeps it.
 # Faults and operators are looked at where they are read, which raises the same error.
 _ANY = lambda _: True  # noqa: E731
 _SWITCH = ("0", "1")

@@ -39,7 +39,7 @@ class Record(NamedTuple):
     """What one operator's fallback has cost."""
 
     operator: str  #: full name, such as "mylib::foo.out"
-    calls: int
+    calls: int  #: how often it fell back
     bytes: int  #: copied, both ways
     seconds: float  #: copies and kernel
 

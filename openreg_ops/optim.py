@@ -20,6 +20,7 @@ class AdamW(torch.optim.AdamW):
     schedulers, hooks, GradScaler and torch.compile. It differs in these:
 
     Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as for `torch.optim.AdamW`.
         foreach, fused: None or what they are here, False and True; all else is refused.
         capturable: makes no difference: steps are counted on the device in any case.
         differentiable: refused; the step has no derivative.

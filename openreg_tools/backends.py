@@ -118,7 +118,7 @@ _registered: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Tell the tools about a device."""
+    """Tell the tools about a device: `backend` replaces an earlier one of the same device."""
     _registered[backend.device] = backend
 
 
@@ -138,6 +138,6 @@ def of_key(key: str) -> Backend:
 
 
 def of_operator(op: str) -> Backend:
-    """What is known by the package that defines an operator such as "openreg::rms_norm"."""
+    """What is known by the package that defines the operator `op`, such as "openreg::rms_norm"."""
     namespace = op.partition("::")[0]
     return next((each for each in _registered.values() if each.namespace == namespace), _ANY)

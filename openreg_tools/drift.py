@@ -42,6 +42,7 @@ class Trouble:
 
     @property
     def mark(self) -> str:
+        """What the report calls it: BREAKS, MISSING or look at."""
         return ("BREAKS" if self.where else "MISSING") if self.breaks else "look at"
 
 
@@ -64,9 +65,11 @@ class Drift:
 
     @property
     def broken(self) -> list[Trouble]:
+        """What breaks; the rest is to be looked at."""
         return [trouble for trouble in self.troubles if trouble.breaks]
 
     def summary(self) -> str:
+        """One line: how much changed between the versions."""
         counts = [
             (self.added, "added"), (self.removed, "removed"), (self.signatures, "changed signatures"),
             (self.schemas, "changed names, defaults or aliases"), (self.required, "newly required"),
@@ -76,6 +79,7 @@ class Drift:
         return f"torch {self.old} to {self.new}: {said}"
 
     def verdict(self) -> str:
+        """One line: what of the backend breaks, or nothing without a backend."""
         if not self.backend:
             return ""
         marks = Counter(trouble.mark for trouble in self.troubles)
@@ -87,6 +91,7 @@ class Drift:
         return f"{self.backend}, {self.fallback or 'no fallback'}: {', '.join(said)}"
 
     def text(self, verbose: bool = False) -> str:
+        """The differences and troubles for a terminal; `verbose` adds the formulas of changed derivatives."""
         lines = forms.wrapped([self.summary()], 0)
         for title, schemas in (("Added", self.added), ("Removed", self.removed)):
             if schemas:
@@ -120,9 +125,11 @@ class Drift:
         return "\n".join(lines)
 
     def dict(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
         return {**dataclasses.asdict(self), "breaks": bool(self.broken)}
 
     def html(self) -> str:
+        """One page that needs no other file."""
         e = html.escape
         parts = [f"<p>{e(self.verdict())}</p>"]
         if self.troubles:
@@ -160,7 +167,10 @@ def _hanging(text: str, mark: str) -> list[str]:
 
 
 def compare(old: Manifest, new: Manifest, key: str = "") -> Drift:
-    """The differences of two manifests; what is required is so of `key`, dense tensors' unless given."""
+    """The differences of two manifests, from `old` to `new`.
+
+    What is required is what a backend at the dispatch key `key` must register, for dense tensors unless given.
+    """
     kinds = [{name: op.kind_at(key) for name, op in each.operators.items()} for each in (old, new)]
     drift = Drift(old.torch, new.torch, {}, {}, {}, {}, [], [], {})
     for name, op in new.operators.items():
@@ -229,7 +239,8 @@ _IMPL = re.compile(r"""\.impl\(\s*["'](?:aten::)?([\w.]+)["'].*?["'](\w+)["']\s*
 def scan(folder: Path, key: str, known: Manifest) -> list[Registration]:
     """The registrations for `key` that stand in the C++ and Python files below a folder; nothing is run.
 
-    Names that a macro puts together are not found: import the backend instead.
+    `known` tells which strings are names of operators. Names that a macro puts together are not found: import
+    the backend instead.
     """
     found = []
     for path, text in _files(folder):

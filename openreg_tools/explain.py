@@ -45,6 +45,7 @@ class Explanation:
     overloads: list[str]  # others that the operator has, where the call does not say which
 
     def text(self) -> str:
+        """The path key by key, the conclusion and the trace, for a terminal of 80 columns."""
         head = [self.schema, f"called with {self.called}; torch {torch.__version__}"]
         if self.overloads:
             head.insert(1, f"other overloads: {', '.join(self.overloads)}")
@@ -102,6 +103,7 @@ class Explanation:
         return trace_lines([(dataclasses.replace(top, has=""), self.steps[:1]), *deeper], self.target.key)
 
     def dict(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
         steps = [dataclasses.asdict(s) for s in self.steps]
         return {
             "operator": self.operator, "schema": self.schema, "called": self.called, "torch": torch.__version__,

@@ -37,9 +37,11 @@ class Info:
         self.problems: list[tuple[str, str]] = []
 
     def add(self, section: str, **values: Any) -> None:
+        """Add values to a section."""
         self.sections.setdefault(section, {}).update({k.replace("_", " "): str(v) for k, v in values.items()})
 
     def problem(self, what: str, remedy: str) -> None:
+        """Add what is wrong and what to do."""
         self.problems.append((what, remedy))
 
     def works(self, device: str, remedy: str) -> None:
@@ -61,10 +63,12 @@ class Info:
             )
 
     def dict(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
         problems = [{"problem": what, "remedy": remedy} for what, remedy in self.problems]
         return {**self.sections, "problems": problems}
 
     def text(self) -> str:
+        """The report for a terminal of 80 columns."""
         lines = []
         for section, values in self.sections.items():
             lines.append(section)

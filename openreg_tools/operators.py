@@ -52,6 +52,7 @@ class Entry:
 
     @property
     def missing(self) -> bool:
+        """Whether the device falls back or refuses."""
         return self.has in ("fallback", "refused")
 
 
@@ -78,6 +79,7 @@ class Operators:
         return rows
 
     def text(self, totals: bool = False) -> str:
+        """The table for a terminal of 80 columns; `totals` leaves out the operators themselves."""
         lines = []
         if self.entries and not totals:
             rows = [["operator", "class", self.target.device, ""]]
@@ -87,6 +89,7 @@ class Operators:
         return "\n".join([*lines, *forms.table(self._totals(), left=1)])
 
     def dict(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
         return {
             "torch": torch.__version__,
             "device": self.target.device,
@@ -96,6 +99,7 @@ class Operators:
         }
 
     def html(self) -> str:
+        """One page that needs no other file."""
         e = html.escape
         lines = "".join(
             f'<tr><th title="{e(x.schema)}">{e(x.name)}</th><td title="{CLASSES[x.kind]}">{x.kind}</td>'

@@ -62,7 +62,13 @@ class Candidate:
 
 
 class Trace:
-    """What ran, as a context manager; complete at its end, when `text()`, `dict()` and `html()` report."""
+    """What ran, as a context manager; complete at its end, when `text()`, `dict()` and `html()` report.
+
+    Args:
+        device: the device to record; the accelerator of the process unless given.
+        key: a dispatch key, in place of `device`.
+        name: what the report calls the program.
+    """
 
     def __init__(self, device: str | None = None, key: str | None = None, name: str = "") -> None:
         self.target = dispatch.target(device, key)
@@ -113,6 +119,7 @@ class Trace:
         return self.text()
 
     def text(self, top: int = 25, calls: bool = False) -> str:
+        """The tables for a terminal of 80 columns: the `top` operators, the waits, what to write next; or all `calls`."""
         lines = [self._summary(), ""]
         if calls:
             lines = [*trace_lines([(call, None) for call in self.calls], self.target.key), "", *lines]
@@ -166,6 +173,7 @@ class Trace:
         return [*forms.table(rows, left=2, fit=True), *forms.wrapped([note], 0)]
 
     def dict(self) -> dict[str, Any]:
+        """What ``--json`` writes; seconds and bytes."""
         return {
             "name": self.name, "device": self.target.device, "torch": torch.__version__, "seconds": self.seconds,
             "clock": "events" if self._recorder.events else "host",
@@ -176,6 +184,7 @@ class Trace:
         }  # fmt: skip
 
     def html(self) -> str:
+        """One page that needs no other file: the tables and a timeline."""
         table = [["operator", "by", "calls", "time", "with parts", "bytes", "waits"]]
         table += [
             [r.operator, r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.total), forms.size(r.bytes), r.waits]

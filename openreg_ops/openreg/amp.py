@@ -24,7 +24,7 @@ def is_autocast_enabled() -> bool:
 
 
 def set_autocast_enabled(enabled: bool) -> None:
-    """Turn autocast on or off for the device."""
+    """Turn autocast on for the device if `enabled`, else off."""
     torch.set_autocast_enabled("openreg", enabled)
 
 

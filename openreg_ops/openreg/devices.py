@@ -171,7 +171,7 @@ def is_tf32_supported() -> bool:
 
 @constant
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Whether the device computes in bfloat16: where there is one, it does."""
+    """Whether the device computes in bfloat16: where there is one, it does, whatever `including_emulation` is."""
     return is_available()
 
 
@@ -207,7 +207,7 @@ class device:
 
 
 class device_of(device):
-    """Context manager that makes the device of a tensor or storage current; a CPU one changes nothing."""
+    """Context manager that makes the device of `obj`, a tensor or storage, current; a CPU one changes nothing."""
 
     def __init__(self, obj: Any) -> None:
         super().__init__(obj.device.index if obj.device.type == "openreg" else -1)

@@ -2,17 +2,14 @@
 
 Each surfaces as it does on a real accelerator, in type and in time:
 
-========== =============================================================================================
-allocation the n-th allocation raises ``torch.OutOfMemoryError``; nothing is lost, the program can go on
-memory     the device shrinks to `fraction` of its memory; what does not fit raises the same
-kernel     the n-th kernel fails as an asynchronous one does: ``torch.AcceleratorError`` comes from the next call that
-           waits for the device, which in launch mode "inline" the next kernel does, or in "sync" from the call that
-           launched it; its result is not to be used
-copy       a byte of the n-th copy to, from or on the device is flipped; nothing is raised
-lost       from the n-th kernel on, every call that allocates, launches, waits or queries raises
-           ``torch.AcceleratorError`` until `reset_device`
-kernel_latency, copy_latency  kernels or copies take `seconds` longer, in their stream's order
-========== =============================================================================================
+- allocation: the n-th allocation raises ``torch.OutOfMemoryError``. Nothing is lost; the program can go on.
+- memory: the device shrinks to `fraction` of its memory. What does not fit raises the same.
+- kernel: the n-th kernel fails asynchronously. ``torch.AcceleratorError`` comes from the next call that waits for the
+  device: in launch mode "inline" the next kernel, in "sync" the call that launched it. Its result must not be used.
+- copy: a byte of the n-th copy to, from or on the device is flipped. Nothing is raised.
+- lost: from the n-th kernel on, every call that allocates, launches, waits or queries raises
+  ``torch.AcceleratorError`` until `reset_device`.
+- kernel_latency, copy_latency: kernels or copies take `seconds` longer, in their stream's order.
 
 OPENREG_FAULTS arms faults for a whole process: "kernel:after=100;copy_latency:seconds=0.001,times=0".
 The pytest fixture ``openreg_faults`` is `inject` that lasts for the test.

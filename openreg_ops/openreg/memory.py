@@ -94,7 +94,7 @@ def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
 
 
 def memory_stats_as_nested_dict(device: torch.types.Device = None) -> dict[str, Any]:
-    """`memory_stats` as a nested dictionary."""
+    """`memory_stats` of `device` as a nested dictionary; counts and bytes."""
     nested: dict[str, Any] = {}
     for name, value in memory_stats(device).items():
         *path, last = name.split(".")
@@ -106,7 +106,7 @@ def memory_stats_as_nested_dict(device: torch.types.Device = None) -> dict[str, 
 
 
 def host_memory_stats_as_nested_dict() -> dict[str, Any]:
-    """`host_memory_stats` as a nested dictionary."""
+    """`host_memory_stats` as a nested dictionary; counts, bytes and microseconds."""
     return {} if _C.forked() else _C.host_memory_stats()
 
 
@@ -134,7 +134,7 @@ def memory_allocated(device: torch.types.Device = None) -> int:
 
 
 def max_memory_allocated(device: torch.types.Device = None) -> int:
-    """The most bytes that tensors occupied at once since `reset_peak_memory_stats`."""
+    """The most bytes that tensors occupied on `device` at once since `reset_peak_memory_stats`."""
     return torch.accelerator.max_memory_allocated(device_index(device))
 
 
@@ -144,19 +144,19 @@ def memory_reserved(device: torch.types.Device = None) -> int:
 
 
 def max_memory_reserved(device: torch.types.Device = None) -> int:
-    """The most bytes that the allocator held at once since `reset_peak_memory_stats`."""
+    """The most bytes that the allocator held on `device` at once since `reset_peak_memory_stats`."""
     return torch.accelerator.max_memory_reserved(device_index(device))
 
 
 @deprecated("torch.openreg.memory_cached is torch.openreg.memory_reserved", category=FutureWarning)
 def memory_cached(device: torch.types.Device = None) -> int:
-    """The old name of `memory_reserved`."""
+    """The old name of `memory_reserved`; bytes of `device`."""
     return memory_reserved(device)
 
 
 @deprecated("torch.openreg.max_memory_cached is torch.openreg.max_memory_reserved", category=FutureWarning)
 def max_memory_cached(device: torch.types.Device = None) -> int:
-    """The old name of `max_memory_reserved`."""
+    """The old name of `max_memory_reserved`; bytes of `device`."""
     return max_memory_reserved(device)
 
 
@@ -166,7 +166,7 @@ def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
 
 
 def reset_peak_memory_stats(device: torch.types.Device = None) -> None:
-    """Start the peaks afresh."""
+    """Start the peaks of `memory_stats` of `device` afresh."""
     torch.accelerator.reset_peak_memory_stats(device_index(device))
 
 
@@ -175,23 +175,26 @@ _RESETS = "torch.openreg.{} is torch.openreg.reset_peak_memory_stats, which star
 
 @deprecated(_RESETS.format("reset_max_memory_allocated"), category=FutureWarning)
 def reset_max_memory_allocated(device: torch.types.Device = None) -> None:
-    """An old name of `reset_peak_memory_stats`."""
+    """An old name of `reset_peak_memory_stats`, for `device`."""
     reset_peak_memory_stats(device)
 
 
 @deprecated(_RESETS.format("reset_max_memory_cached"), category=FutureWarning)
 def reset_max_memory_cached(device: torch.types.Device = None) -> None:
-    """An old name of `reset_peak_memory_stats`."""
+    """An old name of `reset_peak_memory_stats`, for `device`."""
     reset_peak_memory_stats(device)
 
 
 def reset_accumulated_memory_stats(device: torch.types.Device = None) -> None:
-    """Start the counts afresh."""
+    """Start what `memory_stats` of `device` has counted afresh: all of its "allocated" and "freed"."""
     torch.accelerator.reset_accumulated_memory_stats(device_index(device))
 
 
 def memory_summary(device: torch.types.Device = None, abbreviated: bool = False) -> str:
-    """The statistics of `device` as a table for people: ``torch.cuda.memory_summary``, of this device."""
+    """The statistics of `device` as a table for people, as ``torch.cuda.memory_summary`` prints CUDA's.
+
+    `abbreviated` leaves out the rows for small and large allocations.
+    """
     summary = torch.cuda.memory.memory_summary
     # Its code, with our statistics in the place of CUDA's.
     names = {

@@ -16,7 +16,7 @@ __all__ = ["emit_ranges", "mark", "range", "range_pop", "range_push"]
 
 
 def range_push(msg: str) -> None:
-    """Open a range of the calling thread, within those that are open."""
+    """Open a range named `msg` on the calling thread, within those that are open."""
     _C.range_push(msg)
 
 
@@ -26,7 +26,7 @@ def range_pop() -> None:
 
 
 def mark(msg: str) -> None:
-    """A range of no length."""
+    """A range of no length, named `msg`."""
     range_push(msg)
     range_pop()
 

@@ -142,7 +142,10 @@ class Memory:
 
 
 class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
-    """Two accesses to one tensor, at least one of which writes, that nothing orders."""
+    """Two accesses to one tensor, at least one of which writes, that nothing orders.
+
+    ``current_access`` and ``previous_access`` are the two, and the text has both stack traces and the remedy.
+    """
 
     def __init__(self, memory: Memory, current: Access, previous: Access) -> None:
         super().__init__(current.span.start, memory.trace, current, previous)

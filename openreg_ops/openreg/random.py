@@ -40,7 +40,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.types.Device = None) -> None:
-    """Set the state of `device`'s default generator to one that `get_rng_state` gave."""
+    """Set the state of `device`'s default generator to `new_state`, a CPU ByteTensor that `get_rng_state` gave."""
     if not _C.forked():
         if not new_state.is_cpu:  # a FakeTensorMode would refuse to move what is there already
             new_state = new_state.cpu()
@@ -48,18 +48,18 @@ def set_rng_state(new_state: torch.Tensor, device: torch.types.Device = None) ->
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Set the state of every device's default generator."""
+    """Set the state of every device's default generator to `new_states`, which `get_rng_state_all` gave."""
     for index, state in enumerate(new_states):
         set_rng_state(state, index)
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the current device's default generator."""
+    """Seed the current device's default generator with the integer `seed`."""
     default_generators[_C.current_device()].manual_seed(int(seed))
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed every device's default generator; ``torch.manual_seed`` calls this."""
+    """Seed every device's default generator with the integer `seed`; ``torch.manual_seed`` calls this."""
     for generator in default_generators:
         generator.manual_seed(int(seed))
 

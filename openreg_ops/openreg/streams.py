@@ -156,7 +156,14 @@ def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager:
 
 
 def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -> torch.Stream:
-    """The stream of `device` that another library names by its native handle, ``stream.native_handle``."""
+    """The stream of `device` that another library names by its native handle.
+
+    Args:
+        data_ptr: ``stream.native_handle`` of a stream of `device`.
+        device: the current device unless given.
+    Raises:
+        ValueError: `device` has no such stream.
+    """
     index = device_index(device)
     if not isinstance(data_ptr, int) or not 0 <= data_ptr < 2**63 or not _C.is_stream(index, data_ptr):
         raise ValueError(

@@ -153,7 +153,11 @@ def main(arguments: argparse.Namespace) -> int:
         print(path)
     if arguments.package:
         folder = arguments.root / arguments.name
-        print(f"Run `pip install {folder}`, then `pytest {folder}`. docs/packages.md says what each part is for.")
+        path = folder if folder.is_absolute() else f"./{folder}"  # without it, pip takes a name for one of PyPI's
+        print(
+            f"Run `pip install --no-build-isolation {path}`, `pytest {path}`, and `python -m openreg_ops check "
+            f"{arguments.name}:{operators[0]}`. docs/packages.md says what each part is for."
+        )
         return 0
     print(
         f"Build, then run `pytest tests/ops -k {arguments.name}`. docs/writing-an-operator.md says what each part is for."

@@ -56,13 +56,16 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether no check failed."""
         return not self.failures
 
     @property
     def failures(self) -> list[Result]:
+        """The results that failed."""
         return self.of("fail")
 
     def of(self, status: str, check: str | None = None) -> list[Result]:
+        """The results of a status (pass, fail, warn, refused, skip), of one check if `check` is given."""
         return [r for r in self.results if r.status == status and check in (None, r.check)]
 
     def row(self, check: str) -> list[Result]:
@@ -87,6 +90,7 @@ class Report:
         return list(groups.values())
 
     def summary(self) -> str:
+        """One line: the verdict, the counts of each status, and the seconds."""
         counts = Counter(r.status for r in self.results)
         text = ", ".join(f"{counts[status]} {status}" for status in MARKS if counts[status])
         return f"{self.operator} {'passes' if self.passed else 'FAILS'}: {text or 'nothing ran'}; {self.seconds:.1f} s"
@@ -148,6 +152,7 @@ class Report:
         }
 
     def json(self) -> str:
+        """The report as JSON."""
         return json.dumps(self.dict(), indent=1)
 
     def html(self) -> str:

@@ -824,10 +824,9 @@ def test_a_process_is_killed():
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
-def test_the_example_of_the_readme(debug):
-    command = next(
-        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("torchrun ")
-    ).split()
+def test_the_example_of_the_page(debug):
+    page = (ROOT / "docs/distributed.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("torchrun ")).split()
     environment = {"PYTHONPATH": str(Path(openreg_ops.__file__).parents[1]), "TORCH_DISTRIBUTED_DEBUG": debug}
     done = python("-m", "torch.distributed.run", *command[1:], "--steps", "3", cwd=ROOT, **environment)
     assert done.returncode == 0, done.stderr

@@ -1,39 +1,225 @@
-"""Every block of docs/integration.md and docs/graphs.md is a program that runs as it stands.
+"""Every block of code in README.md and docs/ runs: as it stands, or behind what SETUP gives a fragment.
 
-tests/clients/test_docs.py runs those about training frameworks, which the tests' environment does not have.
+Pages in ELSEWHERE have a test of their own. tests/clients/test_docs.py runs "Training frameworks" of docs/integration.md,
+which needs libraries that the tests' environment does not have.
 """
 
 import os
 import re
+import shlex
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 from processes import python
+from torch.utils import cpp_extension
 
 import openreg_ops
 
-pytestmark = pytest.mark.processes
-
 ROOT = Path(__file__).parents[2]
-TEXT = "".join((ROOT / "docs" / name).read_text() for name in ("integration.md", "graphs.md"))
-BLOCKS = re.findall(r"^## ([^\n]+)|^```python\n(.*?)^```", TEXT, re.M | re.S)
-TITLES = [title for title, _ in BLOCKS]
-PROGRAMS = [
-    pytest.param(code, id=title)
-    for i, (_, code) in enumerate(BLOCKS)
-    if code and (title := next(title for title in reversed(TITLES[:i]) if title)) != "Training frameworks"
-]
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")]
+
+ELSEWHERE = {
+    "docs/tools.md": ("test_documented_commands.py", {"console", "cpp"}),
+    "docs/testing-your-library.md": ("test_pytest_plugin.py", {"console"}),
+    "docs/writing-an-operator.md": ("test_writing_an_operator.py", {"cpp", "python"}),
+}
+GENERATED = {"docs/notes.md", "docs/source.md"}
+LIBRARY = "import pytest, torch, types\nlibrary = types.SimpleNamespace(step=lambda model, batch: model(batch))\n"
+LIBRARY += "model, batch = torch.nn.Linear(2, 2), torch.ones(3, 2)\n"
+FOO = """
+import torch
+library = torch.library.Library("mylib", "FRAGMENT")
+library.define("foo(Tensor x, Tensor weight, float eps=1e-6) -> Tensor")
+plain_foo = lambda x, weight, eps=1e-6: x * weight + eps
+library.impl("foo", plain_foo, "CompositeImplicitAutograd")
+x, weight = torch.randn(3, 8), torch.randn(1)
+samples = [(x, weight)]
+"""
+STREAMS = """
+import torch
+host, y, side = torch.ones(4).pin_memory(), torch.ones(4, device="openreg"), torch.openreg.Stream()
+step = lambda: y * 2
+"""
+TEST_CASE = """
+import torch
+from openreg_ops.testing import device_type
+"""
+# What a fragment needs before it: page, heading, and a text of the block that it is for.
+SETUP = {
+    ("docs/checker.md", "The checker", ""): FOO,
+    ("docs/checker.md", "func_grad", ""): "import torch\n",
+    ("docs/device-type-tests.md", "What does not run, and to which precision", ""): TEST_CASE,
+    ("docs/streams.md", "The sanitizer", ""): STREAMS,
+    ("docs/streams.md", "Patterns that are right", ""): STREAMS,
+    ("docs/testing-your-library.md", "A budget of waits", ""): LIBRARY,
+    (
+        "docs/tools.md",
+        "trace",
+        "with openreg_ops",
+    ): "import torch\ntrain = lambda: torch.ones(3, device='openreg') + 1\n",
+}
+INSTALLED = str(Path(openreg_ops.__file__).parents[1])  # the checkout, or a copy where it is not built
+# A profile prints these also without this package: torch 2.13 where it starts and stops, and torch with CUDA's
+# libraries on a machine without a GPU.
+KNOWN = ("USDT:", "gpuGetDeviceCount failed")
 
 
-@pytest.mark.parametrize("code", PROGRAMS)
-def test_a_block_runs(code, tmp_path):
-    # Loaded as `import torch` does it for a user; the tests' own environment may have turned that off.
-    (tmp_path / "program.py").write_text("import openreg_ops\n" + code)
-    installed = str(Path(openreg_ops.__file__).parents[1])  # the checkout, or a copy where it is not built
-    path = os.pathsep.join(p for p in (str(tmp_path), installed, os.environ.get("PYTHONPATH")) if p)
-    done = python("program.py", cwd=tmp_path, PYTHONPATH=path, PYTHONWARNINGS="ignore")
-    # A profile prints these also without this package: torch 2.13 where it starts and stops, and torch with CUDA's
-    # libraries on a machine without a GPU.
-    known = ("USDT:", "gpuGetDeviceCount failed")
-    errors = [line for line in done.stderr.splitlines() if not any(text in line for text in known)]
+def pages():
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [str(path.relative_to(ROOT)) for path in found]
+    return [name for name in names if name not in GENERATED and not name.startswith("docs/reference/")]
+
+
+def blocks():
+    """Each block of code: page, heading, language and text."""
+    for page in pages():
+        headings = [""] * 5
+        for level, title, language, text in re.findall(
+            r"^(#+) ([^\n]+)$|^```(\w+)\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S
+        ):
+            if level:
+                headings[len(level) - 1 :] = [title] + [""] * (5 - len(level))
+                continue
+            heading = next(title for title in reversed(headings) if title)
+            if page == "docs/integration.md" and "Training frameworks" in headings:
+                continue
+            yield page, heading, language, text
+
+
+def named(page):
+    """The files of a page: blocks that begin with their name."""
+    files = {}
+    for where, _, _, text in blocks():
+        if where == page and (match := re.match(r"(?:#|//) ([\w/]+\.\w+)\n", text)):
+            files[match[1]] = text
+    return files
+
+
+def run(language):
+    """The blocks of a language that no page's own test runs."""
+    for page, heading, of, text in blocks():
+        if of == language and language not in ELSEWHERE.get(page, ("", ()))[1]:
+            yield pytest.param(page, heading, text, id=f"{page.removeprefix('docs/')}-{heading}")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder to run in, with the package on the path, which loads itself as it does for a user."""
+    path = os.pathsep.join(p for p in (str(tmp_path), INSTALLED, os.environ.get("PYTHONPATH")) if p)
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page, heading, code", list(run("python")))
+def test_a_block_runs(page, heading, code, folder):
+    setup = "".join(text for (p, h, part), text in SETUP.items() if (p, h) == (page, heading) and part in code)
+    for name, text in named(page).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    code = code.replace('device="cuda"', 'device="cpu"')  # the one block that shows another device
+    if re.search(r"^def test_|^@pytest", code, re.M):
+        (folder / "test_block.py").write_text(setup + code)
+        done = python("-m", "pytest", "-q", "-p", "openreg_ops", "--device=openreg", "test_block.py", cwd=folder)
+        assert done.returncode == 0, done.stdout
+        return
+    (folder / "program.py").write_text("import openreg_ops\n" + setup + code)
+    done = python("program.py", cwd=folder)
+    errors = [line for line in done.stderr.splitlines() if not any(text in line for text in KNOWN)]
+    if page == "docs/checker.md":  # says what it checks
+        errors = [line for line in errors if not line.startswith("checking ")]
     assert (done.returncode, errors) == (0, [])
+
+
+@pytest.mark.parametrize("page, heading, shown", list(run("console")))
+def test_a_command_prints_what_the_page_shows(page, heading, shown, folder):
+    """But for the time that it took, and for what an … leaves out."""
+    for name, text in named(page).items():
+        (folder / name).write_text(text)
+    command, _, expected = shown.removeprefix("$ ").partition("\n")
+    words = shlex.split(command)
+    words = words[1:] if words[0] == "python" else ["-m", *words]
+    words = [sys.executable, "-P", *words]  # a new process, as pytest warns where its plugin is imported already
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    plain = lambda text: [re.sub(r" in [\d.]+s$", "", line) for line in text.splitlines()]  # noqa: E731
+    printed = "\n".join(plain(done.stdout))
+    for part in re.split(r"^…\n", expected, flags=re.M):
+        assert "\n".join(plain(part)) in printed, done.stdout + done.stderr
+
+
+def test_the_operator_of_the_readme_passes_opcheck(folder):
+    """As the README says of it; what `check` finds is in the test of its command."""
+    code = named("README.md")["my_ops.py"]
+    code += "torch.library.opcheck(scale, (torch.randn(3, 4), 2.0))\n"
+    (folder / "program.py").write_text(code)
+    done = python("program.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("page, heading, code", list(run("cpp")))
+def test_a_block_compiles(page, heading, code, folder):
+    """A program runs too, on the device's library alone; a fragment stands in a function of tensors x and y."""
+    headers = [f"-I{path}" for path in openreg_ops.include_paths()]
+    if "int main()" in code:
+        (folder / "main.cpp").write_text(code)
+        library = openreg_ops.library_paths()[0]
+        link = [f"-L{library}", "-lopenreg_ops", f"-Wl,-rpath,{library}", "-DOPENREG_LINKED"]
+        words = ["g++", "-std=c++20", "main.cpp", *headers, *link, "-o", "main"]
+        subprocess.run(words, cwd=folder, check=True, timeout=300)
+        assert subprocess.run(["./main"], cwd=folder, timeout=60).returncode == 0
+        return
+    includes = "".join(re.findall(r"^#include.*\n", code, re.M))
+    rest = re.sub(r"^#include.*\n", "", code, flags=re.M)
+    if not re.search(r"^(TORCH_LIBRARY|\w[\w: &*<>]* \w+\(.*\) \{$)", rest, re.M):
+        rest = f"void f(const at::Tensor& x, at::Tensor& y) {{\n{rest}\n}}\n"
+    (folder / "fragment.cpp").write_text(f"#include <ATen/ATen.h>\n{includes}{rest}")
+    headers += [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
+    subprocess.run(
+        ["g++", "-std=c++20", "-fsyntax-only", "fragment.cpp", *headers], cwd=folder, check=True, timeout=300
+    )
+
+
+# ---- the pages as text ----
+
+
+def slug(title):
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def anchors(page):
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    return {slug(title) for title in re.findall(r"^#+ ([^\n]+)", text, re.M)}
+
+
+@pytest.mark.parametrize("page", [*pages(), "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    """To a file of the repository, a page that `make docs` writes, a heading, or a workflow on GitHub."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        if workflow := re.match(r"\.\./\.\./actions/workflows/([\w.]+)", link):
+            link, path, anchor = link, ROOT / ".github/workflows" / workflow[1], ""
+        else:
+            name, _, anchor = link.partition("#")
+            path = (ROOT / page).parent / name if name else ROOT / page
+        if not path.exists() and str(path.relative_to(ROOT)) not in GENERATED:
+            wrong.append(link)
+        elif anchor and path.exists() and anchor not in anchors(path.relative_to(ROOT)):
+            wrong.append(link)
+    assert not wrong, f"{page}: these links lead nowhere: {wrong}"
+
+
+def test_pages_of_their_own_tests_exist():
+    for page, (name, _) in ELSEWHERE.items():
+        assert (ROOT / page).exists() and (ROOT / "tests/tools" / name).read_text().count(page) >= 1
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -1,5 +1,6 @@
 """`new --package`: a package of each style is installed by pip, and its kernel is right whatever the device does."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from processes import python
 
 import openreg_ops
-from openreg_ops.tools.new import PACKAGE_FILES, new_package
+from openreg_ops.tools.new import PACKAGE_FILES, main, new_package
 from openreg_tools.forms import Wrong
 
 STYLES = ["forward-only", "separate", "function", "stable"]
@@ -175,3 +176,14 @@ def test_refused(tmp_path, name, operators, message):
     with pytest.raises(Wrong, match=message):
         new_package(name, "separate", operators, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("root, path", [(".", "./mine"), ("below", "./below/mine"), ("/there", "/there/mine")])
+def test_the_command_says_how_to_go_on(root, path, tmp_path, monkeypatch, capsys):
+    """With a path that pip does not take for the name of a package on PyPI."""
+    monkeypatch.chdir(tmp_path)
+    root = Path(str(tmp_path) + root if root.startswith("/") else root)
+    arguments = argparse.Namespace(package=True, name="mine", style="separate", ops=None, root=root)
+    assert main(arguments) == 0
+    path = str(root / "mine") if root.is_absolute() else path
+    assert f"pip install --no-build-isolation {path}`, `pytest {path}`" in capsys.readouterr().out

@@ -1,0 +1,121 @@
+"""The site builds without a warning, has every page, and its generated pages have what the source has."""
+
+import html
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="needs the source tree")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site, as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-P", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def words(path):
+    """The text of a page, without its markup."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", path.read_text())).split())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_site(site):
+    """In one test, so that one process builds it."""
+    built = {str(path.relative_to(site).with_suffix("")) for path in site.rglob("*.html")}
+    assert {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")} <= built
+    front = (site / "index.html").read_text()
+    assert 'role="search"' in front and "openreg_ops 0." in front and "whats-new.html" in front
+
+    # A figure is part of its page, so that it follows the page's light and dark mode.
+    page = (site / "architecture.html").read_text()
+    assert page.count('class="drawing-svg"') == len(list((DOCS / "figures").glob("*.svg")))
+    assert "<img" not in re.sub(r"<nav.*?</nav>|<header.*?</header>", "", page, flags=re.S)
+
+    # A link inside of the site leads to an anchor that exists.
+    anchors = {path: set(re.findall(r'\bid="([^"]+)"', path.read_text())) for path in site.rglob("*.html")}
+    wrong = []
+    for path in anchors:
+        for link in re.findall(r'<a [^>]*href="([^"]+)"', path.read_text()):
+            name, _, anchor = html.unescape(link).partition("#")
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            target = (path.parent / name).resolve() if name else path
+            if not target.exists() or (anchor and target in anchors and anchor not in anchors[target]):
+                wrong.append(f"{path.relative_to(site)}: {link}")
+    assert not wrong
+
+    # The reference has every public name, option and note.
+    import torch
+
+    import openreg_ops
+    from openreg_ops.__main__ import COMMANDS
+
+    reference = words(site / "reference/operators.html") + words(site / "reference/openreg-ops.html")
+    assert [name for name in openreg_ops.meta.__all__ if f"openreg_ops.{name}" not in reference] == []
+    device = words(site / "reference/torch-openreg.html")
+    assert [name for name in torch.openreg.__all__ if f"torch.openreg.{name}" not in device] == []
+    commands = words(site / "reference/commands.html")
+    assert [name for name in COMMANDS if f"{name}¶" not in commands] == []
+    assert "--required" in commands and "--device-misuse" in commands and "--against" in commands
+    notes = words(site / "notes.html")
+    source = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*.h"))
+    titles = re.findall(r"^// Note \[([^\]]+)\]$", source, re.M)
+    assert len(titles) > 20 and [title for title in titles if f"{title}¶" not in notes] == []
+
+    # The page of errors has a sentence of C++, one of Python, and what each says to do.
+    errors = words(site / "reference/errors.html")
+    assert "empty …: expected a strided layout" in errors or ": expected a strided layout, but got …" in errors
+    assert "openreg_ops needs openreg_tools, which is not installed" in errors
+    assert "convert it with .to(torch.int32)" in errors
+
+
+def test_the_figures_are_what_their_source_draws():
+    drawn = runpy.run_path(str(DOCS / "figures/draw.py"))["draw"]()
+    there = {path.name: path.read_text() for path in (DOCS / "figures").glob("*.svg")}
+    assert there == drawn, "run `python docs/figures/draw.py`"
+
+
+@pytest.mark.parametrize("text, sentences", [
+    ('TORCH_CHECK(x.dim() == 1, name, ": expected (a, b), but got ", x.sizes(), "; call .view()");',
+     ["…: expected (a, b), but got …; call .view()"]),
+    ('// TORCH_CHECK(false, "not this")\nthrow std::runtime_error("openreg: " + what + " is lost");',
+     ["openreg: … is lost"]),
+    ('TORCH_CHECK(false,\n    "one, "\n    "two");', ["one, two"]),
+])  # fmt: skip
+def test_errors_of_cpp(monkeypatch, text, sentences):
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    import errors
+
+    assert [re.sub("…+", "…", sentence) for sentence, _ in errors.of_cpp(text)] == sentences
+
+
+def test_errors_of_python(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    import errors
+
+    text = 'raise ValueError(f"{name}: expected 1, "\n"but got " + str(x))\ntorch._check(ok, lambda: f"no {x}; do it")'
+    found = [sentence for sentence, _ in errors.of_python(text)]
+    assert found == ["…: expected 1, but got …", "no …; do it"]
+
+
+def test_docstrings_become_what_sphinx_reads(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    import docstrings
+
+    lines = "Sum.\n\ny = a * b\n\nArgs:\n    a, b: `N`s, any_ shape,\n        or none.\nReturns:\n    y\n\nSource: A 2020.".splitlines()
+    docstrings.process(None, "", "", None, None, lines)
+    text = "\n".join(lines)
+    assert "::\n\n    y = a * b" in text and "- ``a, b``: ``N``\\ s, any\\_ shape, or none." in text
+    assert "**Returns:**\n\n- y" in text and "**Source:** A 2020." in text
