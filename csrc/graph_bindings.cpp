@@ -35,7 +35,8 @@ struct MemPool {
 std::string python_line() {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
   const py::gil_scoped_acquire gil;
-  auto frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
+  auto frame =
+      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
   std::string line;
   while (frame) {
     auto* at = reinterpret_cast<PyFrameObject*>(frame.ptr());
@@ -64,8 +65,10 @@ py::list nodes_of(const DeviceGraph& graph) {
     py::list uses;
     for (const MemoryUse& use : node.uses)
       uses.append(py::make_tuple(reinterpret_cast<uintptr_t>(use.address), use.bytes, use.written));
-    nodes.append(py::make_tuple(node.site.name ? node.site.name : node.site.function ? node.site.function : "", node.where,
-        py::make_tuple(node.stream.device, node.stream.id), node.after,
+    nodes.append(py::make_tuple(node.site.name ? node.site.name
+            : node.site.function               ? node.site.function
+                                               : "",
+        node.where, py::make_tuple(node.stream.device, node.stream.id), node.after,
         node.declared ? py::object(uses) : py::object(py::none())));
   }
   return nodes;
@@ -109,7 +112,8 @@ void bind_graphs(py::module_& m) {
   m.def("caching_allocator_alloc", [](size_t bytes, int64_t device, int64_t stream) {
     initialize();
     const int index = checked_index(device);
-    TORCH_CHECK(is_stream({index, stream}), "caching_allocator_alloc: there is no stream ", stream, " on openreg:", index);
+    TORCH_CHECK(
+        is_stream({index, stream}), "caching_allocator_alloc: there is no stream ", stream, " on openreg:", index);
     try {
       return reinterpret_cast<uintptr_t>(allocate({index, stream}, bytes));
     } catch (const OutOfMemory& error) {
@@ -118,9 +122,11 @@ void bind_graphs(py::module_& m) {
   });
   m.def("caching_allocator_delete", [](uintptr_t address) {
     auto* memory = reinterpret_cast<void*>(address);
-    TORCH_CHECK(!memory || (device_of(memory) >= 0 && find_owner(memory).block.address == memory &&
-                    find_owner(memory).block.state == MemoryBlock::kAllocated),
-        "caching_allocator_delete: expected an address that caching_allocator_alloc gave and that is not freed, but got ",
+    TORCH_CHECK(!memory ||
+            (device_of(memory) >= 0 && find_owner(memory).block.address == memory &&
+                find_owner(memory).block.state == MemoryBlock::kAllocated),
+        "caching_allocator_delete: expected an address that caching_allocator_alloc gave and that is not freed, but "
+        "got ",
         address);
     deallocate(memory);
   });

@@ -297,8 +297,8 @@ PYBIND11_MODULE(_C, m) {
       for (const auto& block : segment.blocks)
         blocks.append(py::make_tuple(
             reinterpret_cast<uintptr_t>(block.address), block.size, static_cast<int>(block.state), block.requested));
-      segments.append(py::make_tuple(
-          reinterpret_cast<uintptr_t>(segment.address), segment.size, segment.stream, segment.small, segment.pool, blocks));
+      segments.append(py::make_tuple(reinterpret_cast<uintptr_t>(segment.address), segment.size, segment.stream,
+          segment.small, segment.pool, blocks));
     }
     return segments;
   });

@@ -51,7 +51,8 @@ c10::Storage storage_over(const void* data, size_t bytes) {
 // Zeros, which take memory when they are first written to.
 c10::Storage scratch_storage(size_t bytes) {
   void* data = std::calloc(1, std::max<size_t>(bytes, 64));
-  TORCH_CHECK_WITH(OutOfMemoryError, data, "openreg: no memory of the host for the scratch of a capture, ", bytes, " bytes");
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, data, "openreg: no memory of the host for the scratch of a capture, ", bytes, " bytes");
   return c10::Storage(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), bytes,
       c10::DataPtr(data, data, &std::free, c10::kCPU), c10::GetAllocator(c10::kCPU), /*resizable=*/true));
 }
@@ -211,8 +212,8 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
   const size_t count = captured.op.schema().arguments().size();
   Stack scratch;
   for (size_t i = stack.size() - count; i < stack.size(); ++i)
-    scratch.push_back(map_tensors(
-        stack[i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->scratch : x; }));
+    scratch.push_back(
+        map_tensors(stack[i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->scratch : x; }));
   for (const auto& [i, generator] : captured.generators) scratch[i] = inner_generator(generator).clone();
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
   return scratch;
@@ -341,7 +342,8 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
         "or convert the tensor before.");
   for (const auto& [i, generator] : captured.generators) check_captured_generator(name, captured.stream, generator);
   if (captured.draws)
-    check_captured_generator(name, captured.stream, default_generator(static_cast<c10::DeviceIndex>(captured.stream.device)));
+    check_captured_generator(
+        name, captured.stream, default_generator(static_cast<c10::DeviceIndex>(captured.stream.device)));
 
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   CallArguments arguments(captured, *stack);
@@ -366,7 +368,8 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
       if (!y.defined()) return;
       if (y.layout() != at::kStrided || y.is_quantized() || y.is_nested() || !y.has_storage())
         detail::refuse_capture(captured.stream, name,
-            "it gives a sparse, quantized or nested tensor, and graphs capture operators on strided tensors. Move it out "
+            "it gives a sparse, quantized or nested tensor, and graphs capture operators on strided tensors. Move it "
+            "out "
             "of the capture.");
       if (const CallArgument* argument = arguments.find_scratch(storage_of(y))) {
         plain &= argument->scratch.is_same(y) && argument->written;
@@ -408,7 +411,8 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
       if (each.written) written.push_back(each.host);
   std::optional<detail::Task> fixed;
   if (plain) fixed = fixed_call(node.op, node.arguments, std::move(written));
-  detail::capture(captured.stream, Site(name), fixed ? std::move(*fixed) : detail::Task(std::move(node)), std::move(uses));
+  detail::capture(
+      captured.stream, Site(name), fixed ? std::move(*fixed) : detail::Task(std::move(node)), std::move(uses));
   torch::jit::drop(*stack, count);
   std::move(results.begin(), results.end(), std::back_inserter(*stack));
 }

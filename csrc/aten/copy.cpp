@@ -105,8 +105,8 @@ void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool no
           "it copies between the device and pageable host memory. Copy before or after the capture, or use pinned "
           "memory with non_blocking=True.");
     if (!non_blocking)
-      detail::refuse_capture(stream, "aten::copy_",
-          "the host would wait for a copy with pinned memory. Pass non_blocking=True.");
+      detail::refuse_capture(
+          stream, "aten::copy_", "the host would wait for a copy with pinned memory. Pass non_blocking=True.");
   }
   if (is_plain(self, destination)) {
     const void* from = self.const_data_ptr();

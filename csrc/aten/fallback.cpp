@@ -229,7 +229,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   }
   if (capturing(copies.where().index()))
     detail::refuse_capture(current_stream(copies.where().index()), name,
-        "it has no kernel for openreg and would run on the CPU, with copies. Register a kernel for PrivateUse1, or move "
+        "it has no kernel for openreg and would run on the CPU, with copies. Register a kernel for PrivateUse1, or "
+        "move "
         "it out of the capture.");
   copies.to_host();
   for (size_t i = 0; i < count; ++i) {

@@ -123,7 +123,8 @@ struct Object {
 
 template <class S, class Meta>
 class Made;
-// S: PyTorch's structured kernel. meta(A...) checks the arguments and makes the iterator; impl(A..., outputs...) computes.
+// S: PyTorch's structured kernel. meta(A...) checks the arguments and makes the iterator; impl(A..., outputs...)
+// computes.
 template <class S, class M, class... A>
 class Made<S, void (M::*)(A...)> final : public S, public Object {
   static constexpr bool kIterates = std::is_base_of_v<at::TensorIteratorBase, S>;
@@ -151,13 +152,13 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
     return true;
   }
 
-  void set_output_strided(int64_t i, at::IntArrayRef sizes, at::IntArrayRef strides,
-      at::TensorOptions options) override {
+  void set_output_strided(
+      int64_t i, at::IntArrayRef sizes, at::IntArrayRef strides, at::TensorOptions options) override {
     fits_ &= strides.empty() || outputs_[static_cast<size_t>(i)].strides() == strides;
     set_output_raw_strided(i, sizes, strides, options);
   }
-  void set_output_raw_strided(int64_t i, at::IntArrayRef sizes, at::IntArrayRef strides,
-      at::TensorOptions options) override {
+  void set_output_raw_strided(
+      int64_t i, at::IntArrayRef sizes, at::IntArrayRef strides, at::TensorOptions options) override {
     const at::Tensor& output = outputs_[static_cast<size_t>(i)];
     fits_ &= output.sizes() == sizes && output.scalar_type() == c10::typeMetaToScalarType(options.dtype());
     if constexpr (kIterates) S::set_output_raw_strided(i, sizes, strides, options);
@@ -175,9 +176,7 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
   static constexpr size_t arity(void (S::*)(I...)) {
     return sizeof...(I);
   }
-  static constexpr auto outputs_count() {
-    return std::make_index_sequence<arity(&S::impl) - sizeof...(A)>();
-  }
+  static constexpr auto outputs_count() { return std::make_index_sequence<arity(&S::impl) - sizeof...(A)>(); }
   template <size_t... o>
   void call(std::index_sequence<o...>) {
     std::apply([&](const auto&... each) { S::impl(each.get()..., outputs_[o]...); }, kept_);

@@ -147,14 +147,14 @@ class NativeKernel final : public c10::OperatorKernel {
       if (views_) {
         call.run_on_host([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
       } else {
-        const CapturedCall captured{op, target_, call, current_stream(call.device()), draws_, false, std::move(generators)};
+        const CapturedCall captured{
+            op, target_, call, current_stream(call.device()), draws_, false, std::move(generators)};
         if (host_result_ != static_cast<size_t>(-1))
           detail::refuse_capture(captured.stream, captured.op.operator_name().name,
               "the host needs its result now. Move it out of the capture.");
         return capture_call(captured, stack);
       }
-    } else
-    {
+    } else {
       LendGenerator lend(draws_, draws_ ? call.device() : c10::DeviceIndex(0));
       call.device();
       LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());

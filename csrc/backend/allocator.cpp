@@ -149,8 +149,7 @@ void replace_memory(c10::StorageImpl* storage, c10::DataPtr&& data) {
 void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   c10::DataPtr grown = allocate_on(storage->device().index(), bytes);
-  if (storage->nbytes() && bytes)
-    copy_memory(grown.get(), storage->data(), std::min(bytes, storage->nbytes()));
+  if (storage->nbytes() && bytes) copy_memory(grown.get(), storage->data(), std::min(bytes, storage->nbytes()));
   replace_memory(storage, std::move(grown));
   storage->set_nbytes(bytes);
 }

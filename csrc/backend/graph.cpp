@@ -30,8 +30,8 @@ void DeviceGraph::register_generator_state(const at::Generator& generator) {
 
 void DeviceGraph::capture_begin(at::MempoolId_t pool, at::GraphCaptureMode mode) {
   initialize();
-  TORCH_CHECK(!capturing_ && !graph_, "capture_begin: this graph has ", capturing_ ? "a capture that has not ended" : "been captured",
-      "; call reset() first, or use another graph");
+  TORCH_CHECK(!capturing_ && !graph_, "capture_begin: this graph has ",
+      capturing_ ? "a capture that has not ended" : "been captured", "; call reset() first, or use another graph");
   const Stream stream = current_stream(current_device());
   const PoolId used = pool == at::MempoolId_t{0, 0} ? new_pool(PoolUser::kGraph) : pool;
   std::vector<const void*> generators;
@@ -55,15 +55,17 @@ void DeviceGraph::capture_end() {
   capturing_ = false;
   graph_ = end_capture(stream_);
   if (graph_->nodes.empty())
-    TORCH_WARN("The graph is empty. This usually means that the graph was attempted to be captured on wrong device or "
-               "stream.");
+    TORCH_WARN(
+        "The graph is empty. This usually means that the graph was attempted to be captured on wrong device or "
+        "stream.");
   executable_ = !keep_graph_;
 }
 
 void DeviceGraph::instantiate() {
   TORCH_CHECK(graph_, "instantiate: no graph has been captured; capture one first");
-  TORCH_CHECK(keep_graph_, "instantiate: expected a graph made with keep_graph=True; others are executable when the "
-                           "capture ends");
+  TORCH_CHECK(keep_graph_,
+      "instantiate: expected a graph made with keep_graph=True; others are executable when the "
+      "capture ends");
   executable_ = true;
 }
 
@@ -87,8 +89,9 @@ at::MempoolId_t DeviceGraph::pool() const {
 void DeviceGraph::debug_dump(const std::string& path) {
   TORCH_CHECK(graph_, "debug_dump: no graph has been captured; capture one first");
   if (!debug_ && !keep_graph_) {
-    TORCH_WARN("debug_dump: the graph is not kept. Call enable_debug_mode() before the capture, or make the graph with "
-               "keep_graph=True.");
+    TORCH_WARN(
+        "debug_dump: the graph is not kept. Call enable_debug_mode() before the capture, or make the graph with "
+        "keep_graph=True.");
     return;
   }
   std::ofstream file(path);

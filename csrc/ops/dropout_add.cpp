@@ -77,8 +77,8 @@ std::tuple<Tensor, Tensor> dropout_add(
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
     using T = scalar_t;
     launch(current_stream(x.get_device()),
-        [=, n = x.numel(), scale = static_cast<Acc<T>>(scale_of(p)),
-            x = x.const_data_ptr<T>(), residual = residual.const_data_ptr<T>(), out = out.mutable_data_ptr<T>(),
+        [=, n = x.numel(), scale = static_cast<Acc<T>>(scale_of(p)), x = x.const_data_ptr<T>(),
+            residual = residual.const_data_ptr<T>(), out = out.mutable_data_ptr<T>(),
             mask = mask.mutable_data_ptr<bool>()] {
           const auto [key, counter] = drawn();
           for_each_block(n, [&](int64_t block, int64_t count) {

@@ -146,8 +146,8 @@ Groups groups_of(const int64_t* sizes, int64_t n) {
   return out;
 }
 
-// Row of x with which each group begins, and the number of rows: read when the operator is called, so that it can refuse
-// wrong sizes; in a graph, by each replay.
+// Row of x with which each group begins, and the number of rows: read when the operator is called, so that it can
+// refuse wrong sizes; in a graph, by each replay.
 class FirstRows {
  public:
   FirstRows(const char* op, const Tensor& x, const Tensor& group_sizes) // contiguous, int64
@@ -217,8 +217,7 @@ Tensor grouped_linear(const Tensor& x_, at::TensorList weights_, at::TensorList 
   std::vector<const void*> b;
   for (const Tensor& each : bias) b.push_back(each.const_data_ptr());
   launch(current_stream(x.get_device()),
-      [=, item = static_cast<int64_t>(x.element_size()), x = Matrix(x), w = matrices(weights),
-          y = Matrix(y)] {
+      [=, item = static_cast<int64_t>(x.element_size()), x = Matrix(x), w = matrices(weights), y = Matrix(y)] {
         const auto first = rows();
         for_each_tile(tiles_of(first, out), in, [&](const Tile& tile) {
           const Matrix to = y.part(tile.row, tile.column, tile.rows, tile.columns);

@@ -30,8 +30,8 @@ struct Injection {
 int arm(const Injection& injection);
 std::uint64_t disarm(int number);
 
-// Whether faults spare what this thread launches and allocates, and do not count it, as a tool asks for work of its own;
-// returns what held before.
+// Whether faults spare what this thread launches and allocates, and do not count it, as a tool asks for work of its
+// own; returns what held before.
 bool spare(bool on);
 
 // Makes a lost device work again. What its memory held is as it was.

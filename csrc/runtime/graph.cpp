@@ -46,8 +46,8 @@ namespace {
 
 using detail::Capture;
 
-// The captures of the process, each at the places of its streams. A reader holds a reference of its own, because another
-// thread may end the capture meanwhile.
+// The captures of the process, each at the places of its streams. A reader holds a reference of its own, because
+// another thread may end the capture meanwhile.
 std::mutex captures_mutex;
 struct Captures {
   std::vector<std::shared_ptr<Capture>> all;
@@ -59,7 +59,8 @@ Captures& all_captures() {
 }
 
 std::shared_ptr<Capture>& captured_at(Stream stream) {
-  return all_captures().by_stream[static_cast<std::size_t>(stream.device) * kStreams + static_cast<std::size_t>(stream.id)];
+  return all_captures()
+      .by_stream[static_cast<std::size_t>(stream.device) * kStreams + static_cast<std::size_t>(stream.id)];
 }
 
 thread_local int not_captured = 0;
@@ -144,7 +145,8 @@ void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<con
   capture->generators = std::move(generators);
   capture->streams = {{stream, {}}};
   std::lock_guard lock(captures_mutex);
-  if (captured_at(stream)) throw_device_error("openreg error: the current stream is captured already; end that capture first");
+  if (captured_at(stream))
+    throw_device_error("openreg error: the current stream is captured already; end that capture first");
   for (const auto& each : all_captures().all)
     if (each->graph->pool == pool && each->graph->device == stream.device)
       throw_device_error("openreg error: a capture that has not ended uses this memory pool; use another pool");
@@ -163,7 +165,8 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
       const bool other = capture != nullptr;
       throw_device_error(other
               ? "openreg error: a capture must end on the stream that it began on; make that one current"
-              : "openreg error: the current stream is not captured; capture_end() must be called on the stream on which "
+              : "openreg error: the current stream is not captured; capture_end() must be called on the stream on "
+                "which "
                 "capture_begin() was");
     }
     for (const auto& [each, frontier] : capture->streams) captured_at(each) = nullptr;
@@ -306,7 +309,8 @@ void detail::join_capture(const CapturedPoint& point, Stream stream) {
   const auto own = capture_of(stream);
   {
     std::lock_guard lock(captures_mutex);
-    const bool active = capture && std::find(all_captures().all.begin(), all_captures().all.end(), capture) != all_captures().all.end();
+    const bool active =
+        capture && std::find(all_captures().all.begin(), all_captures().all.end(), capture) != all_captures().all.end();
     if (active && (!own || own == capture)) {
       std::lock_guard inner(capture->mutex);
       if (!own) {
@@ -318,8 +322,9 @@ void detail::join_capture(const CapturedPoint& point, Stream stream) {
   }
   const char* why = "the event was recorded in another capture. Record it again on a stream of this one.";
   if (own) refuse(*own, "a wait for an event", why);
-  throw_device_error(std::string("openreg error: cannot wait for an event of a capture that has ended: nothing of it has "
-                                 "run. Record the event after the replay."));
+  throw_device_error(
+      std::string("openreg error: cannot wait for an event of a capture that has ended: nothing of it has "
+                  "run. Record the event after the replay."));
 }
 
 detail::NotCaptured::NotCaptured() noexcept {

@@ -16,13 +16,12 @@ namespace openreg {
 // Note [Capture]
 // While a stream is captured, launch() appends what it is given to a graph, as a node that owns its arguments, and runs
 // nothing. run(), which needs the result now, and every wait of the host raise. Memory comes from the graph's private
-// pool, so that addresses stay valid. Another stream joins the capture when it waits for an event that was recorded on a
-// captured stream, and must be joined back in the same way before the end. Work keeps its order: a node comes after the
-// last node of its stream and after the events for which the stream has waited. Work inside of work runs at once, as
-// always, and is not captured.
-// An error makes the capture void: launches on its streams raise until end_capture(), which raises too, and frees
-// everything.
-// A replay is one launch. It walks the nodes in the order of their capture, which their edges allow.
+// pool, so that addresses stay valid. Another stream joins the capture when it waits for an event that was recorded on
+// a captured stream, and must be joined back in the same way before the end. Work keeps its order: a node comes after
+// the last node of its stream and after the events for which the stream has waited. Work inside of work runs at once,
+// as always, and is not captured. An error makes the capture void: launches on its streams raise until end_capture(),
+// which raises too, and frees everything. A replay is one launch. It walks the nodes in the order of their capture,
+// which their edges allow.
 enum class CaptureMode {
   kGlobal,      // no thread may do what can break a capture: wait for the device, ask for events, launch elsewhere
   kThreadLocal, // the capturing thread may not

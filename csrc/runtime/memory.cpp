@@ -765,7 +765,8 @@ void* allocate(Stream stream, std::size_t bytes) {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
     if (detail::captures(stream)) {
       detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
-    } else if (detail::held_turn || stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
+    } else if (detail::held_turn ||
+        stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
       const detail::Access access;
       fill();
     } else detail::queue(stream, fill, Site("fill"));

@@ -62,8 +62,8 @@ inline constexpr std::size_t kMemoryPage = 64 * 1024;
 // Note [Private pools]
 // A private pool holds memory that no other allocation gets: that of graphs, whose addresses must stay valid, and of
 // torch.openreg.MemPool. Allocations come from it while their stream is captured into a graph of the pool, and inside
-// use_pool() on the calling thread. As in CUDA, each stream has its own free blocks in a pool. A pool lives while it has
-// a user. Afterwards its free memory goes to everybody; what tensors still occupy follows when they die.
+// use_pool() on the calling thread. As in CUDA, each stream has its own free blocks in a pool. A pool lives while it
+// has a user. Afterwards its free memory goes to everybody; what tensors still occupy follows when they die.
 using PoolId = std::pair<unsigned long long, unsigned long long>; // c10::MempoolId_t; {0, 0}: no private pool
 // Graphs and MemPools count apart: only the memory of a pool without graphs may be returned by empty_cache().
 enum class PoolUser { kPool, kGraph };

@@ -424,7 +424,10 @@ void detail::run(Stream stream, const openreg_site& site, const openreg_work& wo
   const auto attention = begin_launch(stream);
   if (!is_plain(attention)) [[unlikely]] {
     if (captures(stream))
-      refuse_capture(stream, site.name ? site.name : site.function ? site.function : "work",
+      refuse_capture(stream,
+          site.name           ? site.name
+              : site.function ? site.function
+                              : "work",
           "the host needs its result now. Move it out of the capture.");
     if (attention & kCaptureBit) capture(stream, site, work, context); // throws where the mode of a capture forbids it
     finish_stream(stream);

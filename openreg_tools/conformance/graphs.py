@@ -94,7 +94,9 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
     return out
 
 
-def compare(report: opinfo.Report, index: int, what: str, call: Callable[..., Any], arguments: Any, device: str) -> None:
+def compare(
+    report: opinfo.Report, index: int, what: str, call: Callable[..., Any], arguments: Any, device: str
+) -> None:
     """Run eagerly and as a graph, and note each difference. A call that cannot be captured is a note, not a failure."""
 
     def fail(kind: str, message: str) -> None:
@@ -108,7 +110,10 @@ def compare(report: opinfo.Report, index: int, what: str, call: Callable[..., An
         return
     if expected.error is not None or actual.error is not None:
         if type(expected.error) is not type(actual.error):
-            fail("error" if theirs is None else "no error" if ours is None else "error type", f"eager: {theirs}; graph: {ours}")
+            fail(
+                "error" if theirs is None else "no error" if ours is None else "error type",
+                f"eager: {theirs}; graph: {ours}",
+            )
         return
     pairs = list(zip(expected.operands, actual.operands, strict=True))
     for time, (e, a) in enumerate(zip(expected.values, actual.values, strict=True)):

@@ -18,7 +18,10 @@ void abs_kernel(at::TensorIteratorBase& iter) {
     return;
   }
   const Stream stream = current_stream(iter.device(0).index());
-  if (C10_UNLIKELY(detail::captures(stream))) launch(stream, [iter = at::TensorIterator(iter)]() mutable { at::native::abs_stub(at::kCPU, iter); }, Site("aten::abs"));
+  if (C10_UNLIKELY(detail::captures(stream)))
+    launch(
+        stream, [iter = at::TensorIterator(iter)]() mutable { at::native::abs_stub(at::kCPU, iter); },
+        Site("aten::abs"));
   else run(stream, [&] { at::native::abs_stub(at::kCPU, iter); });
 }
 
