@@ -243,7 +243,7 @@ class Lockstep(TorchDispatchMode):
                     commits.append(
                         self._one(func, of, index, place, args, kwargs, arguments, state, what, tensor, want)
                     )
-        for what, tensor, _ in arguments.written:
+        for _, tensor, _ in arguments.written:
             if not there or (of.random and state is None):
                 self.copies.forget(tensor.untyped_storage())
         for commit in commits:
