@@ -24,6 +24,7 @@ FILES = ["argparse", "ast", "dataclasses", "enum", "functools", "inspect", "path
 CONTEXT, BATCH = 128, 16
 # Training amplifies rounding; a warm-up and clipped gradients keep it near one unit in the last place of the loss.
 RATE, WARMUP, CLIP = 2e-3, 20, 1.0
+WARMUP_OF_GRAPH = 3  # steps in eager mode before the capture, which make the optimizer's state
 # The largest |loss on the device - loss on the CPU| that passes for rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 5e-2}
 
@@ -76,25 +77,54 @@ class Transformer(nn.Module):
 class Run:
     """One training run: a model and its optimizer on a device, and what each step gave."""
 
-    def __init__(self, vocabulary: int, device: str, dtype: torch.dtype, compiled: bool = False) -> None:
+    def __init__(
+        self, vocabulary: int, device: str, dtype: torch.dtype, compiled: bool = False, captured: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.device = torch.device(device)
         self.model = Transformer(vocabulary).to(self.device, dtype)
         self.forward = torch.compile(self.model, fullgraph=True) if compiled else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, eps=1e-6)
+        # A graph reads the learning rate and the step at each replay, so they are tensors of the device.
+        rate = torch.tensor(RATE, device=self.device) if captured else RATE
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, eps=1e-6, capturable=captured)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+        self.captured, self.graph = captured, None
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    def step(self, tokens: Tensor) -> None:
-        start = time.perf_counter()
-        tokens = tokens.to(self.device)
+    def train(self, tokens: Tensor) -> Tensor:
+        """Forward, backward and the optimizer; returns the loss."""
         logits = self.forward(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
+        return loss
+
+    def replay(self, tokens: Tensor) -> Tensor:
+        """`train` as a graph: the first steps warm up, the next one is captured, and all from then on are replayed."""
+        if not self.losses:
+            self.tokens = torch.empty_like(tokens)
+        self.tokens.copy_(tokens)
+        if len(self.losses) < WARMUP_OF_GRAPH:
+            stream = torch.openreg.Stream()
+            stream.wait_stream(torch.openreg.current_stream())
+            with stream:
+                loss = self.train(self.tokens)
+            torch.openreg.current_stream().wait_stream(stream)
+            return loss
+        if self.graph is None:
+            self.graph = torch.openreg.Graph()
+            with torch.openreg.graph(self.graph):
+                self.loss = self.train(self.tokens)
+        self.graph.replay()
+        return self.loss
+
+    def step(self, tokens: Tensor) -> None:
+        start = time.perf_counter()
+        tokens = tokens.to(self.device)
+        loss = self.replay(tokens) if self.captured else self.train(tokens)
         self.schedule.step()
         self.losses.append(loss.item())  # waits for the device
         self.seconds.append(time.perf_counter() - start)
@@ -175,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
     parser.add_argument("--compile", action="store_true", help="torch.compile the model on the device, not the CPU's")
+    parser.add_argument("--graph", action="store_true", help="capture the device's step once and replay it")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the PNG (default %(default)s)")
     options = parser.parse_args(argv)
     dtype = getattr(torch, options.dtype)
@@ -183,11 +214,11 @@ def main(argv: list[str] | None = None) -> int:
     characters = sorted(set(text))
     codes = {character: code for code, character in enumerate(characters)}
     tokens = torch.tensor([codes[character] for character in text])
-    run = Run(len(characters), options.device, dtype, options.compile)
+    run = Run(len(characters), options.device, dtype, options.compile, options.graph)
     cpu = Run(len(characters), "cpu", dtype)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     print(f"{parameters:,} parameters, {len(text):,} characters, {options.dtype}, "
-          f"{run.device}{', compiled,' if options.compile else ''} beside cpu "
+          f"{run.device}{', compiled' * options.compile}{', a graph' * options.graph} beside cpu "
           f"({torch.get_num_threads()} threads)")  # fmt: skip
 
     openreg_ops.fallback.reset()

@@ -39,6 +39,7 @@ SUITES = {
     "operators": Suite("bench_operators", "the openreg:: operators at transformer sizes"),
     "compiled": Suite("bench_compiled", "torch.compile against that on the CPU"),
     "steps": Suite("bench_steps", "eager training steps against the CPU's"),
+    "graphs": Suite("bench_graphs", "replays of captured work against the CPU's eager mode"),
     "scaling": Suite("bench_scaling", "how times grow with size and with processes, with a picture"),
 }
 SIZES = {"64": (8, 8), "1M": (1024, 1024)}
