@@ -1,12 +1,13 @@
-"""Graphs against eager mode: what a replay computes must be what the call computes, to the bit.
+"""The check `graph` of `openreg-tools conformance`: what a replay computes must be what eager mode computes, to the bit.
 
-`replay` captures a call on memory of zeros, puts the values back, and replays; `compare` does so twice, against eager
-mode on the same values and random seeds. Both work for any device that ``torch.accelerator.Graph`` has.
+`run` captures a call on memory of zeros, puts the values back, and replays; `compare` does so twice, against eager mode on
+the same values and random seeds. It is for devices that ``torch.accelerator.Graph`` supports, and runs on no other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from openreg_tools.conformance import asynchronous, opinfo
+
+CHECK = "graph"
+At = Callable[[str], None]
 
 # What a device says of a call that cannot be captured.
 REFUSED = "not permitted when stream is capturing"
@@ -100,10 +104,10 @@ def compare(
     """Run eagerly and as a graph, and note each difference. A call that cannot be captured is a note, not a failure."""
 
     def fail(kind: str, message: str) -> None:
-        report.failures.append(opinfo.Failure("graphs", kind, index, f"{what}: {message}"))
+        report.failures.append(opinfo.Failure("graph", kind, index, f"{what}: {message}"))
 
     expected, actual = (run(call, arguments, device, captured) for captured in (False, True))
-    report.ran["graphs"] += 1
+    report.ran["graph"] += 1
     theirs, ours = (each and opinfo.first_line(each) for each in (expected.error, actual.error))
     if actual.error is not None and REFUSED in str(actual.error):
         report.notes[f"refused: {str(actual.error).partition(': ')[2].partition(': ')[2].split(' at ')[0]}"] += 1
@@ -125,8 +129,27 @@ def compare(
                 return fail("value", f"replay {time} gave {asynchronous._short(y)}, eager {asynchronous._short(x)}")
 
 
-def check(op: Any, dtype: torch.dtype, device: str, samples: int, report: opinfo.Report) -> None:
+@functools.cache
+def supported(device: str) -> bool:
+    """Whether ``torch.accelerator.Graph`` captures on this device."""
+    kind = torch.device(device).type
+    if not hasattr(torch.accelerator, "Graph") or kind != getattr(
+        torch.accelerator.current_accelerator(), "type", None
+    ):
+        return False
+    try:
+        torch.accelerator.Graph()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def check(
+    op: Any, dtype: torch.dtype, device: str, samples: int, report: opinfo.Report, at: At = lambda _: None
+) -> None:
     """`compare` for the samples of an OpInfo, functional and in place."""
+    if op.name in opinfo.UNINITIALIZED:
+        return
     for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
         arguments = ((sample.input, *sample.args), sample.kwargs)
         if not any(isinstance(x, torch.Tensor) for x in tree_leaves(arguments)):
@@ -134,4 +157,34 @@ def check(op: Any, dtype: torch.dtype, device: str, samples: int, report: opinfo
         forms = {"valid": op.op, "in place": None if sample.broadcasts_input else op.get_inplace()}
         for what, function in forms.items():
             if function is not None:
+                at(f"{CHECK}, sample {i}, {what}")
                 compare(report, i, what, function, arguments, device)
+
+
+def check_module(info: Any, dtype: torch.dtype, device: str, report: opinfo.Report, at: At = lambda _: None) -> None:
+    """`compare` for forward and backward of a module in training mode, with its parameters and buffers as arguments."""
+    inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=True)
+    for i, sample in enumerate(inputs):
+        if sample.forward_input is None:
+            continue
+        at(f"{CHECK}, sample {i}")
+        torch.manual_seed(0)
+        module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
+        if any(map(torch.nn.parameter.is_lazy, module.parameters())):
+            continue  # it has no parameters before its first call
+        module.flatten_parameters = lambda: None  # a recurrent one's, which asks for addresses of its own parameters
+        parameters = {name: x.detach() for name, x in module.named_parameters()}
+        buffers = {name: x.detach() for name, x in module.named_buffers()}
+
+        def step(parameters: Any, buffers: Any, args: Any, kwargs: Any, module: Any = module) -> list[Any]:
+            leaves = {name: x.requires_grad_() for name, x in parameters.items()}
+            out = torch.func.functional_call(module, {**leaves, **buffers}, args, kwargs)
+            wanted = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+            found = [x.detach() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            if not wanted or not leaves:
+                return found
+            total = sum(x.sum() if not x.is_complex() else x.abs().sum() for x in wanted)
+            return [*found, *torch.autograd.grad(total, list(leaves.values()), allow_unused=True)]
+
+        arguments = (parameters, buffers, sample.forward_input.args, sample.forward_input.kwargs)
+        compare(report, i, "forward and backward", step, (arguments, {}), device)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from openreg_tools.conformance import asynchronous, attention, layouts, opinfo, transforms
+from openreg_tools.conformance import asynchronous, attention, graphs, layouts, opinfo, transforms
 
 DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
-CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", *transforms.CHECKS)
+CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", graphs.CHECK, *transforms.CHECKS)
 
 
 def check(
@@ -46,7 +46,9 @@ def check(
         for i, sample in enumerate(opinfo._samples(op, dtype, requires_grad, samples)):
             one = opinfo._Sample(op, sample, i, device, report)
             for name in checks:
-                if name in ("sparse", "errors", "async", "async_errors") or (name == "backward" and not backward):
+                if name in ("sparse", "errors", "async", "async_errors", graphs.CHECK) or (
+                    name == "backward" and not backward
+                ):
                     continue
                 at(f"{name}, sample {i}")
                 if name == "layouts":
@@ -69,4 +71,6 @@ def check(
                 opinfo._Sample(op, wrong.sample_input, i, device, report).forward("errors")
         if {"async", "async_errors"} & set(checks):
             asynchronous.check(op, dtype, device, samples, checks, report, at)
+        if graphs.CHECK in checks and graphs.supported(device):
+            graphs.check(op, dtype, device, samples, report, at)
     return report

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from openreg_tools.conformance import graphs
 from openreg_tools.conformance.opinfo import Comparison, Report, _one_line, first_line
 
-CHECKS = ("train", "eval", "step", "vmap_grad")
+CHECKS = ("train", "eval", "step", "vmap_grad", graphs.CHECK)
 DTYPES = ("float32", "float64")
 
 # Modules whose results differ from run to run on one device are run in evaluation mode only.
@@ -95,6 +96,8 @@ def check_module(
                     if sample.forward_input is not None:
                         at(f"{check}, sample {i}")
                         compare(report, info, dtype, device, check, i, sample)
+        if graphs.CHECK in checks and graphs.supported(device):
+            graphs.check_module(info, dtype, device, report, at)
     return report
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openreg_ops.meta.op import SAMPLES
-from openreg_tools.conformance import graphs, opinfo
+from openreg_tools.conformance import graphs, opinfo, sweep, training
 from openreg_tools.samples import sample_of
 
 DEVICE = "openreg:0"
@@ -30,9 +30,9 @@ def found(report):
 def test_replay_is_eager(name):
     op, report = opinfo.database()[name], opinfo.Report()
     graphs.check(op, torch.float32, DEVICE, 4, report)
-    assert report.ran["graphs"] >= 1
+    assert report.ran["graph"] >= 1
     assert not report.failures, found(report)
-    assert sum(report.notes.values()) < report.ran["graphs"], "some samples are captured"
+    assert sum(report.notes.values()) < report.ran["graph"], "some samples are captured"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64], ids=str)
@@ -41,6 +41,25 @@ def test_replay_is_eager_in_other_dtypes(name, dtype):
     op, report = opinfo.database()[name], opinfo.Report()
     graphs.check(op, dtype, DEVICE, 6, report)
     assert not report.failures, found(report)
+
+
+MODULES = ("nn.Linear", "nn.Conv2d", "nn.BatchNorm1d", "nn.LayerNorm", "nn.LSTM", "nn.MultiheadAttention", "nn.Embedding",
+           "nn.CrossEntropyLoss")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name):
+    report = opinfo.Report()
+    graphs.check_module(training.modules()[name], torch.float32, DEVICE, report)
+    assert report.ran["graph"] >= 1
+    assert not report.failures, found(report)
+    assert sum(report.notes.values()) < report.ran["graph"], report.notes
+
+
+def test_a_device_without_graphs_is_not_checked():
+    assert graphs.supported(DEVICE) and not graphs.supported("cpu") and not graphs.supported("meta")
+    report = sweep.check(opinfo.database()["add"], torch.float32, "cpu", 2, checks=("graph",))
+    assert report.ran["graph"] == 0 and report.passed
 
 
 # Results of a shape that depends on values.
@@ -56,7 +75,7 @@ def test_operators_of_the_suite(name):
         graphs.compare(report, i, "valid", function, (tuple(each.args), dict(each.kwargs)), DEVICE)
     assert not report.failures, found(report)
     refused = sum(report.notes.values())
-    assert refused == (report.ran["graphs"] if name in DYNAMIC else 0), report.notes
+    assert refused == (report.ran["graph"] if name in DYNAMIC else 0), report.notes
 
 
 @pytest.mark.parametrize("expression", [
