@@ -18,6 +18,7 @@
 
 #include "error.h"
 #include "fault.h"
+#include "graph.h"
 #include "profile.h"
 #include "stream.h"
 #include "wait.h"
@@ -180,9 +181,21 @@ std::string SharedEvent::handle() const {
   return std::string(reinterpret_cast<const char*>(&named), sizeof named);
 }
 
+namespace {
+
+void refuse_in_capture(Stream stream) {
+  if (detail::captures(stream))
+    detail::refuse_capture(stream, "an interprocess event",
+        "a replay would record or wait for it again, which other processes cannot tell apart. Use an event of this "
+        "process, or record it after the replay.");
+}
+
+} // namespace
+
 void SharedEvent::record(Stream stream) {
   const HostCall call("openregEventRecord");
   check_usable(stream.device);
+  refuse_in_capture(stream);
   const Generation point = file_->take();
   if (stream_idle(stream)) file_->reach(point);
   else detail::queue_wait(stream, [file = file_, point] { file->reach(point); }, Site("record an event"));
@@ -191,6 +204,7 @@ void SharedEvent::record(Stream stream) {
 void SharedEvent::block(Stream stream) const {
   const HostCall call("openregStreamWaitEvent");
   check_usable(stream.device);
+  refuse_in_capture(stream);
   const Generation point = file_->page->latest.load();
   if (file_->reached(point)) return;
   const Site site("wait for an event", Site::kWait);
@@ -201,7 +215,8 @@ void SharedEvent::block(Stream stream) const {
   detail::queue_wait(stream, detail::profiled(stream, site, wait), site);
 }
 
-bool SharedEvent::query() const noexcept {
+bool SharedEvent::query() const {
+  detail::check_host_call("an event's query");
   return file_->reached(file_->page->latest.load());
 }
 

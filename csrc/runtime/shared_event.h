@@ -26,7 +26,7 @@ class SharedEvent final : public Event {
 
   void record(Stream stream) override;
   void block(Stream stream) const override;
-  bool query() const noexcept override;
+  bool query() const override;
   void synchronize() const override;
   Clock::time_point time() const override; // throws: it has none
 

@@ -209,17 +209,21 @@ def memory_summary(device: torch.types.Device = None, abbreviated: bool = False)
 
 
 def memory_snapshot(
-    device: torch.types.Device = None, *, mempool_id: tuple[int, int] | None = None
+    mempool_id: tuple[int, int] | None = None, include_traces: bool = True, *, device: torch.types.Device = None
 ) -> list[dict[str, Any]]:
-    """The segments of every device's memory (or of `device` alone) and their blocks, by address.
+    """The segments of every device's memory and their blocks, by address.
 
-    "segment_pool_id" is the number of the private pool that a segment belongs to, (0, 0) for none; `mempool_id` selects
-    the segments of one.
+    "segment_pool_id" is the number of the private pool that a segment belongs to, (0, 0) for none.
+
+    Args:
+        mempool_id: of a private pool; only its segments are returned then.
+        include_traces: as in ``torch.cuda.memory_snapshot``, whose result has no traces either way.
+        device: only the segments of this device.
 
     The format is that of ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
     (pytorch.org/memory_viz) reads; `_dump_snapshot` writes a file for it. The frames of a block are those of the code
-    that allocated it, where `_record_memory_history` was called before. A block's state is "active_allocated", "active_pending_free" (freed, but work that a stream has been given may
-    still use it) or "inactive".
+    that allocated it, where `_record_memory_history` was called before. A block's state is "active_allocated",
+    "active_pending_free" (freed, but work that a stream has been given may still use it) or "inactive".
     """
     states = ("active_allocated", "active_pending_free", "inactive")
     out = []
@@ -317,7 +321,7 @@ def _snapshot(device: torch.types.Device = None) -> dict[str, Any]:
                     trace.append(entry | {"frames": frames or [], "segment_pool_id": (0, 0)})
         traces.append(trace)
     return {
-        "segments": memory_snapshot(device),
+        "segments": memory_snapshot(device=device),
         "device_traces": traces,
         "allocator_settings": {},
         "external_annotations": [],

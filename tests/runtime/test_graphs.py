@@ -315,7 +315,7 @@ def test_memory_is_private_and_keeps_its_address():
     x = torch.ones(1000, device=DEVICE)
     g, y = captured(lambda: (x + 1) * 2)
     pool = g.pool()
-    segments = torch.openreg.memory_snapshot(DEVICE, mempool_id=pool)
+    segments = torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool)
     assert segments
     inside = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
     assert any(y.data_ptr() in r for r in inside)
@@ -334,20 +334,20 @@ def test_a_graph_that_dies_frees_its_pool():
     g, y = captured(lambda x=x: (x + 1) * 2)
     pool = g.pool()
     del x, g
-    assert torch.openreg.memory_snapshot(DEVICE, mempool_id=pool), "y lives in it"
+    assert torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool), "y lives in it"
     del y
     gc.collect()
     torch.openreg.empty_cache()
-    assert not torch.openreg.memory_snapshot(DEVICE, mempool_id=pool)
+    assert not torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool)
     assert torch.openreg.memory_reserved(DEVICE) <= before
 
 
 def test_graphs_share_a_pool():
     x = torch.ones(1 << 18, device=DEVICE)
     g1, y1 = captured(lambda: ((x + 1) * 2).sum())
-    alone = sum(s["total_size"] for s in torch.openreg.memory_snapshot(DEVICE, mempool_id=g1.pool()))
+    alone = sum(s["total_size"] for s in torch.openreg.memory_snapshot(device=DEVICE, mempool_id=g1.pool()))
     g2, y2 = captured(lambda: ((x + 3) * 2).sum(), pool=g1.pool())
-    both = sum(s["total_size"] for s in torch.openreg.memory_snapshot(DEVICE, mempool_id=g1.pool()))
+    both = sum(s["total_size"] for s in torch.openreg.memory_snapshot(device=DEVICE, mempool_id=g1.pool()))
     assert g2.pool() == g1.pool()
     assert both == alone, "the second reuses what the first has freed"
     g1.replay()

@@ -29,7 +29,7 @@ def test_snapshot_holds_every_block_once():
     tensors = [torch.empty(n, device=DEVICE) for n in (1, 10, 1000, 100_000, 1_000_000)]
     freed = torch.empty(3_000_000, device=DEVICE)
     del freed
-    segments = torch.openreg.memory_snapshot(DEVICE)
+    segments = torch.openreg.memory_snapshot(device=DEVICE)
     blocks = {block["address"]: block for segment in segments for block in segment["blocks"]}
     for x in tensors:
         block = blocks[x.data_ptr()]
@@ -59,7 +59,7 @@ def test_snapshot_shows_memory_that_waits_for_a_stream():
     del x
 
     def state():
-        blocks = (b for segment in torch.openreg.memory_snapshot(DEVICE) for b in segment["blocks"])
+        blocks = (b for segment in torch.openreg.memory_snapshot(device=DEVICE) for b in segment["blocks"])
         return next((b["state"] for b in blocks if b["address"] == address), None)
 
     assert state() == "active_pending_free"
@@ -132,7 +132,7 @@ def test_memory_that_is_returned_is_reserved_no_more():
     """Between blocks too; and a snapshot shows what is reserved."""
 
     def shown():
-        return sum(segment["total_size"] for segment in torch.openreg.memory_snapshot(DEVICE))
+        return sum(segment["total_size"] for segment in torch.openreg.memory_snapshot(device=DEVICE))
 
     torch.openreg.synchronize(DEVICE)
     torch.openreg.empty_cache()
@@ -261,7 +261,7 @@ def test_requested_bytes_are_what_was_asked_for():
     before = requested()
     small, large = torch.empty(3, device=DEVICE), torch.empty(1_000_001, dtype=torch.int8, device=DEVICE)
     assert [a - b for a, b in zip(requested(), before, strict=True)] == [12 + 1_000_001, 12, 1_000_001]
-    blocks = {b["address"]: b for s in torch.openreg.memory_snapshot(DEVICE) for b in s["blocks"]}
+    blocks = {b["address"]: b for s in torch.openreg.memory_snapshot(device=DEVICE) for b in s["blocks"]}
     assert [blocks[x.data_ptr()]["requested_size"] for x in (small, large)] == [12, 1_000_001]
     del small, large
     assert requested() == before
