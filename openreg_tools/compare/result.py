@@ -258,9 +258,12 @@ def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 40
     low = math.floor(math.log2(max(2.0**-10, min(finite, default=1.0))))
     high = max(low + 1, math.ceil(math.log2(max(2.0**-10, *finite, 1.0))))
     step = max(1, (high - low) // 8)
-    y = lambda u: (
-        5 if math.isinf(u) else height - (max(low, math.log2(max(u, 2.0**-10))) - low) / (high - low) * (height - 10)
-    )  # noqa: E731
+
+    def y(ulps: float) -> float:
+        if math.isinf(ulps):
+            return 5
+        return height - (max(low, math.log2(max(ulps, 2.0**-10))) - low) / (high - low) * (height - 10)
+
     lines = "".join(
         f'<line class="grid" x1="{left}" x2="{width}" y1="{y(2.0**e):.1f}" y2="{y(2.0**e):.1f}"/>'
         f'<text x="0" y="{y(2.0**e) + 4:.1f}">{2.0**e:.4g}</text>'
