@@ -375,7 +375,7 @@ def _strided_clone(x: Tensor) -> Tensor:
 
 def dense(x: Tensor) -> Tensor:
     """A tensor's numbers as a plain tensor."""
-    return x if x.layout == torch.strided and not x.is_quantized else x.dequantize() if x.is_quantized else x.todense()
+    return x if x.layout == torch.strided and not x.is_quantized else x.dequantize() if x.is_quantized else x.to_dense()
 
 
 # Of which elements are equal, a device may choose another one: these return its index.
