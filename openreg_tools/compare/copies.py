@@ -19,7 +19,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from openreg_tools import backends
 
-__all__ = ["Arguments", "Copies", "Facts", "Quiet", "facts", "tensors_of"]
+__all__ = [
+    "Arguments",
+    "Copies",
+    "Facts",
+    "Quiet",
+    "cloned",
+    "dense",
+    "equal",
+    "facts",
+    "same_bits",
+    "tensors_of",
+    "tied",
+]
 
 # What these return has no content yet, or what they do concerns memory alone.
 UNDEFINED = {
@@ -346,3 +358,46 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def cloned(value: Any) -> Any:
+    """A copy of an argument, with its strides."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.layout != torch.strided else _strided_clone(value)
+    return [cloned(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _strided_clone(x: Tensor) -> Tensor:
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    flat = x.as_strided((reach,), (1,), x.storage_offset()).clone() if reach else x.new_empty(0)
+    return flat.as_strided(x.shape, x.stride(), 0)
+
+
+def dense(x: Tensor) -> Tensor:
+    """A tensor's numbers as a plain tensor."""
+    return x if x.layout == torch.strided and not x.is_quantized else x.dequantize() if x.is_quantized else x.to_dense()
+
+
+# Of which elements are equal, a device may choose another one: these return its index.
+CHOOSES = {"sort", "argsort", "topk", "max", "min", "argmax", "argmin", "median", "nanmedian", "kthvalue", "mode"}
+
+
+def tied(func: OpOverload, arguments: Arguments, got: Tensor, want: Tensor) -> bool:
+    """Whether results are indices that differ only in which of several equal elements they name."""
+    if facts(func).base not in CHOOSES or got.dtype != torch.int64:
+        return False
+    args, kwargs = arguments.before()
+    given = dict(zip(facts(func).names, args, strict=False)) | kwargs
+    x, dim = given.get("self"), given.get("dim")
+    if not isinstance(x, Tensor) or x.dtype == torch.int64 or given.get("stable"):
+        return False
+    if dim is None and "arg" in facts(func).base and facts(func).base != "argsort":
+        x, dim = x.flatten(), 0
+    dim = -1 if dim is None else dim
+    if x.dim() == 0:
+        return False
+    try:
+        index = [i if i.dim() == x.dim() else i.unsqueeze(dim) for i in (got, want)]
+        return same_bits(x.gather(dim, index[0]), x.gather(dim, index[1]))
+    except (RuntimeError, IndexError):  # an index out of range
+        return False

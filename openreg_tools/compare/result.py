@@ -259,10 +259,10 @@ def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 40
     high = max(low + 1, math.ceil(math.log2(max(2.0**-10, *finite, 1.0))))
     step = max(1, (high - low) // 8)
 
-    def y(u: float) -> float:
-        if math.isinf(u):
+    def y(ulps: float) -> float:
+        if math.isinf(ulps):
             return 5
-        return height - (max(low, math.log2(max(u, 2.0**-10))) - low) / (high - low) * (height - 10)
+        return height - (max(low, math.log2(max(ulps, 2.0**-10))) - low) / (high - low) * (height - 10)
 
     lines = "".join(
         f'<line class="grid" x1="{left}" x2="{width}" y1="{y(2.0**e):.1f}" y2="{y(2.0**e):.1f}"/>'

@@ -265,6 +265,32 @@ def test_sums_are_measured_by_their_terms():
     assert first is None
 
 
+@pytest.mark.parametrize("name", ["topk", "argmax"])
+def test_indices_of_equal_elements(name):
+    """Which of them is not compared; that they are the largest is."""
+    x = torch.tensor([[2.0, 1.0, 2.0], [0.0, 3.0, 3.0]])
+    wrong = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+
+    def last(x, *args, add=0.0):
+        flipped = (x + add).flip(-1)
+        index = 2 - flipped.argmax(-1)
+        return index if name == "argmax" else (x.gather(-1, index[:, None]), index[:, None])
+
+    for bias, right in ((0.0, True), (10.0 * wrong, False)):
+        with torch.library._scoped_library("test_compare_ties", "DEF") as library:
+            library.define(
+                f"{name}(Tensor self, int k, int dim) -> " + ("Tensor" if name == "argmax" else "(Tensor, Tensor)")
+            )
+            plain = lambda x, k, dim: x.argmax(dim) if name == "argmax" else tuple(x.topk(k, dim))  # noqa: E731
+            library.impl(name, plain, "CPU")
+            library.impl(
+                name, lambda x, k, dim, bias=bias: last(x, add=torch.as_tensor(bias).to(DEVICE)), "PrivateUse1"
+            )
+            operator = getattr(torch.ops.test_compare_ties, name)
+            first = first_of(lambda x: operator(x, 1, -1), x)  # noqa: B023
+        assert (first is None) == right, (bias, first)
+
+
 def test_one_byte_flipped_in_a_copy():
     with compare() as result, torch.openreg.faults.inject("copy", after=1) as fault:
         x = torch.ones(10).to(DEVICE)
