@@ -19,7 +19,6 @@ release = version = version_of("openreg_ops").partition("+")[0]
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_ext", "figures"]
 nitpicky = False
-suppress_warnings = ["toc.empty_glob"]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]

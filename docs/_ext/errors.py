@@ -124,17 +124,14 @@ def page(root: Path) -> str:
         "shape, a device. Search for a word that stays the same.",
         "",
     ]
-    groups: dict[str, list[Error]] = {}
+    groups: dict[str, dict[tuple[str, str], None]] = {}
     for error in collect(root):
-        groups.setdefault(str(Path(error.where).parent), []).append(error)
-    for folder, errors in groups.items():
-        text += [f"## {folder}", "", "| Error | What to do | Raised in |", "|---|---|---|"]
-        seen = set()
-        for error in errors:
-            if (error.sentence, error.remedy) in seen:
-                continue
-            seen.add((error.sentence, error.remedy))
-            where = Path(error.where).name
-            text.append(f"| {_cell(error.sentence)} | {_cell(error.remedy)} | `{where}` |")
+        groups.setdefault(error.where.rpartition(":")[0], {})[error.sentence, error.remedy] = None  # each once
+    folder = ""
+    for name, rows in groups.items():
+        if folder != (folder := str(Path(name).parent)):
+            text += [f"## {folder}", ""]
+        text += [f"`{Path(name).name}`", "", "| Error | What to do |", "|---|---|"]
+        text += [f"| {_cell(sentence)} | {_cell(remedy)} |" for sentence, remedy in rows]
         text.append("")
     return "\n".join(text)

@@ -1,4 +1,4 @@
-"""Training frameworks on the device; `pytest tests` leaves them out. See "Clients" in README.md."""
+"""Training frameworks on the device; `pytest tests` leaves them out. "Training frameworks" in docs/integration.md has them."""
 
 import pytest
 
