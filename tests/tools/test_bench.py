@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from openreg_ops import inductor
-from openreg_ops.tools import bench, bench_compiled, bench_operators, bench_scaling, bench_steps, timing
+from openreg_ops.tools import bench, bench_compiled, bench_graphs, bench_operators, bench_scaling, bench_steps, timing
 
 
 def options(*words):
@@ -564,3 +564,36 @@ def test_report_of_scaling(monkeypatch, capsys, tmp_path):
         and "0.20 s to import torch, target 0.15: missed" in said
     )
     assert bench.main(options("scaling", "--only", "memory")) == 0 and "picture" not in capsys.readouterr().out
+
+
+# ---- graphs ----
+
+
+@pytest.mark.parametrize("name", ["chain", "mlp-step"])
+def test_a_replay_computes_what_the_cpu_does(monkeypatch, name):
+    make = bench_graphs.CASES[name][0]
+    eager, call = make("cpu"), make("openreg")
+    for _ in range(2):
+        expected = eager()
+        torch.testing.assert_close(call().cpu(), expected, rtol=1e-4, atol=1e-5)
+    results = []
+    graph, replay = bench_graphs.captured(lambda: results.append(call()))
+    assert len(graph._nodes()) >= 50
+    replay()
+    torch.testing.assert_close(results[0].cpu(), eager(), rtol=1e-4, atol=1e-5)
+
+
+def test_report_of_graphs(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench_graphs, "measure", lambda name, rounds: (found(1.0, 0.4), 100))
+    monkeypatch.setattr(bench_graphs, "seconds_of_a_node", lambda rounds: 2e-7)
+    assert bench.main(options("graphs", "--json", str(tmp_path / "graphs.json"))) == 0
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "graphs.json").read_text())
+    assert re.search(r"^chain +100 +1 s +400 ms +0.40 +target 0.30: missed$", said, re.M)
+    assert re.search(r"^mlp-step +100 .* 0.40 +target 0.50: reached$", said, re.M)
+    assert re.search(r"^a node +200 ns +target 150 ns: missed$", said, re.M) and report["node_s"] == 2e-7
+    assert [case["name"] for case in report["cases"]] == list(bench_graphs.CASES)
+
+
+def test_seconds_of_a_node(monkeypatch):
+    monkeypatch.setattr(bench_graphs, "NODES", 20)
+    assert 0 < bench_graphs.seconds_of_a_node(3) < 1e-3
