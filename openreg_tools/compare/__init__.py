@@ -17,7 +17,7 @@ from openreg_tools.compare.lockstep import Lockstep
 from openreg_tools.compare.recording import mark, record
 from openreg_tools.compare.regions import Regions
 from openreg_tools.compare.result import Difference, Result, Row
-from openreg_tools.compare.testcase import assert_operator
+from openreg_tools.compare.testcase import assert_operator, written
 from openreg_tools.compare.tolerance import Tolerance, Tolerances
 from openreg_tools.forms import Wrong
 
@@ -64,6 +64,7 @@ class Comparing:
         if torch.device(target.device).type == torch.device(against).type:
             raise Wrong(f"compare: expected two devices, but both are {torch.device(against).type}")
         self.result = Result(torch.device(target.device).type, against, name)
+        self.result.writer = written
         self.mode = Lockstep(target.device, against, tolerances, self.result, progress)
         self.regions = Regions(self.mode)
 

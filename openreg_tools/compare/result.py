@@ -6,6 +6,7 @@ import dataclasses
 import html
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ class Result:
         self._points: list[tuple[int, float, float, str]] = []
         self._counter = itertools.count()
         self.operators = 0
+        self.writer: Callable[[Result, Path, bool], str]  # which `compare` sets
 
     # ---- for those that fill it ----
 
@@ -150,9 +152,7 @@ class Result:
         Raises:
             ValueError: nothing differs, or what differs is not an operator with inputs (a compiled graph).
         """
-        from openreg_tools.compare.testcase import written
-
-        return written(self, Path(path), shrink)
+        return self.writer(self, Path(path), shrink)
 
     def report(self, top: int = 15) -> str:
         """The report as text."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from openreg_tools.compare.copies import tensors_of
-
-if TYPE_CHECKING:
-    from openreg_tools.compare.result import Result
+from openreg_tools.compare.lockstep import Lockstep
+from openreg_tools.compare.result import Result
+from openreg_tools.compare.tolerance import Tolerances
 
 __all__ = ["assert_operator", "differs", "shrunk", "written"]
 
@@ -24,12 +24,11 @@ Call = tuple[OpOverload, list[Any], dict[str, Any]]
 
 def differs(call: Call, device: str, against: str, tolerances: dict[str, float] | None = None) -> Any:
     """Run an operator on a device and against another, each with copies of the inputs; the first difference, or None."""
-    from openreg_tools.compare import compare
-
     func, args, kwargs = call
     memo: dict[int, Tensor] = {}
     here = [_moved(value, device, memo) for value in args], {k: _moved(v, device, memo) for k, v in kwargs.items()}
-    with torch.no_grad(), compare(device=device, against=against, tolerances=tolerances) as result:
+    result = Result(torch.device(device).type, against)
+    with torch.no_grad(), Lockstep(device, against, Tolerances(tolerances), result, progress=False):
         func(*here[0], **here[1])
     return result.first
 
