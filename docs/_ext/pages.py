@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
@@ -318,6 +319,12 @@ def reference_pages() -> tuple[str, str, str, str]:
     ):
         flat = [name for name in part.__all__ if hasattr(torch.openreg, name)]
         device += _section(title, *_automatic("torch.openreg", flat))
+    shown = {name for line in device for name in re.findall(r"torch\.openreg\.(\w+)$", line)}
+    device += ["## Graphs, monitors and types", "", "| Name | What it is |", "|---|---|"]
+    for name in sorted(set(torch.openreg.__all__) - shown):
+        first = (inspect.getdoc(getattr(torch.openreg, name)) or "").partition("\n")[0]
+        device.append(f"| `torch.openreg.{name}` | {_cell(first).replace('``', '`')} |")
+    device.append("")
     for title, module in (
         ("Memory history", "torch.openreg.memory"),
         ("Faults", "torch.openreg.faults"),

@@ -168,7 +168,14 @@ def make_graphed_callables(
 ) -> Any:
     """Versions of functions or modules whose forward and backward are replays of graphs.
 
-    It is ``torch.cuda.make_graphed_callables``, of this device: see there for the arguments and what they may be.
+    It is ``torch.cuda.make_graphed_callables``, of this device.
+
+    Args:
+        callables: a function or module, or a tuple of them.
+        sample_args: the tensors that each is captured with: a tuple, or a tuple of tuples for several.
+        num_warmup_iters: how often each runs before the capture.
+        allow_unused_input: whether an input may have no gradient.
+        pool: `graph_pool_handle()` of the memory to share; one of its own unless given.
     """
     of_cuda = torch.cuda.graphs.make_graphed_callables
     cuda = types.SimpleNamespace(

@@ -438,7 +438,7 @@ def caching_allocator_alloc(
 
 
 def caching_allocator_delete(mem_ptr: int) -> None:
-    """Free memory from `caching_allocator_alloc`.
+    """Free memory from `caching_allocator_alloc`, at the address `mem_ptr`.
 
     Raises:
         RuntimeError: the address is not that of such memory.

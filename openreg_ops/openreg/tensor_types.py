@@ -91,7 +91,9 @@ class _OpenregLegacyStorage(_LegacyStorage):
 
 def _storage_type(name: str, dtype: torch.dtype) -> type:
     # PyTorch takes the device of a storage class from the name of its module.
+    words = f"Typed storage of {dtype} on the device, which PyTorch deprecates: use ``torch.UntypedStorage``."
     attributes = {"dtype": _Dtype(dtype), "_dtype": dtype, "__module__": "torch.openreg", "__qualname__": name}
+    attributes["__doc__"] = words
     return type(name, (_OpenregLegacyStorage,), attributes)
 
 
