@@ -122,9 +122,12 @@ void bind_graphs(py::module_& m) {
   });
   m.def("caching_allocator_delete", [](uintptr_t address) {
     auto* memory = reinterpret_cast<void*>(address);
-    TORCH_CHECK(!memory ||
-            (device_of(memory) >= 0 && find_owner(memory).block.address == memory &&
-                find_owner(memory).block.state == MemoryBlock::kAllocated),
+    const auto allocated = [memory] {
+      if (device_of(memory) < 0) return false;
+      const auto block = owner_of(memory).block;
+      return block.address == memory && block.state == MemoryBlock::kAllocated;
+    };
+    TORCH_CHECK(!memory || allocated(),
         "caching_allocator_delete: expected an address that caching_allocator_alloc gave and that is not freed, but "
         "got ",
         address);

@@ -257,16 +257,16 @@ struct Node {
   DispatchKey target;
   Stack arguments;
   std::vector<Fixed> results;
-  std::vector<std::pair<size_t, at::Generator>> generators;
-  c10::DeviceIndex device;
-  bool draws, copies;
+  std::vector<std::pair<size_t, at::Generator>> generators; // the inner ones, as they are when it is captured
+  at::Generator lent;                                       // the device's, for an operator without such an argument
+  bool copies;
   Stream stream;
 
   void operator()() const {
     Stack stack = arguments;
-    for (const auto& [i, generator] : generators) stack[i] = inner_generator(generator);
+    for (const auto& [i, generator] : generators) stack[i] = generator;
     {
-      LendGenerator lend(draws, device);
+      LendGenerator lend(lent);
       op.redispatchBoxed(DispatchKeySet(target), &stack);
     }
     if (!results.empty()) copy_results(stack);
@@ -351,8 +351,10 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
   arguments.resize_results();
   std::vector<MemoryUse> uses;
   arguments.make_host(uses);
-  Node node{op, captured.target, {}, {}, captured.generators, captured.call.device(), captured.draws, captured.copies,
-      captured.stream};
+  Node node{op, captured.target, {}, {}, {}, {}, captured.copies, captured.stream};
+  for (const auto& [i, generator] : captured.generators) node.generators.emplace_back(i, inner_generator(generator));
+  if (captured.draws)
+    node.lent = inner_generator(default_generator(static_cast<c10::DeviceIndex>(captured.call.device())));
   for (size_t i = 0; i < count; ++i)
     node.arguments.push_back(map_tensors(
         (*stack)[first + i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
@@ -422,7 +424,9 @@ namespace {
 // Nodes run below autograd and with the number of threads of who launched the graph: OpenMP has one for each thread.
 const bool around = [] {
   set_around_replay([](void (*walk)(void*), void* argument) {
-    c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+    // Modes and transforms of the caller see the replay, not what is in it.
+    const c10::impl::ForceDispatchKeyGuard usual_keys(
+        c10::default_included_set, c10::default_excluded_set | kAboveBackend);
     c10::InferenceMode normal(false);
     LendDeviceMemory none(-1);
     at::DisableRecordFunctionGuard unseen;

@@ -128,6 +128,13 @@ void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool no
   capture_call({op, c10::DispatchKey::CPU, call, stream, false, /*copies=*/true}, &stack);
 }
 
+// `stream` waits for `other`, and one of them joins the capture of the other.
+void wait_in_capture(Stream stream, Stream other) {
+  Event point(other.device, /*timed=*/false);
+  point.record(other);
+  point.block(stream);
+}
+
 // copy_() arrives here when either side is on the device. Runs on the current stream of the source's
 // device (the destination's, if the source is on the host), as on CUDA, and in order with the other's.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
@@ -138,8 +145,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     synchronizes("aten::copy_", here);
   const Stream there = between ? current_stream(destination.device().index()) : here;
   if (C10_UNLIKELY(detail::attention.load() & detail::kCaptureBit))
-    for (const Stream stream : {here, there})
-      if (detail::captures(stream)) return capture_copy(self, destination, non_blocking, stream), destination;
+    if (detail::captures(here) || detail::captures(there)) {
+      if (between) wait_in_capture(here, there);
+      capture_copy(self, destination, non_blocking, here);
+      if (between) wait_in_capture(there, here);
+      return destination;
+    }
   if (between) wait_for(here, there);
   const bool corrupted = copy_corrupted(here);
   const Site site = detail::profiling() ? copy_site(self, destination) : Site(std::source_location::current());

@@ -86,7 +86,7 @@ class NativeKernel final : public c10::OperatorKernel {
     }
     if (C10_UNLIKELY(takes_results_) && target_ == DispatchKey::CPU && call_with_own_memory(op, stack)) return;
     const bool may_capture = detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit;
-    if (C10_UNLIKELY(queueing()) && !may_capture && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
+    if (C10_UNLIKELY(queueing()) && !(may_capture && here_is_captured()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
     if (C10_UNLIKELY(may_capture) && !each_.empty() && capture_each(op, stack)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;
@@ -143,8 +143,8 @@ class NativeKernel final : public c10::OperatorKernel {
           generators.emplace_back(i, given && given->defined() ? *given : default_generator(call.device()));
         value = call.generator(given);
       }
-    if (C10_UNLIKELY(may_capture) && !for_host && capturing(call.device())) {
-      if (views_) {
+    if (C10_UNLIKELY(may_capture) && !for_host && (views_ || capturing(call.device()))) {
+      if (views_) { // launches nothing
         call.run_on_host([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
       } else {
         const CapturedCall captured{
@@ -178,6 +178,8 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
  private:
+  // Whether the calling thread captures, or what it launches on the current device is captured.
+  static bool here_is_captured() { return detail::in_capture() || capturing(current_device()); }
   // In a capture, the CPU's kernel of a foreach operator calls the operator for each element, which has a node then.
   bool capture_each(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     for (size_t i = stack->size() - write_.size(); i < stack->size(); ++i) {

@@ -66,7 +66,16 @@ void CallQueue::push(Entry&& entry) {
   changed_.notify_all();
 }
 
+namespace {
+thread_local bool is_queue = false;
+}
+
+bool CallQueue::on_this_thread() noexcept {
+  return is_queue;
+}
+
 void CallQueue::work() {
+  is_queue = true;
   for (;;) {
     Entry entry;
     {

@@ -41,6 +41,8 @@ class CallQueue {
   void push(Call call, std::function<void()> begin, std::function<void(std::exception_ptr)> fail);
   // Calls `task`, which is not compared, behind the calls before it, and waits for it. Throws what it throws.
   void run(const std::function<void()>& task);
+  // Whether the calling thread is that of a queue.
+  static bool on_this_thread() noexcept;
 
  private:
   struct Entry {

@@ -73,6 +73,7 @@ class Arguments {
   void copy_back() const {
     if (copies.empty()) return;
     const c10::AutoGradMode no_grad(false);
+    const detail::NotCaptured own; // on a thread of the engine's, while another one may capture
     for (const auto& [tensor, host] : copies) tensor.copy_(host.to(tensor.device()));
     synchronize_stream(current_stream(device));
   }
@@ -138,11 +139,21 @@ class DeviceWork final : public c10d::Work {
         self->ended_ = true;
       }
       self->end_.notify_all();
-      self->complete([&] {
-        if (done.hasError()) std::rethrow_exception(self->explained(done.exception_ptr()));
-        self->finish();
+      const auto error = done.hasError() ? self->explained(done.exception_ptr()) : nullptr;
+      off_the_queue([self, error] {
+        self->complete([&] {
+          if (error) std::rethrow_exception(error);
+          self->finish();
+        });
       });
     });
+  }
+  // Calls f, which may call what the program has attached to the future: that may make a collective and wait for it, as
+  // the queue's own thread must not.
+  template <class F>
+  static void off_the_queue(F f) {
+    if (CallQueue::on_this_thread()) std::thread(std::move(f)).detach();
+    else f();
   }
   // The engine will not begin.
   void fail(const std::exception_ptr& error) {
@@ -152,7 +163,7 @@ class DeviceWork final : public c10d::Work {
       ended_ = true;
     }
     end_.notify_all();
-    future_->setErrorIfNeeded(error_);
+    off_the_queue([self = self()] { self->future_->setErrorIfNeeded(self->error_); });
   }
 
   // The future is complete only when what the engine wrote is in the device's memory.

@@ -16,6 +16,14 @@
 namespace openreg {
 namespace {
 
+// A replay draws new numbers, from where the generator is then.
+void refuse_in_capture(int device, const char* what) {
+  if (capturing(device)) [[unlikely]]
+    detail::refuse_capture(current_stream(device), what,
+        "a replay draws new numbers, and the host can neither know nor set the state of the generator then. Do it before "
+        "the capture; torch.utils.checkpoint takes preserve_rng_state=False.");
+}
+
 struct DeviceGenerator final : c10::GeneratorImpl {
   DeviceGenerator(c10::DeviceIndex device, at::Generator inner)
       : GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
@@ -23,6 +31,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
 
   // Python locks this generator, kernels the inner one.
   void set_current_seed(uint64_t seed) override {
+    refuse_in_capture(device().index(), "Generator.manual_seed");
     std::lock_guard lock(engine_mutex());
     inner.set_current_seed(seed);
   }
@@ -31,12 +40,14 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     return inner.current_seed();
   }
   uint64_t seed() override {
+    refuse_in_capture(device().index(), "Generator.seed");
     std::lock_guard lock(engine_mutex());
     return inner.seed();
   }
   // The offset is the 32-bit numbers drawn since seeding. Mersenne Twister does not keep it, so that both replay
   // the engine from its seed, a second for a billion numbers.
   void set_offset(uint64_t offset) override {
+    refuse_in_capture(device().index(), "Generator.set_offset");
     TORCH_CHECK(offset <= kMostDraws, "openreg: Generator.set_offset() takes at most ", kMostDraws, ", but got ",
         offset, "; use set_state()");
     auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
@@ -50,6 +61,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     cpu->set_next_double_normal_sample(std::nullopt);
   }
   uint64_t get_offset() const override {
+    refuse_in_capture(device().index(), "Generator.get_offset");
     auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
     const auto now = [&] {
       std::lock_guard lock(cpu->mutex_);
@@ -58,6 +70,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     return offset_of(now);
   }
   void set_state(const c10::TensorImpl& state) override {
+    refuse_in_capture(device().index(), "Generator.set_state");
     std::lock_guard lock(engine_mutex());
     try {
       inner.unsafeGetGeneratorImpl()->set_state(state);
@@ -69,6 +82,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     }
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    refuse_in_capture(device().index(), "Generator.get_state");
     std::lock_guard lock(engine_mutex());
     return inner.unsafeGetGeneratorImpl()->get_state();
   }
@@ -138,9 +152,12 @@ void check_captured_generator(const char* name, Stream stream, const at::Generat
       "torch.openreg.Graph before the capture, or use the device's default generator.");
 }
 
-LendGenerator::LendGenerator(bool on, c10::DeviceIndex device) {
-  if (!on) return;
-  device_ = at::check_generator<at::CPUGeneratorImpl>(inner_generator(default_generator(device)));
+LendGenerator::LendGenerator(bool on, c10::DeviceIndex device)
+    : LendGenerator(on ? inner_generator(default_generator(device)) : at::Generator()) {}
+
+LendGenerator::LendGenerator(const at::Generator& inner) {
+  if (!inner.defined()) return;
+  device_ = at::check_generator<at::CPUGeneratorImpl>(inner);
   host_ = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
   std::scoped_lock lock(host_->mutex_, device_->mutex_);
   saved_ = host_->get_state();

@@ -30,6 +30,7 @@ __attribute__((visibility("default"))) void check_captured_generator(
 class LendGenerator {
  public:
   LendGenerator(bool on, c10::DeviceIndex device);
+  explicit LendGenerator(const at::Generator& inner); // that a device's generator wraps; undefined for none
   ~LendGenerator();
   LendGenerator(const LendGenerator&) = delete;
   LendGenerator& operator=(const LendGenerator&) = delete;

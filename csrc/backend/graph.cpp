@@ -58,7 +58,6 @@ void DeviceGraph::capture_end() {
     TORCH_WARN(
         "The graph is empty. This usually means that the graph was attempted to be captured on wrong device or "
         "stream.");
-  executable_ = !keep_graph_;
 }
 
 void DeviceGraph::instantiate() {
@@ -66,17 +65,21 @@ void DeviceGraph::instantiate() {
   TORCH_CHECK(keep_graph_,
       "instantiate: expected a graph made with keep_graph=True; others are executable when the "
       "capture ends");
-  executable_ = true;
 }
 
 void DeviceGraph::replay() {
   TORCH_CHECK(graph_, "replay: no graph has been captured; capture one first");
-  executable_ = true;
-  openreg::replay(graph_, current_stream(graph_->device));
+  const Stream stream = current_stream(graph_->device);
+  std::lock_guard lock(replays_);
+  if (detail::captures(stream)) return openreg::replay(graph_, stream);
+  if (last_ && replayed_on_ != stream) last_->block(stream);
+  openreg::replay(graph_, stream);
+  last_.emplace(stream.device, /*timed=*/false).record(stream);
+  replayed_on_ = stream;
 }
 
 void DeviceGraph::reset() {
-  executable_ = false;
+  if (forked()) return;
   graph_ = nullptr;
   if (std::exchange(capturing_, false)) end_capture(stream_);
 }

@@ -5,9 +5,12 @@
 #include <ATen/core/GraphImplInterface.h>
 
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "../runtime/event.h"
 #include "../runtime/graph.h"
 
 namespace openreg {
@@ -33,12 +36,15 @@ class DeviceGraph final : public at::GraphImplInterface {
 
  private:
   const bool keep_graph_;
-  bool debug_ = false, executable_ = false;
+  bool debug_ = false;
   bool capturing_ = false;
   Stream stream_{-1, 0}; // that it captures
   PoolId pool_{};        // of the last capture
   std::vector<at::Generator> generators_;
   std::shared_ptr<Graph> graph_;
+  std::mutex replays_;
+  std::optional<Event> last_; // behind the last replay, for which one on another stream waits
+  Stream replayed_on_{-1, 0};
 };
 
 } // namespace openreg

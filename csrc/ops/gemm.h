@@ -4,14 +4,16 @@
 // small costs as much as the smallest of them. The scheme is that of BLIS (Van Zee & van de Geijn 2015): the right
 // factor is packed once into panels of kPanel columns, [panel][k][kPanel], and a tile of C of kTile rows by one
 // panel stays in registers while k runs. Packing also widens the half types and takes any strides.
-// An element of C is one sum in the order of k: it depends neither on the tile that it falls in nor on threads.
+// An element of C is one sum in the order of k in gemm(): it depends neither on the tile that it falls in nor on threads.
 #pragma once
 
 #include "loops.h"
 
+#include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 
@@ -174,15 +176,16 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
 // Whether the processor has them, and oneDNN uses them.
 inline bool has_bfloat16_products() {
 #if defined(CPU_CAPABILITY_AVX512)
+  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm asks at each call
   static const bool has = [] {
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     try {
-      const c10::BFloat16 one[2] = {1.f, 1.f};
-      float two = 0;
-      at::native::cpublas::brgemm(1, 1, 2, 2, 1, 1, false, one, one, &two, /*is_vnni=*/true);
+      const c10::BFloat16 a[2] = {1.f, 2.f}, b[4] = {3.f, 4.f, 5.f, 6.f}; // columns (3, 4) and (5, 6)
+      float c[2] = {};
+      at::native::cpublas::brgemm(1, 2, 2, 2, 2, 2, false, a, b, c, /*is_vnni=*/true);
       at::native::cpublas::brgemm_release(true);
-      return two == 2;
-    } catch (const c10::Error&) { // ONEDNN_MAX_CPU_ISA may forbid it
+      return c[0] == 11 && c[1] == 17;
+    } catch (const std::exception&) { // ONEDNN_MAX_CPU_ISA may forbid it
       return false;
     }
   }();

@@ -97,8 +97,8 @@ class Chunk {
       return at;
     };
     x_ = take(most * in_.width);
-    x_columns_ = take(pairs_ ? 0 : padded<A>(most) * in_.width);
-    pairs_of_columns_ = reinterpret_cast<Pair*>(take(pairs_ ? padded<A>(most) * in_.width / 2 : 0));
+    x_columns_ = take(padded<A>(most) * in_.width);
+    pairs_of_columns_ = reinterpret_cast<Pair*>(x_columns_); // whichever the work takes, when it runs
     x_rows_ = take(gradients_ ? most * padded<A>(in_.width) : 0);
     grad_x_ = take(gradients_ ? most * in_.width : 0);
     logits_ = take(gradients_ ? in_.classes * row_ : 0);
@@ -160,7 +160,8 @@ class Chunk {
   void exponentials(int64_t first, int64_t last) {
     const int64_t weight_row = in_.width + kPanel<A>; // not a power of 2
     Scratch<A> weight(pairs_ ? 0 : kClasses * weight_row), own(gradients_ ? 0 : kClasses * row_);
-    const Pairs pairs;
+    std::optional<Pairs> pairs;
+    if (pairs_) pairs.emplace();
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t begin = tile * kClasses, end = std::min(begin + kClasses, in_.classes), m = end - begin;
       A* logits = gradients_ ? logits_ + begin * row_ : static_cast<A*>(own);

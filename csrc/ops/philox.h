@@ -26,20 +26,20 @@ class Drawn {
  public:
   Drawn() = default; // zeros
   Drawn(const at::Generator& generator, bool later) {
-    if (later) generator_ = generator;
-    else numbers_ = draw(generator);
+    if (later) inner_ = inner_generator(generator);
+    else numbers_ = draw(inner_generator(generator));
   }
-  std::array<uint64_t, 2> operator()() const { return generator_.defined() ? draw(generator_) : numbers_; }
+  std::array<uint64_t, 2> operator()() const { return inner_.defined() ? draw(inner_) : numbers_; }
 
  private:
-  static std::array<uint64_t, 2> draw(const at::Generator& generator) {
-    auto* inner = at::check_generator<at::CPUGeneratorImpl>(inner_generator(generator));
-    std::lock_guard lock(inner->mutex_);
-    const uint64_t first = inner->random64();
-    return {first, inner->random64()};
+  static std::array<uint64_t, 2> draw(const at::Generator& inner) {
+    auto* engine = at::check_generator<at::CPUGeneratorImpl>(inner);
+    std::lock_guard lock(engine->mutex_);
+    const uint64_t first = engine->random64();
+    return {first, engine->random64()};
   }
   std::array<uint64_t, 2> numbers_{};
-  at::Generator generator_;
+  at::Generator inner_;
 };
 
 // From `generator`, by default that of x's device. The CPU's generator does not move.

@@ -122,13 +122,19 @@ std::shared_ptr<Capture> forbidding() {
 } // namespace
 
 Graph::Graph(int device, PoolId pool) : device(device), pool(pool) {
-  retain_pool(device, pool, PoolUser::kGraph);
+  use(device);
 }
 
 Graph::~Graph() {
   nodes.clear();
   kept.clear();
-  release_pool(device, pool, PoolUser::kGraph);
+  for (const int each : devices) release_pool(each, pool, PoolUser::kGraph);
+}
+
+void Graph::use(int device) {
+  if (std::find(devices.begin(), devices.end(), device) != devices.end()) return;
+  retain_pool(device, pool, PoolUser::kGraph);
+  devices.push_back(device);
 }
 
 void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<const void*> generators) {
@@ -144,13 +150,13 @@ void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<con
   capture->thread = pthread_self();
   capture->generators = std::move(generators);
   capture->streams = {{stream, {}}};
+  capture->graph = std::make_shared<Graph>(stream.device, pool); // before the lock: it takes the memory's
   std::lock_guard lock(captures_mutex);
   if (captured_at(stream))
     throw_device_error("openreg error: the current stream is captured already; end that capture first");
   for (const auto& each : all_captures().all)
     if (each->graph->pool == pool && each->graph->device == stream.device)
       throw_device_error("openreg error: a capture that has not ended uses this memory pool; use another pool");
-  capture->graph = std::make_shared<Graph>(stream.device, pool);
   captured_at(stream) = capture;
   all_captures().all.push_back(std::move(capture));
   detail::attention.fetch_or(detail::kCaptureBit);
@@ -217,7 +223,9 @@ PoolId detail::capture_pool(Stream stream) noexcept {
   const auto capture = capture_of(stream);
   if (!capture) return {};
   std::lock_guard lock(capture->mutex);
-  return capture->graph && capture->graph->device == stream.device ? capture->graph->pool : PoolId{};
+  if (!capture->graph) return {};
+  capture->graph->use(stream.device);
+  return capture->graph->pool;
 }
 
 bool detail::capture(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {

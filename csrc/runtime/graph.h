@@ -52,10 +52,13 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
+  void use(int device); // keeps its pool on this device too
+
   const int device;
   const PoolId pool;
   std::vector<GraphNode> nodes;
   std::vector<std::shared_ptr<void>> kept; // what the nodes need, and goes with the graph
+  std::vector<int> devices;                // on which it has memory
 };
 
 // Begins to capture `stream`. `generators`: those that its random operators may draw from, but for the default ones.

@@ -89,6 +89,7 @@ class Pool {
   }
 
   void* allocate(std::int64_t stream, PoolId pool, std::size_t bytes, bool fails) {
+    const bool captured = detail::captures({device_, stream}) || detail::in_capture(); // before the lock
     std::unique_lock lock(mutex_);
     if (pool != PoolId{}) [[unlikely]]
       stream = owner_of(stream, pool);
@@ -105,7 +106,7 @@ class Pool {
       auto& blocks = blocks_of(stream)[static_cast<std::size_t>(index)];
       if (allocated() + size > limit_) fail(bytes);
       if (blocks.empty()) {
-        const std::size_t page = take_run(stream, 1, bytes, size, false, lock);
+        const std::size_t page = take_run(stream, 1, bytes, size, false, captured, lock);
         pages_[page] = Page{index + 1, 0, stream};
         count_segments(MemoryStats::kSmall, 1, true);
         char* start = base_ + page * kPage;
@@ -121,7 +122,7 @@ class Pool {
     }
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
     if (allocated() + count_pages * kPage > limit_) fail(bytes);
-    const std::size_t page = take_run(stream, count_pages, bytes, count_pages * kPage, ahead, lock);
+    const std::size_t page = take_run(stream, count_pages, bytes, count_pages * kPage, ahead, captured, lock);
     pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
     if (ahead) ahead_.emplace(base_ + page * kPage, std::pair(detail::held_turn, detail::held_turn->taken));
     count(MemoryStats::kLarge, base_ + page * kPage, count_pages * kPage, bytes);
@@ -132,8 +133,12 @@ class Pool {
 
   void deallocate(char* pointer) noexcept {
     if (memory_watcher.load(std::memory_order_relaxed)) [[unlikely]] { // before the lock: it may wait for Python
-      const Page& page = pages_[page_of(pointer)];
-      tell(MemoryAction::kFreeRequested, pointer, size_of(page) - slack(pointer), {device_, stream_of(page.owner)});
+      const auto [size, stream] = [&] {
+        std::lock_guard lock(mutex_);
+        const Page& page = pages_[page_of(pointer)];
+        return std::pair(size_of(page) - slack(pointer), stream_of(page.owner));
+      }();
+      tell(MemoryAction::kFreeRequested, pointer, size, {device_, stream});
     }
     std::lock_guard lock(mutex_);
     const Page& page = pages_[page_of(pointer)];
@@ -272,7 +277,7 @@ class Pool {
       reclaim();
     } else {
       const auto users = users_.find(pool);
-      if (users == users_.end() || users->second.graphs) return;
+      if (users == users_.end() || users->second.graphs || !all_idle()) return;
       reclaim_pool(pool);
     }
     return_free();
@@ -297,6 +302,7 @@ class Pool {
     --(user == PoolUser::kGraph ? users.graphs : users.pools);
     if (users.graphs + users.pools) return;
     users_.erase(found);
+    if (!all_idle()) return; // reclaim() finds it later
     reclaim_pool(pool);
     forget_private();
   }
@@ -359,9 +365,16 @@ class Pool {
   std::int64_t stream_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).stream : owner; }
   PoolId pool_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).pool : PoolId{}; }
 
-  // Whether what an owner has freed may go to others.
+  // Whether what an owner has freed may go to others. A private pool's memory may be in use on any stream, since a graph
+  // replays on any.
   bool idle(std::int64_t owner) {
-    return is_private(owner) ? !users_.contains(private_of(owner).pool) : stream_idle({device_, owner});
+    if (!is_private(owner)) return stream_idle({device_, owner});
+    return !users_.contains(private_of(owner).pool) && all_idle();
+  }
+  bool all_idle() {
+    for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
+      if (!stream_idle({device_, id})) return false;
+    return true;
   }
 
   std::int64_t owner_of(std::int64_t stream, PoolId pool) {
@@ -548,7 +561,7 @@ class Pool {
 
   // The first page of `length` free pages for a stream, taken, for `size` bytes of which `bytes` are asked for; `ahead`
   // of what it has queued. count_segments() comes after.
-  std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
+  std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead, bool captured,
       std::unique_lock<Mutex>& lock) {
     std::size_t page = kNone;
     const auto take = [&] {
@@ -569,7 +582,7 @@ class Pool {
     }
     // Where it does not fit and nothing waits, the rest is free blocks on pages with others.
     if (page == kNone && !ahead && waiting_.empty() && cached_.empty()) take();
-    if (page == kNone && !ahead && !detail::in_capture()) { // what queued work still uses
+    if (page == kNone && !ahead && !captured) { // what queued work still uses
       ++stats_.retries;
       lock.unlock();
       synchronize_device(device_);
@@ -761,7 +774,7 @@ void* allocate(Stream stream, std::size_t bytes) {
   }
   notice("allocated", pointer, stream, bytes);
   tell(MemoryAction::kAllocated, pointer, bytes, stream);
-  if (poison()) {
+  if (poison()) try {
     const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
     if (detail::captures(stream)) {
       detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
@@ -770,6 +783,9 @@ void* allocate(Stream stream, std::size_t bytes) {
       const detail::Access access;
       fill();
     } else detail::queue(stream, fill, Site("fill"));
+  } catch (...) { // as in a capture that is void
+    deallocate(pointer);
+    throw;
   }
   return pointer;
 }

@@ -221,6 +221,7 @@ bool SharedEvent::query() const {
 }
 
 void SharedEvent::synchronize() const {
+  detail::check_host_call("an event's synchronize");
   const HostCall call("openregEventSynchronize");
   check_usable(device());
   file_->wait(file_->page->latest.load(), detail::Interrupt::kThrows);
