@@ -26,7 +26,13 @@ from openreg_ops.openreg.index import device_index
 def register() -> None:
     """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
-    flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}  # their names are torch.openreg's too
+    flat = {
+        "amp": amp,
+        "graphs": graphs,
+        "memory": memory,
+        "random": random,
+        "streams": streams,
+    }  # their names are torch.openreg's too
     for part in (devices, *flat.values()):
         for name in part.__all__:
             setattr(module, name, getattr(part, name))

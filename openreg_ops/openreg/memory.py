@@ -359,7 +359,9 @@ class MemPool(_C.MemPool):
             ("no_split", no_split, False),
         ):
             if value is not default:
-                raise ValueError(f"MemPool: expected {name}={default}, the only one that openreg has, but got {value!r}")
+                raise ValueError(
+                    f"MemPool: expected {name}={default}, the only one that openreg has, but got {value!r}"
+                )
         super().__init__(-1)
 
     @property
