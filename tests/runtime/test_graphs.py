@@ -331,7 +331,7 @@ def test_a_graph_that_dies_frees_its_pool():
     torch.openreg.empty_cache()
     before = torch.openreg.memory_reserved(DEVICE)
     x = torch.ones(1 << 20, device=DEVICE)
-    g, y = captured(lambda: (x + 1) * 2)
+    g, y = captured(lambda x=x: (x + 1) * 2)
     pool = g.pool()
     del x, g
     assert torch.openreg.memory_snapshot(DEVICE, mempool_id=pool), "y lives in it"
