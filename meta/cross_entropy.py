@@ -10,9 +10,6 @@ from torch import Tensor
 
 from openreg_ops.meta import op
 
-# ---- checks: linear_cross_entropy calls these too ----
-
-
 # ---- forward ----
 
 

@@ -258,7 +258,7 @@ struct Node {
   Stack arguments;
   std::vector<Fixed> results;
   std::vector<std::pair<size_t, at::Generator>> generators; // the inner ones, as they are when it is captured
-  at::Generator lent;                                       // the device's, for an operator without such an argument
+  at::Generator lent; // the device's, for an operator without such an argument
   bool copies;
   Stream stream;
 

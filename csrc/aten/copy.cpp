@@ -146,8 +146,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   const Stream there = between ? current_stream(destination.device().index()) : here;
   if (C10_UNLIKELY(detail::attention.load() & detail::kCaptureBit))
     if (detail::captures(here) || detail::captures(there)) {
-      if (between) wait_in_capture(here, there);
+      if (between && detail::captures(there)) wait_in_capture(here, there);
       capture_copy(self, destination, non_blocking, here);
+      // What was allocated before its stream joined is not the graph's memory: nobody else may have it.
+      if (between)
+        detail::keep_in_capture(here, std::make_shared<std::pair<at::Tensor, at::Tensor>>(self, destination));
       if (between) wait_in_capture(there, here);
       return destination;
     }

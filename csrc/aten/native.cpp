@@ -13,6 +13,7 @@
 #include "../backend/allocator.h"
 #include "../backend/generator.h"
 #include "../backend/sync_debug.h"
+#include "../runtime/device.h"
 #include "captured.h"
 #include "host_scalars.h"
 #include "own_memory.h"
@@ -86,7 +87,9 @@ class NativeKernel final : public c10::OperatorKernel {
     }
     if (C10_UNLIKELY(takes_results_) && target_ == DispatchKey::CPU && call_with_own_memory(op, stack)) return;
     const bool may_capture = detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit;
-    if (C10_UNLIKELY(queueing()) && !(may_capture && here_is_captured()) && target_ == DispatchKey::CPU && queue_operator(op, stack)) return;
+    if (C10_UNLIKELY(queueing()) && !(may_capture && here_is_captured()) && target_ == DispatchKey::CPU &&
+        queue_operator(op, stack))
+      return;
     if (C10_UNLIKELY(may_capture) && !each_.empty() && capture_each(op, stack)) return;
     // The stack holds the only reference to some arguments, which the call needs until its own end.
     c10::SmallVector<at::Tensor, 8> held;

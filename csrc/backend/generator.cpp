@@ -20,7 +20,8 @@ namespace {
 void refuse_in_capture(int device, const char* what) {
   if (capturing(device)) [[unlikely]]
     detail::refuse_capture(current_stream(device), what,
-        "a replay draws new numbers, and the host can neither know nor set the state of the generator then. Do it before "
+        "a replay draws new numbers, and the host can neither know nor set the state of the generator then. Do it "
+        "before "
         "the capture; torch.utils.checkpoint takes preserve_rng_state=False.");
 }
 
@@ -36,6 +37,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     inner.set_current_seed(seed);
   }
   uint64_t current_seed() const override {
+    refuse_in_capture(device().index(), "Generator.initial_seed");
     std::lock_guard lock(engine_mutex());
     return inner.current_seed();
   }

@@ -16,9 +16,11 @@ namespace {
 void check_attention(
     const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias) {
   check_floating(op, "q", q);
-  for (const auto& [name, x] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
+  for (const auto& [name, x] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}}) {
+    check_tensor(op, name, *x);
     TORCH_CHECK(
         x->dim() == 4, op, ": expected ", name, " of shape [batch, heads, length, width], but got ", x->sym_sizes());
+  }
   for (const auto& [name, x] : {std::pair{"k", &k}, {"v", &v}}) {
     check_kind_like(op, name, *x, "q", q);
   }

@@ -4,7 +4,8 @@
 // small costs as much as the smallest of them. The scheme is that of BLIS (Van Zee & van de Geijn 2015): the right
 // factor is packed once into panels of kPanel columns, [panel][k][kPanel], and a tile of C of kTile rows by one
 // panel stays in registers while k runs. Packing also widens the half types and takes any strides.
-// An element of C is one sum in the order of k in gemm(): it depends neither on the tile that it falls in nor on threads.
+// An element of C is one sum in the order of k in gemm(): it depends neither on the tile that it falls in nor on
+// threads.
 #pragma once
 
 #include "loops.h"

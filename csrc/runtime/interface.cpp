@@ -297,6 +297,7 @@ constexpr openreg_interface table{
         },
     .destroy_event =
         [](openreg_event* event) {
+          if (!event) return;
           notice("event_destroyed", event, {});
           delete event;
         },

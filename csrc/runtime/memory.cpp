@@ -365,8 +365,8 @@ class Pool {
   std::int64_t stream_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).stream : owner; }
   PoolId pool_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).pool : PoolId{}; }
 
-  // Whether what an owner has freed may go to others. A private pool's memory may be in use on any stream, since a graph
-  // replays on any.
+  // Whether what an owner has freed may go to others. A private pool's memory may be in use on any stream, since a
+  // graph replays on any.
   bool idle(std::int64_t owner) {
     if (!is_private(owner)) return stream_idle({device_, owner});
     return !users_.contains(private_of(owner).pool) && all_idle();
@@ -561,8 +561,8 @@ class Pool {
 
   // The first page of `length` free pages for a stream, taken, for `size` bytes of which `bytes` are asked for; `ahead`
   // of what it has queued. count_segments() comes after.
-  std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead, bool captured,
-      std::unique_lock<Mutex>& lock) {
+  std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
+      bool captured, std::unique_lock<Mutex>& lock) {
     std::size_t page = kNone;
     const auto take = [&] {
       page = take_from(free_, length);
@@ -775,18 +775,18 @@ void* allocate(Stream stream, std::size_t bytes) {
   notice("allocated", pointer, stream, bytes);
   tell(MemoryAction::kAllocated, pointer, bytes, stream);
   if (poison()) try {
-    const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
-    if (detail::captures(stream)) {
-      detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
-    } else if (detail::held_turn ||
-        stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
-      const detail::Access access;
-      fill();
-    } else detail::queue(stream, fill, Site("fill"));
-  } catch (...) { // as in a capture that is void
-    deallocate(pointer);
-    throw;
-  }
+      const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
+      if (detail::captures(stream)) {
+        detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
+      } else if (detail::held_turn ||
+          stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
+        const detail::Access access;
+        fill();
+      } else detail::queue(stream, fill, Site("fill"));
+    } catch (...) { // as in a capture that is void
+      deallocate(pointer);
+      throw;
+    }
   return pointer;
 }
 

@@ -82,7 +82,8 @@ class Binary:
         """The highest version of each kind that it needs: {"GLIBC": "2.34", "GLIBCXX": "3.4.30", …}."""
         floors: dict[str, str] = {}
         for aux in self._needed():
-            if found := re.fullmatch(r"(GLIBC|GLIBCXX|CXXABI)_(\d+(?:\.\d+)*)", aux.name):
+            name = {"GLIBC_ABI_DT_RELR": "GLIBC_2.36"}.get(aux.name, aux.name)  # the first that relocates so
+            if found := re.fullmatch(r"(GLIBC|GLIBCXX|CXXABI)_(\d+(?:\.\d+)*)", name):
                 floors[found[1]] = max(found[2], floors.get(found[1], "0"), key=numbers)
         return floors
 

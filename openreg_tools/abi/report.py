@@ -24,7 +24,7 @@ _OF_TORCH = re.compile(
     r"_Z(T[VTISC]|GV|GR|T[hvc][n\d_]*_)?N[rVK]*[RO]?(2at|3c10|6caffe2|5torch(?!6stable|10headeronly))[\dCDI]"
 )
 # The C++ library's, which torch's libraries export too; with a type of torch's it is torch's.
-_OF_STD = re.compile(r"_Z(T[VTISC]|GV|GR)?N?[rVK]*[RO]?S[a-z](?!.*(2at|3c10|6caffe2|5torch)\D)")
+_OF_STD = re.compile(r"_Z(T[VTISC]|GV|GR)?N?[rVK]*[RO]?S[a-z](?!.*(2at|3c10|6caffe2|5torch(?!6stable|10headeronly))\d)")
 _IN_C = re.compile(r"THP[A-Z_]\w*|torch_\w+|aoti_\w+")
 _PYTHON = re.compile(r"_?Py[A-Z_]\w*|_?PY_\w+")
 

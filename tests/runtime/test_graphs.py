@@ -487,3 +487,177 @@ def test_capture_on_the_second_device():
         g.replay()
     assert y.device == torch.device("openreg:1")
     assert y.tolist() == [2.0] * 3
+
+
+# ---- the second of everything ----
+
+
+def test_the_state_of_a_generator_cannot_be_asked_or_set():
+    """A replay draws new numbers, so that activation checkpointing would not repeat those of forward."""
+    x = torch.ones(64, device=DEVICE, requires_grad=True)
+
+    def recomputed(preserve):
+        def f(x):
+            return torch.nn.functional.dropout(x, 0.5) * x
+
+        return torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False, preserve_rng_state=preserve)
+
+    for call in (
+        lambda: torch.openreg.manual_seed(3),
+        lambda: torch.openreg.get_rng_state(DEVICE),
+        lambda: torch.openreg.initial_seed(),
+        lambda: torch.autograd.grad(recomputed(True).sum(), x),
+    ):
+        graph = torch.openreg.Graph()
+        with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing.*Generator"):  # noqa: SIM117
+            with torch.openreg.graph(graph):
+                call()
+
+
+def test_a_generators_state_is_that_of_the_capture():
+    """graphsafe_set_state() in a capture decides what the operators behind it draw from."""
+    generator = torch.openreg.default_generators[0]
+    own = generator.graphsafe_get_state()
+    other = generator.clone_state()
+
+    def draw():
+        first = torch.rand(4, device=DEVICE)
+        generator.graphsafe_set_state(other)
+        second = torch.rand(4, device=DEVICE)
+        generator.graphsafe_set_state(own)
+        return first, second
+
+    graph, (first, second) = captured(draw)
+    graph.replay()
+    assert torch.equal(first, second) and first.abs().sum() > 0
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_copy_to_another_device_joins_its_stream(joined):
+    x = torch.ones(1 << 16, device=DEVICE)
+    main, graph = torch.openreg.Stream(), torch.openreg.Graph()
+    kept = []
+
+    def body():
+        y = (x + 1).to("openreg:1")
+        kept.append(y * 10)
+        if joined:
+            main.wait_stream(torch.openreg.current_stream("openreg:1"))
+
+    if not joined:
+        with pytest.raises(torch.AcceleratorError, match="unjoined work"):  # noqa: SIM117
+            with torch.openreg.graph(graph, stream=main):
+                body()
+        assert torch.ones(1, device="openreg:1").item() == 1
+        return
+    with torch.openreg.graph(graph, stream=main):
+        body()
+    others = [torch.full((1 << 16,), 5.0, device="openreg:1") for _ in range(4)]
+    graph.replay()
+    torch.openreg.synchronize(0)
+    assert kept[0].unique().tolist() == [20] and all(o.unique().tolist() == [5] for o in others)
+
+
+def test_private_memory_is_given_to_others_in_stream_order():
+    """Also what a pool or a graph that is gone has left."""
+    pool, side = torch.openreg.MemPool(), torch.openreg.Stream()
+    with torch.openreg.launch_mode("async"):
+        with torch.openreg.use_mem_pool(pool):
+            x = torch.ones(1 << 20, device=DEVICE)
+        torch.openreg._sleep(200_000_000)
+        z = x * 2
+        torch.openreg.empty_cache(pool.id)
+        del x, pool
+        with torch.openreg.stream(side):
+            w = torch.full((1 << 20,), 7.0, device=DEVICE)
+        torch.openreg.synchronize()
+    assert z.unique().tolist() == [2] and w.unique().tolist() == [7]
+
+
+def test_replays_of_one_graph_are_in_order_on_all_streams():
+    x = torch.zeros(1 << 14, device=DEVICE)
+
+    def step():
+        y = x + 1
+        for _ in range(3):
+            torch.sin(x)
+        x.copy_(y)
+
+    graph, _ = captured(step)
+    x.zero_()
+    streams = [torch.openreg.Stream() for _ in range(2)]
+    with torch.openreg.launch_mode("async"):
+        for each in streams:
+            each.wait_stream(torch.openreg.current_stream())
+        for _ in range(10):
+            for each in streams:
+                with torch.openreg.stream(each):
+                    graph.replay()
+        torch.openreg.synchronize()
+    assert x.unique().tolist() == [20]
+
+
+def test_modes_of_the_caller_do_not_see_inside_a_replay():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, seen = torch.eye(3, device=DEVICE) * 2, []
+    graph, (inverse, _) = captured(lambda: (torch.linalg.inv_ex(x).inverse, x.cumsum(0)))
+    with Seen(), FakeTensorMode():
+        graph.replay()
+    torch.openreg.synchronize()
+    assert not seen and torch.equal(inverse.cpu(), torch.eye(3) / 2)
+
+
+def test_a_void_capture_leaks_no_memory_that_is_poisoned():
+    before_poison = _C.poison()
+    _C.set_poison(True)
+    try:
+        torch.openreg.synchronize()
+        gc.collect()
+        before = torch.openreg.memory_allocated(DEVICE)
+        x = torch.ones(4, device=DEVICE)
+        with pytest.raises(torch.AcceleratorError):  # noqa: SIM117
+            with torch.openreg.graph(torch.openreg.Graph()):
+                for _ in range(4):
+                    with pytest.raises(torch.AcceleratorError):
+                        x.sum().item()
+                    with pytest.raises(torch.AcceleratorError):
+                        torch.empty(1 << 20, device=DEVICE)
+        del x
+        gc.collect()
+        assert torch.openreg.memory_allocated(DEVICE) <= before
+    finally:
+        _C.set_poison(before_poison)
+
+
+def test_views_in_another_thread_do_not_break_a_capture():
+    x, z = torch.ones(4, device=DEVICE), torch.ones(4, dtype=torch.complex64, device=DEVICE)
+    shapes = []
+
+    def views():
+        shapes.extend(v.shape for v in (x.unfold(0, 2, 1), torch.view_as_real(z), z.real, x.t()))
+
+    def body():
+        thread = threading.Thread(target=views)
+        thread.start()
+        thread.join()
+        return x * 2
+
+    graph, y = captured(body)
+    graph.replay()
+    assert y.tolist() == [2] * 4 and [tuple(s) for s in shapes] == [(3, 2), (4, 2), (4,), (4,)]
+
+
+def test_an_interprocess_event_is_refused():
+    event = torch.openreg.Event(interprocess=True)
+    event.record()
+    for call in (event.record, event.wait, event.synchronize, event.query):
+        with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing"):  # noqa: SIM117
+            with torch.openreg.graph(torch.openreg.Graph()):
+                call()

@@ -12,7 +12,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include <array>
+#include <vector>
 #include <sstream>
 #include <stdexcept>
 #include <type_traits>
@@ -148,7 +148,7 @@ inline Tensor dense(const Tensor& x) {
 
 // Contiguous memory on the device of x. torch::stable::new_empty() would box six arguments.
 inline Tensor memory(Sizes sizes, int32_t dtype, const Kind& x) {
-  std::array<int64_t, 64> strides; // more dimensions than a tensor can have
+  std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = stride;

@@ -62,7 +62,8 @@ typedef struct openreg_site {
  *
  * keep: called during launch() if the work is queued, and returns the context to queue, such as a copy.
  * drop: called once when what keep() returned is no longer needed.
- * Without them, both NULL, the context itself is queued, and must live until the stream has run the work. */
+ * Without them, both NULL, the context itself is queued, and must live until the stream has run the work. Work that is
+ * captured into a graph lives as long as the graph, and each replay runs it again. */
 typedef struct openreg_work {
   const char* (*run)(void* context);
   void* (*keep)(void* context);

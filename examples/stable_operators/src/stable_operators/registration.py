@@ -86,7 +86,10 @@ def register(
 
     def convert(key: Any, *args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            dtype = autocast([x for x in args if isinstance(x, Tensor) and x.is_floating_point()])
+            floating = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+            if not floating:
+                return op(*args)  # which refuses them
+            dtype = autocast(floating)
             return op(*(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args))
 
     SAMPLES[name] = samples
