@@ -2,6 +2,8 @@
 // ran.
 #pragma once
 
+#include <Python.h>
+
 #include <c10/core/Device.h>
 #include <c10/core/impl/GPUTrace.h>
 
@@ -15,6 +17,23 @@ inline bool gpu_tracing() noexcept {
   return c10::impl::GPUTrace::get_trace() != nullptr;
 }
 
+// Keeps the exception that is on its way while a callback runs: a tensor may be freed behind it.
+class KeepPythonError {
+ public:
+  KeepPythonError() noexcept : held_(Py_IsInitialized() && PyGILState_Check()) {
+    if (held_) PyErr_Fetch(&type_, &value_, &traceback_);
+  }
+  ~KeepPythonError() {
+    if (held_) PyErr_Restore(type_, value_, traceback_);
+  }
+  KeepPythonError(const KeepPythonError&) = delete;
+  KeepPythonError& operator=(const KeepPythonError&) = delete;
+
+ private:
+  const bool held_;
+  PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
+
 // Calls one of PyInterpreterVTable's functions, such as trace_gpu_event_record(), with addresses and streams' handles.
 // Takes Python's lock, so no lock of the runtime may be held. A callback's CPU tensors take the host's memory.
 template <class... A, class... V>
@@ -22,6 +41,7 @@ void trace_gpu(void (c10::impl::PyInterpreterVTable::*callback)(c10::DeviceType,
   if (const auto* trace = c10::impl::GPUTrace::get_trace()) [[unlikely]] {
     const LendDeviceMemory host(-1);
     const AdoptHostMemory none(-1);
+    const KeepPythonError error;
     ((**trace).*callback)(c10::kPrivateUse1, values...);
   }
 }

@@ -68,3 +68,20 @@ def test_callbacks():
     assert log["delete"] == [["event_deletion", event]]
     assert [name for name, *_ in log["thread"]].count("memory_allocation") == 2
     assert "division by zero" in done.stderr
+
+
+def test_an_exception_passes_where_its_tensors_are_freed():
+    """The callback for the memory of a temporary runs while the exception is on its way."""
+    code = """
+import torch
+freed = []
+torch.openreg._gpu_trace.register_callback_for_memory_deallocation(freed.append)
+torch._C._activate_gpu_trace()
+try:
+    torch.add(torch.ones(3, device="openreg"), 1, out=torch.ones(1, device="openreg").expand(3))
+except RuntimeError as error:
+    assert "single memory location" in str(error) and freed
+    print("raised")
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "raised\n", done.stderr
