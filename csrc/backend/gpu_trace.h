@@ -17,20 +17,26 @@ inline bool gpu_tracing() noexcept {
   return c10::impl::GPUTrace::get_trace() != nullptr;
 }
 
-// Keeps the exception that is on its way while a callback runs: a tensor may be freed behind it.
+// Takes Python's lock, and keeps the exception that is on its way while a callback runs: a tensor may be freed behind it,
+// also where PyTorch has let go of the lock.
 class KeepPythonError {
  public:
-  KeepPythonError() noexcept : held_(Py_IsInitialized() && PyGILState_Check()) {
-    if (held_) PyErr_Fetch(&type_, &value_, &traceback_);
+  KeepPythonError() noexcept : held_(Py_IsInitialized()) {
+    if (!held_) return;
+    lock_ = PyGILState_Ensure();
+    PyErr_Fetch(&type_, &value_, &traceback_);
   }
   ~KeepPythonError() {
-    if (held_) PyErr_Restore(type_, value_, traceback_);
+    if (!held_) return;
+    PyErr_Restore(type_, value_, traceback_);
+    PyGILState_Release(lock_);
   }
   KeepPythonError(const KeepPythonError&) = delete;
   KeepPythonError& operator=(const KeepPythonError&) = delete;
 
  private:
   const bool held_;
+  PyGILState_STATE lock_{};
   PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
 };
 
