@@ -168,12 +168,16 @@ class DeviceWork final : public c10d::Work {
 
   // The future is complete only when what the engine wrote is in the device's memory.
   bool isCompleted() override {
-    const bool completed = finished_ || future_->completed() || (begun() && !engine_future_ && engine_->isCompleted());
+    const bool completed =
+        finished_ || failure() || future_->completed() || (begun() && !engine_future_ && engine_->isCompleted());
     if (completed && isSuccess()) notice_wait();
     return completed;
   }
-  bool isSuccess() const override { return !future_->hasError() && (finished_ || (begun() && engine_->isSuccess())); }
+  bool isSuccess() const override {
+    return !failure() && !future_->hasError() && (finished_ || (begun() && engine_->isSuccess()));
+  }
   std::exception_ptr exception() const override {
+    if (const auto error = failure()) return error;
     if (future_->hasError()) return future_->exception_ptr();
     const auto error = begun() ? engine_->exception() : nullptr;
     return error ? explained(error) : error;
@@ -238,6 +242,11 @@ class DeviceWork final : public c10d::Work {
   bool begun() const {
     std::lock_guard lock(ending_);
     return engine_ != nullptr;
+  }
+  // Why the engine will not begin; null if it may.
+  std::exception_ptr failure() const {
+    std::lock_guard lock(ending_);
+    return error_;
   }
   std::vector<c10::Device> devices() const {
     if (arguments_.outputs.empty()) return {};

@@ -224,7 +224,7 @@ def check_layouts():
         else:
             assert_close(got, expected, rtol=0, atol=0)
     matrix = torch.arange(12.0, device="openreg").reshape(3, 4)
-    for strided in (matrix[:, 1:3], matrix.t(), torch.view_as_complex(matrix.view(6, 2)).conj().imag):
+    for strided in (matrix[:, 1:3], matrix.t(), matrix.view(-1)[::2]):
         for call in (
             lambda x=strided: dist.all_reduce(x),
             lambda x=strided: dist.broadcast(x, 0),

@@ -56,6 +56,7 @@ SETUP = {
     ("docs/streams.md", "The sanitizer", ""): STREAMS,
     ("docs/streams.md", "Patterns that are right", ""): STREAMS,
     ("docs/testing-your-library.md", "A budget of waits", ""): LIBRARY,
+    ("docs/tools.md", "compare", "with compare"): "import torch\ntrain = lambda: torch.ones(3, device='openreg') + 1\n",
     (
         "docs/tools.md",
         "trace",
