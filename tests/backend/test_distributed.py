@@ -211,6 +211,7 @@ def check_layouts():
     size = dist.get_world_size()
     makers = [
         lambda device: torch.arange(12.0, device=device)[3:9],
+        lambda device: torch.view_as_complex(torch.arange(6.0, device=device).reshape(3, 2)).conj().imag,
         lambda device: torch.arange(16.0, device=device).reshape(1, 2, 2, 4).to(memory_format=torch.channels_last),
         lambda device: torch.empty(0, 3, device=device),
         lambda device: torch.tensor(3.0, device=device),
@@ -235,7 +236,7 @@ def check_layouts():
             with pytest.raises(ValueError, match=r"occl: \w+: Tensors must be contiguous, but got one of shape"):
                 call()
     assert matrix.tolist() == torch.arange(12.0).reshape(3, 4).tolist()
-    with pytest.raises(ValueError, match="occl: broadcast: expected dense tensors, but got layout Sparse"):
+    with pytest.raises(NotImplementedError, match=r"c10d::broadcast_: openreg has no kernel for SparsePrivateUse1"):
         dist.broadcast(matrix.to_sparse(), 0)
     base = torch.zeros(6, device="openreg")
     dist.all_reduce(base[2:4].fill_(1))
