@@ -33,12 +33,14 @@ struct Call {
 class CallQueue {
  public:
   using Engine = c10::intrusive_ptr<c10d::Backend>;
+  using Begin = std::function<void()>;
+  using Fail = std::function<void(std::exception_ptr)>;
 
   explicit CallQueue(Engine engine) : engine_(std::move(engine)) {}
   ~CallQueue(); // when all calls have begun or failed
 
   // `begin` is called when the calls fit, and `fail` with the error when they do not, or when a process does not come.
-  void push(Call call, std::function<void()> begin, std::function<void(std::exception_ptr)> fail);
+  void push(Call call, Begin begin, Fail fail);
   // Calls `task`, which is not compared, behind the calls before it, and waits for it. Throws what it throws.
   void run(const std::function<void()>& task);
   // Whether the calling thread is that of a queue.
@@ -48,8 +50,8 @@ class CallQueue {
   struct Entry {
     Call call;
     bool compared;
-    std::function<void()> begin;
-    std::function<void(std::exception_ptr)> fail;
+    Begin begin;
+    Fail fail;
   };
   void push(Entry&& entry);
   void work();
