@@ -69,7 +69,7 @@ def test_modules_and_optimizers_run_too(tmp_path, capsys):
     assert "3 operators, 3 good, 0 not; 3 cases: 3 pass" in said
     assert all(len(line) <= 80 for line in said.splitlines() if not line.startswith("results in"))
     ran = {case["operator"]: set(case["ran"]) for case in json.loads(data.read_text())["cases"]}
-    assert ran["nn.Tanh"] == {"train", "eval"} and ran["optim.SGD"] == {"step"} and "forward" in ran["tanh"]
+    assert ran["nn.Tanh"] == {"train", "eval", "graph"} and ran["optim.SGD"] == {"step"} and "forward" in ran["tanh"]
     assert page.read_text().count('<td class="pass" title=') == 3
 
 
