@@ -11,7 +11,7 @@
 namespace openreg::ops {
 namespace {
 
-// Bytes of a result from which on no cache is expected to keep it: those of the last level.
+// A result of at least so many bytes does not stay in a cache: the size of the last level.
 int64_t far_size() {
   static const int64_t bytes = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 8 << 20);
   return bytes;
