@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import os
 import sys
 
 import pytest
@@ -10,6 +11,9 @@ from torch.testing._internal import common_utils
 
 import openreg_ops
 from openreg_ops import _C
+
+# Environment variables that a test puts back. Inductor sets some for good.
+OURS = ("OPENREG_", "PYTHON", "TORCH_")
 
 
 def pytest_sessionstart():
@@ -47,11 +51,16 @@ def poisoned():
 @pytest.fixture(autouse=True)
 def restored():
     """Every test starts on device 0, seeded, under the default policies."""
-    path = sys.path[:]
+    path, environment = sys.path[:], dict(os.environ)
     torch.openreg.set_device(0)
     torch.manual_seed(0)
     yield
     sys.path[:] = path  # commands add "", by which new processes would find the checkout
     openreg_ops.fallback.reset()
     assert openreg_ops.fallback.get_policy() == "allow", "a test left its fallback policy behind"
+    left = {name for name, _ in set(os.environ.items()) ^ set(environment.items()) if name.startswith(OURS)}
+    for name in left:  # so that one test fails for it
+        os.environ.pop(name, None)
+        os.environ.update({name: environment[name]} if name in environment else {})
+    assert not left, f"a test left environment variables behind: {sorted(left)}"
     assert openreg_ops.autograd.get_fallback_mode() == "error", "a test left its autograd fallback mode behind"

@@ -187,39 +187,13 @@ class DeviceWork final : public c10d::Work {
   void synchronize() override { wait(kNoTimeout); }
   // The host waits, and with it what the current stream is given from then on.
   void blockCurrentStream() override { wait(kNoTimeout); }
+  // Without Python's lock, which synchronize() comes with: the engine's threads may call the program's Python before
+  // the work is over.
   bool wait(std::chrono::milliseconds timeout) override {
-    const auto begun_waiting = std::chrono::steady_clock::now();
-    if (!finished_) wait_for_end(timeout);
-    {
-      std::lock_guard lock(ending_);
-      if (error_) std::rethrow_exception(error_);
-    }
-    // Some of the engine's works can be waited for only once.
-    std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
-    if (!engine_future_) {
-      if (timeout == kNoTimeout) {
-        one_at_a_time.lock();
-      } else {
-        timeout -=
-            std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begun_waiting);
-        timeout = std::max(timeout, std::chrono::milliseconds(1)); // 0 is without a limit
-        if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
-      }
-    }
-    if (!finished_) {
-      try {
-        if (!engine_waited_ && !engine_->wait(timeout)) return false;
-        engine_waited_ = true;
-      } catch (const c10::Error& error) {
-        if (std::string_view(error.what_without_backtrace()).starts_with("Operation timed out")) timed_out(timeout);
-        throw;
-      } catch (...) {
-        std::rethrow_exception(explained(std::current_exception()));
-      }
-      finish();
-    }
-    notice_wait();
-    return true;
+    bool over = false;
+    auto whole = [&] { over = wait_for_work(timeout); };
+    detail::wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
+    return over;
   }
   void abort() override {
     if (begun()) engine_->abort();
@@ -254,6 +228,40 @@ class DeviceWork final : public c10d::Work {
   }
   // For the race detector: from now on the current stream is behind the collective.
   void notice_wait() const { notice("collective_waited_for", this, current_stream(arguments_.device)); }
+  bool wait_for_work(std::chrono::milliseconds timeout) {
+    const auto begun_waiting = std::chrono::steady_clock::now();
+    if (!finished_) wait_for_end(timeout);
+    {
+      std::lock_guard lock(ending_);
+      if (error_) std::rethrow_exception(error_);
+    }
+    // Some of the engine's works can be waited for only once.
+    std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
+    if (!engine_future_) {
+      if (timeout == kNoTimeout) {
+        one_at_a_time.lock();
+      } else {
+        timeout -=
+            std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begun_waiting);
+        timeout = std::max(timeout, std::chrono::milliseconds(1)); // 0 is without a limit
+        if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
+      }
+    }
+    if (!finished_) {
+      try {
+        if (!engine_waited_ && !engine_->wait(timeout)) return false;
+        engine_waited_ = true;
+      } catch (const c10::Error& error) {
+        if (std::string_view(error.what_without_backtrace()).starts_with("Operation timed out")) timed_out(timeout);
+        throw;
+      } catch (...) {
+        std::rethrow_exception(explained(std::current_exception()));
+      }
+      finish();
+    }
+    notice_wait();
+    return true;
+  }
   void finish() {
     std::call_once(copied_, [&] { arguments_.copy_back(); });
     finished_ = true;

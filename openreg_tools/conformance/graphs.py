@@ -6,6 +6,7 @@ the same values and random seeds. It is for devices that ``torch.accelerator.Gra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import unittest.mock
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.testing import _utils as testing_utils
 from torch.utils._pytree import tree_leaves
 
 from openreg_tools.conformance import asynchronous, opinfo
@@ -67,8 +69,12 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
         for x, value in zip(memory, before, strict=True):
             x.copy_(value)
 
-    # Some OpInfos seed their random operators themselves, which a replay cannot.
-    with warnings.catch_warnings(), unittest.mock.patch.object(torch, "manual_seed", lambda seed: None):
+    # Some OpInfos seed their random operators themselves, which a replay cannot, and put the seed back.
+    with (
+        warnings.catch_warnings(),
+        unittest.mock.patch.object(torch, "manual_seed", lambda seed: None),
+        unittest.mock.patch.object(testing_utils, "freeze_rng_state", contextlib.nullcontext),
+    ):
         warnings.simplefilter("ignore")
         try:
             if captured:

@@ -186,7 +186,8 @@ def test_a_backend_that_cannot_be_loaded_leaves_a_line(monkeypatch, capsys):
             raise ImportError("libbad.so: no such file")
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()])
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "")  # so that it is put back where it is not set
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD")
     __main__._load_backends(["operators"])
     said = "the backend torch_bad cannot be loaded, the tools run without it: libbad.so: no such file"
     assert capsys.readouterr().err == f"openreg_tools: {said}\n"
