@@ -15,14 +15,12 @@ import functools
 import gc
 import html
 import os
-import runpy
 import statistics
 import sys
 import threading
 import time
 import timeit
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from openreg_tools import backends, dispatch, forms
 from openreg_tools.explain import trace_lines
 from openreg_tools.forms import Wrong
 from openreg_tools.recorder import Call, Recorder, _program_line
+from openreg_tools.script import apart, run
 
 __all__ = ["Candidate", "Row", "Trace", "trace"]
 
@@ -361,20 +360,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """What the program prints goes to stderr, so that the report has stdout to itself; its children's too."""
-    sys.stdout.flush()
-    before = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(before, 1)
-        os.close(before)
-
-
 def main(arguments: argparse.Namespace) -> int:
     """The program's exit status, 1 if it raised, 2 if what was asked for is wrong."""
     try:
@@ -385,18 +370,7 @@ def main(arguments: argparse.Namespace) -> int:
     except Wrong as error:
         print(f"trace: {error}", file=sys.stderr)
         return 2
-    before, status = (sys.argv, sys.path[:]), 0
-    sys.argv = [arguments.script, *arguments.arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments.script)))
-    try:
-        with _apart() if arguments.json == "-" else contextlib.nullcontext(), recording:
-            runpy.run_path(arguments.script, run_name="__main__")
-    except SystemExit as exit:
-        status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    finally:
-        sys.argv, sys.path[:] = before
+    with apart(arguments.json):
+        status = run([arguments.script, *arguments.arguments], recording)
     forms.write(recording, arguments, top=arguments.top, calls=arguments.calls)
     return status

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from openreg_tools import dispatch, forms
 from openreg_tools.compare import compare
 from openreg_tools.forms import Wrong
+from openreg_tools.script import apart, run
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["add_arguments", "main"]
 
 
 def _tolerance(text: str) -> tuple[str, float]:
@@ -42,43 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     forms.add_arguments(parser)
     parser.add_argument("what", nargs="+", metavar="SCRIPT.py | A.trace B.trace",
                         help="the program, whose own arguments follow --, or two traces of `record`")  # fmt: skip
-
-
-@contextlib.contextmanager
-def apart(json: str | None) -> Iterator[None]:
-    """With --json -, what the program prints goes to stderr; its children's too."""
-    if json != "-":
-        yield
-        return
-    sys.stdout.flush()
-    before = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(before, 1)
-        os.close(before)
-
-
-def run(words: list[str], context: Any) -> int:
-    """Run a script as its own program in a context; its exit status, 1 if it raised."""
-    before, status = (sys.argv, sys.path[:]), 0
-    sys.argv = words
-    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
-    try:
-        with context:
-            runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as exit:
-        status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
-    except Wrong:
-        raise
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    finally:
-        sys.argv, sys.path[:] = before
-    return status
 
 
 def _traces(a: str, b: str) -> list[tuple[str, str]]:

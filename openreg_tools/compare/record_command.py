@@ -8,8 +8,8 @@ import sys
 
 from openreg_tools import dispatch, forms
 from openreg_tools.compare import record
-from openreg_tools.compare.command import run
 from openreg_tools.forms import Wrong
+from openreg_tools.script import run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
