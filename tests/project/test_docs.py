@@ -52,7 +52,7 @@ from openreg_ops.testing import device_type
 SETUP = {
     ("docs/checker.md", "The checker", ""): FOO,
     ("docs/checker.md", "func_grad", ""): "import torch\n",
-    ("docs/device-type-tests.md", "What does not run, and to which precision", ""): TEST_CASE,
+    ("docs/device-type-tests.md", "Blocked tests and tolerances", ""): TEST_CASE,
     ("docs/streams.md", "The sanitizer", ""): STREAMS,
     ("docs/streams.md", "Patterns that are right", ""): STREAMS,
     ("docs/testing-your-library.md", "A budget of waits", ""): LIBRARY,
