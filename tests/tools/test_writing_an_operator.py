@@ -23,7 +23,7 @@ from openreg_ops.tools.new import FILES, HEADERS, STYLES, Wrong, new, render
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/writing-an-operator.md"
-NO_TENSOR, OUTSIDE = "## An argument that is no tensor", "## Outside this repository"
+NO_TENSOR, OUTSIDE = "## A non-tensor argument", "## Outside this repository"
 BUILD = ROOT / f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
 NAMES = {"weigh_only": "forward-only", "weigh": "separate", "weigh_by_function": "function"}
 
