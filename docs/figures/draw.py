@@ -131,7 +131,7 @@ def architecture() -> Figure:
         245,
         76,
         "~all built-in operators: the CPU's",
-        "~kernels, on device memory",
+        "~kernels on device memory",
         head="csrc/aten",
         fill="ours",
     )
@@ -141,7 +141,7 @@ def architecture() -> Figure:
         245,
         76,
         "~openreg::rms_norm, attention, …",
-        "~and operators of your own package",
+        "~and operators in your own package",
         head="csrc/ops",
         fill="ours",
     )
@@ -151,14 +151,14 @@ def architecture() -> Figure:
         260,
         76,
         "~allocator, guard, hooks, generator,",
-        "~profiler, c10d: how PyTorch sees it",
+        "~profiler, c10d: PyTorch's view of it",
         head="csrc/backend",
         fill="ours",
     )
     f.arrow((670, 156), (670, 190))
     f.arrow((145, 266), (145, 300))
     f.arrow((395, 266), (395, 300))
-    f.box(20, 300, 500, 52, "~the one place where work meets a stream", head="launch()", fill="warm")
+    f.box(20, 300, 500, 52, "~the only path from a kernel to a stream", head="launch()", fill="warm")
     f.arrow((270, 352), (270, 386))
     f.arrow((670, 266), (670, 386))
     f.box(
@@ -166,7 +166,7 @@ def architecture() -> Figure:
         386,
         780,
         68,
-        "~devices · memory · streams · events · isolation · faults · profile; contains no PyTorch",
+        "~devices · memory · streams · events · isolation · faults · profiling; contains no PyTorch",
         head="csrc/runtime: the simulated accelerator",
         fill="good",
     )
@@ -176,8 +176,8 @@ def architecture() -> Figure:
 def call() -> Figure:
     f = Figure("call", 820, 300, "The path of one call")
     steps = [
-        ("Python", "`y = x + 1", "~arguments parsed"),
-        ("Autocast", "~AutocastPrivateUse1", "~casts, or passes"),
+        ("Python", "`y = x + 1", "~parses arguments"),
+        ("Autocast", "~AutocastPrivateUse1", "~casts, or falls through"),
         ("Autograd", "~AutogradPrivateUse1", "~records the derivative"),
         ("Kernel", "~PrivateUse1", "~checks, allocates"),
         ("launch()", "~on the current stream", "~runs or queues"),
@@ -189,7 +189,7 @@ def call() -> Figure:
         f.box(x, 40, width, 84, *lines, head=head, fill=fill)
         if i:
             f.arrow((x - gap, 82), (x, 82))
-    f.text(20, 24, "errors for wrong arguments are raised here, at the call", "dim", "start")
+    f.text(20, 24, "wrong arguments raise an error here, at the call", "dim", "start")
     f.arrow((730, 124), (730, 190))
     f.box(660, 190, 140, 76, "~reads and writes", "~device memory", head="work", fill="good")
     f.arrow((660, 228), (580, 228))
@@ -199,7 +199,7 @@ def call() -> Figure:
         190,
         240,
         76,
-        "~kept until the next call that waits:",
+        "~raised by the next call that waits:",
         "~item(), synchronize(), a copy",
         head="AcceleratorError",
         fill="base",
@@ -213,9 +213,7 @@ def launch() -> Figure:
     f = Figure("launch", 820, 420, "What launch() does")
     f.box(300, 16, 220, 52, "`launch(stream, work)", "~work owns pointers and sizes", fill="base")
     f.arrow((410, 68), (410, 100))
-    f.box(
-        270, 100, 280, 56, "~a device lost, an error kept, a fork", head="Is anything out of the ordinary?", fill="warm"
-    )
+    f.box(270, 100, 280, 56, "~lost device, pending error, fork", head="Is anything unusual?", fill="warm")
     f.arrow((270, 128), (180, 128))
     f.text(225, 120, "yes", "dim")
     f.box(20, 100, 160, 56, "~with the remedy", head="raise", fill="torch")
@@ -236,8 +234,8 @@ def launch() -> Figure:
         114,
         "~take the stream's turn",
         "~open device memory",
-        "~strike an injected fault, log the time",
-        "~run the work · close · give the turn",
+        "~apply injected faults, record the time",
+        "~run the work · close · end the turn",
         head="run it here",
         fill="good",
     )
@@ -248,8 +246,8 @@ def launch() -> Figure:
         114,
         "~append to the stream's queue",
         "~its thread does the same as on the",
-        "~left; what it throws is kept for the",
-        "~next call that waits",
+        "~left; the next call that waits",
+        "~raises its errors",
         head="queue it",
         fill="good",
     )
@@ -260,7 +258,7 @@ def launch() -> Figure:
         114,
         "~append a node to the graph;",
         "~nothing runs. A replay is one",
-        "~launch that walks the nodes",
+        "~launch that runs the nodes",
         head="record it",
         fill="good",
     )
@@ -316,10 +314,10 @@ def graph() -> Figure:
         f.box(320 + i * 150, 44, 110, 44, words, fill="ours")
         if i:
             f.arrow((280 + i * 150, 66), (320 + i * 150, 66))
-    f.box(320, 118, 410, 40, "memory of the graph's own pool: addresses stay fixed", fill="warm")
+    f.box(320, 118, 410, 40, "memory from the graph's own pool: addresses stay fixed", fill="warm")
     for i in range(3):
         f.arrow((375 + i * 150, 88), (375 + i * 150, 118), dash=True)
-    f.text(20, 206, "replay: one launch walks the nodes, in stream order", "head", "start")
+    f.text(20, 206, "replay: one launch runs the nodes, in stream order", "head", "start")
     f.box(20, 220, 250, 52, "`x.copy_(batch)", "`g.replay()", fill="base")
     f.arrow((270, 246), (320, 246))
     f.box(320, 220, 410, 52, fill="good")
