@@ -21,6 +21,7 @@ exclude_patterns = ["_ext", "figures"]
 nitpicky = False
 
 myst_heading_anchors = 4
+smartquotes_action = "qe"  # not dashes: the options of commands begin with them
 myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"

@@ -120,8 +120,8 @@ def page(root: Path) -> str:
     text = [
         "# Errors",
         "",
-        "The sentences that the package raises, with what each says to do. … stands for what is known only then: a name, a "
-        "shape, a device. Search for a word that stays the same.",
+        "Every error message of the package, with its remedy. … stands for a part that changes, such as a name, a shape or a "
+        "device. Search for words that stay the same.",
         "",
     ]
     groups: dict[str, dict[tuple[str, str], None]] = {}

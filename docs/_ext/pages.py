@@ -126,8 +126,8 @@ def notes_page(root: Path) -> str:
     text = [
         "# Notes",
         "",
-        "A note explains in one place what several parts of the source rely on, and comments refer to it by its name. "
-        "These are the notes as they are in the source.",
+        "A note explains something that several parts of the source rely on. Comments refer to it by name. This page collects "
+        "the notes from the source.",
         "",
     ]
     for title, path, lines in notes(root):
@@ -156,7 +156,7 @@ def purpose(path: Path) -> str:
 
 
 def source_page(root: Path) -> str:
-    text = ["# Source files", "", "Each file with the sentence that it begins with.", ""]
+    text = ["# Source files", "", "Every source file, with the first sentence of its documentation.", ""]
     files: dict[str, list[Path]] = {}
     for path in sources(root):
         files.setdefault(str(path.parent.relative_to(root)), []).append(path)
@@ -226,9 +226,9 @@ def commands_page() -> str:
     text = [
         "# Commands",
         "",
-        "`python -m openreg_ops COMMAND` runs each with the openreg device. Those that are not marked are "
-        "`openreg-tools COMMAND` too, for any device. The exit status is 0 if all is well, 1 if something is wrong, and 2 "
-        "if the command line is.",
+        "`python -m openreg_ops COMMAND` runs each command with the openreg device. Unless a command is marked \"Only with "
+        "openreg_ops\", `openreg-tools COMMAND` runs it for any device. The exit status is 0 on success, 1 if the command "
+        "found a problem, and 2 if the command line is wrong.",
         "",
     ]
     for name, (module, words) in COMMANDS.items():
@@ -285,7 +285,7 @@ def reference_pages() -> tuple[str, str, str, str]:
     import openreg_ops
     from openreg_ops import meta
 
-    own = ["# openreg_ops", "", "The Python package, beside [its operators](operators.md).", ""]
+    own = ["# openreg_ops", "", "The Python package. [Operators](operators.md) has its operators.", ""]
     own += _module("Fallback", "openreg_ops.fallback")
     own += _module("Autograd fallback", "openreg_ops.autograd_fallback")
     own += _section("Optimizer", *_automatic("openreg_ops", ["AdamW"]))
@@ -303,12 +303,12 @@ def reference_pages() -> tuple[str, str, str, str]:
     for title, module in TOOLS:
         tools += _module(title, module)
 
-    operators = ["# Operators", "", "Each is `openreg_ops.NAME` and `torch.ops.openreg.NAME`.", ""]
+    operators = ["# Operators", "", "Each operator is available as `openreg_ops.NAME` and `torch.ops.openreg.NAME`.", ""]
     for name in sorted(meta.__all__):
         if callable(getattr(openreg_ops, name)):
             operators += _section(name, *_automatic("openreg_ops", [name]))
 
-    device = ["# torch.openreg", "", "The device's module. `torch.cuda` has the same names.", ""]
+    device = ["# torch.openreg", "", "The module of the device. Names are the same as in `torch.cuda`.", ""]
     parts = importlib.import_module("openreg_ops.openreg")
     for title, part in (
         ("Devices", parts.devices),
