@@ -226,8 +226,8 @@ def commands_page() -> str:
     text = [
         "# Commands",
         "",
-        "`python -m openreg_ops COMMAND` runs each command with the openreg device. Unless a command is marked \"Only with "
-        "openreg_ops\", `openreg-tools COMMAND` runs it for any device. The exit status is 0 on success, 1 if the command "
+        '`python -m openreg_ops COMMAND` runs each command with the openreg device. Unless a command is marked "Only with '
+        'openreg_ops", `openreg-tools COMMAND` runs it for any device. The exit status is 0 on success, 1 if the command '
         "found a problem, and 2 if the command line is wrong.",
         "",
     ]
@@ -303,7 +303,12 @@ def reference_pages() -> tuple[str, str, str, str]:
     for title, module in TOOLS:
         tools += _module(title, module)
 
-    operators = ["# Operators", "", "Each operator is available as `openreg_ops.NAME` and `torch.ops.openreg.NAME`.", ""]
+    operators = [
+        "# Operators",
+        "",
+        "Each operator is available as `openreg_ops.NAME` and `torch.ops.openreg.NAME`.",
+        "",
+    ]
     for name in sorted(meta.__all__):
         if callable(getattr(openreg_ops, name)):
             operators += _section(name, *_automatic("openreg_ops", [name]))
