@@ -14,7 +14,8 @@ faults.py      torch.openreg.faults
 profiler.py    torch.openreg.profiler
 nvtx.py        torch.openreg.nvtx
 _gpu_trace.py  torch.openreg._gpu_trace
-_sanitizer.py  torch.openreg._sanitizer, which turns races.py on; race_report.py says what that found
+_sanitizer.py  torch.openreg._sanitizer, which turns races.py on; race_modes.py shows it operators, race_report.py says what it found.
+               captures.py finds mistakes with graphs; capture_hooks.py, capture_report.py and host_values.py are its parts
 """
 
 from __future__ import annotations

@@ -18,11 +18,18 @@ import torch
 from openreg_ops import _C
 
 if TYPE_CHECKING:
-    from openreg_ops.openreg.races import OpenregSanitizerErrors, Races, SynchronizationError, UnsynchronizedAccessError
+    from openreg_ops.openreg.races import (
+        GraphError,
+        OpenregSanitizerErrors,
+        Races,
+        SynchronizationError,
+        UnsynchronizedAccessError,
+    )
 
     Report = Callable[[list[UnsynchronizedAccessError]], None]
 
 __all__ = [
+    "GraphError",
     "OpenregSanitizerErrors",
     "SynchronizationError",
     "UnsynchronizedAccessError",
@@ -56,14 +63,15 @@ def enable_openreg_sanitizer(report: Report | None = None) -> None:
     global _races, _users
     if getattr(_thread, "modes", None):
         return
-    from openreg_ops.openreg import races
+    from openreg_ops.openreg import capture_hooks, race_modes, races
 
     with _lock:
         if _races is None:
             _races = races.Races(report)
             _C.observe(True)
+            capture_hooks.watch(_races.captures)
         _users += 1
-    _thread.modes = (races.SanitizerFunctionMode(_races), races.SanitizerDispatchMode(_races))
+    _thread.modes = (race_modes.SanitizerFunctionMode(_races), race_modes.SanitizerDispatchMode(_races))
     for mode in _thread.modes:
         mode.__enter__()
 
@@ -74,6 +82,8 @@ def disable_openreg_sanitizer() -> None:
     modes = getattr(_thread, "modes", None)
     if not modes:
         return
+    from openreg_ops.openreg import capture_hooks
+
     _thread.modes = None
     for mode in reversed(modes):
         mode.__exit__(None, None, None)
@@ -82,6 +92,7 @@ def disable_openreg_sanitizer() -> None:
         if not _users:
             _races = None
             _C.observe(False)
+            capture_hooks.unwatch()
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.cuda import _sanitizer as csan
@@ -41,7 +42,15 @@ class Collective:
 
 
 # Frames that a trace leaves out: the race detector's, and torch's way to a dispatch mode.
-_OURS = (__file__, "openreg/races.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+_OURS = (
+    __file__,
+    "openreg/races.py",
+    "openreg/race_modes.py",
+    "openreg/captures.py",
+    "openreg/capture_hooks.py",
+    "torch/_compile.py",
+    "torch/_dynamo/eval_frame.py",
+)
 
 
 def _stream_name(stream: Stream | Collective | None) -> str:
@@ -127,6 +136,7 @@ class Access(csan.Access):
 
     span: Span
     freed: Memory | None = None  # what the memory was then, if it was freed after the access
+    node: Any = None  # of the graph whose replay makes the access: a capture_report.Node
 
 
 @dataclass
@@ -139,6 +149,8 @@ class Memory:
     trace: Trace | None = None
     recorded: set[Stream] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
+    graph: weakref.ref[Any] | None = None  # whose capture allocated it: a capture_report.CapturedGraph
+    pool: tuple[int, int] | None = None  # of that graph
 
 
 class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
@@ -168,8 +180,9 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
                 f"Before the host uses the tensor, call synchronize() on {then} or on an event recorded there behind "
                 "the copy; or copy with non_blocking=False."
             )
+        this = "replay" if self.current_access.node else "access"
         return (
-            f"Before this access, have {now} wait: call its wait_stream() with {then}, or its wait_event() with an event "
+            f"Before this {this}, have {now} wait: call its wait_stream() with {then}, or its wait_event() with an event "
             "recorded there behind the previous access."
         )
 
@@ -179,6 +192,8 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
             if access.aliases:
                 what += " argument(s) " + ", ".join(access.aliases) + ", and to" * access.is_output
             what += " the output" * access.is_output
+            if access.node:
+                what += f"\nCaptured with stack trace:\n{''.join(access.node.trace.format())}"
             return f"{what}\nWith stack trace:\n{''.join(access.stack_trace.format())}"
 
         def allocation(what: str, trace: Trace | None) -> str:

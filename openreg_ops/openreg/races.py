@@ -20,10 +20,10 @@ import torch
 from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType, SynchronizationError
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from openreg_ops import _C
+from openreg_ops.openreg.capture_report import GraphError
+from openreg_ops.openreg.captures import Captures
 from openreg_ops.openreg.race_report import (
     READ,
     WRITE,
@@ -38,10 +38,20 @@ from openreg_ops.openreg.race_report import (
     address_of,
 )
 
-__all__ = ["OpenregSanitizerErrors", "Races", "SynchronizationError", "UnsynchronizedAccessError"]
+__all__ = [
+    "Call",
+    "GraphError",
+    "OpenregSanitizerErrors",
+    "Races",
+    "SynchronizationError",
+    "UnsynchronizedAccessError",
+    "current_stream",
+    "dense_parts",
+    "traits_of",
+]
 
 
-def _current_stream(index: int) -> Stream:
+def current_stream(index: int) -> Stream:
     return index, torch.accelerator.current_stream(index).stream_id
 
 
@@ -61,10 +71,10 @@ class _Arguments(csan.ArgumentHandler):
         is_output: bool = False,
     ) -> None:
         if isinstance(value, torch.Tensor) and (is_write or not metadata_only):
-            self.found += [(x, WRITE if is_write else READ, name) for x in _dense_parts(value)]
+            self.found += [(x, WRITE if is_write else READ, name) for x in dense_parts(value)]
 
 
-def _dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
+def dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
     """The strided tensors with memory that hold the data of `x`, of whatever layout."""
     if x.layout == torch.sparse_coo:
         parts = (x._indices(), x._values())
@@ -105,7 +115,7 @@ def _of_collective(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[
         if argument.startswith(("tensors", "output", "input")):
             kind = READ if only_reads or argument.startswith("input") else WRITE
             tensors = [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-            found += [(part, kind, argument) for x in tensors for part in _dense_parts(x)]
+            found += [(part, kind, argument) for x in tensors for part in dense_parts(x)]
     return found
 
 
@@ -114,7 +124,7 @@ _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autog
 
 
 @functools.cache
-def _traits(func: torch._ops.OpOverload) -> _Traits:
+def traits_of(func: torch._ops.OpOverload) -> _Traits:
     schema, tags = func._schema, func.tags
     namespace, _, name = schema.name.partition("::")
     collective = namespace == "c10d" and any(each.name == "process_group" for each in schema.arguments)
@@ -155,6 +165,7 @@ class Races:
         self.seq_num = 0
         self.caller = threading.get_ident()  # the thread that last called an operator outside a backward
         self.lock = threading.RLock()
+        self.captures = Captures(self)
         self.on = True
 
     # ---- order ----
@@ -204,10 +215,11 @@ class Races:
             if old.start < memory.end and memory.start < old.end:
                 memory.accesses += old.accesses
         self.left = [old for old in self.left if old.accesses]
+        self.captures.allocated(memory)
 
     def freed(self, address: int, _stream: Stream) -> None:
-        if (memory := self.memory.pop(address, None)) is None:
-            return
+        if (memory := self.memory.pop(address, None)) is None or memory.pool:
+            return  # a graph's pool gives its memory to others in the order of streams
         memory.accesses = self._unsettled(memory)
         for access in memory.accesses:
             access.freed = memory
@@ -293,23 +305,34 @@ class Races:
         self, accesses: Iterable[tuple[torch.Tensor, Access]], made_only: bool = False
     ) -> list[tuple[Memory, Access]]:
         """Raise if one of the accesses, which come at the same time, is out of order; return those to be kept."""
-        errors, found = [], []
+        errors: list[SynchronizationError] = []
+        found = []
         for x, access in accesses:
             if (memory := self._memory_of(x)) is None:
                 continue
             found.append((memory, access))
-            for previous in () if made_only else memory.accesses:
-                if (
-                    WRITE in (access.type, previous.type)
-                    and not self.after(access.stream, previous)
-                    and access.span.meets(previous.span)
-                ):
-                    errors.append(UnsynchronizedAccessError(memory, access, previous))
+            if not made_only:
+                errors += self.raced(memory, access)
+                errors += self.captures.read(memory, access)
+        self.fail(errors)
+        return [each for each in found if each[1].stream is not None]
+
+    def raced(self, memory: Memory, access: Access) -> list[UnsynchronizedAccessError]:
+        """The accesses so far that nothing orders before this one."""
+        return [
+            UnsynchronizedAccessError(memory, access, previous)
+            for previous in memory.accesses
+            if WRITE in (access.type, previous.type)
+            and not self.after(access.stream, previous)
+            and access.span.meets(previous.span)
+        ]
+
+    def fail(self, errors: list[Any]) -> None:
+        """Report errors, if there are any, or raise them."""
         if errors and self.report:
             self.report(errors)
         elif errors:
             raise OpenregSanitizerErrors(errors)
-        return [each for each in found if each[1].stream is not None]
 
     def keep(self, memory: Memory, access: Access) -> None:
         """Add an access, for those before it that it makes needless: whoever waits for it has waited for them."""
@@ -326,7 +349,7 @@ class Races:
         memory.accesses.append(access)
 
 
-class _Call:
+class Call:
     """One operator's call: where it runs, what it accesses, and for what the host waits in it."""
 
     def __init__(self, races: Races, func: torch._ops.OpOverload, traits: _Traits, args: Any, kwargs: Any) -> None:
@@ -345,8 +368,14 @@ class _Call:
             arguments.parse_inputs(self.func._schema, self.args, self.kwargs, is_factory=not self.traits.reads)
             inputs = arguments.found
         on_host = [each for each in inputs if each[0].device.type == "cpu"]
+        captures = self.races.captures
+        if captures.active and (stream := captures.captured(inputs, self.args, self.kwargs)):
+            return self.capture(stream, arguments)
         if on_host and len(on_host) == len(inputs) and not self.traits.copies and not self.races.host:
-            return self.func(*self.args, **self.kwargs)
+            out = self.func(*self.args, **self.kwargs)
+            if captures.active:
+                captures.host_result(self.func, out)
+            return out
         in_flight = on_host if self.non_blocking else []  # whether they are is known when the outputs are
         with self.races.lock:
             self.trace = Trace(self.races.caller)
@@ -381,12 +410,38 @@ class _Call:
                     self.races.syncs.all_streams_wait_for_stream(stream)
             for other in self.streams[1:]:
                 self.races.wait(other, self.streams[0])
+        if captures.active:
+            captures.host_result(self.func, out)
+        return out
+
+    def capture(self, stream: Stream, arguments: _Arguments) -> Any:
+        """Note what the operator uses; it runs in the replays."""
+        captures, inputs = self.races.captures, arguments.found
+        if captures.of_thread() is None:
+            return self.func(*self.args, **self.kwargs)
+        with self.races.lock, torch._C._DisableTorchDispatch():
+            trace = Trace(self.races.caller)
+            self.races.drain()
+            on_device = any(x.device.type == "openreg" for x, _, _ in inputs)
+            node = captures.node(self.func, self.args, self.kwargs, trace)
+            if on_device and not self.traits.copies:
+                for x, _, _ in inputs:
+                    if x.device.type == "cpu" and not x.dim():
+                        captures.host_tensor(node, x)
+            captures.use(node, stream, inputs)
+        out = self.func(*self.args, **self.kwargs)
+        with self.races.lock, torch._C._DisableTorchDispatch():
+            self.races.drain(trace)
+            arguments.found = []
+            arguments.parse_outputs(self.func._schema, out, is_factory=False)
+            captures.use(node, stream, arguments.found if not self.traits.allocates else [])
+            captures.host_result(self.func, out)
         return out
 
     def runs_on(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> None:
         """The operator runs on the current stream of the first tensor's device; it waits for those of the others."""
         for index in dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg"):
-            stream = _current_stream(index)
+            stream = current_stream(index)
             if not self.streams:
                 self.races.syncs.update_seq_num(stream, self.seq_num)
                 self.streams.append(stream)
@@ -431,69 +486,3 @@ class _Call:
         masks = (torch.bool, torch.uint8)
         is_index = self.func is torch.ops.aten.index.Tensor
         return self.traits.waits or (is_index and any(x.dtype in masks for x, _, _ in found[1:]))
-
-
-class SanitizerDispatchMode(TorchDispatchMode):
-    """Checks each operator of a thread, and of the backward passes that it starts."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, races: Races) -> None:
-        super().__init__()
-        self.races = races
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """torch.compile compiles as without the mode; the compiled operators are checked when they run."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, classes)):  # comes back with the tensors in it
-            return NotImplemented
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            return func(*args, **kwargs)
-        traits = _traits(func)
-        if traits.ignored or not self.races.on or not all(map(_is_plain, classes)):  # fake tensors
-            return func(*args, **kwargs)
-        if _C.is_current_stream_capturing():  # it does not run, and a replay is not seen
-            return func(*args, **kwargs)
-        return _Call(self.races, func, traits, args, kwargs).run()
-
-
-class SanitizerFunctionMode(TorchFunctionMode):
-    """Checks what reads a tensor without an operator: on the host, and by printing. `_sanitizer` sees saving."""
-
-    READERS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "__repr__", "numpy", "tolist")}
-
-    def __init__(self, races: Races) -> None:
-        super().__init__()
-        self.races = races
-
-    def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # traced with the program
-            return func(*args, **(kwargs or {}))
-        if func in self.READERS and self.races.on and _is_plain(type(args[0])):
-            if not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
-                self.read(f"Tensor.{func.__name__}", args[0])
-        return func(*args, **(kwargs or {}))
-
-    def read(self, name: str, x: torch.Tensor) -> None:
-        with self.races.lock, torch._C._DisableTorchDispatch():
-            self.races.drain()
-            self.races.seq_num += 1
-            for part in _dense_parts(x):
-                stream = None
-                if part.device.type == "openreg":
-                    stream = _current_stream(part.device.index)
-                    self.races.syncs.update_seq_num(stream, self.races.seq_num)
-                trace = Trace(self.races.caller)
-                access = Access(READ, self.races.seq_num, stream, name, ["self"], False, trace, Span.of(part))
-                self.races.check([(part, access)])
-                if stream:
-                    self.races.syncs.all_streams_wait_for_stream(stream)
-
-
-def _is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether a class of tensors has no dispatch of its own."""
-    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

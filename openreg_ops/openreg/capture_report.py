@@ -1,0 +1,141 @@
+"""What the sanitizer knows of a captured graph (captures.py), and the errors that describe mistakes with one."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.cuda._sanitizer import AccessType, SynchronizationError
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from openreg_ops.openreg.host_values import Place
+from openreg_ops.openreg.race_report import Access, Memory, Span, Stream, Trace
+
+__all__ = ["CapturedGraph", "GraphError", "HostTensor", "Node", "Use", "line_of_the_program"]
+
+
+def line_of_the_program(caller: int) -> str:
+    """The line that the calling thread is in, outside of torch and this package, or else that of the thread `caller`."""
+    line = ""
+    for frame in (sys._getframe(1), sys._current_frames().get(caller)):
+        while frame is not None:
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if not any(each in frame.f_code.co_filename for each in ("/torch/", "/openreg_ops/", "contextlib.py")):
+                return line
+            frame = frame.f_back
+    return line
+
+
+@dataclass(eq=False)
+class Node:
+    """An operator that was captured."""
+
+    name: str
+    line: str
+    trace: Trace
+    graph: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, captured at {self.line}"
+
+
+@dataclass(eq=False)
+class Use:
+    """A node's access to memory; the first one of each kind stands for all."""
+
+    node: Node
+    kind: AccessType
+    span: Span
+    memory: Memory
+    storage: StorageWeakRef
+    argument: str | None
+
+
+@dataclass(eq=False)
+class HostTensor:
+    """A 0-dim CPU tensor whose value a node holds."""
+
+    node: Node
+    storage: StorageWeakRef
+    offset: int
+    value: torch.Tensor
+
+    def now(self) -> torch.Tensor | None:
+        """Its value, unless the tensor is gone."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None or (self.offset + 1) * self.value.itemsize > storage.nbytes():
+            return None
+        return torch.empty(0, dtype=self.value.dtype, device="cpu").set_(storage, self.offset, ()).clone()
+
+
+@dataclass(eq=False)
+class CapturedGraph:
+    """A graph: what its nodes use, and when it was replayed. `owner` is the program's object."""
+
+    owner: weakref.ref[Any]
+    line: str
+    trace: Trace
+    origin: Stream
+    thread: int
+    pool: tuple[int, int] = (0, 0)
+    streams: set[Stream] = field(default_factory=set)
+    generators: set[int] = field(default_factory=set)
+    uses: dict[tuple[Span, AccessType, int], Use] = field(default_factory=dict)
+    made: list[Memory] = field(default_factory=list)  # in its pool
+    tensors: list[HostTensor] = field(default_factory=list)
+    numbers: dict[tuple[str, int], tuple[Node, Place]] = field(default_factory=dict)  # by place
+    varying: set[tuple[str, int]] = field(default_factory=set)  # places that had several values during the capture
+    random: set[int] = field(default_factory=set)  # storages of CPU tensors that the capture drew
+    kept: list[Any] = field(default_factory=list)  # holds those storages' addresses
+    replays: int = 0
+    last: Access | None = None
+    drew: tuple[int, int, int] = (0, 0, 0)  # thread, autograd's sequence number at the first replay and at the last one
+    views: dict[Any, int] = field(default_factory=dict)  # of outputs, by line and bytes: the replay of the newest one
+    meets: weakref.WeakKeyDictionary[CapturedGraph, bool] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def __str__(self) -> str:
+        return f"the graph captured at {self.line}"
+
+    def number(self, node: Node, place: Place) -> None:
+        """A node holds the value of a place."""
+        key = place.text, place.of
+        if self.numbers.setdefault(key, (node, place))[1].value != place.value:
+            self.varying.add(key)
+
+    def shares_memory(self, other: CapturedGraph) -> bool:
+        """Whether memory that the capture allocated is also of the other graph, of the same pool."""
+        if other not in self.meets:
+            ends = sorted(
+                (each.start, each.end, graph) for graph, owner in enumerate((self, other)) for each in owner.made
+            )
+            reach, meets = [0, 0], False
+            for start, end, graph in ends:
+                meets = meets or start < reach[1 - graph]
+                reach[graph] = max(reach[graph], end)
+            self.meets[other] = meets
+        return self.meets[other]
+
+
+class GraphError(SynchronizationError):
+    """A mistake with a captured graph.
+
+    ``kind`` is "freed_input", "moved_input", "overwritten_output", "host_tensor", "host_number", "host_random",
+    "unregistered_generator" or "shared_pool". The text names the graph and the node, and has the remedy and the stack
+    traces of the capture and of the replay or access.
+    """
+
+    def __init__(self, kind: str, what: str, remedy: str, then: tuple[str, Trace], now: tuple[str, Trace]) -> None:
+        super().__init__(kind, what)
+        self.kind, self.what, self.remedy, self.then, self.now = kind, what, remedy, then, now
+
+    def __str__(self) -> str:
+        traces = "".join(
+            f"{what} with stack trace:\n{''.join(trace.format())}\n" for what, trace in (self.now, self.then)
+        )
+        return (
+            "============================\n"
+            f"openreg's sanitizer found a mistake with a captured graph: {self.what}\n{traces}Remedy: {self.remedy}"
+        )

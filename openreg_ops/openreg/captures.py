@@ -1,0 +1,444 @@
+"""The sanitizer's view of graphs: what captures read and write, and what is wrong at a replay or a read of a result.
+
+Operators of a capture are seen by the race detector's dispatch mode (races.py) and noted here; they do not run. A replay
+makes the accesses of its nodes as the stream that it is on. docs/graphs.md lists the mistakes and what cannot be seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from openreg_ops import _C
+from openreg_ops.openreg import host_values
+from openreg_ops.openreg.capture_report import CapturedGraph, GraphError, HostTensor, Node, Use, line_of_the_program
+from openreg_ops.openreg.race_report import READ, WRITE, Access, Memory, Span, Stream, Trace, address_of
+
+if TYPE_CHECKING:
+    from openreg_ops.openreg.races import Races
+
+__all__ = ["Captures"]
+
+_SET_DATA = torch.Tensor.data.__set__
+
+
+def _stream_of(index: int) -> tuple[Stream, bool]:
+    """The current stream of a device, and whether it is captured."""
+    stream = torch.accelerator.current_stream(index)
+    return (index, stream.stream_id), stream.is_capturing()
+
+
+class Captures:
+    """The graphs that were captured while the sanitizer is on."""
+
+    def __init__(self, races: Races) -> None:
+        self.races = races
+        self.active: list[CapturedGraph] = []  # under capture
+        self.graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
+        self.moved: dict[Span, Trace] = {}  # parameters that were given other memory, by their old one
+        self.views: dict[int, tuple[Any, CapturedGraph, int, Any, Trace]] = {}  # of outputs, by tensor
+        self.passed = threading.local()  # .views: stale views that the function under way was given
+
+    # ---- captures ----
+
+    def begun(self, owner: Any) -> None:
+        """A capture of the current stream began."""
+        index = _C.current_device()
+        stream, _ = _stream_of(index)
+        trace = Trace(self.races.caller)
+        graph = CapturedGraph(
+            weakref.ref(owner), line_of_the_program(self.races.caller), trace, stream, threading.get_ident()
+        )
+        graph.streams.add(stream)
+        graph.pool = owner.pool()
+        graph.generators = set(getattr(owner, "_registered", ()))
+        self.active.append(graph)
+
+    def ended(self, owner: Any, ok: bool) -> None:
+        """A capture ended, or turned out to be void."""
+        for graph in [each for each in self.active if each.owner() is owner]:
+            self.races.drain()
+            self.active.remove(graph)
+            graph.random.clear()
+            graph.kept = [each for each in graph.kept if isinstance(each, CapturedGraph)]
+            for key, (_, place) in list(graph.numbers.items()):
+                if place.now() != place.value:  # the capture itself changes it
+                    del graph.numbers[key]
+            if ok:
+                owner._sanitized = graph  # lives with it
+                self.graphs.add(graph)
+
+    def of_thread(self) -> CapturedGraph | None:
+        """The capture that the calling thread, or a backward pass that it started, works for."""
+        if len(self.active) < 2:
+            return self.active[0] if self.active else None
+        mine = {threading.get_ident(), self.races.caller}
+        return next((each for each in self.active if each.thread in mine), None)
+
+    def captured(self, found: Iterable[tuple[torch.Tensor, Any, Any]], args: Any, kwargs: Any) -> Stream | None:
+        """The captured stream that an operator runs on, or None if it is not captured."""
+        index = next((x.device.index for x, _, _ in found if x.device.type == "openreg"), None)
+        if index is None:
+            like = next((each.device for each in args if isinstance(each, torch.Tensor)), "cpu")  # of a factory
+            device = torch.device(kwargs.get("device") or like)
+            if device.type != "openreg":
+                return None
+            index = _C.current_device() if device.index is None else device.index
+        stream, captured = _stream_of(index)
+        return stream if captured else None
+
+    def allocated(self, memory: Memory) -> None:
+        """Memory was allocated; whether by a capture, its stream tells."""
+        for graph in self.active:
+            if memory.owner in graph.streams:
+                memory.graph, memory.pool = weakref.ref(graph), graph.pool
+                graph.made.append(memory)
+
+    def node(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, trace: Trace) -> Node:
+        """An operator is about to be captured: keep the values of the host that it takes."""
+        graph = self.of_thread()
+        assert graph is not None
+        node = Node(str(func), line_of_the_program(self.races.caller), trace, str(graph))
+        generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
+        if generator is not None and generator.device.type == "openreg":
+            default = torch.openreg.default_generators[generator.device.index]
+            if generator._cdata not in {default._cdata, *graph.generators}:
+                self.races.fail(
+                    [
+                        GraphError(
+                            "unregistered_generator",
+                            f"{node.name} of {graph} draws from a generator that is not registered with the graph, so "
+                            "that every replay would draw the same numbers.",
+                            "Call graph.register_generator_state(generator) before the capture, or use the default "
+                            "generator of the device.",
+                            ("Captured", graph.trace),
+                            ("Drawn", trace),
+                        )
+                    ]
+                )
+        wanted = host_values.numbers(func._schema, args, kwargs)
+        if wanted:
+            for place in host_values.places(sys._getframe(1), wanted):
+                graph.number(node, place)
+        return node
+
+    def host_tensor(self, node: Node, x: torch.Tensor) -> None:
+        """A captured operator takes a 0-dim CPU tensor as a number."""
+        graph = self.of_thread()
+        assert graph is not None
+        storage = x.untyped_storage()
+        if storage._cdata in graph.random:
+            self.races.fail(
+                [
+                    GraphError(
+                        "host_random",
+                        f"{node.name} of {graph} takes a random number that was drawn on the host during the capture, "
+                        "so that every replay uses this one.",
+                        "Draw it on the device, with device='openreg', from a generator that the graph knows.",
+                        ("Captured", graph.trace),
+                        ("Used", node.trace),
+                    )
+                ]
+            )
+        graph.tensors.append(HostTensor(node, StorageWeakRef(storage), x.storage_offset(), x.detach().clone()))
+
+    def host_result(self, func: torch._ops.OpOverload, out: Any) -> None:
+        """An operator ran on the host during a capture."""
+        graph = self.of_thread()
+        if graph and torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, torch.Tensor):
+            graph.random.add(out.untyped_storage()._cdata)
+            graph.kept.append(out.untyped_storage())
+
+    def use(self, node: Node, stream: Stream, found: Iterable[tuple[torch.Tensor, Any, Any]]) -> None:
+        """A captured operator reads and writes these."""
+        graph = self.of_thread()
+        assert graph is not None
+        graph.streams.add(stream)
+        for x, kind, name in found:
+            if x.device.type == "openreg":
+                memory = self.races._memory_of(x)
+                assert memory is not None
+                span = Span.of(x)
+                use = Use(node, kind, span, memory, StorageWeakRef(x.untyped_storage()), name)
+                graph.uses.setdefault((span, kind, id(memory)), use)
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Keep the hyperparameters of an optimizer whose step was captured."""
+        graph = self.of_thread()
+        if graph is None or not _C.is_current_stream_capturing():
+            return
+        trace = Trace(self.races.caller)
+        node = Node(
+            f"the step of {type(optimizer).__name__}", line_of_the_program(self.races.caller), trace, str(graph)
+        )
+        for place in host_values.hyperparameters(optimizer):
+            graph.number(node, place)
+
+    # ---- replays ----
+
+    def replaying(self, owner: Any) -> tuple[CapturedGraph, list[tuple[Memory, Access]]] | None:
+        """A replay is about to be launched: check it, and return the accesses that it makes."""
+        graph = getattr(owner, "_sanitized", None)
+        if graph is None or graph not in self.graphs:
+            return None
+        races = self.races
+        races.drain()
+        stream, captured = _stream_of(graph.origin[0])
+        trace = Trace(races.caller)
+        if captured:
+            self._captured_replay(graph, stream)
+            return None
+        races.seq_num += 1
+        races.syncs.update_seq_num(stream, races.seq_num)
+        if graph.last is not None:  # replays of one graph never overlap
+            races.syncs.stream_wait_for_event(stream, ("replay", id(graph)))
+        replay = f"a replay of {graph}"
+        errors: list[Exception] = [*self._inputs(graph, trace), *self._host(graph, trace)]
+        graph.last, before = (
+            Access(WRITE, races.seq_num, stream, replay, [], False, trace, Span(0, 0, None)),
+            graph.last,
+        )
+        for other in self.graphs:
+            if other is graph or other.pool != graph.pool or other.last is None or races.after(stream, other.last):
+                continue
+            if graph.shares_memory(other):
+                errors.append(_pool_error(graph, other, trace))
+        accesses = []
+        for use in graph.uses.values():
+            if races.memory.get(use.memory.start) is use.memory:
+                name = f"{replay}, in its node {use.node}"
+                aliases = [use.argument] if use.argument else []
+                access = Access(
+                    use.kind, races.seq_num, stream, name, aliases, use.argument is None, trace, use.span, node=use.node
+                )
+                accesses.append((use.memory, access))
+                errors += races.raced(use.memory, access)
+        try:
+            races.fail(errors)
+        except BaseException:
+            graph.last = before
+            raise
+        return graph, accesses
+
+    def replayed(self, graph: CapturedGraph, accesses: list[tuple[Memory, Access]]) -> None:
+        """The replay was launched."""
+        assert graph.last is not None
+        for memory, access in accesses:
+            self.races.keep(memory, access)
+        self.races.syncs.record_state(("replay", id(graph)), graph.last.stream)
+        graph.replays += 1
+        thread, first, _ = graph.drew
+        now = torch._C._autograd._get_sequence_nr()
+        if graph.replays == 1:
+            graph.drew = (threading.get_ident(), now, now)
+        else:  # -1: replayed by several threads, whose numbers do not compare
+            graph.drew = (thread if thread == threading.get_ident() else -1, first, now)
+
+    def _captured_replay(self, graph: CapturedGraph, stream: Stream) -> None:
+        """A replay became a node of another graph, which uses what it uses."""
+        outer = self.of_thread()
+        if outer is not None:
+            outer.streams.add(stream)
+            outer.uses = {**graph.uses, **outer.uses}
+            outer.tensors += graph.tensors
+            outer.numbers = {**graph.numbers, **outer.numbers}
+            outer.kept.append(graph)
+
+    def _alive(self, use: Use) -> str | None:
+        """None if an input is where it was; otherwise what happened to it."""
+        memory = use.memory
+        if memory.graph is not None and (maker := memory.graph()) is not None and maker in self.graphs:
+            return None  # in a pool that a graph keeps
+        if self.races.memory.get(memory.start) is memory:
+            return "moved" if use.span in self.moved else None
+        if memory.pool and any(each.pool == memory.pool for each in self.graphs):
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(use.storage.cdata)
+        if storage is None:
+            return "freed"
+        return None if storage.data_ptr() == memory.start else "moved"
+
+    def _inputs(self, graph: CapturedGraph, trace: Trace) -> Iterator[GraphError]:
+        made, seen = {id(each) for each in graph.made}, set()
+        for use in graph.uses.values():
+            if id(use.memory) in made or id(use.memory) in seen or (what := self._alive(use)) is None:
+                continue
+            seen.add(id(use.memory))
+            argument = f"argument {use.argument} of" if use.argument else "the output of"
+            text = f"the memory of {argument} {use.node}, an input of {graph}, was freed since the capture"
+            now = ("Replayed", trace)
+            if what == "moved":
+                text = f"{argument} {use.node}, an input of {graph}, was moved to other memory since the capture"
+                if moved := self.moved.get(use.span):
+                    now = ("Moved", moved)
+            elif use.memory.start in self.races.memory:
+                text += ", and another tensor has it now"
+            yield GraphError(
+                f"{what}_input",
+                f"{text}. The replay would use the old address.",
+                "Keep the tensor that was captured as long as the graph, and write new values into it with copy_(); "
+                "or capture again.",
+                ("Captured", use.node.trace),
+                now,
+            )
+
+    def _host(self, graph: CapturedGraph, trace: Trace) -> Iterator[GraphError]:
+        remedy = "Make it a tensor on the device and change it with copy_() or fill_(), or capture again."
+        seen = set()
+        for tensor in graph.tensors:
+            now = tensor.now()
+            if now is None or torch.equal(now, tensor.value) or (now.isnan() and tensor.value.isnan()):
+                continue
+            if tensor.storage.cdata not in seen:
+                seen.add(tensor.storage.cdata)
+                yield GraphError(
+                    "host_tensor",
+                    f"{tensor.node} of {graph} holds a CPU tensor as the constant {tensor.value.item()}, but its value "
+                    f"is {now.item()} now. The replay would use the old one.",
+                    remedy,
+                    ("Captured", tensor.node.trace),
+                    ("Replayed", trace),
+                )
+        for key, (node, place) in graph.numbers.items():
+            if key in graph.varying:
+                continue
+            others = (each.numbers.get(key) for each in self.graphs if each is not graph)
+            if place.now() == place.value or any(each and each[1].value != place.value for each in others):
+                continue  # the program captures a graph for each value
+            yield GraphError(
+                "host_number",
+                f"{node} of {graph} holds {place.text} as the constant {place.value}, but it is {place.now()} now. The "
+                "replay would use the old one.",
+                remedy,
+                ("Captured", node.trace),
+                ("Replayed", trace),
+            )
+
+    # ---- results ----
+
+    def read(self, memory: Memory, access: Access) -> Iterator[GraphError]:
+        """An operator reads memory of a graph: is it what the program means to read?"""
+        graph = memory.graph() if memory.graph else None
+        if graph is None or access.type is not READ or not graph.replays:
+            return
+        for span, made, trace in getattr(self.passed, "views", ()):
+            if span.meets(access.span):
+                yield _overwritten(
+                    f"{access.operator} reads a view of {_output(graph, access)} that was made after its replay "
+                    f"{made}, but replay {graph.replays} has overwritten it",
+                    ("View made", trace),
+                    access.stack_trace,
+                )
+                return
+        node = torch._C._current_autograd_node()
+        thread, first, last = graph.drew
+        if node is None or thread != self.races.caller or not first <= node._sequence_nr() < last:
+            return
+        if any(Span.of(each).meets(access.span) for each in _saved(node)):
+            yield _overwritten(
+                f"{access.operator} in the backward of {node.name()} reads {_output(graph, access)} that was saved for "
+                f"backward, but replay {graph.replays} has overwritten it since",
+                ("Captured", graph.trace),
+                access.stack_trace,
+            )
+
+    def _view_of(self, x: Any) -> tuple[Any, CapturedGraph, int, Any, Trace] | None:
+        known = self.views.get(x._cdata) if isinstance(x, torch.Tensor) else None
+        return known if known is not None and not known[0].expired() else None
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of torch, and follow views of graphs' outputs into and out of it."""
+        if func == _SET_DATA and isinstance(args[0], torch.nn.Parameter) and args[0].device.type == "openreg":
+            with self.races.lock, torch._C._DisableTorchDispatch():
+                old, new = Span.of(args[0]), Span.of(args[1])
+                self.moved.pop(new, None)
+                if old != new:
+                    self.moved[old] = Trace(self.races.caller)
+        given = [each for value in (*args, *kwargs.values()) for each in _tensors(value)]
+        stale = []
+        if self.views:
+            for known in filter(None, map(self._view_of, given)):
+                _, graph, made, key, trace = known
+                if graph.views[key] > made:
+                    stale.append((key[-1], made, trace))
+        before, self.passed.views = getattr(self.passed, "views", ()), stale
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.passed.views = before
+        for x in _tensors(out):
+            if x.device.type == "openreg" and not any(x is each for each in given):
+                self._made_view(x)
+        return out
+
+    def _made_view(self, x: torch.Tensor) -> None:
+        if x.layout != torch.strided or x.is_nested:
+            return
+        if torch._C._functorch.is_functorch_wrapped_tensor(x) or type(x) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        with self.races.lock, torch._C._DisableTorchDispatch():
+            base = address_of(x)
+            memory = self.races.memory.get(base)
+            graph = memory.graph() if memory is not None and memory.graph is not None else None
+            if graph is None or not graph.replays or graph in self.active:
+                return
+            frame = sys._getframe(2)
+            while frame.f_code.co_filename.endswith(
+                ("openreg/race_modes.py", "torch/overrides.py", "torch/_tensor.py")
+            ):
+                frame = frame.f_back
+            key = (frame.f_code, frame.f_lineno, Span.of(x))
+            graph.views[key] = graph.replays
+            if len(self.views) > 1000:
+                self.views = {each: known for each, known in self.views.items() if not known[0].expired()}
+            self.views[x._cdata] = (torch._C._WeakTensorRef(x), graph, graph.replays, key, Trace(self.races.caller))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a node of autograd saved, without calling hooks that unpack them."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            for each in raw if isinstance(raw, (list, tuple)) else (raw,):
+                if getattr(each, "unpack_hook", None) is None and isinstance(getattr(each, "data", None), torch.Tensor):
+                    yield each.data
+
+
+def _output(graph: CapturedGraph, access: Access) -> str:
+    """What an access reads, by the last node that writes it."""
+    writers = [use.node for use in graph.uses.values() if use.kind is WRITE and use.span.meets(access.span)]
+    return f"the output of {writers[-1]}, of {graph}," if writers else f"an output of {graph}"
+
+
+def _overwritten(what: str, then: tuple[str, Trace], now: Trace) -> GraphError:
+    return GraphError(
+        "overwritten_output",
+        f"{what}. All replays write to the same memory.",
+        "Clone the output after the replay, before the next one, if it is needed later.",
+        then,
+        ("Read", now),
+    )
+
+
+def _pool_error(graph: CapturedGraph, other: CapturedGraph, trace: Trace) -> GraphError:
+    assert other.last is not None
+    return GraphError(
+        "shared_pool",
+        f"{graph} may run at the same time as {other}. They share the memory pool {graph.pool}, and memory in it that "
+        "one of them freed is used by the other.",
+        "Have the stream of this replay wait for that of the other one before, or capture the graphs with pools of "
+        "their own.",
+        ("The other graph was replayed", other.last.stack_trace),
+        ("Replayed", trace),
+    )

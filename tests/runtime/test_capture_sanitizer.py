@@ -1,0 +1,669 @@
+"""The sanitizer and graphs: each kind of mistake with a captured graph is found, and right patterns pass."""
+
+import contextlib
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.openreg._sanitizer as sanitizer
+from processes import python
+from torch import nn
+
+DEVICE = "openreg"
+SCALE = 2.0  # read by functions as a global variable
+
+current = torch.openreg.current_stream
+
+
+@pytest.fixture(params=["inline", "async"], autouse=True)
+def mode(request):
+    with torch.openreg.launch_mode(request.param), sanitizer.sanitize():
+        yield request.param
+        torch.openreg.synchronize(0)
+        torch.openreg.synchronize(1)
+
+
+@contextlib.contextmanager
+def caught(kind, *sentences):
+    """The body is reported once, as this kind, in these words and with both stack traces."""
+    with pytest.raises(sanitizer.OpenregSanitizerErrors) as error:
+        yield
+    (found,) = error.value.errors
+    text = " ".join(str(found).split())
+    if kind == "race":
+        assert isinstance(found, sanitizer.UnsynchronizedAccessError)
+    else:
+        assert isinstance(found, sanitizer.GraphError) and found.kind == kind, text
+        assert f"the graph captured at {__file__}" in text
+    for each in (*sentences, "Remedy: "):
+        assert each in text, text
+    assert text.count("with stack trace: File") + text.count("With stack trace: File") >= 2, text
+
+
+def captured(f, **options):
+    """A graph of f(), and what f returned."""
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph, **options):
+        out = f()
+    return graph, out
+
+
+def ones(*shape, device=DEVICE):
+    return torch.ones(shape or (4,), device=device)
+
+
+# ---- an input whose memory was freed or moved ----
+
+
+def test_an_input_was_freed():
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    x = None
+    with caught("freed_input", "argument self of aten.mul.Tensor, captured at", "freed since the capture", "copy_()"):
+        graph.replay()
+
+
+@pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
+def test_an_input_was_replaced(device):
+    x = ones(device=device)
+    with torch.openreg.device(device):
+        graph, y = captured(lambda: torch.relu(x))
+        x = ones(device=device) * 3
+        with caught("freed_input", "aten.relu.default", "freed since the capture"):
+            graph.replay()
+
+
+def test_a_view_was_an_input():
+    x = ones(4, 4)
+    graph, y = captured(lambda: x[1].view(2, 2).t() + 1)
+    x = None
+    with caught("freed_input", "aten.add.Tensor"):
+        graph.replay()
+
+
+def test_another_tensor_has_the_memory_of_an_input():
+    x = ones(1000)
+    graph, y = captured(lambda: x.sum())
+    address = x.data_ptr()
+    x = None
+    z = ones(1000)
+    assert z.data_ptr() == address
+    with caught("freed_input", "aten.sum.default", "and another tensor has it now"):
+        graph.replay()
+
+
+def test_an_input_was_freed_in_inference_mode():
+    with torch.inference_mode():
+        x = ones()
+        graph, y = captured(lambda: torch.softmax(x, 0))
+        x = None
+        with caught("freed_input", "softmax"):
+            graph.replay()
+
+
+def test_the_parameters_of_a_module_were_moved():
+    model = nn.Linear(4, 4, bias=False, device=DEVICE)
+    x = ones(2, 4)
+    with torch.no_grad():
+        graph, y = captured(lambda: model(x))
+    model.to("cpu")
+    with caught("freed_input", "captured at"):
+        graph.replay()
+
+
+def test_a_parameter_has_other_memory():
+    weight = nn.Parameter(ones())
+    graph, y = captured(lambda: weight.detach() * 2)
+    old = weight.data
+    weight.data = torch.zeros(4, device=DEVICE)
+    with caught("moved_input", "was moved to other memory since the capture", "weight.data = torch.zeros"):
+        graph.replay()
+    weight.data = old
+    graph.replay()
+
+
+def test_an_input_was_resized():
+    x = ones()
+    graph, y = captured(lambda: x + 1)
+    x.resize_(1 << 20)
+    with caught("moved_input", "aten.add.Tensor"):
+        graph.replay()
+
+
+def test_a_gradient_was_set_to_none():
+    x = ones().requires_grad_()
+    (x * x).sum().backward()
+    graph, _ = captured(lambda: x.grad.mul_(0.5).sum())
+    x.grad = None
+    with caught("freed_input", "aten.mul_.Tensor"):
+        graph.replay()
+
+
+# ---- an output that the next replay overwrote ----
+
+
+def test_results_of_a_graphed_callable_are_overwritten():
+    f = torch.openreg.make_graphed_callables(nn.Linear(4, 4, device=DEVICE), (ones(2, 4),))
+    with torch.no_grad():
+        first, second = f(ones(2, 4)), f(ones(2, 4) * 2)
+        with caught(
+            "overwritten_output",
+            "aten::sub.Tensor",
+            "reads a view of the output of aten.",
+            "replay 2 has overwritten it",
+            "Clone the output",
+        ):
+            first - second
+
+
+def test_views_that_are_collected():
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    rows = []
+    for _ in range(3):
+        graph.replay()
+        rows.append(y[:2])
+    with caught("overwritten_output", "made after its replay 1, but replay 3 has overwritten it"):
+        torch.stack(rows)
+
+
+def test_a_view_that_the_host_reads_late():
+    x = ones(device="openreg:1")
+    with torch.openreg.device(1):
+        graph, y = captured(lambda: x * 2)
+        seen = []
+        for _ in range(2):
+            graph.replay()
+            seen.append(y.detach())
+        with caught("overwritten_output", "reads a view of the output of aten.mul.Tensor"):
+            [each.tolist() for each in seen]
+
+
+def test_an_output_that_backward_needs():
+    x, weight = ones(), ones().requires_grad_()
+    graph, y = captured(lambda: x * 2)
+    graph.replay()
+    loss = (weight * y).sum()
+    graph.replay()
+    with caught("overwritten_output", "in the backward of MulBackward0", "was saved for backward", "replay 2"):
+        loss.backward()
+
+
+# ---- values of the host ----
+
+
+def test_a_cpu_scalar_has_changed():
+    x, scale = ones(), torch.tensor(2.0)
+    graph, y = captured(lambda: x * scale)
+    graph.replay()
+    scale.fill_(3.0)
+    with caught("host_tensor", "aten.mul.Tensor", "as the constant 2.0, but its value is 3.0 now", "copy_()"):
+        graph.replay()
+
+
+def test_a_view_of_a_cpu_tensor_has_changed():
+    x, table = ones(), torch.tensor([1.0, 2.0, 3.0])
+    graph, y = captured(lambda: torch.add(x, table[1]))
+    table[1] = 5
+    with caught("host_tensor", "as the constant 2.0, but its value is 5.0 now"):
+        graph.replay()
+
+
+def test_a_global_variable_has_changed(monkeypatch):
+    x = ones()
+
+    def f():
+        return x * SCALE
+
+    graph, y = captured(f)
+    graph.replay()
+    monkeypatch.setitem(globals(), "SCALE", 4.0)
+    with caught("host_number", "aten.mul.Tensor", "holds SCALE as the constant 2.0, but it is 4.0 now"):
+        graph.replay()
+
+
+def test_an_attribute_has_changed():
+    drop = nn.Threshold(0.5, 7.0)
+    x = ones()
+    graph, y = captured(lambda: drop(x))
+    drop.threshold = 2.0
+    with caught("host_number", "aten.threshold.default", "holds self.threshold as the constant 0.5, but it is 2.0 now"):
+        graph.replay()
+
+
+def test_a_learning_rate_has_changed():
+    weight = nn.Parameter(ones())
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.grad = ones()
+    graph, _ = captured(optimizer.step)
+    graph.replay()
+    optimizer.param_groups[0]["lr"] = 0.25
+    with caught("host_number", "the step of SGD", "param_groups[0]['lr'] of SGD as the constant 0.5, but it is 0.25"):
+        graph.replay()
+
+
+# ---- random state ----
+
+
+def test_a_generator_is_not_registered():
+    generator = torch.Generator(DEVICE)
+    graph = torch.openreg.Graph()
+    with caught("unregistered_generator", "aten.rand", "register_generator_state(generator)"):  # noqa: SIM117
+        with torch.openreg.graph(graph):
+            torch.rand(3, device=DEVICE, generator=generator)
+
+
+def test_a_generator_of_another_graph():
+    generator = torch.Generator("openreg:1")
+    first = torch.openreg.Graph()
+    first.register_generator_state(generator)
+    x = ones(device="openreg:1")
+    with torch.openreg.device(1):
+        with torch.openreg.graph(first):
+            y = torch.bernoulli(x, generator=generator)
+        second = torch.openreg.Graph()
+        with caught("unregistered_generator", "aten.bernoulli"), torch.openreg.graph(second):
+            z = torch.bernoulli(x, generator=generator)
+    y = None
+    assert "z" not in locals()
+
+
+def test_a_random_number_of_the_host():
+    x = ones()
+    with caught("host_random", "drawn on the host during the capture"):
+        captured(lambda: x * torch.rand(()))
+
+
+# ---- graphs that share a pool ----
+
+
+def sharing(device=DEVICE):
+    """Two graphs whose temporaries are at the same addresses, of one pool."""
+    x = ones(1000, device=device)
+    first, y = captured(lambda: ((x + 1) * 2).sum())
+    second, z = captured(lambda: ((x + 3) * 4).sum(), pool=first.pool())
+    return first, second, (x, y, z)
+
+
+def test_graphs_of_one_pool_on_two_streams():
+    first, second, kept = sharing()
+    first.replay()
+    side = torch.openreg.Stream()
+    side.wait_event(torch.openreg.Event())
+    with side, caught("shared_pool", "may run at the same time as the graph captured at", "They share the memory pool"):
+        second.replay()
+
+
+def test_the_first_graph_again_while_the_second_runs():
+    with torch.openreg.device(1):
+        first, second, kept = sharing("openreg:1")
+        side = torch.openreg.Stream()
+        first.replay()
+        side.wait_stream(current())
+        with side:
+            second.replay()
+        with caught("shared_pool", "pools of their own"):
+            first.replay()
+        current().wait_stream(side)
+        first.replay()
+
+
+# ---- order ----
+
+
+def test_a_replay_does_not_wait_for_its_input():
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    x.fill_(3)
+    side = torch.openreg.Stream()
+    with side, caught("race", "a replay of the graph captured at", "in its node aten.mul.Tensor", "aten::fill_"):
+        graph.replay()
+
+
+def test_an_input_is_written_while_a_replay_reads_it():
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        graph.replay()
+    with caught("race", "Previous access by stream", "in its node aten.mul.Tensor", "Captured with stack trace:"):
+        x.copy_(torch.zeros(4))
+
+
+def test_an_output_is_read_without_a_wait():
+    x = ones(device="openreg:1")
+    with torch.openreg.device(1):
+        graph, y = captured(lambda: x * 2)
+        side = torch.openreg.Stream()
+        side.wait_stream(current())
+        with side:
+            graph.replay()
+        with caught("race", "aten::add.Tensor", "writing to the output", "a replay of the graph"):
+            y + 1
+
+
+def test_an_output_is_overwritten_while_another_stream_reads_it():
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    graph.replay()
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        y + 1
+    with caught("race", "a replay of the graph", "Before this replay, have the default stream of openreg:0 wait"):
+        graph.replay()
+
+
+def test_a_graph_reads_what_another_one_writes():
+    x = ones()
+    first, y = captured(lambda: x * 2)
+    second, z = captured(lambda: y + 1)
+    first.replay()
+    with torch.openreg.Stream(), caught("race", "in its node aten.add.Tensor", "in its node aten.mul.Tensor"):
+        second.replay()
+
+
+# ---- right patterns ----
+
+
+def training_step(capturable=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=capturable)
+    x, target = ones(4, 4), ones(4, 1)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        for _ in range(3):
+            step()
+    current().wait_stream(side)
+    return x, target, step
+
+
+def test_a_training_step():
+    x, target, step = training_step()
+    graph, loss = captured(step)
+    kept = []
+    for _ in range(4):
+        x.copy_(torch.randn(4, 4))
+        target.copy_(x.sum(1, keepdim=True))
+        graph.replay()
+        kept.append(loss.clone())
+    torch.stack(kept).tolist()
+
+
+def test_graphed_callables():
+    f = torch.openreg.make_graphed_callables(
+        nn.Sequential(nn.Linear(4, 4), nn.GELU()).to(DEVICE), (ones(2, 4).requires_grad_(),)
+    )
+    g = torch.openreg.make_graphed_callables(nn.Linear(4, 4).to(DEVICE), (ones(2, 4).requires_grad_(),))
+    optimizer = torch.optim.SGD([*f.parameters(), *g.parameters()], lr=0.1)
+    for factor in range(4):
+        optimizer.zero_grad(set_to_none=factor % 2 == 0)
+        hidden = f(ones(2, 4) * factor)
+        loss = (g(hidden) * hidden).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5  # the step is not in a graph
+        loss.item()
+
+
+def test_several_graphed_callables_share_a_pool():
+    modules = tuple(nn.Linear(4, 4).to(DEVICE) for _ in range(3))
+    a, b, c = torch.openreg.make_graphed_callables(modules, tuple((ones(2, 4).requires_grad_(),) for _ in range(3)))
+    for _ in range(3):
+        c(b(a(ones(2, 4))).relu()).sum().backward()
+
+
+def test_partial_graphs():
+    x = ones()
+    first, y = captured(lambda: x * 2)
+    first.replay()
+    z = y.cumsum(0)
+    static = torch.empty_like(z)
+    second, out = captured(lambda: static.exp().log(), pool=first.pool())
+    for factor in range(3):
+        x.fill_(factor)
+        first.replay()
+        if y.sum() >= 0:
+            static.copy_(y.cumsum(0))
+        second.replay()
+        out.tolist()
+
+
+def test_shared_pools_one_after_the_other():
+    first, second, kept = sharing()
+    side = torch.openreg.Stream()
+    for _ in range(2):
+        first.replay()
+        second.replay()
+        side.wait_stream(current())
+        with side:
+            first.replay()
+        current().wait_stream(side)
+
+
+def test_pools_that_share_no_memory_may_run_at_once():
+    x = ones(1000)
+    first, y = captured(lambda: x + 1)
+    second, z = captured(lambda: x + 2, pool=first.pool())
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    first.replay()
+    with side:
+        second.replay()
+    current().wait_stream(side)
+    (y + z).tolist()
+
+
+def test_streams_inside_and_around():
+    x = ones()
+    side, other = torch.openreg.Stream(), torch.openreg.Stream()
+
+    def f():
+        main = current()
+        a = x + 1
+        side.wait_stream(main)
+        with side:
+            b = a * 10
+        c = a * 100
+        main.wait_stream(side)
+        return b + c
+
+    graph, y = captured(f)
+    for _ in range(3):
+        x.add_(1)
+        done = current().record_event()
+        other.wait_event(done)
+        with other:
+            graph.replay()
+            z = y.clone()
+        current().wait_stream(other)
+        z.record_stream(current())
+        z.tolist()
+
+
+def test_a_copy_of_an_output_outlives_the_replay():
+    x, weight = ones(), ones().requires_grad_()
+    graph, y = captured(lambda: x * 2)
+    row = None
+    kept = []
+    for _ in range(3):
+        graph.replay()
+        row = y[:2] if row is None else row  # a view that is used again
+        kept.append((row.clone(), (weight * y.clone()).sum()))
+    for copy, loss in kept:
+        loss.backward()
+        copy.tolist()
+
+
+def test_a_graph_for_each_value(monkeypatch):
+    x = ones()
+
+    def f():
+        return x * SCALE
+
+    graphs = []
+    for value in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "SCALE", value)
+        graphs.append(captured(f))
+    for graph, _ in graphs:
+        graph.replay()
+    scale = 5.0
+    graph, _ = captured(lambda: x * scale)
+    scale = 6.0  # a local variable, which the program may use for something else
+    graph.replay()
+
+
+def test_a_number_that_the_capture_changes():
+    class Counter:
+        count = 1.0
+
+    counter, x = Counter(), ones()
+
+    def f():
+        y = x
+        for _ in range(3):
+            y = y * counter.count
+            counter.count += 1
+        return y
+
+    graph, y = captured(f)
+    counter.count = 7.0
+    graph.replay()
+    y.tolist()
+
+
+def test_transforms_and_other_layouts_beside_a_graph():
+    x = ones()
+    graph, y = captured(lambda: torch.func.vmap(torch.func.grad(lambda v: (v * v).sum()))(x.view(2, 2)))
+    for _ in range(2):
+        graph.replay()
+        torch.func.vmap(lambda row: row.view(2, 1) * 2)(y).tolist()
+        y.to_sparse().to_dense().tolist()
+        torch.stack([y.t(), y]).tolist()
+        torch.add(y, 1, out=torch.empty(2, 2, device=DEVICE).t())
+        y[:0].sum().item()
+        with torch.device(DEVICE):
+            torch.zeros(2, 2).add_(y)
+
+
+def test_a_compiled_function_beside_a_graph():
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    compiled = torch.compile(lambda v: v.view(2, 2).sum(0) + 1, backend="aot_eager")
+    for _ in range(2):
+        graph.replay()
+        compiled(y).tolist()
+
+
+def test_registered_generators_and_the_default_one():
+    generator = torch.Generator(DEVICE)
+    graph = torch.openreg.Graph()
+    graph.register_generator_state(generator)
+    with torch.openreg.graph(graph):
+        y = torch.rand(3, device=DEVICE, generator=generator) + torch.rand(3, device=DEVICE)
+        noise = torch.rand(3)  # of the host, and for the host
+    graph.replay()
+    assert len(y.tolist()) == len(noise)
+
+
+def test_graphs_in_graphs_and_what_is_gone():
+    x = ones()
+    inner, y = captured(lambda: x * 2)
+    outer, z = captured(lambda: (inner.replay(), y + 1)[1])
+    outer.replay()
+    z.tolist()
+    inner.reset()
+    y = None
+    gc.collect()
+    again, w = captured(lambda: x * 3)
+    again.replay()
+    w.tolist()
+
+
+def test_a_child_graph_keeps_its_inputs():
+    x = ones()
+    inner, y = captured(lambda: x * 2)
+    outer, _ = captured(inner.replay)
+    x = None
+    with caught("freed_input", "aten.mul.Tensor"):
+        outer.replay()
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch.accelerator.Graph came with torch 2.13")
+def test_accelerator_graph():
+    x = ones()
+    graph = torch.accelerator.Graph()
+    torch.openreg.synchronize()
+    with torch.openreg.Stream(), graph:
+        x += 1
+    graph.replay()
+    x = None
+    with caught("freed_input", "aten.add_.Tensor"):
+        graph.replay()
+
+
+def test_a_void_capture_leaves_nothing():
+    x = ones()
+    graph = torch.openreg.Graph()
+    with pytest.raises(torch.AcceleratorError), torch.openreg.graph(graph):
+        x.sum().item()
+    with torch.openreg.graph(graph):
+        y = x * 2
+    graph.replay()
+    y.tolist()
+
+
+def test_a_capture_keeps_no_variables_alive():
+    class Config:
+        scale = 2.0
+
+    config, x, graph = Config(), ones(), torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        y = x * config.scale
+    alive = weakref.ref(y)
+    del y
+    assert alive() is None
+    graph.replay()
+    Config.scale = 3.0
+    with caught("host_number", "holds config.scale as the constant 2.0, but it is 3.0 now"):
+        graph.replay()
+
+
+def test_reports_go_to_a_function():
+    found = []
+    sanitizer.disable_openreg_sanitizer()
+    sanitizer.enable_openreg_sanitizer(found.extend)
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    x = None
+    graph.replay()
+    assert [each.kind for each in found] == ["freed_input"]
+
+
+def test_graphs_have_their_own_methods_while_it_is_off():
+    replay = torch.openreg.Graph.replay
+    sanitizer.disable_openreg_sanitizer()
+    assert torch.openreg.Graph.replay is not replay
+    assert torch.openreg.Graph.replay is replay.__wrapped__
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["inline"], indirect=True)  # the program chooses its own
+def test_the_tests_of_graphs_give_no_report(mode):
+    path = Path(__file__).with_name("test_graphs.py")
+    wrong = "not test_generators_are_registered"  # which makes the mistake, and expects the error of a capture
+    done = python("-m", "pytest", "-q", path, "-k", wrong, cwd=path.parents[2], OPENREG_SANITIZER="1")
+    assert done.returncode == 0, done.stdout
