@@ -55,7 +55,7 @@ SETUP = {
     ("docs/device-type-tests.md", "Blocked tests and tolerances", ""): TEST_CASE,
     ("docs/streams.md", "The sanitizer", ""): STREAMS,
     ("docs/streams.md", "Correct patterns", ""): STREAMS,
-    ("docs/testing-your-library.md", "A budget of waits", ""): LIBRARY,
+    ("docs/testing-your-library.md", "A budget for waits", ""): LIBRARY,
     ("docs/tools.md", "compare", "with compare"): "import torch\ntrain = lambda: torch.ones(3, device='openreg') + 1\n",
     (
         "docs/tools.md",
