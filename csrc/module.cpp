@@ -1,5 +1,6 @@
 // Python bindings: what openreg_ops needs of C++ that torch does not offer already.
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Event.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Stream.h>
@@ -13,6 +14,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -163,19 +165,43 @@ std::unordered_map<std::string, openreg::ops::Check>& checks() {
   static auto* all = new std::unordered_map<std::string, openreg::ops::Check>;
   return *all;
 }
+// "str", "list of Tensor and str".
+std::string type_name(const py::handle object) {
+  const auto name = [](const py::handle each) {
+    return py::type::handle_of(each).attr("__name__").cast<std::string>();
+  };
+  std::string out = name(object);
+  if (!py::isinstance<py::list>(object) && !py::isinstance<py::tuple>(object)) return out;
+  std::set<std::string> names;
+  for (const auto each : object) names.insert(name(each));
+  for (const auto& each : names) out += (each == *names.begin() ? " of " : " and ") + each;
+  return out;
+}
+[[noreturn]] void refuse(const std::string& op, size_t index, const py::handle given) {
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(("openreg::" + op).c_str(), "");
+  const auto& argument = handle.schema().arguments()[index];
+  TORCH_CHECK_TYPE(false, op, ": expected ", argument.name(), " of type ", argument.type()->annotation_str(),
+      ", but got ", type_name(given));
+}
 // check(operator's arguments...), of which it takes those that it looks at. None for a list is an empty one.
 PyObject* run_check(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  const auto* check = static_cast<const openreg::ops::Check*>(PyCapsule_GetPointer(self, nullptr));
-  TORCH_CHECK(static_cast<size_t>(count) >= check->types.size(), "expected all arguments of the operator");
+  using Named = std::pair<const std::string, openreg::ops::Check>;
+  const auto& [op, check] = *static_cast<const Named*>(PyCapsule_GetPointer(self, nullptr));
+  TORCH_CHECK(static_cast<size_t>(count) >= check.types.size(), op,
+      ": expected all arguments of the operator, but got ", count, " of at least ", check.types.size());
   std::vector<c10::IValue> arguments;
-  for (const auto& type : check->types) {
+  for (const auto& type : check.types) {
     const py::handle given = args[arguments.size()];
     const bool none = given.is_none() && type->kind() == c10::TypeKind::ListType;
     const auto object = none ? py::tuple() : py::reinterpret_borrow<py::object>(given);
-    arguments.push_back(torch::jit::toIValue(object, type, std::nullopt));
+    try {
+      arguments.push_back(torch::jit::toIValue(object, type, std::nullopt));
+    } catch (const py::cast_error&) {
+      refuse(op, arguments.size(), given);
+    }
   }
-  check->run(arguments);
+  check.run(arguments);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -370,7 +396,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("check_of", [](const std::string& op) -> py::object {
     const auto found = checks().find(op);
     if (found == checks().end()) return py::none();
-    const py::capsule self(&found->second);
+    const py::capsule self(&*found);
     return py::reinterpret_steal<py::object>(PyCFunction_New(&check_method, self.ptr()));
   });
   m.attr("empty_strided") = py::reinterpret_steal<py::object>(PyCFunction_New(&empty_strided_method, nullptr));

@@ -164,5 +164,5 @@ def _(k_cache, v_cache):
 @kv_cache_update.samples
 def _(device, dtype):
     for slots in ([3, 0, -1, 5], [2]):
-        rows = (len(slots), 2, 3)
-        yield *op.normal(device, dtype, (8, 2, 3), (8, 2, 3), rows, rows), torch.tensor(slots, device=device)
+        rows = (len(slots), 4, 3)
+        yield *op.normal(device, dtype, (8, 4, 3), (8, 4, 3), rows, rows), torch.tensor(slots, device=device)

@@ -122,7 +122,7 @@ rotary_embedding_backward.batched(
 @rotary_embedding.samples
 def _(device, dtype):
     for shape, table, *interleaved in (
-        ((2, 3, 5, 8), (5, 4)),
+        ((2, 4, 5, 8), (5, 4)),
         ((2, 5, 3, 6), (5, 1, 3), True),
         ((4,), (2,), False),
     ):

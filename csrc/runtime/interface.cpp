@@ -99,13 +99,14 @@ std::string hexadecimal(const void* address) {
 void check_block(const char* function, const void* memory) {
   check_memory(function, memory);
   const MemoryOwner owner = owner_of(memory);
-  const std::string got = std::string(function) + ": expected an address from allocate(), but got " +
-      hexadecimal(memory) + " of device " + std::to_string(owner.device);
-  if (!owner.block.size) throw std::invalid_argument(got + ", where nothing is allocated; was it freed before?");
-  if (owner.block.state != MemoryBlock::kAllocated)
-    throw std::invalid_argument(got + ", which has been freed already; free memory once");
+  const auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument(std::string(function) + ": expected an address from allocate(), but got " +
+        hexadecimal(memory) + " of device " + std::to_string(owner.device) + ", " + why);
+  };
+  if (!owner.block.size) refuse("where nothing is allocated; was it freed before?");
+  if (owner.block.state != MemoryBlock::kAllocated) refuse("which has been freed already; free memory once");
   if (owner.block.address != memory)
-    throw std::invalid_argument(got + ", which is byte " +
+    refuse("which is byte " +
         std::to_string(static_cast<const char*>(memory) - static_cast<const char*>(owner.block.address)) +
         " of a block that starts at " + hexadecimal(owner.block.address) + "; give that address");
 }

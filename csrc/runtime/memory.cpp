@@ -13,7 +13,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -32,7 +31,9 @@
 // A device's address range is cut into 64 KiB pages. An allocation of more than 32 KiB is a run of
 // pages; free runs are kept by address (to join neighbours) and taken best fit. A smaller one is a
 // block of one of 32 size classes (four to each power of two); a page serves one class. What a page
-// holds stands in `pages_`, outside device memory, so that the allocator itself never touches it.
+// holds stands in `pages_`, outside device memory, so that the allocator itself never touches it, and
+// what is known of a block in `notes_`. A bit of `starts_` is set for each page that a run or a page of
+// blocks in use starts at: the nearest one before an address leads to the block that holds it.
 namespace openreg {
 namespace {
 
@@ -82,8 +83,9 @@ class Pool {
     device_ = device;
     base_ = base;
     pages_ = static_cast<Page*>(reserve_addresses(bytes / kPage * sizeof(Page)));
-    slack_ = static_cast<std::uint16_t*>(reserve_addresses(bytes / kGrain * sizeof(std::uint16_t)));
-    if (!pages_ || !slack_) return false;
+    notes_ = static_cast<Note*>(reserve_addresses(bytes / kGrain * sizeof(Note)));
+    starts_ = static_cast<std::uint64_t*>(reserve_addresses((bytes / kPage / 64 + 1) * sizeof(std::uint64_t)));
+    if (!pages_ || !notes_ || !starts_) return false;
     add_run(free_, 0, bytes / kPage);
     return true;
   }
@@ -107,7 +109,7 @@ class Pool {
       if (allocated() + size > limit_) fail(bytes);
       if (blocks.empty()) {
         const std::size_t page = take_run(stream, 1, bytes, size, false, captured, lock);
-        pages_[page] = Page{index + 1, 0, stream};
+        occupy(page, {index + 1, 0, stream});
         count_segments(MemoryStats::kSmall, 1, true);
         char* start = base_ + page * kPage;
         for (std::size_t offset = kPage / size * size; offset; offset -= size) blocks.push_back(start + offset - size);
@@ -123,7 +125,7 @@ class Pool {
     const std::size_t count_pages = (bytes + kPage - 1) / kPage;
     if (allocated() + count_pages * kPage > limit_) fail(bytes);
     const std::size_t page = take_run(stream, count_pages, bytes, count_pages * kPage, ahead, captured, lock);
-    pages_[page] = Page{kRun, static_cast<std::uint32_t>(count_pages), stream};
+    occupy(page, {kRun, static_cast<std::uint32_t>(count_pages), stream});
     if (ahead) ahead_.emplace(base_ + page * kPage, std::pair(detail::held_turn, detail::held_turn->taken));
     count(MemoryStats::kLarge, base_ + page * kPage, count_pages * kPage, bytes);
     count_segments(MemoryStats::kLarge, count_pages, true);
@@ -136,7 +138,7 @@ class Pool {
       const auto [size, stream] = [&] {
         std::lock_guard lock(mutex_);
         const Page& page = pages_[page_of(pointer)];
-        return std::pair(size_of(page) - slack(pointer), stream_of(page.owner));
+        return std::pair(size_of(page) - note(pointer).slack, stream_of(page.owner));
       }();
       tell(MemoryAction::kFreeRequested, pointer, size, {device_, stream});
     }
@@ -146,7 +148,7 @@ class Pool {
     const std::size_t size = size_of(page);
     for (const auto each : {pool, MemoryStats::kAll}) {
       stats_.bytes[each].remove(size);
-      stats_.requested[each].remove(size - slack(pointer));
+      stats_.requested[each].remove(size - note(pointer).slack);
       stats_.blocks[each].remove(1);
     }
     if (pool == MemoryStats::kLarge) count_segments(pool, page.count, false);
@@ -155,6 +157,7 @@ class Pool {
         std::vector<Ticket> tickets;
         for (const std::int64_t stream : found->second) tickets.push_back(ticket({device_, stream}));
         uses_.erase(found);
+        note(pointer).state = MemoryBlock::kPending;
         waiting_.push_back({pointer, std::move(tickets)});
         free_waiting();
         return;
@@ -184,12 +187,6 @@ class Pool {
 
   std::vector<MemorySegment> snapshot() {
     std::lock_guard lock(mutex_);
-    std::set<const char*> free;
-    for (const auto& classes : blocks_)
-      if (classes)
-        for (const auto& blocks : *classes) free.insert(blocks.begin(), blocks.end());
-    std::set<const char*> pending;
-    for (const auto& each : waiting_) pending.insert(each.pointer);
     std::map<std::size_t, std::size_t> unused = free_;
     std::map<std::size_t, std::int64_t> owners; // of cached runs, by first page: what is left of one may not say it
     for (const auto& [owner, runs] : cached_) {
@@ -222,10 +219,8 @@ class Pool {
       const std::size_t size = size_of(each);
       for (std::size_t offset = 0; offset + size <= segment.size; offset += size) {
         const char* block = start + offset;
-        const auto state = pending.contains(block) ? MemoryBlock::kPending
-            : free.contains(block)                 ? MemoryBlock::kFree
-                                                   : MemoryBlock::kAllocated;
-        segment.blocks.push_back({block, size, state, state == MemoryBlock::kFree ? size : size - slack(block)});
+        const auto state = note(block).state;
+        segment.blocks.push_back({block, size, state, state == MemoryBlock::kFree ? size : size - note(block).slack});
       }
       page += segment.size / kPage;
       out.push_back(std::move(segment));
@@ -244,30 +239,19 @@ class Pool {
     find_locked(address, owner);
   }
   void find_locked(const char* address, MemoryOwner& owner) noexcept {
-    // What lies between unused runs is in use: go there from the end of the nearest run before the address.
     const std::size_t target = page_of(address);
-    std::size_t page = 0;
-    const auto pass = [&](const Runs& runs) {
-      const auto after = runs.upper_bound(target);
-      if (after != runs.begin()) page = std::max(page, std::prev(after)->first + std::prev(after)->second);
-    };
-    pass(free_);
-    for (const auto& [stream, runs] : cached_) pass(runs);
-    const auto length = [&] { return pages_[page].kind == kRun ? pages_[page].count : 1; };
-    while (page + length() <= target) page += length();
-    if (page > target) return; // in an unused run
+    std::size_t word = target / 64;
+    std::uint64_t starts = starts_[word] & (~std::uint64_t{0} >> (63 - target % 64)); // up to the address
+    while (!starts && word) starts = starts_[--word];
+    if (!starts) return;
+    const std::size_t page = 64 * word + static_cast<std::size_t>(std::bit_width(starts)) - 1;
+    if (page + (pages_[page].kind == kRun ? pages_[page].count : 1) <= target) return; // in an unused run
     const char* start = base_ + page * kPage;
     const std::size_t size = size_of(pages_[page]);
     const char* block = start + static_cast<std::size_t>(address - start) / size * size;
-    if (block + size > start + length() * kPage) return; // in the rest of a page that its blocks do not fill
-    owner.block = {block, size, MemoryBlock::kAllocated, size - slack(block)};
+    if (pages_[page].kind != kRun && block + size > start + kPage) return; // in what the page's blocks do not fill
+    owner.block = {block, size, note(block).state, size - note(block).slack};
     owner.stream = stream_of(pages_[page].owner);
-    for (const auto& each : waiting_)
-      if (each.pointer == block) owner.block.state = MemoryBlock::kPending;
-    if (pages_[page].kind == kRun) return;
-    const auto& blocks =
-        (*blocks_[static_cast<std::size_t>(pages_[page].owner)])[static_cast<std::size_t>(pages_[page].kind - 1)];
-    if (std::find(blocks.begin(), blocks.end(), block) != blocks.end()) owner.block.state = MemoryBlock::kFree;
   }
 
   void empty_cache(PoolId pool) noexcept {
@@ -343,10 +327,24 @@ class Pool {
     std::vector<Ticket> tickets; // of the recorded streams
   };
 
+  struct Note {
+    std::uint16_t slack; // what the allocation was rounded up by; less than a page
+    MemoryBlock::State state;
+  };
+
   std::size_t page_of(const char* pointer) const { return static_cast<std::size_t>(pointer - base_) / kPage; }
   static std::size_t size_of(const Page& page) {
     return page.kind == kRun ? page.count * kPage : class_size(page.kind - 1);
   }
+  // Of the block that starts there.
+  Note& note(const char* pointer) const { return notes_[static_cast<std::size_t>(pointer - base_) / kGrain]; }
+
+  // A run, or a page of blocks, comes into use; vacate() before its pages are free.
+  void occupy(std::size_t page, const Page& what) {
+    pages_[page] = what;
+    starts_[page / 64] |= std::uint64_t{1} << page % 64;
+  }
+  void vacate(std::size_t page) { starts_[page / 64] &= ~(std::uint64_t{1} << page % 64); }
 
   // ---- private pools ----
 
@@ -436,16 +434,18 @@ class Pool {
       stats_.active[each].remove(size);
       stats_.active_blocks[each].remove(1);
     }
-    tell(MemoryAction::kFreed, pointer, size - slack(pointer), {device_, stream_of(owner)});
+    tell(MemoryAction::kFreed, pointer, size - note(pointer).slack, {device_, stream_of(owner)});
+    note(pointer).state = MemoryBlock::kFree;
     if (is_private(owner)) [[unlikely]]
       --private_of(owner).live;
     if (kind != kRun) {
       --count;
       blocks_of(owner)[static_cast<std::size_t>(kind - 1)].push_back(pointer);
-    } else if (own || idle(owner)) [[likely]] {
-      add_free(page, count);
     } else {
-      add_run(cached_[owner], page, count);
+      vacate(page);
+      if (own || idle(owner)) [[likely]]
+        add_free(page, count);
+      else add_run(cached_[owner], page, count);
     }
   }
 
@@ -478,6 +478,7 @@ class Pool {
         if (pages_[page].count) return false;
         if (pages_[page].kind != kRun) { // the first of its blocks that we meet
           pages_[page].kind = kRun;
+          vacate(page);
           count_segments(MemoryStats::kSmall, 1, false);
           add_free(page, 1);
         }
@@ -488,11 +489,8 @@ class Pool {
 
   std::size_t allocated() const { return stats_.bytes[MemoryStats::kAll].current; }
 
-  // What an allocation was rounded up by; less than a page.
-  std::uint16_t& slack(const char* pointer) const { return slack_[static_cast<std::size_t>(pointer - base_) / kGrain]; }
-
   void count(MemoryStats::Pool pool, const char* pointer, std::size_t size, std::size_t requested) {
-    slack(pointer) = static_cast<std::uint16_t>(size - requested);
+    note(pointer) = {static_cast<std::uint16_t>(size - requested), MemoryBlock::kAllocated};
     for (const auto each : {pool, MemoryStats::kAll}) {
       stats_.bytes[each].add(size);
       stats_.active[each].add(size);
@@ -658,7 +656,8 @@ class Pool {
   char* base_ = nullptr;
   std::size_t high_water_ = 0; // pages ever handed out since the last empty_cache()
   Page* pages_ = nullptr;
-  std::uint16_t* slack_ = nullptr; // see slack()
+  Note* notes_ = nullptr;           // one for each kGrain bytes
+  std::uint64_t* starts_ = nullptr; // bits
   Runs free_;                                      // for any stream
   std::size_t taken_ = 0;                          // pages that are not in free_
   std::size_t returned_ = 0;                       // pages of free_ that return_free() has given back

@@ -93,7 +93,8 @@ std::size_t memory_limit(int device) noexcept;
 
 // What an address range holds, in the order of addresses.
 struct MemoryBlock {
-  enum State { kAllocated, kPending, kFree }; // pending: freed, but a stream's work may still use it
+  // kPending: freed, but a stream's work may still use it.
+  enum State : std::uint8_t { kFree, kAllocated, kPending };
   const void* address;
   std::size_t size;
   State state;

@@ -225,7 +225,7 @@ def memory_snapshot(
     that allocated it, where `_record_memory_history` was called before. A block's state is "active_allocated",
     "active_pending_free" (freed, but work that a stream has been given may still use it) or "inactive".
     """
-    states = ("active_allocated", "active_pending_free", "inactive")
+    states = ("inactive", "active_allocated", "active_pending_free")
     out = []
     for index in range(_C.device_count()) if device is None else [device_index(device)]:
         for address, size, stream, small, pool, blocks in _C.memory_snapshot(index):

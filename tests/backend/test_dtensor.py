@@ -416,6 +416,8 @@ def test_compiled(group):
 # ---- without processes ----
 
 VALIDATE = """
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensorMode
@@ -432,13 +434,16 @@ from openreg_ops.meta import op
 from openreg_tools.samples import sample_of
 
 
+SIZE = int(sys.argv[1])
+
+
 def validated(name, rule):
     function, count = getattr(torch.ops.openreg, name).default, 0
     for sample in map(sample_of, op.SAMPLES[name]("cpu", torch.float32)):
         truth = function(*sample.args, **sample.kwargs)
         truth = [truth] if isinstance(truth, torch.Tensor) else list(truth)
-        with LocalTensorMode(frozenset(range(2))):
-            mesh = init_device_mesh("cpu", (2,))
+        with LocalTensorMode(frozenset(range(SIZE))):
+            mesh = init_device_mesh("cpu", (SIZE,))
 
             def strategy(x):
                 if not isinstance(x, torch.Tensor):
@@ -449,19 +454,21 @@ def validated(name, rule):
             given = tree_map(strategy, strategies._by_name(function, sample.args, sample.kwargs))
             for places, outs in strategies._combinations(function, rule, given, mesh, 0):
                 placements = tuple(tuple(map(strategies._placement, each)) for each in (places, outs))
-                right, why = validate_aten_combination(function, sample.args, sample.kwargs, truth, placements, 2, mesh)
+                right, why = validate_aten_combination(
+                    function, sample.args, sample.kwargs, truth, placements, SIZE, mesh
+                )
                 assert right is not False, (name, sample, placements, why)  # None: it does not split unevenly
                 count += right is True and any(at is not None for at in places)
     return count
 
 
 torch.manual_seed(0)
-dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-for name, rule in op.SHARDED.items():
-    if not getattr(torch.ops.openreg, name).default._schema.is_mutable:
-        assert validated(name, rule), name
+dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
+rules = {n: rule for n, rule in op.SHARDED.items() if not getattr(torch.ops.openreg, n).default._schema.is_mutable}
+unseen = [name for name, rule in rules.items() if not validated(name, rule)]
+assert not unseen, f"no sample of {unseen} can be split over {SIZE} processes"
 try:
-    validated("quantize_rowwise", lambda x: [(dict(x=x.dim() - 1), (x.dim() - 1, None))])
+    validated("swiglu", lambda: [(dict(), (op.SUM,))])
 except AssertionError as error:
     assert "mismatch" in str(error), error
 else:
@@ -469,9 +476,10 @@ else:
 """
 
 
-def test_strategies_by_pytorchs_own_validator():
+@pytest.mark.parametrize("size", [2, 4])
+def test_strategies_by_pytorchs_own_validator(size):
     pytest.importorskip("torch.distributed.tensor._ops.strategy_validation")
-    done = python("-c", VALIDATE)
+    done = python("-c", VALIDATE, str(size))
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -98,13 +98,28 @@ def test_check_reads_what_it_is_given():
     check(x, tuple(weights), [torch.randn(2)], sizes)
     with pytest.raises(RuntimeError, match="^grouped_linear: expected x to be a tensor, but got None"):
         check(None, weights, None, sizes)
-    with pytest.raises(RuntimeError, match="expected all arguments of the operator"):
+    with pytest.raises(
+        RuntimeError, match="^grouped_linear: expected all arguments of the operator, but got 3 of at least 4"
+    ):
         check(x, weights, None)
     check = _C.check_of("adamw_step_")
     for lr in (1, 1e-3, torch.tensor(1e-3)):
         check([x], [x], [x], [x], [], [torch.tensor(0.0)], lr, 0.9, 0.99, 0.0, 1e-8, False, False, None, None)
     with pytest.raises(RuntimeError, match="^adamw_step_: expected lr of float32 or float64 and no dimension"):
         check([x], [x], [x], [x], [], [torch.tensor(0.0)], x, 0.9, 0.99, 0.0, 1e-8, False, False, None, None)
+
+
+def test_an_argument_of_another_type_is_named():
+    x = torch.randn(3, 4)
+    with pytest.raises(TypeError, match="^swiglu: expected up of type Tensor, but got str$"):
+        openreg_ops.swiglu.reference(x, "up")
+    with pytest.raises(TypeError, match="^dropout_add: expected p of type float, but got str$"):
+        openreg_ops.dropout_add.reference(x, x, "0.5")
+    sentence = r"^grouped_linear: expected weights of type List\[Tensor\], but got "
+    with pytest.raises(TypeError, match=sentence + "list of Tensor and int$"):
+        openreg_ops.grouped_linear.reference(x, [x, 1], None, torch.tensor([3]))
+    with pytest.raises(TypeError, match=sentence + "float$"):
+        openreg_ops.grouped_linear.reference(x, 0.5, None, torch.tensor([3]))
 
 
 def test_an_argument_that_the_operator_lacks_is_named():

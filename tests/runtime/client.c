@@ -159,6 +159,9 @@ int main(void) {
   fails(device->deallocate((char*)large + 70000), OPENREG_ERROR_ARGUMENT, "which is byte 70000 of a block that starts at");
   OK(device->deallocate(large));
   fails(device->deallocate(large), OPENREG_ERROR_ARGUMENT, "where nothing is allocated; was it freed before?");
+  OK(device->allocate(first, 16 << 20, &large));
+  fails(device->deallocate((char*)large + (16 << 20) - 1), OPENREG_ERROR_ARGUMENT, "which is byte 16777215 of a block");
+  OK(device->deallocate(large));
   OK(device->allocate(first, 8, &small));
   OK(device->deallocate(small));
   fails(device->deallocate(small), OPENREG_ERROR_ARGUMENT, "which has been freed already; free memory once");

@@ -71,14 +71,18 @@ inline const char* dtype_name(ScalarType type) {
   }
 }
 
+inline const char* dtype_name(int32_t dtype) {
+  return dtype_name(torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype)));
+}
+
 inline std::string shape_of(Sizes sizes) {
   std::string out = "[";
   for (size_t i = 0; i < sizes.size(); ++i) out += (i ? ", " : "") + std::to_string(sizes[i]);
   return out + "]";
 }
 
-// What x is made of, as PyTorch's own numbers. Their translation to ScalarType and Device takes ten calls each, which
-// shows in an operator of two microseconds; these are translated for messages only.
+// What x is made of, as PyTorch's own numbers; ask once in each call. Their translation to ScalarType and Device takes
+// ten calls each, which shows in an operator of two microseconds; these are translated for messages only.
 struct Kind {
   explicit Kind(const Tensor& x) {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
@@ -104,27 +108,26 @@ inline void check_tensor(const char* op, const char* name, const Tensor& x) {
   if (!x.defined()) fail(op, ": expected ", name, " to be a tensor, but got None");
 }
 
-inline void check_floating(const char* op, const char* name, const Tensor& x) {
+inline Kind check_floating(const char* op, const char* name, const Tensor& x) {
   check_tensor(op, name, x);
-  const int32_t dtype = Kind(x).dtype;
-  if (dtype != aoti_torch_dtype_float32() && dtype != aoti_torch_dtype_float64() &&
-      dtype != aoti_torch_dtype_float16() && dtype != aoti_torch_dtype_bfloat16())
-    fail(op, ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(x.scalar_type()),
+  const Kind kind(x);
+  if (kind.dtype != aoti_torch_dtype_float32() && kind.dtype != aoti_torch_dtype_float64() &&
+      kind.dtype != aoti_torch_dtype_float16() && kind.dtype != aoti_torch_dtype_bfloat16())
+    fail(op, ": expected ", name, " of float32, float64, float16 or bfloat16, but got ", dtype_name(kind.dtype),
         "; convert it with .to()");
+  return kind;
 }
 
-inline void check_same_device(const char* op, const char* x_name, const Tensor& x, const char* name, const Tensor& y) {
-  check_tensor(op, name, y);
-  if (const Kind here(x), there(y); !here.on_same_device(there))
-    fail(op, ": ", x_name, " is on ", device_of(here), " but ", name, " is on ", device_of(there),
-        "; move one with .to()");
-}
-
-inline void check_dtype(const char* op, const char* name, const Tensor& x, int32_t dtype, const char* of) {
-  if (Kind(x).dtype != dtype)
-    fail(op, ": expected ", name, " of ",
-        dtype_name(torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype))), ", the dtype of ", of,
-        ", but got ", dtype_name(x.scalar_type()), "; convert one with .to()");
+// x has this dtype, which is that of `of`, and is where y is.
+inline void check_kind(const char* op, const char* name, const Tensor& x, int32_t dtype, const char* of,
+    const char* y_name, const Kind& y) {
+  check_tensor(op, name, x);
+  const Kind kind(x);
+  if (!kind.on_same_device(y))
+    fail(op, ": ", y_name, " is on ", device_of(y), " but ", name, " is on ", device_of(kind), "; move one with .to()");
+  if (kind.dtype != dtype)
+    fail(op, ": expected ", name, " of ", dtype_name(dtype), ", the dtype of ", of, ", but got ",
+        dtype_name(kind.dtype), "; convert one with .to()");
 }
 
 inline void check_shape(const char* op, const char* name, const Tensor& x, Sizes shape, const char* of) {
@@ -133,9 +136,9 @@ inline void check_shape(const char* op, const char* name, const Tensor& x, Sizes
 }
 
 // Device, dtype and shape of x are those of y.
-inline void check_like(const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y) {
-  check_same_device(op, of, y, name, x);
-  check_dtype(op, name, x, Kind(y).dtype, of);
+inline void check_like(
+    const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y, const Kind& kind) {
+  check_kind(op, name, x, kind.dtype, of, of, kind);
   if (x.sizes() != y.sizes()) check_shape(op, name, x, y.sizes(), ("that of " + std::string(of)).c_str());
 }
 
@@ -148,15 +151,16 @@ inline Tensor dense(const Tensor& x) {
 
 // Contiguous memory on the device of x. torch::stable::new_empty() would box six arguments.
 inline Tensor memory(Sizes sizes, int32_t dtype, const Kind& x) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
+  int64_t few[8], stride = 1;
+  std::vector<int64_t> many(sizes.size() > std::size(few) ? sizes.size() : 0);
+  int64_t* const strides = many.empty() ? few : many.data();
   for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = stride;
     stride *= sizes[i] > 1 ? sizes[i] : 1;
   }
   AtenTensorHandle out = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, x.device_type, x.device, &out));
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, x.device_type, x.device, &out));
   return Tensor(out);
 }
 

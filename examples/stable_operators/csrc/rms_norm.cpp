@@ -47,12 +47,12 @@ void rms_norm_backward_row(
   }
 }
 
-void check_row(const char* op, const Tensor& x, const Tensor& weight) {
-  check_floating(op, "x", x);
+Kind check_row(const char* op, const Tensor& x, const Tensor& weight) {
+  const Kind kind = check_floating(op, "x", x);
   if (x.dim() == 0) fail(op, ": expected x of at least one dimension, but got a scalar; use x.unsqueeze(0)");
-  check_same_device(op, "x", x, "weight", weight);
-  check_dtype(op, "weight", weight, Kind(x).dtype, "x");
+  check_kind(op, "weight", weight, kind.dtype, "x", "x", kind);
   check_shape(op, "weight", weight, x.sizes().slice(x.dim() - 1, 1), "the last dimension of x");
+  return kind;
 }
 
 // rstd has a number for each row of x.
@@ -61,9 +61,8 @@ Sizes rows_of(const Tensor& x) {
 }
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, double eps) {
-  check_row("rms_norm", x_, weight_);
+  const Kind kind = check_row("rms_norm", x_, weight_);
   const Tensor x = dense(x_), weight = dense(weight_);
-  const Kind kind(x);
   Tensor y = memory(x.sizes(), kind.dtype, kind), rstd = memory(rows_of(x), wide_dtype(kind.dtype), kind);
   dispatch(kind, [&]<class T>(T*) {
     run(kind, "stable_operators::rms_norm",
@@ -80,14 +79,12 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, dou
 std::tuple<Tensor, Tensor> rms_norm_backward(
     const Tensor& grad_y_, const Tensor& x_, const Tensor& weight_, const Tensor& rstd_) {
   constexpr const char* op = "rms_norm_backward";
-  check_row(op, x_, weight_);
-  check_like(op, "grad_y", grad_y_, "x", x_);
-  check_same_device(op, "x", x_, "rstd", rstd_);
-  check_dtype(op, "rstd", rstd_, wide_dtype(Kind(x_).dtype), "its rms_norm output");
+  const Kind kind = check_row(op, x_, weight_);
+  check_like(op, "grad_y", grad_y_, "x", x_, kind);
+  check_kind(op, "rstd", rstd_, wide_dtype(kind.dtype), "its rms_norm output", "x", kind);
   check_shape(op, "rstd", rstd_, rows_of(x_), "that of x without its last dimension");
 
   const Tensor grad_y = dense(grad_y_), x = dense(x_), weight = dense(weight_), rstd = dense(rstd_);
-  const Kind kind(x);
   Tensor grad_x = memory(x.sizes(), kind.dtype, kind), grad_weight = memory(weight.sizes(), kind.dtype, kind);
   // Rows go to a fixed number of parts, each with a sum of its own, so that grad_weight does not depend on the number
   // of threads.

@@ -56,15 +56,15 @@ void swiglu_backward_loop(const T* __restrict grad_y, const T* __restrict gate, 
   }
 }
 
-void check_gate_up(const char* op, const Tensor& gate, const Tensor& up) {
-  check_floating(op, "gate", gate);
-  check_like(op, "up", up, "gate", gate);
+Kind check_gate_up(const char* op, const Tensor& gate, const Tensor& up) {
+  const Kind kind = check_floating(op, "gate", gate);
+  check_like(op, "up", up, "gate", gate, kind);
+  return kind;
 }
 
 Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
-  check_gate_up("swiglu", gate_, up_);
+  const Kind kind = check_gate_up("swiglu", gate_, up_);
   const Tensor gate = dense(gate_), up = dense(up_);
-  const Kind kind(gate);
   Tensor y = memory(gate.sizes(), kind.dtype, kind);
   dispatch(kind, [&]<class T>(T*) {
     run(kind, "stable_operators::swiglu", [g = read<T>(gate), u = read<T>(up), y = write<T>(y), n = gate.numel()] {
@@ -76,10 +76,9 @@ Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
 
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& gate_, const Tensor& up_) {
   constexpr const char* op = "swiglu_backward";
-  check_gate_up(op, gate_, up_);
-  check_like(op, "grad_y", grad_y_, "gate", gate_);
+  const Kind kind = check_gate_up(op, gate_, up_);
+  check_like(op, "grad_y", grad_y_, "gate", gate_, kind);
   const Tensor grad_y = dense(grad_y_), gate = dense(gate_), up = dense(up_);
-  const Kind kind(gate);
   Tensor grad_gate = memory(gate.sizes(), kind.dtype, kind);
   Tensor grad_up = memory(gate.sizes(), kind.dtype, kind);
   dispatch(kind, [&]<class T>(T*) {
