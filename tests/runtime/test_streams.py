@@ -281,7 +281,7 @@ def test_external_streams():
     first = torch.openreg.default_stream(1)
     assert torch.openreg.get_stream_from_external(first.native_handle, 1) == first
     for handle in (12345, None, -1, 2**70):
-        with pytest.raises(ValueError, match=f"{handle} is no stream of openreg:0"):
+        with pytest.raises(ValueError, match=f"{handle} is not a stream of openreg:0"):
             torch.openreg.ExternalStream(handle)
 
 

@@ -25,7 +25,7 @@ from openreg_tools.checker.checks.fakes import run_fake
 
 
 def _clear(case: Case, error: BaseException, inputs: str) -> str:
-    """A refusal of some inputs as a note; fails if the error is an accident of the kernel's."""
+    """A note that the operator refuses some inputs; fails if the error is an accident in the kernel."""
     if "INTERNAL ASSERT" in str(error) or isinstance(error, (AssertionError, ZeroDivisionError, SystemError)):
         fail(
             f"{case.name}: given {inputs} it ended in {last_line(error)}",
@@ -65,7 +65,7 @@ def layouts(case: Case) -> str | None:
 
 
 def _against(case: Case, tensors: list[Tensor], inputs: str) -> str | None:
-    """Run unusual inputs; compare with the reference, else with the fake kernel. Returns a refusal."""
+    """Run unusual inputs; compare with the reference, else with the fake kernel. Returns a note about a refusal."""
     try:
         outs = plain(case, tensors)
     except Exception as error:
@@ -124,7 +124,7 @@ def zero_dim(case: Case) -> str | None:
     return None
 
 
-_LARGE = 2**19  # elements: enough for every kernel to use its threads and vectors
+_LARGE = 2**19  # elements, enough for every kernel to use threads and vectors
 
 
 def large(case: Case) -> str | None:

@@ -1,4 +1,4 @@
-"""Checks of what the machine does: streams, memory, threads, time."""
+"""Checks of the machine's side: streams, memory, threads, time."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def stream(case: Case) -> str | None:
 
 @contextlib.contextmanager
 def _garbage(case: Case, pattern: int) -> Iterator[None]:
-    """Memory handed out in here is filled with the byte `pattern`, as far as this device and C library let us."""
+    """Fill memory allocated in this context with the byte `pattern`, if this device and C library support it."""
     kind = case.device.type
     if filled := backends.of_device(kind).filled(pattern):
         with filled:
             yield
         return
-    # Leave garbage in freed blocks of the sizes that the call will ask for.
+    # Leave garbage in freed blocks of the sizes that the call will request.
     blocks = []
     for x in (*case.leaves, *case.expected):
         for _ in range(4):
@@ -175,7 +175,7 @@ def overhead(case: Case) -> str | None:
 
 
 def _nanoseconds(call: Callable[[], Any]) -> float:
-    """The quickest of some batches, of 40 ms altogether."""
+    """The fastest of several batches, 40 ms in total."""
     call()
     best, count = float("inf"), 1
     end = time.perf_counter_ns() + 40_000_000
