@@ -1,4 +1,4 @@
-"""DLPack of device tensors, and that PyTorch alone still refuses it."""
+"""DLPack of device tensors, and that PyTorch without our patches still rejects it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every sentence that ends a check is provoked by a broken operator of this table; a new sentence needs a new one."""
+"""A broken operator in this table provokes every message that ends a check; a new message needs a new operator."""
 
 from __future__ import annotations
 
