@@ -14,15 +14,15 @@ APART = ("compare", "record")  # whose programs have their own arguments after -
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
 COMMANDS = {
-    "check": ("openreg_tools.checker.command", "find what is wrong with a custom operator of any library"),
+    "check": ("openreg_tools.checker.command", "find bugs in a custom operator of any library"),
     "compare": ("openreg_tools.compare.command", "find the first operator of a program that differs from a reference"),
     "conformance": ("openreg_tools.conformance.command", "run PyTorch's test databases on a device against the CPU"),
     "drift": ("openreg_tools.drift", "compare two versions of torch, and say which registrations break"),
     "explain": ("openreg_tools.explain", "show the path of one call through the dispatcher, key by key"),
-    "info": ("openreg_tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
+    "info": ("openreg_tools.info", "report what is installed, enabled and wrong: the start of a bug report"),
     "operators": ("openreg_tools.operators", "list torch's operators by class, and what a device has for each"),
-    "record": ("openreg_tools.compare.record_command", "keep a fingerprint of each operator's results, for compare"),
-    "trace": ("openreg_tools.trace", "run a program, and say what it ran on a device and which kernels to write"),
+    "record": ("openreg_tools.compare.record_command", "record a fingerprint of each operator's results, for compare"),
+    "trace": ("openreg_tools.trace", "run a program, and report what it ran on a device and which kernels to write"),
 }
 
 

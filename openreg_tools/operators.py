@@ -22,9 +22,9 @@ __all__ = ["Entry", "Operators", "operators"]
 CLASSES = {
     "required": "a backend must register a kernel",
     "structured": "only the out variant is needed, which this one runs",
-    "explicit": "optional: composed of other operators, with a derivative of its own",
-    "implicit": "optional: composed of other operators, whose derivatives serve",
-    "elsewhere": "of one library, vendor or layout, such as cuDNN, MPS or sparse: no new backend writes it",
+    "explicit": "optional: composed of other operators, with its own derivative",
+    "implicit": "optional: composed of other operators, which provide the derivative",
+    "elsewhere": "for one library, vendor or layout, such as cuDNN, MPS or sparse: a new backend does not need it",
 }
 OPTIONAL = ("explicit", "implicit")
 TRAITS = {
@@ -33,7 +33,7 @@ TRAITS = {
     "inplace": "changes an argument and returns it",
     "out": "writes its result into an argument",
     "random": "draws random numbers",
-    "data": "the shape or value of a result depends on the data (a synchronisation)",
+    "data": "the shape or value of a result depends on the data (a synchronization)",
 }
 
 

@@ -22,9 +22,9 @@ from openreg_tools.forms import Wrong
 TEMPLATES = Path(__file__).parent / "templates"
 STYLES = {
     "forward-only": "no derivative: asking for one is an error",
-    "separate": "the derivative is an operator of its own, with a kernel of its own",
+    "separate": "the derivative is a separate operator, with its own kernel",
     "function": "a torch::autograd::Function whose backward is made of PyTorch's operators",
-    "stable": "of a package: as separate, in C++ that one binary of runs with many versions of torch",
+    "stable": "for a package: like separate, in C++ whose one binary runs with many versions of torch",
 }
 FILES = {"NAME.cpp.in": "csrc/ops/{}.cpp", "NAME.py.in": "meta/{}.py", "test_NAME.py.in": "tests/ops/test_{}.py"}
 PACKAGE_FILES = {
@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if the files are written, 2 if what was asked for is wrong."""
+    """0 if the files are written, 2 if the request is wrong."""
     try:
         if arguments.package:
             operators = (arguments.ops or "weigh").split(",")

@@ -249,7 +249,7 @@ def check(
             sample_inputs = list(registered(target, dtype))
         else:
             sample_inputs = derived(op, target, dtype)
-            notes.append("These inputs were made up from the schema; sample inputs of your own say more.")
+            notes.append("These inputs were made up from the schema; your own sample inputs would test more.")
     elif callable(sample_inputs):
         target = target or "cpu"
         sample_inputs = sample_inputs(target, dtype)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing failed, 1 if something did, 2 if what was asked for is wrong."""
+    """0 if nothing failed, 1 if something did, 2 if the request is wrong."""
     try:
         if arguments.abi:
             return _abi(arguments)

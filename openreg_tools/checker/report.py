@@ -14,11 +14,11 @@ from openreg_tools.forms import page, wrapped
 DOCS = "docs/checker.md"
 MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "skip": "-"}
 MEANINGS = {
-    "pass": "as it should be",
+    "pass": "correct",
     "fail": "wrong",
-    "warn": "works, and costs or surprises",
-    "known": "wrong, for a known cause",
-    "refused": "the operator says in an error that it does not do this",
+    "warn": "works, but is slow or surprising",
+    "known": "wrong, with a known cause",
+    "refused": "raises an error that says that it is not supported",
     "skip": "does not apply",
 }
 

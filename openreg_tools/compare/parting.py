@@ -76,7 +76,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
         header = json.loads(lines[0])
         kind, version = header["kind"], header["version"]
     except (IndexError, ValueError, KeyError, TypeError):
-        raise Wrong(f"{path} is not a trace of `record`: its first line is no header") from None
+        raise Wrong(f"{path} is not a trace of `record`: its first line is not a header") from None
     if kind != KIND:
         raise Wrong(f"{path} is a trace of {kind!r}, and not one of `record`")
     if version > VERSION:

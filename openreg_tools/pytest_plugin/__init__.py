@@ -25,7 +25,7 @@ _DEVICE = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("device", "running on a device")
-    group.addoption("--on-device", **{**_DEVICE, "help": "--device, where the suite has an option --device of its own"})
+    group.addoption("--on-device", **{**_DEVICE, "help": "--device, if the suite has its own option --device"})
     group.addoption("--device-misuse", metavar="KINDS", help=f"report misuse: all, or some of {', '.join(KINDS)}")
     group.addoption("--device-forbid", metavar="KINDS", help="and fail the run where these are found")
     group.addoption("--device-sync-budget", metavar="N", type=int,

@@ -378,7 +378,7 @@ def test_batching_rule_that_raises():
     LIBRARY.impl("calls_times", lambda x: x * times(x.detach(), 2.0), "CompositeImplicitAutograd")
     (failure,) = check("broken::calls_times", [(torch.randn(4, 6),)], only=["vmap_grad"]).failures
     assert "'float' object has no attribute 'expand'" in failure.sentence
-    assert failure.remedy.startswith("fix the batching rules") and "None for what is no tensor" in failure.remedy
+    assert failure.remedy.startswith("fix the batching rules") and "None for all but tensors" in failure.remedy
 
 
 def test_slow_vmap_is_flagged(not_differentiable):

@@ -113,7 +113,7 @@ def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor
 
 
 def backward(case: Case) -> str | None:
-    """Asking for a gradient gives all of it, or an error."""
+    """Asking for a gradient gives the complete gradient, or an error."""
     if case.derivative.status != "pass":
         raise case.derivative
     tensors = case.fresh(grad=True, dtype=case.wide)
@@ -218,7 +218,7 @@ def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
 
 
 def gradgradcheck(case: Case) -> str | None:
-    """Second derivatives agree with finite differences, or are refused by an error of its own."""
+    """Second derivatives agree with finite differences, or raise an error of the operator itself."""
     needs_derivative(case)
     tensors, _ = _wide_leaves(case)
     outs = [out for out in case.run(*tensors) if out.requires_grad]
@@ -280,7 +280,7 @@ def gradgradcheck(case: Case) -> str | None:
 
 
 def forward_ad(case: Case) -> str | None:
-    """Forward-mode derivatives agree with those of backward, or are refused by an error."""
+    """Forward-mode derivatives agree with those of backward, or raise an error."""
     if case.derivative.status not in ("pass", "refused"):
         skip("there is no derivative to check: see backward")
     forward = torch.autograd.forward_ad

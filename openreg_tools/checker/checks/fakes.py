@@ -293,7 +293,7 @@ def fake_dynamic(case: Case) -> str | None:
 
 
 def fake_errors(case: Case) -> str | None:
-    """The fake kernel refuses what the kernel refuses, in the same words."""
+    """The fake kernel rejects what the kernel rejects, with the same messages."""
     needs_tensors(case)
     notes, agreed = [], 0
     for what, tensors in _wrong_inputs(case):

@@ -35,7 +35,7 @@ def _clear(case: Case, error: BaseException, inputs: str) -> str:
 
 
 def layouts(case: Case) -> str | None:
-    """Inputs that are permuted, padded, stepped, expanded or channels-last give what contiguous ones give."""
+    """Permuted, padded, stepped, expanded or channels-last inputs give the same results as contiguous ones."""
     if case.seeded:
         skip("its numbers are random, and drawn in the order of memory")
     remedy = "read elements by the tensor's strides, or start from x.contiguous()"
@@ -100,7 +100,7 @@ def _against(case: Case, tensors: list[Tensor], inputs: str) -> str | None:
 
 
 def empty(case: Case) -> str | None:
-    """Tensors of no elements are taken, or refused by a sentence."""
+    """Empty tensors are accepted, or rejected with a clear error."""
     tensors = case.fresh()
     sizes = sizes_of(tensors)
     if not sizes or any(x.layout != torch.strided for x in tensors):
@@ -115,7 +115,7 @@ def empty(case: Case) -> str | None:
 
 
 def zero_dim(case: Case) -> str | None:
-    """Zero-dimensional tensors are taken, or refused by a sentence."""
+    """Zero-dimensional tensors are accepted, or rejected with a clear error."""
     tensors = case.fresh()
     if not tensors or any(x.layout != torch.strided or not x.numel() for x in tensors):
         skip("no strided tensor with elements")
@@ -128,7 +128,7 @@ _LARGE = 2**19  # elements, enough for every kernel to use threads and vectors
 
 
 def large(case: Case) -> str | None:
-    """Large inputs give what the reference, or a single thread, gives."""
+    """Large inputs give the results of the reference, or of a single thread."""
     tensors = case.fresh()
     if any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
         skip("no strided tensor of more than one element")

@@ -25,8 +25,8 @@ from openreg_tools.checker.checks.fakes import compiled, lost, quiet
 
 
 def functionalization(case: Case) -> str | None:
-    """Functionalized, it gives what it gave."""
-    remedy = "declare in the schema what is written to and what is a view; functionalization believes it"
+    """Functionalized, it gives the same results."""
+    remedy = "declare in the schema what is written to and what is a view; functionalization relies on it"
     try:
         outs = torch.func.functionalize(case.function())(*case.fresh())
     except Exception as error:
@@ -115,13 +115,13 @@ def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]
 
 _RULES = (
     "fix the batching rules, of the operator and of those that its backward calls: a rule gets every argument, and for "
-    "each the batched dimension, None for what is no tensor"
+    "each the batched dimension, None for all but tensors"
 )
 _SLOW = "register a batching rule: torch.library.register_vmap, or a kernel at FuncTorchBatched"
 
 
 def vmap(case: Case) -> str | None:
-    """Under torch.vmap it gives what a loop gives, and without PyTorch's slow loop."""
+    """Under torch.vmap it gives a loop's results, without PyTorch's slow loop."""
     if case.seeded:
         skip("its numbers are random")
     if not case.leaves:
@@ -156,7 +156,7 @@ def vmap(case: Case) -> str | None:
 
 
 def vmap_grad(case: Case) -> str | None:
-    """torch.vmap of torch.func.grad gives what a loop over backward gives."""
+    """torch.vmap of torch.func.grad gives the results of a loop over backward."""
     if case.seeded:
         skip("its numbers are random")
     if case.derivative.status not in ("pass", "refused"):
@@ -188,7 +188,7 @@ def vmap_grad(case: Case) -> str | None:
 
 
 def autocast(case: Case) -> str | None:
-    """Under autocast it takes the dtypes that a linear before it makes, by a policy of its own."""
+    """Under autocast it accepts the dtypes that a preceding linear produces, with its own policy."""
     kind = case.device.type
     if not torch.amp.is_autocast_available(kind):
         skip(f"{kind} has no autocast")

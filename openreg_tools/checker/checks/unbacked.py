@@ -65,7 +65,7 @@ def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:
 
 
 def fake_unbacked(case: Case) -> str | None:
-    """The fake kernel works with sizes that only the data decide, in each dimension and in all."""
+    """The fake kernel works with data-dependent sizes, in each dimension and in all at once."""
     needs_tensors(case)
     variants = list(_variants(case))
     for where, symbols in variants:
@@ -107,7 +107,7 @@ def _captured() -> Any:
 
 
 def compile_unbacked(case: Case) -> str | None:
-    """Compiled where every dimension is unbacked (equal sizes alike), outputs and gradients are the eager ones."""
+    """Compiled with every dimension unbacked (equal sizes share a symbol), outputs and gradients are the eager ones."""
     needs_tensors(case)
     dims = _dims(case)
     if case.seeded:
@@ -134,7 +134,7 @@ def compile_unbacked(case: Case) -> str | None:
 
 
 def export_unbacked(case: Case) -> str | None:
-    """Exported behind nonzero(), which decides its sizes, strictly or not, it gives the eager outputs."""
+    """Exported after nonzero(), which determines its sizes, strictly or not, it gives the eager outputs."""
     needs_tensors(case)
     dims = _dims(case)
     if case.seeded:

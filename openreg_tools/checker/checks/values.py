@@ -34,7 +34,7 @@ def runs(case: Case) -> str | None:
 
 
 def schema(case: Case) -> str | None:
-    """It writes to nothing, and shares memory with nothing, but what its schema says."""
+    """It writes to, and shares memory with, only what its schema declares."""
     variants = [("the sample's", case.fresh()), ("padded", [padded(x) for x in case.fresh()])]
     variants.append(("of larger values,", [x * 3 + 1 if differentiable(x) else x for x in case.fresh()]))
     for which, tensors in variants:
@@ -110,7 +110,7 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
                         f"return a copy, or declare the view: Tensor(a) {name} and -> Tensor(a) in the schema",
                     )
         if info is not None and not shared:
-            said = f"{case.name}: the schema says that output {i} is an alias of an input, but it is memory of its own"
+            said = f"{case.name}: the schema says that output {i} is an alias of an input, but it has its own memory"
             remedy = "return the input or its view, or take the (a) out of the schema's return"
             fail(said, remedy) if info.is_write else warn(said, remedy)
         for j in range(i):
