@@ -1,6 +1,6 @@
-# make demo | make test | make docs | make wheel    create the environment, build, and run; quick the second time
-# TORCH=2.15.0 and PYTHON=python3.13 use others, in an environment and with objects of their own; ARGS="…" goes to the
-# command.
+# make demo | make test | make docs | make wheel create the environment, build, and run; they are quick the second time.
+# TORCH=2.15.0 and PYTHON=python3.13 select other versions, each with its own environment and objects; ARGS="…" is
+# passed to the command.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
 DEFAULT_PYTHON := $(shell command -v python3.11 || command -v python3)
@@ -24,8 +24,8 @@ PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _
 demo: install
 	$(BIN)/python -P examples/train_char_transformer.py $(ARGS)
 
-# One worker process more than there are cores: tests wait for processes of their own. What ARGS chooses for `make test`
-# runs in one process, which starts at once.
+# One more worker process than the machine has cores, because tests wait for their own subprocesses. `make test ARGS=…`
+# runs the selected tests in one process, which starts immediately.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: install
@@ -54,8 +54,8 @@ conformance: install
 mutants: install $(VENV)/.mutants
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-# For x86-64-v2 and later, and one torch: dist/openreg_ops-VERSION+torchTORCH-….whl, with torch's libraries left out.
-# OPENREG_LABEL= leaves out what stands after the version, as an index wants it.
+# For x86-64-v2 and later, and one torch: dist/openreg_ops-VERSION+torchTORCH-….whl, without torch's libraries.
+# OPENREG_LABEL= omits the label after the version, for upload to an index.
 wheel: export OPENREG_RELEASE := 1
 wheel: $(VENV)/.wheel
 	rm -rf build/*-torch-$(TORCH)*/lib* build/wheels openreg_tools/build
@@ -67,7 +67,7 @@ wheel: $(VENV)/.wheel
 	rm -rf openreg_tools/build
 	ls -l dist
 
-# Installs them in a new environment, with nothing but pip, and uses them.
+# Installs the wheels in a new environment that has only pip, and uses them.
 try-wheel:
 	$(PYTHON) tests/project/try_wheel.py --torch $(TORCH) $(or $(ARGS),dist)
 
@@ -75,7 +75,7 @@ sdist: $(VENV)/.wheel
 	OPENREG_RELEASE=1 OPENREG_LABEL= $(BIN)/python -m build --sdist --no-isolation --outdir dist .
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist openreg_tools
 
-# What changed since the newest torch that works, and which registrations break; nothing has to be built.
+# What changed since the newest working torch, and which registrations break. Needs no build.
 drift: $(VENV)/.requirements
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python -m openreg_tools drift 2.15.0 installed --sources csrc openreg_ops meta $(ARGS)
 
@@ -84,7 +84,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 
-# Debian's g++-aarch64-linux-gnu compiles every file; nothing is linked, as torch's libraries here are for x86-64.
+# Debian's g++-aarch64-linux-gnu compiles every file but links nothing, because torch's libraries here are for x86-64.
 lint-aarch64: $(VENV)/.requirements
 	CXX=aarch64-linux-gnu-g++ $(BIN)/python setup.py build_ext --objects
 
@@ -115,9 +115,9 @@ $(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.requirements
 	$(BIN)/pip install torch==$(TORCH) -r tests/clients/requirements.txt
 	@touch $@
 
-# The default torch gets an editable install: Python files need no step at all, C++ ones an incremental build.
-# Any other torch gets a copy of its own, so that the checkout holds only one extension. Either way setup.py
-# compiles first, showing progress, and pip finds the objects ready.
+# The default torch gets an editable install: Python files need no step, C++ files an incremental build. Any other torch
+# gets its own copy, so that the checkout holds only one extension. Either way, setup.py compiles first, showing
+# progress, and pip finds the objects ready.
 ifeq ($(VENV),.venv-$(DEFAULT_TORCH))
 $(VENV)/.built: $(VENV)/.requirements setup.py $(CSRC)
 	@echo "== building for torch $(TORCH)"

@@ -1,12 +1,12 @@
-"""Builds openreg_ops from every file in csrc/: the extension module _C, and the libraries of kernels that it loads.
+"""Builds openreg_ops from every file in csrc/: the extension module _C, and the kernel libraries that it loads.
 
-Most of a file's time goes to PyTorch's headers and what their templates make. So csrc/precompiled.h is compiled once, and
-the compiler sees the files of a folder some at a time, as one: a name in an anonymous namespace is unique in its folder.
+Most of a file's compile time goes to PyTorch's headers and their templates. So csrc/precompiled.h is compiled once, and
+the compiler gets several files of a folder at a time, as one: a name in an anonymous namespace is unique in its folder.
 
-Note [Libraries]: csrc/runtime is a library that needs neither PyTorch nor Python, libopenreg_ops.so, whose interface for
-all others is openreg_ops/include. What computes element by element (KERNELS) is a library, _ops_CAPABILITY.so, built for
-each set of vector instructions that a processor may have; openreg_ops/kernels.py loads the one that fits. A build for the
-machine at hand has one such library, and with OPENREG_RELEASE=1, for a wheel, there is one for each. All else is _C.
+Note [Libraries]: csrc/runtime is a library that needs neither PyTorch nor Python, libopenreg_ops.so, whose interface
+for everything else is openreg_ops/include. Elementwise code (KERNELS) is a library, _ops_CAPABILITY.so, built for each
+set of vector instructions that a processor may have; openreg_ops/kernels.py loads the one that fits. A build for the
+local machine has one such library; with OPENREG_RELEASE=1, for a wheel, there is one for each. Everything else is _C.
 """
 
 import importlib.util
@@ -31,7 +31,8 @@ SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("
 
 
 def torch_folder() -> Path:
-    """Where the torch to build with is: the one that can be imported, which this does not do, as that takes seconds."""
+    """The location of the torch to build with: the importable one. This does not import it, because that takes
+    seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("openreg_ops is built with PyTorch's headers, but torch is not installed here")
@@ -50,13 +51,13 @@ def compiler_says(option: str) -> str:
 
 MACHINE = compiler_says("-dumpmachine").split("-")[0]
 CLANG = "clang" in compiler_says("--version")
-# Objects for different versions of torch and Python never meet; relative, as setuptools wants it.
+# Objects for different versions of torch and Python are kept apart; the path is relative, as setuptools requires.
 BUILD = f"build/{sys.implementation.cache_tag}-torch-{TORCH_VERSION}"
 if MACHINE != platform.machine():
     BUILD += f"-{MACHINE}"
 
 
-# The vector capabilities that at::vec knows, the narrowest first. One is chosen when a file is compiled.
+# The vector capabilities that at::vec supports, the narrowest first. Each compilation of a file uses one.
 X86 = MACHINE == "x86_64"
 WIDER = {
     "AVX2": ["avx2", "fma", "f16c"],
@@ -65,7 +66,7 @@ WIDER = {
 
 
 def capabilities() -> list[str]:
-    """Those to build for: the machine's, or with OPENREG_RELEASE=1, for a wheel, all of them."""
+    """The capabilities to build for: the machine's, or with OPENREG_RELEASE=1, for a wheel, all of them."""
     flags = set(Path("/proc/cpuinfo").read_text().split()) if X86 else set()
     every = ["DEFAULT", *WIDER] if X86 else ["DEFAULT"]
     if RELEASE:
@@ -84,7 +85,7 @@ CAPABILITIES = capabilities()
 
 
 def host_scalars() -> dict[str, int]:
-    """How many CPU scalars CUDA's operators of several tensors take, 0 or 1: Note [CPU scalars]."""
+    """How many CPU scalars CUDA's operators of several tensors accept, 0 or 1: see Note [CPU scalars]."""
     path = TORCH.parent / "torchgen/packaged/ATen/native/native_functions.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{path}, which torch {TORCH_VERSION} should have brought: reinstall torch")
@@ -105,18 +106,18 @@ def host_scalars() -> dict[str, int]:
 
 
 VERSION = tomllib.loads((ROOT / "openreg_tools/pyproject.toml").read_text())["project"]["version"]
-# What PEP 440 calls a local version: a wheel is for one torch, and one index has those for several.
+# A local version label (PEP 440): a wheel is for one torch, and one index has wheels for several.
 LABEL = os.environ.get("OPENREG_LABEL", f"torch{TORCH_VERSION.split('+')[0]}") if RELEASE else ""
 
 
 def openreg_tools() -> str:
     """The requirement of openreg_tools: this source's own, or in a wheel the same version."""
-    if RELEASE or (ROOT / "PKG-INFO").exists():  # which a source archive has
+    if RELEASE or (ROOT / "PKG-INFO").exists():  # a source archive has it
         return f"openreg_tools=={VERSION}"
     return f"openreg_tools @ {(ROOT / 'openreg_tools').resolve().as_uri()}"
 
 
-# How many files of a folder the compiler sees as one: of operators few, so that a change to one is built soon.
+# How many files of a folder the compiler gets as one: few for operators, so that a change to one builds quickly.
 TOGETHER = {"csrc/ops": 3, "csrc/runtime": 20}
 # Note [Libraries]
 RUNTIME = "csrc/runtime"
@@ -125,12 +126,12 @@ RUNTIME_LIBRARY = "libopenreg_ops.so"
 APART = {
     "csrc/ops/attention.cpp",  # takes as long as three others
     "csrc/ops/autograd.cpp",  # so does this
-    "csrc/ops/nms.cpp",  # has options of its own for all that follows
+    "csrc/ops/nms.cpp",  # has its own options for everything that follows
 }
 
 
 def units(sources: list[str]) -> dict[str, list[str]]:
-    """The files to be compiled as one, by name."""
+    """The files to compile as one, by name."""
     found = {source.replace("/", "_"): [source] for source in sources if source in APART}
     for folder in sorted({os.path.dirname(source) for source in sources}):
         files = [source for source in sources if os.path.dirname(source) == folder and source not in APART]
@@ -141,7 +142,7 @@ def units(sources: list[str]) -> dict[str, list[str]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, unless that is what it says: what is made of it stays as new as it."""
+    """Write a file, unless it already has this content, so that its outputs stay up to date."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -153,7 +154,7 @@ STUBS = {
     "aarch64": ["-DHAVE_SVE_CPU_DEFINITION"],
 }.get(MACHINE, [])
 
-# Warnings of PyTorch's headers are not ours.
+# Warnings in PyTorch's headers are not ours.
 SYSTEM = [
     TORCH / "include",
     TORCH / "include/torch/csrc/api/include",
@@ -170,11 +171,11 @@ WARNINGS = [
 ]
 if not CLANG:  # in g++ 12's own headers
     WARNINGS += ["-Wno-interference-size", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-# Where no time is spent at run time, all that counts is that calls are inlined: that compiles in three quarters of the time.
+# For code that does not matter at run time, inlining calls is enough: that compiles in three quarters of the time.
 COLD = ("csrc", "csrc/backend")
 FULL = ["-O2"]
 LIGHT = ["-O1", "-finline-functions", "-finline-small-functions", "-findirect-inlining"]
-UNCOLLECTED = ["--param", "ggc-min-heapsize=4000000"]  # of g++: a tenth of its time goes to looking for memory to free
+UNCOLLECTED = ["--param", "ggc-min-heapsize=4000000"]  # g++ spends a tenth of its time on garbage collection
 FLAGS = [
     "-std=c++20",
     "-DNDEBUG",
@@ -187,12 +188,13 @@ FLAGS = [
     *WARNINGS,
     *STUBS,
 ]
-# g++'s OpenMP is torch's own, which is loaded already. Clang's is another, and torch.set_num_threads() does not reach it.
+# g++'s OpenMP is torch's own, which is already loaded. Clang's is a different one, which torch.set_num_threads() does
+# not affect.
 LIBRARIES = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", *["-fopenmp"] * CLANG]
 
 
 def shell(*words: str) -> str:
-    """A command as ninja passes it to the shell."""
+    """A command, quoted for ninja and the shell."""
     return shlex.join(words).replace("$", "$$")
 
 
@@ -202,7 +204,7 @@ def library(capability: str) -> str:
 
 
 def rules(sources: list[str], module: str) -> str:
-    """What ninja is told."""
+    """The ninja file."""
     compiler = list(COMPILER)
     if shutil.which("ccache") and "ccache" not in compiler[0]:
         compiler.insert(0, "ccache")
@@ -211,7 +213,7 @@ def rules(sources: list[str], module: str) -> str:
     compile = shell(*compiler, *FLAGS, *options) + " $flags -MMD -MF $out.d -o $out"
     link = shell(*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", "")))
     noted = "  depfile = $out.d\n  deps = gcc\n"
-    made_with = f"{BUILD}/made_with.txt"  # system headers are not among what -MMD notes
+    made_with = f"{BUILD}/made_with.txt"  # -MMD does not record system headers
     write(ROOT / made_with, f"{compiler_says('--version')}{TORCH} {TORCH_VERSION}\n")
     lines = [
         f"builddir = {BUILD}",
@@ -224,7 +226,7 @@ def rules(sources: list[str], module: str) -> str:
     torch = shell(*LIBRARIES)
 
     def objects(sources: list[str], capability: str) -> str:
-        """Has them compiled for a capability."""
+        """Adds rules that compile them for a capability."""
         found = []
         for name, files in units(sources).items():
             unit, folder = f"{BUILD}/{capability}/{name}", os.path.dirname(files[0])
@@ -260,7 +262,7 @@ def rules(sources: list[str], module: str) -> str:
 
 
 class Build(build_ext):
-    """Compiles with ninja, keeps the objects for the next time, and notes beside the extension what it is for."""
+    """Compiles with ninja, keeps the objects for the next build, and records beside the extension what it is for."""
 
     user_options = [
         *build_ext.user_options,
@@ -277,7 +279,7 @@ class Build(build_ext):
         target = Path(self.get_ext_fullpath(extension.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         write(ROOT / BUILD / "build.ninja", rules(extension.sources, target.name))
-        # Without it ccache passes by what includes a precompiled header.
+        # Without it, ccache skips files that include a precompiled header.
         environment = {"CCACHE_SLOPPINESS": "pch_defines,time_macros", **os.environ}
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         command = [sys.executable, "-m", "ninja", "-f", f"{BUILD}/build.ninja", "-j", jobs, *["objects"] * self.objects]
@@ -322,7 +324,7 @@ setup(
         "openreg_ops.tools": ["templates/*.in", "templates/package/*.in"],
     },
     py_modules=["pytest_openreg_ops"],
-    # PyTorch's C++ interface is not stable between releases, so the built package is for exactly one.
+    # PyTorch's C++ interface is not stable between releases, so the built package works with exactly one.
     install_requires=[f"torch=={TORCH_VERSION.split('+')[0]}", openreg_tools()],
     ext_modules=[Extension("openreg_ops._C", SOURCES)],
     cmdclass={"build_ext": Build},

@@ -1,4 +1,4 @@
-// What differs between the supported versions of torch (2.13, 2.14, 2.15); one comment a gate.
+// Differences between the supported versions of torch (2.13, 2.14, 2.15); one comment per gate.
 #pragma once
 
 #include <torch/headeronly/version.h>

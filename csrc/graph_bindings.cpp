@@ -31,7 +31,7 @@ struct MemPool {
   const PoolId id;
 };
 
-// The line of Python that the calling thread is in, outside of torch and this package; nothing in a backward pass.
+// The Python line that the calling thread is executing, outside torch and this package; empty in a backward pass.
 std::string python_line() {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
   const py::gil_scoped_acquire gil;
@@ -57,7 +57,7 @@ at::GraphCaptureMode mode_of(const std::string& name) {
   return at::GraphCaptureMode::Relaxed;
 }
 
-// The nodes as the tools see them.
+// The nodes, for the tools.
 py::list nodes_of(const DeviceGraph& graph) {
   py::list nodes;
   TORCH_CHECK(graph.graph(), "no graph has been captured; capture one first");

@@ -1,4 +1,4 @@
-// Python bindings: what openreg_ops needs of C++ that torch does not offer already.
+// Python bindings: the C++ that openreg_ops needs and torch does not already offer.
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Event.h>
@@ -46,20 +46,20 @@
 #include "runtime/usage.h"
 #include "runtime/wait.h"
 
-// Of torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.
+// From torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.
 namespace torch {
 TORCH_PYTHON_API std::vector<py::object> py_symbolize(std::vector<CapturedTraceback*>& tracebacks);
 TORCH_PYTHON_API void installCapturedTracebackPython();
 } // namespace torch
 
-// Of torch/csrc/jit/python/pybind_utils.h, which takes the compiler three seconds.
+// From torch/csrc/jit/python/pybind_utils.h, which takes three seconds to compile.
 namespace torch::jit {
 TORCH_PYTHON_API c10::IValue toIValue(py::handle object, const c10::TypePtr& type, std::optional<int32_t> size);
 } // namespace torch::jit
 
 namespace {
 
-// Whether the process has threads of the autograd engine, by the name that the engine gives them.
+// Whether the process has autograd engine threads, recognized by name.
 bool has_autograd_threads() {
   std::error_code ignored;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", ignored)) {
@@ -71,10 +71,9 @@ bool has_autograd_threads() {
 }
 
 // Note [Exit]
-// The engine runs a device's backward on threads of its own and asks them to end only when the
-// process ends. By then Python is finalizing, a thread that takes the GIL is cancelled inside a
-// destructor, and the process aborts ("terminate called without an active exception"). So they end
-// here, at Python's atexit, and this waits until they are gone.
+// The engine runs a device's backward on its own threads and asks them to end only when the process ends. By then
+// Python is finalizing, a thread that takes the GIL is canceled inside a destructor, and the process aborts ("terminate
+// called without an active exception"). So we end them here, at Python's atexit, and wait until they are gone.
 void stop_autograd_threads() {
   if (!has_autograd_threads()) return;
   py::gil_scoped_release threads_need_it;
@@ -84,7 +83,7 @@ void stop_autograd_threads() {
     std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 
-// A thread with Python's lock must not keep it while another one's work, which may want it, has the turn.
+// A thread must not hold Python's lock while another thread's work has the turn, because that work may need the lock.
 void wait_without_python(void (*wait)(void*), void* argument) {
   if (Py_IsInitialized() && PyGILState_Check()) {
     py::gil_scoped_release others_go_on;
@@ -92,10 +91,10 @@ void wait_without_python(void (*wait)(void*), void* argument) {
   } else wait(argument);
 }
 
-unsigned long main_thread = 0; // Python's, which handles signals
+unsigned long main_thread = 0; // Python's own, which handles signals
 
-// A handler is the program's, and does not run as a part of the operator that waits: its operators take the usual
-// keys, and its CPU tensors the host's memory.
+// A handler belongs to the program, not to the waiting operator: its operators use the usual keys, and its CPU tensors
+// host memory.
 bool check_signals() {
   if (!Py_IsInitialized() || PyThread_get_thread_ident() != main_thread) return false;
   const c10::impl::ForceDispatchKeyGuard usual_keys(c10::default_included_set, c10::default_excluded_set);
@@ -118,7 +117,7 @@ py::list symbolized(const std::vector<openreg::Traceback>& tracebacks) {
   return out;
 }
 
-// torch.Stream.priority, which only torch.cuda.Stream and its like have, for streams of the device.
+// torch.Stream.priority for the device's streams; otherwise only torch.cuda.Stream and similar classes have it.
 PyObject* priority_of_stream(PyObject* self, void*) {
   const auto* stream = reinterpret_cast<THPStream*>(self);
   if (static_cast<c10::DeviceType>(stream->device_type) == c10::kPrivateUse1)
@@ -140,8 +139,8 @@ c10::Event& event_of(const py::object& event) {
   return reinterpret_cast<THPEvent*>(event.ptr())->event;
 }
 
-// empty_strided(size, stride, dtype, device index), for code that Inductor generates: tuples of int, nothing
-// checked. pybind11 would take twice as long as the allocation.
+// empty_strided(size, stride, dtype, device index), for code that Inductor generates: tuples of int, unchecked.
+// pybind11 would take twice as long as the allocation.
 at::DimVector dims(PyObject* tuple) {
   at::DimVector out(static_cast<size_t>(PyTuple_GET_SIZE(tuple)));
   for (size_t i = 0; i < out.size(); ++i)
@@ -183,7 +182,7 @@ std::string type_name(const py::handle object) {
   TORCH_CHECK_TYPE(false, op, ": expected ", argument.name(), " of type ", argument.type()->annotation_str(),
       ", but got ", type_name(given));
 }
-// check(operator's arguments...), of which it takes those that it looks at. None for a list is an empty one.
+// check(operator's arguments...); it uses the arguments that it checks. None for a list is an empty list.
 PyObject* run_check(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   using Named = std::pair<const std::string, openreg::ops::Check>;
@@ -224,7 +223,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("device_memory", &openreg::device_memory);
   m.def("set_host_scalars", &openreg::set_host_scalars);
   m.def("initialize", &openreg::initialize);
-  // Torch asks torch.openreg._lazy_init() once a process, and must ask it again in a child; see Note [Fork].
+  // Torch calls torch.openreg._lazy_init() once per process, and must call it again in a child; see Note [Fork].
   pthread_atfork(nullptr, nullptr, [] { torch::utils::set_requires_device_init(at::kPrivateUse1, true); });
   m.def("current_device", &openreg::current_device);
   m.def("exchange_device", [](int64_t device) {
@@ -259,7 +258,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("route_operator", &openreg::route_operator);
   m.def("set_autograd_fallback", &openreg::set_autograd_fallback);
   m.def("stop_autograd_threads", &stop_autograd_threads);
-  // At exit, when nobody may see what is queued: unless it is dropped, waits for it, until a signal says not to.
+  // At exit, when nobody can see the queued work any more: waits for it until a signal arrives, unless it is dropped.
   m.def(
       "stop_workers",
       [](bool drop) {
@@ -351,7 +350,7 @@ PYBIND11_MODULE(_C, m) {
           entries[i].size, entries[i].free, entries[i].stream.id, entries[i].time_us, frames[i]));
     return out;
   });
-  // The frames of who allocated the memory at each address, None where that is not known.
+  // The frames that allocated the memory at each address, None if unknown.
   m.def("allocation_tracebacks", [](const std::vector<uintptr_t>& addresses) {
     std::vector<openreg::Traceback> tracebacks;
     for (const auto address : addresses)
@@ -392,7 +391,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("reset_peak_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_peak_stats(); });
   m.def(
       "reset_accumulated_host_memory_stats", [] { at::getHostAllocator(at::kPrivateUse1)->reset_accumulated_stats(); });
-  // The check of an operator, a function of its arguments; None where it has none.
+  // An operator's check, a function of its arguments; None if it has none.
   m.def("check_of", [](const std::string& op) -> py::object {
     const auto found = checks().find(op);
     if (found == checks().end()) return py::none();
@@ -409,10 +408,10 @@ PYBIND11_MODULE(_C, m) {
       m, "DistributedBackend")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>>())
 #if !OPENREG_TORCH_AT_LEAST(2, 15)
-      // split_group() copies these, and Gloo's cannot be copied before 2.15; for None it asks the backend for its own.
+      // split_group() copies these, and Gloo's cannot be copied before 2.15; if None, it uses the backend's own.
       .def_property_readonly("options", [](openreg::DistributedBackend&) { return py::none(); })
 #endif
-      // new_group() calls it on the processes that a group leaves out, for NCCL, which must know of each split.
+      // new_group() calls it on the processes outside the group, for NCCL, which must know about each split.
       .def("perform_nocolor_split", [](openreg::DistributedBackend&, at::Device) {});
   m.def("set_poison", &openreg::set_poison);
   m.def("poison", &openreg::poison);

@@ -1,5 +1,4 @@
-// PyTorch's headers that most files include, compiled once for all: see setup.py. Every file includes what it needs
-// all the same.
+// The PyTorch headers that most files include, compiled once: see setup.py. Every file still includes what it needs.
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>

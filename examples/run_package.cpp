@@ -1,5 +1,5 @@
-// Runs a model that AOTInductor compiled, from C++; examples/run_package.py builds this, and makes a model if none is
-// given. The device is the Python package's, so the program embeds an interpreter and imports it, once.
+// Runs a model compiled by AOTInductor from C++; examples/run_package.py builds this, and creates a model if you do not
+// pass one. The device is in the Python package, so the program embeds an interpreter and imports the package once.
 #include <Python.h>
 
 #include <ATen/ATen.h>

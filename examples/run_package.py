@@ -1,8 +1,9 @@
-"""Build examples/run_package.cpp and run a compiled model with it: no Python runs while the model does.
+"""Build examples/run_package.cpp and run a compiled model with it: no Python runs while the model runs.
 
     python examples/run_package.py [PACKAGE.pt2]
 
-Without a package a small model is compiled to one first. The model gets one input, ones of shape [5, 16] on openreg:0.
+Without a package, it first compiles a small model into one. The model gets one input, ones of shape [5, 16] on
+openreg:0.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         package = Path(sys.argv[1]) if len(sys.argv) > 1 else compile_model(Path(directory, "model.pt2"))
         program = build(Path(directory, "run_package"))
-        # The interpreter inside finds what this one does, an editable install too, which is on no path.
+        # The embedded interpreter finds what this one finds, including an editable install, which is not on any path.
         found = [str(Path(openreg_ops.__file__).parents[1]), *sys.path]
         path = os.pathsep.join(each for each in found if each)
         return subprocess.run([str(program), str(package)], env={**os.environ, "PYTHONPATH": path}).returncode

@@ -2,8 +2,9 @@
 
     python examples/streams_and_isolation.py
 
-A batch is copied on a side stream and used before the copy is known to be done: the sanitizer names both accesses. Then
-the host reads device memory by its address: with isolation the process that does it ends, with the remedy.
+The program copies a batch on a side stream and uses it without waiting for the copy: the sanitizer names both accesses.
+Then the host reads device memory by its address: with isolation, that ends the process with a message that names the
+remedy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def prefetch(host: torch.Tensor, side: torch.Stream, wait: bool) -> torch.Tensor
         batch = host.to("openreg", non_blocking=True)
     if wait:
         current.wait_stream(side)
-    batch.record_stream(current)  # it was made on side, and may be freed while this stream uses it
+    batch.record_stream(current)  # it was allocated on side, and may be freed while this stream uses it
     return batch * 2
 
 

@@ -1,7 +1,7 @@
 """Train a small character-level transformer on the device and on the CPU, and compare.
 
-The text is a part of Python's own standard library. Both runs start from the same weights and see the same batches;
-their steps alternate, so that a busy machine slows both. `make demo` runs this.
+The text comes from Python's own standard library. Both runs start from the same weights and see the same batches; their
+steps alternate, so a busy machine slows both. `make demo` runs this.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FILES = ["argparse", "ast", "dataclasses", "enum", "functools", "inspect", "path
 CONTEXT, BATCH = 128, 16
 # Training amplifies rounding; a warm-up and clipped gradients keep it near one unit in the last place of the loss.
 RATE, WARMUP, CLIP = 2e-3, 20, 1.0
-WARMUP_OF_GRAPH = 3  # steps in eager mode before the capture, which make the optimizer's state
-# The largest |loss on the device - loss on the CPU| that passes for rounding.
+WARMUP_OF_GRAPH = 3  # eager steps before the capture, which create the optimizer's state
+# The largest |loss on the device - loss on the CPU| that counts as rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 5e-2}
 
 
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention, then a gated MLP; each is normalised before and added to its input."""
+    """Causal attention, then a gated MLP; each normalizes its input and adds its result to it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
 
 
 class Run:
-    """One training run: a model and its optimizer on a device, and what each step gave."""
+    """One training run: a model and its optimizer on a device, and the results of each step."""
 
     def __init__(
         self, vocabulary: int, device: str, dtype: torch.dtype, compiled: bool = False, captured: bool = False
@@ -103,7 +103,7 @@ class Run:
         return loss
 
     def replay(self, tokens: Tensor) -> Tensor:
-        """`train` as a graph: the first steps warm up, the next one is captured, and all from then on are replayed."""
+        """`train` as a graph: the first steps warm up, the next one is captured, and all later ones are replays."""
         if not self.losses:
             self.tokens = torch.empty_like(tokens)
         self.tokens.copy_(tokens)
@@ -131,7 +131,7 @@ class Run:
 
     @torch.no_grad()
     def sample(self, start: Tensor, count: int) -> list[int]:
-        """Characters drawn from the model; on the device, by the device's own random generator."""
+        """Characters sampled from the model; on the device, with the device's own random generator."""
         tokens = start.to(self.device)
         for _ in range(count):
             probabilities = (self.model(tokens[None, -CONTEXT:])[0, -1].float() / 0.7).softmax(-1)
@@ -148,7 +148,7 @@ def read_text() -> str:
 
 
 def progress(done: int, total: int, text: str) -> None:
-    """A bar that stays in its line on a terminal; elsewhere, a line now and then."""
+    """A progress bar on one line of a terminal; elsewhere, an occasional line."""
     bar = "#" * (30 * done // total)
     if sys.stdout.isatty():
         print(f"\r[{bar:.<30}] {done}/{total}  {text}", end="\n" if done == total else "", flush=True)
@@ -175,7 +175,7 @@ def draw(values: list[float], width: int = 64, height: int = 12) -> str:
 
 
 def save_picture(path: Path, run: Run, cpu: Run) -> str:
-    """The loss curves, and below them how far apart they are; returns what to say about it."""
+    """Plot the loss curves and, below them, their difference; returns a message about the plot."""
     try:
         import matplotlib
     except ImportError:
@@ -199,7 +199,7 @@ def save_picture(path: Path, run: Run, cpu: Run) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, compare and report; 1 where an operator fell back or the losses differ by more than rounding."""
+    """Train, compare and report; returns 1 if an operator fell back or the losses differ by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="openreg:0", help="compared with the CPU (default %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")

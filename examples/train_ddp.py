@@ -1,4 +1,5 @@
-"""Train a small model on several processes with DistributedDataParallel, and compare with one process on the whole batch.
+"""Train a small model on several processes with DistributedDataParallel, and compare with one process on the full
+batch.
 
 torchrun --nproc-per-node 2 examples/train_ddp.py
 """
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     steps = parser.parse_args().steps
 
-    dist.init_process_group()  # the device's backend, which torchrun's environment tells the ranks
+    dist.init_process_group()  # the device's backend; torchrun's environment gives the ranks
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.openreg.set_device(rank % torch.openreg.device_count())
     data = batches(steps)

@@ -1,6 +1,6 @@
 """What each openreg:: operator means: its documented mathematics, checks, fake kernel, batching rule and samples.
 
-Every module here is imported, and the operators in them are exported, so that a new one is listed nowhere.
+This package imports every module here and exports its operators, so you do not have to list a new one anywhere.
 """
 
 import importlib

@@ -36,7 +36,7 @@ def adamw_step_(
     exp_avg += (g - exp_avg) * (1 - beta1),  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g**2
     param = param * (1 - lr * weight_decay)
             - lr / (1 - beta1**t) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2**t)) + eps),  step = t
-    With amsgrad, max_exp_avg_sq, the maximum of all exp_avg_sq so far, stands in that last line.
+    With amsgrad, max_exp_avg_sq, the maximum of all exp_avg_sq so far, replaces exp_avg_sq in the last line.
 
     Args:
         params: float32, float64, float16 or bfloat16, one dtype or several; any shapes and strides.
@@ -44,25 +44,25 @@ def adamw_step_(
         exp_avgs: shapes of params; their dtypes, or float32 for a half type.
         exp_avg_sqs: shapes of params, dtypes of exp_avgs.
         max_exp_avg_sqs: the same with amsgrad, else empty.
-        state_steps: a float32 scalar for each parameter: the steps done. This step is added.
+        state_steps: a float32 scalar for each parameter: the steps done, incremented by this one.
         lr: a number, or a float32 or float64 scalar tensor (the overload tensor_lr).
         grad_scale: a float32 scalar to divide gradients by, as a GradScaler keeps it.
-        found_inf: a float32 scalar; where it is not 0, nothing is changed, steps neither.
+        found_inf: a float32 scalar; if it is not 0, nothing changes, including the steps.
     Raises:
-        RuntimeError: lists of different lengths; shapes, dtypes or devices do not fit; two tensors that are written
-            to share memory (asked on openreg only); with gradients enabled, a tensor requires one: use
+        RuntimeError: the lists have different lengths; shapes, dtypes or devices do not match; two written tensors
+            share memory (checked only on openreg); with gradients enabled, a tensor requires one: use
             `torch.no_grad()`; a tensor carries a tangent; under `torch.vmap`.
 
-    Not differentiable. The half types are computed in float32 and rounded once. Autocast passes by. Under
-    `torch.compile` it is functionalized, and written in place by Inductor. All tensors are one launch, and the
-    result does not depend on the number of threads.
+    Not differentiable. The half types are computed in float32 and rounded once. Autocast does not affect it. Under
+    `torch.compile` it is functionalized, and Inductor writes in place. All tensors share one launch, and the result
+    does not depend on the number of threads.
     Source: Loshchilov & Hutter 2019, arXiv:1711.05101; torch.optim.AdamW, with which it agrees to rounding, and whose
     torch._fused_adamw_ it follows, except that it counts the steps itself and leaves the gradients as they are.
 
-    `torch.library.opcheck` has four tests. test_schema and test_faketensor run as they are. test_aot_dispatch_dynamic
-    runs where no argument requires a gradient; with one, it would differentiate, which is refused.
-    test_autograd_registration, the other way round, looks at arguments that do, and passes on the CPU; it knows no
-    device but cpu, cuda and xpu.
+    `torch.library.opcheck` has four tests. test_schema and test_faketensor run unchanged. test_aot_dispatch_dynamic
+    runs if no argument requires a gradient; otherwise it would differentiate, which is an error.
+    test_autograd_registration, in contrast, needs arguments that require a gradient, and passes on the CPU; it supports
+    only cpu, cuda and xpu.
     """
     if found_inf is not None and found_inf.item():
         return
@@ -100,7 +100,7 @@ def _(*_, **_options):
 
 @adamw_step_.sharded
 def _(params, max_exp_avg_sqs):
-    """Each parameter is updated where it is, with its state there; a gradient goes there."""
+    """Each parameter is updated on its devices, with its state there; its gradient moves there."""
     at = [each.at for each in params]
     tops = at if max_exp_avg_sqs else []
     yield dict(params=at, grads=at, exp_avgs=at, exp_avg_sqs=at, max_exp_avg_sqs=tops), ()

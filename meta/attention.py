@@ -16,14 +16,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """`[B, heads, group, L, D]` of a `[B, H, L, D]`, so that a head of k or v meets its group of q."""
+    """`[B, heads, group, L, D]` of a `[B, H, L, D]`, so that a head of k or v broadcasts over its group of q heads."""
     return _wide(x).unflatten(1, (heads, x.shape[1] // torch.sym_max(heads, 1)))
 
 
 def _scores(
     q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, float, Tensor]:
-    """The scores `[B, H, Lq, Lk]`, the scale, and which rows see nothing; those hold 0."""
+    """The scores `[B, H, Lq, Lk]`, the scale, and which rows see no key; those hold 0."""
     scale = 1 / torch.sym_sqrt(torch.sym_max(q.shape[3], 1)) if scale is None else scale
     scores = scale * (_grouped(q, k.shape[1]) @ _wide(k).unsqueeze(2).mT).flatten(1, 2)
     if bias is not None:
@@ -31,7 +31,7 @@ def _scores(
     if causal:
         hidden = scores.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(
             1
-        )  # of scores' own kind: a DTensor's mask is one
+        )  # of the same class as scores: a DTensor's mask is a DTensor
         scores = scores.masked_fill(hidden, -math.inf)
     blind = (scores == -math.inf).all(-1)
     return scores.masked_fill(blind.unsqueeze(-1), 0), scale, blind
@@ -57,20 +57,21 @@ def attention(
         v: `[B, Hkv, Lk, Dv]`, dtype of q.
         bias: broadcastable to `[B, H, Lq, Lk]`, dtype of q; -inf masks. For a boolean mask pass
             `torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)`.
-        causal: query i sees keys 0 to i, also where Lq and Lk differ: aligned at the top left, as torch's
-            `scaled_dot_product_attention(is_causal=True)`, not at the bottom right as FlashAttention.
+        causal: query i sees keys 0 to i, even if Lq and Lk differ: aligned at the top left, as in torch's
+            `scaled_dot_product_attention(is_causal=True)`, not at the bottom right as in FlashAttention.
         scale: 1 / sqrt(D) by default.
     Returns:
         out: `[B, H, Lq, Dv]`, dtype of q, in the memory of `[B, Lq, H, Dv]`, so that `out.transpose(1, 2).flatten(2)`
             is a view.
         logsumexp: `[B, H, Lq]`, float32 (float64 for a float64 q), contiguous.
-        A query that sees no key, or -inf alone, has out 0 and logsumexp -inf, and gives and gets gradient 0.
+        A query that sees no key, or only -inf, has out 0 and logsumexp -inf, and all its gradients are 0.
     Raises:
-        RuntimeError: q, k or v has not four dimensions, or sizes that do not fit; bias does not broadcast; dtypes or
+        RuntimeError: q, k or v does not have four dimensions, or their sizes do not match; bias does not broadcast;
+        dtypes or
             devices differ.
 
-    Differentiable any number of times in q, k, v and bias, through out and logsumexp both. Backward computes blocks of
-    scores again, in linear memory; the second derivative holds all scores. The half types are computed in float32.
+    Differentiable any number of times in q, k, v and bias, through both out and logsumexp. Backward recomputes blocks
+    of scores, in linear memory; the second derivative holds all scores. The half types are computed in float32.
     Autocast runs it in its lower precision. Results do not depend on the number of threads.
     Sources: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691; grouped heads: Ainslie et al. 2023,
     arXiv:2305.13245.
@@ -112,9 +113,9 @@ def attention_backward(
     Args:
         grad_out: shape and dtype of out.
         grad_logsumexp: shape and dtype of logsumexp, or None for zeros.
-        q, k, v, bias, causal, scale: as `attention` got them.
-        out, logsumexp: as `attention` gave them.
-        bias_grad: whether the gradient of bias is wanted, which takes another pass over the scores.
+        q, k, v, bias, causal, scale: as passed to `attention`.
+        out, logsumexp: as returned by `attention`.
+        bias_grad: whether to compute the gradient of bias, which takes another pass over the scores.
     Returns:
         grad_q, grad_k, grad_v: shapes, dtype and memory order of q, k and v.
         grad_bias: shape and dtype of bias, contiguous; `[0]` unless wanted.
@@ -154,7 +155,8 @@ def _(q, k, v, bias, bias_grad):
 
 
 def _joined(bias: Tensor | None, *others: Tensor | None) -> list[Tensor | None]:
-    """All with samples and batch as one dimension, bias, whose samples have up to four dimensions, last."""
+    """All tensors with samples and batch as one dimension; bias, whose samples have up to four dimensions, comes
+    last."""
     batch = next(x.shape[1] for x in others if x is not None)
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *[1] * (5 - bias.dim()), *bias.shape[1:]).expand(-1, batch, -1, -1, -1)
@@ -186,16 +188,17 @@ def _(in_dims, *inputs, bias_grad, **options):
     return (*(x.unflatten(0, (samples, batch)) for x in grads), grad_bias), (0, 0, 0, 0)
 
 
-# ---- DTensors: batches, heads and queries are apart ----
+# ---- DTensors: batches, heads and queries are independent ----
 
 
 def _placed(q, k, bias, causal, shards):
-    """A dimension of q, out and the scores, the same of k and v or None, and that of bias which goes with it or None."""
+    """A dimension of q, out and the scores, the matching one of k and v or None, and the matching one of bias or
+    None."""
     for d in (0, 1, 2):
         if d == 1 and q.shape[1] != k.shape[1] and k.shape[1] % shards:
             continue  # a head of k and its group of q would be on different devices
         if d == 2 and causal:
-            continue  # a query's number counts from the first
+            continue  # a query's index counts from the first query
         of_bias = None if bias is None else d - 4 + bias.dim()
         shared = of_bias is None or of_bias < 0 or bias.shape[of_bias] == 1
         yield d, d if d < 2 else None, None if shared else of_bias

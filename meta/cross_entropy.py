@@ -16,7 +16,7 @@ from openreg_ops.meta import op
 def loss_of(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
 ) -> tuple[Tensor, Tensor]:
-    """loss and logsumexp, of plain operators, in the dtype of logits."""
+    """loss and logsumexp, from plain operators, in the dtype of logits."""
     logsumexp = op.logsumexp(logits)
     valid = target != ignore_index
     index = torch.where(valid, target, 0).long().unsqueeze(-1)
@@ -42,25 +42,25 @@ def cross_entropy(
     loss = lse - (1 - s) * x[t] - s * mean(x) + z * lse**2,  lse = log(sum(exp(x)))
 
     Args:
-        logits: `[..., V]`, float32, float64, float16 or bfloat16; any strides. The classes come last, as language
-            models have them, not second as in `torch.nn.functional.cross_entropy`.
+        logits: `[..., V]`, float32, float64, float16 or bfloat16; any strides. The classes come last, as in language
+            models, not second as in `torch.nn.functional.cross_entropy`.
         target: `[...]`, int64 or int32; each in [0, V) or ignore_index.
-        ignore_index: a row with this target has loss 0, no gradient through its loss, and no part in the mean.
-        label_smoothing: in [0, 1], the part of the target spread evenly over the classes.
+        ignore_index: a row with this target has loss 0, no gradient through its loss, and does not count in the mean.
+        label_smoothing: in [0, 1], the share of the target spread evenly over the classes.
         z_loss: the weight of the squared logsumexp, which keeps logits from drifting.
         reduction: "mean" over the rows that are not ignored, "sum", or "none".
     Returns:
-        loss: `[]`, or `[...]` for "none"; float32 (float64 for float64 logits), contiguous. The mean of no rows is
-            NaN, as torch's, and its gradient is 0.
-        logsumexp: `[...]`, dtype of loss, contiguous, of ignored rows too.
+        loss: `[]`, or `[...]` for "none"; float32 (float64 for float64 logits), contiguous. The mean of no rows is NaN,
+            as in torch, and its gradient is 0.
+        logsumexp: `[...]`, dtype of loss, contiguous, including ignored rows.
     Raises:
         RuntimeError: logits has no dimension, no class or another dtype; target has another shape, dtype or device;
-            label_smoothing is outside [0, 1]; reduction is another word.
+            label_smoothing is outside [0, 1]; reduction is unknown.
         IndexError: a target is neither a class nor ignore_index; names the first such target and its row, counted
             over all leading dimensions. On other devices the error is that of `Tensor.gather`, and in backward that of
             `Tensor.scatter`.
 
-    Differentiable any number of times in logits, through loss and logsumexp both. Only logits, target and logsumexp
+    Differentiable any number of times in logits, through both loss and logsumexp. Only logits, target and logsumexp
     are kept for backward, which writes the gradient in one pass. The half types are computed in float32, and the
     loss is not rounded to them. Autocast runs it in float32.
     Sources: label smoothing, Szegedy et al. 2015, arXiv:1512.00567; z-loss, Chowdhery et al. 2022, arXiv:2204.02311.
@@ -98,9 +98,9 @@ def cross_entropy_backward(
     Args:
         grad_loss: shape and dtype of loss, or None for zeros.
         grad_logsumexp: shape and dtype of logsumexp, or None for zeros.
-        logits, target: as `cross_entropy` got them.
-        logsumexp: as `cross_entropy` gave it.
-        ignore_index, label_smoothing, z_loss, reduction: as `cross_entropy` got them.
+        logits, target: as passed to `cross_entropy`.
+        logsumexp: as returned by `cross_entropy`.
+        ignore_index, label_smoothing, z_loss, reduction: as passed to `cross_entropy`.
     Returns:
         grad_logits: `[..., V]`, dtype of logits, contiguous.
     Raises:
@@ -136,9 +136,9 @@ def _(device, dtype):
 
 
 def rows_at(shards: Any, *tensors: tuple[Any, int]) -> list[int | None]:
-    """The dimension of rows that is sharded, for each dimension of the mesh: of the first tensor that has one.
+    """The sharded dimension of rows, for each dimension of the mesh: that of the first tensor that has one.
 
-    With each tensor goes how many dimensions of rows it has.
+    Each tensor comes with its number of row dimensions.
     """
     every = [[at if isinstance(at, int) and at < dims else None for at in shards.at(x)] for x, dims in tensors]
     return [next((at for at in along if at is not None), None) for along in zip(*every, strict=True)]
@@ -149,7 +149,7 @@ def summed(at: Sequence[int | None]) -> list[str | None]:
 
 
 def all_counts(shards: Any, target: Tensor, at: Sequence[int | None], ignore_index: int) -> Tensor:
-    """How many targets count on all devices, where this one has `target` of them."""
+    """How many targets count on all devices; this device has those in `target`."""
     return shards.reduce((target != ignore_index).sum(), summed(at))
 
 
@@ -183,7 +183,7 @@ def _(
     return shards.join(grad, at, logits.shape)
 
 
-# ---- batching: a reduction is of one sample's rows, so the kernels run without one and it is made here ----
+# ---- batching: a reduction covers one sample's rows, so the kernels run without one, and it is computed here ----
 
 
 def counts(target: Tensor, ignore_index: int) -> Tensor:

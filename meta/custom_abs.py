@@ -15,16 +15,17 @@ def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     y = abs(input)
 
     Args:
-        input: any shape and layout; every dtype that `torch.abs` takes.
-        out: written to and returned, if given: the result's dtype and device, any strides; resized where it has another
-            shape, as `torch.abs` does.
+        input: any shape and layout; every dtype that `torch.abs` supports.
+        out: written to and returned, if given: the result's dtype and device, any strides; resized if it has another
+            shape, as in `torch.abs`.
     Returns:
-        The shape and strides that `torch.abs` gives; the real dtype for a complex input, else that of input.
+        The shape and strides of `torch.abs`; the real dtype for a complex input, else that of input.
     Raises:
-        NotImplementedError: bool, uint16, uint32 and uint64, which `torch.abs` refuses too.
-        RuntimeError: out has another dtype or device, overlaps itself or a part of input, or a gradient is wanted.
+        NotImplementedError: bool, uint16, uint32 and uint64, which `torch.abs` rejects too.
+        RuntimeError: out has another dtype or device, overlaps itself or a part of input, or an argument requires a
+        gradient.
         RuntimeError: at backward, on every device: "derivative for openreg::custom_abs is not implemented".
-            Compiling a function whose result would need that derivative says so when it compiles.
+            Compiling a function whose result needs that derivative raises at compile time.
 
     Not differentiable, by design: use `torch.abs`, or detach the input. Autocast leaves the dtype alone.
     Source: PyTorch's in-tree OpenReg, where it shows an operator without a derivative.
@@ -37,13 +38,13 @@ def custom_abs_(input: Tensor) -> Tensor:
     """`custom_abs` in place.
 
     Args:
-        input: any shape and strides that do not overlap; every real dtype that `torch.abs` takes.
+        input: any shape and strides that do not overlap; every real dtype that `torch.abs` supports.
     Returns:
         input.
     Raises:
         NotImplementedError: as `custom_abs`.
-        RuntimeError: a complex dtype; elements share memory; at backward, as `custom_abs`; a leaf that requires a
-            gradient, at once.
+        RuntimeError: a complex dtype; elements share memory; at backward, as in `custom_abs`; a leaf that requires a
+            gradient, immediately.
 
     Not differentiable. Autocast leaves the dtype alone.
     """

@@ -18,10 +18,10 @@ def custom_autograd_fn_returns_self(input: Tensor) -> Tensor:
         input: any shape, strides and dtype.
     Returns:
         A tensor that shares input's memory. Writing to it writes to input; when both input and the output
-        require a gradient, autograd refuses that write, as it does for every view that a custom function made.
+        require a gradient, autograd rejects that write, as for every view that a custom function created.
 
     Differentiable any number of times, in both modes and under `torch.func`; the gradient is deliberately not the
-    derivative. Runs as it stands on every device. Autocast leaves the dtype alone.
+    derivative. Runs unchanged on every device. Autocast leaves the dtype alone.
     Source: PyTorch's in-tree OpenReg, where it shows an autograd function whose forward returns its input.
     """
     return 0.5 * input + 0.5 * input.detach()

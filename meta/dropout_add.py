@@ -20,7 +20,7 @@ def dropout_add(
 
     out = residual + x * mask / (1 - p)
 
-    There is no flag for training: in evaluation, add. p = 0 keeps every element, and p = 1 none, so that out is
+    There is no training flag: in evaluation, just add. p = 0 keeps every element, and p = 1 keeps none, so out is
     residual (where x is finite, as in `torch.nn.functional.dropout`).
 
     Args:
@@ -32,10 +32,10 @@ def dropout_add(
         out: shape and dtype of x, contiguous.
         mask: shape of x, bool, contiguous; False where x was dropped. Not differentiable.
     Raises:
-        RuntimeError: another dtype; residual is not like x; p is not a probability; generator is of another device.
+        RuntimeError: another dtype; residual is not like x; p is not a probability; generator is on another device.
 
     On openreg, element i's random number is a function (Philox4x32-10) of i and of two numbers drawn from the
-    generator: a seed gives one mask, whatever the number of threads, and the CPU's generator does not move. Other
+    generator: a seed gives one mask for any number of threads, and the CPU's generator does not advance. Other
     devices draw with `Tensor.uniform_`, so their masks differ. Under `torch.vmap` it obeys `randomness`.
 
     Differentiable any number of times in x and residual. The half types are computed in float32. Autocast runs it in
@@ -67,13 +67,14 @@ def _(in_dims, x, residual, p, *, vmap, generator):
         return torch.ops.openreg.dropout_add(x, residual, p, generator=generator), (0, 0)
     one = x.new_zeros(x.shape[1:])
     mask = torch.ops.openreg.dropout_add(one, one, p, generator=generator)[1].expand(x.shape)
-    out = residual + x.to(op.acc_dtype(x.dtype)) * mask * _scale(p)  # rounded once, as the kernel does
+    out = residual + x.to(op.acc_dtype(x.dtype)) * mask * _scale(p)  # rounded once, like the kernel
     return (out.to(x.dtype), mask), (0, 0)
 
 
 @dropout_add.distributed
 def _(shards, x, residual, p, generator):
-    """Shards draw numbers of their own, as those of `torch.nn.functional.dropout` do; whole tensors draw one process's."""
+    """Shards draw their own numbers, as in `torch.nn.functional.dropout`; replicated tensors draw the same as on one
+    process."""
     at = [d if isinstance(d, int) else None for d in shards.at(x)]
     here, there = shards.local(x, at), shards.local(residual, at)
     if at == [None] * len(at):
@@ -88,7 +89,7 @@ def _(shards, x, residual, p, generator):
 
 @dropout_add.samples
 def _(device, dtype):
-    for shape, p in (((4, 6), 0.0), ((2, 3, 7), 0.0), ((), 1.0)):  # where there is nothing random
+    for shape, p in (((4, 6), 0.0), ((2, 3, 7), 0.0), ((), 1.0)):  # if there is nothing random
         yield *op.normal(device, dtype, shape, shape), p
 
 
@@ -98,8 +99,8 @@ def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
 
     Args:
         grad_out: shape of mask, float32, float64, float16 or bfloat16.
-        mask: bool, as `dropout_add` gave it.
-        p: as `dropout_add` got it.
+        mask: bool, as returned by `dropout_add`.
+        p: as passed to `dropout_add`.
     Returns:
         grad_x: shape and dtype of grad_out, contiguous; zero for p = 1.
     Raises:

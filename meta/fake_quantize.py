@@ -19,7 +19,7 @@ def _along(values: Tensor, x: Tensor, axis: int | None) -> Tensor:
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int | None = None
 ) -> Tensor:
-    """What quantization to integers and back makes of x, with a gradient that lets a network train through it.
+    """Quantize x to integers and back, with a gradient that lets a network train through it.
 
     y = scale * clamp(round(x / scale), quant_min - zero_point, quant_max - zero_point)
 
@@ -29,21 +29,21 @@ def fake_quantize(
     Args:
         x: any shape and strides, float32, float64, float16 or bfloat16.
         scale: one positive number, shape `[]`; with axis, `[N]` for N indices along it. float32 (float64 for a
-            float64 x). Its values are not looked at: one of zero or less gives what the formula gives.
+            float64 x). Its values are not checked: for zero or less, the result is what the formula gives.
         zero_point: int32, shape of scale.
         quant_min, quant_max: the smallest and largest integer, such as -128 and 127.
-        axis: the dimension along which each index has a scale and zero_point of its own.
+        axis: the dimension along which each index has its own scale and zero_point.
     Returns:
         y: shape and dtype of x, contiguous.
     Raises:
-        RuntimeError: another shape, dtype or device; quant_min beyond quant_max; an axis that x has not.
+        RuntimeError: another shape, dtype or device; quant_min beyond quant_max; an axis that x does not have.
 
     The gradient is deliberately not the derivative, which is 0: rounding counts as the identity (straight-through
     estimator). x's passes where round(x / scale) + zero_point is in range, and is 0 outside. scale is learnable, as
     in LSQ: its gradient is the sum over dy * (round(x / scale) - x / scale) in range, and dy times the bound,
     quant_min - zero_point or quant_max - zero_point, outside; multiply it by LSQ's 1 / sqrt(numel * quant_max)
-    with `scale_gradient(scale, …)`. Differentiable any number of times, in both modes, and linear in dy alone: a
-    second derivative in x or scale is 0 but for what comes after y.
+    with `scale_gradient(scale, …)`. Differentiable any number of times, in both modes, and linear in dy only: a second
+    derivative in x or scale is 0 except through what is computed from y.
 
     The half types are computed in float32. Autocast runs it in float32.
     Source: Bengio et al. 2013, arXiv:1308.3432; Esser et al. 2020, arXiv:1902.08153.
@@ -54,7 +54,8 @@ def fake_quantize(
     steps = wide.detach() * s.detach().reciprocal()
     kept = steps.round().clamp(low, high)
     inside = kept == steps.round()
-    # The value as a constant, and zeros that have the gradients: none comes of dividing by a scale of zero.
+    # The value as a constant, plus zeros that carry the gradients, so no gradient comes from dividing by a scale of
+    # zero.
     zero = wide - wide.detach()
     zero_of_scale = (s - s.detach()).where(s.isfinite(), 0)
     to_scale = (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
@@ -85,7 +86,7 @@ def samples(device, dtype):
     for shape, axis in (((4, 6), None), ((5,), None), ((2, 3, 4, 4), 1)):
         channels = () if axis is None else (shape[axis],)
         scale, zero_point = torch.rand(channels, **wide) + 0.2, torch.ones(channels, dtype=torch.int32, device=device)
-        # As bfloat16 has them: rounded to it, x must not come into another step.
+        # Representable in bfloat16: rounding x to it must not move x into another step.
         x = torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
         yield x, scale, zero_point, -4, 3, axis
 
@@ -108,7 +109,7 @@ def fake_quantize_backward(
 
     Args:
         grad_y: shape and dtype of x.
-        x, scale, zero_point, quant_min, quant_max, axis: as `fake_quantize` got them.
+        x, scale, zero_point, quant_min, quant_max, axis: as passed to `fake_quantize`.
     Returns:
         grad_x: shape and dtype of x, contiguous.
         grad_scale: shape and dtype of scale; it does not depend on the number of threads.

@@ -26,10 +26,10 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float =
         RuntimeError: x has no dimension or another dtype; residual is not like x; weight is not `[N]`, or its dtype
             or device is not x's.
 
-    Differentiable any number of times in x, residual and weight, through y and sum both. The half types are computed
-    in float32; y is of the sum as rounded to its dtype. Autocast runs it in float32.
+    Differentiable any number of times in x, residual and weight, through both y and sum. The half types are computed
+    in float32; y is computed from the sum as rounded to its dtype. Autocast runs it in float32.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467; vLLM's `fused_add_rms_norm`, which writes y over x and sum over
-    residual, where this one leaves its arguments alone.
+    residual; this operator leaves its arguments alone.
     """
     sum = x + residual
     wide = sum.to(op.acc_dtype(x.dtype))
@@ -67,8 +67,8 @@ def fused_add_rms_norm_backward(
     Args:
         grad_y: shape and dtype of sum.
         grad_sum: shape and dtype of sum; None is zero.
-        sum: `[..., N]`, as `fused_add_rms_norm` gave it.
-        weight, eps: as `fused_add_rms_norm` got them.
+        sum: `[..., N]`, as returned by `fused_add_rms_norm`.
+        weight, eps: as passed to `fused_add_rms_norm`.
     Returns:
         grad_x: `[..., N]`, dtype of sum, contiguous.
         grad_weight: `[N]`, dtype of sum, contiguous; it does not depend on the number of threads.

@@ -16,8 +16,8 @@ from openreg_ops.meta import op
 class _Groups:
     """The groups of a number of rows: split() gives the part of each, join() puts the parts together again.
 
-    Where the sizes can be read, a part has the group's rows. Where they cannot (traced, or mapped over), it has all
-    rows, with zeros in those of other groups, and join() takes from each part its group's.
+    If the sizes can be read, a part has the group's rows. If not (traced, or mapped over), it has all rows, with zeros
+    for other groups, and join() takes its group's rows from each part.
     """
 
     def __init__(self, name: str, group_sizes: Tensor, rows: int) -> None:
@@ -82,26 +82,28 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @op.operator()
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None, group_sizes: Tensor) -> Tensor:
-    """Apply to each group of rows a linear layer of its own, as the experts of a mixture of experts do.
+    """Apply a separate linear layer to each group of rows, like the experts of a mixture of experts.
 
     y[i] = weights[e] @ x[i] + bias[e]  where e is the group of row i: the first group_sizes[0] rows of x are
     group 0, the next group_sizes[1] are group 1, and so on.
 
     Args:
         x: `[rows, in]`, its rows sorted by group; float32, float64, float16 or bfloat16; any strides.
-        weights: E tensors `[out, in]`, dtype of x; any strides, a transposed one is not copied.
-        bias: E tensors `[out]`, dtype of x; or None, which to the operator is an empty list.
+        weights: E tensors `[out, in]`, dtype of x; any strides; a transposed weight is not copied.
+        bias: E tensors `[out]`, dtype of x; or None, which the operator gets as an empty list.
         group_sizes: `[E]`, int32 or int64, on the device of x; numbers of rows, 0 included, that sum to `rows`.
     Returns:
         y: `[rows, out]`, dtype of x, contiguous.
     Raises:
         RuntimeError: no weight; shapes, dtypes or devices do not fit; a group size is negative, or they do not sum to
-            the rows of x. Compiled for another device than openreg, this last check is an assertion in the graph.
+            the rows of x. When compiled for a device other than openreg, this last check is an assertion in the graph.
 
     Differentiable any number of times in x, every weight and every bias. Group sizes are data: under `torch.compile`
-    they may change from call to call, as the number of rows may. The half types are accumulated in float32.
-    Autocast runs it in its lower dtype. Compiled for another device than openreg, it runs every group on every row.
-    Source: Shazeer et al. 2017, arXiv:1701.06538; `torch.nn.functional.grouped_mm` is its kin for stacked weights.
+    they may change from call to call, and so may the number of rows. The half types are accumulated in float32.
+    Autocast runs it in its lower dtype. When compiled for a device other than openreg, it runs every group on every
+    row.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; `torch.nn.functional.grouped_mm` is the counterpart for stacked
+    weights.
     """
     groups = _Groups("grouped_linear", group_sizes, x.shape[0])
     each = zip(groups.split(x), weights, bias or [None] * len(weights), strict=True)
@@ -124,11 +126,11 @@ def grouped_linear_backward(
 
     Args:
         grad_y: `[rows, out]`, dtype of x.
-        x, weights, group_sizes: as `grouped_linear` got them.
+        x, weights, group_sizes: as passed to `grouped_linear`.
         output_mask: which of the three to compute.
     Returns:
-        grad_x: `[rows, in]`, contiguous; None where the mask says no.
-        grad_weights: E tensors `[out, in]`, contiguous; an empty list where the mask says no.
+        grad_x: `[rows, in]`, contiguous; None if masked out.
+        grad_weights: E tensors `[out, in]`, contiguous; an empty list if masked out.
         grad_bias: E tensors `[out]`; likewise.
     Raises:
         RuntimeError: as `grouped_linear`, and for a grad_y of another shape, dtype or device.
@@ -158,7 +160,7 @@ def _(x, weights, output_mask):
 
 def _sizes_of_all(name: str, dim: int | None, group_sizes: Tensor, samples: int, rows: int) -> Tensor:
     sizes = group_sizes.unsqueeze(0) if dim is None else group_sizes.movedim(dim, 0)
-    # The operator sees their sum over all samples only. The assertion has no batching rule for those further out.
+    # The operator sees only their sum over all samples. The assertion has no batching rule for outer levels.
     torch._assert_async(
         _unwrapped(sizes.sum(1) == rows).all(),
         f"{name}: expected group_sizes that sum to {rows}, the rows of x, for each sample",
@@ -234,7 +236,7 @@ def _(in_dims, grad_y, x, weights, group_sizes, output_mask):
 
 
 def _split(shards: Any, x: Any, weights: Sequence[Any], bias: Sequence[Any] = ()) -> list[str | None]:
-    """Which of them, for each dimension of the mesh; None where every device does all."""
+    """Which of these is sharded, for each dimension of the mesh; None if every device has all."""
 
     def one(x_at: Any, weight_at: Any) -> str | None:
         if x_at == 0:
@@ -249,7 +251,7 @@ def _where(split: Sequence[str | None], **at: Any) -> list[Any]:
 
 
 def _sizes_here(shards: Any, split: Sequence[str | None], group_sizes: Any, rows: int) -> Tensor:
-    """How many of this device's rows are of each group."""
+    """How many of this device's rows belong to each group."""
     sizes = shards.local(group_sizes, [None for _ in split])
     here, ends = shards.part(rows, _where(split, rows=0)), sizes.cumsum(0)
     if _readable(sizes):
@@ -264,7 +266,7 @@ def _sizes_here(shards: Any, split: Sequence[str | None], group_sizes: Any, rows
         torch._assert_async(sums, "grouped_linear: expected group_sizes of at least 0 that sum to the rows of x")
     if not here.numel():
         return torch.zeros_like(sizes)
-    below = (here.unsqueeze(1) < ends).sum(0, dtype=sizes.dtype)  # rows here that are of a group up to this one
+    below = (here.unsqueeze(1) < ends).sum(0, dtype=sizes.dtype)  # rows here that belong to a group up to this one
     return below.diff(prepend=below.new_zeros(1))
 
 

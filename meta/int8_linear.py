@@ -1,4 +1,4 @@
-"""int8_linear: a linear layer with int8 weights, whose input is quantized on the way; forward only."""
+"""int8_linear: a linear layer with int8 weights that quantizes its input; forward only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from openreg_ops.meta import op
 
 @op.operator(differentiable=False, batch_first=["x"])  # the kernel takes one weight for all rows
 def int8_linear(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x by a weight that `quantize_rowwise` made, in int8.
+    """Multiply x by a weight from `quantize_rowwise`, in int8.
 
     x_q, x_scale = quantize_rowwise(x)
     y = (x_q @ weight_q.T) * x_scale.unsqueeze(-1) * weight_scale + bias
 
-    The products are of int8 and their sums of int32, exact. y differs from that of the float weight by some 1 % of its
-    norm for normally distributed numbers; one outlier in a row of x widens the steps of all of it. A row of x with
+    The products are int8 and their sums are int32, so they are exact. For normally distributed numbers, y differs from
+    the float weight's result by about 1 % of its norm; one outlier in a row of x widens the steps of the entire row. A
+    row of x with
     a NaN or an infinity gives a row of NaN.
 
     Args:
@@ -31,7 +32,7 @@ def int8_linear(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor 
             openreg::int8_linear is not implemented".
 
     Not differentiable: it is for inference. The half types are scaled and added in float32. Autocast leaves the dtypes
-    alone: y has that of x.
+    alone: y has the dtype of x.
     Source: Dettmers et al. 2022, arXiv:2208.07339, section 2, without its treatment of outliers.
     """
     wide = op.acc_dtype(x.dtype)

@@ -1,4 +1,4 @@
-"""kv_cache_update_ and kv_cache_update: keys and values of new tokens into the slots of a paged cache."""
+"""kv_cache_update_ and kv_cache_update: write keys and values of new tokens to the slots of a paged cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openreg_ops.meta import op
 
 
 def _kept(name: str, num_slots: int, slots: Tensor) -> list[int]:
-    """The positions that are not skipped, once every slot has been looked at."""
+    """The positions that are not skipped, after checking every slot."""
     given = list(enumerate(slots.tolist()))
     for position, slot in given:
         torch._check_index(
@@ -46,24 +46,24 @@ def kv_cache_update_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slo
     k_cache[slots[i]] = k[i],  v_cache[slots[i]] = v[i]  for every i with slots[i] >= 0
 
     Args:
-        k_cache: `[num_slots, ...]`, such as `[num_slots, heads, head_dim]`; any dtype and strides, written through
-            these. A paged cache `[blocks, block_size, ...]` is `cache.flatten(0, 1)`, a view.
+        k_cache: `[num_slots, ...]`, such as `[num_slots, heads, head_dim]`; any dtype and strides, written through its
+            strides. A paged cache `[blocks, block_size, ...]` is `cache.flatten(0, 1)`, a view.
         v_cache: `[num_slots, ...]`; its other dimensions, dtype and strides are its own.
         k: `[N, ...]`, a row of k_cache for each token, in k_cache's dtype. It may be part of the cache: all is read
             before anything is written.
         v: `[N, ...]`, the same for v_cache.
-        slots: `[N]`, int32 or int64. A negative slot skips its token, as padding wants it.
+        slots: `[N]`, int32 or int64. A negative slot skips its token, for padding.
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit; a cache is expanded or shares memory with the other
-            (asked on openreg only); an argument requires a gradient or carries a tangent; under `torch.vmap`, a
+        RuntimeError: shapes, dtypes or devices do not match; a cache is expanded or shares memory with the other
+            (checked only on openreg); an argument requires a gradient or carries a tangent; under `torch.vmap`, a
             cache that is not mapped over while something else is.
         IndexError: a slot is num_slots or more, or is given twice: two tokens in one slot are a mistake of the
-            scheduler, and which of them stays would depend on the device.
-        Whatever is raised, nothing has been written.
+            scheduler, and which one stays would depend on the device.
+        If it raises, nothing has been written.
 
-    Not differentiable: an argument that requires a gradient is refused, at once; use `torch.no_grad()`, or
-    `Tensor.index_copy` where a gradient is wanted. Autocast casts k and v to the caches' dtypes. Under `torch.compile`
-    it is functionalized, and written in place by Inductor. On openreg and CPU the slots are looked at by the host.
+    Not differentiable: an argument that requires a gradient raises immediately; use `torch.no_grad()`, or
+    `Tensor.index_copy` if you need a gradient. Autocast casts k and v to the caches' dtypes. Under `torch.compile`
+    it is functionalized, and Inductor writes in place. On openreg and CPU the host checks the slots.
     Under `torch.vmap` over slots, the slots of all samples count one after another in errors.
     Source: reshape_and_cache of vLLM; Kwon et al. 2023, arXiv:2309.06180.
     """
@@ -77,14 +77,14 @@ def _():
 
 @op.operator(differentiable=False)
 def kv_cache_update(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The caches that `kv_cache_update_` would leave, as new tensors.
+    """The caches as `kv_cache_update_` would leave them, as new tensors.
 
     Args:
         k_cache, v_cache, k, v, slots: as `kv_cache_update_` takes them; the caches may be expanded too.
     Returns:
         new_k_cache, new_v_cache: shapes and dtypes of the caches, contiguous.
     Raises:
-        RuntimeError, IndexError: as `kv_cache_update_`, gradients apart.
+        RuntimeError, IndexError: as `kv_cache_update_`, except for gradients.
         RuntimeError: at backward, on every device: "derivative for openreg::kv_cache_update is not implemented".
 
     Not differentiable. Autocast casts k and v to the caches' dtypes.
@@ -99,8 +99,8 @@ def _(k_cache, v_cache):
     return k_cache.new_empty(k_cache.shape), v_cache.new_empty(v_cache.shape)
 
 
-# Samples with slots in common are one more dimension of a row. Else the samples' slots stand one after another, and
-# a slot that is past the end of its sample goes past the end of all.
+# Samples that share slots become one more dimension of a row. Otherwise the samples' slots are concatenated, and a slot
+# past the end of its sample is moved past the end of all.
 
 
 @kv_cache_update.batched
@@ -132,7 +132,7 @@ def _(in_dims, *inputs):
         return
     flat = [x.flatten(0, 1) for x in rows]
     torch.ops.openreg.kv_cache_update_(*flat, _one_after_another(slots, rows[0].shape[1]))
-    for cache, written in zip(rows[:2], flat[:2], strict=True):  # where flatten had to copy, this writes back
+    for cache, written in zip(rows[:2], flat[:2], strict=True):  # if flatten had to copy, this writes back
         if not torch._C._is_alias_of(written, cache):
             cache.copy_(written.view(cache.shape))
 

@@ -41,7 +41,7 @@ def linear_cross_entropy(
 
     Args:
         x: `[..., D]`, float32, float64, float16 or bfloat16; any strides.
-        weight: `[V, D]`, dtype of x, as `torch.nn.Linear` has it.
+        weight: `[V, D]`, dtype of x, as in `torch.nn.Linear`.
         target: `[...]`, int64 or int32; each in [0, V) or ignore_index.
         bias: `[V]`, dtype of x.
         ignore_index, label_smoothing, z_loss, reduction: as in `cross_entropy`. Ignored rows cost nothing.
@@ -49,16 +49,16 @@ def linear_cross_entropy(
         loss: `[]`, or `[...]` for "none"; float32 (float64 for a float64 x). The mean of no rows is NaN.
     Raises:
         RuntimeError: x has no dimension or another dtype; weight, bias or target has another shape, dtype or device;
-            label_smoothing is outside [0, 1]; reduction is another word.
+            label_smoothing is outside [0, 1]; reduction is unknown.
         IndexError: a target is neither a class nor ignore_index, as in `cross_entropy`.
 
-    Differentiable once in x, weight and bias. Forward takes chunks of 512 rows and computes a chunk's share of the
-    gradients at once, where they are wanted; backward multiplies them by the gradient of the loss. For "none" backward
-    computes the logits again. The gradients of a float16 x are kept in float32 until then, because a loss that is
-    scaled for its gradients' sake is scaled too late here. To differentiate the gradients is an error: use
-    `cross_entropy` of `torch.nn.functional.linear`. On other devices the plain operators run, which have all
-    derivatives and hold the logits.
-    Autocast runs it in its lower precision, as it runs the product; sums and the loss stay in float32.
+    Differentiable once in x, weight and bias. Forward takes chunks of 512 rows and immediately computes each chunk's
+    share of the gradients, if they are needed; backward multiplies them by the gradient of the loss. For "none",
+    backward recomputes the logits. The gradients of a float16 x are kept in float32 until then, because loss scaling
+    comes too late to protect them. Differentiating the gradients is an error: use `cross_entropy` of
+    `torch.nn.functional.linear`. On other devices the plain operators run; they have all derivatives and hold the
+    logits.
+    Autocast runs it in its lower precision, like the product; sums and the loss stay in float32.
     Results do not depend on the number of threads.
     Sources: Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009.
     """
@@ -94,7 +94,7 @@ def linear_cross_entropy_gradients(
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
     wanted: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss of `linear_cross_entropy` together with the gradients that it gives x, weight and bias.
+    """The loss of `linear_cross_entropy` together with the gradients of x, weight and bias.
 
     With g the gradient that `cross_entropy` gives the logits:
     grad_x = g @ weight,  grad_weight = g.T @ x,  grad_bias = sum(g) over all rows
@@ -104,9 +104,9 @@ def linear_cross_entropy_gradients(
         grad_loss: shape and dtype of loss, or None for ones.
         wanted: which of the gradients of x, weight and bias.
     Returns:
-        loss: as of `linear_cross_entropy`, not multiplied by grad_loss.
+        loss: as for `linear_cross_entropy`, not multiplied by grad_loss.
         grad_x, grad_weight, grad_bias: shapes of x, weight and bias, contiguous, dtype of x but float32 for float16;
-            `[0]` where not wanted.
+            `[0]` if not wanted.
     Raises:
         RuntimeError, IndexError: as `linear_cross_entropy`, and for another shape, dtype or device of grad_loss, or if
             the gradient of a bias is wanted without one.
@@ -147,8 +147,9 @@ def _(device, dtype):
 
 
 # ---- DTensors: rows stay sharded, and so does the vocabulary ----
-# Along a dimension of the mesh the devices have some of the rows, or some of the classes: weight and bias sharded along
-# dimension 0. Those of classes exchange three numbers a row and the maximum, never the weight or the logits.
+# Along a dimension of the mesh, the devices have some of the rows, or some of the classes (weight and bias sharded
+# along dimension 0). With sharded classes, they exchange three numbers per row and the maximum, never the weight or the
+# logits.
 
 _CHUNK = 512  # rows
 
@@ -157,9 +158,9 @@ def _of_classes(
     shards: Any, at: list[str | None], x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, classes: Tensor,
     total: int, grad_loss: Tensor | None, wanted: Sequence[bool], ignore_index: int, label_smoothing: float, z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss of each row, and this device's share of the gradients; `classes` are those it has, of `total`.
+    """The loss of each row, and this device's share of the gradients; it has `classes` of `total` classes.
 
-    Plain operators on chunks of rows: the logits of a chunk and of this device's classes are all that is held.
+    Plain operators on chunks of rows: only the logits of one chunk and this device's classes are held.
     """
     rows, targets, wide = x.reshape(-1, x.shape[-1]), target.reshape(-1).long(), op.acc_dtype(x.dtype)
     valid = targets != ignore_index
@@ -178,7 +179,7 @@ def _of_classes(
         chunk = slice(start, start + _CHUNK)
         logits, counts = _logits(rows[chunk], weight, bias), valid[chunk]
         sums = logits.sum(-1)
-        if not len(classes):  # more devices than classes: one of no weight in their place
+        if not len(classes):  # more devices than classes: use one class with no weight
             logits = logits.new_full((len(logits), 1), -math.inf)
         top = shards.reduce(logits.amax(-1), at, "max")
         top = torch.where(top.isinf(), 0, top)

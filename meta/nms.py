@@ -10,24 +10,25 @@ from openreg_ops.meta import op
 
 @op.operator(differentiable=False)
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Of boxes that overlap, keep the one of the highest score: greedy non-maximum suppression.
+    """Keep only the highest-scoring of overlapping boxes: greedy non-maximum suppression.
 
-    In the order of decreasing scores, a box is dropped if for one that was kept before
+    In order of decreasing scores, a box is dropped if, for a box kept before it,
     inter / (area + area' - inter) > iou_threshold
 
     Args:
         boxes: `[N, 4]` as x1, y1, x2, y2; float32, float64, float16 or bfloat16; any strides.
         scores: `[N]`, dtype of boxes.
-        iou_threshold: intersection over union above which the lower score goes; none is above 1, and all that do
-            not overlap have 0.
+        iou_threshold: intersection over union above which the box with the lower score is dropped; it ranges from 0 (no
+            overlap) to 1.
     Returns:
-        Indices of the boxes that are kept, by decreasing score, int64, `[K]` with K <= N. Equal scores are taken in the
-        order given; NaN is the highest score; a box with NaN in its coordinates drops none and is not dropped.
+        Indices of the boxes that are kept, by decreasing score, int64, `[K]` with K <= N. Equal scores keep their
+        order; NaN is the highest score; a box with NaN in its coordinates drops no box and is never dropped.
     Raises:
         RuntimeError: another shape or dtype, or two devices; under `torch.vmap`, because K differs from sample to
             sample; on meta, where there is no data to count.
 
-    The result is of integers, which have no derivative; boxes and scores may require one. The half types are computed
+    The result is integers, which have no derivative; boxes and scores may require a gradient. The half types are
+    computed
     in float32. Autocast runs it in float32. Under `torch.compile` and `torch.export` K is an unbacked size.
     On openreg it is `torchvision.ops.nms` too.
     Source: torchvision.ops.nms, with which it agrees bit for bit in float32 and float64.
@@ -49,7 +50,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 
 def _greater(a: Tensor | float, b: Tensor) -> Tensor:
-    """std::max: a where one of the two is NaN."""
+    """std::max: a if either is NaN."""
     return torch.where(b > a, b, a)
 
 
@@ -74,7 +75,7 @@ def _(*_):
 
 @nms.distributed
 def _(shards, boxes, scores, iou_threshold):
-    """Every device looks at all boxes, because each may drop any other."""
+    """Every device needs all boxes, because each box may drop any other."""
     whole = [None for _ in shards.dims]
     kept = torch.ops.openreg.nms(shards.local(boxes, whole), shards.local(scores, whole), iou_threshold)
     return shards.join(kept, whole)

@@ -1,4 +1,4 @@
-"""What the operators' meta files share: `operator`, which each stands on, and what their references are made of."""
+"""Shared by the operators' meta files: `operator`, which each uses, and helpers for their references."""
 
 from __future__ import annotations
 
@@ -33,50 +33,51 @@ SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[Any]]] = {}
 SHARDED: dict[str, Callable[..., Iterable[Any]]] = {}
 DISTRIBUTED: dict[str, Callable[..., Any]] = {}
 
-# How a tensor is placed along one dimension of a mesh of devices: sharded along this dimension of its own, the same on
-# every device (None), or SUM: the devices have terms whose sum it is.
+# How a tensor is placed along one dimension of a device mesh: sharded along this dimension of the tensor, the same on
+# every device (None), or SUM: it is the sum of the devices' terms.
 At = int | str | None
 SUM = "sum"
 
 
 class Operator(Protocol[_P, _R]):
-    """What `operator` makes: a plain function, with these attributes."""
+    """The result of `operator`: a plain function with these attributes."""
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Call the operator. Its checks and its plain mathematics, on any device, are `reference`."""
+        """Call the operator. `reference` has its checks and its plain mathematics, for any device."""
 
     reference: Callable[_P, _R]
 
     def fake(self, kernel: _Function) -> _Function:
         """Decorate the fake kernel: what the operator returns, without data.
 
-        It is called with those of the operator's arguments that it has, by name, once its check has passed.
+        It gets, by name, those of the operator's arguments that it declares, after the operator's check has passed.
         """
 
     def batched(self, rule: _Function) -> _Function:
-        """Decorate the batching rule, which `torch.vmap` runs in the operator's place, on every device.
+        """Decorate the batching rule, which `torch.vmap` runs instead of the operator, on every device.
 
         It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, mapped
-        ones given by keyword last) and all of the operator's arguments, and returns the outputs and their out_dims, of one
-        structure, an int or None for each tensor; or None where the operator returns nothing; or NotImplemented, and
-        the reference is mapped, whose own operators have their rules.
-        A `torch.library.register_vmap` that need not import functorch before it is used.
+        ones given by keyword last) and all of the operator's arguments, and returns the outputs and their out_dims,
+        with the same structure, an int or None for each tensor; or None if the operator returns nothing; or
+        NotImplemented, to map the reference, whose operators have their own rules.
+        Like `torch.library.register_vmap`, but does not import functorch before it is used.
         """
 
     def sharded(self, rule: _Function) -> _Function:
-        """Decorate the rule for DTensors: which placements of the arguments let the operator run on each device's part.
+        """Decorate the rule for DTensors: the placements of the arguments with which the operator can run on each
+        device's part.
 
-        It is called for each dimension of the mesh with those of the operator's arguments that it has, by name, and
-        yields ``inputs, outputs``: a dict that says where arguments are placed (an `At`; a list of them for a list of
-        tensors; arguments that it leaves out are the same on every device), and a tuple with the `At` of each output.
-        That all are the same on every device goes without saying. Of a tensor it sees ``shape``, ``dim()`` and ``at``,
-        where it is now; with an argument ``shards``, also the number of devices along the dimension.
+        It is called for each dimension of the mesh, gets by name those of the operator's arguments that it declares,
+        and yields ``inputs, outputs``: a dict with the placement of each argument (an `At`; a list of them for a list
+        of tensors; omitted arguments are replicated), and a tuple with the `At` of each output. You need not yield the
+        case where all are replicated. The rule sees a tensor's ``shape``, ``dim()`` and ``at``, its present placement;
+        if it declares ``shards``, it also gets the number of devices along the dimension.
         """
 
     def distributed(self, function: _Function) -> _Function:
-        """Decorate what runs in the operator's place on DTensors, where a rule of placements cannot say it.
+        """Decorate a function that runs instead of the operator on DTensors, if a placement rule is not enough.
 
-        It is called with an `openreg_ops.strategies.Shards` and those of the operator's arguments that it has, by name.
+        It gets an `openreg_ops.strategies.Shards` and, by name, those of the operator's arguments that it declares.
         """
 
     def samples(self, generator: _Function) -> _Function:
@@ -90,21 +91,21 @@ def operator(
     batch_first: Collection[str] | Literal[True] = (),
     random: bool = False,
 ) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
-    """Make a documented function of plain PyTorch the public function of the operator of its name.
+    """Turn a documented function of plain PyTorch into the public function of the operator with its name.
 
-    Callers of the name get ``torch.ops.openreg.NAME``. What the function says, behind the check of csrc/ops/NAME.cpp,
-    is the operator's reference: its kernel on every device without one (cpu, cuda, meta).
+    Callers of the name get ``torch.ops.openreg.NAME``. The function's body, after the check in csrc/ops/NAME.cpp, is
+    the operator's reference: its kernel on every device without one (cpu, cuda, meta).
 
     Args:
-        differentiable: the reference also stands for the operator where autograd is on, so that its derivatives of any
-            order are those of the operators it is made of, and a compiler sees and fuses these.
+        differentiable: the reference also replaces the operator when autograd is on, so its derivatives of any order
+            come from the operators that it calls, and a compiler sees and fuses these.
         identity: the C++ kernels serve every device, and the function is for comparison; see Note [Identity operators]
             in csrc/ops.
         batch_first: the arguments (names, or True for all) that take one more leading dimension, to which `torch.vmap`
-            moves the mapped one. Where another is mapped, the reference is mapped. An operator with a batching rule
-            of its own says nothing here.
-        random: the batching rule is called when no argument is mapped, too, and with ``vmap``, the interpreter
-            that knows `randomness()` and `batch_size()`. Where the former is "error", PyTorch's sentence is raised.
+            moves the mapped one. If any other argument is mapped, the reference is mapped. Leave it out for an operator
+            with its own batching rule.
+        random: the batching rule is called even if no argument is mapped, and with ``vmap``, the interpreter that has
+            `randomness()` and `batch_size()`. If the former is "error", PyTorch's error is raised.
     """
 
     def define(function: Callable[_P, _R]) -> Operator[_P, _R]:
@@ -186,7 +187,7 @@ def operator(
         looks = f"_check({', '.join([*positional, *keywords])}), " if check is not None else ""
         reference = _derive(function, f"({looks}_body({every}),)[-1]", _check=check, _body=function)
         public: Any = _derive(function, _public(packet, function))
-        _register_builtin(public, f"openreg::{name}")  # TorchScript calls the operator; it would compile the body
+        _register_builtin(public, f"openreg::{name}")  # else TorchScript would compile the body
         public.reference, public.fake, public.batched, public.samples = reference, fake, batched, samples
         public.sharded, public.distributed = sharded, distributed
         for overload in overloads:
@@ -194,7 +195,7 @@ def operator(
                 _library.impl(overload, reference, "CompositeExplicitAutograd")
                 if differentiable:
                     _library.impl(overload, reference, "Autograd")
-            # Every call inside vmap comes past its mode, one with a mapped argument past FuncTorchBatched.
+            # Every call inside vmap passes its mode; a call with a mapped argument passes FuncTorchBatched.
             _library.impl(overload, vmap, "FuncTorchVmapMode" if random else "FuncTorchBatched")
         OPERATORS[name] = public
         return public
@@ -220,9 +221,9 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[st
 
 
 def _derive(like: Callable[..., Any], expression: str, **free: Any) -> Callable[..., Any]:
-    """A function with the parameters, name and place of `like` that returns an expression of them and `free`.
+    """A function with the parameters, name and source location of `like` that returns an expression of them and `free`.
 
-    It is made from text, as `dataclasses` makes methods, so that a call packs no arguments.
+    It is compiled from text, like the methods of `dataclasses`, so a call packs no arguments.
     """
     positional, keywords = _parameters(like)
     parameters = ", ".join([*positional, *(["*", *keywords] if keywords else [])])
@@ -236,10 +237,10 @@ def _derive(like: Callable[..., Any], expression: str, **free: Any) -> Callable[
 
 
 def _public(packet: Any, function: Callable[..., Any]) -> str:
-    """The text of the call of an operator, where None for a list is an empty one.
+    """The source of a call of the operator, which passes an empty list for a list that is None.
 
-    Of several overloads, one is called where the arguments that only it has are given, and are tensors where others
-    have numbers.
+    If there are several overloads, it calls the one whose own arguments are given, and are tensors where the others
+    take numbers.
     """
     positional, keywords = _parameters(function)
     values = {each: each for each in positional} | {each: f"{each}={each}" for each in keywords}
@@ -266,7 +267,7 @@ def _public(packet: Any, function: Callable[..., Any]) -> str:
 
 
 def _batch_first(packet: Any, names: Sequence[str], first: Collection[str] | Literal[True]) -> Callable[..., Any]:
-    """The batching rule of an operator of which the arguments in `first` take one more leading dimension."""
+    """The batching rule of an operator whose arguments in `first` take one more leading dimension."""
     chosen = [first is True or name in first for name in names]
 
     def rule(in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +281,8 @@ def _batch_first(packet: Any, names: Sequence[str], first: Collection[str] | Lit
 
 
 def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
-    """The tensors with the mapped dimension first in each: moved there, or expanded where one has none; others as given."""
+    """The tensors with the mapped dimension first in each: moved there, or expanded if it has none; other values
+    unchanged."""
     pairs = list(zip(inputs, in_dims, strict=True))
     size = next(x.shape[dim] for x, dim in pairs if dim is not None)
     return [
@@ -290,7 +292,8 @@ def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any]) -> lis
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """The dimensions of x, the slowest in memory first; those that cannot be compared, as sizes are not known, as they are."""
+    """The dimensions of x, the slowest in memory first; those that cannot be compared, because sizes are unknown, keep
+    their order."""
     strides, order = x.stride(), list(range(x.dim()))
     if all(isinstance(stride, int) for stride in strides):
         return sorted(order, key=strides.__getitem__, reverse=True)
@@ -303,7 +306,7 @@ def memory_order(x: Tensor) -> list[int]:
     return order
 
 
-# Operators of PyTorch that ask for sizes which are "unbacked", known only when the program runs; these do not.
+# Versions of PyTorch operators that do not read "unbacked" sizes, which are known only when the program runs.
 
 
 def unbacked(*tensors: Tensor) -> bool:
@@ -321,7 +324,7 @@ def logsumexp(x: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of two matrices. The derivative of mm asks for strides, that of bmm does not."""
+    """a @ b of two matrices. The derivative of mm reads strides, that of bmm does not."""
     return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0) if unbacked(a, b) else a @ b
 
 
@@ -336,7 +339,8 @@ def sum_to(x: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_rows(x: Tensor) -> Tensor:
-    """x; a DTensor with all of its last dimension on every device, as PyTorch slices a sharded one with wrong gradients."""
+    """x; a DTensor with its last dimension unsharded, because PyTorch computes wrong gradients for slices of a sharded
+    one."""
     last = x.dim() - 1
     if not any(each.is_shard(last) for each in getattr(x, "placements", ())):
         return x

@@ -15,10 +15,10 @@ def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = max(abs(x), -1) / 127
     q = round(x / scale), halves to even
 
-    A row of zeros, or of no elements, has scale 0 and q 0, so that it comes back exactly; as the row statistics of
-    bitsandbytes and the scales of vLLM, where torchao puts the smallest positive step. The same for a row so small that
-    its scale is 0 in float32. A row with a NaN or an infinity has q 0 and the scale NaN or infinity, so that all of it
-    comes back NaN: no bad number hides in a row of good ones.
+    A row of zeros, or an empty row, has scale 0 and q 0, so it is restored exactly, as in bitsandbytes and vLLM;
+    torchao uses the smallest positive step instead. The same holds for a row so small that its scale is 0 in float32. A
+    row with a NaN or an infinity has q 0 and a scale of NaN or infinity, so the entire row is restored as NaN: no bad
+    number hides in a good row.
 
     Args:
         x: `[..., N]`, float32, float64, float16 or bfloat16; any strides.
@@ -29,12 +29,12 @@ def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
         RuntimeError: x has no dimension or another dtype; at backward, on every device: "derivative for
             openreg::quantize_rowwise is not implemented".
 
-    Not differentiable: rounding has derivative 0 almost everywhere. Detach x, or write the straight-through estimator
-    that suits you. Autocast leaves the dtype alone.
+    Not differentiable: rounding has derivative 0 almost everywhere. Detach x, or write your own straight-through
+    estimator. Autocast leaves the dtype alone.
     Source: Dettmers et al. 2022, arXiv:2208.07339, section 2; bitsandbytes' `int8_vectorwise_quant`.
     """
     wide = x.to(op.acc_dtype(x.dtype))
-    scale = (torch.nn.functional.pad(wide.abs(), (0, 1)).amax(-1) / 127).float()  # a 0 for rows of no elements
+    scale = (torch.nn.functional.pad(wide.abs(), (0, 1)).amax(-1) / 127).float()  # a 0 for empty rows
     step = scale.to(wide.dtype).unsqueeze(-1)
     steps = (wide / step).clamp(-127, 127).round()
     q = torch.where((step > 0) & step.isfinite(), steps, 0).to(torch.int8)
@@ -60,19 +60,19 @@ def _(device, dtype):
 
 @op.operator(differentiable=False, batch_first=True)
 def dequantize_rowwise(q: Tensor, scale: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """What `quantize_rowwise` rounded: q * scale.
+    """Restore what `quantize_rowwise` rounded: q * scale.
 
     Args:
         q: `[..., N]`, int8; any strides.
         scale: `[...]`, float32.
         dtype: of the result, float32 (the default), float64, float16 or bfloat16.
     Returns:
-        `[..., N]`, dtype, contiguous. Finite rows are within scale / 2 of what was quantized.
+        `[..., N]`, dtype, contiguous. Finite rows are within scale / 2 of the original values.
     Raises:
-        RuntimeError: q is not int8 or has no dimension; scale is not like q's rows; another dtype; at backward, on
+        RuntimeError: q is not int8 or has no dimension; scale does not match q's rows; another dtype; at backward, on
             every device: "derivative for openreg::dequantize_rowwise is not implemented".
 
-    Not differentiable. Autocast takes the scale in float32.
+    Not differentiable. Autocast passes the scale in float32.
     """
     dtype = dtype or torch.float32
     wide = op.acc_dtype(dtype)

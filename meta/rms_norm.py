@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tens
     Raises:
         RuntimeError: x has no dimension or another dtype; weight is not `[N]`, or its dtype or device is not x's.
 
-    Differentiable any number of times in x and weight, through y and rstd both. The half types are computed in
+    Differentiable any number of times in x and weight, through both y and rstd. The half types are computed in
     float32. Autocast runs it in float32.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
@@ -60,8 +60,8 @@ def rms_norm_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -
 
     Args:
         grad_y: `[..., N]`, dtype of x.
-        x, weight: as `rms_norm` got them.
-        rstd: as `rms_norm` gave it.
+        x, weight: as passed to `rms_norm`.
+        rstd: as returned by `rms_norm`.
     Returns:
         grad_x: `[..., N]`, dtype of x, contiguous.
         grad_weight: `[N]`, dtype of x, contiguous; it does not depend on the number of threads.

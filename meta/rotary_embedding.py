@@ -11,7 +11,7 @@ from openreg_ops.meta import op
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     x, cos, sin = map(op.whole_rows, (x, cos, sin))
     x_wide = x.to(op.acc_dtype(x.dtype))
-    half = x.shape[-1] // 2  # chunk() and flatten() would not see that two of it are the whole
+    half = x.shape[-1] // 2  # chunk() and flatten() cannot tell that two halves make up the dimension
     if interleaved:
         a, b = (x_wide[..., first::2].narrow(-1, 0, half) for first in (0, 1))
     else:
@@ -23,22 +23,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @op.operator()
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn the pairs of elements of each row of x by the angles of the row's position.
+    """Rotate the pairs of elements of each row of x by the angles of the row's position.
 
     (a, b) -> (a * cos - b * sin, b * cos + a * sin)
 
-    The pairs are (x[..., i], x[..., i + D/2]), as Llama and GPT-NeoX have them, or, interleaved,
-    (x[..., 2i], x[..., 2i + 1]), as GPT-J and the paper. Each has one angle, so cos and sin have D/2 columns, as
+    The pairs are (x[..., i], x[..., i + D/2]), as in Llama and GPT-NeoX, or, interleaved, (x[..., 2i], x[..., 2i + 1]),
+    as in GPT-J and the paper. Each has one angle, so cos and sin have D/2 columns, as
     in flash-attention. They broadcast to x by the usual rules:
 
     - x `[B, H, S, D]`, cos `[S, D/2]`: position s of every batch and head;
     - x `[B, S, H, D]`, cos `[S, 1, D/2]` (`cos.unsqueeze(-2)`): the same with heads after positions;
-    - x `[B, H, S, D]`, cos `[B, 1, S, D/2]`: positions of their own for each batch, as Hugging Face's
-      `position_ids`. Its tables have the D/2 columns twice: take `cos[..., : D // 2]`.
+    - x `[B, H, S, D]`, cos `[B, 1, S, D/2]`: separate positions for each batch, like Hugging Face's `position_ids`. Its
+      tables have the D/2 columns twice: take `cos[..., : D // 2]`.
 
     Args:
-        x: `[..., D]`, D even, float32, float64, float16 or bfloat16. Rows that are contiguous, such as those of
-            `[B, S, H, D].transpose(1, 2)`, are read where they lie.
+        x: `[..., D]`, D even, float32, float64, float16 or bfloat16. Contiguous rows, such as those of `[B, S, H,
+            D].transpose(1, 2)`, are read in place.
         cos: broadcasts to `[..., D/2]`; dtype of x, or float32 for the half types.
         sin: shape and dtype of cos.
         interleaved: which elements are a pair.
@@ -50,18 +50,18 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
     Linear in x, and differentiable any number of times in x, cos and sin. The half types are computed in float32.
     Autocast runs it in the widest of the three dtypes.
-    Source: Su et al. 2021, arXiv:2104.09864; flash-attention's `apply_rotary_emb` for the tables' form.
+    Source: Su et al. 2021, arXiv:2104.09864; flash-attention's `apply_rotary_emb` for the format of the tables.
     """
     return _rotate(x, cos, sin, interleaved)
 
 
 @op.operator()
 def rotary_embedding_backward(grad_y: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """The gradient that `rotary_embedding` gives x: grad_y turned back, `rotary_embedding(grad_y, cos, -sin)`.
+    """The gradient that `rotary_embedding` gives x: grad_y rotated back, `rotary_embedding(grad_y, cos, -sin)`.
 
     Args:
         grad_y: `[..., D]`, as x of `rotary_embedding`.
-        cos, sin, interleaved: as `rotary_embedding` got them.
+        cos, sin, interleaved: as passed to `rotary_embedding`.
     Returns:
         Shape and dtype of grad_y, contiguous.
     Raises:
@@ -83,7 +83,7 @@ def _(grad_y):
 
 
 def _placed(x, cos):
-    """Each dimension of x but the columns, and that of cos which goes with it; None where cos is broadcast."""
+    """Each dimension of x but the columns, and the matching dimension of cos; None if cos is broadcast."""
     for d in range(x.dim() - 1):
         of_cos = d - x.dim() + cos.dim()
         yield d, of_cos if of_cos >= 0 and cos.shape[of_cos] > 1 else None
@@ -102,7 +102,7 @@ def _(grad_y, cos):
 
 
 def _batch_first(in_dims, x, cos, sin, interleaved):
-    """The mapped dimension first, with cos and sin of x's rank so that they still broadcast to it."""
+    """The mapped dimension first, with cos and sin at x's rank so that they still broadcast to it."""
     size = next(t.shape[d] for t, d in zip((x, cos, sin), in_dims, strict=False) if d is not None)
     x = x.expand(size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
     if in_dims[1] is not None or in_dims[2] is not None:

@@ -18,11 +18,11 @@ def scale_gradient(x: Tensor, scale: float) -> Tensor:
         x: any shape, strides and dtype.
         scale: any number; 0 stops the gradient, though x still gets one, of zeros.
     Returns:
-        A view of x. Writing to it writes to x; when both require a gradient, autograd refuses that write, as it
-        does for every view that a custom function made.
+        A view of x. Writing to it writes to x; when both require a gradient, autograd rejects that write, as for every
+        view that a custom function created.
 
     Differentiable any number of times, in both modes and under `torch.func`; the gradient is deliberately not the
-    derivative. Runs as it stands on every device. Autocast leaves the dtype alone.
+    derivative. Runs unchanged on every device. Autocast leaves the dtype alone.
     Source: Ganin & Lempitsky 2015, arXiv:1409.7495, section 3.1.
     """
     return x.detach() + scale * (x - x.detach())

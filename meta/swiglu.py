@@ -10,7 +10,7 @@ from openreg_ops.meta import op
 
 @op.operator(batch_first=True)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Gate `up` with the SiLU of `gate`, as the feed-forward layers of many language models do.
+    """Gate `up` with the SiLU of `gate`, as in the feed-forward layers of many language models.
 
     y = silu(gate) * up,  silu(g) = g * sigmoid(g)
 
@@ -22,8 +22,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         RuntimeError: another dtype; shapes, dtypes or devices of gate and up differ.
 
-    Differentiable any number of times. Backward computes silu(gate) again, so that no activation is kept beyond
-    the arguments. The half types are computed in float32. Autocast runs it in the wider of the two dtypes.
+    Differentiable any number of times. Backward recomputes silu(gate), so no activation is kept beyond the arguments.
+    The half types are computed in float32. Autocast runs it in the wider of the two dtypes.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     wide = op.acc_dtype(gate.dtype)
@@ -56,7 +56,7 @@ def swiglu_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
     Args:
         grad_y: shape and dtype of gate.
-        gate, up: as `swiglu` got them.
+        gate, up: as passed to `swiglu`.
     Returns:
         grad_gate, grad_up: shape and dtype of gate, contiguous.
     Raises:

@@ -16,7 +16,8 @@ from typing import Any
 def _autoload() -> None:
     """torch calls this from its ``torch.backends`` entry point; importing this package does all the work.
 
-    It stands first because `import openreg_ops` in a process without torch imports torch, which looks for it at once.
+    It is defined first because `import openreg_ops` in a process without torch imports torch, which looks it up at
+    once.
     """
 
 
@@ -24,15 +25,15 @@ import torch  # noqa: E402
 
 
 def _refuse(error: Exception) -> None:
-    """Raise what keeps the package from loading; `python -m openreg_ops info` reports it instead."""
+    """Raise the error that keeps the package from loading; `python -m openreg_ops info` reports it instead."""
     if sys.argv[:2] == ["-m", "info"] and "openreg_ops" in sys.orig_argv:
         from openreg_tools.__main__ import main
 
-        sys.argv[0] = "info"  # which imports this package again, to hear what it raises
+        sys.argv[0] = "info"  # which imports this package again to see what it raises
         del sys.modules["openreg_ops"]
         raise SystemExit(main())
     error.add_note("`python -m openreg_tools info` says more about this installation.")
-    raise error.with_traceback(None) from None  # the sentence says it all
+    raise error.with_traceback(None) from None  # the message is enough
 
 
 try:
@@ -68,7 +69,7 @@ except ImportError:
     )
 
 try:
-    environment.check()  # before _C, which reads the first of them as it is loaded
+    environment.check()  # before _C, which reads the first of them when it is loaded
 
     from openreg_ops import _C
 
@@ -84,7 +85,7 @@ except environment.WrongVariable as wrong:
 
 
 def _stop_workers() -> None:
-    """Wait for queued work when the process ends; if Ctrl-C ends it, drop what has not begun."""
+    """Wait for queued work when the process ends; if Ctrl-C ends it, drop the work that has not begun."""
     _C.stop_workers(getattr(sys, "last_type", None) is KeyboardInterrupt)
 
 
@@ -125,7 +126,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "trace":  # a tool, imported when first asked for
+    if name == "trace":  # a tool, imported on first use
         from openreg_tools.trace import trace
 
         return trace

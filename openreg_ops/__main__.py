@@ -1,4 +1,4 @@
-"""The command line: ``python -m openreg_ops COMMAND``, which are those of openreg_tools and some for this device alone."""
+"""The command line: ``python -m openreg_ops COMMAND``, with openreg_tools' commands and some for this device only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = dict(sorted((TOOLS | OWN).items()))
 
 
 def _elsewhere(words: list[str]) -> str:
-    """The device that the command asks for, if only another package can bring it."""
+    """The device that the command asks for, if only another package can provide it."""
     device = device_of(words)
     try:
         return "" if not device or "--import" not in words or torch.device(device) else ""

@@ -1,9 +1,9 @@
-"""What backward does at an operator that registered no autograd for the device.
+"""What backward does at an operator without an autograd kernel for the device.
 
 PyTorch's own default only warns and then leaves that operator's part out of the gradient. On openreg
 the default is ``"error"``: backward raises "derivative for mylib::foo is not implemented". The
 environment variable ``OPENREG_AUTOGRAD_FALLBACK`` and the functions here choose ``"error"``,
-``"warn"`` (PyTorch's default) or ``"nothing"`` (silently left out). The choice holds for the process.
+``"warn"`` (PyTorch's default) or ``"nothing"`` (silently left out). The choice applies to the whole process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _mode = "error"
 
 
 def get_fallback_mode() -> str:
-    """The mode in force."""
+    """The current mode."""
     return _mode
 
 
@@ -37,7 +37,7 @@ def set_fallback_mode(mode: str) -> None:
 
 @contextlib.contextmanager
 def fallback_mode(mode: str) -> Iterator[None]:
-    """``with autograd.fallback_mode("warn"):`` — a mode for a while."""
+    """``with autograd.fallback_mode("warn"):`` — set the mode temporarily."""
     before = _mode
     set_fallback_mode(mode)
     try:

@@ -1,4 +1,4 @@
-"""What a package with kernels of its own for the device is built with: headers, a library, a CMake package."""
+"""What you build a package of kernels for the device with: headers, a library, a CMake package."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["cmake_prefix_path", "include_paths", "library_paths"]
 _FOLDER = Path(__file__).parent
 
 #: Where CMake finds ``find_package(openreg)``: ``cmake -DCMAKE_PREFIX_PATH=$(python -c "import openreg_ops;
-#: print(openreg_ops.cmake_prefix_path)")``, as `torch.utils.cmake_prefix_path` for torch.
+#: print(openreg_ops.cmake_prefix_path)")``, like `torch.utils.cmake_prefix_path` for torch.
 cmake_prefix_path = str(_FOLDER / "share" / "cmake")
 
 
 def include_paths() -> list[str]:
     """The folders of headers: ``openreg/c_api.h``, ``openreg/launch.h``, ``openreg/openreg.h`` and ``openreg/torch.h``.
 
-    They are for ``include_dirs``, beside those of `torch.utils.cpp_extension.include_paths`. With headers alone, a
-    library finds the device when it first needs it, and can be loaded where openreg_ops is not installed.
+    Pass them as ``include_dirs``, along with `torch.utils.cpp_extension.include_paths`. A library built with the
+    headers alone looks the device up when it first needs it, and can be loaded where openreg_ops is not installed.
     """
     return [str(_FOLDER / "include")]
 
@@ -25,7 +25,7 @@ def include_paths() -> list[str]:
 def library_paths() -> list[str]:
     """The folder of ``libopenreg_ops.so``: the device itself, for programs without Python.
 
-    They define ``OPENREG_LINKED`` and link with ``-lopenreg_ops``. A library that Python loads after ``import torch`` need
-    not.
+    Such programs define ``OPENREG_LINKED`` and link with ``-lopenreg_ops``. A library that Python loads after ``import
+    torch`` does not need to.
     """
     return [str(_FOLDER / "lib")]

@@ -1,6 +1,6 @@
-"""The c10d backend "occl": `torch.distributed` on device tensors, which Gloo works on where they are.
+"""The c10d backend "occl": `torch.distributed` on device tensors. Gloo works on them in place.
 
-`init_process_group()` chooses it by itself; ``"occl"``, ``"openreg:occl"`` and ``"cpu:gloo,openreg:occl"`` name it.
+`init_process_group()` chooses it by default; ``"occl"``, ``"openreg:occl"`` and ``"cpu:gloo,openreg:occl"`` name it.
 See Note [Distributed] in csrc/backend/distributed.h.
 """
 
@@ -19,7 +19,7 @@ from openreg_ops.imports import after_import
 
 
 def _create(group: Any, options: Any) -> _C.DistributedBackend:
-    """A process group's backend; c10d's arguments of a plugin."""
+    """A process group's backend; the arguments are those that c10d passes to a plugin."""
     from torch.distributed import ProcessGroup, ProcessGroupGloo
 
     if options is not None and not isinstance(options, ProcessGroupGloo._Options):
@@ -45,7 +45,7 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
 
 
 def _register_monitored_barrier() -> None:
-    """PyTorch's `monitored_barrier` refuses every group whose only backend is not Gloo, and then it calls Gloo's."""
+    """PyTorch's `monitored_barrier` rejects every group whose only backend is not Gloo, and otherwise calls Gloo's."""
     from torch.distributed import distributed_c10d as c10d
 
     of_gloo = c10d.monitored_barrier
@@ -81,7 +81,7 @@ def _register_strategies() -> None:
 
 
 def register() -> None:
-    """Make "occl" known to c10d, as the device's default; torch has imported c10d already. DTensor it has not."""
+    """Register "occl" with c10d as the device's default. torch has already imported c10d, but not DTensor."""
     if torch.distributed.is_available():
         _register_monitored_barrier()
         after_import("torch.distributed.tensor._random", _register_random)

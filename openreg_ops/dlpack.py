@@ -1,4 +1,4 @@
-"""DLPack for device tensors, where PyTorch serves only the devices on its list; other tensors go through to its code.
+"""DLPack for device tensors, because PyTorch supports only a fixed list of devices. Other tensors go to its code.
 
 tests/backend/test_dlpack.py says what happens without the two patches.
 """
@@ -45,6 +45,6 @@ def _dlpack(self: torch.Tensor, *, stream: int | None = -1, **options: Any) -> A
 
 
 def register() -> None:
-    """Put both in their places."""
+    """Install both patches."""
     torch.Tensor.__dlpack_device__ = _dlpack_device
     torch.Tensor.__dlpack__ = _dlpack

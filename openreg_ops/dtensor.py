@@ -1,7 +1,7 @@
 """DTensor's random operators on the device. Imported when PyTorch imports torch/distributed/tensor/_random.py.
 
-That file takes the state of a device's generator for Philox's, 16 bytes of which 8 are an offset that it moves; the
-device's is a Mersenne Twister, which is moved by drawing numbers.
+That file assumes that a device's generator is Philox: 16 bytes of state, of which 8 are an offset that it advances. The
+device's generator is a Mersenne Twister, which advances only by drawing numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch._prims.rng_prims import run_dtensor_rng_op
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import _random
 
-CHUNK = 1 << 16  # elements that are drawn at once
+CHUNK = 1 << 16  # elements drawn at once
 
 
 def _further(state: torch.Tensor, count: int) -> torch.Tensor:
-    """A generator's state when `count` more numbers of 32 bits have been drawn, rounded up to an even count.
+    """A generator's state after `count` more 32-bit numbers, rounded up to an even count.
 
-    A second or two for 500 million.
+    Takes a second or two for 500 million.
     """
     state = state.clone()
     # at::CPUGeneratorImplState: whether the second of a pair of normal numbers is kept, as double and as float.
@@ -37,9 +37,9 @@ def _further(state: torch.Tensor, count: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _moved(start: int, end: int, device: int, generator: torch.Generator | None = None) -> Iterator[None]:
-    """Operators draw what `generator`, or the device's default one, has from `start` on, and leave it at `end`.
+    """Operators draw from `generator`, or the device's default one, beginning at `start`, and leave it at `end`.
 
-    If `end` is 0, they leave it where they come to.
+    If `end` is 0, the generator stays where the operators leave it.
     """
     default = torch.openreg.default_generators[device]
     source = default if generator is None else generator
@@ -56,13 +56,14 @@ def _moved(start: int, end: int, device: int, generator: torch.Generator | None 
 
 
 class Tracker(_random.OffsetBasedRNGTracker):
-    """Gives each shard of a DTensor numbers of its own, in the order of the shards, and leaves all ranks at the same.
+    """Gives each shard of a DTensor its own numbers, in the order of the shards, and leaves all ranks at the same
+    state.
 
-    A tensor that is not sharded gets what a plain one gets on one process.
+    A tensor that is not sharded gets the numbers that a plain tensor gets on one process.
     """
 
     def _compute_rng_offsets(self, spec: Any) -> tuple[int, int]:
-        """Where this rank's shard begins and the last one ends, in numbers of 32 bits; 0 and 0 of one shard."""
+        """Where this rank's shard begins and the last one ends, in 32-bit numbers; 0 and 0 if there is one shard."""
         coordinate = [spec.mesh._sym_get_coordinate(i) for i in range(spec.mesh.ndim)]
         index, counts = _random._calc_shard_info(coordinate, spec)
         shards = math.prod(counts)
@@ -71,7 +72,7 @@ class Tracker(_random.OffsetBasedRNGTracker):
         size = math.prod(_random._calc_first_shard_size(spec))  # of the largest
         if (spec.tensor_meta.dtype or torch.get_default_dtype()).is_complex:
             size *= 2
-        room = 2 * size + 32  # the most is drawn by normal_ of float64, whose last 16 elements may be drawn twice
+        room = 2 * size + 32  # normal_ of float64 draws the most: it may draw its last 16 elements twice
         return room * self._calc_shard_linear_idx(index, counts), room * shards
 
     @contextlib.contextmanager
@@ -85,7 +86,7 @@ class Tracker(_random.OffsetBasedRNGTracker):
                 local = _moved(start, end, torch.openreg.current_device(), generator)
             elif not end and generator is None:
                 local = contextlib.nullcontext()
-            else:  # torch 2.15 comes here with a generator only
+            else:  # torch 2.15 gets here only with a generator
                 raise RuntimeError(
                     "DTensor: a graph cannot hold a random operator on shards on openreg before torch 2.15, nor on any "
                     "version one with a Generator; leave it out of the graph with torch.compiler.disable"
@@ -95,7 +96,8 @@ class Tracker(_random.OffsetBasedRNGTracker):
 
 
 def register() -> None:
-    """Make the tracker of a device's mesh ours, and teach the operator that stands for one in graphs, 2.15 also eager."""
+    """Use our tracker for a mesh of the device, and for the operator that replaces it in graphs (on 2.15 also in eager
+    mode)."""
     theirs = _random.OffsetBasedRNGTracker
 
     def new(cls: type, device_mesh: Any, *_: Any, **__: Any) -> Any:

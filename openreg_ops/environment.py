@@ -1,4 +1,5 @@
-"""The OPENREG_* variables: what each takes, checked before anything reads one. Imports nothing, so that `info` can load it alone."""
+"""The OPENREG_* variables and their valid values, checked before anything reads them. Imports nothing, so `info` can
+load it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def _is_names(text: str) -> bool:
     return all("::" in name for name in text.split(",") if name.strip())
 
 
-# Every variable that the package reads, as in docs/environment.md: its values, or a rule, and whether a value keeps it.
-# Faults and operators are looked at where they are read, which raises the same error.
+# Every variable that the package reads, as in docs/environment.md: its valid values, or a rule and its check.
+# The code that reads faults and operators checks them and raises the same error.
 _ANY = lambda _: True  # noqa: E731
 _SWITCH = ("0", "1")
 _TAKES = {
@@ -43,17 +44,17 @@ _TAKES = {
 VARIABLES = tuple(_TAKES)
 
 
-class WrongVariable(ValueError):  # noqa: N818 -- the sentence says it
-    """A variable has a value that it does not take."""
+class WrongVariable(ValueError):  # noqa: N818 -- the name says it
+    """A variable has an invalid value."""
 
     def __init__(self, name: str, why: str = "") -> None:
         rule = _TAKES[name][0] if callable(_TAKES[name][-1]) else " or ".join(_TAKES[name])
         said = f"{name}: expected {rule}, but got {os.environ[name]!r}" + f" ({why})" * bool(why)
-        super().__init__(f"{said}; set it so, or unset it")
+        super().__init__(f"{said}; set it to one of these, or unset it")
 
 
 def check() -> None:
-    """Raise WrongVariable for the first variable that has such a value; an empty one counts as not set."""
+    """Raise WrongVariable for the first variable with an invalid value; an empty variable counts as not set."""
     for name, takes in _TAKES.items():
         value = os.environ.get(name, "")
         if value and not (takes[-1](value) if callable(takes[-1]) else value in takes):

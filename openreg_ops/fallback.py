@@ -1,7 +1,7 @@
-"""The CPU fallback: who may use it, who did, and what it cost.
+"""The CPU fallback: which operators may use it, which did, and what it cost.
 
 An operator without a device kernel runs on copies of its arguments on the CPU, and its results are
-copied back. Whether it may is the *policy*'s to say, process-wide:
+copied back. A process-wide *policy* decides whether it may:
 
 - ``"allow"`` (default): it runs.
 - ``"warn"``: it runs, with a warning.
@@ -15,7 +15,7 @@ a device kernel, import that library first: names are looked up when a function 
 Environment variables, read once at import: ``OPENREG_FALLBACK`` (policy), ``OPENREG_FALLBACK_ALLOW`` and
 ``OPENREG_FALLBACK_DENY`` (names separated by commas).
 
-Views are never given by copies: such an operator raises. Factories make their result on the device
+The fallback cannot return views: such an operator raises. Factories make their result on the device
 that was asked for, and random operators draw from that device's generator, not from the CPU's.
 """
 
@@ -40,8 +40,8 @@ class Record(NamedTuple):
 
     operator: str  #: full name, such as "mylib::foo.out"
     calls: int  #: how often it fell back
-    bytes: int  #: copied, both ways
-    seconds: float  #: copies and kernel
+    bytes: int  #: bytes copied, both ways
+    seconds: float  #: for copies and kernel
 
 
 _policy = "allow"
@@ -67,7 +67,7 @@ def _has_device_kernel(name: str) -> bool:
 
 
 def _shareable(patterns: Iterable[str]) -> set[str]:
-    """The operators that a pattern matches and that have a CPU kernel and no device kernel."""
+    """The operators that match a pattern and have a CPU kernel but no device kernel."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return {name for name in _matching(patterns) if has(name, "CPU") and not _has_device_kernel(name)}
 
@@ -75,21 +75,21 @@ def _shareable(patterns: Iterable[str]) -> set[str]:
 def _routes() -> dict[str, str]:
     routes = dict.fromkeys(_shareable(_share), "share")
     routes.update(dict.fromkeys(_matching(_force), "fallback"))
-    routes.update(dict.fromkeys(_matching(_deny), "fallback"))  # which then refuses it
+    routes.update(dict.fromkeys(_matching(_deny), "fallback"))  # which then rejects it
     return routes
 
 
 _routed: dict[str, str] = {}
-_device_kernels: dict[str, bool] = {}  # of the operators in _routed: whether they had one before
+_device_kernels: dict[str, bool] = {}  # for the operators in _routed: whether they had one before
 
 
 def _checked(names: Iterable[str], must_exist: bool) -> list[str]:
-    """The names as a list; raises for what cannot be an operator's name, or is none where one is needed."""
+    """The names as a list; raises for a name that no operator can have, or that none has where one is required."""
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if not isinstance(name, str) or "::" not in name:
             raise ValueError(f'expected operator names such as "aten::add" or "mylib::*", but got {name!r}')
-        # Another library may define its operators later; torch's own are all there.
+        # Another library may define its operators later; torch's own already exist.
         if (must_exist or name.startswith("aten::")) and not _matching([name]):
             raise ValueError(f"no operator matches {name!r}; import the library that defines it first, or fix the name")
     return names
@@ -103,7 +103,7 @@ def _apply() -> None:
             operator, _, overload = name.partition(".")
             _device_kernels[name] = _has_device_kernel(name)
             _C.route_operator(operator, overload, wanted.get(name, ""))
-            # One by one: where an operator is refused, those before it are known and can be taken back.
+            # One by one: if an operator is rejected, those before it are known and can be undone.
             if name in wanted:
                 _routed[name] = wanted[name]
             else:
@@ -111,7 +111,7 @@ def _apply() -> None:
 
 
 def get_policy() -> str:
-    """The policy in force: ``"allow"``, ``"warn"`` or ``"error"``."""
+    """The current policy: ``"allow"``, ``"warn"`` or ``"error"``."""
     return _policy
 
 
@@ -128,7 +128,7 @@ def set_policy(policy: str) -> None:
 
 @contextlib.contextmanager
 def policy(policy: str, *, allow: Iterable[str] = (), deny: Iterable[str] = ()) -> Iterator[None]:
-    """``with fallback.policy("error", allow=[...], deny=[...]):`` — a policy and additional names, for a while."""
+    """``with fallback.policy("error", allow=[...], deny=[...]):`` — set a policy and additional names temporarily."""
     global _policy
     before, allowed, denied = _policy, list(_allow), list(_deny)
     allow, deny = _checked(allow, must_exist=False), _checked(deny, must_exist=False)
@@ -144,7 +144,7 @@ def policy(policy: str, *, allow: Iterable[str] = (), deny: Iterable[str] = ()) 
 
 
 class _Names:
-    """Names added to a list; as a context manager, taken off again at its end."""
+    """Adds names to a list; as a context manager, removes them again on exit."""
 
     def __init__(self, names: list[str], added: tuple[str, ...], must_exist: bool = False) -> None:
         self._names, self._added = names, _checked(added, must_exist)
@@ -159,7 +159,7 @@ class _Names:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        added, self._added = self._added, []  # a second exit has nothing to take off
+        added, self._added = self._added, []  # a second exit has nothing to remove
         for name in added:
             if name in self._names:
                 self._names.remove(name)
@@ -177,18 +177,18 @@ def deny(*names: str) -> _Names:
 
 
 def force(*names: str) -> _Names:
-    """Move these operators to the fallback although the device has a kernel; also as a context manager."""
+    """Send these operators to the fallback even though the device has a kernel; also a context manager."""
     return _Names(_force, names, must_exist=True)
 
 
 def share(*names: str) -> _Names:
-    """Run these operators' CPU kernels directly on device memory, without copies; also as a context manager.
+    """Run these operators' CPU kernels directly on device memory, without copies; also a context manager.
 
-    For operators of other libraries: those of PyTorch are shared already. A pattern such as ``"mylib::*"`` shares the
-    operators that have a CPU kernel and no device kernel, and leaves the others as they are.
+    This is for operators of other libraries: PyTorch's own are already shared. A pattern such as ``"mylib::*"`` shares
+    the operators that have a CPU kernel but no device kernel, and leaves the others alone.
 
     Raises:
-        ValueError: no operator has such a name, or none that does has a CPU kernel and no device kernel.
+        ValueError: no operator has such a name, or none of those that do has a CPU kernel but no device kernel.
     """
     for name in _checked(names, must_exist=True):
         if _shareable([name]):
@@ -209,7 +209,7 @@ def share(*names: str) -> _Names:
 
 
 def report() -> list[Record]:
-    """What has fallen back since the start or `reset`, the most expensive first."""
+    """The operators that fell back since the start or the last `reset`, the most expensive first."""
     records = [Record(name, calls, moved, ns / 1e9) for name, calls, moved, ns in _C.fallback_report()]
     return sorted(records, key=lambda record: -record.seconds)
 
@@ -220,7 +220,7 @@ def reset() -> None:
 
 
 def _from_environment() -> None:
-    """Take the policy and the lists from the environment."""
+    """Read the policy and the lists from the environment."""
     global _policy
     for name, names in (("OPENREG_FALLBACK_ALLOW", _allow), ("OPENREG_FALLBACK_DENY", _deny)):
         asked = [each.strip() for each in os.environ.get(name, "").split(",") if each.strip()]

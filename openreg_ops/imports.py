@@ -11,7 +11,7 @@ from typing import Any
 
 
 def after_import(name: str, call: Callable[[], None]) -> None:
-    """Call `call` when the module `name` has been imported by whoever needs it; now, if it has been."""
+    """Call `call` once the module `name` has been imported; now, if it already has been."""
     if name in sys.modules:
         call()
     else:
@@ -19,9 +19,9 @@ def after_import(name: str, call: Callable[[], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function when a module has been imported by whoever needs it.
+    """Calls a function once a module has been imported.
 
-    A search alone, or an import that is interrupted, changes nothing: the next import calls.
+    A search alone, or an interrupted import, changes nothing: the next import makes the call.
     """
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from openreg_ops import _build
 
-# What at::vec knows, the narrowest first, and whether this processor has it.
+# The instruction sets that at::vec supports, the narrowest first, and whether this processor has them.
 _WIDER = {"AVX2": torch.cpu._is_avx2_supported, "AVX512": torch.cpu._is_avx512_supported}
 _ORDER = ("DEFAULT", *_WIDER)
 
@@ -20,11 +20,11 @@ shared = 0  # how many kernels of the CPU the device shares
 def capability() -> str:
     """The vector instructions of the operators' kernels: ``"DEFAULT"``, ``"AVX2"`` or ``"AVX512"``.
 
-    It is the widest of those built that PyTorch's own kernels may use, which ``ATEN_CPU_CAPABILITY`` limits. Where
-    none is so narrow, in a build for one machine, it is the narrowest.
+    The widest build that PyTorch's own kernels may use, which ``ATEN_CPU_CAPABILITY`` limits. If every build is wider,
+    as in a build for one machine, it is the narrowest.
 
     Raises:
-        ImportError: the processor has none of those that were built.
+        ImportError: the processor supports none of the builds.
     """
     built = [each for each in _build.CPU_CAPABILITIES if each not in _WIDER or _WIDER[each]()]
     if not built:
@@ -38,7 +38,7 @@ def capability() -> str:
 
 
 def library(capability: str) -> str:
-    """The file of the kernels for a capability, which are linked with the extension module of this Python."""
+    """The file with the kernels for a capability, linked with the extension module of this Python."""
     return f"_ops_{capability.lower()}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 

@@ -1,4 +1,4 @@
-"""Scaled dot product attention of jagged nested tensors, whose algorithm PyTorch chooses by what CUDA has."""
+"""Scaled dot product attention of jagged nested tensors, for which PyTorch considers only CUDA's algorithms."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Offer jagged tensors the device's flash and memory-efficient attention, once PyTorch needs a choice."""
+    """Let jagged tensors use the device's flash and memory-efficient attention, once PyTorch has to choose."""
     after_import("torch.nested._internal.sdpa", _replace_choices)
 
 
 def _replace_choices() -> None:
-    """Replace the two functions that say what runs: a build of PyTorch without CUDA answers no for every device.
+    """Replace the two functions that say which of them can run: a build of PyTorch without CUDA answers no for every
+    device.
 
-    The device's kernels take what CUDA's take, so the rules are CUDA's. What depends on the sequences, PyTorch
-    checks itself.
+    The device's kernels accept what CUDA's accept, so the rules are CUDA's. PyTorch itself checks what depends on the
+    sequences.
     """
     module = sys.modules["torch.nested._internal.sdpa"]
     halves = (torch.float16, torch.bfloat16)

@@ -16,14 +16,14 @@ from openreg_ops.meta.adamw_step_ import adamw_step_
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with one kernel launch a step: `openreg_ops.adamw_step_` updates all tensors of a device.
 
-    Arguments, state and state_dict are torch's, which loads what this saves and the other way round, and so are
-    schedulers, hooks, GradScaler and torch.compile. It differs in these:
+    Arguments, state and state_dict are the same as torch's, and each loads what the other saves. Schedulers, hooks,
+    GradScaler and torch.compile work as with torch's. These arguments differ:
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as for `torch.optim.AdamW`.
-        foreach, fused: None or what they are here, False and True; all else is refused.
-        capturable: makes no difference: steps are counted on the device in any case.
-        differentiable: refused; the step has no derivative.
+        foreach, fused: None, or the value that they have here, False and True; any other value is an error.
+        capturable: has no effect, because steps are always counted on the device.
+        differentiable: True is an error, because the step has no derivative.
         state_dtype: `torch.float32` keeps the moments of half-type parameters in float32. Default: the parameter's.
     """
 
@@ -69,7 +69,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; returns what the closure returned, if one is given."""
+        """Update the parameters that have a gradient; return the closure's result, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,7 +107,7 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what this optimizer or `torch.optim.AdamW` saved; steps move to the parameters' device."""
-        # A hook that comes after all others sees what they have made of the dict.
+        # A hook that runs after all others sees the dict as they left it.
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: setattr(self, "_loaded", loaded))
         try:
             super().load_state_dict(state_dict)
@@ -116,7 +116,8 @@ class AdamW(torch.optim.AdamW):
             vars(self).pop("_loaded", None)
 
     def _restore_moments(self, loaded: StateDict) -> None:
-        """Those that are wider than the parameters, to whose dtype torch has cast them, once more from the dict."""
+        """Restore from the dict the states that are wider than their parameters: torch has cast them to the parameters'
+        dtype."""
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             if group["state_dtype"] is None:
                 continue
@@ -133,7 +134,7 @@ class AdamW(torch.optim.AdamW):
             for p in group["params"]:
                 if "step" in self.state.get(p, ()):  # which torch.optim.AdamW keeps on the CPU
                     self.state[p]["step"] = self.state[p]["step"].to(device=p.device, dtype=torch.float32)
-        if "_loaded" in vars(self):  # before torch runs the hooks that come after loading
+        if "_loaded" in vars(self):  # before torch runs the post-load hooks
             self._restore_moments(vars(self).pop("_loaded"))
 
 

@@ -15,7 +15,7 @@ from openreg_ops.openreg.streams import Event, InterprocessEvent
 
 
 def _rebuild(handle: Any, nbytes: int, device: int) -> torch.UntypedStorage:
-    """The storage that another process sent; the same one for the same memory."""
+    """The storage that another process sent; the same memory always gives the same storage."""
     file = handle.detach()
     try:
         key = reductions.fd_id(file)
@@ -48,6 +48,6 @@ def _reduce_event(event: InterprocessEvent) -> tuple[Callable[..., Any], tuple[A
 
 
 def register() -> None:
-    """Pickle storages for other processes; torch.multiprocessing pickles a tensor through its storage. And events."""
+    """Pickle storages and events for other processes; torch.multiprocessing pickles a tensor through its storage."""
     reduction.register(torch.UntypedStorage, _reduce)
     reduction.register(InterprocessEvent, _reduce_event)

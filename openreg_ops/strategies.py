@@ -1,7 +1,7 @@
-"""What the operators do with DTensors, by the rules in openreg_ops/meta. Imported after torch.distributed.tensor.
+"""How the operators handle DTensors, by the rules in openreg_ops/meta. Imported after torch.distributed.tensor.
 
-A rule of `Operator.sharded` becomes an op strategy: DTensor takes the combination that moves the fewest bytes, and runs
-the operator on each device's part. A function of `Operator.distributed` runs in the operator's place.
+A rule in `Operator.sharded` becomes an op strategy: DTensor picks the combination that moves the fewest bytes, and runs
+the operator on each device's part. A function in `Operator.distributed` runs instead of the operator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _placement(at: At) -> Placement:
 
 
 def _at(placement: Placement) -> At:
-    """What a rule calls the placement; one that no rule has is named as it is."""
+    """The name of a placement in rules; one that no rule uses keeps its own name."""
     if isinstance(placement, Replicate):
         return None
     if type(placement) is Shard:
@@ -47,7 +47,7 @@ def _by_name(overload: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[
 
 
 class Seen:
-    """What a rule sees of a DTensor: its shape, and how it is placed along one dimension of the mesh."""
+    """A rule's view of a DTensor: its shape, and how it is placed along one dimension of the mesh."""
 
     def __init__(self, spec: DTensorSpec, along: int) -> None:
         self.shape, self.at = spec.shape, _at(spec.placements[along])
@@ -63,9 +63,10 @@ def _combinations(
     mesh: DeviceMesh,
     along: int,
 ) -> Iterator[tuple[list[At], tuple[At, ...]]]:
-    """The placements of inputs and outputs that the rule has along one dimension of the mesh, all replicated first.
+    """The placements of inputs and outputs that the rule allows along one dimension of the mesh, all replicated first.
 
-    What is written to, and keyword arguments, which DTensor does not redistribute, stay where they are.
+    Arguments that are written to, and keyword arguments, stay where they are, because DTensor does not redistribute
+    them.
     """
     arguments = {each.name: each for each in overload._schema.arguments}
 
@@ -139,23 +140,25 @@ def _strategy(overload: torch._ops.OpOverload, rule: Callable[..., Iterable[Any]
 
 
 class Shards:
-    """The mesh of a call, for a function of `Operator.distributed`. Placements are lists with one for each mesh dimension."""
+    """The mesh of a call, for a function in `Operator.distributed`. Placements are lists with one entry per mesh
+    dimension."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.dims = mesh, range(mesh.ndim)
 
     def at(self, x: Any) -> list[At]:
-        """How x is placed; a plain tensor, which is a scalar, and None are the same on every device."""
+        """How x is placed; a plain tensor, which is a scalar, and None are replicated."""
         return [*map(_at, x.placements)] if isinstance(x, DTensor) else [None for _ in self.dims]
 
     def local(self, x: Any, at: Sequence[At]) -> Any:
-        """This device's part of x, which is moved to these placements."""
+        """This device's part of x, after moving x to these placements."""
         if not isinstance(x, DTensor):
             return x
         return x.redistribute(self.mesh, [*map(_placement, at)]).to_local()
 
     def join(self, x: Tensor, at: Sequence[At], shape: Sequence[int] | None = None) -> DTensor:
-        """The DTensor of the devices' parts, of this shape; without one, all parts are the whole, or to be summed."""
+        """The DTensor made of the devices' parts, with this shape; without a shape, every part is the full tensor or a
+        summand."""
         stride = torch.empty(shape or x.shape, device="meta").stride()
         return DTensor.from_local(
             x, self.mesh, [*map(_placement, at)], run_check=False, shape=torch.Size(x.shape if shape is None else shape),
@@ -163,13 +166,13 @@ class Shards:
         )  # fmt: skip
 
     def reduce(self, x: Tensor, at: Sequence[At], by: str = "sum") -> Tensor:
-        """x over the devices along each dimension of the mesh in which `at` says SUM."""
+        """x summed over the devices along each dimension of the mesh in which `at` says SUM."""
         placements = [Partial(by) if each == op.SUM else Replicate() for each in at]
         parts = DTensor.from_local(x, self.mesh, placements, run_check=False)
         return parts.redistribute(self.mesh, [Replicate() for _ in self.dims]).to_local()
 
     def part(self, size: int, at: Sequence[At]) -> Tensor:
-        """The numbers of 0 to size that are on this device where a dimension of this size is placed so."""
+        """The indices from 0 to size that are on this device if a dimension of this size is placed this way."""
         whole = torch.arange(size, device=self.mesh.device_type)
         return self.local(DTensor.from_local(whole, self.mesh, [Replicate() for _ in self.dims], run_check=False), at)
 
@@ -197,13 +200,14 @@ def _in_place_of(overload: torch._ops.OpOverload, function: Callable[..., Any]) 
 
 
 def register() -> None:
-    """Tell DTensor of every rule and function in openreg_ops.meta."""
+    """Register every rule and function in openreg_ops.meta with DTensor."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     for name in op.OPERATORS:
         packet = getattr(torch.ops.openreg, name)
         for overload in (getattr(packet, each) for each in packet.overloads()):
             if rule := op.SHARDED.get(name):
-                # All that is no tensor is part of the key of DTensor's cache; register_sharding has only integers there.
+                # Every argument that is not a tensor is part of the key of DTensor's cache; register_sharding includes
+                # only integers.
                 keywords = [each.name for each in overload._schema.arguments if each.kwarg_only]
                 info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords or None, needs_pytree=True)
                 propagator.register_op_strategy(overload, _strategy(overload, rule), info)

@@ -1,4 +1,4 @@
-"""Tags: a text that belongs to a tensor and is saved with it; see Note [Tags] in csrc/backend/serialization.cpp."""
+"""Tags: text that belongs to a tensor and is saved with it; see Note [Tags] in csrc/backend/serialization.cpp."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def get_tag(tensor: torch.Tensor) -> str | None:
 
 
 def set_tag(tensor: torch.Tensor, tag: str | None) -> None:
-    """Give `tensor` a text; None takes it away.
+    """Attach a text to `tensor`; None removes it.
 
     It survives ``torch.save`` and ``torch.load`` to any device but the host, pickle, ``copy.deepcopy``, ``clone()``,
-    ``detach()`` and ``.to()`` any device, and a Parameter made of the tensor has it. What operators compute from the
-    tensor and another process that it is sent to do not have it. The tag is one entry of
-    ``torch._utils.get_tensor_metadata``, whose other entries survive the same.
+    ``detach()`` and ``.to()`` any device, and a Parameter made from the tensor has it. Results that operators compute
+    from the tensor do not have it, nor does the tensor that another process receives. The tag is one entry of
+    ``torch._utils.get_tensor_metadata``; the other entries survive the same operations.
 
     Raises:
         RuntimeError: `tensor` is not on openreg.
@@ -32,7 +32,8 @@ def set_tag(tensor: torch.Tensor, tag: str | None) -> None:
 
 
 def register() -> None:
-    """Let ``copy.deepcopy`` keep a tensor's metadata: PyTorch's rebuilds a tensor from its storage, without it."""
+    """Let ``copy.deepcopy`` keep a tensor's metadata: PyTorch's own version rebuilds a tensor from its storage, without
+    it."""
     original = torch.Tensor.__deepcopy__
 
     @functools.wraps(original)

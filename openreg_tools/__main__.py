@@ -14,20 +14,20 @@ APART = ("compare", "record")  # whose programs have their own arguments after -
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
 COMMANDS = {
-    "check": ("openreg_tools.checker.command", "find what is wrong with a custom operator of any library"),
+    "check": ("openreg_tools.checker.command", "find bugs in a custom operator of any library"),
     "compare": ("openreg_tools.compare.command", "find the first operator of a program that differs from a reference"),
     "conformance": ("openreg_tools.conformance.command", "run PyTorch's test databases on a device against the CPU"),
     "drift": ("openreg_tools.drift", "compare two versions of torch, and say which registrations break"),
     "explain": ("openreg_tools.explain", "show the path of one call through the dispatcher, key by key"),
-    "info": ("openreg_tools.info", "say what is installed, switched on, and wrong: the start of a bug report"),
+    "info": ("openreg_tools.info", "report what is installed, enabled and wrong: the start of a bug report"),
     "operators": ("openreg_tools.operators", "list torch's operators by class, and what a device has for each"),
-    "record": ("openreg_tools.compare.record_command", "keep a fingerprint of each operator's results, for compare"),
-    "trace": ("openreg_tools.trace", "run a program, and say what it ran on a device and which kernels to write"),
+    "record": ("openreg_tools.compare.record_command", "record a fingerprint of each operator's results, for compare"),
+    "trace": ("openreg_tools.trace", "run a program, and report what it ran on a device and which kernels to write"),
 }
 
 
 def run(commands: Mapping[str, tuple[str, str]], program: str, description: str) -> int:
-    """Parse the command line, and run the command that it names."""
+    """Parse the command line and run the command that it names."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     chosen_parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
@@ -43,13 +43,13 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str)
     arguments.rest = rest
     try:
         return importlib.import_module(commands[arguments.command][0]).main(arguments)
-    except BrokenPipeError:  # head has read enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def options(words: list[str]) -> list[str]:
-    """The words before the script that `trace` runs, whose own arguments follow it."""
+    """The words before the script that `trace` runs; the script's own arguments follow it."""
     if words[:1] and words[0] in APART:  # whose own options may follow the script
         return words[: words.index("--")] if "--" in words else words
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
@@ -57,23 +57,23 @@ def options(words: list[str]) -> list[str]:
 
 
 def device_of(words: list[str]) -> str:
-    """The type of the device that --device asks for, "" without one."""
+    """The device type that --device asks for, "" without one."""
     asked = [b for a, b in zip(words, words[1:], strict=False) if a == "--device"]
     asked += [word.partition("=")[2] for word in words if word.startswith("--device=")]
     return asked[0].partition(":")[0] if asked else ""
 
 
 def _load_backends(words: list[str]) -> None:
-    """Import torch and the backends that are installed for it, as `import torch` does; one that fails leaves a line."""
+    """Import torch and its installed backends, like `import torch`; prints a line for a backend that fails."""
     installed = importlib.metadata.entry_points(group="torch.backends")
     before = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
     try:
         import torch  # noqa: F401
     except ImportError:
-        return  # the command says it where it needs torch
+        return  # the command reports it if it needs torch
     if any(word.partition("=")[0] == "--import" for word in words):
-        return  # a process has one PrivateUse1 backend: the one that was asked for, here and in worker processes
+        return  # a process has one PrivateUse1 backend: the requested one, here and in worker processes
     del os.environ[AUTOLOAD]
     if before is not None:
         os.environ[AUTOLOAD] = before
@@ -81,13 +81,13 @@ def _load_backends(words: list[str]) -> None:
         try:
             entry.load()()
         except Exception as error:
-            sentence = f"the backend {entry.name} cannot be loaded, the tools run without it: {error}"
+            sentence = f"the backend {entry.name} cannot be loaded; the tools run without it: {error}"
             print(f"openreg_tools: {sentence}", file=sys.stderr)
 
 
 def main() -> int:
     words = options(sys.argv[1:])
-    if "info" not in words[:1]:  # which loads them one by one, and says what is wrong
+    if "info" not in words[:1]:  # which loads them one by one, and reports errors
         _load_backends(words)
     return run(COMMANDS, "python -m openreg_tools", "Tools for custom operators and backends of PyTorch.")
 

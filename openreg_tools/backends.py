@@ -1,7 +1,7 @@
-"""What the package of a device tells the tools about it.
+"""How a device's package describes the device to the tools.
 
-The tools work on every device without this. A package that knows more subclasses `Backend` and calls `register` when it
-is imported; docs/tools.md has an example. Imports nothing, so that a package can register without loading the tools.
+The tools work on every device without this. To tell them more, a package subclasses `Backend` and calls `register` at
+import; docs/tools.md has an example. Imports nothing, so that a package can register without loading the tools.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["Backend", "of_device", "of_key", "of_operator", "register", "registe
 
 
 class Backend:
-    """A device, as far as its package describes it. Each method returns what holds for any other device."""
+    """A device, as its package describes it. The defaults here are right for any other device."""
 
     device = ""  # its type: "openreg"
-    package = ""  # the module whose import brings the device; worker processes import it
+    package = ""  # the module that registers the device on import; worker processes import it
     key = "PrivateUse1"  # the dispatch key of its dense tensors
-    namespace = ""  # of the operators that the package defines: "openreg"
-    source: Path | None = None  # the folder that places of registrations are relative to
+    namespace = ""  # the namespace of the package's operators: "openreg"
+    source: Path | None = None  # the folder that registration paths are relative to
 
     # ---- explain, operators, drift, trace ----
 
     fallback = "the fallback of this process"  # what runs operators that have no kernel, for the reports of drift
 
     def has(self, op: str, key: str, kernel: Kernel) -> Has | None:
-        """What the device has for an operator, where the kernel that the dispatcher found does not tell."""
+        """What the device has for an operator, if the kernel that the dispatcher found does not say it."""
         return None
 
     def policies(self) -> tuple[Any, ...]:
@@ -51,7 +51,7 @@ class Backend:
         return None
 
     def known(self, op: str) -> Mapping[str, str]:
-        """Checks that an operator is known to fail, each with the cause."""
+        """The checks that an operator is known to fail, each with the cause."""
         return {}
 
     def may_pass(self, op: str) -> Iterable[str]:
@@ -59,7 +59,7 @@ class Backend:
         return ()
 
     def state(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        """Functions that get and set what a check, or a broken operator, may change for the whole process."""
+        """Functions that get and set process-wide state that a check, or a broken operator, may change."""
         return []
 
     def filled(self, byte: int) -> contextlib.AbstractContextManager[None] | None:
@@ -75,11 +75,11 @@ class Backend:
         return {}
 
     def differs(self) -> Mapping[str, str]:
-        """Operators of the package that accept other damaged arguments than their CPU kernel does, with the cause."""
+        """The package's operators that accept different damaged arguments than their CPU kernel, with the cause."""
         return {}
 
     def is_own(self, op: str) -> bool:
-        """Whether the package wrote the kernel of an operator, in contrast to running the CPU's."""
+        """Whether the package has its own kernel for an operator instead of running the CPU's."""
         return False
 
     def files(self) -> Iterable[Path]:
@@ -89,22 +89,22 @@ class Backend:
     # ---- compare ----
 
     def own_work(self) -> contextlib.AbstractContextManager[None]:
-        """A context for what a tool itself launches on this thread: injected faults neither strike nor count it."""
+        """A context for a tool's own launches on this thread: injected faults skip and do not count them."""
         return contextlib.nullcontext()
 
     # ---- the pytest plugin ----
 
-    sees: frozenset[str] = frozenset()  # of "host" and "race", the kinds of misuse that the device reports
+    sees: frozenset[str] = frozenset()  # the kinds of misuse that the device reports: "host", "race" or both
     isolation: Mapping[str, str] = {}  # environment variables that end the process where the host uses device memory
-    access = r"$^"  # a regular expression of the message with which it ends, whose group 1 says what the host did
-    hidden: tuple[str, ...] = ()  # files whose lines are not the program's
+    access = r"$^"  # a regular expression for the message with which it ends; group 1 says what the host did
+    hidden: tuple[str, ...] = ()  # files whose lines do not belong to the program
 
     def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
         """A context that calls `found` with races, as objects like those of `torch.cuda._sanitizer`."""
         return contextlib.nullcontext()
 
     def fallbacks(self) -> int:
-        """How many calls have run on the CPU, by copies."""
+        """How many calls have run on the CPU, with copies."""
         return 0
 
     # ---- info ----
@@ -123,21 +123,21 @@ def register(backend: Backend) -> None:
 
 
 def registered() -> list[Backend]:
-    """Every device whose package has told about it."""
+    """Every device whose package has registered one."""
     return list(_registered.values())
 
 
 def of_device(device: str) -> Backend:
-    """What is known of a device such as "openreg:0"."""
+    """The `Backend` of a device such as "openreg:0"."""
     return _registered.get(device.partition(":")[0], _ANY)
 
 
 def of_key(key: str) -> Backend:
-    """What is known of the device of a dispatch key, such as "PrivateUse1" or "SparsePrivateUse1"."""
+    """The `Backend` of a dispatch key such as "PrivateUse1" or "SparsePrivateUse1"."""
     return next((each for each in _registered.values() if key.endswith(each.key)), _ANY)
 
 
 def of_operator(op: str) -> Backend:
-    """What is known by the package that defines the operator `op`, such as "openreg::rms_norm"."""
+    """The `Backend` of the package that defines the operator `op`, such as "openreg::rms_norm"."""
     namespace = op.partition("::")[0]
     return next((each for each in _registered.values() if each.namespace == namespace), _ANY)

@@ -1,4 +1,4 @@
-"""What the dispatcher does with an operator at a key, read from its own tables; for every device.
+"""What the dispatcher does with an operator at a key, read from its own tables, for every device.
 
 `kernels(op)` is the dispatch table of an operator. `has(op, key)` says what a device has for it:
 
@@ -45,7 +45,7 @@ class Kernel:
 
     key: str
     source: str  # "kernel", "backend fallback", "default backend kernel", "math kernel", "autograd kernel"
-    where: str  # "csrc/ops/rms_norm.cpp:175", or what the registration says of itself
+    where: str  # "csrc/ops/rms_norm.cpp:175", or the registration's own description
     fallthrough: bool = False
 
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser, default: bool = True) -> None
 def load(modules: list[str]) -> None:
     """Import what --import names."""
     if "" not in sys.path and "." not in sys.path:
-        sys.path.append("")  # python -P leaves it out; last, for a source beside which the package is installed
+        sys.path.append("")  # python -P omits it; last, so that an installed package wins
     for name in modules:
         try:
             importlib.import_module(name)
@@ -91,7 +91,7 @@ _HERE = "the accelerator of this process"
 
 
 def default() -> str:
-    """The device that is meant where none is named: one whose package has told about it, or the accelerator.
+    """The default device: one whose package has registered it, or the accelerator.
 
     Raises:
         Wrong: there is none.
@@ -126,14 +126,14 @@ def target(device: str | None = None, key: str | None = None) -> Target:
 
 
 class Unusable(Wrong):
-    """A device that is not here."""
+    """A device that is not available."""
 
 
 def usable(device: str) -> None:
     """Make a tensor on the device.
 
     Raises:
-        Unusable: that fails, as where torch is built without the device.
+        Unusable: that fails, for example because torch is built without the device.
     """
     try:
         torch.empty(1, device=device)
@@ -146,7 +146,7 @@ def usable(device: str) -> None:
 
 
 def names() -> list[str]:
-    """Every operator that is defined, as "aten::add.Tensor", in order; kernels may wait for the library of another."""
+    """Every defined operator, as "aten::add.Tensor", in order; kernels may exist for operators not yet defined."""
     found = torch._C._dispatch_get_all_op_names()
     return sorted(name for name in found if torch._C._get_operation_overload(*_parts(name)))
 
@@ -169,7 +169,7 @@ _LINE = re.compile(r"^(\w+): (fallthrough )?(.*) \[([a-z ]+)\]$", re.M)
 
 
 def kernels(op: str) -> dict[str, Kernel]:
-    """The dispatch table of an operator: what each run-time key resolves to. A key that is missing has nothing."""
+    """The dispatch table of an operator: what each run-time key resolves to. Missing keys have no kernel."""
     return {
         key: Kernel(key, source, place(where), bool(fallthrough))
         for key, fallthrough, where, source in _LINE.findall(torch._C._dispatch_dump_table(op))
@@ -183,7 +183,8 @@ def kernel(op: str, key: str) -> Kernel | None:
 
 
 def place(text: str) -> str:
-    """The place of a registration, relative where it lies in torch's source, in site-packages or in a backend's source."""
+    """The place of a registration, as a relative path if it is in torch's source, in site-packages or in a backend's
+    source."""
     text = re.sub(
         r"^(/__w/pytorch|/pytorch|.*/site-packages)/(pytorch/)?(build/aten/src/)?",
         "",
@@ -209,7 +210,7 @@ def _within(source: Path, file: str) -> str:
 
 
 def has(op: str, key: str) -> Has:
-    """What the device of `key` has for an operator, under the fallback policy in force."""
+    """What the device of `key` has for an operator, under the current fallback policy."""
     found = kernel(op, key)
     if found is None:
         return Has("refused", f"nothing is registered for {key}, it does not decompose, and {key} has no fallback")
@@ -232,7 +233,7 @@ def has(op: str, key: str) -> Has:
 
 
 def policies() -> tuple[str, ...]:
-    """What may change the answers of `has` while a program runs."""
+    """The settings that may change the answers of `has` while a program runs."""
     return tuple(setting for backend in backends.registered() for setting in backend.policies())
 
 

@@ -33,12 +33,12 @@ class Registration:
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """A registration, or a missing one, that the new version minds."""
+    """A registration, or a missing one, that the new version affects."""
 
     operator: str
     where: str
     why: str
-    breaks: bool  # else it is to be looked at
+    breaks: bool  # else it needs a look
 
     @property
     def mark(self) -> str:
@@ -65,7 +65,7 @@ class Drift:
 
     @property
     def broken(self) -> list[Trouble]:
-        """What breaks; the rest is to be looked at."""
+        """What breaks; the rest needs a look."""
         return [trouble for trouble in self.troubles if trouble.breaks]
 
     def summary(self) -> str:
@@ -79,7 +79,7 @@ class Drift:
         return f"torch {self.old} to {self.new}: {said}"
 
     def verdict(self) -> str:
-        """One line: what of the backend breaks, or nothing without a backend."""
+        """One line: what breaks in the backend; empty without a backend."""
         if not self.backend:
             return ""
         marks = Counter(trouble.mark for trouble in self.troubles)
@@ -129,7 +129,7 @@ class Drift:
         return {**dataclasses.asdict(self), "breaks": bool(self.broken)}
 
     def html(self) -> str:
-        """One page that needs no other file."""
+        """One self-contained page."""
         e = html.escape
         parts = [f"<p>{e(self.verdict())}</p>"]
         if self.troubles:
@@ -169,7 +169,8 @@ def _hanging(text: str, mark: str) -> list[str]:
 def compare(old: Manifest, new: Manifest, key: str = "") -> Drift:
     """The differences of two manifests, from `old` to `new`.
 
-    What is required is what a backend at the dispatch key `key` must register, for dense tensors unless given.
+    "Required" means that a backend at the dispatch key `key` (by default, for dense tensors) must register the
+    operator.
     """
     kinds = [{name: op.kind_at(key) for name, op in each.operators.items()} for each in (old, new)]
     drift = Drift(old.torch, new.torch, {}, {}, {}, {}, [], [], {})
@@ -194,7 +195,7 @@ def compare(old: Manifest, new: Manifest, key: str = "") -> Drift:
 
 
 def _signature(schema: str) -> Any:
-    """What the C++ signature of a kernel depends on: types and what is written, not names or defaults."""
+    """The parts of a schema that determine a kernel's C++ signature: types and mutations, not names or defaults."""
     parsed = torch._C.parse_schema(schema)
     # A kernel may take int64_t where the schema says SymInt.
     typed = lambda each: (str(each.type), each.N, bool(each.alias_info and each.alias_info.is_write))  # noqa: E731
@@ -205,12 +206,12 @@ def _signature(schema: str) -> Any:
 
 
 def registered(key: str) -> list[Registration]:
-    """The kernels of aten's operators that are registered for `key` in this process, but for those that are shared."""
+    """The kernels of aten operators registered for `key` in this process, except shared ones."""
     found = []
     pattern = re.compile(rf"^{key}: (.*?) :: (.*) \[", re.M)
     for op in dispatch.names():
         match = pattern.search(torch._C._dispatch_dump(op)) if op.startswith("aten::") else None
-        # Shared kernels are listed anew in every process, from what its torch has.
+        # Every process registers shared kernels from what its torch has.
         if match and "sharing the CPU's kernel" not in match[1]:
             short = op.removeprefix("aten::")
             found.append(Registration(short, _exact(dispatch.place(match[1]), short), match[2] == "(none)"))
@@ -232,15 +233,15 @@ def _exact(where: str, operator: str) -> str:
 _BLOCK = re.compile(r"TORCH_LIBRARY_IMPL\(\s*(aten|_)\s*,\s*(\w+)\s*,[^{]*\{")
 _COMMENT = re.compile(
     r"""(R"(\w*)\(.*?\)\2"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])')|//[^\n]*|/\*.*?\*/""", re.S
-)  # or a string, in which is none
+)  # or a string, which contains none
 _IMPL = re.compile(r"""\.impl\(\s*["'](?:aten::)?([\w.]+)["'].*?["'](\w+)["']\s*\)""", re.S)
 
 
 def scan(folder: Path, key: str, known: Manifest) -> list[Registration]:
-    """The registrations for `key` that stand in the C++ and Python files below a folder; nothing is run.
+    """The registrations for `key` in the C++ and Python files below a folder, without running anything.
 
-    `known` tells which strings are names of operators. Names that a macro puts together are not found: import
-    the backend instead.
+    `known` says which strings are operator names. Names that a macro assembles are not found: import the backend
+    instead.
     """
     found = []
     for path, text in _files(folder):
@@ -295,7 +296,7 @@ def _python_fallbacks(text: str, key: str) -> list[ast.Call]:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The C++ and Python files below a folder; of C++ without the comments, line by line as it was."""
+    """The C++ and Python files below a folder; C++ without comments, with the same line numbers."""
     if not folder.is_dir():
         raise Wrong(f"there is no folder {folder}")
     for path in sorted(folder.rglob("*")):
@@ -352,13 +353,14 @@ def _troubles(found: Drift, registrations: list[Registration], old: Manifest, ne
 def drift(
     old: str, new: str, *, device: str | None = None, key: str | None = None, sources: list[Path] | None = None
 ) -> Drift:
-    """Compare two versions, and say what breaks of a backend: of `device` or `key` in this process, or of sources.
+    """Compare two versions, and report what breaks in a backend: that of `device` or `key` in this process, or its
+    sources.
 
     Args:
         old, new: as `manifest.read` takes them: "2.13.0", "installed", a wheel, an environment's folder, a manifest.
-        sources: folders whose files are searched for registrations and a fallback, in place of the process's own.
+        sources: folders whose files are searched for registrations and a fallback, instead of those in the process.
     Raises:
-        Wrong: one of these is not there.
+        Wrong: one of these does not exist.
     """
     before, after = manifest.read(old), manifest.read(new)
     if not (device or key or sources):
@@ -396,7 +398,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing breaks, 1 if something does, 2 if what was asked for is wrong."""
+    """0 if nothing breaks, 1 if something does, 2 if the request is wrong."""
     try:
         if arguments.save:
             manifest.save(manifest.read(arguments.old), arguments.save)

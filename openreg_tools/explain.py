@@ -1,6 +1,6 @@
 """``openreg-tools explain OP``: the path of one call through the dispatcher, key by key.
 
-What TORCH_SHOW_DISPATCH_TRACE prints in a debug build of torch, from a released one, and why.
+It shows in a release build of torch what TORCH_SHOW_DISPATCH_TRACE prints in a debug build, and explains it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Explanation:
     called: str
     target: dispatch.Target
     has: dispatch.Has
-    end: tuple[str, dispatch.Has]  # the out variant that a structured operator runs, or itself, and what there is
+    end: tuple[str, dispatch.Has]  # the out variant that a structured operator runs, or itself, and its kernel
     steps: list[Step]  # the kernels that run, in order
     others: list[Step]  # keys that the call does not have, or falls through
     calls: list[Call]  # made by running it
     outcome: str  # what running it gave
-    overloads: list[str]  # others that the operator has, where the call does not say which
+    overloads: list[str]  # the operator's other overloads, if the call does not say which
 
     def text(self) -> str:
         """The path key by key, the conclusion and the trace, for a terminal of 80 columns."""
@@ -89,8 +89,9 @@ class Explanation:
         top = Call(self.operator, self.has.kind, [], 0, 0, 0.0)
         if not self.steps[0].key.startswith("Autocast"):
             return trace_lines(_around(top, self.steps, self.calls), self.target.key)
-        # The kernel casts and calls the operator anew. That call is among the recorded, but for a CompositeImplicit's,
-        # of which only the parts are: then it comes after the casts. A kernel that sets the dtype argument makes none.
+        # The kernel casts and calls the operator again. That call is recorded, except for a CompositeImplicit operator,
+        # whose parts are recorded instead: then it comes after the casts. A kernel that sets the dtype argument makes
+        # no such call.
         casts = len(self.calls)
         again = []
         if self.steps[-1].does.startswith("decomposes"):
@@ -115,14 +116,14 @@ class Explanation:
 
 
 def _around(top: Call, steps: list[Step], calls: list[Call]) -> list[tuple[Call, list[Step] | None]]:
-    """The recorded calls with `steps` for the first if it is `top`, or inside `top`, which was not recorded."""
+    """The recorded calls, with `steps` for the first if it is `top`; otherwise inside `top`, which was not recorded."""
     if calls and calls[0].name == top.name:
         return [(calls[0], steps), *((call, None) for call in calls[1:])]
     return [(top, steps), *((dataclasses.replace(call, depth=call.depth + 1), None) for call in calls)]
 
 
 def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> list[str]:
-    """Calls in the form of the dispatch trace; the steps of a call are found where they are not given."""
+    """Calls in the form of the dispatch trace; the steps of a call are computed if not given."""
     lines, margins = [], [0]  # of the calls at each depth
     for call, steps in calls:
         steps = path(call.name, call.keys, backend) if steps is None else steps
@@ -140,13 +141,14 @@ def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> li
 def explain(
     op: str, *args: Any, target: dispatch.Target | None = None, run: bool = False, **kwargs: Any
 ) -> Explanation:
-    """The path of ``op(*args, **kwargs)`` in the modes in force (autocast, inference); without arguments, on `target`.
+    """The path of ``op(*args, **kwargs)`` under the current modes (autocast, inference); without arguments, on
+    `target`.
 
     Args:
         op: ``"aten::add.Tensor"``; ``"aten::add"`` or ``"add"`` takes the overload of the arguments, or one of tensors.
-        run: also call it, and say what happened inside; writes to `args` if the operator does.
+        run: also call it, and report the calls inside; writes to `args` if the operator does.
     Raises:
-        Wrong: no such operator, or no overload of it takes these arguments; of one that is named it shows on running.
+        Wrong: no such operator, or no overload of it takes these arguments; for a named overload, only when run.
     """
     name = _resolve(op, args, kwargs)
     overloads = _overloads(name, dispatch.names()) if "." not in op and not (args or kwargs) else []
@@ -207,7 +209,8 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
 
 
 def _overloads(op: str, known: Iterable[str]) -> list[str]:
-    """Every overload of an operator: Tensor, the default, and the one of most tensors first, what writes to out last."""
+    """Every overload of an operator: first Tensor, the default, and the one with the most tensors; out variants
+    last."""
 
     def order(name: str) -> tuple:
         arguments, overload = dispatch.schema(name).arguments, name.partition(".")[2]
@@ -256,7 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if the operator has a kernel or decomposes, 1 if it falls back or raises, 2 if what was asked for is wrong."""
+    """0 if the operator has a kernel or decomposes, 1 if it falls back or raises, 2 if the request is wrong."""
     try:
         dispatch.load(arguments.modules)
         target = dispatch.target(arguments.device, arguments.key)

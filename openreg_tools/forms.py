@@ -1,6 +1,6 @@
-"""The forms that the tools report in: text for a terminal of 80 columns, JSON, and one self-contained HTML page.
+"""The tools' report formats: text for a terminal of 80 columns, JSON, and one self-contained HTML page.
 
-A report has `text()`, `dict()` and, where a picture helps, `html()`; `add_arguments` and `write` bring the options.
+A report has `text()`, `dict()` and, if a picture helps, `html()`; `add_arguments` and `write` provide the options.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 WIDTH = 80
 
 
-class Wrong(Exception):  # noqa: N818 -- what was asked for is wrong, in a sentence
+class Wrong(Exception):  # noqa: N818 -- the request is wrong, in one sentence
     pass
 
 
@@ -27,7 +27,7 @@ def regex(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
     return text
 
 
@@ -60,7 +60,7 @@ def wrapped(texts: Iterable[str], indent: int = 4) -> list[str]:
 def table(rows: Sequence[Sequence[Any]], left: int = 0, fit: bool = False) -> list[str]:
     """Rows as lines: columns of equal width two spaces apart, the first `left` of them flush left, the others right.
 
-    With `fit`, the first column's cells are cut to what the others leave of a line.
+    With `fit`, the first column's cells are cut to the space that the others leave.
     """
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     if fit:
@@ -76,7 +76,7 @@ def table(rows: Sequence[Sequence[Any]], left: int = 0, fit: bool = False) -> li
 
 
 def cut(text: str, width: int) -> str:
-    """The text, or its beginning, three dots and its end, which often tells operators apart."""
+    """The text, or its beginning, three dots and its end, which often distinguishes operators."""
     end = (width - 3) // 3
     return text if len(text) <= width else f"{text[: width - 3 - end]}...{text[-end:]}"
 
@@ -104,7 +104,7 @@ STYLE = (
 
 
 def page(title: str, heading: str, body: str, style: str = "") -> str:
-    """One HTML page that needs no other file."""
+    """One self-contained HTML page."""
     return (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}{style}</style><h1>{html.escape(heading)}</h1>{body}</html>\n"
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser, page: bool = True) -> None:
 
 
 def write(report: Any, arguments: argparse.Namespace, **options: Any) -> None:
-    """Print the report and write the forms that were asked for; `options` go to `text()`."""
+    """Print the report and write the requested formats; `options` are passed to `text()`."""
     if arguments.json:
         text = json.dumps(report.dict(), indent=1)
         if arguments.json == "-":

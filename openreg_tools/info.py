@@ -1,7 +1,7 @@
 """``openreg-tools info``: versions, devices, what is switched on, what is wrong and how to fix it.
 
-The first thing to ask of a bug report. It imports each package that brings a device, and reports where that fails: so
-it runs without torch, and under ``python -m openreg_tools`` where a package cannot be imported.
+The first thing to ask for in a bug report. It imports each package that provides a device and reports failures, so it
+runs without torch and, under ``python -m openreg_tools``, even if a package cannot be imported.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Info:
         self.sections.setdefault(section, {}).update({k.replace("_", " "): str(v) for k, v in values.items()})
 
     def problem(self, what: str, remedy: str) -> None:
-        """Add what is wrong and what to do."""
+        """Add a problem and its remedy."""
         self.problems.append((what, remedy))
 
     def works(self, device: str, remedy: str) -> None:
-        """One forward and backward on the device against the CPU."""
+        """Compare one forward and backward on the device with the CPU."""
         import torch
 
         try:
@@ -85,15 +85,15 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
 
 
 def collect(packages: list[str] | None = None) -> Info:
-    """What there is to know about this installation.
+    """Collect everything about this installation.
 
     Args:
-        packages: modules that bring a device; by default those that are installed for torch to load.
+        packages: modules that provide a device; by default, the installed ones that torch loads.
     """
     info = Info()
     group = importlib.metadata.entry_points(group=GROUP)
     loads = {each.value.partition(":")[0].partition(".")[0]: each.name for each in group}
-    with _no_autoload() as autoload:  # a package that fails would end `import torch` too
+    with _no_autoload() as autoload:  # a package that fails would break `import torch` too
         _software(info)
         _processor(info)
         told = [backend.package for backend in backends.registered()]
@@ -109,7 +109,7 @@ def collect(packages: list[str] | None = None) -> Info:
 
 @contextlib.contextmanager
 def _no_autoload() -> Iterator[bool]:
-    """Gives whether `import torch` would have loaded backends."""
+    """Yields whether `import torch` would have loaded backends."""
     before = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
     try:
@@ -167,9 +167,9 @@ def _package(info: Info, package: str, autoload: bool) -> None:
     try:
         importlib.import_module(package)
     except Exception as error:
-        # A sentence that ends in what to do is taken apart.
+        # A message that ends with a remedy is split.
         what, remedy = re.fullmatch(r"(.*?)(?:[:;] ((?:run|rebuild|set|unset) .*))?", str(error), re.S).groups()
-        if not isinstance(error, ValueError):  # of a setting, which says it all
+        if not isinstance(error, ValueError):  # an error in a setting, which needs no prefix
             what = f"import {package} fails: {type(error).__name__}: {what}"
         info.problem(what, remedy or f"reinstall {package}")
         return
@@ -196,13 +196,13 @@ def _origin(distribution: importlib.metadata.Distribution, package: str) -> tupl
 
 
 def _accelerator(info: Info) -> None:
-    """The device of a package that tells the tools nothing, or of torch itself."""
+    """A device whose package does not describe it to the tools, or one of torch itself."""
     import torch
 
     found = torch.accelerator.current_accelerator()
     info.add("devices", accelerator=found or "none", count=torch.accelerator.device_count())
     if found and torch.accelerator.is_available():
-        info.works(found.type, "report this, with the whole of `info`")
+        info.works(found.type, "report this, with the full output of `info`")
 
 
 def _environment(info: Info, prefixes: set[str]) -> None:
@@ -225,7 +225,7 @@ def _lines(path: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="look at this package too, which brings a device")  # fmt: skip
+                        help="also check this package, which provides a device")  # fmt: skip
     forms.add_arguments(parser, page=False)
 
 

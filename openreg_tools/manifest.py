@@ -1,8 +1,8 @@
-"""What a version of torch says of its own operators: schemas, which need a kernel, tags, derivative formulas.
+"""What a version of torch declares about its operators: schemas, which need a kernel, tags, derivative formulas.
 
 A manifest is read from three files that every torch ships, installed or in its wheel, without importing it:
 RegistrationDeclarations.h (schemas; whether a backend must register a kernel), native_functions.yaml (structured
-operators, tags, keys) and derivatives.yaml. Those of 2.10.0 to 2.15.0 lie in manifests/.
+operators, tags, keys) and derivatives.yaml. Those of 2.10.0 to 2.15.0 are in manifests/.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Operator:
     derivative: str = ""  # its formulas, a line each
 
     def kind_at(self, key: str) -> str:
-        """Its class for a dispatch key: what is elsewhere for dense tensors is required of the other layouts' keys."""
+        """Its class for a dispatch key: an operator that is "elsewhere" for dense tensors is required for other
+        layouts' keys."""
         layout = key.startswith(("Sparse", "Quantized", "Nested"))
         return "required" if layout and self.kind == "elsewhere" else self.kind
 
@@ -66,7 +67,7 @@ class Manifest:
 
     @functools.cached_property
     def backward(self) -> dict[str, tuple[str, ...]]:
-        """The operators that a backend must register kernels of for the derivative of each operator, if any."""
+        """The operators for which a backend must register kernels so that each operator's derivative works, if any."""
         wanted: dict[str, list[str]] = {}
         for name, op in self.operators.items():
             if op.kind in ("required", "elsewhere", "structured") and "backward" in name.partition(".")[0]:
@@ -109,19 +110,19 @@ def read(source: str) -> Manifest:
         operators = {name: Operator(**{**op, "tags": tuple(op["tags"])}) for name, op in data["operators"].items()}
         return Manifest(data["torch"], operators)
     except (ValueError, KeyError, TypeError) as error:
-        raise Wrong(f"{source} is no manifest: {error}; save one with drift --save") from error
+        raise Wrong(f"{source} is not a manifest: {error}; save one with drift --save") from error
 
 
 def _member(wheel: zipfile.ZipFile, name: str, source: str) -> str:
     try:
         return wheel.read(name).decode()
     except KeyError:
-        raise Wrong(f"{source} is no wheel of torch: it has no {name}") from None
+        raise Wrong(f"{source} is not a wheel of torch: {name} is missing") from None
 
 
 @functools.cache
 def installed() -> Manifest:
-    """The manifest of the torch that runs."""
+    """The manifest of the running torch."""
     import torch
 
     return read(str(Path(torch.__file__).parents[1]))
@@ -162,9 +163,9 @@ def _parsed(texts: list[str]) -> Manifest:
 
 
 def _elsewhere(name: str, native: list[str]) -> bool:
-    """Whether a required operator is of no concern to the dense tensors of a new backend."""
+    """Whether a required operator does not concern a new backend's dense tensors."""
     keys = {key for line in native if line[0].isupper() for key in re.findall(r"\w+", line.partition(":")[0])}
-    # The CPU's kernels of a ufunc are generated, and stand under Generic.
+    # The CPU's ufunc kernels are generated and listed under Generic.
     return bool(_OF_A_LIBRARY.search(name.partition(".")[0]) or keys & _LAYOUTS and not keys & {"CPU", "Generic"})
 
 

@@ -22,9 +22,9 @@ __all__ = ["Entry", "Operators", "operators"]
 CLASSES = {
     "required": "a backend must register a kernel",
     "structured": "only the out variant is needed, which this one runs",
-    "explicit": "optional: composed of other operators, with a derivative of its own",
-    "implicit": "optional: composed of other operators, whose derivatives serve",
-    "elsewhere": "of one library, vendor or layout, such as cuDNN, MPS or sparse: no new backend writes it",
+    "explicit": "optional: composed of other operators, with its own derivative",
+    "implicit": "optional: composed of other operators, which provide the derivative",
+    "elsewhere": "for one library, vendor or layout, such as cuDNN, MPS or sparse: a new backend does not need it",
 }
 OPTIONAL = ("explicit", "implicit")
 TRAITS = {
@@ -33,7 +33,7 @@ TRAITS = {
     "inplace": "changes an argument and returns it",
     "out": "writes its result into an argument",
     "random": "draws random numbers",
-    "data": "the shape or value of a result depends on the data (a synchronisation)",
+    "data": "the shape or value of a result depends on the data (a synchronization)",
 }
 
 
@@ -52,13 +52,13 @@ class Entry:
 
     @property
     def missing(self) -> bool:
-        """Whether the device falls back or refuses."""
+        """Whether the device falls back or raises."""
         return self.has in ("fallback", "refused")
 
 
 @dataclasses.dataclass
 class Operators:
-    """The entries that were asked for, and totals of them."""
+    """The selected entries, and their totals."""
 
     target: dispatch.Target
     entries: list[Entry]
@@ -99,7 +99,7 @@ class Operators:
         }
 
     def html(self) -> str:
-        """One page that needs no other file."""
+        """One self-contained page."""
         e = html.escape
         lines = "".join(
             f'<tr><th title="{e(x.schema)}">{e(x.name)}</th><td title="{CLASSES[x.kind]}">{x.kind}</td>'
@@ -183,7 +183,7 @@ def _entry(name: str, key: str) -> Entry:
 
 
 def _kind(name: str) -> str:
-    """The class of an operator that torch's own lists do not have, from what is registered for every device."""
+    """The class of an operator that is not in torch's own lists, from its registrations for all devices."""
     for key, kind in (
         ("CompositeImplicitAutograd", "implicit"),
         ("CompositeExplicitAutograd", "explicit"),
@@ -223,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 2 if what was asked for is wrong."""
+    """0, or 2 if the request is wrong."""
     try:
         dispatch.load(arguments.modules)
         report = operators(

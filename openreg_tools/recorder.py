@@ -30,10 +30,10 @@ class Step:
     key: str
     does: str
     where: str
-    last: bool = False  # nothing below this key is reached by this operator itself
+    last: bool = False  # this operator itself reaches nothing below this key
 
 
-# What kernels of these keys do, by the key's name without a device's.
+# What kernels at these keys do, by the key's name without a device.
 DOES = {
     "Autograd": "records the derivative",
     "ADInplaceOrView": "counts versions, relates views",
@@ -70,7 +70,7 @@ def step(op: str, key: str, kernel: dispatch.Kernel | None) -> Step:
 
 
 def keyset(values: Any, exclude: torch._C.DispatchKeySet | None = None) -> torch._C.DispatchKeySet:
-    """The keys that a call with these arguments has, in the modes of the calling thread."""
+    """The keys of a call with these arguments, under the calling thread's modes."""
     if exclude is None:
         exclude = torch._C._dispatch_tls_local_exclude_set()
     keys = torch._C._dispatch_tls_local_include_set()
@@ -92,7 +92,7 @@ def listed(keys: torch._C.DispatchKeySet) -> list[str]:
 def path(op: str, keys: list[str], backend: str, everything: bool = False) -> list[Step]:
     """The kernels that a call passes, in order; with `everything`, also keys that fall through.
 
-    `backend` is the key that a factory's device argument chooses; where a tensor has a backend's key it counts.
+    `backend` is the key that a factory's device argument selects; a tensor's backend key takes precedence.
     """
     table = dispatch.kernels(op)
     if not any(not about(key) for key in keys):
@@ -123,10 +123,10 @@ class Call:
     start: float  # seconds since the recording began
     seconds: float = 0.0  # with the calls inside
     own: float = 0.0  # without
-    part: float = 0.0  # of the longest call inside that is no composite itself
+    part: float = 0.0  # of the longest call inside that is not itself a composite
     bytes: int = 0  # of the tensors that it reads and writes
     wait: str = ""  # why the host waits for the device
-    where: str = ""  # the program's line, of what waits or falls back
+    where: str = ""  # the program's line, if it waits or falls back
     error: str = ""
 
 
@@ -139,12 +139,12 @@ _COPIES = {
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operator that runs on a device; those of the autograd engine's threads too.
+    """Records every operator that runs on a device, including those on the autograd engine's threads.
 
-    Times are the host's clock around the call, without waiting for the device: what the kernel took where it ran on
-    the calling thread. With `events` the device's own events are recorded around each call instead, which is right
-    where work is queued. Composites are entered, so that `own` of a call excludes the calls inside. `overhead` is taken
-    off the host's times: the seconds that a call takes longer from here, and those that each part costs a composite.
+    Times are host times around the call, without waiting for the device: the kernel's time if it ran on the calling
+    thread. With `events`, the device's own events are recorded around each call instead, which is correct for queued
+    work. Composites are entered, so `own` of a call excludes the calls inside. `overhead` is subtracted from host
+    times: the seconds that recording adds to a call, and those that each part adds to a composite.
     """
 
     supports_higher_order_operators = True
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
         if call.wait:
             call.where = _program_line()
         enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
-        enter = enter and all(frame[1] != name for frame in local.stack)  # a mode makes detach() call itself
+        enter = enter and all(frame[1] != name for frame in local.stack)  # under a mode, detach() calls itself
         local.stack.append([call if enter else None, name, 0.0, [], False])  # and of its parts: time, calls, waits
         self.calls.append(call)
         call.start = time.perf_counter() - self.origin
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
             call.own = max(0.0, ended - started - inside - each - part * len(children))
             call.seconds = call.own + sum(child.seconds for child in children)
             call.part = _part(children)
-            if waited:  # a part has said so
+            if waited:  # a part has reported it
                 call.wait = call.where = ""
             if local.stack:
                 local.stack[-1][4] |= waited or bool(call.wait)
@@ -297,7 +297,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _program_line() -> str:
-    """The line of the program that runs: the innermost frame that is neither torch's nor of these tools."""
+    """The program's current line: the innermost frame outside torch and these tools."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The arguments of one call: as an object, as text on a command line, and as they are shown."""
+"""The arguments of one call: as an object, as text on a command line, and for display."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown(value: Any) -> str:
 
 
 def sample_of(value: Any) -> Sample:
-    """A `Sample` from what a caller gave: that, an argument tuple, or an OpInfo SampleInput."""
+    """A `Sample` from a caller's value: a `Sample`, an argument tuple, or an OpInfo SampleInput."""
     if isinstance(value, Sample):
         return value
     if hasattr(value, "input") and hasattr(value, "args") and hasattr(value, "kwargs"):
@@ -61,7 +61,7 @@ DTYPES = {
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype of a name: float32, or f32."""
+    """The dtype with a name such as float32 or f32."""
     dtype = DTYPES.get(text) or getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
         raise Wrong(f"there is no dtype {text!r}; short names are {', '.join(DTYPES)}")
@@ -74,7 +74,7 @@ _TENSOR = re.compile(r"([a-z]+\d\w*|bool)\[([\d, ]*)\](?:@\(([\d, ]*)\))?(?:@([a
 def parse(text: str, device: str = "cpu") -> Sample:
     """A sample from ``f32[3,4]@openreg, bf16[4]@(2), [f32[2], f32[2]], 1e-5, dim=-1``.
 
-    A tensor is its dtype and shape, with ``@(strides)`` where they matter and ``@device`` where it is not on `device`;
+    A tensor is its dtype and shape, with ``@(strides)`` if they matter and ``@device`` if it is not on `device`;
     everything else is a Python literal.
     """
     numbers = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def parse(text: str, device: str = "cpu") -> Sample:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that stand in no bracket and no string."""
+    """Split at commas outside brackets and strings."""
     pieces, depth, quote, current = [], 0, "", ""
     for character in text:
         quote = "" if character == quote else character if not quote and character in "'\"" else quote

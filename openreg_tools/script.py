@@ -16,7 +16,7 @@ __all__ = ["apart", "run"]
 
 @contextlib.contextmanager
 def apart(json: str | None) -> Iterator[None]:
-    """With --json -, what the program prints goes to stderr; its children's too."""
+    """With --json -, the output of the program and its children goes to stderr."""
     if json != "-":
         yield
         return
@@ -32,7 +32,7 @@ def apart(json: str | None) -> Iterator[None]:
 
 
 def run(words: list[str], context: Any) -> int:
-    """Run a script as its own program in a context; its exit status, 1 if it raised."""
+    """Run a script as a program inside a context; returns its exit status, 1 if it raised."""
     before, status = (sys.argv, sys.path[:]), 0
     sys.argv = words
     sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))

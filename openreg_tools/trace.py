@@ -1,8 +1,8 @@
-"""``openreg-tools trace SCRIPT.py`` and ``with trace():`` what a program runs on a device.
+"""``openreg-tools trace SCRIPT.py`` and ``with trace():`` show what a program runs on a device.
 
 For each operator: calls, what serves them, time, bytes, and where the host waits; then which kernels to write next.
-See `Recorder` for what the times are. An operator that is composite with its parts' derivatives (linear, layer_norm)
-decomposes above what is recorded: its parts are there in its place.
+`Recorder` defines the times. A composite operator that uses its parts' derivatives (linear, layer_norm) decomposes
+above the recorder, which sees its parts instead.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["Candidate", "Row", "Trace", "trace"]
 
 @dataclasses.dataclass
 class Row:
-    """All calls of one operator that one thing served."""
+    """All calls of one operator that were served the same way."""
 
     operator: str
     has: str  # one of dispatch.HAS
     calls: int = 0
     seconds: float = 0.0  # without the calls inside
     total: float = 0.0  # with them
-    part: float = 0.0  # of the longest parts
+    part: float = 0.0  # for the longest parts
     bytes: int = 0
     waits: int = 0
 
@@ -56,17 +56,17 @@ class Candidate:
     has: str
     calls: int
     seconds: float  # now, with its parts
-    kernel: float  # at least, with a kernel: launches and its tensors read and written once, or its longest part now
+    kernel: float  # the minimum with a kernel: launches and its tensors read and written once, or its longest part now
     saved: float  # at most
 
 
 class Trace:
-    """What ran, as a context manager; complete at its end, when `text()`, `dict()` and `html()` report.
+    """A context manager that records what ran; after it ends, `text()`, `dict()` and `html()` report.
 
     Args:
         device: the device to record; the accelerator of the process unless given.
-        key: a dispatch key, in place of `device`.
-        name: what the report calls the program.
+        key: a dispatch key, instead of `device`.
+        name: the program's name in the report.
     """
 
     def __init__(self, device: str | None = None, key: str | None = None, name: str = "") -> None:
@@ -74,7 +74,7 @@ class Trace:
         dispatch.usable(self.target.device)
         self.name = name
         self.calls: list[Call] = []
-        self.others: list[tuple[str, str]] = []  # waits that are no operator's: what, and the program's line
+        self.others: list[tuple[str, str]] = []  # waits outside operators: what, and the program's line
         self.seconds = 0.0
 
     def __enter__(self) -> Trace:
@@ -93,7 +93,7 @@ class Trace:
         self.calls, self.elsewhere = self._recorder.calls, self._recorder.elsewhere
         self.candidates = _candidates(self.rows(), self.target, sum(self._recorder.overhead))
 
-    # ---- what is asked of it ----
+    # ---- queries ----
 
     def rows(self) -> list[Row]:
         """By operator, the most time first."""
@@ -183,7 +183,7 @@ class Trace:
         }  # fmt: skip
 
     def html(self) -> str:
-        """One page that needs no other file: the tables and a timeline."""
+        """One self-contained page: the tables and a timeline."""
         table = [["operator", "by", "calls", "time", "with parts", "bytes", "waits"]]
         table += [
             [r.operator, r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.total), forms.size(r.bytes), r.waits]
@@ -204,7 +204,7 @@ class Trace:
         )
 
     def _timeline(self, most: int = 5000) -> str:
-        """The longest calls as rectangles: time to the right, composites above their parts, a band for each thread."""
+        """The longest calls as rectangles: time on the x axis, composites above their parts, a band for each thread."""
         longest = sorted(self.calls, key=lambda call: -call.seconds)[:most]
         if not longest:
             return ""
@@ -235,7 +235,7 @@ trace = Trace
 
 
 def _queues(device: str) -> bool:
-    """Whether a device's kernels may still be queued when a call returns, so that only its events know their times."""
+    """Whether a device's kernels may still be queued when a call returns, so that only its events give their times."""
     kind = torch.device(device).type
     if kind in ("cpu", "meta"):
         return False
@@ -243,9 +243,9 @@ def _queues(device: str) -> bool:
 
 
 class _Waits:
-    """Notes where the program waits for a device, or prints a tensor of it, which the recorder does not see.
+    """Records where the program waits for a device, or prints one of its tensors, which the recorder does not see.
 
-    That is by ``synchronize`` of torch.accelerator, of the device's module, and of its streams and events.
+    It covers ``synchronize`` of torch.accelerator, of the device's module, and of its streams and events.
     """
 
     def __init__(self, device: str, found: list[tuple[str, str]]) -> None:
@@ -274,7 +274,7 @@ class _Waits:
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
             of = self.type if why == "synchronize" else getattr(args[0].device, "type", None)
-            if of != self.type or getattr(self.inside, "now", False):  # one is made of the other
+            if of != self.type or getattr(self.inside, "now", False):  # one calls the other
                 return function(*args, **kwargs)
             self.found.append((why, _program_line()))
             self.inside.now = True
@@ -296,7 +296,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
-    """What recording adds to the host's time of a call, and to a composite's for each part, in seconds."""
+    """What recording adds to the host time of a call, and to a composite for each part, in seconds."""
     x = torch.zeros(1, device=target.device)
     each, part = [], []
     for _ in range(rounds):
@@ -317,7 +317,8 @@ def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
 
 
 def _candidates(rows: list[Row], target: dispatch.Target, least: float) -> list[Candidate]:
-    """The operators whose calls a kernel would make shorter by more than `least` seconds, which recording blurs."""
+    """The operators whose calls a kernel would shorten by more than `least` seconds; recording blurs smaller
+    savings."""
     wanted = [row for row in rows if row.has in ("composite", "fallback") and row.bytes and row.total]
     if not wanted:
         return []
@@ -331,7 +332,7 @@ def _candidates(rows: list[Row], target: dispatch.Target, least: float) -> list[
 
 
 def _speeds(target: dispatch.Target, size: int = 1 << 22) -> tuple[float, float]:
-    """Seconds of the smallest call, and bytes a second of a large copy, as the recorder sees them."""
+    """Seconds of the smallest call, and bytes per second of a large copy, as measured by the recorder."""
     device = torch.device(target.device)
     recorder = Recorder(target, _queues(target.device), _overhead(target))
     with torch.no_grad():
@@ -361,7 +362,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The program's exit status, 1 if it raised, 2 if what was asked for is wrong."""
+    """The program's exit status, 1 if it raised, 2 if the request is wrong."""
     try:
         dispatch.load(arguments.modules)
         if not os.path.isfile(arguments.script):

@@ -1,4 +1,4 @@
-"""What every test shares: the device, uninitialised memory filled with NaN, and state put back afterwards."""
+"""Shared by all tests: the device, uninitialized memory filled with NaN, and state restored afterwards."""
 
 import collections
 import gc
@@ -12,12 +12,12 @@ from torch.testing._internal import common_utils
 import openreg_ops
 from openreg_ops import _C
 
-# Environment variables that a test puts back. Inductor sets some for good.
+# Environment variables that a test restores. Inductor sets some permanently.
 OURS = ("OPENREG_", "PYTHON", "TORCH_")
 
 
 def pytest_sessionstart():
-    """PyTorch's half a million objects stay, and compilers make as many: looking through them took a tenth of the time."""
+    """PyTorch's half a million objects stay, and compilers create as many: scanning them takes a tenth of the time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def without_stacks():
-    """PyTorch formats the stack, 5 to 50 ms, where it seeds an accelerator that is absent or makes samples in a unittest."""
+    """PyTorch formats the stack, in 5 to 50 ms, when it seeds an absent accelerator or creates samples in a
+    unittest."""
     with pytest.MonkeyPatch.context() as patch:
         for accelerator in (torch.cuda, torch.xpu, torch.mtia):
             if not accelerator.is_available():

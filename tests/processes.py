@@ -1,4 +1,4 @@
-"""Programs in a process of their own: how they end, or what an environment does, which the device reads once.
+"""Runs programs in their own process, to test how they end, or environment variables, which the device reads once.
 
 `python()` starts a program as subprocess.run does, but without the seconds that importing torch takes: each worker of the
 tests keeps one process that has imported torch and no device, and that forks for each program.

@@ -8,10 +8,10 @@
 #include <optional>
 
 // Note [Replacing a fallback]
-// libtorch registers its own fallback for AutogradPrivateUse1, which at most warns, and the
-// dispatcher takes one fallback a key. There is no public way to take that one back, so we call
-// Dispatcher::deregisterFallback_, which is exported but private: an explicit template
-// instantiation may name a private member ([temp.explicit]/12), and that is all this does.
+// libtorch registers its own fallback for AutogradPrivateUse1, which at most warns, and the dispatcher accepts one
+// fallback per key. There is no public way to remove that one, so we call Dispatcher::deregisterFallback_, which is
+// exported but private. An explicit template instantiation may name a private member ([temp.explicit]/12); this one
+// does nothing else.
 namespace openreg {
 namespace {
 

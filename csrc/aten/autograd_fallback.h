@@ -1,4 +1,4 @@
-// What happens at backward through an operator that registered no autograd.
+// What happens in backward through an operator without an autograd kernel.
 #pragma once
 
 #include <string>

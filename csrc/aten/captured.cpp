@@ -48,18 +48,18 @@ c10::Storage storage_over(const void* data, size_t bytes) {
       c10::DataPtr(const_cast<void*>(data), c10::kCPU), nullptr, /*resizable=*/false));
 }
 
-// Zeros, which take memory when they are first written to.
+// Zeros, which take up memory only when they are first written to.
 c10::Storage scratch_storage(size_t bytes) {
   void* data = std::calloc(1, std::max<size_t>(bytes, 64));
   TORCH_CHECK_WITH(
-      OutOfMemoryError, data, "openreg: no memory of the host for the scratch of a capture, ", bytes, " bytes");
+      OutOfMemoryError, data, "openreg: out of host memory for the scratch buffer of a capture, ", bytes, " bytes");
   return c10::Storage(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), bytes,
       c10::DataPtr(data, data, &std::free, c10::kCPU), c10::GetAllocator(c10::kCPU), /*resizable=*/true));
 }
 
-// The arguments of a call, one by one: what stands for each on the scratch and in the node.
+// The arguments of a call: what replaces each of them on the scratch buffer and in the node.
 struct CallArgument {
-  at::Tensor alias, real; // as CpuCall has them; a CPU tensor is both
+  at::Tensor alias, real; // as in CpuCall; a CPU tensor is both
   at::Tensor scratch, host;
   bool device, written;
 };
@@ -85,14 +85,14 @@ class CallArguments {
       if (each.scratch.is_same(x)) return &each;
     return nullptr;
   }
-  // One whose scratch has this storage.
+  // The argument whose scratch tensor has this storage.
   CallArgument* find_scratch(const StorageImpl* storage) {
     for (CallArgument& each : all_)
       if (each.scratch.has_storage() && storage_of(each.scratch) == storage) return &each;
     return nullptr;
   }
 
-  // Makes the scratch, filled with `number`.
+  // Creates the scratch tensors, filled with `number`.
   void make_scratch(int number) {
     std::vector<std::pair<const StorageImpl*, c10::Storage>> made;
     for (CallArgument& each : all_) {
@@ -108,7 +108,7 @@ class CallArguments {
     }
   }
 
-  // Gives out= tensors the shape that they have come to have on the scratch.
+  // Gives out= tensors the shape that they ended up with on the scratch buffer.
   void resize_results() {
     for (CallArgument& each : all_) {
       const at::Tensor &now = each.scratch, &real = each.real;
@@ -118,12 +118,12 @@ class CallArguments {
     }
   }
 
-  // Makes the tensors of the node.
+  // Creates the node's tensors.
   void make_host(std::vector<MemoryUse>& uses) {
     std::vector<std::pair<const StorageImpl*, c10::Storage>> made;
     for (CallArgument& each : all_) {
       if (each.device) {
-        // What is only read may be a lazy clone, whose alias alone has its memory.
+        // A tensor that is only read may be a lazy clone: only its alias has its memory.
         const StorageImpl* storage = storage_of(each.written ? each.real : each.alias);
         auto known = std::find_if(made.begin(), made.end(), [&](const auto& pair) { return pair.first == storage; });
         if (known == made.end())
@@ -159,7 +159,7 @@ class CallArguments {
       detail::refuse_capture(captured_.stream, name,
           "it takes a sparse, quantized or nested tensor, and graphs capture operators on strided tensors. Move it out "
           "of the capture, or convert the tensor before.");
-    const at::Tensor real = captured_.call.passed(x) ? captured_.call.result(x) : x; // of a list, nobody else holds it
+    const at::Tensor real = captured_.call.passed(x) ? captured_.call.result(x) : x; // of a list; nothing else holds it
     CallArgument each{x, real, {}, {}, real.is_privateuseone(), written};
     if (!each.device && !captured_.copies) {
       if (x.dim() && std::strncmp(name, "aten::_ctc_loss", 15) != 0)
@@ -181,7 +181,7 @@ void visit_tensors(const c10::IValue& value, F&& f) {
   map_tensors(value, [&](const at::Tensor& x) { return f(x), x; });
 }
 
-// The generators stand as they stood when this is destroyed.
+// Restores the generators' states when destroyed.
 class SavedGenerators {
  public:
   explicit SavedGenerators(bool on) {
@@ -203,7 +203,7 @@ class SavedGenerators {
   c10::intrusive_ptr<c10::TensorImpl> saved_;
 };
 
-// Runs the kernel on the scratch; returns what it gives.
+// Runs the kernel on the scratch buffer; returns its results.
 Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack, int number) {
   LendDeviceMemory none(-1);
   at::DisableRecordFunctionGuard unseen;
@@ -241,7 +241,7 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
   return results;
 }
 
-// A new result, and where the graph has it.
+// A new result, and its memory in the graph.
 struct Fixed {
   size_t index; // among the tensors of the results
   std::vector<int64_t> sizes, strides;
@@ -257,7 +257,7 @@ struct Node {
   DispatchKey target;
   Stack arguments;
   std::vector<Fixed> results;
-  std::vector<std::pair<size_t, at::Generator>> generators; // the inner ones, as they are when it is captured
+  std::vector<std::pair<size_t, at::Generator>> generators; // the inner ones, in their state at capture
   at::Generator lent; // the device's, for an operator without such an argument
   bool copies;
   Stream stream;
@@ -293,7 +293,7 @@ struct Node {
   }
 };
 
-// What a result on the scratch stands for on the device. New memory is the graph's.
+// The device tensor for a result on the scratch buffer. New memory belongs to the graph.
 at::Tensor to_device(CpuCall& call, CallArguments& arguments, const at::Tensor& y) {
   if (!y.defined()) return y;
   if (const CallArgument* same = arguments.find_scratch(y)) return same->real;
@@ -312,7 +312,7 @@ at::Tensor to_device(CpuCall& call, CallArguments& arguments, const at::Tensor& 
 
 namespace {
 
-// Indexing has a shape of its own with a mask only.
+// Only indexing with a mask has a data-dependent shape.
 bool is_dynamic(const c10::OperatorHandle& op, const Stack& stack) {
   if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
   if (op.schema().name() != "aten::index") return true;
@@ -325,7 +325,7 @@ bool is_dynamic(const c10::OperatorHandle& op, const Stack& stack) {
 } // namespace
 
 void capture_call(const CapturedCall& captured, Stack* stack) {
-  const LendDeviceMemory none(-1); // but for results, which say where they are
+  const LendDeviceMemory none(-1); // except results, which say where they are
   const c10::OperatorHandle& op = captured.op;
   const char* name = op.operator_name().name.c_str();
   const bool dynamic = is_dynamic(op, *stack);
@@ -360,7 +360,7 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
         (*stack)[first + i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
 
   // New results, before they become the device's.
-  bool plain = true; // each of them is a tensor with a storage of its own, and nothing else is returned
+  bool plain = true; // each is a tensor with its own storage, and nothing else is returned
   size_t index = 0;
   std::vector<at::Tensor> fresh;
   for (const c10::IValue& value : results) {
@@ -421,10 +421,10 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
 
 namespace {
 
-// Nodes run below autograd and with the number of threads of who launched the graph: OpenMP has one for each thread.
+// Nodes run below autograd, with the number of threads of the launching thread: OpenMP keeps one number per thread.
 const bool around = [] {
   set_around_replay([](void (*walk)(void*), void* argument) {
-    // Modes and transforms of the caller see the replay, not what is in it.
+    // The caller's modes and transforms see the replay, not the calls in it.
     const c10::impl::ForceDispatchKeyGuard usual_keys(
         c10::default_included_set, c10::default_excluded_set | kAboveBackend);
     c10::InferenceMode normal(false);

@@ -15,30 +15,30 @@
 namespace openreg {
 
 // Note [Captured operators]
-// A node calls the operator's CPU kernel on CPU tensors over raw memory. Its results must lie at addresses that are
-// known when the operator is captured, and nothing may be computed then. So the kernel first runs once on a scratch of
-// the host's memory, in tensors like the arguments: of zeros, and where it refuses those, of ones. This raises what is
-// wrong with the call, at the call, and tells what comes out: which results are arguments or views of them, and the
-// geometry of those that are new. New results get memory from the graph's pool. Then the node has one of three forms:
-// fixed: of the structured operators in fixed.cpp, whose object (iterator, checks) is made once; a replay only
-// computes. out: of other structured operators, the out= form, which writes to the results. call: of all others, the
-// operator itself; what it returns is copied to the results, whose geometry must be the same. Operators that return
-// views, or change only geometry, run at once on the host. An operator whose result's shape, or whose program, depends
-// on values in device memory cannot be captured, and raises. CPU scalars are constants of the graph. Random operators
-// draw from their generators at each replay, and during the run on the scratch from copies.
+// A node calls the operator's CPU kernel on CPU tensors over raw memory. The addresses of its results must be known
+// when the operator is captured, but the capture must not compute anything. So the kernel first runs once on scratch
+// host memory, with tensors like the arguments, filled with zeros or, if it rejects those, ones. This raises errors in
+// the call, at the call, and shows the results: which are arguments or views of them, and the geometry of the new ones.
+// New results get memory from the graph's pool. The node then has one of three forms. "fixed", for the structured
+// operators in fixed.cpp: their object (iterator, checks) is created once, and a replay only computes. "out", for other
+// structured operators: the out= form, which writes to the results. "call", for all others: the operator itself; its
+// return values are copied to the results and must have the same geometry. Operators that return views, or change only
+// geometry, run immediately on the host. An operator whose result shape, or whose program, depends on values in device
+// memory cannot be captured, and raises. CPU scalars are constants of the graph. Random operators draw from their
+// generators at each replay, and from copies of them during the scratch run.
 
 // A call that is about to run.
 struct CapturedCall {
   const c10::OperatorHandle& op;
   c10::DispatchKey target; // at which its CPU kernel is
-  CpuCall& call;           // has aliases of the arguments, which are on the stack
+  CpuCall& call;           // has aliases of the arguments on the stack
   Stream stream;
   bool draws = false;      // random numbers without a Generator argument
   bool copies = false;     // between memories: CPU tensors are pinned memory, not constants
   std::vector<std::pair<size_t, at::Generator>> generators{}; // by argument
 };
 
-// Captures a call and puts its results in the place of the arguments on the stack.
+// Captures a call and replaces the arguments on the stack with its results.
 void capture_call(const CapturedCall& captured, torch::jit::Stack* stack);
 
 } // namespace openreg

@@ -1,5 +1,5 @@
-// Copies between every pair of host, pinned host and devices: ATen's CPU copy over aliases, which
-// brings every dtype conversion, layout, overlap check and conj/neg bit with it.
+// Copies between every pair of host, pinned host and devices: ATen's CPU copy over aliases, which handles every dtype
+// conversion, layout, overlap check and conj/neg bit.
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty_strided.h>
@@ -24,7 +24,7 @@
 namespace openreg {
 namespace {
 
-// Whether a tensor is all of the bytes that it spans, as they are.
+// Whether a tensor is exactly the bytes that it spans.
 bool is_plain(const at::Tensor& x) {
   return x.layout() == at::kStrided && x.is_non_overlapping_and_dense() && !x.is_conj() && !x.is_neg() &&
       !x._is_zerotensor() && !x.is_quantized();
@@ -51,12 +51,12 @@ Site copy_site(const at::Tensor& from, const at::Tensor& to) {
   return {name, Site::kCopy, to.layout() == at::kStrided ? static_cast<size_t>(to.numel()) * to.itemsize() : 0};
 }
 
-// What an injected fault does to a copy; see Note [Faults]. Any byte but 0 would read as True.
+// Corrupts a copy for an injected fault; see Note [Faults]. Any nonzero byte would read as True.
 void flip_byte(void* data, at::ScalarType type) {
   static_cast<unsigned char*>(data)[0] ^= type == at::kBool ? 1 : 0xFF;
 }
 
-// A wait on one device's stream for what the other's has been given.
+// Makes one device's stream wait for the work given to the other's.
 void wait_for(Stream waiting, Stream stream) {
   if (waiting == stream || stream_idle(stream)) return;
   Event event(stream.device, /*timed=*/false);
@@ -64,17 +64,17 @@ void wait_for(Stream waiting, Stream stream) {
   event.block(waiting);
 }
 
-// Smaller ones are sooner done than queued, unless the stream has queued work anyway.
+// Smaller copies run faster than they could be queued, unless the stream already has queued work.
 constexpr size_t kQueuedCopy = 1 << 20;
 
 // Note [Pageable memory]
-// As CUDA documents, a non_blocking copy to pageable memory has arrived when it returns, and one from there has read
-// the memory, which the host may change at once. The first waits. The second is converted into a buffer of its own and
-// queued, unless its stream is idle; when that many bytes are on their way, it waits too.
+// As CUDA documents, a non_blocking copy to pageable memory has completed when it returns, and a copy from pageable
+// memory has read it, so the host may change the memory immediately. The first kind waits. The second is converted into
+// its own buffer and queued, unless its stream is idle; once that many bytes are in flight, it waits too.
 constexpr size_t kStaging = size_t{64} << 20;
 std::atomic<size_t> staging{0};
 
-// The source in the destination's dtype and layout, for a copy to be queued; null where that is not possible.
+// The source in the destination's dtype and layout, for a queued copy; null if that is not possible.
 std::shared_ptr<const at::Tensor> stage(const at::Tensor& from, const at::Tensor& to, Stream stream) {
   if (!from.is_cpu() || from.layout() != at::kStrided || from.is_quantized() || !from.has_storage() ||
       is_pinned(from.storage().data()) || !to.is_privateuseone() || !to.numel() || !is_plain(to))
@@ -128,15 +128,15 @@ void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool no
   capture_call({op, c10::DispatchKey::CPU, call, stream, false, /*copies=*/true}, &stack);
 }
 
-// `stream` waits for `other`, and one of them joins the capture of the other.
+// Makes `stream` wait for `other`; one of them joins the other's capture.
 void wait_in_capture(Stream stream, Stream other) {
   Event point(other.device, /*timed=*/false);
   point.record(other);
   point.block(stream);
 }
 
-// copy_() arrives here when either side is on the device. Runs on the current stream of the source's
-// device (the destination's, if the source is on the host), as on CUDA, and in order with the other's.
+// copy_() gets here when either side is on the device. Runs on the current stream of the source's device (the
+// destination's, if the source is on the host), as on CUDA, in order with the other device's stream.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const bool between =
       self.is_privateuseone() && destination.is_privateuseone() && self.device() != destination.device();
@@ -148,7 +148,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     if (detail::captures(here) || detail::captures(there)) {
       if (between && detail::captures(there)) wait_in_capture(here, there);
       capture_copy(self, destination, non_blocking, here);
-      // What was allocated before its stream joined is not the graph's memory: nobody else may have it.
+      // Memory allocated before its stream joined does not belong to the graph, so nothing else may reuse it.
       if (between)
         detail::keep_in_capture(here, std::make_shared<std::pair<at::Tensor, at::Tensor>>(self, destination));
       if (between) wait_in_capture(there, here);
@@ -200,7 +200,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destin
   return copy_from(self, destination, false);
 }
 
-// Between any devices: the sizes of a nested tensor stay on the host, its buffer moves.
+// Between any devices: a nested tensor's sizes stay on the host, its buffer moves.
 at::Tensor nested_to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
     std::optional<at::Device> device, std::optional<bool> pin_memory, bool non_blocking,
     std::optional<at::MemoryFormat> format) {
@@ -222,7 +222,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
 }
 
-// A quantized tensor's quantizer is set where it is made; what is copied is its integers.
+// A quantized tensor's quantizer is set when it is created; only its integers are copied.
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, m) {
   m.impl("_copy_from", copy_from);
 }

@@ -28,7 +28,7 @@ using c10::DispatchKeySet;
 using c10::StorageImpl;
 using c10::TensorImpl;
 
-// TensorImpl's protected members, by name: an alias is a copy of all of them but for the device.
+// TensorImpl's protected members, by name: an alias copies all of them except the device.
 struct Access : TensorImpl {
   using TensorImpl::copy_generic_tensor_metadata;
   using TensorImpl::device_opt_;
@@ -58,7 +58,7 @@ at::Tensor borrow(TensorImpl* impl) {
   return at::Tensor(c10::intrusive_ptr<TensorImpl>::reclaim_copy(impl));
 }
 
-// Labels a storage's memory as the device's; memory from elsewhere is copied in first.
+// Labels a storage's memory as device memory; memory from elsewhere is copied in first.
 void relabel_storage(StorageImpl* storage, c10::DeviceIndex device) {
   if (storage->device_type() != c10::kCPU) return;
   auto& data = storage->_mutable_data_ptr_no_checks();
@@ -73,7 +73,7 @@ void relabel_storage(StorageImpl* storage, c10::DeviceIndex device) {
   storage->set_allocator(device_allocator());
 }
 
-// Copies what a kernel keeps to the host. In a destructor: without memory on the host, it is left without memory.
+// Copies what a kernel keeps to the host. Called in a destructor: if the host has no memory, it ends up without memory.
 void keep_on_host(StorageImpl* storage) noexcept {
   try {
     move_to_host(storage);
@@ -99,8 +99,8 @@ struct CpuCall::Slot {
   bool write = false, dense = true, lazy = false; // lazy: `storage` is a lazy clone
 
   const at::Tensor& alias() const { return dense ? pooled : special; }
-  // Gives a lazy clone memory of its own. What is written to does not wait for the kernel to do it: torch cannot resize
-  // a lazy clone.
+  // Gives a lazy clone its own memory. Arguments that are written to do not wait for the kernel to do it, because torch
+  // cannot resize a lazy clone.
   void materialize() {
     LendDeviceMemory here(real->device().index());
     storage->mutable_data();
@@ -121,15 +121,15 @@ CpuCall::CpuCall(const char* name, Devices devices)
     : slots_(slots()), base_(slots_.top), devices_(devices), name_(name), lend_(LendDeviceMemory::lent()),
       below_autograd_(kAboveBackend) {}
 
-// Gives the slots back. An alias that somebody kept (or that went to Python) is left to them, with a
-// copy of its memory on the host, where a CPU tensor is read; the slot starts afresh.
+// Returns the slots. An alias that somebody kept (or that Python has) stays with its owner, with a copy of its memory
+// on the host, because CPU tensors are read there; the slot starts over.
 CpuCall::~CpuCall() {
   for (size_t i = base_; i < slots_.top; ++i)
     if (Slot& slot = *slots_.all[i]; C10_UNLIKELY(!slot.dense)) {
       slot.special.reset();
       slot.members = {};
     }
-  // Last to first: an alias that shares an earlier one's storage lets go of it before that is looked at.
+  // Last to first: an alias that shares an earlier one's storage releases it before the earlier one is checked.
   for (size_t i = slots_.top; i-- > base_;) {
     Slot& slot = *slots_.all[i];
     if (slot.dense) {
@@ -172,7 +172,7 @@ CpuCall::Slot& CpuCall::take(TensorImpl* real, const at::Tensor* original, bool 
   return slot;
 }
 
-// The slot of a tensor that was passed before.
+// The slot of a tensor that was already passed.
 CpuCall::Slot* CpuCall::find(const TensorImpl* real) {
   constexpr size_t kMany = 16;
   if (C10_LIKELY(slots_.top - base_ <= kMany)) {
@@ -210,7 +210,7 @@ void CpuCall::index(Slot& slot) {
 }
 
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
-  // What an operator computes on comes first, so a host tensor may not: x[i] takes i from the host, not x.
+  // The first argument is the one computed on, so it may not be a host tensor: x[i] accepts i on the host, but not x.
   if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
     if (!host_tensors_) check_scalar(name_, !host_storages_.empty());
     if (tensor.has_storage())
@@ -224,7 +224,7 @@ const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
 void CpuCall::refuse(const at::Tensor& tensor) const {
   const bool known = device_ >= 0;
   const std::string here = known ? c10::str("openreg:", static_cast<int>(device_)) : "openreg";
-  TORCH_CHECK(std::strcmp(name_, "aten::index") != 0, // which has a sentence of its own, as on CUDA
+  TORCH_CHECK(std::strcmp(name_, "aten::index") != 0, // which has its own message, as on CUDA
       "aten::index: indices should be either on cpu or on the same device as the indexed tensor (",
       known ? here : tensor.device().str(), "); move one with .to()");
   TORCH_CHECK(false, name_, ": Expected all tensors to be on the same device, but found at least two devices, ", here,
@@ -279,8 +279,9 @@ void CpuCall::alias_dense(Slot& slot) {
     return;
   }
   if (C10_UNLIKELY(storage->has_materializer() && !slot.write)) {
-    // A lazy clone: what is read stays shared. A kernel may write what its schema does not say (batch_norm's
-    // statistics), or through another argument: that becomes the clone's own, and by carry_back() the tensor's.
+    // A lazy clone: memory that is only read stays shared. A kernel may write more than its schema says (batch_norm's
+    // statistics), or write through another argument. That memory becomes the clone's own, and carry_back() makes it
+    // the tensor's.
     auto clone = c10::impl::cow::lazy_clone_storage(*storage);
     slot.data = const_cast<void*>(clone->data());
     slot.bytes = storage->nbytes();
@@ -294,7 +295,7 @@ void CpuCall::alias_dense(Slot& slot) {
     return;
   }
   {
-    LendDeviceMemory here(real->device().index()); // where copy-on-write memory becomes the tensor's own
+    LendDeviceMemory here(real->device().index()); // this is where copy-on-write memory becomes the tensor's own
     slot.data = storage->mutable_data();
   }
   TORCH_CHECK(slot.data || real->numel() == 0 || real->key_set().has(DispatchKey::ZeroTensor),
@@ -310,7 +311,7 @@ void CpuCall::alias_dense(Slot& slot) {
     slot.storage->set_resizable(storage->resizable());
 }
 
-// Layouts whose TensorImpl is a class of its own: the same class, over aliases of its members.
+// Layouts with their own TensorImpl class: the same class, over aliases of its members.
 void CpuCall::alias_special(Slot& slot) {
   TensorImpl* real = slot.real;
   const DispatchKeySet keys = real->key_set();
@@ -368,7 +369,7 @@ at::Generator CpuCall::generator(const std::optional<at::Generator>& generator) 
 
 void CpuCall::carry_back() {
   for (size_t i = base_; i < slots_.top; ++i) {
-    // Memory first, by the slot that owns the alias storage: any argument that shares it may have grown it.
+    // Memory first, by the slot that owns the alias's storage: any argument that shares it may have grown it.
     Slot& slot = *slots_.all[i];
     StorageImpl* storage = slot.storage.get();
     if (!slot.dense || slot.shown != storage) continue;
@@ -424,7 +425,7 @@ void CpuCall::carry_back_special(Slot& slot) {
   }
 }
 
-// Makes a device tensor of what a kernel made, in place.
+// Turns a kernel's result into a device tensor, in place.
 void CpuCall::relabel(TensorImpl* impl) {
   const DispatchKeySet keys = impl->key_set();
   if (!keys.has_backend(BackendComponent::CPUBit)) return;

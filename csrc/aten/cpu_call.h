@@ -30,7 +30,7 @@ namespace openreg {
 // Aliases are pooled for each thread: making one costs about as much as a dispatcher hop.
 class CpuCall {
  public:
-  // Whether tensors of different devices may meet (copies) or not (all else).
+  // Whether tensors on different devices may be combined (copies) or not (everything else).
   enum Devices { kSame, kAny };
 
   // `name`, for error messages, must outlive the call.
@@ -39,21 +39,21 @@ class CpuCall {
   CpuCall(const CpuCall&) = delete;
   CpuCall& operator=(const CpuCall&) = delete;
 
-  // The device of the call: of its first device tensor, unless set before.
+  // The device of the call: that of its first device tensor, unless set before.
   c10::DeviceIndex device();
   void set_device(c10::DeviceIndex device);
 
-  // A CPU tensor over the same memory; `write` where the kernel may change the tensor. Tensors of
-  // no elements' worth of device (undefined, 0-dim CPU) pass. Throws for a tensor elsewhere.
+  // A CPU tensor over the same memory; set `write` if the kernel may change the tensor. Tensors without a device to
+  // check (undefined, 0-dim CPU) pass through. Throws for a tensor on another device.
   const at::Tensor& alias(const at::Tensor& tensor, bool write = false);
 
-  // The CPU generator behind `generator`, or behind the device's default one.
+  // The CPU generator behind `generator`, or behind the device's default generator.
   at::Generator generator(const std::optional<at::Generator>& generator);
 
   // CPU tensors that this operator takes by design (lengths, indices) need not be 0-dim.
   void allow_host_tensors(bool allow = true) { host_tensors_ = allow; }
 
-  // Calls the kernel in the order of the device's current stream, then carries changes back.
+  // Calls the kernel in the order of the device's current stream, then applies the changes to the real tensors.
   template <class Kernel>
   decltype(auto) run(Kernel&& kernel) {
     return run(Site(name_), kernel);
@@ -71,20 +71,20 @@ class CpuCall {
     }
   }
 
-  // Calls a kernel that touches no memory, at once and whatever the stream does.
+  // Calls a kernel that touches no memory, immediately, whatever the stream is doing.
   template <class Kernel>
   void run_on_host(Kernel&& kernel) {
     kernel();
     carry_back();
   }
 
-  // A device tensor for what the kernel returned.
+  // The device tensor for a tensor that the kernel returned.
   at::Tensor result(at::Tensor tensor);
-  // The tensor that was passed, for a reference to its alias.
+  // The tensor that was passed, given a reference to its alias.
   const at::Tensor& original(const at::Tensor& alias) const;
   // Whether the kernel returned one of its own arguments.
   bool passed(const at::Tensor& tensor) const;
-  // Whether what it returned shares memory with one.
+  // Whether a returned tensor shares memory with one.
   bool views_argument(const at::Tensor& tensor) const;
 
  private:
@@ -112,7 +112,7 @@ class CpuCall {
   LendDeviceMemory lend_;
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   std::vector<c10::StorageImpl*> host_storages_; // of the CPU tensors that were passed
-  // Slots by tensor and by storage, once there are many (fused optimizers pass thousands).
+  // Slots by tensor and by storage, used once there are many (fused optimizers pass thousands).
   std::unique_ptr<std::unordered_map<const void*, Slot*>> index_;
 };
 

@@ -1,4 +1,4 @@
-// See fallback.h. The kernel behind every operator that the device has none of its own for.
+// See fallback.h. The kernel behind every operator without a device kernel.
 #include "fallback.h"
 
 #include <ATen/core/Tensor.h>
@@ -280,7 +280,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
 }
 
-// Layouts have a kernel of their own or none at all: there is no copying behind the user's back.
+// Layouts have their own kernel or none at all: nothing is copied implicitly.
 void refuse_layout(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, toString(op.operator_name()), ": openreg has no kernel for ",
       keys.highestPriorityTypeId(), ", as the CPU has none for that layout; it was called with (",
@@ -338,7 +338,7 @@ void route_operator(const std::string& name, const std::string& overload, const 
   auto& routes = state().routes;
   routes.erase(full);
   if (route.empty()) return;
-  // The dispatcher warns that a kernel is overridden, which is what the user asked for.
+  // Silences the dispatcher's warning that a kernel is overridden, which is what the user asked for.
   struct Silent final : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silent;

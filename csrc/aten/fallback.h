@@ -9,7 +9,7 @@
 
 namespace openreg {
 
-// What an operator's fallback has cost so far.
+// The cost of an operator's fallback so far.
 struct FallbackRecord {
   std::string name;
   std::uint64_t calls, bytes, nanoseconds;
@@ -19,8 +19,8 @@ struct FallbackRecord {
 // patterns such as "aten::linalg_*"; deny wins over allow, allow over the policy.
 void set_fallback_policy(const std::string& policy, std::vector<std::string> allow, std::vector<std::string> deny);
 
-// Issues the warnings of policy "warn". TORCH_WARN reaches Python's warnings only below PyTorch's own
-// bindings, not below torch.ops, so the bindings file brings this.
+// Issues the warnings of policy "warn". TORCH_WARN reaches Python's warnings only below PyTorch's own bindings, not
+// below torch.ops, so the bindings set this.
 void set_fallback_warning(void (*warn)(const std::string& message));
 
 std::vector<FallbackRecord> fallback_report();

@@ -64,7 +64,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// ---- an argument as the object takes it, from how it is kept ----
+// ---- arguments, from how they are kept to how the object takes them ----
 
 template <class T>
 struct Kept {
@@ -135,8 +135,8 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
 
   void run() override { call(outputs_count()); }
 
-  // Whether the object computes on the tensors themselves, every time. An iterator that converts an argument has a copy
-  // of it, which may only be one of a constant; and some kernels for narrow floats remove a scalar from the iterator.
+  // Whether the object always computes on the tensors themselves. An iterator that converts an argument keeps a copy of
+  // it, which is valid only for a constant, and some kernels for narrow floats remove a scalar from the iterator.
   bool usable() const override {
     if (!fits_) return false;
     if constexpr (kIterates) {
@@ -193,7 +193,7 @@ std::unique_ptr<Object> make(const Stack& stack, std::vector<at::Tensor> outputs
   return std::make_unique<Made<S, decltype(&S::meta)>>(stack, std::move(outputs));
 }
 
-// clang-format off: a table reads better
+// clang-format off: easier to read as a table
 #define OUT(op, S) {"aten::" op, &make<at::native::S>}
 #define UNARY(name) OUT(#name ".out", structured_##name##_out), OUT(#name "_", structured_##name##_out)
 #define BINARY(name) OUT(#name ".out", structured_##name##_out), OUT(#name "_.Tensor", structured_##name##_out)
@@ -227,7 +227,7 @@ const std::unordered_map<std::string, Make>& table() {
 }
 // clang-format on
 
-// Writes one value to all of a tensor without holes.
+// Writes one value to every element of a tensor without holes.
 std::optional<detail::Task> fill(const at::Tensor& x, const at::Scalar& value) {
   if (!x.is_non_overlapping_and_dense() || x.is_conj() || x.is_neg()) return std::nullopt;
   void* to = x.mutable_data_ptr();

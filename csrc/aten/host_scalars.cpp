@@ -39,7 +39,7 @@ HostScalars find(const std::string& name) {
 HostScalars host_scalars(std::string_view name) {
   constexpr std::string_view kForeach = "aten::_foreach_";
   if (!name.starts_with(kForeach)) return find(std::string(name));
-  // CUDA calls the operator itself for each element of lists that are not all on one device.
+  // If the lists are not all on one device, CUDA calls the operator itself for each element.
   const auto each = find("aten::" + std::string(name.substr(kForeach.size())));
   return each == HostScalars::kNone ? each : HostScalars::kAny;
 }

@@ -8,20 +8,21 @@
 namespace openreg {
 
 // Note [CPU scalars]
-// What CUDA refuses is refused here. PyTorch generates a check into the CUDA wrapper of an operator: all of its tensors
-// must be on one device. Where native_functions.yaml turns that off (device_check: NoCheck), the kernel decides. A
-// TensorIterator takes one CPU scalar, if the operator allows any. setup.py reads the native_functions.yaml of the
-// installed torch for both; host_scalars.cpp has the kernels that decide in another way.
+// The device rejects what CUDA rejects. PyTorch generates a check into each operator's CUDA wrapper: all of its tensors
+// must be on one device. If native_functions.yaml turns that off (device_check: NoCheck), the kernel decides. A
+// TensorIterator accepts one CPU scalar, if the operator allows any. setup.py reads both from the native_functions.yaml
+// of the installed torch; host_scalars.cpp lists the kernels that decide in another way.
 enum class HostScalars { kNone, kOne, kLast, kAny }; // kLast: only as the last of the inputs
 
-// `name` is an operator's without its overload, "aten::add_". Operators that CUDA does not have take any.
+// `name` is an operator without its overload, such as "aten::add_". Operators that CUDA does not have accept any
+// number.
 HostScalars host_scalars(std::string_view name);
 
-// Throw where CUDA refuses a CPU scalar: one more, if there is `another`; one before a tensor on the device.
+// Throw where CUDA rejects a CPU scalar: a second one, if there is `another`; one before a tensor on the device.
 void check_scalar(const char* name, bool another);
 void check_scalar_is_last(const char* name);
 
-// How many CPU scalars operators take, 0 or 1, as native_functions.yaml has it. Called once, at import.
+// Sets how many CPU scalars operators accept, 0 or 1, from native_functions.yaml. Called once, at import.
 void set_host_scalars(const std::unordered_map<std::string, int>& counts);
 
 } // namespace openreg

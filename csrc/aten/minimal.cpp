@@ -1,4 +1,4 @@
-// The operators that every backend must bring: creating, viewing, resizing and reading tensors.
+// The operators that every backend must provide: creating, viewing, resizing and reading tensors.
 #include "minimal.h"
 
 #include <ATen/Context.h>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr c10::DispatchKeySet kDevice(c10::DispatchKey::PrivateUse1);
 
-// What empty() and empty_strided() refuse; the device index, checked, becomes the current one.
+// Checks the arguments of empty() and empty_strided(), and makes the device current.
 c10::DeviceIndex checked_options(const char* name, std::optional<c10::Layout> layout, std::optional<c10::Device> device,
     std::optional<bool> pin_memory) {
   TORCH_CHECK(layout.value_or(c10::kStrided) == c10::kStrided, name, ": expected a strided layout, but got ", *layout);
@@ -31,7 +31,7 @@ c10::DeviceIndex checked_options(const char* name, std::optional<c10::Layout> la
   return checked_index(device);
 }
 
-// Allocates on one device, whatever the current one is.
+// Allocates on one device, whichever is current.
 struct OnDevice final : c10::Allocator {
   explicit OnDevice(c10::DeviceIndex device) : device(device) {}
   c10::DataPtr allocate(size_t bytes) override { return allocate_on(device, bytes); }
@@ -49,7 +49,7 @@ at::Tensor make_on(c10::DeviceIndex device, Make&& make) {
   return tensor;
 }
 
-// Whether torch.utils.deterministic.fill_uninitialized_memory holds.
+// Whether torch.utils.deterministic.fill_uninitialized_memory is on.
 bool fills() {
   return C10_UNLIKELY(
       at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory());
@@ -73,8 +73,8 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
       checked_options("empty_strided", layout, device, pin_memory), size, stride, c10::dtype_or_default(dtype)));
 }
 
-// Grows `storage` to hold this geometry. Comes before the geometry is set: where memory runs out,
-// the tensor must stay as it was.
+// Grows `storage` to hold this geometry. Call it before setting the geometry: if memory runs out, the tensor must stay
+// unchanged.
 void reserve(
     const c10::Storage& storage, at::IntArrayRef size, at::OptionalIntArrayRef stride, size_t item, int64_t offset) {
   const size_t bytes = stride ? at::detail::computeStorageNbytes(size, *stride, item, static_cast<size_t>(offset))
@@ -82,7 +82,7 @@ void reserve(
   if (c10::multiply_integers(size) && bytes > storage.nbytes()) resize_storage(storage.unsafeGetStorageImpl(), bytes);
 }
 
-// Gives `self` this geometry; the storage grows when it must and never shrinks.
+// Gives `self` this geometry; the storage grows if necessary and never shrinks.
 void set_geometry(const at::Tensor& self, at::IntArrayRef size, at::OptionalIntArrayRef stride) {
   c10::TensorImpl* impl = self.unsafeGetTensorImpl();
   if (impl->sizes() == size && (!stride || impl->strides() == *stride)) return;
@@ -106,12 +106,12 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
 
 at::Tensor& set_storage_offset(
     at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
-  // A geometry that the tensor has already does not make the storage grow: what is out of its range raises below.
+  // A geometry that the tensor already has does not grow the storage: out-of-range access raises below.
   const bool same = self.sizes() == size && (!stride.data() || self.strides() == stride);
   if (!same && offset >= 0 && source.device() == self.device() && (!stride.data() || size.size() == stride.size()))
     reserve(
         source, size, stride.data() ? at::OptionalIntArrayRef(stride) : std::nullopt, self.dtype().itemsize(), offset);
-  at::native::checkSetStorage(self, source, offset, size, stride); // which refuses the rest
+  at::native::checkSetStorage(self, source, offset, size, stride); // which rejects the rest
   self.unsafeGetTensorImpl()->set_storage_offset(offset);
   set_geometry(self, size, stride.data() ? at::OptionalIntArrayRef(stride) : std::nullopt);
   return self;
@@ -123,7 +123,7 @@ at::Tensor& set_empty(at::Tensor& self) {
   return set_storage_offset(self, nothing.storage(), 0, {0}, {});
 }
 
-// .item(): one element, read where it lies.
+// .item(): one element, read in place.
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(self.numel() > 0, "_local_scalar_dense: expected a tensor of one element, but got an empty one of shape ",
       self.sizes());
@@ -147,14 +147,14 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   });
 }
 
-// Whether `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer knows
-// CPU, CUDA and their like only; sparse tensors hold to that whatever is answered here.
+// Whether `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer
+// covers only CPU, CUDA and similar devices; sparse tensors follow that answer whatever this one says.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   constexpr c10::DispatchKeySet dense(c10::DispatchKey::Dense);
   return self.key_set() == from.key_set() || (self.key_set().has_any(dense) && from.key_set().has_any(dense));
 }
 
-// Takes SymInts. A boxed call of PyTorch's kernel, which takes int64_t, fails an internal assertion for some values.
+// Takes SymInts: a boxed call of PyTorch's kernel, which takes int64_t, fails an internal assertion for some values.
 at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
@@ -193,7 +193,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 
-// The boxed kernel passes a Storage as it is, and ATen's kernel of this name asks nothing of its device.
+// The boxed kernel passes a Storage unchanged, and ATen's kernel of this name does not check its device.
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_quantized_);
 }

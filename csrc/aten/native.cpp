@@ -27,20 +27,20 @@ namespace {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// Operators whose CPU arguments are by design on the host: on CUDA too, lengths and index lists may be.
+// Operators with arguments that are on the host by design: on CUDA too, lengths and index lists may be.
 const std::unordered_set<std::string> kHostArguments = {"aten::_pack_padded_sequence", "aten::index",
     "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_masked_index",
     "aten::_unsafe_masked_index_put_accumulate", "aten::_ctc_loss", "aten::_pad_packed_sequence",
     "aten::_nested_from_padded", "aten::_nested_tensor_from_mask", "aten::_nested_view_from_buffer",
     "aten::_nested_view_from_buffer_copy", "aten::quantized_gru", "aten::quantized_lstm"};
-// Operators that read no data of their tensor arguments, which may lie on any device.
+// Operators that read no data from their tensor arguments, which may be on any device.
 const std::unordered_set<std::string> kReadsNoData = {"aten::empty_quantized"};
-// Results that stay on the host: the batch sizes of a packed sequence steer Python code.
+// Results that stay on the host: Python code reads the batch sizes of a packed sequence.
 const std::unordered_map<std::string, size_t> kHostResults = {{"aten::_pack_padded_sequence", 1}};
 
-// CPU kernels that ask an argument whether it requires grad, to save what only backward needs.
+// CPU kernels that check whether an argument requires grad, to save what only backward needs.
 const std::unordered_set<std::string> kAsksRequiresGrad = {"aten::_sparse_mm_reduce_impl"};
-// Composites that work on aliases only: they ask by name for a CPU tensor, or call a CPU stub directly.
+// Composites that work only on aliases: they require a CPU tensor by name, or call a CPU stub directly.
 const std::unordered_set<std::string> kHostComposites = {
     "aten::mode", "aten::mode.values", "aten::conj_physical_", "aten::_batch_norm_no_update"};
 
@@ -91,10 +91,10 @@ class NativeKernel final : public c10::OperatorKernel {
         queue_operator(op, stack))
       return;
     if (C10_UNLIKELY(may_capture) && !each_.empty() && capture_each(op, stack)) return;
-    // The stack holds the only reference to some arguments, which the call needs until its own end.
+    // The stack holds the only reference to some arguments, which the call needs until it ends.
     c10::SmallVector<at::Tensor, 8> held;
     CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
-    bool for_host = false; // the caller asks for a CPU result, which then is none of the device's
+    bool for_host = false; // the caller asks for a CPU result, which then does not belong to the device
     if (host_arguments_) call.allow_host_tensors();
     const size_t count = write_.size();
     held.reserve(count);
@@ -181,9 +181,9 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
  private:
-  // Whether the calling thread captures, or what it launches on the current device is captured.
+  // Whether the calling thread captures, or its launches on the current device are captured.
   static bool here_is_captured() { return detail::in_capture() || capturing(current_device()); }
-  // In a capture, the CPU's kernel of a foreach operator calls the operator for each element, which has a node then.
+  // In a capture, the CPU's foreach kernel calls the operator for each element, so each element gets a node.
   bool capture_each(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     for (size_t i = stack->size() - write_.size(); i < stack->size(); ++i) {
       if (!(*stack)[i].isTensorList()) continue;
@@ -195,7 +195,7 @@ class NativeKernel final : public c10::OperatorKernel {
     }
     return false;
   }
-  // The stream that an operator runs on whose first argument is a tensor, on the device or on the host.
+  // The stream for an operator whose first argument is a tensor, on the device or on the host.
   static Stream stream_of(const c10::IValue& first) {
     const bool here = first.isTensor() && first.toTensor().is_privateuseone();
     return current_stream(here ? first.toTensor().device().index() : checked_index(-1));
@@ -203,8 +203,8 @@ class NativeKernel final : public c10::OperatorKernel {
   static void lists_hold(c10::SmallVector<at::Tensor, 8>& held, const c10::List<at::Tensor>& list) {
     for (const at::Tensor& t : list) held.push_back(t);
   }
-  // A tensor that a kernel returns and somebody keeps (a quantizer its scales, Python its objects)
-  // stays theirs: ours is a view where it views an argument, else a copy.
+  // A tensor that a kernel returns and something else keeps (a quantizer its scales, Python its objects) stays with its
+  // owner. Ours is a view if it views an argument, else a copy.
   static at::Tensor own(CpuCall& call, at::Tensor tensor) {
     if (C10_UNLIKELY(tensor.use_count() > 1 && tensor.defined() && !call.passed(tensor))) {
       if (call.views_argument(tensor)) tensor = tensor.alias();
@@ -226,8 +226,8 @@ class NativeKernel final : public c10::OperatorKernel {
   bool views_ = false; // it returns views, or changes only the geometry
   Synchronizes synchronizes_ = nullptr;
   const Wider* wider_ = nullptr;
-  std::string each_;     // of a foreach operator: what it calls for each element
-  size_t last_list_ = 0; // of one that takes CPU scalars in its last list only
+  std::string each_;     // for a foreach operator: what it calls for each element
+  size_t last_list_ = 0; // for an operator that accepts CPU scalars only in its last list
 };
 
 struct Layout {
@@ -241,8 +241,8 @@ constexpr Layout kLayouts[] = {
     {DispatchKey::NestedTensorCPU, DispatchKey::NestedTensorPrivateUse1},
 };
 
-// The namespaces whose operators ship with torch. Others are third-party libraries': those fall
-// back, by policy, unless the user asks to share their CPU kernels (openreg_ops.fallback.share).
+// The namespaces whose operators ship with torch. All others belong to third-party libraries: their operators fall
+// back, by policy, unless the user shares their CPU kernels (openreg_ops.fallback.share).
 const std::unordered_set<std::string> kNamespaces = {
     "aten", "quantized", "_quantized", "sparse", "mkl", "mkldnn", "onednn"};
 
@@ -266,7 +266,7 @@ const c10::BoxedKernel& native_kernel() {
 }
 
 int64_t register_native_kernels() {
-  // Leaked: taking a registration back while the process ends would race with the dispatcher's own end.
+  // Leaked: removing a registration while the process exits would race with the dispatcher's own teardown.
   static auto* registered = new std::vector<c10::RegistrationHandleRAII>;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
@@ -277,8 +277,8 @@ int64_t register_native_kernels() {
     for (const auto& [cpu, device] : kLayouts) {
       const bool composite = cpu == DispatchKey::CPU && kHostComposites.count(toString(name));
       if (!(op->hasKernelForDispatchKey(cpu) || composite) || op->hasKernelForDispatchKey(device)) continue;
-      // A composite differentiates through its parts; a backend kernel would cut that off, unless the
-      // operator has a derivative of its own as well (mish_backward).
+      // A composite differentiates through its parts; a backend kernel would cut that off, unless the operator also has
+      // its own derivative (mish_backward).
       if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
           !op->hasKernelForDispatchKey(DispatchKey::Autograd))
         continue;

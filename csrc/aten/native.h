@@ -1,4 +1,4 @@
-// The device's kernels of ATen's operators: the CPU's, boxed for all and unboxed for some. See Note [CpuCall].
+// The device's kernels for ATen's operators: the CPU's, boxed for all and unboxed for some. See Note [CpuCall].
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -18,15 +18,15 @@
 
 namespace openreg {
 
-// Registers the boxed kernel at `device`'s key for one operator; it runs the kernel at `cpu`'s.
+// Registers the boxed kernel for one operator at the key `device`; it runs the kernel at the key `cpu`.
 c10::RegistrationHandleRAII register_native_kernel(
     const c10::OperatorHandle& op, c10::DispatchKey cpu, c10::DispatchKey device);
 
-// The boxed kernel for any operator, which queues it if it can.
+// The boxed kernel for any operator; it queues the operator if it can.
 const c10::BoxedKernel& native_kernel();
 
-// Registers the boxed kernel for every operator of the installed torch that has a CPU kernel and no
-// device kernel yet, once for each layout; returns how many.
+// Registers the boxed kernel for every operator of the installed torch that has a CPU kernel but no device kernel yet,
+// once per layout; returns how many.
 int64_t register_native_kernels();
 
 // ---- unboxed calls, for the operators whose small-tensor latency matters ----
@@ -89,7 +89,7 @@ template <class T>
 std::uint64_t dtype_bits(const T&) {
   return 0;
 }
-// Whether they may promote to complex32, in which the CPU's kernels rarely compute: see Note [Wider dtypes].
+// Whether they may promote to complex32, which few CPU kernels support: see Note [Wider dtypes].
 inline bool complex_half(std::uint64_t dtypes) {
   const std::uint64_t complex =
       dtype_bits(at::kComplexHalf) | dtype_bits(at::kComplexFloat) | dtype_bits(at::kComplexDouble);
@@ -118,7 +118,7 @@ struct Native<Op, R(A...)> {
           native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<A>(arguments)...);
     }
     CpuCall call(Op::name);
-    // Braces: left to right, so that a tensor has set the device before a Generator asks for it.
+    // Braces evaluate left to right, so a tensor sets the device before a Generator needs it.
     std::tuple<decltype(map(call, std::forward<A>(arguments)))...> mapped{map(call, std::forward<A>(arguments))...};
     return unmap(call, call.run([&]() -> R {
       return std::apply(

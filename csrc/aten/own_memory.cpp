@@ -19,9 +19,8 @@
 // Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
 // sliced one and past its end. Others resize a result of one element to the size of their input while they compute, and
 // so write over its neighbors. For these the device computes into contiguous memory and copies.
-//
-// Which kernels they are: a kernel that PyTorch does not generate from a structured definition may be any of them.
-// Structured kernels get strides that they can write to, but for those named below. The check "layouts" of
+// Any kernel that PyTorch does not generate from a structured definition may be one of these. Structured kernels get
+// strides that they can write to, except for those named below. The check "layouts" of
 // `python -m openreg_ops conformance` finds those that are missing there.
 namespace openreg {
 namespace {
@@ -40,10 +39,10 @@ bool is_result(const c10::Argument& argument) {
 }
 
 bool honors_strides(const c10::OperatorHandle& op) {
-  // Random numbers are drawn in the order of the memory, which the CPU's results show.
+  // Random numbers are drawn in memory order, and the CPU's results depend on it.
   if (op.hasTag(at::Tag::nondeterministic_seeded)) return true;
   static std::mutex mutex;
-  static auto* known = new std::unordered_map<c10::OperatorName, bool>; // leaked, as all that outlives main()
+  static auto* known = new std::unordered_map<c10::OperatorName, bool>; // leaked, like everything that outlives main()
   std::lock_guard lock(mutex);
   auto it = known->find(op.operator_name());
   if (it == known->end())
@@ -54,7 +53,7 @@ bool honors_strides(const c10::OperatorHandle& op) {
   return it->second;
 }
 
-// Whether the memory of `x` may differ from that of a new tensor in a way that such a kernel gets wrong.
+// Whether the memory of `x` may differ from that of a new tensor in a way that such a kernel handles wrongly.
 bool lies_apart(const at::Tensor& x) {
   if (!x.defined() || !x.unsafeGetTensorImpl()->key_set().has(DispatchKey::PrivateUse1) || !x.has_storage())
     return false;
@@ -66,7 +65,7 @@ bool same_geometry(const at::Tensor& a, const at::Tensor& b) {
       a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-// A result of the call and what the kernel writes to in its place.
+// A result of the call, and what the kernel writes to instead.
 struct Result {
   at::Tensor real, own;
 };
@@ -97,7 +96,7 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
   if (results.empty() || honors_strides(op)) return false;
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
-  for (const Result& result : results) { // as the kernel's own checks, which do not see this result
+  for (const Result& result : results) { // like the kernel's own checks, which do not see this result
     at::assert_no_internal_overlap(result.real);
     for (size_t i = 0; i < count; ++i)
       if (!is_result(arguments[i]))
@@ -108,7 +107,7 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
   }
   for (Result& result : results) result.own = result.real.clone(at::MemoryFormat::Contiguous);
   const auto replaced = [&](const at::Tensor& x) {
-    for (const Result& result : results) // an input that is the result remains it
+    for (const Result& result : results) // an input that is also the result stays that way
       if (x.defined() && x.layout() == at::kStrided && x.has_storage() && same_geometry(x, result.real))
         return result.own;
     return x;
@@ -128,8 +127,8 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
 
 namespace {
 
-// An operator that PyTorch composes of others, on CUDA as well: soft_margin_loss resizes its result on the way, and
-// stack leaves a result of one element unwritten where that has strides.
+// Operators that PyTorch composes of others, on CUDA as well: soft_margin_loss resizes its result on the way, and stack
+// leaves a strided one-element result unwritten.
 void composite(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   if (!call_with_own_memory(op, stack)) op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
 }

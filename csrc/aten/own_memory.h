@@ -1,4 +1,4 @@
-// out= results that a CPU kernel cannot write to where they lie.
+// out= results that a CPU kernel cannot write to in place.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -8,11 +8,11 @@ namespace openreg {
 // Whether an operator has results to write to: the `out=` arguments of its schema.
 bool takes_results(const c10::FunctionSchema& schema);
 
-// Calls `op` with results in memory of their own and copies them to where they belong; false, with nothing changed,
-// where the kernel can write there itself. See Note [Results in their own memory].
+// Calls `op` with results in their own memory and copies them to their destination; returns false, with nothing
+// changed, if the kernel can write there itself. See Note [Results in their own memory].
 bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// Copies what was computed in other memory to `given`, which takes its shape and strides if its own shape differs.
+// Copies a result from other memory to `given`, which takes its shape and strides if its own shape differs.
 void write_back(const at::Tensor& given, const at::Tensor& computed);
 
 } // namespace openreg

@@ -36,7 +36,7 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 using torch::jit::Stack;
 
-// Leaked, as all that a thread may use after main().
+// Leaked, like everything that a thread may use after main().
 auto& meta_kernels() {
   static auto* kernels = new std::unordered_map<std::string, c10::KernelFunction>;
   return *kernels;
@@ -48,7 +48,7 @@ struct Plan {
   const c10::KernelFunction* meta = nullptr; // or the one that the dispatcher has
   std::vector<bool> written;              // by argument
   std::vector<bool> number;               // likewise: of type Scalar or float
-  std::optional<c10::OperatorHandle> out; // of one that returns new tensors: its out= form
+  std::optional<c10::OperatorHandle> out; // for an operator that returns new tensors: its out= form
 };
 
 // Operators that write to their first argument, whatever its shape; their Meta kernels are in Python.
@@ -69,7 +69,7 @@ bool is_tensor(const c10::Argument& argument) {
   return argument.type()->kind() == c10::TypeKind::TensorType;
 }
 
-// The form of `schema` with as many tensors to write to, after its own arguments, as it returns.
+// The form of `schema` that takes, after its own arguments, one tensor to write to for each tensor it returns.
 std::optional<c10::OperatorHandle> out_form(const c10::FunctionSchema& schema) {
   auto& dispatcher = c10::Dispatcher::singleton();
   const auto& ours = schema.arguments();
@@ -99,7 +99,7 @@ Plan make_plan(const c10::OperatorHandle& op) {
         argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::DeviceObjType::get()));
     if (kind) return plan;
   }
-  // These look at their results themselves, on CUDA too, and raise at the call.
+  // These inspect their own results, on CUDA too, and raise at the call.
   if (schema.name().find("linalg_") != std::string::npos) return plan;
   for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
            at::Tag::dynamic_output_shape, at::Tag::inplace_view})
@@ -136,7 +136,7 @@ bool is_integral(const at::Tensor& x) {
   return c10::isIntegralType(x.scalar_type(), /*includeBool=*/true);
 }
 
-// One tensor argument and what stands for it: in the Meta kernel, and in the task.
+// One tensor argument, and its replacements in the Meta kernel and in the task.
 struct Argument {
   at::Tensor real, meta, host;
   bool written = false;
@@ -155,7 +155,7 @@ at::Tensor over(const at::Tensor& real) {
 class Arguments {
  public:
   explicit Arguments(const void* op) : signature(op) {
-    signature.add(at::globalContext().deterministicAlgorithms()); // some kernels then refuse
+    signature.add(at::globalContext().deterministicAlgorithms()); // some kernels then raise
   }
   Signature signature;
   int scalars = 0; // 0-dim CPU tensors among the arguments
@@ -220,7 +220,7 @@ class Arguments {
     return true;
   }
 
-  // A written tensor that shares memory with another must meet it in the kernel's own check for overlap.
+  // If a written tensor shares memory with another, the kernel's own overlap check must see both.
   bool apart() const {
     if (std::none_of(all_.begin(), all_.end(), [](const Argument& a) { return a.written; })) return true;
     for (const Argument& a : all_)
@@ -244,7 +244,7 @@ class Arguments {
   int device() const { return device_; } // -1: no tensor is on one
 
  private:
-  // The value of a CPU tensor without dimensions.
+  // The value of a 0-dim CPU tensor.
   bool add_number(const at::Tensor& x) {
     const auto type = x.scalar_type();
     if (type == at::kDouble) signature.add_number(*x.const_data_ptr<double>());
@@ -255,13 +255,13 @@ class Arguments {
     return true;
   }
 
-  static constexpr size_t kMost = 64; // more take longer to look up than they would run
+  static constexpr size_t kMost = 64; // looking up more takes longer than running the operator
   std::vector<Argument> all_;
   int device_ = -1;
 };
 
-// Whether the kernel may convert its arguments to another dtype. It would do so by the default dtype of when it runs,
-// and, on the CPU, the layout of a result then follows from that of the converted arguments.
+// Whether the kernel may convert its arguments to another dtype. It would use the default dtype at the time it runs,
+// and on the CPU the layout of a result then follows that of the converted arguments.
 bool may_convert(
     const c10::FunctionSchema& schema, const Arguments& arguments, const Stack& stack, const Stack& results) {
   if (schema.name().starts_with("aten::nll_loss")) return false; // its integers are indices
@@ -290,7 +290,7 @@ bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
           [&](const Argument& each) { return each.written || (each.real.dim() == 0 && !each.real.is_complex()); });
 }
 
-// Calls `op` on scratch memory; `results` are what the Meta kernel made, for an out= form. `tiny`: on two elements in
+// Calls `op` on scratch memory; `results` are those of the Meta kernel, for an out= form. `tiny`: with two elements in
 // each dimension, and results that the kernel resizes. Unknown: it is too large.
 Verdict try_out(
     const c10::OperatorHandle& op, const Arguments& arguments, const Stack& real, const Stack& results, bool tiny) {
@@ -314,7 +314,7 @@ Verdict try_out(
                                                                                         : Verdict::kRefused;
 }
 
-// Runs `kernel` on the stream's worker, with as many threads as the caller has: OpenMP keeps a number for each thread.
+// Runs `kernel` on the stream's worker, with the caller's number of threads: OpenMP keeps one number per thread.
 template <class Kernel>
 void queue_kernel(int device, const char* name, Site site, Kernel kernel) {
   auto work = [name, kernel = std::move(kernel), threads = at::get_num_threads()]() mutable {
@@ -322,7 +322,7 @@ void queue_kernel(int device, const char* name, Site site, Kernel kernel) {
     c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
     try {
       kernel();
-    } catch (const std::exception& error) { // where it was launched is here; which operator, only this says
+    } catch (const std::exception& error) { // the launch site is here; only this says which operator
       const std::string_view what = error.what();
       throw std::runtime_error(std::string(what.substr(0, what.find("\nException raised from"))) + "\nIn " + name);
     }
@@ -336,7 +336,7 @@ void set_meta_kernel(const std::string& name, c10::KernelFunction kernel) {
   meta_kernels().insert_or_assign(name, std::move(kernel));
 }
 
-// Lines of the dispatcher's own description; "Meta (inactive)" opens that of a kernel below another one.
+// Lines of the dispatcher's own description; "Meta (inactive)" begins that of a kernel below another one.
 bool has_generated_meta(const c10::OperatorHandle& op, bool called) {
   const std::string state = op.dumpState();
   const char* opening = called ? "\nMeta: registered at " : "\nMeta";
@@ -358,7 +358,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   for (size_t i = 0; i < count; ++i)
     if (!arguments.add((*stack)[first + i], plan.written[i], plan.number[i])) return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
-  if (arguments.scalars) // what may be refused is called at once
+  if (arguments.scalars) // operators that may raise are called immediately
     if (const auto accepted = host_scalars(op.operator_name().name);
         accepted != HostScalars::kAny && (accepted != HostScalars::kOne || arguments.scalars > 1))
       return false;
@@ -379,13 +379,13 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
       if (plan.meta) plan.meta->callBoxed(op, DispatchKeySet(DispatchKey::Meta), &meta);
       else op.redispatchBoxed(DispatchKeySet(DispatchKey::Meta), &meta);
     } catch (const c10::Error& error) {
-      if (error.msg().find("Meta") != std::string::npos) return false; // a sentence about the stand-ins
+      if (error.msg().find("Meta") != std::string::npos) return false; // a message about the replacements
       throw;
     }
 
   if (!plan.fills && may_convert(op.schema(), arguments, *stack, meta)) return false;
   if (!plan.out)
-    for (const Argument& each : arguments.all()) // an out= tensor that would be resized waits
+    for (const Argument& each : arguments.all()) // an out= tensor that must be resized waits
       if (each.written && each.meta.sizes() != each.real.sizes()) return false;
   const c10::OperatorHandle& queued = plan.out ? *plan.out : op;
   const uint64_t signature = arguments.signature.value();
@@ -429,7 +429,7 @@ bool queue_copy(const at::Tensor& from, const at::Tensor& to, Site site) {
       !arguments.apart() || from.is_same(to) || !at::is_expandable_to(from.sizes(), to.sizes()) ||
       at::has_internal_overlap(to) == at::MemOverlap::Yes || (from.is_complex() && !to.is_complex()))
     return false;
-  // With the shapes known to match, only the dtypes are left to refuse.
+  // The shapes are known to match, so only the dtypes can be rejected.
   Signature dtypes(&op);
   dtypes.add(static_cast<uint64_t>(from.scalar_type()) << 8 | static_cast<uint64_t>(to.scalar_type()));
   const uint64_t signature = dtypes.value();

@@ -1,4 +1,4 @@
-// What a kernel can refuse a call for before it reads any data. See Note [Queued operators].
+// Everything for which a kernel can reject a call before it reads any data. See Note [Queued operators].
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +12,8 @@
 
 namespace openreg {
 
-// A hash of an operator and its arguments: dtypes, sizes and strides of tensors, and all else by value. Two calls of
-// one hash are taken for one; of 64 bits, that costs at worst an error that appears later.
+// A 64-bit hash of an operator and its arguments: dtypes, sizes and strides of tensors, everything else by value. Two
+// calls with the same hash count as the same; at worst, an error appears later.
 class Signature {
  public:
   explicit Signature(const void* op) { add(reinterpret_cast<std::uintptr_t>(op)); }
@@ -33,8 +33,9 @@ class Signature {
     add(x.strides());
   }
 
-  // A number that programs vary from call to call, such as a learning rate: one counts by where it lies between 0, 1
-  // and the limits of narrow dtypes. Several count by value, because a kernel may compare them.
+  // A number that programs vary from call to call, such as a learning rate. A single number counts by its position
+  // relative to 0, 1 and the limits of narrow dtypes. Several numbers count by value, because a kernel may compare
+  // them.
   void add_number(double value) {
     const auto bits = std::bit_cast<std::uint64_t>(value);
     if (value == 0 || value == 1 || numbers_++ > 0) return add(bits);
@@ -42,7 +43,7 @@ class Signature {
     first_ = value;
   }
 
-  // Any other argument but a tensor; false for a kind of value that is not known here.
+  // Any argument other than a tensor; false for an unknown kind of value.
   bool add_value(const c10::IValue& value) {
     if (value.isNone()) add(kNone);
     else if (value.isInt()) add(static_cast<std::uint64_t>(value.toInt()));
@@ -70,7 +71,7 @@ class Signature {
   }
 
  private:
-  // Any numbers that no argument is likely to be.
+  // Arbitrary numbers that are unlikely to be arguments.
   static constexpr std::uint64_t kFactor = 0x9E3779B97F4A7C15, kNone = 0xC2B2AE3D27D4EB4F, kTrue = 0x165667B19E3779F9,
                                  kFalse = 0x27D4EB2F165667C5, kLater = 0x85EBCA77C2B2AE63, kPlace = 0xD6E8FEB86659FD93;
 

@@ -14,7 +14,7 @@ bool is_mask(const at::Tensor& index) {
   return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
 }
 
-// Indices are moved to the device, and a mask there becomes indices, of which the host must know how many.
+// Indices are moved to the device, and a mask there becomes indices, whose number the host must know.
 bool indices_wait(const c10::IValue& indices) {
   for (const std::optional<at::Tensor>& index : indices.toOptionalTensorList())
     if (index && index->defined() && is_mask(*index) != index->is_cpu()) return true;
@@ -25,8 +25,8 @@ bool index(const c10::IValue* arguments) {
   return indices_wait(arguments[1]);
 }
 
-// One mask and one value is a masked_fill_(). CUDA takes that way for a number only, but here Python makes a tensor on
-// the device of both.
+// One mask and one value is a masked_fill_(). CUDA does this only for a number, but here Python creates a device tensor
+// for both.
 bool index_put(const c10::IValue* arguments) {
   const auto indices = arguments[1].toOptionalTensorList();
   int masks = 0, others = 0;
@@ -36,7 +36,7 @@ bool index_put(const c10::IValue* arguments) {
   return indices_wait(arguments[1]);
 }
 
-// Their rules, for the operators whose tags do not say it.
+// Rules for the operators whose tags do not say it.
 const std::unordered_map<std::string, Synchronizes> kRules = {
     {"aten::index", &index},
     {"aten::index_put", &index_put},
@@ -47,14 +47,14 @@ const std::unordered_map<std::string, Synchronizes> kRules = {
     // masked_fill_(mask, value): reads the value, which may be on the host.
     {"aten::masked_fill_",
         [](const c10::IValue* arguments) { return arguments[2].isTensor() && !arguments[2].toTensor().is_cpu(); }},
-    // multinomial(probabilities, num_samples, replacement): looks at the probabilities where it samples by sorting.
+    // multinomial(probabilities, num_samples, replacement): reads the probabilities if it samples by sorting.
     {"aten::multinomial",
         [](const c10::IValue* arguments) { return !arguments[2].toBool() || arguments[1].toInt() == 1; }},
-    // normal(mean, std): looks at std.
+    // normal(mean, std): reads std.
     {"aten::normal", [](const c10::IValue* arguments) { return arguments[1].isTensor(); }},
     // repeat_interleave(repeats, *, output_size): sums the repeats.
     {"aten::repeat_interleave", [](const c10::IValue* arguments) { return arguments[1].isNone(); }},
-    // linalg_lstsq has the tag, for the drivers of the CPU.
+    // linalg_lstsq has the tag because of the CPU's drivers.
     {"aten::linalg_lstsq", nullptr},
 };
 

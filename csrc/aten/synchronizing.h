@@ -5,7 +5,7 @@
 
 namespace openreg {
 
-// Whether a call waits, by its arguments: the first of them on the stack.
+// Whether a call waits, given its arguments, the first of which is at this place on the stack.
 using Synchronizes = bool (*)(const c10::IValue* arguments);
 
 // Null for an operator that never waits. Those that copy between host and device, and _local_scalar_dense, report

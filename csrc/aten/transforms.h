@@ -6,14 +6,14 @@
 
 namespace openreg {
 
-// The tensor inside of vmap's wrappers. A wrapper never requires a gradient; what it wraps may, outside of vmap.
+// The tensor inside vmap's wrappers. A wrapper never requires a gradient; the wrapped tensor may, outside of vmap.
 inline const at::Tensor& unbatched(const at::Tensor& t) {
   const auto* batched = at::functorch::maybeGetBatchedImpl(t);
   return batched ? unbatched(batched->value()) : t;
 }
 
-// Whether autograd records what is done with `t`. For a tensor of a gradient transform the answer is yes, because
-// one further out may; a tensor of one that has ended is what it wraps.
+// Whether autograd records operations on `t`. For a tensor of a gradient transform the answer is yes, because an outer
+// transform may record them. A tensor of a transform that has ended counts as the tensor that it wraps.
 inline bool is_recorded(const at::Tensor& t) {
   const auto wrapped = [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper); };
   const at::Tensor& inner = unbatched(t);

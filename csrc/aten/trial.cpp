@@ -10,8 +10,8 @@
 namespace openreg {
 namespace {
 
-// What became of the calls of each signature, as its value plus kRefused. A call that finds its place taken is tried
-// once more: the table has a fixed size, needs no lock, and losing an entry costs no more than that.
+// The outcome of each signature's trial, as its value plus kRefused. A call that finds its slot taken is tried again:
+// the table has a fixed size and needs no lock, and losing an entry costs no more than another trial.
 constexpr uint64_t kRefused = 1;
 constexpr size_t kSignatures = 1 << 16, kPlaces = 4;
 std::array<std::atomic<uint64_t>, kSignatures + kPlaces> signatures;

@@ -1,4 +1,4 @@
-// Trials, which tell whether a kernel accepts the calls of a signature. See Note [Queued operators].
+// Trials, which find out whether a kernel accepts the calls of a signature. See Note [Queued operators].
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,8 +21,8 @@ struct KeptWarnings : c10::WarningHandler {
   std::vector<c10::Warning> all;
 };
 
-// Memory of the host for one trial: tensors like `x`, all zeros, so that every index that one may be is valid.
-// Undefined where that is too much memory.
+// Host memory for one trial: tensors like `x`, all zeros, so that they are valid as indices. Undefined if that takes
+// too much memory.
 class Scratch {
  public:
   at::Tensor like(const at::Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides);

@@ -1,5 +1,5 @@
-// Operators whose small-tensor latency matters: the same CPU kernels as the boxed path calls, with
-// no boxing (`python -m openreg_ops bench` measures what that is worth).
+// Operators whose small-tensor latency matters: the CPU kernels that the boxed path calls, without boxing (`python -m
+// openreg_ops bench` measures the gain).
 #include "native.h"
 
 #include <ATen/ops/_log_softmax_backward_data_meta_dispatch.h>
@@ -121,10 +121,10 @@ void set_meta(const char* name, typename Op::schema* kernel) {
 
 } // namespace
 
-// Run-time function pointers rather than TORCH_FN, and no inlining: half the compile time.
-// clang-format off: a table reads better
+// Run-time function pointers instead of TORCH_FN, and no inlining: half the compile time.
+// clang-format off: easier to read as a table
 #define UNBOXED(schema, op) m.impl(schema, native<at::_ops::op>)
-// A structured one, with its Meta kernel: see Note [Queued operators].
+// A structured operator, with its Meta kernel: see Note [Queued operators].
 #define META(name) set_meta<at::_ops::name>("aten::" #name, at::meta::name)
 #define STRUCTURED(schema, op, name) UNBOXED(schema, op); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
 #define UNARY(name) STRUCTURED(#name, name, name); STRUCTURED(#name "_", name##_, name##_); STRUCTURED(#name ".out", name##_out, name##_outf)

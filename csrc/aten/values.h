@@ -9,7 +9,7 @@
 
 namespace openreg {
 
-// A value with every tensor in it, those of lists too, replaced by what `f` makes of it.
+// A value with every tensor in it, including those in lists, replaced by the result of `f`.
 template <class F>
 c10::IValue map_tensors(const c10::IValue& value, const F& f) {
   if (value.isTensor()) return f(value.toTensor());

@@ -82,7 +82,7 @@ ScalarType wide(ScalarType type) {
   }
 }
 
-// The dtype of a result that came out as `type` where the arguments should have been of dtype `narrow`.
+// The final dtype of a result computed as `type`, if the arguments should have had dtype `narrow`.
 ScalarType rounded(ScalarType type, ScalarType narrow) {
   const bool half = narrow == at::kHalf || narrow == at::kComplexHalf;
   if (type == at::kComplexFloat && half) return at::kComplexHalf;
@@ -96,7 +96,7 @@ at::Tensor cast(const at::Tensor& x, ScalarType type, std::optional<at::MemoryFo
   return at::_to_copy(x, x.options().dtype(type), /*non_blocking=*/false, format);
 }
 
-// Calls f with each defined tensor of an argument, in lists too.
+// Calls f with each defined tensor of an argument, including those in lists.
 template <class F>
 void each_tensor(const c10::IValue& value, const F& f) {
   map_tensors(value, [&](const at::Tensor& x) {
@@ -111,7 +111,7 @@ bool is_dtype(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::ScalarTypeType;
 }
 
-// The dtype that an operator computes in, and whether another one was among the arguments.
+// The dtype that an operator computes in, and whether the arguments included another one.
 struct Found {
   std::optional<ScalarType> type;
   bool mixed = false;
@@ -142,7 +142,7 @@ Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wide
       state = at::native::update_result_type_state(arguments[i].toScalar(), state);
   }
   if (rule == Wider::kPromotes) found.type = at::native::result_type(state);
-  // A kernel of the half types takes an out= of its own dtype only.
+  // A half-type kernel accepts only an out= of its own dtype.
   if (rule == Wider::kOneType && (lacks & kHalfs))
     for (const ScalarType type : outs) found.mixed |= type != found.type;
   return found;
@@ -170,7 +170,7 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey ke
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack->size() - count;
   const Found found = find(schema, stack->data() + first, rule_, lacks_);
-  // An operator that takes one floating dtype refuses two; its CPU kernel does that.
+  // An operator that takes one floating-point dtype rejects two; its CPU kernel does that.
   if (!found.type || !lacks(*found.type) || found.mixed) return false;
   const ScalarType narrow = *found.type;
   if (rule_ == kTransform && narrow != at::kBFloat16)

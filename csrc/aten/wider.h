@@ -1,4 +1,4 @@
-// Computes in a wider dtype where CUDA has a kernel for a dtype and the CPU has none. See Note [Wider dtypes].
+// Computes in a wider dtype if CUDA has a kernel for a dtype and the CPU does not. See Note [Wider dtypes].
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,24 +14,22 @@ namespace openreg {
 
 // Note [Wider dtypes]
 // ATen's CPU kernels lack dtypes that CUDA's have: half types in avg_pool3d, complex32 in most arithmetic. A program
-// that is right on CUDA must run here, so these operators, listed in wider.cpp, convert such arguments to a wider dtype
+// that works on CUDA must run here, so these operators, listed in wider.cpp, convert such arguments to a wider dtype
 // (Half and BFloat16 to Float, ComplexHalf to ComplexFloat, Bool to Byte), run again on the device, and round the
-// results to the dtype that CUDA gives. What an operator writes to (in-place, out=) is written by a copy.
-//
-// It is a list, not a second try after an error: where CUDA refuses a dtype as well, the CPU's refusal must stand, an
-// error may come after arguments were written, and in async mode it comes too late. The conversions and the wider call
-// are ordinary operators of the device, so they keep its order and are queued where they can be.
-//
-// Autograd, autocast and FakeTensor see only the operator itself. Operators that no wider dtype serves have kernels of
-// their own in overrides/: histc of integers, nansum of complex numbers, abs of bool, and torch.fft of Half, which
-// PyTorch refuses before it calls a kernel.
+// results to the dtype that CUDA returns. Tensors that an operator writes to (in-place, out=) are written with a copy.
+// This is a list instead of a retry after an error, because the CPU's error must stand if CUDA rejects a dtype too,
+// because an error may come after arguments were written, and because in async mode it comes too late. The conversions
+// and the wider call are ordinary device operators, so they follow stream order and are queued when possible.
+// Autograd, autocast and FakeTensor see only the operator itself. Operators for which no wider dtype works have their
+// own kernels in overrides/: histc of integers, nansum of complex numbers, abs of bool, and torch.fft of Half, which
+// PyTorch rejects before it calls a kernel.
 
 class Wider {
  public:
   // How the operator of this name computes in a wider dtype; null: the CPU's kernel has every dtype of CUDA's.
   static const Wider* of(const std::string& name);
 
-  // Runs the operator in a wider dtype, if the arguments on the stack want that; false, with nothing changed, if not.
+  // Runs the operator in a wider dtype if the arguments on the stack need it; else returns false, with nothing changed.
   // `key` is the device's, for the layout of the arguments.
   bool run(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DispatchKey key) const;
 

@@ -20,10 +20,9 @@
 #include "profiler.h"
 
 // Note [Lent memory]
-// A CPU kernel allocates its results with c10's CPU allocator. Ours stands in front of it and, on a
-// thread inside a LendDeviceMemory scope, takes the memory from the device's pool instead; the
-// result is relabelled as a device tensor afterwards. A pointer from either side may reach
-// raw_deleter(), so that one looks at the address.
+// A CPU kernel allocates its results with c10's CPU allocator. Ours wraps it: on a thread inside a LendDeviceMemory
+// scope, it takes the memory from the device's pool instead, and the result is relabeled as a device tensor afterwards.
+// raw_deleter() may get a pointer from either side, so it checks the address.
 namespace openreg {
 namespace {
 
@@ -34,7 +33,7 @@ void free_device(void* pointer) {
   deallocate(pointer);
 }
 
-// Copy-on-write memory becomes a storage's own, in the order of its device's stream; inside a kernel, at once.
+// Copy-on-write memory becomes a storage's own, in the order of its device's stream; inside a kernel, immediately.
 void copy_memory(void* to, const void* from, size_t bytes) {
   const int device = std::max(device_of(to), device_of(from));
   if (device < 0 || detail::in_work()) std::memcpy(to, from, bytes);
@@ -46,10 +45,10 @@ void copy_memory(void* to, const void* from, size_t bytes) {
         {"Memcpy DtoD (Device -> Device)", Site::kCopy, bytes});
 }
 
-// The device allocator, with the statistics that torch.accelerator.memory asks for.
+// The device allocator, with the statistics that torch.accelerator.memory needs.
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    // Copy-on-write memory is made inside a scope that names its device; see CpuCall::alias_dense.
+    // Copy-on-write memory is created inside a scope that names its device; see CpuCall::alias_dense.
     const c10::DeviceIndex lent = LendDeviceMemory::lent();
     return allocate_on(lent >= 0 ? lent : checked_index(-1), bytes);
   }

@@ -12,20 +12,20 @@ namespace openreg {
 // Allocates on the calling thread's current device.
 c10::Allocator* device_allocator();
 
-// Memory on one device, labelled as that device's. Throws c10::OutOfMemoryError.
+// Memory on one device, labeled as that device's. Throws c10::OutOfMemoryError.
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes);
 
-// Gives a storage other memory. Of copy-on-write memory it gives up its share, which is not copied first.
+// Gives a storage other memory. A copy-on-write storage drops its share without copying it first.
 void replace_memory(c10::StorageImpl* storage, c10::DataPtr&& data);
 
 // Grows or shrinks a device storage, keeping what fits.
 void resize_storage(c10::StorageImpl* storage, size_t bytes);
 
-// Copies a storage's memory to the host, if it is the device's.
+// Copies a storage's memory to the host if it is device memory.
 void move_to_host(c10::StorageImpl* storage);
 
-// While one lives, the CPU allocator hands out memory of `device` on this thread, labelled CPU, so
-// that what a CPU kernel returns need not be copied. See csrc/aten/cpu_call.h.
+// While it lives, the CPU allocator hands out memory of `device` on this thread, labeled CPU, so a CPU kernel's results
+// need no copy. See csrc/aten/cpu_call.h.
 class LendDeviceMemory {
  public:
   explicit LendDeviceMemory(c10::DeviceIndex device) : previous_(lent_) { lent_ = device; }
@@ -40,7 +40,7 @@ class LendDeviceMemory {
   c10::DeviceIndex previous_;
 };
 
-// While one lives, memory of the host passes for the device's on this thread, where a tensor is made from an address.
+// While it lives, host memory counts as device memory on this thread when a tensor is created from an address.
 class AdoptHostMemory {
  public:
   explicit AdoptHostMemory(c10::DeviceIndex device) : previous_(adopted_) { adopted_ = device; }
@@ -54,7 +54,7 @@ class AdoptHostMemory {
   c10::DeviceIndex previous_;
 };
 
-// A device index as the user gave it, -1 meaning the current one; throws if there is no such device.
+// Resolves a device index from the user, where -1 is the current device; throws if there is no such device.
 c10::DeviceIndex checked_index(int64_t index);
 c10::DeviceIndex checked_index(std::optional<c10::Device> device);
 

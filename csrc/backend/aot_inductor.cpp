@@ -1,5 +1,5 @@
-// What C++ wrappers that Inductor generates (cpp_wrapper, AOTInductor) need of a device: the ATen operators that they
-// call by name, and a runner that loads a compiled model.
+// What Inductor's C++ wrappers (cpp_wrapper, AOTInductor) need from a device: the ATen operators that they call by
+// name, and a runner that loads a compiled model.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_int_mm.h>
 #include <ATen/ops/addmm.h>
@@ -25,8 +25,8 @@ at::Tensor& tensor(AtenTensorHandle handle) {
 } // namespace
 
 // Note [C shims]
-// A wrapper calls every operator through the dispatcher, by its schema, but for those that Inductor picks itself; these
-// it calls as aoti_torch_DEVICE_NAME, with the signature that c_shim_cpu.h gives aoti_torch_cpu_NAME.
+// A wrapper calls every operator through the dispatcher, by its schema, except those that Inductor picks itself. It
+// calls these as aoti_torch_DEVICE_NAME, with the signature of aoti_torch_cpu_NAME in c_shim_cpu.h.
 // SHIMS in openreg_ops/inductor/codegen.py lists them.
 #define SHIM __attribute__((visibility("default"))) AOTITorchError
 #define BODY(...) AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({ __VA_ARGS__; })
@@ -89,10 +89,10 @@ AOTIRuntimeError refuse_to_copy(AOTInductorModelContainerHandle, AOTInductorCons
       "tensors alive");
 }
 
-// Loads a compiled model. Its runtime knows no device but PyTorch's own, so it is told that it runs on the CPU, with
+// Loads a compiled model. Its runtime supports only PyTorch's own devices, so we tell it that it runs on the CPU, with
 // this device's index; see CppWrapper.get_device_include_path_aot in openreg_ops/inductor/codegen.py for the other
-// half. It keeps the weights where malloc puts them, so they are replaced by copies in device memory; new ones, from
-// load_constants(), it may not copy.
+// half. The runtime keeps the weights in malloc's memory, so we replace them by copies in device memory. It must not
+// copy new ones from load_constants().
 class Runner final : public torch::inductor::AOTIModelContainerRunner {
  public:
   Runner(const std::string& path, size_t models, c10::DeviceIndex device, const std::string& directory, bool single)

@@ -10,7 +10,8 @@
 namespace openreg {
 namespace {
 
-// What a process sends: of one size for all calls of a group. The numbers for and from each process follow it.
+// The message of a process, with the same size for all calls of a group. The numbers for and from each process follow
+// it.
 struct Record {
   uint64_t rule; // its hash
   uint64_t unequal_parts;
@@ -32,7 +33,7 @@ CallQueue::~CallQueue() {
   }
   changed_.notify_all();
   if (!thread_.joinable()) return;
-  // Without Python's lock, which a callback of a work may want.
+  // Without Python's lock, because a Work's callback may need it.
   detail::wait_around([](void* thread) { static_cast<std::thread*>(thread)->join(); }, &thread_);
 }
 
@@ -117,7 +118,7 @@ void CallQueue::compare(const Call& call) {
     return reinterpret_cast<const Record*>(all.const_data_ptr<uint8_t>() + process * bytes);
   };
   auto differ = [&](int one, int other, const std::string& why) {
-    // The rank that reads it comes first.
+    // The rank that reads the message comes first.
     if (other == rank) std::swap(one, other);
     C10_THROW_ERROR(DistBackendError,
         c10::str("occl: mismatched collectives: at call ", number_, " of the group, rank ", one, " of ", size,

@@ -1,4 +1,4 @@
-// The collectives of one group, in order: each begins when all processes have called the same one.
+// The collectives of one group, in order: each begins once all processes have called the same one.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -14,21 +14,21 @@
 
 namespace openreg {
 
-// What a process asks of the group, for comparison with what the others ask.
+// A process's call, for comparison with the other processes' calls.
 struct Call {
-  std::string rule; // equal on all processes, or the calls do not fit
+  std::string rule; // must be equal on all processes
   std::string text; // for messages
-  // Of an exchange of unequal parts: the numbers of elements for and from each process. Empty otherwise.
+  // For an exchange of unequal parts: the numbers of elements for and from each process. Empty otherwise.
   std::vector<int64_t> sent, received;
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
 };
 
 // Note [Matching calls]
-// Gloo matches the processes' collectives by their order, not by what they are. If one process calls another collective
-// than the others, or one of another size, Gloo gives wrong numbers, waits until the timeout, or ends the process from
-// a thread of its own. So before each collective the processes exchange what they call, which has the same size for
-// every call, and all of them see whether the calls fit. If they do not, none begins, and each raises the same
-// sentence. The exchange is on a thread of this queue, so that an asynchronous call does not wait for the other
+// Gloo matches the processes' collectives only by their order. If one process calls another collective than the others,
+// or one of another size, Gloo returns wrong numbers, waits until the timeout, or ends the process from its own thread.
+// So before each collective, the processes exchange descriptions of their calls, which all have the same size, and each
+// process checks whether the calls match. If they do not, none begins, and every process raises the same error. The
+// exchange runs on this queue's thread, so an asynchronous call does not wait for the other
 // processes.
 class CallQueue {
  public:
@@ -39,11 +39,11 @@ class CallQueue {
   explicit CallQueue(Engine engine) : engine_(std::move(engine)) {}
   ~CallQueue(); // when all calls have begun or failed
 
-  // `begin` is called when the calls fit, and `fail` with the error when they do not, or when a process does not come.
+  // Calls `begin` if the calls match, and `fail` with the error if they do not, or if a process never makes its call.
   void push(Call call, Begin begin, Fail fail);
-  // Calls `task`, which is not compared, behind the calls before it, and waits for it. Throws what it throws.
+  // Calls `task` after the earlier calls, without comparing it, and waits for it. Throws what it throws.
   void run(const std::function<void()>& task);
-  // Whether the calling thread is that of a queue.
+  // Whether the calling thread is a queue's thread.
   static bool on_this_thread() noexcept;
 
  private:

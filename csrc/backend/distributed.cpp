@@ -18,8 +18,8 @@ namespace {
 
 using Lists = DistributedBackend::Lists;
 
-// Shows a tensor and its parts, one for each process, as one-dimensional: the engine cuts the first dimension, while
-// NCCL, and so SyncBatchNorm, takes any shapes.
+// Views a tensor and its parts, one per process, as one-dimensional: the engine splits the first dimension, but NCCL,
+// and therefore SyncBatchNorm, accepts any shapes.
 void flatten(at::Tensor& whole, at::Tensor& part, int processes) {
   if (!whole.is_contiguous() || !part.is_contiguous() || whole.numel() != processes * part.numel()) return;
   whole = whole.view(-1);
@@ -51,7 +51,8 @@ std::string root_of(const Options& opts) {
   return c10::str("root ", opts.rootRank);
 }
 
-// The numbers of elements that each process sends or gets, as `sizes` divides the first dimension; equally without.
+// The number of elements that each process sends or receives if `sizes` splits the first dimension; equal parts
+// without.
 std::vector<int64_t> parts(
     const Name& name, const char* argument, const at::Tensor& x, const std::vector<int64_t>& sizes) {
   const int64_t rows = x.dim() ? x.size(0) : 1;
@@ -82,7 +83,7 @@ using Work = DistributedBackend::Work;
 DistributedBackend::DistributedBackend(Engine engine)
     : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)), queue_(engine_) {}
 
-// Hands a collective to the queue behind the current stream's work.
+// Passes a collective to the queue, after the current stream's work.
 template <class Start>
 Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call call, bool async, Start&& start) {
   const Site site(arguments.name.operation);
@@ -100,7 +101,7 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
   return coalesce(work, async);
 }
 
-// Sends and receives have no order with collectives, nor with those of other processes: they begin at once.
+// Sends and receives are not ordered with collectives or with those of other processes: they begin immediately.
 template <class Start>
 Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Start&& start) {
   const Site site(arguments.name.operation);
@@ -111,7 +112,7 @@ Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Star
   return coalesce(work, false);
 }
 
-// Between startCoalescing() and endCoalescing() calls return no work, as NCCL's, but where the caller wants one: so a
+// Between startCoalescing() and endCoalescing(), calls return no work, as with NCCL, unless the caller wants one. So a
 // receive before a send does not wait for it.
 Work DistributedBackend::coalesce(const Work& work, bool async) {
   std::lock_guard lock(coalescing_);
@@ -287,8 +288,7 @@ Work DistributedBackend::recvAnysource(Tensors& tensors, int tag) {
   return point_to_point(
       std::move(arguments), OpType::RECVANYSOURCE, [&] { return engine_->recvAnysource(hosts, tag); });
 }
-// Of a device: it waits for the current stream of the device that is named, or
-// else the current one.
+// With a device: waits for the current stream of the named device, or of the current one.
 Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
   Arguments arguments({"barrier", rank_, size_});
   if (!opts.device_ids.empty()) arguments.device = checked_index(opts.device_ids.front());
@@ -297,7 +297,8 @@ Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
   return collective(std::move(arguments), OpType::BARRIER, std::move(call), opts.asyncOp,
       [engine = engine_, opts] { return engine->barrier(opts); });
 }
-// In the order of the collectives, whose tags the engine counts, but not compared: it says itself which ranks are
+// In the order of the collectives, because the engine counts their tags, but not compared: it reports itself which
+// ranks are
 // missing.
 void DistributedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) {
   queue_.run([&] { engine_->monitoredBarrier(opts, all); });

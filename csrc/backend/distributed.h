@@ -1,4 +1,4 @@
-// The c10d backend "occl": collectives on device tensors, which another backend (Gloo) does on the host.
+// The c10d backend "occl": collectives on device tensors, done on the host by another backend (Gloo).
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -17,13 +17,13 @@ namespace openreg {
 class Arguments;
 
 // Note [Distributed]
-// Device memory is the host's, so an engine for CPU tensors can work in it: it is given CPU tensors over the same
-// memory. A call first waits for the current stream's work, as its run() does; the engine works on threads of its
-// own, so that other work may go on, when all processes have made the same call: see Note [Matching calls].
-// Work::wait() returns when it has finished, so that all work launched from then on is behind it. The CPU tensors keep
-// the device memory in use until then.
-// The engine is given copies where it may not or cannot read device memory: under isolation, sparse tensors, lazy
-// conjugates and negations. What it wrote is copied back before anybody is told that it has finished.
+// Device memory is host memory, so an engine for CPU tensors can work in it: it gets CPU tensors over the same memory.
+// A call first waits for the current stream's work, like run(). Once all processes have made the same call (see Note
+// [Matching calls]), the engine works on its own threads, so other work may continue. Work::wait() returns when the
+// engine has finished, so all work launched from then on comes after it. Until then, the CPU tensors keep the device
+// memory in use.
+// The engine gets copies if it may not or cannot read device memory: under isolation, and for sparse tensors and lazy
+// conjugates and negations. Its results are copied back before completion is reported.
 class DistributedBackend final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;

@@ -1,4 +1,4 @@
-// What a collective was given and the work it returns: used by distributed.cpp only.
+// A collective's arguments and the Work that it returns. Used only by distributed.cpp.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -28,13 +28,13 @@ namespace openreg {
 using Tensors = std::vector<at::Tensor>;
 using c10::ivalue::Future;
 
-// A call as its messages name it.
+// The name of a call in messages.
 struct Name {
   const char* operation;
   int rank, size;
 };
 
-// The device tensors of one call, and what the engine is given for them.
+// The device tensors of one call, and what the engine gets for them.
 class Arguments {
  public:
   explicit Arguments(const Name& name) : name(name) {}
@@ -73,7 +73,7 @@ class Arguments {
   void copy_back() const {
     if (copies.empty()) return;
     const c10::AutoGradMode no_grad(false);
-    const detail::NotCaptured own; // on a thread of the engine's, while another one may capture
+    const detail::NotCaptured own; // on an engine thread, while another thread may capture
     for (const auto& [tensor, host] : copies) tensor.copy_(host.to(tensor.device()));
     synchronize_stream(current_stream(device));
   }
@@ -96,7 +96,7 @@ class Arguments {
       C10_THROW_ERROR(ValueError,
           c10::str("occl: ", name.operation, ": expected dense tensors, but got layout ", tensor.layout(),
               "; call .to_dense()"));
-    // As NCCL does: the engine reads and writes the elements of a tensor where a contiguous one has them.
+    // Like NCCL, the engine reads and writes elements as if the tensor were contiguous.
     if (!tensor.is_contiguous(tensor.suggest_memory_format()))
       C10_THROW_ERROR(ValueError,
           c10::str("occl: ", name.operation, ": Tensors must be contiguous, but got one of shape ", tensor.sizes(),
@@ -104,7 +104,7 @@ class Arguments {
   }
 };
 
-// The work of a call, in device tensors. The engine's own work begins when begin() is called.
+// The Work of a call on device tensors. The engine's own work begins when begin() is called.
 class DeviceWork final : public c10d::Work {
  public:
   using Engine = c10::intrusive_ptr<c10d::Work>;
@@ -116,7 +116,8 @@ class DeviceWork final : public c10d::Work {
   }
   ~DeviceWork() override { notice("collective_destroyed", this, {}); }
 
-  // The engine has begun: completes the future when the engine's is. Its sends, receives and sums in parts have none.
+  // The engine has begun: completes the future when the engine's completes. Its sends, receives and partial sums have
+  // none.
   void begin(Engine engine) {
     c10::intrusive_ptr<Future> future;
     try {
@@ -148,8 +149,8 @@ class DeviceWork final : public c10d::Work {
       });
     });
   }
-  // Calls f, which may call what the program has attached to the future: that may make a collective and wait for it, as
-  // the queue's own thread must not.
+  // Calls f, which may run the callbacks that the program attached to the future. They may start a collective and wait
+  // for it, which the queue's own thread must not do.
   template <class F>
   static void off_the_queue(F f) {
     if (CallQueue::on_this_thread()) std::thread(std::move(f)).detach();
@@ -166,7 +167,7 @@ class DeviceWork final : public c10d::Work {
     off_the_queue([self = self()] { self->future_->setErrorIfNeeded(self->error_); });
   }
 
-  // The future is complete only when what the engine wrote is in the device's memory.
+  // The future completes only when the engine's results are in device memory.
   bool isCompleted() override {
     const bool completed =
         finished_ || failure() || future_->completed() || (begun() && !engine_future_ && engine_->isCompleted());
@@ -185,10 +186,10 @@ class DeviceWork final : public c10d::Work {
   int sourceRank() const override { return begun() ? engine_->sourceRank() : -1; }
   Tensors result() override { return arguments_.outputs; }
   void synchronize() override { wait(kNoTimeout); }
-  // The host waits, and with it what the current stream is given from then on.
+  // The host waits, and so does all work given to the current stream from then on.
   void blockCurrentStream() override { wait(kNoTimeout); }
-  // Without Python's lock, which synchronize() comes with: the engine's threads may call the program's Python before
-  // the work is over.
+  // Releases Python's lock, which synchronize() holds: the engine's threads may call the program's Python code before
+  // the work is done.
   bool wait(std::chrono::milliseconds timeout) override {
     bool over = false;
     auto whole = [&] { over = wait_for_work(timeout); };
@@ -217,7 +218,7 @@ class DeviceWork final : public c10d::Work {
     std::lock_guard lock(ending_);
     return engine_ != nullptr;
   }
-  // Why the engine will not begin; null if it may.
+  // The reason why the engine will not begin; null if it may.
   std::exception_ptr failure() const {
     std::lock_guard lock(ending_);
     return error_;
@@ -226,7 +227,7 @@ class DeviceWork final : public c10d::Work {
     if (arguments_.outputs.empty()) return {};
     return {c10::Device(c10::kPrivateUse1, arguments_.device)};
   }
-  // For the race detector: from now on the current stream is behind the collective.
+  // For the race detector: from now on, the current stream comes after the collective.
   void notice_wait() const { notice("collective_waited_for", this, current_stream(arguments_.device)); }
   bool wait_for_work(std::chrono::milliseconds timeout) {
     const auto begun_waiting = std::chrono::steady_clock::now();
@@ -235,7 +236,7 @@ class DeviceWork final : public c10d::Work {
       std::lock_guard lock(ending_);
       if (error_) std::rethrow_exception(error_);
     }
-    // Some of the engine's works can be waited for only once.
+    // Some of the engine's Work objects can be waited for only once.
     std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
     if (!engine_future_) {
       if (timeout == kNoTimeout) {
@@ -270,8 +271,8 @@ class DeviceWork final : public c10d::Work {
     std::call_once(
         followed_, [&] { std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach(); });
   }
-  // Until the engine has ended, or has begun what only a wait can end. Unlike the engine's wait, it can be
-  // interrupted: see Note [Interrupts].
+  // Waits until the engine has finished, or has begun something that only a wait can finish. Unlike the engine's wait,
+  // it can be interrupted: see Note [Interrupts].
   void wait_for_end(std::chrono::milliseconds timeout) {
     using Clock = std::chrono::steady_clock;
     const auto until = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
@@ -284,12 +285,12 @@ class DeviceWork final : public c10d::Work {
       return ended();
     });
   }
-  // Runs on a thread that an exception must not leave.
+  // Runs on a thread where exceptions must not escape.
   template <class Finish>
   void complete(Finish&& finish) noexcept {
     try {
       finish();
-      // The future records an event, which is the collective's and not the current stream's, for whoever waits for it.
+      // The future records an event for its waiters. The event belongs to the collective, not to the current stream.
       if (!arguments_.outputs.empty()) recorded_for = this;
       future_->markCompleted(c10::IValue(arguments_.outputs));
     } catch (...) {
@@ -301,7 +302,7 @@ class DeviceWork final : public c10d::Work {
     std::rethrow_exception(explained(
         std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
   }
-  // The engine's own errors are the network's; torch's say what is wrong as they are.
+  // The engine's own errors are network errors; torch's errors already say what is wrong.
   std::exception_ptr explained(const std::exception_ptr& error) const {
     try {
       std::rethrow_exception(error);
@@ -332,7 +333,7 @@ class DeviceWork final : public c10d::Work {
   std::atomic<bool> finished_{false};
 };
 
-// The calls between startCoalescing() and endCoalescing(), as one work.
+// The calls between startCoalescing() and endCoalescing(), as one Work.
 class CoalescedWork final : public c10d::Work {
  public:
   CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
@@ -370,7 +371,7 @@ class CoalescedWork final : public c10d::Work {
   void abort() override {
     for (const auto& each : works_) each->abort();
   }
-  // All of the works' tensors, when the last work is complete.
+  // The tensors of all Work objects, once the last one has completed.
   c10::intrusive_ptr<Future> getFuture() override {
     std::call_once(collected_, [&] {
       c10::List<c10::intrusive_ptr<Future>> futures(c10::FutureType::create(c10::ListType::ofTensors()));

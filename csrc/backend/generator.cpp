@@ -1,5 +1,5 @@
-// A device generator wraps a CPU generator of its own: the kernels are ATen's CPU ones, so the
-// stream of random numbers is Mersenne Twister's, and the same seed gives what the CPU gives.
+// A device generator wraps its own CPU generator: the kernels are ATen's CPU kernels, so the random numbers come from a
+// Mersenne Twister, and the same seed gives the same numbers as on the CPU.
 #include "generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -16,7 +16,7 @@
 namespace openreg {
 namespace {
 
-// A replay draws new numbers, from where the generator is then.
+// A replay draws new numbers, starting at the generator's state at that time.
 void refuse_in_capture(int device, const char* what) {
   if (capturing(device)) [[unlikely]]
     detail::refuse_capture(current_stream(device), what,
@@ -30,7 +30,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
       : GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         inner(std::move(inner)) {}
 
-  // Python locks this generator, kernels the inner one.
+  // Python locks this generator; kernels lock the inner one.
   void set_current_seed(uint64_t seed) override {
     refuse_in_capture(device().index(), "Generator.manual_seed");
     std::lock_guard lock(engine_mutex());
@@ -46,8 +46,8 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     std::lock_guard lock(engine_mutex());
     return inner.seed();
   }
-  // The offset is the 32-bit numbers drawn since seeding. Mersenne Twister does not keep it, so that both replay
-  // the engine from its seed, a second for a billion numbers.
+  // The offset is the number of 32-bit numbers drawn since seeding. A Mersenne Twister does not keep it, so both
+  // functions replay the engine from its seed, at one second per billion numbers.
   void set_offset(uint64_t offset) override {
     refuse_in_capture(device().index(), "Generator.set_offset");
     TORCH_CHECK(offset <= kMostDraws, "openreg: Generator.set_offset() takes at most ", kMostDraws, ", but got ",
@@ -57,7 +57,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     at::mt19937 engine(cpu->current_seed());
     while (offset--) engine();
     const auto now = cpu->engine().data(), to = engine.data();
-    if (to.next_ == now.next_ && to.state_ == now.state_) return; // which keeps the half of a pair of normal numbers
+    if (to.next_ == now.next_ && to.state_ == now.state_) return; // which keeps half of a pair of normal numbers
     cpu->set_engine(engine);
     cpu->set_next_float_normal_sample(std::nullopt);
     cpu->set_next_double_normal_sample(std::nullopt);
@@ -107,7 +107,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     if (!now.next_) return 0;
     at::mt19937 engine(now.seed_);
     for (uint64_t drawn = 0; drawn <= kMostDraws; drawn += at::MERSENNE_STATE_N) {
-      engine(); // the first of a block makes all of its state
+      engine(); // the first number of a block generates its whole state
       if (engine.data().state_ == now.state_) return drawn + now.next_;
       for (int i = 1; i < at::MERSENNE_STATE_N; ++i) engine();
     }
@@ -127,7 +127,7 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
     auto* generators = new std::vector<at::Generator>;
     for (int i = 0; i < device_count(); ++i) {
       generators->push_back(new_generator(static_cast<c10::DeviceIndex>(i)));
-      generators->back().seed(); // as CUDA's and the CPU's: other numbers in each process until seeded
+      generators->back().seed(); // like CUDA's and the CPU's: different numbers in each process until seeded
     }
     return generators;
   }();

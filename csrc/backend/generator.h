@@ -11,7 +11,7 @@ struct CPUGeneratorImpl;
 
 namespace openreg {
 
-// The generator that a device uses where none is given.
+// The generator that a device uses by default.
 __attribute__((visibility("default"))) const at::Generator& default_generator(c10::DeviceIndex device);
 
 // A new generator for `device`, with the default seed.
@@ -20,17 +20,17 @@ at::Generator new_generator(c10::DeviceIndex device);
 // The CPU generator that holds a device generator's state. ATen's CPU kernels draw from it.
 __attribute__((visibility("default"))) const at::Generator& inner_generator(const at::Generator& generator);
 
-// Throws unless random operators may draw from the generator in the capture of this stream: Note [Capture].
+// Throws unless random operators may draw from the generator while this stream is captured: see Note [Capture].
 __attribute__((visibility("default"))) void check_captured_generator(
     const char* name, Stream stream, const at::Generator& generator);
 
-// A random operator without a Generator argument draws from the CPU's default generator; while one
-// of these lives, that generator stands where the device's does, and afterwards where it stood. A
-// host thread that draws meanwhile draws from the device's numbers.
+// A random operator without a Generator argument draws from the CPU's default generator. While this object lives, that
+// generator has the state of the device's generator; afterwards, its own state again. A host thread that draws
+// meanwhile draws from the device's numbers.
 class LendGenerator {
  public:
   LendGenerator(bool on, c10::DeviceIndex device);
-  explicit LendGenerator(const at::Generator& inner); // that a device's generator wraps; undefined for none
+  explicit LendGenerator(const at::Generator& inner); // the one that a device's generator wraps; undefined for none
   ~LendGenerator();
   LendGenerator(const LendGenerator&) = delete;
   LendGenerator& operator=(const LendGenerator&) = delete;

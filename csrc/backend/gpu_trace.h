@@ -17,8 +17,8 @@ inline bool gpu_tracing() noexcept {
   return c10::impl::GPUTrace::get_trace() != nullptr;
 }
 
-// Takes Python's lock, and keeps the exception that is on its way while a callback runs: a tensor may be freed behind it,
-// also where PyTorch has let go of the lock.
+// Takes Python's lock, and keeps the pending exception while a callback runs: a tensor may be freed during exception
+// handling, even where PyTorch has released the lock.
 class KeepPythonError {
  public:
   KeepPythonError() noexcept : held_(Py_IsInitialized()) {
@@ -40,8 +40,8 @@ class KeepPythonError {
   PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
 };
 
-// Calls one of PyInterpreterVTable's functions, such as trace_gpu_event_record(), with addresses and streams' handles.
-// Takes Python's lock, so no lock of the runtime may be held. A callback's CPU tensors take the host's memory.
+// Calls one of PyInterpreterVTable's functions, such as trace_gpu_event_record(), with addresses and stream handles.
+// Takes Python's lock, so the caller must hold no lock of the runtime. A callback's CPU tensors use host memory.
 template <class... A, class... V>
 void trace_gpu(void (c10::impl::PyInterpreterVTable::*callback)(c10::DeviceType, A...) const, V... values) {
   if (const auto* trace = c10::impl::GPUTrace::get_trace()) [[unlikely]] {

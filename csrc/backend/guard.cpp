@@ -1,4 +1,4 @@
-// Devices, streams and events as c10's device guard sees them.
+// Devices, streams and events for c10's device guard.
 #include "guard.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -33,7 +33,7 @@ DeviceStream wrap(Stream s) {
   return DeviceStream(DeviceStream::UNSAFE, Device(c10::kPrivateUse1, static_cast<DeviceIndex>(s.device)), s.id);
 }
 
-// The answer to a query. As on CUDA it raises when work has failed, and so does the next wait.
+// The answer to a query. As on CUDA, it raises if work has failed, and so does the next wait.
 bool answer(int device, bool done) {
   if (done) throw_kept_error(device, /*keep=*/true);
   return done;
@@ -45,14 +45,14 @@ std::uintptr_t trace_handle(const DeviceStream& stream) {
   return static_cast<std::uintptr_t>(stream.id());
 }
 
-// A stream of the pool is created when it is handed out first.
+// A pool stream is created when it is first handed out.
 void trace_new_stream(Stream stream) {
   static std::array<std::array<std::atomic<bool>, kStreams>, kMaxDevices> known{};
   if (!known[static_cast<std::size_t>(stream.device)][static_cast<std::size_t>(stream.id)].exchange(true))
     trace_gpu(&Trace::trace_gpu_stream_creation, static_cast<std::uintptr_t>(stream.id));
 }
 
-// What open_event() wants made: an event of another process, by its handle, or a new one that is not recorded.
+// What open_event() creates: another process's event, from its handle, or a new event that is not recorded.
 thread_local const std::string* opening_event = nullptr;
 
 std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
@@ -119,11 +119,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     notice("device_synchronized", nullptr, {checked_index(device), 0});
   }
   bool isStreamCapturing(const DeviceStream& stream) const override { return is_capturing(checked_stream(stream)); }
-  // Autograd calls this for a gradient that another stream goes on with.
+  // Autograd calls this for a gradient that another stream continues with.
   void recordDataPtrOnStream(const c10::DataPtr& data, const DeviceStream& stream) const override {
     record_stream(data.get(), checked_stream(stream));
   }
-  // A stream has no native object; its identity is the handle, as in CUDA, where the default stream's is null.
+  // A stream has no native object; its id is the handle. As in CUDA, the default stream's handle is null.
   void* getStreamNativeHandle(const DeviceStream stream) const override {
     return reinterpret_cast<void*>(static_cast<intptr_t>(stream.id()));
   }
@@ -139,7 +139,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         "; create the event on the stream's device");
     initialize();
     if (!*event) *event = new_event(stream.device_index(), flag).release();
-    if (opening_event) return; // which is made, and not recorded
+    if (opening_event) return; // which is created but not recorded
     trace_gpu(&Trace::trace_gpu_event_record, trace_address(*event), trace_handle(stream));
     static_cast<Event*>(*event)->record(checked_stream(stream));
     const auto collective = reinterpret_cast<std::size_t>(std::exchange(recorded_for, nullptr));

@@ -10,16 +10,17 @@
 
 namespace openreg {
 
-// The stream that c10 names, which anyone can make of any number; throws if there is none.
+// The stream that a c10 stream names. Anyone can create one of those from any number; throws if there is no such
+// stream.
 Stream checked_stream(const c10::Stream& stream);
 
 // The flag of an event that other processes can open; see Note [Shared events] in csrc/runtime/shared_event.h. PyTorch
-// has none for it, gives the flag to the guard as it is, and makes no event with this one.
+// has no flag for this, passes flags to the guard unchanged, and never creates an event with this one.
 inline constexpr c10::EventFlag kInterprocess = c10::EventFlag::INVALID;
 
-// Makes the backend's part of an event that has kInterprocess: the one that `handle` names, or a new one.
+// Creates the backend's part of an event with kInterprocess: the event that `handle` names, or a new one.
 void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& handle);
-// Opens the event on the current device where it has no backend's part yet.
+// Opens the event on the current device if it has no backend part yet.
 std::string event_handle(c10::Event& event);
 
 } // namespace openreg

@@ -1,4 +1,4 @@
-// PrivateUse1HooksInterface: what device-independent code of PyTorch asks a backend.
+// PrivateUse1HooksInterface: how PyTorch's device-independent code queries a backend.
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
@@ -24,7 +24,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     return static_cast<c10::DeviceIndex>(exchange_device(checked_index(device)));
   }
-  // -1 means "leave it", as torch.cuda's does.
+  // -1 means "leave it", as in torch.cuda.
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return device < 0 ? getCurrentDevice() : exchangeDevice(device);
   }

@@ -1,5 +1,5 @@
-// Pinned host memory: page-aligned, cached by size, known by address so that is_pinned() is right, and
-// reused only when the copies that use it have run.
+// Pinned host memory: page-aligned, cached by size, recorded by address for is_pinned(), and reused only after the
+// copies that use it have run.
 #include <ATen/core/CachingHostAllocator.h>
 
 #include <algorithm>

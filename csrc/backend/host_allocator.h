@@ -8,7 +8,7 @@ namespace openreg {
 // Whether an address lies in pinned host memory.
 bool is_pinned(const void* pointer);
 
-// Work that `stream` has been given uses this pinned memory: once freed, it is reused only after that.
+// Records that the work given to `stream` uses this pinned memory: once freed, it is reused only after that work.
 void record_pinned_use(const void* pointer, Stream stream);
 
 } // namespace openreg

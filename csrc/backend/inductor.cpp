@@ -8,8 +8,8 @@
 namespace openreg {
 namespace {
 
-// A generated kernel with its arguments. They lie on the caller's stack, and running there costs no copy of them;
-// to be queued it must be copied or moved, and that takes them along.
+// A generated kernel with its arguments. They are on the caller's stack, so running there needs no copy; queueing
+// copies or moves this object, and the arguments with it.
 class GeneratedKernel {
  public:
   GeneratedKernel(void (*kernel)(const void*), const void* arguments, std::size_t bytes)

@@ -7,7 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/ApproximateClock.h>
 
-#define FMT_HEADER_ONLY // torch exports none of fmt, which Kineto's headers use
+#define FMT_HEADER_ONLY // Kineto's headers use fmt, which torch does not export
 #define USE_KINETO
 #define KINETO_NAMESPACE libkineto
 #include <libkineto.h>
@@ -37,15 +37,15 @@ using libkineto::ActivityType;
 
 // ---- Kineto ----
 
-// Activities of torch and ours share one space of numbers, and torch counts from 1.
+// Torch's activities and ours share one number space, and torch counts from 1.
 constexpr std::int32_t kFirstLaunch = 1 << 30;
 
-// Devices are the trace's "processes", and below the host's, which are sorted by a number of at most 2^22.
+// Devices are the trace's "processes", sorted below the host's, whose sort numbers are at most 2^22.
 constexpr std::int64_t kBelowHost = 5'000'000;
 
 class Session final : public libkineto::IActivityProfilerSession {
  public:
-  // `devices`: whether what they do is asked for; else the session only says that memory is.
+  // `devices`: whether device activities are requested; else the session only says that memory is.
   Session(std::set<ActivityType> types, bool devices) : types_(std::move(types)), devices_(devices) {}
   ~Session() override { end(); }
 
@@ -59,7 +59,7 @@ class Session final : public libkineto::IActivityProfilerSession {
     if (devices_) log_ = stop_profile();
   }
   std::vector<std::string> errors() override { return {}; }
-  // One fits in here; processTrace() tells of the others.
+  // Only one fits here; processTrace() reports the others.
   std::unique_ptr<libkineto::DeviceInfo> getDeviceInfo() override {
     return streams_.empty() ? nullptr : std::make_unique<libkineto::DeviceInfo>(info(streams_.begin()->first));
   }
@@ -107,7 +107,7 @@ class Session final : public libkineto::IActivityProfilerSession {
     return {device, kBelowHost + device, "openreg:" + std::to_string(device), "openreg"};
   }
 
-  // Of activities that nothing is correlated with.
+  // For activities that nothing is correlated with.
   std::int32_t next_id() { return std::numeric_limits<std::int32_t>::max() - others_++; }
 
   libkineto::GenericTraceActivity* add(
@@ -128,7 +128,7 @@ class Session final : public libkineto::IActivityProfilerSession {
     activity.addMetadata("stream", stream.id);
   }
 
-  // The host's call and the work share an id, by which they are correlated, and an arrow from one to the other.
+  // The host's call and the work share an id, which correlates them, and an arrow from one to the other.
   void correlate(libkineto::GenericTraceActivity& activity, const Activity& logged, bool start) {
     if (logged.operation && activity.activityType != ActivityType::GPU_USER_ANNOTATION)
       activity.linked = linked_(static_cast<std::int32_t>(logged.operation));
@@ -152,7 +152,7 @@ class Session final : public libkineto::IActivityProfilerSession {
   }
 
   void add_work(const Activity& work) {
-    // A wait is no work: as an annotation it is seen, and is not part of the sums.
+    // A wait is not work: as an annotation it is visible but not part of the sums.
     const auto type = work.kind == Site::kCopy ? ActivityType::GPU_MEMCPY
         : work.kind == Site::kWait             ? ActivityType::GPU_USER_ANNOTATION
                                                : ActivityType::CONCURRENT_KERNEL;
@@ -176,8 +176,8 @@ class Session final : public libkineto::IActivityProfilerSession {
     span.second = std::max(span.second, work.end);
   }
 
-  // A range of range_start(): on its thread, as a call, because torch takes host annotations for its own; and on each
-  // stream as long as the work launched in it.
+  // A range from range_start(): a call on its thread, because torch treats host annotations as its own, and a range on
+  // each stream for as long as the work launched in it.
   void add_open_range(const Activity& range) {
     const std::int64_t begin = std::max(range.begin, buffer_->span.startTime);
     if (auto* activity = add(ActivityType::PRIVATEUSE1_RUNTIME, range.name, begin, range.end)) {
@@ -195,7 +195,7 @@ class Session final : public libkineto::IActivityProfilerSession {
         widen({work.stream.device, work.stream.id, 0, name}, work);
   }
 
-  // A range of the host's, as long as the work on one stream that was launched in it.
+  // A host range on one stream, for as long as the work launched in it.
   void add_ranges() {
     for (const auto& [key, span] : ranges_) {
       const auto& [device, stream, id, name] = key;
@@ -225,7 +225,7 @@ class Profiler final : public libkineto::IActivityProfiler {
   const std::set<ActivityType>& availableActivities() const override { return types_; }
   std::unique_ptr<libkineto::IActivityProfilerSession> configure(
       const std::set<ActivityType>& types, const libkineto::Config&) override {
-    // The host's calls and ranges alone are asked for by every profile, also by one of the CPU.
+    // Every profile requests the host's calls and ranges, even a CPU-only one.
     const auto wanted = [&](ActivityType type) {
       return type != ActivityType::PRIVATEUSE1_RUNTIME && types.count(type);
     };
@@ -301,7 +301,7 @@ struct Pushed final : at::ObserverContext {};
 std::mutex emit_mutex;
 at::CallbackHandle emitting = at::INVALID_CALLBACK_HANDLE;
 
-// "aten::add, seq = 5, op_id = 12, sizes = [[2, 3], [], []]", as emit_nvtx has it.
+// "aten::add, seq = 5, op_id = 12, sizes = [[2, 3], [], []]", as in emit_nvtx.
 std::string operator_range(const at::RecordFunction& call, bool shapes) {
   std::string name = call.name();
   if (call.seqNr() >= 0) name += ", seq = " + std::to_string(call.seqNr());

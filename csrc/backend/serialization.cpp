@@ -1,5 +1,5 @@
-// What a tensor carries beside its numbers: the metadata of torch._utils.set_tensor_metadata(), in PyTorch's
-// BackendMeta, and the tag, a text of the user's among it.
+// What a tensor carries besides its values: the metadata of torch._utils.set_tensor_metadata(), in PyTorch's
+// BackendMeta, including the user's text, the tag.
 #include "serialization.h"
 
 #include <ATen/ops/_to_copy_native.h>
@@ -22,10 +22,10 @@ using Metadata = std::unordered_map<std::string, bool>;
 
 struct Meta final : c10::BackendMeta {
   explicit Meta(Metadata entries) : entries(std::move(entries)) {}
-  const Metadata entries; // tensors share it; other metadata is another object
+  const Metadata entries; // shared by tensors; different metadata is a different object
 };
 
-// PyTorch's format has room for names and booleans: the tag's text is part of a name.
+// PyTorch's format stores only names and booleans, so the tag's text is part of a name.
 constexpr std::string_view kTag = "openreg.tag=";
 
 Metadata metadata(const at::Tensor& tensor) {

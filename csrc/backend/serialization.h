@@ -1,4 +1,4 @@
-// What of a tensor is saved beside its numbers.
+// What is saved with a tensor besides its values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@ namespace openreg {
 std::optional<std::string> tag(const at::Tensor& tensor);
 void set_tag(const at::Tensor& tensor, std::optional<std::string> text);
 
-// Gives a tensor the metadata of another one, if that has any.
+// Copies the metadata of another tensor, if it has any.
 void copy_metadata(const at::Tensor& from, const at::Tensor& to);
 
 } // namespace openreg

@@ -34,7 +34,7 @@ c10::DataPtr shared_memory(c10::DeviceIndex device, Make&& make) {
   }
 }
 
-// In place, so that whoever has the address still has the memory.
+// In place, so that existing addresses stay valid.
 void share_in_place(c10::StorageImpl* impl, c10::DeviceIndex device) {
   void* pages = impl->mutable_data();
   const size_t bytes = impl->nbytes();

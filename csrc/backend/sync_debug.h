@@ -1,4 +1,4 @@
-// torch.openreg.set_sync_debug_mode: warns or raises where CUDA's operators wait for the device.
+// torch.openreg.set_sync_debug_mode: warns or raises when an operator waits for the device on CUDA.
 #pragma once
 
 #include <atomic>
@@ -22,12 +22,12 @@ inline std::atomic<SyncDebugMode> sync_debug{SyncDebugMode::kDefault};
 void report_sync(const char* operation, Stream stream);
 } // namespace detail
 
-// Whether anybody wants to know of synchronizing operations.
+// Whether synchronizing operations are reported.
 inline bool watches_syncs() noexcept {
   return detail::sync_debug.load(std::memory_order_relaxed) != SyncDebugMode::kDefault || gpu_tracing();
 }
 
-// Call it before the wait. `operation`: the operator's name, or the method's.
+// Call it before the wait. `operation`: the name of the operator or method.
 inline void synchronizes(const char* operation, Stream stream) {
   if (watches_syncs()) [[unlikely]]
     detail::report_sync(operation, stream);

@@ -24,8 +24,8 @@ struct Options {
   bool amsgrad, maximize;
 };
 
-// What a step multiplies with, the same for all elements of a tensor. Divisors are inverted: a division takes as long
-// as all else that an element needs.
+// A step's factors, the same for all elements of a tensor. Divisors are inverted: a division takes as long as
+// everything else that an element needs.
 template <class A>
 struct Factors {
   A decay, scale, beta1, beta2, step_size, root, eps;
@@ -36,10 +36,10 @@ struct Factors {
         root(static_cast<A>(1 / std::sqrt(1 - std::pow(o.beta2, step)))), eps(static_cast<A>(o.eps)) {}
 };
 
-// One tensor: its memory, laid out alike in all.
+// One parameter: the memory of its tensors, which all have the same layout.
 struct Update {
   void (*run)(const Update&, const Options&, double lr, double grad_scale, int64_t begin, int64_t end);
-  int64_t first; // of its elements, with those of all tensors laid end to end
+  int64_t first; // of its elements, with all tensors laid end to end
   int64_t n;
   void* param;
   const void* grad;
@@ -47,7 +47,7 @@ struct Update {
   float* step;
 };
 
-// kLanes<T> elements of a T or, where the state is wider, of an Acc<T>.
+// kLanes<T> elements of type T or, if the state is wider, Acc<T>.
 template <class T, class S>
 Vec<T> read_state(const S* p) {
   if constexpr (std::is_same_v<T, S>) return read(p);
@@ -82,8 +82,8 @@ void update_chunk(const Factors<Acc<T>>& f, T* param, const T* grad, S* exp_avg,
   if constexpr (amsgrad) write_state<T>(top, max_exp_avg_sq);
 }
 
-// Elements [begin, end), which lie anywhere in the tensor: the last ones go through a chunk on the stack, so that an
-// element's result does not depend on where a thread's share ends.
+// Elements [begin, end), anywhere in the tensor: the last ones go through a chunk on the stack, so that an element's
+// result does not depend on where a thread's share ends.
 template <class T, class S, bool amsgrad>
 void update_loop(const Factors<Acc<T>>& f, const Update& u, int64_t begin, int64_t end) {
   constexpr int64_t chunk = kChunk<T>;
@@ -194,8 +194,8 @@ void check_adamw_step_(const char* op, at::TensorList params, at::TensorList gra
 
 // ---- kernel ----
 
-// The tensor itself where it can be walked along with others of these strides, else a copy that can. A copy of what is
-// written to is noted, to be written back.
+// The tensor itself if it can be traversed along with others of these strides, else a copy that can. A copy of a tensor
+// that is written to is noted, to be written back.
 class Walk {
  public:
   explicit Walk(const Tensor& param) : param_(param.is_non_overlapping_and_dense() ? param : param.contiguous()) {}
@@ -212,7 +212,7 @@ class Walk {
   }
 
  private:
-  Tensor param_; // or a tensor of the strides that the copies have
+  Tensor param_; // or a tensor with the strides of the copies
 };
 
 struct Lists {
@@ -229,7 +229,7 @@ void step(const Lists& lists, const std::variant<double, Tensor>& lr, const Opti
   written.add("max_exp_avg_sqs", lists.max_exp_avg_sqs);
   written.add("state_steps", lists.state_steps);
   written.check();
-  std::vector<Tensor> kept; // until the launch, as the copies are
+  std::vector<Tensor> kept; // kept until the launch, like the copies
   std::vector<std::pair<Tensor, Tensor>> copies;
   std::vector<Update> updates;
   int64_t total = 0;
@@ -276,8 +276,8 @@ void adamw_step_(at::TensorList params, at::TensorList grads, at::TensorList exp
 
 // ---- registration ----
 
-// Two schemas that differ in lr, as torch's own fused optimizers have them. Autocast passes: a tensor that is
-// written to must not be cast.
+// Two schemas that differ in lr, as in torch's own fused optimizers. Autocast passes through: a tensor that is written
+// to must not be cast.
 TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.set_python_module("openreg_ops.meta.adamw_step_");
   const std::string lists =

@@ -29,7 +29,7 @@ void check_attention(
       " and width ", of_q[3], ", those of q, but got shape ", of_k);
   TORCH_CHECK(same(rows_of(v), rows_of(k)), op, ": expected v of batch, heads and length ", rows_of(k),
       ", those of k, but got shape ", of_v);
-  const SymInt &heads = of_q[1], &shared = of_k[1]; // `||` would ask for a size that may not be known yet
+  const SymInt &heads = of_q[1], &shared = of_k[1]; // `||` would read a size that may not be known yet
   TORCH_SYM_CHECK((heads % shared.max(1)).sym_eq(0).sym_and(shared.sym_ne(0).sym_or(heads.sym_eq(0))), op,
       ": expected heads of q a multiple of ", shared, ", those of k and v, but got ", heads);
   if (!bias) return;
@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   check_attention("attention", q, k, v, bias_);
   const double scale = scale_of(q, scale_);
   const Tensor bias = bias_ ? expand_bias(*bias_, scores_shape(q, k)) : Tensor();
-  // In the memory of [batch, length, heads, width], which is what the layer after it wants.
+  // With the memory layout of [batch, length, heads, width], which the next layer needs.
   Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
   Tensor logsumexp = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::toOpMathType(q.scalar_type())));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
   const Tensor bias = bias_ ? expand_bias(*bias_, scores_shape(q, k)) : Tensor();
   const Tensor logsumexp = logsumexp_.contiguous(), grad_logsumexp = contiguous(grad_logsumexp_);
   Tensor grad_q = at::empty_like(q);
-  // No query head: no work that would write these.
+  // No query head, so no work writes these.
   Tensor grad_k = q.size(1) ? at::empty_like(k) : at::zeros_like(k),
          grad_v = q.size(1) ? at::empty_like(v) : at::zeros_like(v);
   std::array<int64_t, 4> bias_shape{1, 1, 1, 1};

@@ -1,6 +1,6 @@
-// Attention's loops: what openreg::attention and ATen's flash and efficient attention (csrc/aten/overrides) share.
-// Dao et al. 2022, arXiv:2205.14135, and Dao 2023, arXiv:2307.08691: blocks of scores live in cache, are scaled
-// by a running maximum in forward, and are computed again from logsumexp in backward. No matrix of scores exists.
+// Attention's loops, shared by openreg::attention and ATen's flash and efficient attention (csrc/aten/attention).
+// Dao et al. 2022, arXiv:2205.14135, and Dao 2023, arXiv:2307.08691: blocks of scores live in cache, are scaled by a
+// running maximum in forward, and are recomputed from logsumexp in backward. The full matrix of scores is never stored.
 #pragma once
 
 #include "checks.h"
@@ -25,7 +25,7 @@ T* data_of(const Tensor& x) {
   else return x.mutable_data_ptr<T>();
 }
 
-// A [batch, heads, length, width] tensor of any strides.
+// A [batch, heads, length, width] tensor with any strides.
 template <class T>
 struct Heads {
   T* data = nullptr;
@@ -55,36 +55,37 @@ struct Range {
 
 constexpr int64_t kAll = std::numeric_limits<int64_t>::max() / 4; // a window as wide as any tensor
 
-// Dropout of the probabilities. Each has a number of its own, so that backward draws what forward drew.
+// Dropout of the probabilities. Each has its own number, so backward draws what forward drew.
 struct Dropout {
   uint64_t key, counter;
-  int64_t least = 0;             // of 2^32 numbers, the smallest that keeps a probability; 0 keeps all
-  double scale = 1;              // of those that are kept
-  int64_t batch, queries, keys;  // the first batch, and the size of a head's numbers
+  int64_t least = 0; // the smallest of 2^32 numbers that keeps a probability; 0 keeps all
+  double scale = 1; // of the kept probabilities
+  int64_t batch, queries, keys; // the first batch, and how many numbers a head has
 
-  // The mask of kDrawn keys from j on, a multiple of kDrawn.
+  // The mask of kDrawn keys from j on; j is a multiple of kDrawn.
   void mask(int64_t row, int64_t j, uint8_t* keep) const {
     draw_mask(key, counter, row * at::divup(keys, kDrawn) + j / kDrawn, least, keep);
   }
 };
 
-// What forward and backward know about the scores. A bias broadcasts by strides of 0; its last is 0 or 1.
+// What forward and backward need to know about the scores. A bias broadcasts with strides of 0; its last stride is 0 or
+// 1.
 template <class T>
 struct Scores {
   int64_t batch, heads, group, queries, keys, width, value_width; // `group` heads share a head of k and v
-  int64_t left, right;                                            // query i sees the keys from i - left to i + right
+  int64_t left, right; // query i sees the keys from i - left to i + right
   Acc<T> scale;
   Heads<const T> q, k, v, bias;
-  Acc<T> nothing = -std::numeric_limits<Acc<T>>::infinity(); // the logsumexp of a row that sees nothing
+  Acc<T> nothing = -std::numeric_limits<Acc<T>>::infinity(); // the logsumexp of a row that sees no key
   Dropout dropout{};
-  Rows<const float> slopes{}; // ALiBi's: the score of query i and key j loses slope * |i - j|, counted from the end
+  Rows<const float> slopes{}; // ALiBi: the score of query i and key j loses slope * |i - j|, counted from the end
 
   bool causal() const { return right < keys; }
-  // The keys that queries from `begin` to `end` see lie in this range.
+  // The range of the keys that queries from `begin` to `end` see.
   Range keys_of(int64_t begin, int64_t end) const {
     return {std::clamp<int64_t>(begin - left, 0, keys), std::clamp<int64_t>(end + right, 0, keys)};
   }
-  // Of `count` keys from j on, those that a query sees.
+  // The keys that a query sees, among `count` keys from j on.
   Range seen(int64_t query, int64_t j, int64_t count) const {
     return {std::clamp<int64_t>(query - left - j, 0, count), std::clamp<int64_t>(query + right + 1 - j, 0, count)};
   }
@@ -101,7 +102,7 @@ struct Scores {
   const T* bias_at(int64_t b, int64_t h, int64_t query, int64_t j) const {
     return bias.data == nullptr ? nullptr : bias.at(b, h, query) + j * bias.col;
   }
-  // Blocks of queries by keys that are worth another thread.
+  // Blocks of queries by keys that justify another thread.
   int64_t grain(int64_t rows, int64_t columns) const {
     return at::divup(kGrain, std::max<int64_t>(rows * columns, 1) * std::max<int64_t>(width + value_width, 1));
   }
@@ -115,7 +116,7 @@ inline std::array<int64_t, 4> scores_shape(const Tensor& q, const Tensor& k) {
   return {q.size(0), q.size(1), q.size(2), k.size(2)};
 }
 
-// A view of bias with the shape of the scores, its last stride 0 or 1.
+// A view of bias with the shape of the scores and a last stride of 0 or 1.
 inline Tensor expand_bias(const Tensor& bias, at::IntArrayRef shape) {
   const bool broadcasts = bias.dim() == 0 || bias.size(-1) == 1;
   return (broadcasts || bias.stride(-1) == 1 ? bias : bias.contiguous()).expand(shape);
@@ -175,7 +176,7 @@ void slope_row(A* s, float slope, int64_t distance, int64_t n) {
   for (int64_t k = 0; k < n; ++k) s[k] -= static_cast<A>(slope) * static_cast<A>(std::abs(distance - k));
 }
 
-// 0 from the end of the last register that n elements take up to `end`.
+// Writes 0 from the end of the last register that n elements take, up to `end`.
 template <class A>
 void fill_rest(A* s, int64_t n, int64_t end) {
   const int64_t done = at::divup(n, V<A>::size()) * V<A>::size();
@@ -184,8 +185,8 @@ void fill_rest(A* s, int64_t n, int64_t end) {
 
 // ---- forward ----
 
-// Blocks of queries in the order of tasks: under a causal mask a late block has more keys, so early and late ones
-// alternate, and threads, which get consecutive tasks, get even shares.
+// Blocks of queries in task order: under a causal mask a late block has more keys. Threads get consecutive tasks, so
+// early and late blocks alternate to give threads equal shares.
 inline int64_t block_of(int64_t task, int64_t blocks, bool causal) {
   if (!causal) return task;
   return task % 2 == 0 ? task / 2 : blocks - 1 - task / 2;
@@ -196,7 +197,7 @@ template <class T>
 class Forward {
   using A = Acc<T>;
   static constexpr A inf = std::numeric_limits<A>::infinity();
-  static constexpr int64_t kRow = kKeys + kPanel<A>; // not a power of 2, for the caches' sake
+  static constexpr int64_t kRow = kKeys + kPanel<A>; // not a power of 2, to avoid cache conflicts
 
  public:
   explicit Forward(const Scores<T>& s)
@@ -219,11 +220,12 @@ class Forward {
       gemm<A>(rows, s_.value_width, keys, scores_, kRow, 1, v_ + j * kPanel<A>, s_.keys, out_, out_row_, true);
     }
     for (int64_t i = 0; i < rows; ++i) {
-      // A maximum of -inf is a row that sees nothing; one of inf or NaN has no softmax, and exp_u20 has lost that.
+      // A maximum of -inf is a row that sees no key; a row with a maximum of inf or NaN has no softmax, and exp_u20 has
+      // lost that.
       const A max = max_[i];
       const A by = max == -inf ? 0 : max < inf ? 1 / sum_[i] : std::numeric_limits<A>::quiet_NaN();
       if (logsumexp != nullptr) {
-        // Where inf says that a row sees nothing, one that overflows needs another name.
+        // If inf marks a row that sees no key, a row that overflows needs another mark.
         if (max == -inf) logsumexp[i] = s_.nothing;
         else if (max == inf) logsumexp[i] = s_.nothing == inf ? std::numeric_limits<A>::quiet_NaN() : inf;
         else logsumexp[i] = max + std::log(sum_[i]);
@@ -242,13 +244,13 @@ class Forward {
     head_ = h;
   }
 
-  // Turns scores of a query, in row i of the block, with `keys` keys from j on, into exponentials relative to the
-  // largest score so far, and the sums made before into such.
+  // Turns a query's scores, in row i of the block, with `keys` keys from j on, into exponentials relative to the
+  // largest score so far, and rescales the earlier sums.
   void softmax(int64_t b, int64_t h, int64_t query, int64_t i, int64_t j, int64_t keys) {
     const Range seen = s_.seen(query, j, keys);
     A *all = scores_ + i * kRow, *row = all + seen.begin;
     const T* bias = s_.bias_at(b, h, query, j + seen.begin);
-    // Without a bias the scale waits for exp_row, if it keeps the order.
+    // Without a bias, exp_row applies the scale if it keeps the order.
     const bool waits = bias == nullptr && s_.slopes.data == nullptr && s_.scale > 0;
     if (!waits) scale_row(row, s_.scale, bias, s_.bias.col, seen.size());
     if (s_.slopes.data != nullptr)
@@ -303,7 +305,7 @@ struct Gradients {
 // delta):
 //   dv = p^T grad_out,  dq = scale * ds k,  dk = scale * ds^T q,  dbias = ds
 // and with dropout, which makes m * p of p: ds = p * (m * grad_out v^T - delta),  dv = (m * p)^T grad_out.
-// One thread's blocks of p and ds, between a range of keys and a range of queries that it has packed.
+// One thread's blocks of p and ds, for a range of keys and a range of queries that it has packed.
 template <class T>
 class Backward {
   using A = Acc<T>;
@@ -345,7 +347,7 @@ class Backward {
       const double dot = sum<A>(s_.value_width, [](V<A> a, V<A> b) { return a * b; }, grad_out, static_cast<A*>(out_));
       delta_[i] = static_cast<A>(dot - (grad_logsumexp == nullptr ? 0 : grad_logsumexp[i]));
       logsumexp_[i] = l == inf ? std::numeric_limits<A>::quiet_NaN() : l;
-      if (l == s_.nothing) { // the row sees nothing: exp(score - inf) is 0, and so is its product with any finite delta
+      if (l == s_.nothing) { // the row sees no key: exp(score - inf) is 0, and so is its product with any finite delta
         logsumexp_[i] = inf;
         delta_[i] = 0;
       }
@@ -370,12 +372,13 @@ class Backward {
     }
   }
 
-  // Adds what the ranges give each other, always in the same order, to the gradients that are wanted.
+  // Adds the contributions of the ranges to the requested gradients, always in the same order.
   enum Wanted { kOfQueries = 1, kOfKeys = 2, kOfBias = 4 };
   void sweep(int wanted) {
     for (int64_t j = keys_.begin; j < keys_.end; j += kBackwardKeys) {
       for (int64_t i = queries_.begin; i < queries_.end; i += kQueries) {
-        // The window leaves queries that see a key from j on, or before the block's end, and keys that they see.
+        // The window leaves the queries that see a key from j on, or before the block's end, and the keys that they
+        // see.
         const int64_t key_end = std::min(j + kBackwardKeys, keys_.end), first = std::max(i, j - s_.right);
         const int64_t end = std::min({i + kQueries, queries_.end, key_end + s_.left});
         const int64_t rows = end - first, keys = std::min(key_end, s_.keys_of(first, end).end) - j;
@@ -418,7 +421,7 @@ class Backward {
       p += range.begin;
       ds += range.begin;
       const int64_t seen = range.size();
-      // exp_u20 loses NaN, which a NaN logsumexp asks for.
+      // exp_u20 loses NaN, but a NaN logsumexp must give NaN.
       const V<A> scale(s_.scale), by(l), delta(delta_[row + i]), one(std::isnan(l) ? l : A(1));
       each_register<A>(seen, [&](int64_t k, auto count) {
         V<A> x = V<A>::loadu(p + k) * scale;
@@ -458,8 +461,8 @@ class Backward {
   std::array<A, kBackwardKeys> kept_;
 };
 
-// A thread takes whole heads of k and v, with all their queries, where there are enough of them; else blocks of
-// keys for dk and dv, and then blocks of queries for dq, which computes p twice. Either way a gradient is one sum
+// If there are enough heads of k and v, a thread takes entire heads, with all their queries. Otherwise it takes blocks
+// of keys for dk and dv, and then blocks of queries for dq, which computes p twice. Either way, a gradient is one sum
 // in one order.
 template <class T>
 void backward_loop(const Scores<T>& s, const Gradients<T>& g) {
@@ -519,7 +522,7 @@ void backward_loop(const Scores<T>& s, const Gradients<T>& g) {
   }
 }
 
-// dbias alone. Each block of a bias is the work of one thread, which takes all that share it in turn.
+// Only dbias. One thread computes each block of a bias, from all the blocks of scores that share it in turn.
 template <class T>
 void bias_loop(const Scores<T>& s, const Gradients<T>& g, std::array<int64_t, 4> shape) {
   using Work = Backward<T>;

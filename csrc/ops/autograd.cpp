@@ -1,5 +1,5 @@
-// What operators register, boxed: autocast policies, second derivatives by reference, and what stands in for autograd
-// where an operator has no derivative.
+// Boxed kernels that operators register: autocast policies, second derivatives by reference, and replacements for
+// autograd if an operator has no derivative.
 #include "autograd.h"
 
 #include <ATen/EmptyTensor.h>
@@ -44,7 +44,7 @@ class HiddenLayers {
   bool grad_mode_ = at::GradMode::is_enabled();
 };
 
-// Every rule, by name. A node of the graph keeps the name: compiled autograd knows how to pass a string on.
+// Every rule, by name. A node of the graph keeps the name, because compiled autograd can pass on a string.
 struct Rules {
   std::mutex mutex;
   std::unordered_map<std::string, Rule> by_name;
@@ -90,7 +90,7 @@ struct Derivative : torch::autograd::Function<Derivative<traceable>> {
 } // namespace
 } // namespace openreg::ops
 
-// The node of either, called RmsNormBackward where typeid would say the same of all.
+// The node of either kind, named RmsNormBackward for example; typeid would give all nodes the same name.
 template <bool traceable>
 struct torch::autograd::CppNode<openreg::ops::Derivative<traceable>> : CppNode<openreg::ops::Unnamed<traceable>> {
   std::string name() const override {
@@ -141,7 +141,7 @@ bool restore_layers() {
 
 variable_list record(const Rule& rule, const variable_list& tensors, bool given, Forwards forward) {
   HiddenLayers hidden;
-  // A view is recorded all the same: autograd refuses writes that its base or an outer transform would lose.
+  // A view is recorded anyway: autograd rejects writes that its base or an outer transform would lose.
   const bool recorded =
       rule.view || (at::GradMode::is_enabled() && torch::autograd::any_variable_requires_grad(tensors));
   if (!recorded || !given) {
@@ -176,7 +176,7 @@ Values with_tensors(Values values, const variable_list& tensors) {
   return values;
 }
 
-// The operator's arguments, which are the last values on the stack, taken off it.
+// Pops the operator's arguments, which are the last values on the stack.
 Values take_arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto first = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
   Values arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
@@ -219,11 +219,11 @@ void register_policy(torch::Library& m, const char* name) {
 // ---- second derivatives ----
 
 struct ByReference {
-  static constexpr bool kOpaque = true; // its backward is of graphs that it makes itself
+  static constexpr bool kOpaque = true; // its backward runs graphs that it creates itself
 
   static auto forward(AutogradContext*, at::TensorList tensors, const c10::OperatorHandle& op, const Values& arguments,
       Values* results) {
-    // Saved variables hold the tensors; here stay the places where they go.
+    // Saved variables hold the tensors; this keeps their positions.
     c10::List<c10::IValue> rest(c10::AnyType::get());
     for (auto& each : with_tensors(arguments, variable_list(tensors.size(), not_given())))
       rest.push_back(std::move(each));
@@ -236,11 +236,11 @@ struct ByReference {
       const std::string& name, const c10::List<c10::IValue>& rest) {
     const bool again = at::GradMode::is_enabled();
     at::AutoGradMode differentiate(true);
-    // Aliases, because a tensor that is two of the arguments has a derivative as each of them. One that a
-    // transform of torch.func wrapped which has ended since is seen as what was wrapped: a leaf here.
+    // Aliases, because a tensor that is passed as two arguments has a derivative as each of them. A tensor of a
+    // torch.func transform that has since ended counts as the wrapped tensor, which is a leaf here.
     variable_list inputs, outputs, output_grads;
     std::vector<bool> wanted;
-    bool recorded = false; // whether anything that the gradients depend on is
+    bool recorded = false; // whether anything that the gradients depend on requires one
     for (const Tensor& dy : grad) recorded |= dy.defined() && is_recorded(dy);
     for (Tensor& x : tensors) {
       recorded |= is_recorded(x);
@@ -264,7 +264,7 @@ struct ByReference {
     if (!outputs.empty())
       found = torch::autograd::grad(outputs, inputs, output_grads, std::nullopt, again, /*allow_unused=*/true);
     if (!recorded)
-      for (Tensor& x : found) x = x.defined() ? x.detach() : x; // from the leaves made here
+      for (Tensor& x : found) x = x.defined() ? x.detach() : x; // with respect to the leaves created here
     variable_list out(tensors.size());
     auto next = found.begin();
     for (size_t i = 0; i < tensors.size(); ++i)

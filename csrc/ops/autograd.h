@@ -1,4 +1,4 @@
-// What an operator registers beside its kernel: its derivative, and its policy for autocast.
+// What an operator registers besides its kernel: its derivative and its autocast policy.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -51,19 +51,18 @@ const auto& op(const char* name = name_of<kernel>) {
 //   static auto forward(AutogradContext* ctx, the kernel's arguments...)
 //     calls the operator, and returns saving(its results, what backward needs...), of any types;
 //   static auto backward(AutogradContext* ctx, const variable_list& grad, what was saved...)
-//     returns the gradients of the arguments that are tensors: a Tensor, or a tuple of them and, for lists of
-//     tensors, of lists as long. It may leave out the last ones, if they are not lists; an undefined tensor means that
-//     there is no gradient.
-// Where an operator has several results, the gradient of one that nobody used is undefined.
-// m.impl("rms_norm", autograd<RmsNorm, rms_norm>("openreg::rms_norm")) registers it. It does the rest: arguments that
-// are not tensors, forward mode, torch.func.
-// Each could be a torch::autograd::Function of its own. One Function, in autograd.cpp, runs them all, because the
-// compiler takes seven seconds to make one.
+// returns the gradients of the tensor arguments: a Tensor, or a tuple of Tensors and, for lists of tensors, of lists of
+// the same length. It may leave out trailing gradients that are not lists; an undefined tensor means no gradient.
+// If an operator has several results, the gradient of an unused result is undefined.
+// m.impl("rms_norm", autograd<RmsNorm, rms_norm>("openreg::rms_norm")) registers it. It also handles arguments that are
+// not tensors, forward mode and torch.func.
+// Each could be its own torch::autograd::Function. A single Function, in autograd.cpp, runs them all, because compiling
+// one takes seven seconds.
 
-// What a derivative asks of torch::autograd::AutogradContext, whose header takes ten seconds.
+// The part of torch::autograd::AutogradContext that derivatives need. Compiling its header takes ten seconds.
 class AutogradContext {
  public:
-  // Without one, of a forward that is not recorded.
+  // Default: for a forward that is not recorded.
   explicit AutogradContext(torch::autograd::AutogradContext* context) : context_(context) {}
   // Whether a gradient is wanted of the i-th argument that is a tensor, each in a list counting as one, and one not
   // given too.
@@ -89,7 +88,7 @@ constexpr bool is_tensor = std::is_same_v<T, Tensor> || std::is_same_v<T, std::o
 template <class T>
 constexpr bool is_list = !is_tensor<T> && std::is_convertible_v<const T&, at::TensorList>;
 
-// What backward gets: the tensors, those of lists too, and all else with the lengths of lists.
+// The arguments of backward: the tensors, including those in lists, and everything else with the lengths of the lists.
 struct Kept {
   template <class... T>
   explicit Kept(const std::tuple<T...>& all) {
@@ -115,10 +114,10 @@ inline std::optional<Tensor> if_defined(const Tensor& x) {
   return x.defined() ? std::optional(x) : std::nullopt;
 }
 
-// What was kept, one after the other.
+// The saved values, one after the other.
 class Saved {
  public:
-  // Where no tensor was saved, a graph may run backward twice: the context, which refuses that, is not asked.
+  // If no tensor was saved, a graph may run backward twice, so we skip the context, which rejects that.
   Saved(torch::autograd::AutogradContext* context, bool tensors);
   template <class T>
   auto take() {
@@ -143,7 +142,7 @@ class Saved {
 template <class T>
 using Taken = decltype(std::declval<Saved>().take<T>());
 
-// The tensors among arguments. One that is not given leaves its place to one that needs no gradient.
+// The tensors among the arguments. A missing tensor is replaced by one that needs no gradient.
 const Tensor& not_given();
 template <class... Args>
 variable_list tensors_among(const Args&... args) {
@@ -185,30 +184,29 @@ struct Rule {
   bool traceable; // compiled autograd puts its backward into a graph
   bool view = false;
 };
-// Makes a rule known to the nodes of the graph by its name.
+// Registers a rule under its name for the nodes of the graph.
 const Rule& add_rule(Rule rule);
 
-// What a derivative's forward gives, without its types.
+// The result of a derivative's forward, without its types.
 struct Recorded {
   variable_list results;
   Kept kept;
-  bool materialize = true; // whether the gradient of a result that nobody used is zeros
+  bool materialize = true; // whether the gradient of an unused result is zeros
 };
 // Note [Functions under torch.func]
-// Function::apply refuses to run inside grad, vjp and jvp transforms, since a forward may do things that lose
-// a derivative there. Ours save arguments and call one operator below autograd, as ATen's generated
-// kernels do, and those work. So record() takes the transforms' layers out of the check's sight, and
-// BelowAutograd, with which the forward of every derivative begins, puts them back before the operator is called. It
-// also undoes the no_grad under which Function runs a forward: the operator goes on to the next outer transform, which
-// has a derivative of its own to record.
+// Function::apply refuses to run inside grad, vjp and jvp transforms, because a forward may do things that lose a
+// derivative there. Our forwards save arguments and call one operator below autograd, like ATen's generated kernels,
+// which work. So record() hides the transforms' layers from the check, and BelowAutograd, with which the forward of
+// every derivative begins, restores them before the operator is called. It also undoes the no_grad under which Function
+// runs a forward: the operator continues to the next outer transform, which has its own derivative to record.
 
 using Forwards = c10::function_ref<Recorded(AutogradContext*)>;
 
-// Runs a forward and records its results, if a gradient of `tensors` is wanted; returns them. Function::apply would
-// not say what is wrong where it got None for a tensor (not `given`); the operator's kernel does.
+// Runs a forward, records its results if a gradient of `tensors` is needed, and returns them. If a tensor is None (not
+// `given`), Function::apply would not say what is wrong; the operator's kernel does.
 variable_list record(const Rule& rule, const variable_list& tensors, bool given, Forwards forward);
 
-// In a forward: puts the layers back; returns whether gradients were being recorded.
+// In a forward: restores the layers; returns whether gradients were being recorded.
 bool restore_layers();
 
 // While it lives, operators run below autograd: their kernels, or the next outer transform.
@@ -233,7 +231,7 @@ Rule rule_of(const char* name, Saving<Results, T...> (*)(AutogradContext*, Args.
   return {name, backward, ((is_tensor<T> || is_list<T>) || ...), !requires { F::kOpaque; }};
 }
 
-// Records what the derivative F computes from arguments. No other has its name.
+// Records the results of the derivative F. Its name must be unique.
 template <class F, class... Args>
 variable_list record(const char* name, const Args&... args) {
   static const Rule& rule = add_rule(rule_of<F>(name, &F::forward));
@@ -247,9 +245,9 @@ variable_list record(const char* name, const Args&... args) {
 }
 
 // Note [Forward mode]
-// C++ autograd functions have no forward-mode derivative. Where an argument carries a tangent, an operator
-// is replaced by its reference in meta/, whose own operators know theirs. The reference is the kernel
-// of the Autograd alias key, and so of AutogradCPU.
+// C++ autograd functions have no forward-mode derivative. If an argument carries a tangent, an operator is replaced by
+// its reference in meta/, whose operators have forward-mode derivatives. The reference is the kernel of the Autograd
+// alias key, and therefore of AutogradCPU.
 template <class Arg>
 bool has_tangent(const Arg& arg) {
   if constexpr (std::is_same_v<Arg, Tensor>) return arg.defined() && arg._fw_grad(/*level=*/0).defined();
@@ -287,7 +285,7 @@ constexpr bool takes_saved(Saving<Results, T...> (*)(AutogradContext*, Args...))
       AutogradContext* ctx, const variable_list& grad, const Taken<T>&... saved) { F::backward(ctx, grad, saved...); };
 }
 
-// The autograd kernel of operator `name`, of which F is the derivative.
+// The autograd kernel of operator `name`, whose derivative is F.
 template <class F, auto kernel>
 auto autograd(const char* name) {
   constexpr bool has_forward = requires { &F::forward; };
@@ -308,15 +306,15 @@ auto autograd(const char* name) {
 }
 
 // Note [Identity operators]
-// scale_gradient and the custom_autograd_fn_* give their argument back with a gradient that is, on purpose, not
-// the derivative. Outside of torch.func their autograd kernels never call the operator again: what they do is made of
-// ATen's views, which compilers, functionalization and ADInplaceOrView know, so that writes through the
-// output stay right. The operator's own kernel runs where autograd is off altogether (inference mode), and as
-// the Functionalize kernel keeps the operator, whose output aliases its input, out of functionalized
-// graphs. No kernel touches memory, so these are the kernels of every device.
-// Inside a transform of torch.func the operator is called on, because each transform further out has a
-// gradient of its own to change. No reference stands for them in forward mode: the kernel runs on the
-// argument without its tangent, and the output gets the tangent that is the transpose of the gradient.
+// scale_gradient and the custom_autograd_fn_* return their argument with a gradient that is, on purpose, not the
+// derivative. Outside of torch.func, their autograd kernels never call the operator again. They consist of ATen's
+// views, which compilers, functionalization and ADInplaceOrView know, so writes through the output are handled
+// correctly. The operator's own kernel runs if autograd is completely off (inference mode). As the Functionalize
+// kernel, it keeps the operator, whose output aliases its input, out of functionalized graphs. No kernel touches
+// memory, so these are the kernels of every device.
+// Inside a torch.func transform the operator is called again, because each outer transform has its own gradient to
+// change. In forward mode they have no reference: the kernel runs on the argument without its tangent, and the output
+// gets the tangent that is the transpose of the gradient.
 
 template <class F, auto kernel, class... Args>
 Tensor view_kernel(const Tensor& x, Args... args) {
@@ -334,7 +332,7 @@ Tensor view_kernel(const Tensor& x, Args... args) {
       at::AutoDispatchBelowADInplaceOrView guard;
       return op<kernel>().call(x, args...);
     };
-    return at::alias(in_outer_transforms()); // a view, so that autograd refuses writes which would lose this gradient
+    return at::alias(in_outer_transforms()); // a view, so that autograd rejects writes that would lose this gradient
   };
   const bool forward_mode = has_tangent(x);
   const Tensor primal = forward_mode ? x._fw_primal(/*level=*/0) : x;
@@ -343,8 +341,8 @@ Tensor view_kernel(const Tensor& x, Args... args) {
   return forward_mode ? at::_make_dual(y, F::gradient(x._fw_grad(/*level=*/0), args...), /*level=*/0) : y;
 }
 
-// The autograd kernel of operator `name`, an identity: F::view(x) makes its result, F::gradient(grad, args...) the
-// gradient of x from that of the result and the arguments after x.
+// The autograd kernel of operator `name`, an identity: F::view(x) creates its result, and F::gradient(grad, args...)
+// computes the gradient of x from that of the result and the arguments after x.
 template <class F, auto kernel>
 auto autograd_of_view(const char* name) {
   name_of<kernel> = name;
@@ -356,21 +354,21 @@ auto autograd_of_view(const char* name) {
 torch::CppFunction differentiate_by_reference();
 
 // Note [Operators that change their arguments]
-// Torch's fallbacks for operators without a derivative look at what an operator returns. One that only writes to
-// its arguments would run on, its gradient lost in silence, and leave their version counters as they were, so that
-// a backward which saved them would not notice. Hence, for those that return nothing and have no derivative:
-// at Autograd, refuses arguments that require a gradient or carry a tangent;
+// Torch's fallbacks for operators without a derivative check what an operator returns. An operator that only writes to
+// its arguments would run, silently lose its gradient, and leave their version counters unchanged, so a backward that
+// saved them would not notice. So, for operators that return nothing and have no derivative: at Autograd, reject
+// arguments that require a gradient or carry a tangent;
 torch::CppFunction refuse_gradients();
-// at ADInplaceOrView, counts the change of every argument that the schema says is written to.
+// at ADInplaceOrView, bump the version of every argument that the schema says is written to.
 torch::CppFunction count_changes();
 
-// What autocast does with an operator's floating-point arguments.
+// How autocast casts an operator's floating-point arguments.
 enum class Cast {
   kFloat32, // half types to float32
   kPromote, // all to the widest among them
   kLower,   // float32 and half types to autocast's dtype
 };
-// Registers the policy, or a kernel of one's own, for openreg, cpu and cuda.
+// Registers the policy, or a custom kernel, for openreg, cpu and cuda.
 void autocast(torch::Library& m, const char* name, Cast policy);
 template <class F>
 void autocast(torch::Library& m, const char* name, F* kernel) {

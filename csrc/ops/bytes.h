@@ -1,4 +1,4 @@
-// Masks and quantized numbers: bytes that are read and written as the vectors a kernel computes in.
+// Masks and quantized numbers: bytes read and written as the vectors that a kernel computes with.
 #pragma once
 
 #include "loops.h"
@@ -42,7 +42,7 @@ Vec<T> read_bytes(const Byte* p) {
 #endif
 }
 
-// Rounds to the nearest integers, of two the even one, and writes kLanes<T> of them. They must be in range.
+// Rounds to the nearest integers, ties to even, and writes kLanes<T> of them. They must be in range.
 template <class T>
 void write_bytes(Vec<T> x, int8_t* p) {
 #if defined(__AVX512F__)

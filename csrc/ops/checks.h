@@ -1,8 +1,8 @@
-// How a kernel begins: checks of its arguments, then memory for its results, a loop for their dtype, and a stream to
+// The first steps of a kernel: check its arguments, then get memory for its results, a loop for their dtype, and a
+// stream to
 // run it.
-//
-// An operator's check is one function, which its kernel, its fake kernel and its reference in meta/ call: so it reads
-// sym_sizes(), and where a size is not known yet makes what it expects an assertion of the program that is traced.
+// An operator's check is one function, called by its kernel, its fake kernel and its reference in meta/. So it reads
+// sym_sizes(), and turns conditions on sizes that are not known yet into assertions of the traced program.
 //
 // A kernel hands raw pointers to launch(); it holds no tensor inside a launch, because a stream may run the work after
 // the call has returned.
@@ -32,15 +32,15 @@ using c10::SymIntArrayRef;
 
 // ---- registration ----
 
-// A check without its types, for Python.
+// A type-erased check, for Python.
 struct Check {
-  std::vector<c10::TypePtr> types; // of its arguments after the operator's name
+  std::vector<c10::TypePtr> types; // its arguments after the operator's name
   std::function<void(std::vector<c10::IValue>& arguments)> run;
 };
 __attribute__((visibility("default"))) void add_check(const char* op, Check check);
 
-// Has the fake kernel and the reference of `op` call its check, as its kernel does. It takes the operator's name, and
-// its arguments, of which it may leave out the last ones.
+// Makes the fake kernel and the reference of `op` call its check, as its kernel does. The check takes the operator's
+// name and arguments, and may omit trailing arguments.
 template <class... Args>
 void checked_by(const char* op, void (*check)(const char* op, Args...)) {
   const auto unboxed = []<class Arg>(c10::IValue& value, Arg*) -> decltype(auto) {
@@ -71,12 +71,12 @@ inline bool broadcasts(SymIntArrayRef sizes, SymIntArrayRef to) {
   return sizes.size() <= to.size() && std::equal(sizes.begin(), sizes.end(), to.end() - sizes.size(), fits);
 }
 
-// Those of all dimensions but the last, which must be there.
+// The sizes of all dimensions but the last; there must be at least one dimension.
 inline SymIntArrayRef rows_of(const Tensor& x) {
   return x.sym_sizes().slice(0, x.dim() - 1);
 }
 
-// x.contiguous(), or undefined where there is none.
+// x.contiguous(), or undefined if there is no x.
 inline Tensor contiguous(const std::optional<Tensor>& x) {
   return x ? x->contiguous() : Tensor();
 }
@@ -110,7 +110,7 @@ inline void check_integers(const char* op, const char* name, const Tensor& x) {
       dtype_name(type), "; convert it with .to()");
 }
 
-// At least one dimension, of which the others make rows.
+// At least one dimension; the dimensions before the last form rows.
 inline void check_rows(const char* op, const char* name, const Tensor& x) {
   TORCH_CHECK(x.dim() >= 1, op, ": expected ", name, " of at least one dimension, but got a scalar; use ", name,
       ".unsqueeze(0)");

@@ -1,7 +1,7 @@
 // cross_entropy: loss = lse - (1 - s) * x[target] - s * mean(x) + z * lse^2, lse = logsumexp(x), over the last
 // dimension. Label smoothing s: Szegedy et al. 2015, arXiv:1512.00567. z-loss: Chowdhery et al. 2022,
 // arXiv:2204.02311.
-// lse is an output: backward needs no other tensor of the rows, and no softmax is kept.
+// lse is an output: backward needs no other per-row tensor, and the softmax is not kept.
 #include "cross_entropy.h"
 #include "autograd.h"
 

@@ -43,7 +43,8 @@ inline void check_target(const char* op, const char* x_name, const Tensor& x, co
       " without its last dimension, but got ", target.sym_sizes());
 }
 
-// Targets that count; throws for one that names no class. Runs in a launch, before anything is read by it.
+// The number of targets that count; throws for a target that is not a class. Runs in a launch, before the targets are
+// used to read anything.
 inline int64_t count_targets(const char* op, const int64_t* target, int64_t rows, int64_t classes, int64_t ignore) {
   int64_t count = 0;
   for (int64_t i = 0; i < rows; ++i) {
@@ -55,12 +56,12 @@ inline int64_t count_targets(const char* op, const int64_t* target, int64_t rows
   return count;
 }
 
-// What the loss of a row that counts is multiplied by.
+// The factor for the loss of a row that counts.
 inline double row_scale(const CrossEntropy& options, int64_t count) {
   return options.reduction == Reduction::kMean ? 1 / static_cast<double>(count) : 1;
 }
 
-// The sum or the mean of the rows' losses, in one order whatever the number of threads.
+// The sum or the mean of the rows' losses, in one order for any number of threads.
 template <class A>
 A reduce_losses(const CrossEntropy& options, const A* losses, int64_t rows, int64_t count) {
   double total = 0;
@@ -101,7 +102,7 @@ void cross_entropy_backward_row(
   const double at_target =
       g == 0 ? 0 : w * std::exp(static_cast<double>(x[target]) - lse) - g * (1 - s + s / static_cast<double>(n));
   const V l(static_cast<A>(lse)), scale(static_cast<A>(w)), least(static_cast<A>(g * s / static_cast<double>(n)));
-  // exp_u20 loses NaN, which x - lse is for an infinite logit.
+  // exp_u20 loses NaN, but x - lse is NaN for an infinite logit.
   if (std::isfinite(lse)) at::vec::map<T>([=](V x) { return scale * (x - l).exp_u20() - least; }, dx, x, n);
   else at::vec::map<T>([=](V x) { return scale * (x - l).exp() - least; }, dx, x, n);
   if (g != 0) dx[target] = static_cast<T>(at_target);

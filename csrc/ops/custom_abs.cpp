@@ -1,7 +1,7 @@
 // custom_abs: y = |x|, forward only; with custom_abs_, in place, and an out= form.
-// Every dtype and layout that torch.abs takes, with its output strides; the modulus of a complex x is real.
-// Not differentiable by design: autogradNotImplementedFallback makes backward through it an error, on
-// every device, where torch's default would warn and give partial gradients.
+// Supports every dtype and layout that torch.abs does, with its output strides; the modulus of a complex x is real.
+// Not differentiable by design: autogradNotImplementedFallback makes backward through it an error on every device;
+// torch's default would warn and give partial gradients.
 #include "autograd.h"
 #include "checks.h"
 #include "loops.h"
@@ -19,7 +19,7 @@ namespace {
 template <class T, class Real>
 void abs_loop(const T* x, Real* y, int64_t n) {
   if constexpr (c10::is_complex<T>::value) {
-    // In float for complex32: the modulus may be in range where its square is not.
+    // In float for complex32: the modulus may be in range even if its square is not.
     using Wide = c10::complex<at::opmath_type<Real>>;
     for (int64_t i = 0; i < n; ++i) y[i] = static_cast<Real>(std::abs(Wide(x[i])));
   } else if constexpr (sizeof(T) == 1 && !std::is_integral_v<T>) {
@@ -66,7 +66,7 @@ void abs_into(const Tensor& x, const Tensor& y) {
 
 Tensor custom_abs(const Tensor& input) {
   check_custom_abs("custom_abs", input, std::nullopt);
-  // Elementwise over memory as it lies: a dense input of any order of dimensions needs no copy.
+  // Elementwise in memory order: a dense input with any order of dimensions needs no copy.
   const Tensor x = input.is_non_overlapping_and_dense() ? input : input.clone(at::MemoryFormat::Preserve);
   Tensor y = at::empty_like(x, x.options().dtype(c10::toRealValueType(x.scalar_type())));
   abs_into(x, y);
@@ -93,8 +93,8 @@ Tensor& custom_abs_out(const Tensor& input, Tensor& out) {
 
 // ---- functionalization ----
 
-// Graphs hold no writes: each form that writes becomes the one that does not, whose result then stands for what was
-// written to. Torch does this by itself for an operator that returns nothing; these return their argument.
+// Graphs hold no writes: each form that writes becomes the form that does not, and its result replaces the tensor that
+// was written to. Torch does this automatically for an operator that returns nothing, but these return their argument.
 Tensor& write_functional(const Tensor& input, Tensor& out) {
   const auto& op = ops::op<custom_abs>("openreg::custom_abs");
   namespace functional = at::functionalization::impl;
@@ -151,7 +151,7 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
   m.impl("custom_abs", torch::autograd::autogradNotImplementedFallback());
   m.impl("custom_abs_", torch::autograd::autogradNotImplementedFallback());
-  m.impl("custom_abs.out", refuse_gradients()); // as torch's own out= forms do
+  m.impl("custom_abs.out", refuse_gradients()); // like torch's own out= forms
 }
 TORCH_LIBRARY_IMPL(openreg, ADInplaceOrView, m) {
   m.impl("custom_abs_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());

@@ -11,7 +11,7 @@ Tensor custom_autograd_fn_returns_self(const Tensor& input) {
 }
 
 struct ReturnsSelf {
-  // Function makes a view of an input that forward returns, so that it can have this node as its grad_fn.
+  // If forward returns an input, Function returns a view of it, which can have this node as its grad_fn.
   static Tensor view(const Tensor& input) { return input; }
   static Tensor gradient(const Tensor& grad) { return grad * 0.5; }
 };

@@ -1,7 +1,7 @@
 // dropout_add: out = residual + x * mask / (1 - p), where each element of mask is 0 with probability p.
 // Srivastava et al. 2014, JMLR 15:1929; fused with the residual's addition as in flash-attention's layer norms.
-// Element i's random number is a function of i and of two numbers drawn from the generator, so that it is the same
-// whatever the number of threads.
+// Element i's random number is a function of i and of two numbers drawn from the generator, so it does not depend on
+// the number of threads.
 #include "autograd.h"
 #include "bytes.h"
 #include "checks.h"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kBlock = kDrawn;
 
-// 1 / (1 - p), and 0 for p = 1, where no element is left to scale.
+// 1 / (1 - p), or 0 for p = 1, which leaves no element to scale.
 double scale_of(double p) {
   return p == 1 ? 0 : 1 / (1 - p);
 }

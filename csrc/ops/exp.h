@@ -1,4 +1,4 @@
-// exp without a call: at::vec's is a function of SLEEF's for each register, which costs more than what it computes.
+// exp without a call: at::vec calls a SLEEF function per register, and the call costs more than the computation.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -8,12 +8,12 @@
 
 namespace openreg::ops {
 
-// Within 1 unit in the last place for float; infinities and NaN as std::exp has them.
+// Within 1 unit in the last place for float; handles infinities and NaN like std::exp.
 template <class V>
 V exp(V x) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<V, at::vec::Vectorized<float>>) {
-    // exp(x) = 2^n exp(r), |r| <= log(2)/2; the polynomial is that of Cephes' expf. NaN passes through min and max as
+    // exp(x) = 2^n exp(r), |r| <= log(2)/2; the polynomial is from Cephes' expf. NaN passes through min and max as
     // their second operand.
     x = V(_mm512_max_ps(_mm512_set1_ps(-110), _mm512_min_ps(_mm512_set1_ps(100), x)));
     const V n = (x * V(1.44269504088896341f)).round();

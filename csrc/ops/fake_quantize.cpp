@@ -1,7 +1,7 @@
-// fake_quantize: y = scale * clamp(round(x / scale), quant_min - zero_point, quant_max - zero_point), what
-// quantization to integers and back makes of x. One scale and zero_point, or one for each index along axis.
+// fake_quantize: y = scale * clamp(round(x / scale), quant_min - zero_point, quant_max - zero_point), the effect of
+// quantizing x to integers and back. One scale and zero_point, or one for each index along axis.
 // Its gradient counts rounding as the identity, "straight through" (Bengio et al. 2013, arXiv:1308.3432):
-// x's passes where x is in range; scale's is that of LSQ (Esser et al. 2020, arXiv:1902.08153).
+// the gradient of x passes where x is in range; that of scale is LSQ's (Esser et al. 2020, arXiv:1902.08153).
 #include "autograd.h"
 #include "checks.h"
 #include "loops.h"
@@ -11,7 +11,7 @@
 namespace openreg::ops {
 namespace {
 
-// What x becomes where it has one scale: multiples of scale from low to high.
+// The values of x for one scale: multiples of scale from low to high.
 template <class T>
 struct Grid {
   Vec<T> scale, inverse, low, high;
@@ -43,7 +43,7 @@ struct Grid {
   }
 };
 
-// A contiguous x as rows that have one scale each, `inner` elements long, and these in pieces, which threads share.
+// A contiguous x as rows of `inner` elements with one scale each, divided into pieces, which threads share.
 struct Pieces {
   static constexpr int64_t kLength = kGrain;
   int64_t channels = 1, inner = 1, rows = 1;
@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor> fake_quantize_backward(const Tensor& grad_y_, const T
 
 // ---- autograd: see Note [Derivatives] ----
 
-// The reference has this gradient too, so that forward mode and other devices may run it.
+// The reference has this gradient too, so forward mode and other devices can run it.
 struct FakeQuantize {
   static auto forward(AutogradContext*, const Tensor& x, const Tensor& scale, const Tensor& zero_point,
       int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {

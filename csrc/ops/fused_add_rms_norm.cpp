@@ -1,8 +1,8 @@
 // fused_add_rms_norm: sum = x + residual, y = sum * rstd * weight, rstd = (mean(sum^2) + eps)^(-1/2), over
 // the last dimension. Zhang & Sennrich 2019, arXiv:1910.07467; the two outputs are those of vLLM's kernel
 // of this name, which overwrites its arguments with them.
-// y is of the sum as it is stored, rounded to its dtype, so that the backward sees the same numbers. That one
-// computes rstd again: it reads the row of sum anyway.
+// y is computed from the stored sum, rounded to its dtype, so that backward sees the same numbers. Backward recomputes
+// rstd, because it reads the row of sum anyway.
 #include "autograd.h"
 #include "rms_norm.h"
 

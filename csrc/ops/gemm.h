@@ -1,7 +1,6 @@
-// Products of matrix blocks, on the calling thread: what attention and linear_cross_entropy are made of.
-//
-// torch keeps its BLAS to itself (at::native::cpublas::gemm is not exported), and calling at::mm on blocks this
-// small costs as much as the smallest of them. The scheme is that of BLIS (Van Zee & van de Geijn 2015): the right
+// Products of matrix blocks, on the calling thread, for attention and linear_cross_entropy.
+// torch does not export its BLAS (at::native::cpublas::gemm), and calling at::mm costs as much as the smallest of these
+// blocks. The scheme is from BLIS (Van Zee & van de Geijn 2015): the right
 // factor is packed once into panels of kPanel columns, [panel][k][kPanel], and a tile of C of kTile rows by one
 // panel stays in registers while k runs. Packing also widens the half types and takes any strides.
 // An element of C is one sum in the order of k in gemm(): it depends neither on the tile that it falls in nor on
@@ -24,7 +23,8 @@ namespace openreg::ops {
 template <class A>
 constexpr int64_t kPanel = 2 * at::vec::Vectorized<A>::size();
 
-// Rows of a tile, so that its sums fill the registers but for the factors: 12 of 16 in AVX2, 24 of 32 in AVX-512.
+// Rows of a tile, so that its sums fill the registers except those for the factors: 12 of 16 in AVX2, 24 of 32 in
+// AVX-512.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int64_t kTile = 12;
 #else
@@ -36,7 +36,7 @@ constexpr int64_t padded(int64_t n) {
   return at::divup(n, kPanel<A>) * kPanel<A>;
 }
 
-// Uninitialised memory of one thread, aligned to cache lines: a vector that lies across two costs two loads.
+// One thread's uninitialized memory, aligned to cache lines: a vector that spans two lines costs two loads.
 template <class A>
 class Scratch {
  public:
@@ -51,7 +51,7 @@ class Scratch {
   std::unique_ptr<A, Free> memory_;
 };
 
-// f(i, count) for each register's worth of n elements: `count` of them from i on.
+// f(i, count) for each register-sized part of n elements: `count` elements from i on.
 template <class A, class F>
 void each_register(int64_t n, F f) {
   constexpr int64_t lanes = at::vec::Vectorized<A>::size();
@@ -99,7 +99,7 @@ void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Acc<T>* to
         for (int64_t l = 0; l < panel; l += kLanes<T>) read(from + i * row + l).store(to + i * panel + l);
       continue;
     }
-    constexpr int64_t block = 16; // rows at a time, so that what is read and what is written stay in cache
+    constexpr int64_t block = 16; // rows at a time, so that source and destination stay in cache
     for (int64_t i = 0; i < k; i += block) {
       const int64_t end = std::min(k, i + block);
       for (int64_t l = 0; l < columns; ++l)
@@ -108,8 +108,8 @@ void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Acc<T>* to
   }
 }
 
-// A tile of `rows` rows: c (+)= a * b over one panel. The compiler's own vectors, because it keeps an array of
-// at::vec's in memory.
+// A tile of `rows` rows: c (+)= a * b over one panel. Uses the compiler's own vectors, because it keeps an array of
+// at::vec vectors in memory.
 template <class A, int64_t rows>
 void gemm_tile(
     int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, A* c, int64_t c_row, int64_t columns, bool add) {
@@ -168,16 +168,15 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
           std::min(kPanel<A>, n - j), add);
 }
 
-// ---- bfloat16 by oneDNN ----
-//
-// Processors with AVX-512 BF16 or AMX multiply pairs of bfloat16 and add them up in float32, at twice the rate of
-// float32's or more. at::native::cpublas::brgemm uses that, where the right factor lies by pairs of rows:
-// [k / 2][n][2]. Float16 has such instructions only with AMX-FP16, and float32 products are as fast above.
+// ---- bfloat16 with oneDNN ----
+// Processors with AVX-512 BF16 or AMX multiply pairs of bfloat16 and accumulate in float32, at twice the rate of
+// float32 products or more. at::native::cpublas::brgemm uses this if the right factor is stored in pairs of rows: [k /
+// 2][n][2]. Float16 has such instructions only with AMX-FP16, and the code above is equally fast for float32 products.
 
-// Whether the processor has them, and oneDNN uses them.
+// Whether the processor has these instructions, and oneDNN uses them.
 inline bool has_bfloat16_products() {
 #if defined(CPU_CAPABILITY_AVX512)
-  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm asks at each call
+  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm checks at each call
   static const bool has = [] {
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     try {
@@ -203,7 +202,7 @@ inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, 
   at::native::cpublas::brgemm(m, n, k, a_row, b_row, c_row, add, a, b, c, /*is_vnni=*/true);
 }
 
-// Gives back what the processor's matrix unit holds for this thread.
+// Releases the state that the processor's matrix unit holds for this thread.
 struct Pairs {
   ~Pairs() { at::native::cpublas::brgemm_release(true); }
 };

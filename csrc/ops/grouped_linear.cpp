@@ -1,9 +1,9 @@
 // grouped_linear: y = x @ weights[e].T + bias[e] for the rows of x that belong to group e: first group_sizes[0] rows,
-// then group_sizes[1], and so on. The layer of a mixture of experts: Shazeer et al. 2017, arXiv:1701.06538.
-// Every product is cut into tiles of one size, over all groups, and the threads share the tiles: groups may be
-// of any sizes, and a result does not depend on the number of threads.
-// No bias is an empty list. Of a `Tensor[]? bias`, the dispatcher does not look at the tensors, and transforms and
-// tensor subclasses that reach the operator through the bias alone would be missed (c10::impl::DispatchKeyExtractor).
+// then group_sizes[1], and so on. The expert layer of a mixture of experts: Shazeer et al. 2017, arXiv:1701.06538.
+// Every product is divided into tiles of one size, over all groups, and the threads share the tiles: groups may have
+// any size, and a result does not depend on the number of threads.
+// No bias is an empty list. The dispatcher does not look at the tensors of a `Tensor[]? bias`, so it would miss
+// transforms and tensor subclasses that reach the operator only through the bias (c10::impl::DispatchKeyExtractor).
 #include "autograd.h"
 #include "../runtime/graph.h"
 #include "checks.h"
@@ -22,8 +22,8 @@ namespace {
 
 // ---- products of matrices in memory ----
 
-// What a launch may hold of a tensor of two dimensions. cpublas::gemm, which takes pointers, is not among what
-// libtorch exports, so a product makes CPU tensors of these.
+// The parts of a two-dimensional tensor that a launch may hold. libtorch does not export cpublas::gemm, which takes
+// pointers, so a product creates CPU tensors from these.
 struct Matrix {
   char* data;
   at::ScalarType type;
@@ -51,7 +51,7 @@ struct Matrix {
   }
 };
 
-// x, or a copy where neither its rows nor its columns are contiguous: a product would copy them for every tile.
+// x, or a copy if neither its rows nor its columns are contiguous: a product would copy them for every tile.
 Tensor as_matrix(const Tensor& x) {
   const bool rows = x.stride(1) == 1 && x.stride(0) >= x.size(1),
              columns = x.stride(0) == 1 && x.stride(1) >= x.size(0);
@@ -68,8 +68,8 @@ std::vector<Matrix> matrices(const std::vector<Tensor>& list) {
 }
 
 // Within parallel_for, MKL and oneDNN run a product on one thread but still split it by their thread settings, which
-// changes the rounding: MKL's always, oneDNN's (OpenMP's) where the processor has AMX. libtorch exports MKL's function
-// if it is built with MKL.
+// changes the rounding: MKL's always, oneDNN's (OpenMP's) if the processor has AMX. libtorch exports MKL's function if
+// it is built with MKL.
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 class OneThread {
@@ -103,7 +103,7 @@ struct Tile {
 };
 constexpr int64_t kTile = 256;
 
-// The tiles of a result of `columns` whose group e has rows [first[e], first[e + 1]).
+// The tiles of a result with `columns` columns, where group e has rows [first[e], first[e + 1]).
 std::vector<Tile> tiles_of(const std::vector<int64_t>& first, int64_t columns) {
   std::vector<Tile> out;
   for (int64_t e = 0; e + 1 < static_cast<int64_t>(first.size()); ++e)
@@ -124,7 +124,7 @@ void for_each_tile(const std::vector<Tile>& tiles, int64_t depth, const F& f) {
 
 // ---- groups ----
 
-// Row of x with which each group begins, and the number of rows; or what is wrong with the sizes.
+// The row of x with which each group begins, and the number of rows; or the error in the sizes.
 struct Groups {
   std::vector<int64_t> first;
   int64_t negative = -1; // the first group of negative size
@@ -146,15 +146,15 @@ Groups groups_of(const int64_t* sizes, int64_t n) {
   return out;
 }
 
-// Row of x with which each group begins, and the number of rows: read when the operator is called, so that it can
-// refuse wrong sizes; in a graph, by each replay.
+// The row of x with which each group begins, and the number of rows. Read when the operator is called, so that it can
+// reject wrong sizes; in a graph, read by each replay.
 class FirstRows {
  public:
   FirstRows(const char* op, const Tensor& x, const Tensor& group_sizes) // contiguous, int64
       : op_(op), n_(group_sizes.numel()), rows_(x.size(0)), sizes_(group_sizes.const_data_ptr<int64_t>()) {
     if (!capturing(x.get_device())) read_ = run(current_stream(x.get_device()), [&] { return read(); });
   }
-  // Called by work.
+  // Called inside the launched work.
   std::vector<int64_t> operator()() const { return read_.empty() ? read() : read_; }
 
  private:
@@ -232,7 +232,8 @@ Tensor grouped_linear(const Tensor& x_, at::TensorList weights_, at::TensorList 
   return y;
 }
 
-// Sums of `count` <= kSumColumns columns over n rows. Vectors within a block of rows, double between blocks.
+// Sums of `count` <= kSumColumns columns over n rows. Sums are vectors within a block of rows and doubles between
+// blocks.
 template <class T>
 constexpr int64_t kSumColumns = 4 * kLanes<T>;
 template <class T>
@@ -290,7 +291,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
   if (output_mask[1])
     launch(stream, [=, dy = Matrix(grad_y), x = Matrix(x), dw = matrices(grad_weights)] {
       const auto first = read();
-      std::vector<int64_t> stacked; // the gradients as if one lay below the other
+      std::vector<int64_t> stacked; // the gradients, stacked on top of each other
       for (int64_t e = 0; e <= groups; ++e) stacked.push_back(e * out);
       for_each_tile(tiles_of(stacked, in), at::divup(first.back(), groups), [&](const Tile& tile) {
         const int64_t e = tile.group, row = tile.row - stacked[e], rows = first[e + 1] - first[e];
@@ -336,7 +337,7 @@ struct GroupedLinear {
       return false;
     };
     const std::array<bool, 3> mask{wanted(0, 1), wanted(1, weights.size()), wanted(1 + weights.size(), biases)};
-    // torch.autograd.grad(is_grads_batched=True) has a vmap of its own, which takes no operator with lists.
+    // torch.autograd.grad(is_grads_batched=True) has its own vmap, which does not support operators with lists.
     const bool batched = grad[0].key_set().has(c10::DispatchKey::Batched);
     auto gradients = batched ? decompose(backward_op, grad[0], x, weights, group_sizes, mask)
                              : backward_op.call(grad[0], x, weights, group_sizes, mask);

@@ -1,5 +1,5 @@
-// int8_linear: y = x @ (weight_q * weight_scale).T + bias, with the rows of x quantized to int8 on the way, so that the
-// products are of int8 and their sums of int32. Dettmers et al. 2022, arXiv:2208.07339, section 2.
+// int8_linear: y = x @ (weight_q * weight_scale).T + bias, with the rows of x quantized to int8 first, so that it
+// multiplies int8 numbers and sums them in int32. Dettmers et al. 2022, arXiv:2208.07339, section 2.
 // The matrix product is ATen's _int_mm, for which oneDNN uses the processor's int8 instructions.
 #include "autograd.h"
 #include "checks.h"
@@ -10,10 +10,10 @@
 namespace openreg::ops {
 namespace {
 
-// |q| <= 127 and |weight_q| <= 128: the sums of more products could pass 2^31.
+// |q| <= 127 and |weight_q| <= 128: the sum of more products could exceed 2^31.
 constexpr int64_t kMostColumns = 132104;
 
-// y = total * scale * weight_scale + bias for one row of n elements; no bias where it is null.
+// y = total * scale * weight_scale + bias for one row of n elements; no bias if it is null.
 template <class T>
 void scale_row(const int32_t* total, float scale, const Acc<T>* weight_scale, const Acc<T>* bias, T* y, int64_t n) {
   constexpr int64_t chunk = kChunk<T>, lanes = kLanes<T>;
@@ -70,8 +70,8 @@ Tensor int8_linear(
   auto [q, scale_] = quantize.call(x.reshape({rows, columns}));
   const Tensor scale = std::move(scale_);
   const auto wide = at::toOpMathType(x.scalar_type());
-  // _int_mm (torch 2.13) mistakes strides that are no matrix's, so it gets none: neither those of an expanded weight
-  // nor the (1, 1) of a transposed column.
+  // _int_mm (torch 2.13) mishandles strides that do not belong to a matrix, so it never gets any: neither those of an
+  // expanded weight nor the (1, 1) of a transposed column.
   const Tensor weight = weight_q.contiguous(), columns_first = columns == 1 ? weight.view({1, n}) : weight.t();
   const Tensor total = at::_int_mm(q, columns_first), weight_scale = weight_scale_.to(wide).contiguous(),
                bias = bias_ ? bias_->to(wide).contiguous() : Tensor();
@@ -89,7 +89,7 @@ Tensor int8_linear(
   return y;
 }
 
-// Autocast leaves x, and with it the result, alone; scales and bias are used in float32.
+// Autocast leaves x, and therefore the result, alone; scales and bias are used in float32.
 Tensor int8_linear_autocast(
     const Tensor& x, const Tensor& weight_q, const Tensor& weight_scale, const std::optional<Tensor>& bias) {
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);

@@ -1,8 +1,8 @@
 // kv_cache_update: k_cache[slots[i]] = k[i], v_cache[slots[i]] = v[i] for every slots[i] >= 0; forward only.
-// What paged attention does with the keys and values of new tokens: Kwon et al. 2023, arXiv:2309.06180, where it is
+// Paged attention stores the keys and values of new tokens this way: Kwon et al. 2023, arXiv:2309.06180, where it is
 // called reshape_and_cache.
 // kv_cache_update_ writes to the caches through their strides; kv_cache_update to copies of them.
-// All slots are looked at before anything is written, so that a call that is refused has changed nothing.
+// All slots are checked before anything is written, so a rejected call changes nothing.
 #include "autograd.h"
 #include "../runtime/graph.h"
 #include "checks.h"
@@ -17,13 +17,13 @@
 namespace openreg::ops {
 namespace {
 
-// The first slot that is refused: past the end at `position`, or given at `first` before.
+// The first invalid slot: past the end at `position`, or already given at `first`.
 struct Refused {
   int64_t slot, position = -1, first = -1;
 };
 
 Refused check_slots(const int64_t* slots, int64_t n, int64_t num_slots) {
-  bool ascending = true; // as the slots of a prompt are, and then none occurs twice
+  bool ascending = true; // like the slots of a prompt; then no slot repeats
   int64_t last = -1;
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] < 0) continue;
@@ -43,12 +43,12 @@ Refused check_slots(const int64_t* slots, int64_t n, int64_t num_slots) {
   return {twice->first, std::next(twice)->second, twice->second};
 }
 
-// A row of a cache, of any strides, and the row of contiguous memory that goes there.
+// A row of a cache, with any strides, and the contiguous row that goes there.
 struct CacheRows {
   CacheRows(const Tensor& to, const Tensor& from)
       : to_(static_cast<char*>(to.mutable_data_ptr())), from_(static_cast<const char*>(from.const_data_ptr())),
         item_(to.element_size()), step_(to.stride(0) * item_), bytes_(item_) {
-    // Dimensions merge into what lies contiguous, from the last one on; those that do not are walked over.
+    // Contiguous dimensions merge into pieces, beginning with the last one; the others are iterated over.
     for (int64_t d = to.dim() - 1; d > 0; --d) {
       if (to.size(d) == 1) continue;
       if (sizes_.empty() && to.stride(d) * item_ == bytes_) {
@@ -131,7 +131,7 @@ void write_rows(const char* op, const Tensor& k_cache, const Tensor& v_cache, co
     TORCH_CHECK_INDEX(refused.position < 0, op, ": expected slots without repetition, but got slot ", refused.slot,
         " at positions ", refused.first, " and ", refused.position, "; give -1 to skip a position");
   };
-  const bool later = capturing(stream.device); // the slots of each replay
+  const bool later = capturing(stream.device); // each replay reads its slots
   if (!later) run(stream, check);
   launch(stream, [check, later, n, slot, k = CacheRows(k_cache, k), v = CacheRows(v_cache, v)] {
     if (later) check();
@@ -180,7 +180,7 @@ auto in_cache_dtype(
 }
 
 // A cache with a lazy conjugation or negation is written through a view without one. torch's fallback for these bits
-// would read the returns of an operator that writes, and this one has none: it wrote beyond the stack.
+// reads the returns of an operator that writes. This one has none, so the fallback would write beyond the stack.
 void kv_cache_update_lazy(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
   const auto memory = [](Tensor cache) {

@@ -1,9 +1,9 @@
 // linear_cross_entropy: cross_entropy of x weight^T + bias, without the matrix of logits.
-// Chunks of rows, as Hsu et al. 2024, arXiv:2410.10989: forward computes a chunk's logits and, where gradients are
-// wanted, turns them into the logits' gradient in place and that into its part of the gradients, at once; backward
-// only multiplies by the gradient of the loss. An operator of its own does it, so that compilers see it.
-// Rows with ignore_index take no part in any product.
-// The logits of bfloat16 are products of pairs where the processor has those (gemm.h). The gradients' products are not:
+// Works on chunks of rows, as in Hsu et al. 2024, arXiv:2410.10989. Forward computes a chunk's logits and, if gradients
+// are needed, immediately turns them in place into the logits' gradient, and that into its part of the gradients.
+// Backward only multiplies by the gradient of the loss. A separate operator does this, so that compilers see it.
+// Rows with ignore_index are left out of all products.
+// bfloat16 logits use products of pairs if the processor has them (gemm.h). The gradients' products do not, because
 // their left factor, the logits' gradient, is kept in float32.
 #include "../aten/transforms.h"
 #include "autograd.h"
@@ -16,12 +16,13 @@ namespace {
 // Rows of a chunk, whose logits are held for all classes; classes of a tile, whose weights a thread holds in cache;
 // classes of a block, whose logits and weights all threads hold in theirs.
 constexpr int64_t kRows = 512, kClasses = 96, kClassBlock = 16 * kClasses;
-// Columns of grad_x that a thread computes at a time, from so many classes.
+// Columns of grad_x that a thread computes at a time, from this many classes.
 template <class A>
 constexpr int64_t kColumns = 4 * kPanel<A>;
 constexpr int64_t kDepth = 256;
 
-// What gradients are rounded to: T, but float for float16, in whose range those of a mean over rows need not lie.
+// The type that gradients are rounded to: T, but float for float16, because gradients of a mean over rows may be out of
+// its range.
 template <class T>
 using Grad = std::conditional_t<std::is_same_v<T, at::Half>, float, T>;
 
@@ -30,7 +31,7 @@ struct Arguments {
   int64_t rows, width, classes;
   const T *x, *weight, *bias; // bias may be null
   const int64_t* target;
-  const Acc<T>* grad_loss; // of the loss, or of each row's; null for 1
+  const Acc<T>* grad_loss; // of the loss, or of each row's loss; null for 1
   CrossEntropy options;
 };
 
@@ -38,12 +39,12 @@ template <class T>
 struct Results {
   Acc<T>* losses; // of each row
   Acc<T>* loss; // null without a reduction
-  Grad<T>* x; // the gradients; null where not wanted
+  Grad<T>* x; // the gradients; null if not needed
   Acc<T>*weight, *bias;
 };
 
-// A chunk of rows that count. Logits lie transposed, a row of memory for each class: maxima and sums over classes are
-// then elementwise, and products take weight as it lies.
+// A chunk of rows that count. Logits are stored transposed, one row of memory per class: maxima and sums over classes
+// are then elementwise, and products use weight in its own layout.
 template <class T>
 class Chunk {
   using A = Acc<T>;
@@ -62,7 +63,7 @@ class Chunk {
     return chunk.size_;
   }
 
-  // rows: n rows of x that count; scale: what their losses are multiplied by.
+  // rows: n rows of x that count; scale: the factor for their losses.
   void run(const int64_t* rows, int64_t n, double scale, bool first) {
     rows_ = rows;
     n_ = n;
@@ -86,10 +87,10 @@ class Chunk {
   }
 
  private:
-  // Where everything lies, and how much it is.
+  // The layout and sizes of everything.
   void lay_out(A* memory) {
     const int64_t most = std::min(kRows, in_.rows);
-    row_ = padded<A>(most) + kPanel<A>; // not a power of 2, for the caches' sake
+    row_ = padded<A>(most) + kPanel<A>; // not a power of 2, to avoid cache conflicts
     tiles_ = at::divup(in_.classes, kClasses);
     const auto take = [&](int64_t n) {
       A* at = memory == nullptr ? nullptr : memory + size_;
@@ -98,7 +99,7 @@ class Chunk {
     };
     x_ = take(most * in_.width);
     x_columns_ = take(padded<A>(most) * in_.width);
-    pairs_of_columns_ = reinterpret_cast<Pair*>(x_columns_); // whichever the work takes, when it runs
+    pairs_of_columns_ = reinterpret_cast<Pair*>(x_columns_); // whichever the work uses when it runs
     x_rows_ = take(gradients_ ? most * padded<A>(in_.width) : 0);
     grad_x_ = take(gradients_ ? most * in_.width : 0);
     logits_ = take(gradients_ ? in_.classes * row_ : 0);
@@ -107,14 +108,14 @@ class Chunk {
       *each = take(row_);
   }
 
-  // parallel_for over tasks of so many elements' work.
+  // parallel_for over tasks that each process this many elements.
   template <class F>
   static void split(int64_t tasks, int64_t work, F f) {
     at::parallel_for(0, tasks, at::divup(kGrain, work + 1), f);
   }
 
-  // x as right factor by pairs of its columns; rows of zeros complete a panel, because oneDNN makes code for each size,
-  // of which there shall be few.
+  // x as right factor, in pairs of its columns; rows of zeros complete a panel, because oneDNN generates code for each
+  // size and there should be few.
   void take_pairs() {
     const int64_t width = in_.width, rows = padded<A>(n_);
     split(rows, width, [&](int64_t begin, int64_t end) {
@@ -193,7 +194,7 @@ class Chunk {
         A* row = logits + c * row_;
         for (int64_t t = 0; t < n_; t += V::size()) {
           const V by = V::loadu(max + t), least(-std::numeric_limits<A>::infinity());
-          // Of a tile of -inf alone, the exponentials are 0.
+          // If a tile is all -inf, the exponentials are 0.
           const V e = (V::loadu(row + t) - V::blendv(by, V(0), by == least)).exp_u20();
           if (gradients_) e.store(row + t);
           (V::loadu(sum + t) + e).store(sum + t);
@@ -202,7 +203,7 @@ class Chunk {
     }
   }
 
-  // Rows t to t + V::size(): the maximum and the sums of the tiles', in the order of tiles.
+  // Rows t to t + V::size(): the maximum and the sums over the tiles, in tile order.
   void combine(int64_t t) {
     V max(-std::numeric_limits<A>::infinity()), sum(0), total(0);
     for (int64_t i = t; i < tiles_ * row_; i += row_) max = at::vec::maximum(max, V::loadu(tile_max_ + i));
@@ -225,7 +226,7 @@ class Chunk {
     out_.losses[rows_[t]] = static_cast<A>(loss);
     const double of_loss = in_.grad_loss == nullptr ? 1 : in_.grad_loss[o.reduction == Reduction::kNone ? rows_[t] : 0];
     const double g = scale * of_loss;
-    // An infinite or NaN logit leaves no gradient, which exp_u20 would lose.
+    // An infinite or NaN logit gives a NaN gradient, which exp_u20 would lose.
     factor_[t] =
         std::isfinite(lse) ? static_cast<A>(g * (1 + 2 * o.z_loss * lse)) : std::numeric_limits<A>::quiet_NaN();
     least_[t] = static_cast<A>(g * s / classes);
@@ -233,7 +234,7 @@ class Chunk {
     logsumexp_[t] = static_cast<A>(lse);
   }
 
-  // Exponentials of tiles become the gradients of their logits, and give weight and bias their own.
+  // Turns the tiles' exponentials into the gradients of their logits, and computes the gradients of weight and bias.
   void gradients_of_logits(int64_t first, int64_t last) {
     Scratch<A> by(row_);
     for (int64_t tile = first; tile < last; ++tile) {
@@ -280,9 +281,9 @@ class Chunk {
   const bool gradients_;
   const bool pairs_ = std::is_same_v<T, Pair> && in_.width > 0 && in_.width % 2 == 0 && has_bfloat16_products();
   const int64_t* rows_ = nullptr;
-  int64_t n_ = 0, row_ = 0, tiles_ = 0, size_ = 0; // rows now, elements from a class to the next
+  int64_t n_ = 0, row_ = 0, tiles_ = 0, size_ = 0; // rows in this chunk, elements from one class to the next
   bool first_ = true;
-  A *x_, *x_columns_, *x_rows_, *grad_x_, *logits_; // x as it is, and packed as right factors
+  A *x_, *x_columns_, *x_rows_, *grad_x_, *logits_; // x itself, and packed as right factors
   Pair* pairs_of_columns_; // x as right factor, by pairs
   A *tile_max_, *tile_sum_, *tile_total_; // [tile][row_]
   A *max_, *sum_, *total_, *logsumexp_, *at_target_, *factor_, *least_, *of_target_;
@@ -408,7 +409,7 @@ const auto& gradients_op() {
       "cross_entropy of torch.nn.functional.linear");
 }
 
-// The gradients as forward computed them, for a backward that is recorded: to differentiate them is an error.
+// The gradients from forward, for a recorded backward: differentiating them is an error.
 struct Computed {
   static constexpr bool kOpaque = true; // its error is no operator's
   static auto forward(AutogradContext*, at::TensorList gradients, at::TensorList /*inputs*/) {
@@ -437,7 +438,8 @@ struct LinearCrossEntropy {
     const bool record = at::GradMode::is_enabled();
     const std::array<bool, 3> wanted{
         record && x.requires_grad(), record && weight.requires_grad(), record && bias && bias->requires_grad()};
-    // The gradients of single rows' losses are not those of their sum: backward computes the logits again.
+    // Without a reduction, the gradients of the rows' losses are not those of their sum, so backward recomputes the
+    // logits.
     const bool again = wanted == std::array<bool, 3>() || reduction == "none";
     Tensor loss;
     variable_list gradients(again ? 0 : 3);
@@ -464,8 +466,8 @@ struct LinearCrossEntropy {
     } else if (at::GradMode::is_enabled()) {
       variable_list inputs{x, weight};
       if (bias) inputs.push_back(*bias);
-      // Those of a transform that has ended are seen as what was wrapped, which may not be recorded, refuse already,
-      // or have tangents.
+      // Tensors of a transform that has ended count as the wrapped tensors, which may not be recorded, may already
+      // raise, or may have tangents.
       const bool recorded = std::any_of(inputs.begin(), inputs.end(), is_recorded);
       for (Tensor& x : gradients) x = x.view_as(x);
       const bool known = std::any_of(

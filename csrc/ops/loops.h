@@ -1,4 +1,4 @@
-// Loops over contiguous memory: the arithmetic types, vectors and sums that kernels are made of.
+// Loops over contiguous memory: the arithmetic types, vectors and sums that kernels use.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -11,12 +11,12 @@
 
 namespace openreg::ops {
 
-// Elements of elementwise work that are worth another thread, as ATen has it.
+// The number of elements of elementwise work that justify another thread, as in ATen.
 constexpr int64_t kGrain = 32768;
-// exp takes some ten times as long as an addition, for which torch's grain is made.
+// exp takes about ten times as long as an addition, for which torch's grain size is chosen.
 constexpr int64_t kExpGrain = kGrain / 8;
 
-// float for the half types, else T: what a kernel computes and accumulates in.
+// The type that a kernel computes and accumulates in: float for the half types, else T.
 template <class T>
 using Acc = at::opmath_type<T>;
 template <class T>
@@ -45,7 +45,7 @@ Vec<T> read(const T* p, int64_t count) {
   return read(lanes);
 }
 
-// Elements of T that fill a register: what write() stores from one Vec, or two where T is a half type.
+// Elements of T that fill a register: write() stores them from one Vec, or two if T is a half type.
 template <class T>
 constexpr int64_t kChunk = at::vec::Vectorized<T>::size();
 
@@ -76,7 +76,7 @@ double sum(int64_t n, F f, const P*... a) {
   return total;
 }
 
-// The largest of n elements, -inf of none; NaN if any is.
+// The largest of n elements; -inf if there are none, NaN if any element is NaN.
 template <class T>
 Acc<T> max_of(const T* x, int64_t n) {
   using V = Vec<T>;

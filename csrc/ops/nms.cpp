@@ -1,12 +1,12 @@
-// nms: greedy non-maximum suppression; the boxes that stay, by decreasing score; forward only.
-// A box goes where it meets one that stays, of a higher score, with
+// nms: greedy non-maximum suppression; returns the boxes that stay, by decreasing score; forward only.
+// A box is removed if a box that stays has a higher score and overlaps it with
 //   inter / (area + area' - inter) > iou_threshold.
-// Ties, NaN and rounding are as torchvision's kernel has them (torchvision/csrc/ops/cpu/nms_kernel.cpp): equal
-// scores in the order given, NaN the highest score; a NaN among the coordinates makes no box go.
-// It also is torchvision::nms on the device. Torchvision is not needed: whichever of the two is loaded first, the
-// dispatcher keeps the kernel until the other brings the schema.
+// Ties, NaN and rounding are the same as in torchvision's kernel (torchvision/csrc/ops/cpu/nms_kernel.cpp): equal
+// scores keep their order, NaN is the highest score, and a NaN coordinate removes no box.
+// It is also torchvision::nms on the device. It does not need torchvision: the libraries can load in either order,
+// because the dispatcher keeps the kernel until the schema is defined.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off") // area - w * h in one rounding would be another box at the threshold
+#pragma GCC optimize("fp-contract=off") // a fused area - w * h rounds once, which could change a box at the threshold
 #endif
 #include "autograd.h"
 #include "../runtime/graph.h"
@@ -20,7 +20,7 @@
 namespace openreg::ops {
 namespace {
 
-// Boxes that are settled one by one, before the others are held against those among them that stay.
+// Number of boxes that are decided one by one, before the others are compared with those among them that stay.
 constexpr int64_t kBlock = 256;
 
 // Indices by decreasing score.
@@ -48,14 +48,14 @@ class Boxes {
       for (int64_t c = 0; c < 4; ++c) column(c)[i] = static_cast<A>(boxes[4 * order[i] + c]);
       column(kArea)[i] = (column(2)[i] - column(0)[i]) * (column(3)[i] - column(1)[i]);
     }
-    // The threshold is a double: x > threshold, for x in A, says x > the greatest A that is not above it.
+    // The threshold is a double: for x of type A, x > threshold means x > the greatest A that is not above it.
     threshold_ = static_cast<A>(iou_threshold);
     if (threshold_ > iou_threshold) threshold_ = std::nextafter(threshold_, -std::numeric_limits<A>::infinity());
   }
 
   bool gone(int64_t i) const { return data_[kGone * stride_ + i] != A(0); }
 
-  // Settles boxes [begin, end) among themselves; appends those that stay.
+  // Decides boxes [begin, end) among themselves; appends those that stay.
   void settle(int64_t begin, int64_t end, std::vector<int64_t>& stay) {
     for (int64_t i = begin; i < end; ++i) {
       if (gone(i)) continue;
@@ -64,9 +64,9 @@ class Boxes {
     }
   }
 
-  // Takes out, among boxes [begin, end), what meets one of those that stay.
+  // Removes, among boxes [begin, end), those that overlap one that stays.
   void suppress(const int64_t* stay, const int64_t* stay_end, int64_t begin, int64_t end) {
-    // From a whole vector on: the boxes before `begin` in it are settled, and not looked at again.
+    // Starts at a full vector: its boxes before `begin` are already decided and not checked again.
     for (int64_t j = begin / kLanes<T> * kLanes<T>; j < end; j += kLanes<T>) {
       const V x1 = load(0, j), y1 = load(1, j), x2 = load(2, j), y2 = load(3, j), area = load(kArea, j);
       const V zero(0), threshold(threshold_);
@@ -87,7 +87,7 @@ class Boxes {
   A* column(int64_t c) { return data_.data() + c * stride_; }
   V load(int64_t c, int64_t j) const { return V::loadu(data_.data() + c * stride_ + j); }
   V all(int64_t c, int64_t i) const { return V(data_[c * stride_ + i]); }
-  // std::max and std::min, which return the first where they cannot tell.
+  // std::max and std::min, which return the first argument if neither is larger.
   static V greater(V a, V b) { return V::blendv(a, b, a < b); }
   static V less(V a, V b) { return V::blendv(a, b, b < a); }
 
@@ -106,7 +106,8 @@ std::vector<int64_t> nms_loop(const T* boxes, const T* scores, int64_t n, double
     const size_t settled = stay.size();
     sorted.settle(begin, end, stay);
     const int64_t *first = stay.data() + settled, *last = stay.data() + stay.size();
-    // In whole vectors, so that no two threads write to one. There is a barrier a block, so a share must be worth it.
+    // In full vectors, so that no two threads write to the same one. There is a barrier per block, so a share must be
+    // large enough.
     at::parallel_for(0, at::divup(n - end, kLanes<T>), at::divup(16 * kGrain, kLanes<T> * (last - first) + 1),
         [&](int64_t from, int64_t to) {
           sorted.suppress(first, last, end + from * kLanes<T>, std::min(n, end + to * kLanes<T>));
@@ -145,7 +146,7 @@ Tensor nms(const Tensor& boxes_, const Tensor& scores_, double iou_threshold) {
   return out;
 }
 
-// ---- autograd: the result is of integers, which have no derivative on any path ----
+// ---- autograd: the result is integers, which have no derivative on any path ----
 
 constexpr char kOurs[] = "openreg::nms", kTorchvision[] = "torchvision::nms";
 
@@ -156,7 +157,7 @@ Tensor nms_autograd(const Tensor& boxes, const Tensor& scores, double iou_thresh
   return op.call(boxes, scores, iou_threshold);
 }
 
-// ---- autocast for torchvision's name: float32, as torchvision has it for its devices ----
+// ---- autocast for torchvision's name: float32, as torchvision does on its devices ----
 
 Tensor torchvision_autocast(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
   static const auto op = find<decltype(nms)>(kTorchvision);

@@ -1,4 +1,5 @@
-// Whether tensors that are written to share memory, exactly, for any strides: threads would race, or a write be lost.
+// Whether tensors that are written to share memory, exactly, for any strides: threads would race, or a write would be
+// lost.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +15,9 @@ namespace openreg::ops {
 
 // Note [Overlap]
 // Addresses of a strided tensor are sums of a multiple of each stride, so two tensors share memory where a sum of
-// such terms equals the distance between them. Terms are tried from the largest stride down, and one
-// whose rest the smaller ones cannot reach ends there: for what slicing, transposing and interleaving make of a
-// dense tensor that leaves two or three multiples a term. What takes longer counts as shared.
+// such terms equals the distance between them. We try terms from the largest stride down, and skip a multiple if the
+// smaller terms cannot make up the rest. For slices, transposes and interleavings of a dense tensor, that leaves two or
+// three multiples per term. A search that takes longer counts as shared.
 class Sums {
  public:
   // Adds the term stride * k, first <= k <= last.
@@ -80,7 +81,7 @@ class Sums {
   }
 
   std::vector<Term> terms_;
-  std::vector<int64_t> least_, most_; // of the sums of the terms from the i-th on
+  std::vector<int64_t> least_, most_; // the sums of the terms from the i-th on
   int64_t steps_ = 0;
 };
 
@@ -101,7 +102,8 @@ inline bool overlaps_itself(const at::Tensor& x) {
   return false;
 }
 
-// Of tensors that a call writes to, named for its errors: refuses one that overlaps itself, and two that share memory.
+// Checks the tensors that a call writes to, named for its errors: rejects one that overlaps itself, and two that share
+// memory.
 class WrittenTo {
  public:
   explicit WrittenTo(const char* op) : op_(op) {}

@@ -20,8 +20,8 @@ inline void check_generator(const char* op, const at::Tensor& x, const at::Gener
       generator.device(), "; make it with torch.Generator(device=...)");
 }
 
-// Two numbers from a generator, which a random operator makes all of its own from: the key, and where the counter
-// begins. They are drawn when the operator is called; in a graph, at each replay. Work calls this once.
+// Two numbers from a generator, from which a random operator derives all its own: the key and the counter's start. They
+// are drawn when the operator is called; in a graph, at each replay. Work calls this once.
 class Drawn {
  public:
   Drawn() = default; // zeros
@@ -42,7 +42,7 @@ class Drawn {
   at::Generator inner_;
 };
 
-// From `generator`, by default that of x's device. The CPU's generator does not move.
+// Draws from `generator`, by default that of x's device. The CPU's generator does not advance.
 inline Drawn draw(const char* op, const at::Tensor& x, const std::optional<at::Generator>& generator) {
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(x.get_device());
   check_generator(op, x, used);
@@ -63,7 +63,7 @@ constexpr int64_t kWords = 2, kGroups = 2;
 typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
 typedef int64_t Signed __attribute__((vector_size(8 * kWords)));
 
-// The 64-bit products of the low halves. (The compiler would multiply 64 bits by 64.)
+// The 64-bit products of the low halves. (The compiler would use a full 64-bit multiplication.)
 inline Words multiply(Words a, uint64_t b) {
 #if defined(__AVX512F__)
   return (Words)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(static_cast<int64_t>(b)));
@@ -76,7 +76,7 @@ inline Words multiply(Words a, uint64_t b) {
 
 constexpr int64_t kDrawn = 128; // elements that draw_mask takes at a time: a multiple of 4 * kWords * kGroups
 
-// The mask of the elements kDrawn * block and on, a byte each: 1 where the element's number is at least `least`.
+// The mask of the elements from kDrawn * block on, one byte each: 1 if the element's number is at least `least`.
 // Element i has word i % 4 of counter i / 4. A pair of groups holds the even and the odd counters, so that the
 // eight bytes of two counters make one lane.
 inline void draw_mask(uint64_t key, uint64_t counter_high, int64_t block, int64_t least, uint8_t* mask) {

@@ -10,11 +10,11 @@
 namespace openreg::ops {
 namespace {
 
-// The largest absolute value of a row; 0 of no elements, NaN where there is one.
+// The largest absolute value of a row; 0 if the row is empty, NaN if any element is NaN.
 template <class T>
 Acc<T> largest(const T* x, int64_t n) {
   constexpr int64_t lanes = kLanes<T>;
-  Vec<T> most[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)}; // four, because a maximum takes some cycles
+  Vec<T> most[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)}; // four, because a maximum takes several cycles
   int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes)
     for (int64_t k = 0; k < 4; ++k) most[k] = at::vec::maximum(most[k], read(x + i + k * lanes).abs());
@@ -126,8 +126,8 @@ Tensor dequantize_rowwise(const Tensor& q_, const Tensor& scale_, std::optional<
   return y;
 }
 
-// PyTorch makes a Python object of a dtype by a table that it does not check, so a number that is not a dtype must not
-// reach the references in meta/.
+// PyTorch converts a dtype to a Python object through an unchecked table, so an invalid dtype number must not reach the
+// references in meta/.
 Tensor known_dtype(
     c10::DispatchKeySet keys, const Tensor& q, const Tensor& scale, std::optional<at::ScalarType> dtype) {
   const int number = static_cast<int>(dtype.value_or(at::kFloat));

@@ -1,7 +1,7 @@
 // rms_norm: y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2), over the last dimension.
 // Zhang & Sennrich 2019, arXiv:1910.07467.
-// rstd is an output so that backward need not recompute it. It is differentiable, and rms_norm_backward
-// is in rstd as in its other arguments, which is what makes the second derivative right.
+// rstd is an output so that backward need not recompute it. It is differentiable, and rms_norm_backward is
+// differentiable in rstd as in its other arguments, which the second derivative needs.
 #include "rms_norm.h"
 #include "autograd.h"
 

@@ -1,4 +1,4 @@
-// What rms_norm and fused_add_rms_norm share: their checks, and the gradient of weight.
+// Shared by rms_norm and fused_add_rms_norm: their checks, and the gradient of weight.
 #pragma once
 
 #include "checks.h"
@@ -35,8 +35,8 @@ void add_to_grad_weight(const T* grad_y, const T* x, Vec<T> rstd, Acc<T>* grad_w
   if (i < n) add(i, read(grad_y + i, n - i) * read(x + i, n - i) * rstd, n - i);
 }
 
-// Rows go to a fixed number of parts, each with a sum of its own, so that grad_weight does not depend on the number of
-// threads. f(i, sum, first) takes row i.
+// Rows go to a fixed number of parts, each with its own sum, so that grad_weight does not depend on the number of
+// threads. f(i, sum, first) processes row i.
 inline int64_t parts_of(int64_t rows) {
   return std::min<int64_t>(rows, 32);
 }

@@ -1,7 +1,7 @@
-// rotary_embedding: every pair (a, b) of elements of a row is turned by the angle of its position,
+// rotary_embedding: rotates every pair (a, b) of elements of a row by the angle of its position,
 // (a * cos - b * sin, b * cos + a * sin). Su et al. 2021, arXiv:2104.09864.
-// The pairs are (x[i], x[i + D/2]), as GPT-NeoX and Llama have them, or, interleaved, (x[2i], x[2i + 1]), as the paper.
-// Backward turns by the opposite angle, and so is the same kernel.
+// The pairs are (x[i], x[i + D/2]), as in GPT-NeoX and Llama, or, interleaved, (x[2i], x[2i + 1]), as in the paper.
+// Backward rotates by the opposite angle, so it is the same kernel.
 #include "autograd.h"
 #include "checks.h"
 #include "loops.h"
@@ -11,7 +11,7 @@
 namespace openreg::ops {
 namespace {
 
-// kChunk pairs: the members of one stand together where interleaved, else `half` apart.
+// kChunk pairs: the two elements of a pair are adjacent if interleaved, else `half` apart.
 template <bool interleaved, class T, class Table>
 void rotate_chunk(const T* x, const Table* cos, const Table* sin, T* y, int64_t half, Vec<T> sign) {
   constexpr int64_t lanes = kLanes<T>, count = kChunk<T> / lanes;
@@ -51,7 +51,7 @@ void rotate_row(const T* x, const Table* cos, const Table* sin, T* y, int64_t ha
   if constexpr (!interleaved) std::copy_n(out + chunk, rest, y + half + i);
 }
 
-// Where the rows of x, cos and sin begin: each of x's dimensions but the last has a stride in each of them.
+// The start of the rows of x, cos and sin: each of x's dimensions but the last has a stride in each of them.
 class RowOffsets {
  public:
   RowOffsets(const Tensor& x, const Tensor& cos, const Tensor& sin)
@@ -109,7 +109,7 @@ void check_rotary_embedding_backward(const char* op, const Tensor& grad_y, const
   check_tables(op, "grad_y", grad_y, cos, sin);
 }
 
-// A tensor with rows that are contiguous, whatever lies between them.
+// A tensor whose rows are contiguous; there may be gaps between them.
 Tensor with_dense_rows(const Tensor& x) {
   return x.size(-1) > 1 && x.stride(-1) != 1 ? x.contiguous() : x;
 }
@@ -128,7 +128,7 @@ Tensor rotate(const Tensor& x_, const Tensor& cos_, const Tensor& sin_, bool int
           [=, scattered = !x.is_contiguous(), at = RowOffsets(x, cos, sin), x = x.const_data_ptr<T>(),
               s = sin.const_data_ptr<Table>(), y = y.mutable_data_ptr<T>()] {
             at::parallel_for(0, rows, at::divup(kGrain, 2 * half + 1), [&](int64_t begin, int64_t end) {
-              // A processor fetches ahead within a page only, and the rows of a transposed x may lie a page apart.
+              // A processor prefetches only within a page, and the rows of a transposed x may be a page apart.
               constexpr int64_t kAhead = 8;
               RowOffsets row = at, ahead = at;
               row.seek(begin);
@@ -165,7 +165,7 @@ Tensor rotary_embedding_backward(const Tensor& grad_y, const Tensor& cos, const 
 
 // ---- autograd: see Note [Derivatives] ----
 
-// The first and the second members of all pairs. chunk() would guard on a size that a compiler may not know.
+// The first and the second elements of all pairs. chunk() would guard on a size that a compiler may not know.
 std::pair<Tensor, Tensor> members(const Tensor& x, bool interleaved) {
   const c10::SymInt half = x.sym_size(-1) / 2;
   if (!interleaved) return {x.narrow_symint(-1, 0, half), x.narrow_symint(-1, half, half)};
@@ -173,7 +173,7 @@ std::pair<Tensor, Tensor> members(const Tensor& x, bool interleaved) {
       x.slice(-1, 1, std::nullopt, 2).narrow_symint(-1, 0, half)};
 }
 
-// g summed to the shape of a table, as sum_to_size() does, which would guard on sizes that a compiler may not know.
+// g summed to the shape of a table, like sum_to_size(), which would guard on sizes that a compiler may not know.
 Tensor summed_to(Tensor g, const Tensor& table) {
   while (g.dim() > table.dim()) g = g.sum(0);
   for (int64_t d = 0; d < g.dim(); ++d) {
@@ -185,7 +185,7 @@ Tensor summed_to(Tensor g, const Tensor& table) {
 
 struct RotaryEmbedding {
   static auto forward(AutogradContext*, const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-    // x is a part of the derivative only where the tables have one, which is rare.
+    // The derivative needs x only if the tables require a gradient, which is rare.
     const bool tables = cos.requires_grad() || sin.requires_grad();
     return saving(op<rotary_embedding>("openreg::rotary_embedding").call(x, cos, sin, interleaved), cos, sin,
         tables ? std::optional(x) : std::nullopt, interleaved);

@@ -1,6 +1,6 @@
 // swiglu: y = silu(gate) * up, silu(g) = g * sigmoid(g).
 // Shazeer 2020, arXiv:2002.05202.
-// Backward computes silu(gate) again from the arguments; forward saves no tensor of its own.
+// Backward recomputes silu(gate) from the arguments; forward saves no extra tensor.
 #include "autograd.h"
 #include "checks.h"
 #include "exp.h"
@@ -11,7 +11,7 @@
 namespace openreg::ops {
 namespace {
 
-// A result of at least so many bytes does not stay in a cache: the size of the last level.
+// A result of at least this many bytes does not stay in cache: the size of the last-level cache.
 int64_t far_size() {
   static const int64_t bytes = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 8 << 20);
   return bytes;
@@ -22,7 +22,7 @@ V sigmoid(V g) {
   return V(1) / (V(1) + exp(g.neg()));
 }
 
-// write() past the caches, for results that are too large to stay there: memory is not read first. `p` is aligned to a
+// write() that bypasses the caches, for results too large to stay there: memory is not read first. `p` is aligned to a
 // register.
 template <class T>
 void stream(const Vec<T>* values, T* p) {
@@ -59,7 +59,7 @@ void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_g
   if (far) {
     whole(stream<T>);
 #if defined(CPU_CAPABILITY_AVX512)
-    _mm_sfence(); // such stores have no order of their own
+    _mm_sfence(); // such stores are not ordered
 #endif
   } else whole(write<T>);
   if (i == n) return;
@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& 
         [n = gate.numel(), far = gate.numel() * static_cast<int64_t>(sizeof(T)) >= far_size(),
             dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(),
             dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
-          // By chunks, so that every thread's part is aligned.
+          // In chunks, so that every thread's part is aligned.
           at::parallel_for(0, (n + kChunk<T> - 1) / kChunk<T>, kExpGrain / kChunk<T>, [&](int64_t first, int64_t last) {
             const int64_t begin = first * kChunk<T>, end = std::min(n, last * kChunk<T>);
             swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin, far);

@@ -14,7 +14,7 @@ namespace {
 
 thread_local int current = 0;
 
-// Reads "8GiB", "512 MB", "1048576"; returns `otherwise` and says so where it cannot.
+// Parses "8GiB", "512 MB", "1048576"; if it cannot, prints a message and returns `otherwise`.
 std::size_t bytes_from_environment(const char* name, std::size_t otherwise) {
   const char* text = std::getenv(name);
   if (!text || !*text) return otherwise;

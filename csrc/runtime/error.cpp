@@ -14,7 +14,7 @@ namespace {
 std::atomic<ThrowError> device_error{nullptr};
 std::atomic<IsError> is_device{nullptr};
 
-// The first error of each device that no one has been told of. Leaked: a worker may end after main().
+// The first unreported error of each device. Leaked: a worker may end after main().
 std::mutex error_mutex;
 auto& errors = *new std::array<std::string, kMaxDevices>;
 

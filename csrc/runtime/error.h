@@ -9,24 +9,24 @@
 
 namespace openreg {
 
-// What queued work threw, with where it was launched; in torch, an AcceleratorError.
+// An error from queued work, with its launch site; in torch, an AcceleratorError.
 struct AsyncError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws the type that torch has for a device's errors; set by the backend, AsyncError until then.
+// Throws torch's type for device errors; set by the backend, AsyncError until then.
 using ThrowError = void (*)(const std::string& message);
 using IsError = bool (*)(const std::exception& error);
 void set_device_error(ThrowError thrower, IsError is_it) noexcept;
 bool is_device_error(const std::exception& error) noexcept;
 [[noreturn]] void throw_device_error(const std::string& message);
 
-// Throws the device's error that no one has been told of, if there is one; `keep` leaves it for the next call that
+// Throws the device's unreported error, if there is one; `keep` leaves it for the next call that
 // waits.
 void throw_kept_error(int device, bool keep = false);
 
 namespace detail {
-// Keeps an error for the next call that waits for the device, if it is the first.
+// Keeps an error for the next call that waits for the device, unless one is already kept.
 void keep_error(int device, const openreg_site& site, const char* what);
 } // namespace detail
 

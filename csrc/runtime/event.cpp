@@ -16,7 +16,7 @@ namespace openreg {
 struct Event::Point {
   explicit Point(Stream stream) : stream(stream), captured(detail::capture_point(stream)) {}
   const Stream stream;
-  const std::shared_ptr<const detail::CapturedPoint> captured; // where it lies in a capture, if it was recorded in one
+  const std::shared_ptr<const detail::CapturedPoint> captured; // its place in a capture, if it was recorded in one
   std::mutex mutex;
   std::condition_variable changed;
   std::atomic<bool> reached{false};
@@ -36,7 +36,7 @@ struct Event::Point {
     if (reached.load(std::memory_order_acquire)) return;
     detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return wait_for(most); });
   }
-  // On a worker, which has no turn and no signals.
+  // On a worker, which holds no turn and handles no signals.
   void wait_unless_dropping() {
     while (!wait_for(detail::kSlice) && !detail::dropping()) {
     }
@@ -45,7 +45,7 @@ struct Event::Point {
 
 Event::Event(int device, bool timed) : device_(device), timed_(timed) {}
 
-// Another thread may record() again at any time, so that a reader keeps the point that it saw.
+// Another thread may record() again at any time, so a reader keeps the point that it saw.
 void Event::record(Stream stream) {
   const HostCall call("openregEventRecord");
   check_usable(stream.device);

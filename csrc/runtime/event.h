@@ -17,7 +17,7 @@ class Event {
   int device() const noexcept { return device_; }
   bool timed() const noexcept { return timed_; }
   virtual void record(Stream stream);
-  virtual void block(Stream stream) const; // work launched on `stream` from now on runs behind the point
+  virtual void block(Stream stream) const; // work launched on `stream` from now on runs after the point
   bool recorded() const noexcept; // in this process
   virtual bool query() const;
   virtual void synchronize() const; // throws as synchronize_stream()
@@ -25,7 +25,7 @@ class Event {
 
  private:
   struct Point;
-  void check_host(const char* what) const; // throws where Note [Capture] forbids the host to ask
+  void check_host(const char* what) const; // throws where Note [Capture] forbids queries from the host
   int device_;
   bool timed_;
   std::shared_ptr<Point> point_; // of the latest record()

@@ -36,7 +36,7 @@ void update_attention() {
   else detail::attention.fetch_and(~detail::kFaultBit);
 }
 
-// Counts one event of this kind; the injection that strikes it, if one does.
+// Counts one event of this kind; returns the injection that strikes it, if any.
 const Injection* strike(Fault fault, int device) {
   if (spared) return nullptr;
   const Injection* found = nullptr;

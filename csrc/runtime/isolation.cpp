@@ -27,7 +27,7 @@ constinit std::uint32_t detail::key_bits = 0;
 
 namespace {
 
-char* range = nullptr; // of all devices' memory, once it is reserved
+char* range = nullptr; // all devices' memory, once it is reserved
 std::size_t range_bytes = 0;
 [[maybe_unused]] int key = -1; // x86's
 
@@ -42,7 +42,7 @@ const bool mode_from_environment = [] {
     return true;
   } else {
 #ifdef __x86_64__
-    key = pkey_alloc(0, PKEY_DISABLE_ACCESS); // fails where the processor or the kernel has none
+    key = pkey_alloc(0, PKEY_DISABLE_ACCESS); // fails if the processor or the kernel has none
     if (key < 0) return true;
     detail::key_bits = 3u << (2 * key);
     mode = Isolation::kKeys;
@@ -60,7 +60,7 @@ std::mutex isolation_mutex;
 int inside = 0; // threads that run work
 thread_local bool this_inside = false;
 
-// What a device has in use. The rest of its range stays closed: the wider a range, the longer mprotect() takes.
+// The part of a device's range that is in use. The rest stays closed, because mprotect() takes longer on a wider range.
 struct Used {
   char* base;
   std::size_t bytes;
@@ -83,7 +83,7 @@ void protect_used(int rights) noexcept {
     if (bytes) protect(base, bytes, rights);
 }
 
-// A child inherits the rights as they are; of the threads that it had, it has one.
+// A child inherits the access rights unchanged, but only one of the threads.
 const bool fork_noticed = [] {
   if (mode != Isolation::kStrict) return true;
   pthread_atfork([] { isolation_mutex.lock(); }, [] { isolation_mutex.unlock(); },
@@ -96,13 +96,13 @@ const bool fork_noticed = [] {
   return true;
 }();
 
-// ---- the fault handler: only what is safe in a signal handler ----
+// ---- the fault handler: only async-signal-safe code ----
 
 struct sigaction previous;
-std::atomic<char*> reported{nullptr}; // the latest address: a handler that returns would see it again for ever
+std::atomic<char*> reported{nullptr}; // the latest address: a handler that returns would see it again forever
 IsHostThread is_host_thread = [] { return gettid() == getpid(); };
 
-// A text of bounded length, made without allocating.
+// Text of bounded length, built without allocating.
 class Text {
  public:
   Text& operator<<(const char* text) {
@@ -114,7 +114,7 @@ class Text {
     return (*this << "0x").digits(reinterpret_cast<std::uintptr_t>(address), 16);
   }
   void print() const {
-    if (write(STDERR_FILENO, text_, size_) < 0) return; // nobody is left to tell
+    if (write(STDERR_FILENO, text_, size_) < 0) return; // nobody is left to report to
   }
 
  private:
@@ -161,14 +161,14 @@ void report(const char* address, const void* context) {
 }
 
 #ifdef __x86_64__
-// Where XSAVE keeps PKRU, the processor's state component 9.
+// Where XSAVE stores PKRU, state component 9 of the processor.
 constexpr std::uint64_t kPkruComponent = std::uint64_t{1} << 9;
 std::uint32_t pkru_offset = 0;
 
-// Lets the interrupted thread touch device memory from now on, by the registers that sigreturn restores.
+// Gives the interrupted thread access to device memory from now on, through the registers that sigreturn restores.
 bool grant(void* context) {
   auto* state = reinterpret_cast<char*>(static_cast<ucontext_t*>(context)->uc_mcontext.fpregs);
-  // The kernel's words about the frame: a magic number, its size, which components it has.
+  // The kernel's description of the frame: a magic number, its size, its components.
   constexpr std::size_t kWords = 464, kHeader = 512;
   constexpr std::uint32_t kMagic = 0x46505853;
   std::uint32_t magic;
@@ -187,10 +187,10 @@ bool grant(void* context) {
 }
 #endif
 
-// Hands the signal to the handler that was there before us.
+// Passes the signal to the previous handler.
 void chain(int signal, siginfo_t* info, void* context) {
   if (previous.sa_flags & SA_SIGINFO) return previous.sa_sigaction(signal, info, context);
-  const bool sent = info->si_code <= 0; // by raise() or kill(), so that it does not come again by itself
+  const bool sent = info->si_code <= 0; // from raise() or kill(), so it does not recur by itself
   if (previous.sa_handler == SIG_IGN && sent) return;
   if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) return previous.sa_handler(signal);
   struct sigaction end{};
@@ -240,7 +240,8 @@ void isolate(void* base, std::size_t bytes) noexcept {
 #endif
   if (mode == Isolation::kStrict) {
     protect(range, bytes, PROT_NONE);
-    // No core dump needs it; and what differs in this the kernel does not join on closing, to split it on opening.
+    // Core dumps do not need it, and the kernel does not merge mappings that differ in this flag on closing, only to
+    // split them on opening.
     madvise(base, bytes, MADV_DONTDUMP);
   }
   struct sigaction ours{};
@@ -271,7 +272,7 @@ bool remap(void* pages, std::size_t bytes, int file) noexcept {
   return true;
 }
 
-// One system call for all of the range: it costs what the pages in use cost, since the kernel skips the others.
+// One system call for the entire range: its cost depends on the pages in use, because the kernel skips the others.
 bool detail::open_strict() noexcept {
   if (this_inside) return false;
   std::lock_guard lock(isolation_mutex);

@@ -1,4 +1,4 @@
-// Isolation: device memory that the host touches by mistake is an error, not silent success.
+// Isolation: if the host touches device memory by mistake, that is an error instead of a silent success.
 #pragma once
 
 #include <cstddef>
@@ -7,35 +7,34 @@
 namespace openreg {
 
 // Note [Isolation]
-// The host has no rights to device memory; launch() and run() open it for the work that they run.
+// The host has no access to device memory; launch() and run() open it for the work that they run.
 // keys: the memory has a protection key of the processor, and a thread opens it for itself by changing a
 //   register, in tens of nanoseconds.
 // strict: mprotect() opens it for all threads while any of them runs work, in microseconds.
-// A touch from outside ends the process with a message that names the memory and the remedy, after which the
-// signal handler that was there before has its turn. OPENREG_ISOLATION: "off" (the default), "auto" (keys, where the
-// processor has them, else off) or "strict".
+// Any other access ends the process with a message that names the memory and the remedy; then the previous signal
+// handler runs. OPENREG_ISOLATION: "off" (the default), "auto" (keys if the processor has them, else off) or "strict".
 enum class Isolation { kOff, kStrict, kKeys };
 Isolation isolation() noexcept;
 
-// Isolates the range of all devices' memory, when it is reserved.
+// Isolates the range of all devices' memory. Called when it is reserved.
 void isolate(void* base, std::size_t bytes) noexcept;
-// The first `bytes` of a device's memory, and no more, may be in use from now on.
+// From now on, only the first `bytes` of a device's memory may be in use.
 void isolate_used(int device, void* base, std::size_t bytes) noexcept;
 
-// Maps a file over pages of device memory, or fresh private memory where `file` is -1, isolated as they were. False,
-// with errno, where the operating system refuses.
+// Maps a file over pages of device memory, or fresh private memory if `file` is -1, with the same isolation. Returns
+// false, with errno set, if the operating system refuses.
 bool remap(void* pages, std::size_t bytes, int file) noexcept;
 
-// Whether the calling thread may be host code, asked in a signal handler. With keys, a thread which is not (a worker
-// of OpenMP or MKL that is older than the launch it works for) gets its rights when it first needs them.
+// Whether the calling thread may be host code; called in a signal handler. With keys, a thread that is not (an OpenMP
+// or MKL worker that is older than the launch it works for) gets access when it first needs it.
 using IsHostThread = bool (*)();
 void set_host_thread(IsHostThread is_host) noexcept;
 
 namespace detail {
 
-extern std::uint32_t key_bits; // of the key in PKRU, which deny its memory; 0 without keys
+extern std::uint32_t key_bits; // the key's bits in PKRU that deny access to its memory; 0 without keys
 
-// True if the calling thread had no rights to device memory before.
+// True if the calling thread had no access to device memory before.
 bool open_strict() noexcept;
 void close_strict() noexcept;
 
@@ -67,7 +66,7 @@ inline void close() noexcept {
 }
 #endif
 
-// While one lives, the calling thread may touch device memory. They nest.
+// While it lives, the calling thread may touch device memory. Nests.
 class Access {
  public:
   Access() noexcept : Access(isolation() != Isolation::kOff) {}

@@ -29,18 +29,18 @@
 
 // Note [Pages, runs and classes]
 // A device's address range is cut into 64 KiB pages. An allocation of more than 32 KiB is a run of
-// pages; free runs are kept by address (to join neighbours) and taken best fit. A smaller one is a
-// block of one of 32 size classes (four to each power of two); a page serves one class. What a page
-// holds stands in `pages_`, outside device memory, so that the allocator itself never touches it, and
-// what is known of a block in `notes_`. A bit of `starts_` is set for each page that a run or a page of
-// blocks in use starts at: the nearest one before an address leads to the block that holds it.
+// pages; free runs are kept by address (to merge neighbors) and chosen by best fit. A smaller one is a block of one of
+// 32 size classes (four per power of two); a page serves one class. `pages_` describes the pages, outside device
+// memory, so the allocator itself never touches device memory, and `notes_` describes the blocks. A bit of `starts_` is
+// set for each page at which a run in use or a page of blocks starts: the nearest one before an address leads to the
+// block that contains it.
 namespace openreg {
 namespace {
 
 constexpr std::size_t kPage = kMemoryPage;
 constexpr std::size_t kHugePage = 2 << 20; // the processor's
 constexpr std::size_t kSmall = kPage / 2;
-constexpr std::size_t kGrain = 64; // what addresses and the smallest class are multiples of
+constexpr std::size_t kGrain = 64; // addresses and the smallest class are multiples of this
 constexpr int kClasses = 32;
 
 // Sizes 64, 128, 192, 256, 320, 384, 448, 512, 640, …: multiples of 64, then four to an octave.
@@ -70,7 +70,7 @@ void tell(MemoryAction action, const void* pointer, std::size_t bytes, Stream st
     watcher(action, pointer, bytes, stream);
 }
 
-// Zeros, which take memory when they are first written to; null where there are no addresses left.
+// Zeros, which take up memory only when they are first written to; null if no addresses are left.
 void* reserve_addresses(std::size_t bytes) {
   void* range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return range == MAP_FAILED ? nullptr : range;
@@ -78,7 +78,7 @@ void* reserve_addresses(std::size_t bytes) {
 
 class Pool {
  public:
-  // False where the operating system has no addresses for the tables, of which only what is used costs memory.
+  // False if the operating system has no addresses for the tables. Only their used parts cost memory.
   bool reserve(int device, char* base, std::size_t bytes) {
     device_ = device;
     base_ = base;
@@ -96,11 +96,11 @@ class Pool {
     if (pool != PoolId{}) [[unlikely]]
       stream = owner_of(stream, pool);
     if (fails) fail(bytes, "This was injected: see torch.openreg.faults.");
-    // Refused before any rounding can overflow.
+    // Rejected before any rounding can overflow.
     if (bytes > device_memory()) fail(bytes);
     if (!waiting_.empty()) [[unlikely]]
       free_waiting();
-    // Running work comes before what its stream has queued, which may still use what the stream's free blocks hold.
+    // Running work comes before its stream's queued work, which may still use the stream's free blocks.
     const bool ahead = bytes && detail::held_turn && !is_private(stream) && !stream_idle({device_, stream});
     if (bytes <= kSmall && !ahead) [[likely]] {
       const int index = class_of(bytes);
@@ -188,7 +188,7 @@ class Pool {
   std::vector<MemorySegment> snapshot() {
     std::lock_guard lock(mutex_);
     std::map<std::size_t, std::size_t> unused = free_;
-    std::map<std::size_t, std::int64_t> owners; // of cached runs, by first page: what is left of one may not say it
+    std::map<std::size_t, std::int64_t> owners; // of cached runs, by first page: the rest of a run may not say it
     for (const auto& [owner, runs] : cached_) {
       unused.insert(runs.begin(), runs.end());
       for (const auto& [page, length] : runs) owners[page] = owner;
@@ -198,7 +198,7 @@ class Pool {
       const char* start = base_ + page * kPage;
       if (const auto run = unused.find(page); run != unused.end()) {
         const std::size_t end = page + std::min(run->second, high_water_ - page);
-        while (page < end) { // what has been returned is no segment
+        while (page < end) { // returned memory is not a segment
           const std::size_t first = page;
           const bool returned = pages_[page].kind == kReturned;
           while (page < end && (pages_[page].kind == kReturned) == returned) ++page;
@@ -228,7 +228,7 @@ class Pool {
     return out;
   }
 
-  // Fills what find_owner() gives.
+  // Fills in the result of find_owner().
   void find(const char* address, MemoryOwner& owner) noexcept {
     std::unique_lock lock(mutex_, std::try_to_lock);
     owner.busy = !lock;
@@ -318,7 +318,7 @@ class Pool {
   struct Page {
     int kind;            // 1 + a size class, kRun for the first page of a run, or kReturned: free, and without memory
     std::uint32_t count; // pages in the run, or blocks of the page in use
-    std::int64_t owner;  // whose it is, or was: a stream, or a private pool's part for one
+    std::int64_t owner;  // the present or last owner: a stream, or a private pool's part for one
   };
   using Blocks = std::array<std::vector<char*>, kClasses>;
   using Runs = std::map<std::size_t, std::size_t>; // first page -> pages
@@ -348,7 +348,8 @@ class Pool {
 
   // ---- private pools ----
 
-  // Of a pool, what one stream allocates. Its number, kStreams and more, owns pages and blocks as a stream's does.
+  // The part of a pool that one stream allocates. Its number, from kStreams on, owns pages and blocks like a stream's
+  // number.
   struct Private {
     PoolId pool;
     std::int64_t stream;
@@ -363,8 +364,8 @@ class Pool {
   std::int64_t stream_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).stream : owner; }
   PoolId pool_of(std::int64_t owner) { return is_private(owner) ? private_of(owner).pool : PoolId{}; }
 
-  // Whether what an owner has freed may go to others. A private pool's memory may be in use on any stream, since a
-  // graph replays on any.
+  // Whether memory that an owner has freed may go to others. A private pool's memory may be in use on any stream, since
+  // a graph can replay on any.
   bool idle(std::int64_t owner) {
     if (!is_private(owner)) return stream_idle({device_, owner});
     return !users_.contains(private_of(owner).pool) && all_idle();
@@ -401,7 +402,7 @@ class Pool {
     }
   }
 
-  // Numbers of pools that are gone, with all of their memory, are free for others.
+  // The numbers of pools that are gone, with all of their memory, can be reused.
   void forget_private() {
     for (std::size_t i = 0; i < private_.size(); ++i) {
       Private& each = private_[i];
@@ -425,7 +426,7 @@ class Pool {
   void give_back(char* pointer) {
     const std::size_t page = page_of(pointer);
     auto& [kind, count, owner] = pages_[page];
-    bool own = false; // of the work that is running, which has queued nothing since
+    bool own = false; // belongs to the running work, which has queued nothing since
     if (!ahead_.empty()) [[unlikely]]
       if (const auto made = ahead_.extract(pointer))
         own = detail::held_turn && made.mapped() == std::pair(detail::held_turn, detail::held_turn->taken);
@@ -457,7 +458,7 @@ class Pool {
     });
   }
 
-  // Gives the free memory of idle streams to all: cached runs, and pages whose blocks are all free.
+  // Makes the free memory of idle streams available to all: cached runs, and pages whose blocks are all free.
   void reclaim() {
     std::erase_if(cached_, [&](const auto& each) {
       if (!idle(each.first)) return false;
@@ -500,8 +501,8 @@ class Pool {
     }
   }
 
-  // A segment of so many pages comes into use or goes out of it. All that is not small blocks' counts as the large
-  // pool's reserve, free memory too: it can become either.
+  // A segment of this many pages comes into use or goes out of use. Everything except small blocks counts as reserved
+  // by the large pool. That includes free memory, which can become either.
   void count_segments(MemoryStats::Pool pool, std::size_t pages, bool more) {
     for (const auto each : {pool, MemoryStats::kAll})
       more ? stats_.segments[each].add(1) : stats_.segments[each].remove(1);
@@ -542,7 +543,7 @@ class Pool {
         advice);
   }
 
-  // The first page of `length` pages of the smallest of `runs` that has as many, taken; or kNone.
+  // Takes `length` pages from the smallest of `runs` that has enough; returns the first page, or kNone.
   std::size_t take_from(Runs& runs, std::size_t length) {
     auto best = runs.end();
     for (auto run = runs.begin(); run != runs.end(); ++run)
@@ -557,8 +558,8 @@ class Pool {
     return page;
   }
 
-  // The first page of `length` free pages for a stream, taken, for `size` bytes of which `bytes` are asked for; `ahead`
-  // of what it has queued. count_segments() comes after.
+  // Takes `length` free pages for a stream, for `size` bytes of which `bytes` are requested, and returns the first
+  // page; `ahead`: for use before its queued work. The caller then calls count_segments().
   std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
       bool captured, std::unique_lock<Mutex>& lock) {
     std::size_t page = kNone;
@@ -575,10 +576,10 @@ class Pool {
     if (page == kNone) {
       free_waiting();
       reclaim();
-      // Work that runs cannot well wait for other work, and goes beyond the limit while that work holds the rest.
+      // Running work should not wait for other work, so it may exceed the limit while that work holds the rest.
       if (fits() || detail::held_turn) take();
     }
-    // Where it does not fit and nothing waits, the rest is free blocks on pages with others.
+    // If it does not fit and nothing waits, the rest is free blocks on pages shared with others.
     if (page == kNone && !ahead && waiting_.empty() && cached_.empty()) take();
     if (page == kNone && !ahead && !captured) { // what queued work still uses
       ++stats_.retries;
@@ -598,7 +599,7 @@ class Pool {
     if (page + length > high_water_) {
       ++stats_.extensions;
       high_water_ = page + length;
-      if (high_water_ * kPage > limit_) return_free(); // there are holes, which need not be kept
+      if (high_water_ * kPage > limit_) return_free(); // there are holes, which we need not keep
       isolate_used(device_, base_, (high_water_ * kPage + kHugePage - 1) / kHugePage * kHugePage);
     }
     return page;
@@ -617,7 +618,7 @@ class Pool {
     }
   }
 
-  // Pages are in use again, or beyond the high water; whether any had been returned.
+  // Marks pages as in use again, or beyond the high-water mark; returns whether any had been returned.
   bool forget_returned(std::size_t page, std::size_t end) {
     const std::size_t before = returned_;
     for (; page < end; ++page)
@@ -666,8 +667,9 @@ class Pool {
   std::vector<Private> private_;
   std::map<PoolId, Users> users_; // of private pools
   std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()
-  std::unordered_map<char*, std::pair<detail::TurnState*, std::uint64_t>> ahead_; // made so, and in which turn
-  std::vector<Waiting> waiting_;                   // freed, and used by recorded streams
+  // Memory that running work has allocated, and the turn in which it did.
+  std::unordered_map<char*, std::pair<detail::TurnState*, std::uint64_t>> ahead_;
+  std::vector<Waiting> waiting_; // freed, and used by recorded streams
   std::size_t limit_ = device_memory();
   MemoryStats stats_{};
 };
@@ -675,11 +677,11 @@ class Pool {
 struct Memory;
 Memory& memory();
 
-// Every device's range, one after the other, so that an address tells its device by a division.
+// Every device's range, one after the other, so that a division of the address gives the device.
 struct Memory {
   Memory() {
     const auto count = static_cast<std::size_t>(device_count());
-    // Twice the capacity: fragmentation must not end what the capacity allows.
+    // Twice the capacity, so that fragmentation does not reduce the usable capacity.
     stride = (2 * device_memory() + (1u << 30)) / kHugePage * kHugePage;
     if (!count) return;
     void* range = reserve_addresses(stride * count);
@@ -692,7 +694,7 @@ struct Memory {
       if (!all[i].reserve(static_cast<int>(i), base + i * stride, stride)) return;
     isolate(base, size);
     pools = all;
-    // A child inherits the pools as they are, so that no other thread may hold one at that time.
+    // A child inherits the pools in their present state, so no other thread may hold one during fork().
     pthread_atfork(
         [] { memory().each(&Pool::lock); }, [] { memory().each(&Pool::unlock); }, [] { memory().each(&Pool::unlock); });
   }
@@ -716,7 +718,7 @@ namespace {
 std::atomic<unsigned long long> pools_made{0};
 thread_local std::array<PoolId, kMaxDevices> thread_pools{};
 
-// The private pool that an allocation comes from. Asked only while there is a capture, or a thread uses one.
+// The private pool that an allocation comes from. Called only during a capture, or while a thread uses one.
 PoolId pool_for(Stream stream) {
   if (const PoolId captured = detail::capture_pool(stream); captured != PoolId{}) return captured;
   return thread_pools[static_cast<std::size_t>(stream.device)];
@@ -778,7 +780,7 @@ void* allocate(Stream stream, std::size_t bytes) {
       if (detail::captures(stream)) {
         detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
       } else if (detail::held_turn ||
-          stream_idle(stream)) { // work that is running allocates for itself: behind it is too late
+          stream_idle(stream)) { // running work allocates for itself: after it would be too late
         const detail::Access access;
         fill();
       } else detail::queue(stream, fill, Site("fill"));

@@ -27,10 +27,10 @@ namespace {
 // Leaked: a worker may end after main().
 std::mutex profile_mutex;
 auto& log = *new std::vector<Activity>;
-std::atomic<std::uint64_t> session{0}; // counts profiles, so that nothing of one gets into the next
+std::atomic<std::uint64_t> session{0}; // counts profiles, so that no record of one gets into the next
 std::atomic<std::uint32_t> launches{0};
 
-// What a thread is in.
+// The operator and ranges that a thread is in.
 struct Scopes {
   std::uint64_t session = 0;
   std::vector<std::uint64_t> operators;
@@ -71,10 +71,10 @@ void keep(std::uint64_t of, Activity activity) {
 
 } // namespace
 
-// Work whose end is not logged yet.
+// Work whose end has not been logged yet.
 struct detail::Running {
   std::uint64_t session;
-  std::int64_t called; // when the host began to launch it
+  std::int64_t called; // when the host started the launch
   Activity work;
 };
 
@@ -91,7 +91,7 @@ detail::Running* describe(Stream stream, const openreg_site& site) noexcept try 
   return nullptr;
 }
 
-// The host's part of a launch is over.
+// The host's part of a launch is done.
 void keep_call(const detail::Running& running) {
   Activity call = running.work;
   call.name = call.kind == Site::kCopy ? "openregMemcpyAsync" : "openregLaunchKernel";
@@ -124,7 +124,7 @@ detail::Task detail::profiled(Stream stream, const openreg_site& site, Task task
   if (!profiling()) return task;
   std::shared_ptr<Running> running(describe(stream, site));
   if (!running) return task;
-  if (running->work.kind != Site::kWait) keep_call(*running); // openregStreamWaitEvent is logged already
+  if (running->work.kind != Site::kWait) keep_call(*running); // openregStreamWaitEvent has already been logged
   return [running, task = std::move(task)]() mutable {
     struct Scope {
       Running& running;

@@ -1,4 +1,4 @@
-// What ran on the devices and when, and what the host called meanwhile: the log that a profiler reads.
+// The log that a profiler reads: what ran on the devices and when, and what the host called meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,17 @@ namespace openreg {
 
 // Note [Profile]
 // While a profile is on, launch(), run() and enqueue() log what they run, each time twice: as the work on its stream,
-// and as the host's call that launched it. The two share a number. Both carry what the launching thread was in: an
-// operator and ranges, which it declares with push_operator() and push_range(). Work that another
-// work launches on its own thread is part of that one. Off, it costs one bit of detail::attention.
+// and as the host's call that launched it. The two share a number. Both record the operator and ranges that the
+// launching thread was in, which it declares with push_operator() and push_range(). Work that other work launches on
+// its own thread is part of the outer work. When off, profiling costs one bit of detail::attention.
 
-// A span of the host's program that a profiler wants to see on the device as well; either of the two is set.
+// A span of the host's program that a profiler also shows on the device; either of the two is set.
 struct Range {
   std::uint64_t id;                        // the profiler's number for it
   std::shared_ptr<const std::string> name;
 };
 
-// Times are nanoseconds since 1970, as those of torch's profiler.
+// Times are nanoseconds since 1970, as in torch's profiler.
 struct Activity {
   enum On { kStream, kHost, kRange }; // kRange: of all threads; see keep_range()
   On on;
@@ -31,19 +31,19 @@ struct Activity {
   std::string name;
   Stream stream;
   std::int64_t begin, end;
-  std::uint32_t launch;      // shared by the work and the host's call; 0 where nothing was launched
+  std::uint32_t launch;      // shared by the work and the host's call; 0 if nothing was launched
   std::uint64_t operation;   // the operator that the host's thread was in, 0 for none
-  std::vector<Range> ranges; // that it was in, the outermost first
+  std::vector<Range> ranges; // the ranges that it was in, the outermost first
   std::size_t bytes;         // of a copy
-  int thread;                // the host's, by the operating system's number
+  int thread;                // the host thread's id from the operating system
 };
 
 // Starts a profile, or restarts it with an empty log.
 void start_profile();
-// Waits for what has been queued and ends the profile. In the order in which they ended.
+// Waits for queued work and ends the profile. Returns the records in the order in which they ended.
 std::vector<Activity> stop_profile();
 
-// What the calling thread is in; ignored while no profile is on, as is a pop without its push.
+// The operator or range that the calling thread is in. Ignored while no profile is on, as is a pop without its push.
 void push_operator(std::uint64_t id);
 void pop_operator();
 void push_range(Range range);
@@ -59,12 +59,12 @@ namespace detail {
 inline bool profiling() noexcept {
   return attention.load(std::memory_order_relaxed) & kProfileBit;
 }
-// `task`, logged if a profile is on.
+// `task`, which logs itself if a profile is on.
 Task profiled(Stream stream, const openreg_site& site, Task task);
 std::int64_t begin_call() noexcept;
 void end_call(const char* name, std::int64_t begin) noexcept;
 
-// While one lives, the profile counts the time as that of work on the stream.
+// While it lives, the profile counts the time as work on the stream.
 struct Running;
 Running* begin_work(Stream stream, const openreg_site& site) noexcept;
 void end_work(Running* work) noexcept;
@@ -84,7 +84,7 @@ class Profiled {
 };
 } // namespace detail
 
-// Logs the host's call of a function that launches no work.
+// Logs a host call that launches no work.
 class HostCall {
  public:
   explicit HostCall(const char* name) noexcept : name_(name), begin_(detail::profiling() ? detail::begin_call() : 0) {}

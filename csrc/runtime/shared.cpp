@@ -31,7 +31,7 @@ std::size_t whole_pages(std::size_t bytes) {
   return (bytes + kMemoryPage - 1) / kMemoryPage * kMemoryPage;
 }
 
-// As synchronize_device(), but what the work threw stays for the caller's next synchronization, and signals wait.
+// Like synchronize_device(), but keeps the work's errors for the caller's next synchronization, and defers signals.
 void wait(int device) noexcept {
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) {
     const Ticket all = ticket({device, id});
@@ -59,7 +59,7 @@ Shared* map_file(Stream stream, std::size_t bytes, int file) {
   std::unique_ptr<Shared> shared(new Shared{nullptr, bytes, file, stream.device});
   try {
     shared->pointer = allocate(stream, bytes);
-    synchronize_device(stream.device); // poison is queued behind the stream's work
+    synchronize_device(stream.device); // poison is queued after the stream's work
   } catch (...) {
     close(file);
     deallocate(shared->pointer);
@@ -101,7 +101,7 @@ Shared* open_shared(Stream stream, std::size_t bytes, int file) {
 }
 
 void close_shared(Shared* shared) noexcept {
-  if (!forked()) { // a child made by fork() cannot use the device, nor free its memory
+  if (!forked()) { // a child created by fork() can neither use the device nor free its memory
     wait(shared->device);
     if (!remap(shared->pointer, shared->bytes, -1)) {
       std::fprintf(stderr, "openreg: cannot unmap shared device memory: %s\n", std::strerror(errno));

@@ -1,4 +1,4 @@
-// Device memory that several processes see, as CUDA's IPC handles give it.
+// Device memory shared by several processes, like CUDA's IPC memory handles.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,9 @@
 namespace openreg {
 
 // Note [Shared memory]
-// Shared memory is pages of a device like any other, with a memory file mapped over them. Another process that is
-// given the file maps it over pages of its own device. So an address still tells its device, the limit counts, and
-// isolation holds. The pages become private again before they go back to the pool.
+// Shared memory consists of ordinary device pages with a memory file mapped over them. Another process that gets the
+// file maps it over pages of its own device. So an address still identifies its device, and the memory limit and
+// isolation still apply. The pages become private again before they return to the pool.
 struct Shared {
   void* pointer;
   std::size_t bytes; // whole pages
@@ -21,11 +21,11 @@ struct Shared {
 // At least `bytes` of new memory, zeros. Throws OutOfMemory.
 Shared* new_shared(Stream stream, std::size_t bytes);
 
-// Makes memory of allocate(), of more than half a page and so with pages of its own, shared where it is. Call it in the
-// order of the stream that writes to the memory. Throws OutOfMemory; nothing has changed then.
+// Shares memory from allocate() in place. It must be more than half a page, so that it has its own pages. Call this in
+// the order of the stream that writes to the memory. Throws OutOfMemory, with nothing changed.
 Shared* share_pages(void* pages, std::size_t bytes, int device);
 
-// The memory of another process, of as many bytes as its new_shared() was asked for; keeps a duplicate of `file`.
+// Another process's memory, with as many bytes as were passed to its new_shared(); keeps a duplicate of `file`.
 Shared* open_shared(Stream stream, std::size_t bytes, int file);
 
 // Waits for the device, whose work may still use the memory.

@@ -27,17 +27,17 @@ namespace openreg {
 namespace {
 
 using Generation = std::uint32_t;
-constexpr Generation kEventSlots = 256; // points on their way at once, of all processes
+constexpr Generation kEventSlots = 256; // points in flight at once, over all processes
 
 struct EventSlot {
   std::atomic<Generation> reached;
-  std::atomic<int> process; // that recorded the generation which comes next
+  std::atomic<int> process; // that recorded the next generation
 };
 struct EventPage {
   std::atomic<Generation> taken, latest;
   EventSlot slots[kEventSlots];
 };
-static_assert(std::atomic<Generation>::is_always_lock_free); // or processes would not share it
+static_assert(std::atomic<Generation>::is_always_lock_free); // otherwise processes would not share it
 
 struct EventHandle {
   char magic[8];
@@ -53,7 +53,7 @@ bool is_at_least(Generation a, Generation b) {
   return static_cast<std::int32_t>(a - b) >= 0;
 }
 
-// Neither ended nor a zombie.
+// Whether it has neither ended nor become a zombie.
 bool is_running(int process) {
   std::string stat;
   std::getline(std::ifstream("/proc/" + std::to_string(process) + "/stat"), stat);
@@ -93,7 +93,7 @@ struct SharedEvent::File {
     slot(point).reached.store(point, std::memory_order_release);
     syscall(SYS_futex, &slot(point).reached, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
-  // Whether the point was reached within `most`; may return before. Throws where it never will be.
+  // Whether the point was reached within `most`; may return early. Throws if it never will be.
   bool wait_for(Generation point, std::chrono::nanoseconds most) const {
     auto& word = slot(point).reached;
     const Generation seen = word.load(std::memory_order_acquire);
@@ -208,7 +208,7 @@ void SharedEvent::block(Stream stream) const {
   const Generation point = file_->page->latest.load();
   if (file_->reached(point)) return;
   const Site site("wait for an event", Site::kWait);
-  const auto wait = [file = file_, point] { // on a worker, which has no turn and no signals
+  const auto wait = [file = file_, point] { // on a worker, which holds no turn and handles no signals
     while (!file->wait_for(point, detail::kSlice) && !detail::dropping()) {
     }
   };

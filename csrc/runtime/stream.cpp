@@ -33,7 +33,7 @@ namespace {
 thread_local std::array<std::int64_t, kMaxDevices> current_ids{};
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
 
-// One counter a thread, added up by launch_count(); a shared one would cost an atomic a launch.
+// One counter per thread, summed by launch_count(); a shared counter would cost an atomic operation per launch.
 struct LaunchCounter {
   LaunchCounter();
   ~LaunchCounter();
@@ -60,16 +60,16 @@ LaunchCounter::~LaunchCounter() {
 }
 
 // Note [Workers]
-// A stream gets a thread when work is first queued on it. The thread waits for more work by polling
-// for kSpin, because waking a sleeping thread costs its waker tens of microseconds, then asleep, and
-// ends after kLinger, so that ten thousand streams leave no threads behind.
+// A stream gets a thread when work is first queued on it. The thread waits for more work: first it polls for kSpin,
+// because waking a sleeping thread costs its waker tens of microseconds; then it sleeps. It ends after kLinger, so ten
+// thousand streams leave no threads behind.
 constexpr auto kSpin = std::chrono::microseconds(20);
 constexpr auto kLinger = std::chrono::seconds(2);
 
 std::atomic<bool> drops{false}; // see detail::dropping()
 
 class Queue;
-thread_local const Queue* worked_on = nullptr; // the queue whose work this thread, a worker, runs
+thread_local const Queue* worked_on = nullptr; // the queue that this thread, a worker, serves
 
 class Queue {
  public:
@@ -161,7 +161,7 @@ class Queue {
     done_.notify_all();
   }
 
-  // Waits for a task; false when none came for kLinger.
+  // Waits for a task; false if none came within kLinger.
   bool await(std::unique_lock<std::mutex>& lock) {
     const auto number = submitted_.load(std::memory_order_relaxed);
     lock.unlock();
@@ -183,7 +183,7 @@ class Queue {
   bool running_ = false, asleep_ = false, stopping_ = false;
 };
 
-// Queues by stream, made when first needed and never destroyed: a thread may use one after main().
+// Queues by stream, created on first use and never destroyed: a thread may use one after main().
 std::array<std::atomic<Queue*>, kMaxDevices * kStreams> queues{};
 
 std::atomic<Queue*>& slot(Stream stream) {
@@ -342,7 +342,7 @@ namespace {
 
 enum class Place { kHere, kQueue, kNowhere };
 
-// Where work goes that may not simply run here; waits first where the mode is sync.
+// Handles work that may not simply run here; in sync mode, waits first.
 Place place(Stream stream, const openreg_site& site) {
   check_not_forked();
   if ((detail::attention.load() & detail::kFaultBit) && detail::kernel_fails(stream, site)) return Place::kNowhere;
@@ -351,7 +351,7 @@ Place place(Stream stream, const openreg_site& site) {
   return stream_idle(stream) ? Place::kHere : Place::kQueue;
 }
 
-// Counts a launch; what it must attend to.
+// Counts a launch; returns what it must take care of.
 std::uint32_t begin_launch(Stream stream) {
   check_stream(stream);
   ++launched.value;
@@ -362,7 +362,7 @@ bool is_plain(std::uint32_t attention) {
   return (attention & ~detail::kNoWait) == 0;
 }
 
-// On its caller's thread, in its stream's turn, with access to device memory, and in the profile.
+// Runs work on its caller's thread, in its stream's turn, with access to device memory, and logs it in a profile.
 void run_here(
     Stream stream, const openreg_site& site, std::uint32_t attention, const openreg_work& work, void* context) {
   const detail::Turn turn(detail::turn_of(stream.device, stream.id));
@@ -429,9 +429,9 @@ void detail::run(Stream stream, const openreg_site& site, const openreg_work& wo
               : site.function ? site.function
                               : "work",
           "the host needs its result now. Move it out of the capture.");
-    if (attention & kCaptureBit) capture(stream, site, work, context); // throws where the mode of a capture forbids it
+    if (attention & kCaptureBit) capture(stream, site, work, context); // throws if the capture's mode forbids it
     finish_stream(stream);
-    // The work still runs, since its caller wants a result; the error says not to use it.
+    // The work still runs, because its caller needs a result; the error says not to use it.
     if (detail::attention.load() & kFaultBit) {
       kernel_fails(stream, site);
       wait_for_queued(stream); // an injected latency
@@ -442,7 +442,7 @@ void detail::run(Stream stream, const openreg_site& site, const openreg_work& wo
 
 void detail::queue(Stream stream, Task task, const openreg_site& site) {
   if (held_turn)
-    ++held_turn->taken; // what is queued may use memory that the running work has made: see Pool::give_back
+    ++held_turn->taken; // queued work may use memory that the running work has allocated: see Pool::give_back
   if (profiling()) task = profiled(stream, site, std::move(task));
   queue_of(stream).push(std::move(task), site, /*kernel=*/true);
 }

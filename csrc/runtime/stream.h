@@ -1,4 +1,4 @@
-// Streams: which is current, what is queued on one, and what openreg/launch.h does with work.
+// Streams: which is current, their queued work, and the implementation of openreg/launch.h.
 #pragma once
 
 #include <cstdint>
@@ -10,32 +10,32 @@ namespace openreg {
 
 // Makes `stream` current on its device for the calling thread and returns the previous one.
 Stream exchange_stream(Stream stream) noexcept;
-// A stream of the device's pool; a lower priority number is more urgent, as CUDA's.
+// A stream of the device's pool; as in CUDA, a lower priority number is more urgent.
 Stream new_stream(int device, int priority) noexcept;
 int stream_priority(Stream stream) noexcept;
-// Whether new_stream(), or the default stream, can have given this.
+// Whether this is the default stream or may come from new_stream().
 bool is_stream(Stream stream) noexcept;
-// Throws std::invalid_argument for another.
+// Throws std::invalid_argument if not.
 void check_stream(Stream stream);
 
 // Note [Launch mode]
-// Work on a stream runs in the stream's order; the mode says where.
-// inline: on the calling thread, at once, while the stream is idle. When it has queued work (a
+// Work on a stream runs in submission order; the mode says where.
+// inline: on the calling thread, immediately, while the stream is idle. If it has queued work (a
 //   sleep, a large non_blocking copy, a wait for an event), launch() queues behind it, and run(),
 //   whose work uses the caller's stack, first waits for it.
-// async: launch() always queues, for the stream's worker thread, and the host runs ahead. What the
-//   work throws is kept, and thrown by the next call that waits for the device.
+// async: launch() always queues the work for the stream's worker thread, and the host runs ahead. An exception from the
+// work is kept, and the next call that waits for the device throws it.
 // sync: inline, and nothing is ever left queued: an error appears at its line.
 enum class LaunchMode { kInline, kAsync, kSync };
 LaunchMode launch_mode() noexcept;
 void set_launch_mode(LaunchMode mode) noexcept;
 
-// These wait, then throw the first AsyncError of the device since the last time.
+// These wait, then throw the device's first AsyncError since the last such call.
 void synchronize_stream(Stream stream);
 void synchronize_device(int device);
 bool stream_idle(Stream stream) noexcept;
 
-// How much of a stream's work had been queued at some time; done() tells whether that has run.
+// How much of a stream's work had been queued at some point; done() says whether all of that has run.
 struct Ticket {
   Stream stream;
   std::uint64_t number;
@@ -43,7 +43,7 @@ struct Ticket {
 Ticket ticket(Stream stream) noexcept;
 bool done(const Ticket& ticket) noexcept;
 
-// Keeps a stream busy, a cycle being a nanosecond.
+// Keeps a stream busy; a cycle is a nanosecond.
 void sleep_on(Stream stream, std::int64_t cycles);
 
 // Kernels launched by the calling process so far.
@@ -54,26 +54,26 @@ void stop_workers() noexcept;
 
 namespace detail {
 Stream thread_stream(int device) noexcept;
-// launch(), enqueue() and run() of openreg/launch.h, which throw what goes wrong.
+// launch(), enqueue() and run() of openreg/launch.h, which throw on errors.
 void launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void run(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
-// launch() for a graph: a capture of it is a node, and what a profile and injected faults see is its nodes.
+// launch() for a graph: a capture records it as one node; profiles and injected faults see the graph's nodes.
 void launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
-// What launch() queues, told that it has to.
+// The queueing half of launch().
 void queue(Stream stream, Task task, const openreg_site& site);
-// Queues what touches no device memory: a wait, a sleep.
+// Queues work that touches no device memory: a wait, a sleep.
 void queue_wait(Stream stream, Task task, const openreg_site& site);
 
-// synchronize_stream() for the runtime itself, which Note [Capture] does not concern.
+// synchronize_stream() for the runtime itself, to which Note [Capture] does not apply.
 void finish_stream(Stream stream);
-// For what a stream has been given, or all of them, throwing none of its errors.
+// Waits for the work given to a stream, or to all streams, without throwing its errors.
 void wait_for_queued(Stream stream);
 void wait_for_queued(Interrupt interrupt);
 // Whether any stream has ever had queued work.
 bool any_queue() noexcept;
-// Ends the workers without what is queued: a kernel that has begun ends, the others leave the error that they did not
-// run, sleeps and waits, which ask dropping(), are cut short.
+// Ends the workers and drops queued work: a kernel that has begun finishes, the others leave an error that says they
+// did not run, and sleeps and waits, which check dropping(), are cut short.
 void drop_queued() noexcept;
 bool dropping() noexcept;
 } // namespace detail

@@ -1,4 +1,4 @@
-// What several threads run on one stream takes turns.
+// Work that several threads run on one stream takes turns.
 #pragma once
 
 #include <cstdint>
@@ -8,20 +8,20 @@
 namespace openreg {
 
 // Note [Turns]
-// Two threads may use one stream, and what they run on it must run one after the other, as on hardware: an update in
-// place by either is whole. So work takes its stream's turn while it runs, on its caller's thread or on a worker. Work
-// inside work runs in the turn of the outer one alone, on whatever stream it is, and a thread that waits for other work
-// gives its turn up meanwhile (wait.h): none ever waits for what needs the turn that it has. A kernel must not take a
-// lock that others hold while they launch.
+// Two threads may use one stream, and their work must run one after the other, as on hardware: an in-place update by
+// either is never split. So work takes its stream's turn while it runs, on its caller's thread or on a worker. Nested
+// work runs in the outer work's turn only, whatever its own stream, and a thread that waits for other work gives up its
+// turn meanwhile (wait.h). No thread waits for work that needs the turn it holds. A kernel must not take a lock that
+// others hold while they launch.
 
 namespace detail {
 
 struct alignas(64) TurnState {
   Mutex mutex;
-  std::uint64_t taken = 0; // how often, by whoever has it; see also detail::queue()
+  std::uint64_t taken = 0; // how often its holder has taken it; see also detail::queue()
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
-// The calling thread's. Hidden, so that to find it costs less.
+// The calling thread's turn. Hidden visibility makes the lookup cheaper.
 extern constinit thread_local TurnState* held_turn __attribute__((visibility("hidden")));
 // Whether the calling thread is running work.
 bool in_work() noexcept;
@@ -38,7 +38,7 @@ inline void give(TurnState& turn) noexcept {
   turn.mutex.unlock();
 }
 
-// While one lives, the calling thread has the turn.
+// While it lives, the calling thread has the turn.
 class Turn {
  public:
   explicit Turn(TurnState& turn) noexcept : taken_(held_turn ? nullptr : &turn) {
@@ -56,7 +56,7 @@ class Turn {
   TurnState* const taken_;
 };
 
-// While one lives, the calling thread has no turn.
+// While it lives, the calling thread has no turn.
 class NoTurn {
  public:
   NoTurn() noexcept;

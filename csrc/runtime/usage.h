@@ -1,4 +1,4 @@
-// How busy a device is, as NVML tells it: the share of samples of its streams in the last second.
+// How busy a device is, by NVML's definition: the busy share of the samples of its streams in the last second.
 #pragma once
 
 #include <array>
@@ -9,21 +9,21 @@
 namespace openreg {
 
 // Note [Usage]
-// Nothing is counted where work runs. A thread looks at the streams every millisecond: whether work has a stream's
-// turn, or sleep_on() keeps it busy. The thread starts with the first call of utilization(), and ends when none came
-// for a while.
+// Running work counts nothing itself. A thread samples the streams every millisecond: whether work has a stream's turn,
+// or sleep_on() keeps it busy. The thread starts with the first call of utilization(), and ends after a while without
+// calls.
 struct Utilization {
   int busy;   // percent of the samples in which the device ran work
   int memory; // percent in which it ran work that may touch memory, which a sleep does not
 };
 
-// Of the last second, or since the first call if that was later. The first call waits for a sixth of a second.
+// Over the last second, or since the first call if that was later. The first call waits for a sixth of a second.
 Utilization utilization(int device);
 
 namespace detail {
 inline std::array<std::atomic<int>, kMaxDevices> sleeping{};
 
-// While one lives, a stream of the device is kept busy without work.
+// While it lives, a stream of the device counts as busy without work.
 class Sleeping {
  public:
   explicit Sleeping(int device) noexcept : count_(sleeping[static_cast<std::size_t>(device)]) { ++count_; }

@@ -1,4 +1,4 @@
-// Work as all parts of the runtime see it: its stream, where it was launched, and what launch() must check first.
+// Work, for all parts of the runtime: its stream, its launch site, and what launch() must check first.
 #pragma once
 
 #include <openreg/launch.h>
@@ -12,7 +12,7 @@
 
 namespace openreg {
 
-// Of a device: the default stream and, as in CUDA, 32 of either priority, which are reused round robin.
+// Streams per device: the default stream and, as in CUDA, 32 of either priority, reused round robin.
 constexpr std::int64_t kPool = 32;
 constexpr std::size_t kStreams = 1 + 2 * kPool;
 
@@ -23,7 +23,7 @@ inline void run_work(const openreg_work& work, void* context) {
     throw std::runtime_error(wrong);
 }
 
-// Work with a context of its own, which can be queued.
+// Work with its own context, which can be queued.
 class Task {
  public:
   Task() = default;
@@ -47,9 +47,9 @@ class Task {
   void* context_ = nullptr;
 };
 
-// Zero while work may run at once: the mode is inline and no stream has queued work. Else the number of
-// busy streams, and bits: the mode is not inline; an error waits to be thrown; Note [Fork]; Note [Faults].
-// Note [Isolation], Note [Profile] and Note [Private pools] have one too, which alone are no reason to wait; and Note
+// Zero while work may run immediately: the mode is inline and no stream has queued work. Otherwise the number of busy
+// streams, plus bits: the mode is not inline; an error is pending; Note [Fork]; Note [Faults]. Note [Isolation], Note
+// [Profile] and Note [Private pools] also have a bit each, which alone is no reason to wait, and so does Note
 // [Capture], while any stream of the process is captured.
 extern std::atomic<std::uint32_t> attention;
 constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28,

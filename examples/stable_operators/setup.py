@@ -1,4 +1,4 @@
-"""Builds stable_operators._C from csrc/, with the torch of the environment that pip installs into."""
+"""Builds stable_operators._C from csrc/, with the torch in the environment that pip installs into."""
 
 import importlib.util
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-# pip builds in an environment of its own, which has neither torch nor openreg_ops.
+# pip builds in an isolated environment, which has neither torch nor openreg_ops.
 sys.path.append(sysconfig.get_path("platlib"))
 
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
@@ -19,7 +19,7 @@ if device is None:
         "stable_operators is built with the headers of openreg_ops; it need not be there later: pip install openreg_ops"
     )
 
-# One library for every CPython from 3.11 and every torch from 2.13 on: it calls nothing that may change.
+# One library for CPython 3.11 and later and torch 2.13 and later: it calls only stable interfaces.
 STABLE = ["-DTORCH_TARGET_VERSION=0x020d000000000000", "-DPy_LIMITED_API=0x030b0000"]
 setup(
     ext_modules=[
@@ -28,7 +28,7 @@ setup(
             sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),
             include_dirs=[str(Path(device.origin).parent / "include")],
             depends=[str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.h")],
-            # Without the last two, loops with comparisons and calls of the mathematical library are not made of vectors.
+            # Without the last two, compilers do not vectorize loops with comparisons and math library calls.
             extra_compile_args=[
                 "-O3",
                 "-std=c++20",

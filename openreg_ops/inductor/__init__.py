@@ -1,6 +1,6 @@
-"""torch.compile for the device: Dynamo's device interface, and Inductor's C++ kernels run on device memory.
+"""torch.compile for the device: Dynamo's device interface, and Inductor's C++ kernels running on device memory.
 
-Users need nothing of it but `decompositions`. Importing this package loads neither Dynamo nor Inductor (two seconds):
+Users need only `decompositions`. Importing this package loads neither Dynamo nor Inductor (two seconds):
 the parts register themselves when PyTorch loads those.
 
     registration.py  which part registers itself when PyTorch loads which module
@@ -15,8 +15,8 @@ the parts register themselves when PyTorch loads those.
 
 from __future__ import annotations
 
-# The operators that Inductor takes apart, with their backward, and fuses with what stands around them; of the others,
-# and in eager mode, the device's own kernel runs. May be changed at any time, for the graphs compiled from then on;
-# "rms_norm" may be added, another name is an error. The default is what is faster:
+# The operators that Inductor decomposes, with their backward, and fuses with the code around them. The others, and all
+# of them in eager mode, run the device's own kernel. You may change it at any time; it applies to graphs compiled from
+# then on. You may add "rms_norm"; any other name is an error. The default is the faster choice:
 # `python -m openreg_ops bench compiled --only decompositions`.
 decompositions: set[str] = {"rotary_embedding", "swiglu"}

@@ -1,5 +1,5 @@
-"""Where Inductor's own code must be adapted to the device. Each function below is one adaptation: it replaces what its
-decorator names, and says what goes wrong without it; tests/graph/test_adapt.py has a test of the same name for each.
+"""Adapts Inductor's own code to the device. Each function below is one adaptation: it replaces what its decorator
+names, and says what goes wrong without it; tests/graph/test_adapt.py has a test of the same name for each.
 
 Written against torch 2.13 and 2.15. docs/pytorch-internals.md lists what else a new version of torch may break.
 """
@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 @dataclasses.dataclass
 class Adaptation:
-    """`make`, given the original, returns what takes its place as ``owner.name``, or ``owner[name]`` of a dict."""
+    """`make` takes the original and returns its replacement for ``owner.name``, or for ``owner[name]`` if owner is a
+    dict."""
 
     owner: Any
     name: Any
@@ -54,29 +55,29 @@ def replaces(owner: Any, name: Any) -> Callable[[Callable[[Any], Any]], Callable
 
 
 def apply() -> None:
-    """Put all adaptations in place."""
+    """Apply all adaptations."""
     for each in ADAPTATIONS.values():
         each.put(each.make(each.original))
 
 
 @replaces(ir, "is_cpu")
 def cpu_heuristics(original: Any) -> Any:
-    """What is computed once and kept, and what again in each kernel that needs it: as for the CPU.
+    """Decides, as for the CPU, what is computed once and kept, and what each kernel that needs it recomputes.
 
-    Else every user of exp, sigmoid and their like computes them again; softmax takes exp twice.
+    Otherwise every user of exp, sigmoid and similar functions recomputes them; softmax computes exp twice.
     """
     return lambda x: ir.get_device_type(x) in ("cpu", "openreg")
 
 
 @replaces(scheduler.BaseSchedulerNode, "is_cpu")
 def no_loop_reordering(original: Any) -> Any:
-    """Fusion reorders and inverts loops on every device but the CPU, whose code generator cannot take them."""
+    """Fusion reorders and inverts loops on every device except the CPU, whose code generator does not support that."""
     return lambda node: (device := node.get_device()) is not None and device.type in ("cpu", "openreg")
 
 
 @replaces(lowering, "use_two_step_variance")
 def two_step_variance(original: Any) -> Any:
-    """Variances of short rows in two passes, as for the CPU, and not by Welford's method, which is slower in C++."""
+    """Computes variances of short rows in two passes, as for the CPU; Welford's method is slower in C++."""
 
     def use_two_step_variance(x: Any, axis: Any, keepdim: bool, **more: Any) -> bool:
         if x.get_device().type != "openreg":
@@ -95,9 +96,9 @@ def two_step_variance(original: Any) -> Any:
 
 @replaces(scheduler.ForeachKernelSchedulerNode, "combinable_nodes")
 def no_combo_kernels(original: Any) -> Any:
-    """`combo_kernels` leaves the device's kernels as they are, as it does the CPU's: KernelGroup fuses what it can.
+    """`combo_kernels` leaves the device's kernels alone, like the CPU's: KernelGroup fuses what it can.
 
-    Inductor combines those of every device but the CPU, and then asserts that they are written in Triton.
+    Inductor combines the kernels of every device except the CPU, and then asserts that they are written in Triton.
     """
 
     def combinable_nodes(nodes: Any) -> Any:
@@ -108,9 +109,9 @@ def no_combo_kernels(original: Any) -> Any:
 
 @replaces(lowering, "_make_reduction_inner")
 def logical_argmax(original: Any) -> Any:
-    """argmax and argmin over several dimensions count elements in the order of indices.
+    """argmax and argmin over several dimensions count elements in index order.
 
-    Devices that Inductor does not know get the order in memory instead: ``x.t().argmax()`` is wrong.
+    Devices that Inductor does not know use the memory order instead, so ``x.t().argmax()`` is wrong.
     """
     get_device_type = ir.get_device_type
 
@@ -123,19 +124,20 @@ def logical_argmax(original: Any) -> Any:
 
 @replaces(lowering, "is_gpu")
 def device_of_the_result(original: Any) -> Any:
-    """A kernel runs on the device of its operands, also when the first of them is a 0-dim tensor on the CPU.
+    """A kernel runs on the device of its operands, even if the first of them is a 0-dim tensor on the CPU.
 
-    Else it is a kernel of the CPU, which reads device memory from the host, and its result is on the CPU. In torch 2.15
-    index_put is asked too, where it adds up integers: as in 2.13, ATen's kernel does that.
+    Otherwise it is a CPU kernel, which reads device memory from the host, and its result is on the CPU. In torch 2.15
+    this also covers index_put where it accumulates integers: as in 2.13, ATen's kernel does that.
     """
     return lambda device: device == "openreg" or original(device)
 
 
 @replaces(GraphLowering, "run_node")
 def host_values(original: Any) -> Any:
-    """A 0-dim value on the CPU that a kernel of the device reads is computed on the host, from tensors of any size.
+    """Computes on the host, from tensors of any size, a 0-dim CPU value that a device kernel reads.
 
-    Inductor computes it in the kernel that reads it, to which a launch hands single values of the host, not arrays.
+    Inductor computes it inside the kernel that reads it, but a launch passes only single values from the host, not
+    arrays.
     """
 
     def run_node(graph: GraphLowering, node: torch.fx.Node) -> Any:
@@ -156,10 +158,10 @@ def host_values(original: Any) -> Any:
 
 @replaces(lowering, "get_constant_value")
 def exact_division(original: Any) -> Any:
-    """Division by a constant divides, as eager mode and the CPU do; for other devices Inductor multiplies by 1/c.
+    """Divides by a constant, as eager mode and the CPU do; for other devices Inductor multiplies by 1/c.
 
-    The dividend decides, which is not asked for here: a divisor on the CPU may be a scalar, whose dividend is on this
-    device.
+    The device of the dividend matters, but it is not available here: a CPU divisor may be a scalar with a dividend on
+    this device.
     """
 
     def get_constant_value(x: Any) -> Any:
@@ -172,7 +174,8 @@ def exact_division(original: Any) -> Any:
 
 @replaces(lowering, "pointwise_cat")
 def vectorised_cat(original: Any) -> Any:
-    """cat writes each input to its place. The one expression made for other devices is not vectorised in C++."""
+    """cat writes each input to its place. The single expression generated for other devices is not vectorized in
+    C++."""
 
     def pointwise_cat(inputs: Any, dim: int = 0) -> Any:
         if inputs[0].get_device().type != "openreg":
@@ -184,21 +187,22 @@ def vectorised_cat(original: Any) -> Any:
 
 @replaces(lowering, "_pad_as_cat")
 def pad_in_one_kernel(original: Any) -> Any:
-    """Padding on the right is one kernel, as for the CPU; as a cat, which other devices take, it is two."""
+    """Padding on the right is one kernel, as for the CPU; other devices use a cat, which takes two."""
     return lambda x, *rest: None if x.get_device().type == "openreg" else original(x, *rest)
 
 
 @replaces(codecache, "_precompile_header")
 def no_precompiled_header(original: Any) -> Any:
-    """AOTInductor compiles a header for the device beforehand; there is none of this one's name."""
+    """AOTInductor precompiles a header for the device, but there is none with this device's name."""
     return lambda *args, **options: None if options.get("device_type") == "openreg" else original(*args, **options)
 
 
 @replaces(lowering.lowerings, torch.ops.higher_order.flex_attention)
 def flex_attention_template(original: Any) -> Any:
-    """The CPU's template in C++, where it serves; other devices get one in Triton.
+    """Uses the CPU's C++ template where it can; other devices get a Triton template.
 
-    It gives no logsumexp, which training needs, and takes three dtypes: else the plain implementation is lowered.
+    The template returns no logsumexp, which training needs, and supports three dtypes. In all other cases, lowers the
+    plain implementation.
     """
 
     def flex_attention(query: Any, key: Any, value: Any, *args: Any) -> Any:
@@ -224,14 +228,14 @@ def flex_attention_template(original: Any) -> Any:
 
 @replaces(lowering.lowerings, torch.ops.higher_order.flex_attention_backward)
 def flex_attention_backward(original: Any) -> Any:
-    """The plain implementation, lowered: the CPU has no template, and other devices one in Triton."""
+    """Lowers the plain implementation: the CPU has no template, and other devices have a Triton template."""
 
     def backward(query: Any, *args: Any) -> Any:
         if query.get_device().type != "openreg":
             return original(query, *args)
         *_, gradients = V.graph.current_node.meta["val"]
         *_, buffers, _ = V.graph.current_node.args  # what score_mod holds
-        # The plain implementation differentiates by those that require it.
+        # The plain implementation differentiates with respect to those that require it.
         for buffer, gradient in zip(buffers, gradients, strict=True):
             if gradient is not None:
                 buffer.meta["val"] = buffer.meta["val"].detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""torch.compile(backend="openreg"): Inductor, as by default, and an error for other devices."""
+"""torch.compile(backend="openreg"): Inductor, the default backend, with an error for other devices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def openreg(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph by Inductor.
+    """Compile a graph with Inductor.
 
     Args:
-        model, inputs: the graph and its arguments, on openreg and the CPU. A program for the device can have graphs that
-            use the CPU alone, so those compile too.
-        mode, options: those of `torch.compile`.
+        model, inputs: the graph and its arguments, on openreg and the CPU. A program for the device can have graphs
+            that use only the CPU, so those compile too.
+        mode, options: as for `torch.compile`.
     Raises:
         RuntimeError: an argument is on another device.
     """
@@ -34,7 +34,7 @@ def openreg(
 
 
 def register() -> None:
-    """Let Dynamo find the backend by name."""
+    """Register the backend's name with Dynamo."""
     from torch._dynamo.backends.registry import register_backend
 
     register_backend(openreg, name="openreg")

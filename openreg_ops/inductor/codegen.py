@@ -1,10 +1,11 @@
-"""What Inductor generates for the device: the CPU's vectorised C++, run by launch() (csrc/backend/inductor.h).
+"""The code that Inductor generates for the device: the CPU's vectorized C++, run by launch(). See
+csrc/backend/inductor.h.
 
 Note [Generated kernels]
 A kernel of CPU Inductor is one function, `extern "C" void kernel(const float* in_ptr0, ..., const int64_t ks0)`.
-Here its body is a function of that signature, and the kernel, which takes the device's index too, packs its
-arguments in a struct and gives both to openreg_launch(). So order on a stream, the launch mode, and faults act on
-generated kernels as on all others, whoever calls them: the Python wrapper, the C++ wrapper or AOTInductor.
+Here its body is a function with that signature. The kernel, which also takes the device's index, packs its arguments in
+a struct and passes both to openreg_launch(). So stream order, the launch mode and faults work for generated kernels as
+for all others, no matter who calls them: the Python wrapper, the C++ wrapper or AOTInductor.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class KernelArgs(common.KernelArgs):
         )
 
     def host_scalars(self) -> set[str]:
-        """The arguments that are on the CPU, of one element; their values are read at the launch, as in eager mode."""
+        """The one-element arguments on the CPU; their values are read at the launch, as in eager mode."""
         scalars = set()
         for outer, inner in self.input_buffers.items():
             buffer = V.graph.try_get_buffer(outer)
@@ -81,12 +82,12 @@ class KernelGroup(cpp.KernelGroup):
 
     def call_kernel(self, wrapper: Any, kernel_name: str) -> None:
         _, call_args, arg_types = self.args.cpp_argdefs()
-        # As a CPU kernel: wrappers know how to call those.
+        # Registered as a CPU kernel: wrappers know how to call those.
         wrapper.generate_kernel_call(kernel_name, call_args, triton=False, arg_types=arg_types, device=CPU)
 
 
 def as_body(source: str, kernel: str) -> str:
-    """The source of a kernel of CPU Inductor as that of the function that is launched."""
+    """Turns the source of a CPU Inductor kernel into the source of the launched function."""
     export = f'extern "C" {cpp.get_export_declaration()} void'
     return one_at_a_time(source.replace(export, "static void", 1).replace(f" {kernel}(", f" {kernel}_body(", 1))
 
@@ -105,12 +106,12 @@ LOCK = "    const std::lock_guard openreg_lock(openreg_integer_division);\n"
 
 
 def one_at_a_time(source: str) -> str:
-    """The source of a body, such that no two that divide integers run at once.
+    """The source of a body, changed so that no two kernels that divide integers run at once.
 
     Note [Integer division]
-    A division by zero sets a flag of the kernel, which raises when its loops have ended. The process has one pointer to
-    that flag, and nearly every kernel sets the pointer and clears it. Kernels of several streams and devices run at
-    once: so those that cannot use the pointer leave it alone, and the others take turns.
+    A division by zero sets a flag in the kernel, which raises when its loops have ended. The process has one pointer to
+    that flag, and nearly every kernel sets and clears the pointer. Kernels on several streams and devices run at once,
+    so kernels that do not need the pointer leave it alone, and the others take turns.
     """
     if not DIVIDES.search(source):
         return source.replace(POINT, "").replace(UNPOINT, "")
@@ -118,7 +119,7 @@ def one_at_a_time(source: str) -> str:
 
 
 def launcher(kernel: str, title: str, parameters: list[str], host_scalars: set[str]) -> str:
-    """The source of the function `kernel`, which launches ``{kernel}_body``; a profile calls that `title`."""
+    """The source of the function `kernel`, which launches ``{kernel}_body`` under the name `title` in profiles."""
     fields, values, uses = [], [], []
     for parameter in parameters:
         type_, name = parameter.rsplit(" ", 1)
@@ -140,7 +141,7 @@ extern "C" {cpp.get_export_declaration()} void {kernel}({", ".join([*parameters,
 
 
 class Scheduling(cpp.CppScheduling):
-    """CPU Inductor's scheduling with the kernels of this file."""
+    """CPU Inductor's scheduling with the kernels defined here."""
 
     def reset_kernel_group(self) -> None:
         self.kernel_group = KernelGroup()
@@ -151,7 +152,7 @@ class Scheduling(cpp.CppScheduling):
             super().codegen_node(node)
 
     def codegen_template(self, template_node: Any, *others: Any) -> None:
-        """flex_attention's kernel: the CPU's C++ template, in a launch as the others are."""
+        """flex_attention's kernel: the CPU's C++ template, launched like the others."""
         node, device = template_node.node, template_node.get_device()
         make = node.make_kernel_render
 
@@ -202,7 +203,7 @@ class _Wrapper:
         super().generate_fallback_kernel(node)
 
     def codegen_cuda_stream_enter(self, stream_idx: int) -> Any:
-        # Inductor declares streams where it enters a device guard, of which CPU code has none.
+        # Inductor declares streams where it enters a device guard, and CPU code has no such guards.
         if stream_idx == DEFAULT_STREAM_IDX:
             stream = V.graph.device_ops.current_stream()
         else:
@@ -238,7 +239,7 @@ SHIMS = (
 
 
 class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
-    """The C++ code that does the same, with the config `cpp_wrapper` and for AOTInductor."""
+    """The C++ code that does the same, for the config `cpp_wrapper` and for AOTInductor."""
 
     @staticmethod
     def create(*_args: Any) -> CppWrapper:
@@ -254,9 +255,9 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
 
     @staticmethod
     def get_device_include_path_aot(device: str) -> str:
-        """A model's runtime (model_base.h) reads the name "cpu" as this device; see Runner in aot_inductor.cpp.
+        """A model's runtime (model_base.h) takes the name "cpu" for this device; see Runner in aot_inductor.cpp.
 
-        Elsewhere in it the CPU is the CPU: constants may live there.
+        Everywhere else "cpu" means the CPU, where constants may live.
         """
         line = cpp_wrapper_cpu.CppWrapperCpu.get_device_include_path_aot("cpu")
         if device == "cpu":
@@ -285,7 +286,7 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
             self.device = "cpu"
 
     def generate_fallback_kernel(self, node: Any) -> None:
-        """Through the dispatcher: there are C shims for PyTorch's own devices only."""
+        """Calls through the dispatcher: C shims exist only for PyTorch's own devices."""
         _flush()
         node.use_runtime_dispatch = True
         arguments = node.export_extern_kernel_node()
@@ -304,8 +305,8 @@ def _declarations() -> str:
 
 
 def _flush() -> None:
-    """Write the kernels collected so far: the scheduler does it before a node of another device, not before one of none,
-    such as the recording of an event."""
+    """Write the kernels collected so far: the scheduler does so before a node of another device, but not before a node
+    without a device, such as recording an event."""
     for backend in V.graph.scheduler.backends.values():
         backend.flush()
 
@@ -325,7 +326,7 @@ class DeviceOverrides(common.DeviceOpOverrides):
     def device_guard(self, device_idx: int) -> str:
         return f"torch.openreg.device({device_idx})"
 
-    def aten_device_type(self) -> str:  # asked for by torch 2.15; see register() for earlier ones
+    def aten_device_type(self) -> str:  # used by torch 2.15; see register() for earlier versions
         return "at::kPrivateUse1"
 
     def current_stream(self) -> str:
@@ -333,10 +334,10 @@ class DeviceOverrides(common.DeviceOpOverrides):
 
 
 class CacheKey(CustomGraphModulePass):
-    """A pass that changes nothing, whose identity is this code generator's: caches of compiled graphs ask for it."""
+    """A pass that changes nothing. Caches of compiled graphs use its identity, which is this code generator's."""
 
     def __call__(self, graph_module: torch.fx.GraphModule) -> None:
-        operators.check_names()  # of each graph that is not in a cache yet, which one with a wrong name never is
+        operators.check_names()  # for each graph that is not in a cache yet; one with a wrong name never is
 
     def uuid(self) -> str:
         return ",".join([_source_digest(), *sorted(inductor.decompositions)])
@@ -356,7 +357,7 @@ def _sources() -> list[Path]:
 
 
 def register() -> None:
-    """Make the device known to Inductor."""
+    """Register the device with Inductor."""
     adapt.apply()
     common.register_device_op_overrides("openreg", DeviceOverrides())
     if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14

@@ -1,8 +1,8 @@
 """The strides of a convolution's result in graphs, under every backend of torch.compile and in torch.export.
 
-FakeTensor, which knows results without computing them, asks PyTorch which kernel a convolution will run, and in which
-memory format. For this device PyTorch answers with convolution_overrideable, whose results FakeTensor expects to be
-contiguous, and the CPU's small kernels keep channels_last on CPU tensors only; but the kernels that run are the CPU's.
+FakeTensor, which predicts results without computing them, asks PyTorch which kernel a convolution will run, and in
+which memory format. For this device PyTorch answers convolution_overrideable, whose results FakeTensor expects to be
+contiguous, and the CPU's small kernels keep channels_last only for CPU tensors. But the device runs the CPU's kernels.
 
 Written against torch 2.13 and 2.15; tests/graph/test_convolution.py says what breaks without each answer.
 """
@@ -16,7 +16,7 @@ import torch
 
 
 def register() -> None:
-    """Have both questions answered as for the CPU."""
+    """Answer both questions as for the CPU."""
     select, determine = torch._C._select_conv_backend, torch._C._conv_determine_backend_memory_format
 
     @functools.wraps(select)

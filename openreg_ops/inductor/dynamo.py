@@ -1,4 +1,4 @@
-"""What Dynamo asks a device: torch.openreg's functions under the names of its DeviceInterface."""
+"""Dynamo's interface to the device: torch.openreg's functions under the names of its DeviceInterface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openreg_ops import _C
 
 
 class Interface(device_interface.DeviceInterface):
-    """The device for Dynamo and Inductor. `is_gpu` stays false: the code that is generated is C++, not Triton."""
+    """The device for Dynamo and Inductor. `is_gpu` stays false because the generated code is C++, not Triton."""
 
     device = torch.openreg.device
     Event = torch.openreg.Event
@@ -55,8 +55,8 @@ class Interface(device_interface.DeviceInterface):
 
 
 def register_interface() -> None:
-    """Make the device known to Dynamo."""
-    # Not register_interface_for_device: Dynamo is half imported, and in 2.15 that function imports more of it.
+    """Register the device with Dynamo."""
+    # Not register_interface_for_device: Dynamo is only half imported, and in 2.15 that function imports more of it.
     device_interface.device_interfaces["openreg"] = Interface
 
 

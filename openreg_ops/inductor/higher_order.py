@@ -1,4 +1,4 @@
-"""Operators that take functions (`cond`, checkpointing, `flex_attention`), where PyTorch serves its own devices only.
+"""Operators that take functions (`cond`, checkpointing, `flex_attention`), which PyTorch runs only on its own devices.
 
 Written against torch 2.13 and 2.15; tests/graph/test_higher_order.py says what breaks without each part.
 """
@@ -15,7 +15,7 @@ AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1
 
 
 def register_autocast() -> None:
-    """Let the device's autocast pass, as that of PyTorch's own devices does: it acts on the operators inside."""
+    """Let the device's autocast pass through, as on PyTorch's own devices: it acts on the operators inside."""
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(AUTOCAST)
     for operator in torch._ops._higher_order_ops.values():
         operator.fallthrough(AUTOCAST)
@@ -60,7 +60,7 @@ def register_random_state() -> None:
 def register_flex_attention() -> None:
     """Let `flex_attention` take the device's tensors, and autocast choose their dtype.
 
-    The check is a list of devices in PyTorch; adapt.py has what Inductor does with the operator.
+    PyTorch checks against a list of devices; adapt.py handles the operator in Inductor.
     """
     flex = sys.modules["torch.nn.attention.flex_attention"]
     check = flex._validate_device

@@ -1,4 +1,4 @@
-"""Custom operators as Inductor sees them: as one call, or as the reference in meta/, which it fuses with its neighbours."""
+"""Custom operators in Inductor: one call, or the reference in meta/, which Inductor fuses with its neighbors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECOMPOSABLE = ("rms_norm", "rotary_embedding", "swiglu")
 
 
 def check_names() -> None:
-    """Raise if `inductor.decompositions` names what cannot be one."""
+    """Raise if `inductor.decompositions` names an operator that cannot be decomposed."""
     if unknown := sorted(set(inductor.decompositions) - set(DECOMPOSABLE)):
         raise ValueError(
             f"openreg: expected openreg_ops.inductor.decompositions to name some of {', '.join(DECOMPOSABLE)}, but got "
@@ -39,6 +39,6 @@ def register() -> None:
         for overload in (name, f"{name}_backward"):
             target = getattr(torch.ops.openreg, overload).default
             decomposition.decompositions[target] = _decomposition(name, overload)
-            # What Inductor does at the first call of an operator, which it refuses for those that may decompose.
+            # Inductor does this at the first call of an operator, but not for operators that may decompose.
             constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(target, with_default=True))
             lowering.make_fallback(target, constraint, warn=False, override_decomp=True)

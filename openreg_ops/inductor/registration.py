@@ -1,4 +1,4 @@
-"""Registers the parts of this package when PyTorch loads Dynamo and Inductor, which importing openreg_ops does not do."""
+"""Registers the parts of this package when PyTorch loads Dynamo and Inductor. Importing openreg_ops loads neither."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _register_inductor() -> None:
 
 
 def register() -> None:
-    """Arrange that the device is known to Dynamo and Inductor as soon as they are there."""
+    """Register the device with Dynamo and Inductor as soon as they are imported."""
     higher_order.register_autocast()
     convolution.register()
     for name, call in (

@@ -1,4 +1,4 @@
-"""The device in training frameworks that list the devices they know: one module per framework, imported by its user.
+"""Support for training frameworks that hard-code their devices: one module per framework, which you import.
 
     lightning.py     Trainer(accelerator="openreg") and Fabric(accelerator="openreg")
     accelerate.py    the default device, and Accelerator(mixed_precision="fp16")

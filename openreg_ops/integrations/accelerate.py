@@ -1,9 +1,9 @@
 """Import this module before the first Accelerator: accelerate then runs on the device, also with
 `Accelerator(mixed_precision="fp16")`.
 
-It sets ACCELERATE_TORCH_DEVICE, accelerate's own switch, unless that is set already. accelerate refuses fp16 for every
-device that its list of vendors lacks, so `Accelerator` here is a subclass of accelerate's; "no" and "bf16" need only the
-environment variable.
+It sets ACCELERATE_TORCH_DEVICE, accelerate's own switch, unless that is set already. accelerate rejects fp16 for every
+device that is not on its list of vendors, so `Accelerator` here is a subclass of accelerate's; "no" and "bf16" need
+only the environment variable.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def on_cpu(wanted: bool) -> Iterator[None]:
 
 
 def before_fp16() -> str:
-    """The mixed_precision to make an Accelerator with that `use_fp16` then turns into one of "fp16"."""
-    if AcceleratorState._shared_state.get("_mixed_precision") == "fp16":  # an earlier one left it, for all to share
+    """The mixed_precision to create an Accelerator with, before `use_fp16` switches it to "fp16"."""
+    if AcceleratorState._shared_state.get("_mixed_precision") == "fp16":  # an earlier one left it; all share it
         AcceleratorState._shared_state["_mixed_precision"] = "no"
     return "no"
 
 
 def use_fp16(accelerator: accelerate.Accelerator) -> None:
-    """Turn an Accelerator made with mixed_precision="no" into one of "fp16".
+    """Switch an Accelerator created with mixed_precision="no" to "fp16".
 
     Call it before `accelerator.prepare`. Models that it prepares then run under autocast in float16, and optimizers step
     through a `torch.amp.GradScaler`.

@@ -20,7 +20,7 @@ from openreg_ops.imports import after_import
 
 
 class _Openreg:
-    """What Lightning asks an accelerator, of Fabric and of the Trainer."""
+    """Lightning's accelerator interface, for Fabric and the Trainer."""
 
     def setup_device(self, device: torch.device) -> None:
         if device.type != "openreg":
@@ -57,7 +57,7 @@ class _Openreg:
 
     @staticmethod
     def auto_device_count() -> int:
-        """One, because the devices share the processors of the host: a second one makes no program faster."""
+        """One, because the devices share the host's processors: a second device makes no program faster."""
         return 1
 
     @staticmethod

@@ -1,7 +1,7 @@
 """`TrainingArguments` and `Trainer` of transformers with bf16=True and fp16=True on the device.
 
-transformers and accelerate refuse both for devices that their lists of vendors lack. These subclasses change nothing
-else, and nothing on other devices. Importing them also makes the device accelerate's default.
+transformers and accelerate reject both for devices that are not on their lists of vendors. These subclasses change
+nothing else, and nothing on other devices. Importing them also makes the device accelerate's default.
 """
 
 from __future__ import annotations

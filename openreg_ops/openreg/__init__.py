@@ -1,21 +1,22 @@
-"""``torch.openreg``, the module of the device, as ``torch.cuda`` is CUDA's: `register` assembles it from the files here.
+"""``torch.openreg``, the device's module, like ``torch.cuda``: `register` assembles it from the files here.
 
-index.py       the index of a device given in any form; imports no other file, every other file imports it
+index.py       the index of a device given in any form; imports none of the other files; they all import it
 devices.py     which devices exist, and which is current
 streams.py     streams, events and launch modes
 memory.py      statistics, snapshots, limits and pools of device memory
-graphs.py      work captured once and replayed
+graphs.py      work that is captured once and replayed
 usage.py       how busy a device is
 sync_debug.py  set_sync_debug_mode
-tensor_types.py FloatTensor, FloatStorage and their like
+tensor_types.py FloatTensor, FloatStorage and similar classes
 random.py      the generators' states and seeds
-amp.py         what torch.autocast asks for
+amp.py         what torch.autocast needs
 faults.py      torch.openreg.faults
 profiler.py    torch.openreg.profiler
 nvtx.py        torch.openreg.nvtx
 _gpu_trace.py  torch.openreg._gpu_trace
-_sanitizer.py  torch.openreg._sanitizer, which turns races.py on; race_modes.py shows it operators, race_report.py says what it found.
-               captures.py finds mistakes with graphs; capture_hooks.py, capture_report.py and host_values.py are its parts
+_sanitizer.py  torch.openreg._sanitizer, which turns on races.py; race_modes.py shows it operators, race_report.py reports
+               what it found. captures.py finds mistakes with graphs; capture_hooks.py, capture_report.py and
+               host_values.py are its parts
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from openreg_ops.openreg.index import device_index
 
 
 def register() -> None:
-    """Name the backend, make ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and their like."""
+    """Name the backend, create ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and similar
+    methods."""
     module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
-    # The names of these are torch.openreg's too.
+    # The public names of these modules are also names of torch.openreg.
     flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}
     public = (devices, *flat.values(), usage, sync_debug, tensor_types)
     for part in public:
@@ -77,7 +79,7 @@ def register() -> None:
         for_module=True,
         for_packed_sequence=True,
         for_storage=True,
-        # Typed storages of these cannot be made by PyTorch's generated methods on any device.
+        # PyTorch's generated methods cannot create typed storages of these on any device.
         unsupported_dtype=[torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8],
     )
     faults._from_environment()

@@ -1,8 +1,8 @@
-"""``torch.openreg._gpu_trace``: callbacks for what happens to the device, as ``torch.cuda._gpu_trace`` has for CUDA.
+"""``torch.openreg._gpu_trace``: callbacks for events on the device, like ``torch.cuda._gpu_trace``.
 
-PyTorch calls them from ``torch._C._activate_gpu_trace()`` on, and logs what they raise. Events and memory are given by their address,
-streams by their ``native_handle``, which is 0 for the default one. A synchronizing operator counts as a synchronization
-of its stream.
+PyTorch calls them once ``torch._C._activate_gpu_trace()`` has been called, and logs what they raise. They get events
+and memory as addresses, and streams as their ``native_handle``, which is 0 for the default stream. A synchronizing
+operator counts as a synchronization of its stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EventSynchronizationCallbacks: CallbackRegistry[int] = CallbackRegistry("openreg
 
 
 def register_callback_for_event_creation(cb: Callable[[int], None]) -> None:
-    """Call `cb(event)` when an event is made, which is when it is first recorded."""
+    """Call `cb(event)` when an event is created, which happens when it is first recorded."""
     EventCreationCallbacks.add_callback(cb)
 
 

@@ -1,4 +1,4 @@
-"""Automatic mixed precision: the functions that ``torch.autocast`` asks of a device module."""
+"""Automatic mixed precision: the functions that ``torch.autocast`` needs from a device module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_autocast_enabled() -> bool:
 
 
 def set_autocast_enabled(enabled: bool) -> None:
-    """Turn autocast on for the device if `enabled`, else off."""
+    """Turn autocast for the device on if `enabled`, else off."""
     torch.set_autocast_enabled("openreg", enabled)
 
 

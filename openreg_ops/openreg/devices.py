@@ -1,4 +1,4 @@
-"""Devices: which exist and which is current, with ``torch.cuda``'s names."""
+"""Devices: which exist and which is current, under ``torch.cuda``'s names."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 _NO_FIELDS = {
-    "major": "compute capability; get_arch_list() tells what its kernels were compiled for",
-    "minor": "compute capability; get_arch_list() tells what its kernels were compiled for",
+    "major": "compute capability; get_arch_list() returns what its kernels were compiled for",
+    "minor": "compute capability; get_arch_list() returns what its kernels were compiled for",
     "warp_size": "warps",
     "max_threads_per_block": "thread blocks",
     "regs_per_multiprocessor": "registers of its own",
@@ -52,18 +52,19 @@ _NO_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProperties:
-    """What `get_device_properties` returns; a field of CUDA's that means nothing here is an AttributeError that says so."""
+    """The result of `get_device_properties`; a CUDA field without a meaning here raises an AttributeError that says
+    so."""
 
     name: str
     index: int
     total_memory: int  #: bytes
-    multi_processor_count: int  #: the processor's cores, which run the kernels
+    multi_processor_count: int  #: the number of processor cores, which run the kernels
     max_threads_per_multi_processor: int  #: a core runs one thread of a kernel
-    L2_cache_size: int  #: bytes, of a core; 0 where the system does not tell
+    L2_cache_size: int  #: bytes, per core; 0 where the system does not report it
     is_integrated: bool  #: its memory is its own
     is_multi_gpu_board: bool
-    uuid: uuid.UUID  #: the same in every process, until the machine is started again
-    gcnArchName: str  #: what the kernels that this process uses were compiled for, as get_arch_list() names it
+    uuid: uuid.UUID  #: the same in every process, until the machine restarts
+    gcnArchName: str  #: what this process's kernels were compiled for, as get_arch_list() names it
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _NO_FIELDS:
@@ -87,7 +88,7 @@ def _uuid(index: int) -> uuid.UUID:
     return uuid.uuid5(machine, f"openreg:{index}")
 
 
-# torch.cuda's name for "made by fork() after the parent had used a device".
+# torch.cuda's name for "created by fork() after the parent had used a device".
 _is_in_bad_fork = _C.forked
 
 
@@ -104,7 +105,7 @@ def device_count() -> int:
 
 
 def set_device(device: torch.types.Device) -> None:
-    """Make `device` current for the calling thread; a negative index changes nothing."""
+    """Make `device` current for the calling thread; a negative index has no effect."""
     if not (isinstance(device, int) and device < 0):
         _C.exchange_device(device_index(device))
 
@@ -115,7 +116,8 @@ def synchronize(device: torch.types.Device = None) -> None:
 
 
 def init() -> None:
-    """Count the device as used, as everything does that needs it: a child made by ``fork()`` may not use it then.
+    """Mark the device as used. Everything that needs the device does this; a child created by ``fork()`` afterwards
+    cannot use it.
 
     Raises:
         RuntimeError: this process is such a child.
@@ -124,7 +126,7 @@ def init() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the process can use the device: false in a child made by ``fork()`` after its parent had used it."""
+    """Whether the process can use the device: false in a child created by ``fork()`` after its parent had used it."""
     return not _C.forked()
 
 
@@ -135,14 +137,14 @@ def get_device_name(device: torch.types.Device = None) -> str:
 
 
 def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
-    """The dtypes that `device` computes in, as ``torch.accelerator.get_device_capability`` gives them."""
+    """The dtypes that `device` computes in, as ``torch.accelerator.get_device_capability`` returns them."""
     init()
     return torch.accelerator.get_device_capability(device_index(device))
 
 
 @constant
 def get_device_properties(device: torch.types.Device = None) -> DeviceProperties:
-    """What `device` is, in the fields of CUDA's that mean something here."""
+    """The properties of `device`: those of CUDA's fields that have a meaning here."""
     index = device_index(device)
     return DeviceProperties(
         name=get_device_name(index),
@@ -165,27 +167,27 @@ def get_arch_list() -> list[str]:
 
 @constant
 def is_tf32_supported() -> bool:
-    """Whether matrix products in float32 may round to TF32: they do not."""
+    """Whether float32 matrix products may round to TF32: always false."""
     return False
 
 
 @constant
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Whether the device computes in bfloat16: where there is one, it does, whatever `including_emulation` is."""
+    """Whether the device computes in bfloat16: true if there is a device, whatever `including_emulation` is."""
     return is_available()
 
 
 def can_device_access_peer(device: torch.types.Device, peer_device: torch.types.Device) -> bool:
-    """Whether `device` can reach the memory of `peer_device`: of every other device."""
+    """Whether `device` can access the memory of `peer_device`: true for every other device."""
     return device_index(device) != device_index(peer_device)
 
 
 def ipc_collect() -> None:
-    """Nothing to do: memory sent to another process is freed as soon as the last process lets go of it."""
+    """Does nothing: memory sent to another process is freed as soon as the last process releases it."""
 
 
 class device:
-    """Context manager that makes a device current; ``None`` or a negative index changes nothing.
+    """Context manager that makes a device current; ``None`` or a negative index has no effect.
 
     Args:
         device: index, ``torch.device`` or string such as ``"openreg:1"``.
@@ -207,7 +209,7 @@ class device:
 
 
 class device_of(device):
-    """Context manager that makes the device of `obj`, a tensor or storage, current; a CPU one changes nothing."""
+    """Context manager that makes the device of `obj`, a tensor or storage, current; a CPU object has no effect."""
 
     def __init__(self, obj: Any) -> None:
         super().__init__(obj.device.index if obj.device.type == "openreg" else -1)

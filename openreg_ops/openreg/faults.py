@@ -1,18 +1,19 @@
 """Faults on demand, for tests of recovery: ``with torch.openreg.faults.inject("kernel", after=3): ...``.
 
-Each surfaces as it does on a real accelerator, in type and in time:
+Each fault surfaces with the type and at the time that it would on a real accelerator:
 
 - allocation: the n-th allocation raises ``torch.OutOfMemoryError``. Nothing is lost; the program can go on.
-- memory: the device shrinks to `fraction` of its memory. What does not fit raises the same.
-- kernel: the n-th kernel fails asynchronously. ``torch.AcceleratorError`` comes from the next call that waits for the
-  device: in launch mode "inline" the next kernel, in "sync" the call that launched it. Its result must not be used.
+- memory: the device shrinks to `fraction` of its memory. An allocation that does not fit raises the same error.
+- kernel: the n-th kernel fails asynchronously. The next call that waits for the device raises
+  ``torch.AcceleratorError``: in launch mode "inline" the next kernel, in "sync" the call that launched it. Do not use
+  its result.
 - copy: a byte of the n-th copy to, from or on the device is flipped. Nothing is raised.
 - lost: from the n-th kernel on, every call that allocates, launches, waits or queries raises
   ``torch.AcceleratorError`` until `reset_device`.
 - kernel_latency, copy_latency: kernels or copies take `seconds` longer, in their stream's order.
 
 OPENREG_FAULTS arms faults for a whole process: "kernel:after=100;copy_latency:seconds=0.001,times=0".
-The pytest fixture ``openreg_faults`` is `inject` that lasts for the test.
+The pytest fixture ``openreg_faults`` is `inject` for the duration of a test.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ __all__ = ["inject", "reset_device"]
 
 _KINDS = ("allocation", "kernel", "copy", "lost", "kernel_latency", "copy_latency")
 _LATENCY = ("kernel_latency", "copy_latency")
-_LONGEST = 10**9  # seconds: their nanoseconds fit 64 bits
+_LONGEST = 10**9  # seconds: their nanoseconds fit in 64 bits
 
 
 _armed: list[inject] = []  # for `info`
 
-# Each device's limits, the program's own and those that live injections set; the lowest holds.
+# Each device's limits: the program's own and those of active injections; the lowest applies.
 _limits: dict[int, int] = {}
 _shrinks: dict[int, list[int]] = {}
 
 
 def _set_memory_limit(index: int, limit: int) -> None:
-    """Set the program's own limit, which holds beside and after what "memory" does."""
+    """Set the program's own limit, which applies alongside a "memory" fault and after it."""
     _limits[index] = limit
     _shrink(index)
 
@@ -53,17 +54,17 @@ def _shrink(index: int) -> None:
 
 
 class inject:  # noqa: N801 -- used as a function
-    """Arm a fault, at once; disarm it at the end of a ``with``, or by `stop`.
+    """Arm a fault immediately; disarm it at the end of a ``with``, or with `stop`.
 
     Args:
         kind: "allocation", "memory", "kernel", "copy", "lost", "kernel_latency" or "copy_latency".
-        device: where; every device unless given.
-        after: how many allocations, kernels or copies are spared first.
-        times: how many are struck, one after the other; 0 means all that follow. Latencies strike all by default.
-        seconds: of a latency.
-        fraction: of the device's memory, 0.0 to 1.0, for "memory".
+        device: which device; every device unless given.
+        after: how many allocations, kernels or copies to skip first.
+        times: how many to strike, one after the other; 0 means all that follow, the default for latencies.
+        seconds: the added time, for a latency.
+        fraction: the share of the device's memory to keep, 0.0 to 1.0, for "memory".
     Raises:
-        ValueError: an unknown kind, or an argument that the kind does not have or that is out of range.
+        ValueError: an unknown kind, or an argument that is out of range or does not apply to the kind.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class inject:  # noqa: N801 -- used as a function
         self._number = _C.arm_fault(_KINDS.index(kind), where, after, times, int((seconds or 0) * 1e9))
 
     def stop(self) -> int:
-        """Disarm the fault; how often it struck, also in `struck`. A lost device stays lost."""
+        """Disarm the fault and return how often it struck, also available as `struck`. A lost device stays lost."""
         if self._number is not None:
             self.struck = _C.disarm_fault(self._number)
             self._number = None
@@ -128,12 +129,12 @@ class inject:  # noqa: N801 -- used as a function
 
 
 def reset_device(device: torch.types.Device = None) -> None:
-    """Make a lost device work again; tensors on it keep what they held."""
+    """Make a lost device work again; its tensors keep their contents."""
     _C.reset_device(device_index(device))
 
 
 def _from_environment() -> None:
-    """Arm what OPENREG_FAULTS says."""
+    """Arm the faults in OPENREG_FAULTS."""
     takes = {"device": str, "seconds": float, "fraction": float}
     for part in filter(None, os.environ.get("OPENREG_FAULTS", "").split(";")):
         kind, _, rest = part.strip().partition(":")

@@ -1,4 +1,4 @@
-"""The index of a device that is given in any of PyTorch's forms: what every part of ``torch.openreg`` starts with."""
+"""The index of a device given in any of PyTorch's forms; every part of ``torch.openreg`` uses it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _checked(index: int) -> int:
 
 def current_device() -> int:
     """The index of the calling thread's current device."""
-    return torch.accelerator.current_device_index()  # what a compiled graph is guarded on
+    return torch.accelerator.current_device_index()  # compiled graphs guard on this
 
 
 def device_index(device: torch.types.Device = None) -> int:

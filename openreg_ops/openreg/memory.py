@@ -1,4 +1,4 @@
-"""Device memory: what is used, and giving free memory back; names and units are ``torch.cuda``'s (bytes)."""
+"""Device memory: usage, limits, history, and releasing free memory. Names and units (bytes) are ``torch.cuda``'s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from typing_extensions import deprecated  # which torch requires
+from typing_extensions import deprecated  # torch requires it
 
 from openreg_ops import _C
 from openreg_ops.openreg import faults
@@ -52,18 +52,18 @@ OutOfMemoryError = torch.OutOfMemoryError
 
 
 def isolation_mode() -> str:
-    """What keeps the host from device memory: "keys", "strict" or "off"; the environment variable OPENREG_ISOLATION.
+    """How device memory is protected from the host: "keys", "strict" or "off". Set by OPENREG_ISOLATION.
 
     While it is "keys" or "strict", host code that dereferences device memory (ctypes, NumPy over ``data_ptr()``, C++)
-    ends the process with a message that names the address, its allocation and the remedy. "keys" are the processor's
-    protection keys and cost tens of nanoseconds an operator; "strict" changes the pages' protection and costs
+    ends the process with a message that names the address, its allocation and the remedy. "keys" uses the processor's
+    protection keys and costs tens of nanoseconds per operator; "strict" changes the pages' protection and costs
     microseconds.
     """
     return _C.isolation_mode()
 
 
 def get_allocator_backend() -> str:
-    """The name of the allocator: "native", as that of CUDA which keeps freed memory for reuse."""
+    """The name of the allocator: "native", like CUDA's caching allocator."""
     return "native"
 
 
@@ -71,8 +71,8 @@ def empty_cache(mempool_id: tuple[int, int] | None = None) -> None:
     """Return the free memory of every device to the operating system.
 
     Args:
-        mempool_id: of a private pool; only its memory is returned then, unless a graph uses the pool. Without it, the
-            pools that are in use keep theirs.
+        mempool_id: a private pool; then only its memory is returned, unless a graph uses the pool. By default, pools in
+            use keep their memory.
     """
     if _C.forked():
         return
@@ -86,7 +86,7 @@ def empty_cache(mempool_id: tuple[int, int] | None = None) -> None:
 def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
     """The allocator's statistics for `device`, with the keys of ``torch.cuda.memory_stats``.
 
-    "active" is what is allocated, and what was freed while a stream that it was recorded on may still use it.
+    "active" counts what is allocated, and what was freed while a stream that it was recorded on may still use it.
     "num_alloc_retries" and "num_sync_all_streams" count the allocations that waited for queued work. "inactive_split" and
     "oversize" stay 0: blocks are not split.
     """
@@ -119,12 +119,12 @@ def host_memory_stats() -> dict[str, Any]:
 
 
 def reset_peak_host_memory_stats() -> None:
-    """Start the peaks of `host_memory_stats` afresh."""
+    """Reset the peaks of `host_memory_stats`."""
     _C.reset_peak_host_memory_stats()
 
 
 def reset_accumulated_host_memory_stats() -> None:
-    """Start what `host_memory_stats` has counted afresh: all of its "allocated" and "freed"."""
+    """Reset the accumulated counts of `host_memory_stats`: all of its "allocated" and "freed"."""
     _C.reset_accumulated_host_memory_stats()
 
 
@@ -134,17 +134,17 @@ def memory_allocated(device: torch.types.Device = None) -> int:
 
 
 def max_memory_allocated(device: torch.types.Device = None) -> int:
-    """The most bytes that tensors occupied on `device` at once since `reset_peak_memory_stats`."""
+    """The peak number of bytes that tensors occupied on `device` since `reset_peak_memory_stats`."""
     return torch.accelerator.max_memory_allocated(device_index(device))
 
 
 def memory_reserved(device: torch.types.Device = None) -> int:
-    """Bytes that the allocator holds on `device`, used or kept for reuse."""
+    """Bytes that the allocator holds on `device`, in use or kept for reuse."""
     return torch.accelerator.memory_reserved(device_index(device))
 
 
 def max_memory_reserved(device: torch.types.Device = None) -> int:
-    """The most bytes that the allocator held on `device` at once since `reset_peak_memory_stats`."""
+    """The peak number of bytes that the allocator held on `device` since `reset_peak_memory_stats`."""
     return torch.accelerator.max_memory_reserved(device_index(device))
 
 
@@ -161,16 +161,17 @@ def max_memory_cached(device: torch.types.Device = None) -> int:
 
 
 def mem_get_info(device: torch.types.Device = None) -> tuple[int, int]:
-    """Bytes of `device` that are neither used nor kept for reuse (`empty_cache` gives those back), and its total bytes."""
+    """Bytes of `device` that are neither used nor kept for reuse (`empty_cache` frees the latter), and its total
+    bytes."""
     return torch.accelerator.get_memory_info(device_index(device))
 
 
 def reset_peak_memory_stats(device: torch.types.Device = None) -> None:
-    """Start the peaks of `memory_stats` of `device` afresh."""
+    """Reset the peaks of `memory_stats` for `device`."""
     torch.accelerator.reset_peak_memory_stats(device_index(device))
 
 
-_RESETS = "torch.openreg.{} is torch.openreg.reset_peak_memory_stats, which starts all peaks afresh"
+_RESETS = "torch.openreg.{} is torch.openreg.reset_peak_memory_stats, which resets all peaks"
 
 
 @deprecated(_RESETS.format("reset_max_memory_allocated"), category=FutureWarning)
@@ -186,17 +187,17 @@ def reset_max_memory_cached(device: torch.types.Device = None) -> None:
 
 
 def reset_accumulated_memory_stats(device: torch.types.Device = None) -> None:
-    """Start what `memory_stats` of `device` has counted afresh: all of its "allocated" and "freed"."""
+    """Reset the accumulated counts of `memory_stats` for `device`: all of its "allocated" and "freed"."""
     torch.accelerator.reset_accumulated_memory_stats(device_index(device))
 
 
 def memory_summary(device: torch.types.Device = None, abbreviated: bool = False) -> str:
-    """The statistics of `device` as a table for people, as ``torch.cuda.memory_summary`` prints CUDA's.
+    """The statistics of `device` as a human-readable table, like ``torch.cuda.memory_summary``.
 
     `abbreviated` leaves out the rows for small and large allocations.
     """
     summary = torch.cuda.memory.memory_summary
-    # Its code, with our statistics in the place of CUDA's.
+    # torch.cuda's code, with our statistics instead of CUDA's.
     names = {
         **summary.__globals__,
         "memory_stats": memory_stats,
@@ -211,19 +212,19 @@ def memory_summary(device: torch.types.Device = None, abbreviated: bool = False)
 def memory_snapshot(
     mempool_id: tuple[int, int] | None = None, include_traces: bool = True, *, device: torch.types.Device = None
 ) -> list[dict[str, Any]]:
-    """The segments of every device's memory and their blocks, by address.
+    """The memory segments of every device and their blocks, by address.
 
     "segment_pool_id" is the number of the private pool that a segment belongs to, (0, 0) for none.
 
     Args:
-        mempool_id: of a private pool; only its segments are returned then.
-        include_traces: as in ``torch.cuda.memory_snapshot``, whose result has no traces either way.
+        mempool_id: a private pool; then only its segments are returned.
+        include_traces: as in ``torch.cuda.memory_snapshot``, which never returns traces.
         device: only the segments of this device.
 
     The format is that of ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
-    (pytorch.org/memory_viz) reads; `_dump_snapshot` writes a file for it. The frames of a block are those of the code
-    that allocated it, where `_record_memory_history` was called before. A block's state is "active_allocated",
-    "active_pending_free" (freed, but work that a stream has been given may still use it) or "inactive".
+    (pytorch.org/memory_viz) reads; `_dump_snapshot` writes a file for it. The frames of a block show the code that
+    allocated it, if `_record_memory_history` was called before. A block's state is "active_allocated",
+    "active_pending_free" (freed, but a stream's queued work may still use it) or "inactive".
     """
     states = ("inactive", "active_allocated", "active_pending_free")
     out = []
@@ -236,7 +237,7 @@ def memory_snapshot(
                 {"address": at, "size": n, "requested_size": asked, "state": states[state], "frames": of_block or []}
                 for (at, n, state, asked), of_block in zip(blocks, frames, strict=True)
             ]
-            if rest := size - sum(block["size"] for block in of):  # of a page that its blocks do not fill
+            if rest := size - sum(block["size"] for block in of):  # the rest of a page that its blocks do not fill
                 end = {"address": address + size - rest, "size": rest, "requested_size": rest}
                 of.append({**end, "state": "inactive", "frames": []})
             active = sum(block["size"] for block in of if block["state"] != "inactive")
@@ -275,16 +276,17 @@ def _record_memory_history(
     clear_history: bool = False,
     skip_actions: Sequence[str] | None = None,
 ) -> None:
-    """Keep what befalls device memory from now on, and the stack traces: ``torch.cuda.memory._record_memory_history``.
+    """Record device memory events and their stack traces from now on, like
+    ``torch.cuda.memory._record_memory_history``.
 
     Args:
-        enabled: "all" keeps every allocation and free, "state" only who allocated what is in use, None ends recording
-            and forgets.
+        enabled: "all" records every allocation and free, "state" only the allocations in use, None stops recording and
+            clears the history.
         context: What gets a stack trace: "all", "alloc" (allocations), "state" (what is in use), None (nothing).
         stacks: "python", or "all" for the frames of C++ as well, which cost more.
-        max_entries: The most entries that a device's history keeps, the latest ones.
+        max_entries: The maximum number of entries in a device's history; the latest are kept.
         clear_history: Forget what was recorded before.
-        skip_actions: Actions that `_snapshot` leaves out: "alloc", "free_requested", "free_completed", "oom".
+        skip_actions: Actions to leave out of `_snapshot`: "alloc", "free_requested", "free_completed", "oom".
     Raises:
         ValueError: An argument is none of these.
     """
@@ -329,18 +331,18 @@ def _snapshot(device: torch.types.Device = None) -> dict[str, Any]:
 
 
 def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
-    """Write `_snapshot` to a file that pytorch.org/memory_viz draws."""
+    """Write `_snapshot` to a file for pytorch.org/memory_viz."""
     with open(filename, "wb") as file:
         pickle.dump(_snapshot(), file)
 
 
 def set_per_process_memory_fraction(fraction: float, device: torch.types.Device = None) -> None:
-    """Let tensors occupy no more than this fraction of `device`; beyond it an allocation raises OutOfMemoryError.
+    """Limit tensors to this fraction of the memory of `device`; an allocation beyond it raises OutOfMemoryError.
 
     Args:
         fraction: 0.0 to 1.0.
     Raises:
-        TypeError: fraction is no float. ValueError: it is not from 0 to 1.
+        TypeError: fraction is not a float. ValueError: it is not in [0, 1].
     """
     if not isinstance(fraction, float):
         raise TypeError(f"set_per_process_memory_fraction: expected fraction as a float, but got {fraction!r}")
@@ -355,12 +357,13 @@ def get_per_process_memory_fraction(device: torch.types.Device = None) -> float:
 
 
 class MemPool(_C.MemPool):
-    """A private pool of memory: what `use_mem_pool` allocates in it is given to nobody else.
+    """A private memory pool: memory allocated from it under `use_mem_pool` is not shared with other allocations.
 
-    The current device has it. Its memory goes back to everybody when the pool is gone, and the tensors in it are.
+    The pool belongs to the current device. Its memory returns to the general pool once the pool and the tensors in it
+    are gone.
 
     Args:
-        allocator, use_on_oom, no_split: of ``torch.cuda.MemPool``; only the defaults are supported.
+        allocator, use_on_oom, no_split: as in ``torch.cuda.MemPool``; only the defaults are supported.
     Raises:
         ValueError: one of these is not the default.
     """
@@ -373,13 +376,13 @@ class MemPool(_C.MemPool):
         ):
             if value is not default:
                 raise ValueError(
-                    f"MemPool: expected {name}={default}, the only one that openreg has, but got {value!r}"
+                    f"MemPool: expected {name}={default}, the only one that openreg supports, but got {value!r}"
                 )
         super().__init__(-1)
 
     @property
     def id(self) -> tuple[int, int]:
-        """The number of the pool, for graphs and snapshots."""
+        """The pool's id, for graphs and snapshots."""
         return super().id
 
     @property
@@ -388,7 +391,7 @@ class MemPool(_C.MemPool):
         return None
 
     def use_count(self) -> int:
-        """How many objects use the pool: this one, graphs, and `use_mem_pool` while it lasts."""
+        """How many objects use the pool: this one, graphs, and active `use_mem_pool` contexts."""
         return super().use_count()
 
     def snapshot(self) -> list[dict[str, Any]]:
@@ -398,11 +401,11 @@ class MemPool(_C.MemPool):
 
 @contextlib.contextmanager
 def use_mem_pool(pool: MemPool, device: torch.types.Device = None) -> Iterator[None]:
-    """``with torch.openreg.use_mem_pool(pool):`` takes memory that the calling thread allocates from `pool`.
+    """``with torch.openreg.use_mem_pool(pool):`` makes the calling thread allocate from `pool`.
 
     Args:
         pool: the pool.
-        device: allocations on this device; the current one unless given.
+        device: the device whose allocations use the pool; the current one unless given.
     """
     index = device_index(device)
     _C.retain_pool(index, pool.id)
@@ -424,7 +427,7 @@ def caching_allocator_alloc(
         device: the device; the current one unless given.
         stream: the stream that uses the memory, or its native handle; the current one unless given.
     Raises:
-        TypeError: stream is neither. torch.OutOfMemoryError: the device cannot hold it.
+        TypeError: stream is neither. torch.OutOfMemoryError: the device does not have enough memory.
     """
     index = device_index(device)
     if stream is None:
@@ -441,6 +444,6 @@ def caching_allocator_delete(mem_ptr: int) -> None:
     """Free memory from `caching_allocator_alloc`, at the address `mem_ptr`.
 
     Raises:
-        RuntimeError: the address is not that of such memory.
+        RuntimeError: the address is not from `caching_allocator_alloc`.
     """
     _C.caching_allocator_delete(mem_ptr)

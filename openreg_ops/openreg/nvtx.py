@@ -9,24 +9,25 @@ __all__ = ["mark", "range", "range_end", "range_pop", "range_push", "range_start
 
 
 def range_push(msg: str) -> int:
-    """Open a range of the calling thread, within those that are open; returns its depth, from 0."""
+    """Open a range on the calling thread, nested in the open ones; returns its depth, from 0."""
     return _C.range_push(msg)
 
 
 def range_pop() -> int:
-    """Close the range that the calling thread opened last; returns its depth, from 0. A RuntimeError if none is open."""
+    """Close the range that the calling thread opened last and return its depth, from 0. Raises RuntimeError if none is
+    open."""
     return _C.range_pop()
 
 
 def range_start(msg: str) -> int:
-    """Open a range that any thread may close, and that may overlap others; returns the handle for `range_end`.
+    """Open a range that any thread may close and that may overlap others; returns the handle for `range_end`.
 
-    A profile shows it from here to `range_end` on this thread, and on each stream as long as the work that any thread
-    launched meanwhile. One that is still open when the profile stops is not shown.
+    A profile shows it on this thread from here to `range_end`, and on each stream for as long as the work that any
+    thread launched meanwhile. A range that is still open when the profile stops is not shown.
     """
     return _C.range_start(msg)
 
 
 def range_end(range_id: int) -> None:
-    """Close a range that `range_start` opened; a RuntimeError if it is closed."""
+    """Close a range that `range_start` opened. Raises RuntimeError if it is already closed."""
     _C.range_end(range_id)

@@ -1,8 +1,8 @@
 """``torch.openreg.profiler``: ranges in profiles of the device, under the names of ``torch.cuda.nvtx``.
 
 The profiler itself is ``torch.profiler``, with ``ProfilerActivity.PrivateUse1`` for the device's kernels and copies
-(csrc/backend/profiler.cpp). As in ``torch.profiler.record_function``, a range is seen on the host, and on each stream
-as long as the work that was launched in it.
+(csrc/backend/profiler.cpp). Like ``torch.profiler.record_function``, a range appears on the host, and on each stream
+for as long as the work launched in it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["emit_ranges", "mark", "range", "range_pop", "range_push"]
 
 
 def range_push(msg: str) -> None:
-    """Open a range named `msg` on the calling thread, within those that are open."""
+    """Open a range named `msg` on the calling thread, nested in the open ones."""
     _C.range_push(msg)
 
 
 def range_pop() -> None:
-    """Close the range that the calling thread opened last; a RuntimeError if none is open."""
+    """Close the range that the calling thread opened last. Raises RuntimeError if none is open."""
     _C.range_pop()
 
 
 def mark(msg: str) -> None:
-    """A range of no length, named `msg`."""
+    """An instantaneous range named `msg`."""
     range_push(msg)
     range_pop()
 
@@ -44,11 +44,11 @@ def range(msg: str, *args: object, **kwargs: object) -> Iterator[None]:
 class emit_ranges:
     """Context manager: while a profile runs, every operator of every thread is a range on the device's streams too.
 
-    It is ``torch.autograd.profiler.emit_nvtx`` with ``torch.profiler`` in the place of Nsight, and names the ranges as
-    that does: "aten::mul, seq = 3, op_id = 12". An operator of the forward pass and its backward share `seq`.
+    Like ``torch.autograd.profiler.emit_nvtx``, with ``torch.profiler`` instead of Nsight. Ranges have the same names:
+    "aten::mul, seq = 3, op_id = 12". An operator of the forward pass and its backward share `seq`.
 
     Args:
-        enabled: False makes it do nothing.
+        enabled: if False, does nothing.
         record_shapes: append the shapes of the arguments, ", sizes = [[2, 3], []]".
     """
 

@@ -1,7 +1,7 @@
-"""Random numbers on the device, with ``torch.cuda``'s names. No function here touches the CPU's generator.
+"""Random numbers on the device, under ``torch.cuda``'s names. No function here touches the CPU's generator.
 
-In a child made by ``fork()`` after its parent had used a device, reading a generator raises. Seeding one does not: as on
-CUDA, where seeds wait for the device's initialization, a DataLoader's worker may seed every generator that there is.
+In a child created by ``fork()`` after its parent had used a device, reading a generator raises. Seeding one does not:
+as on CUDA, where seeds wait for the device's initialization, a DataLoader worker may seed every generator.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state(new_state: torch.Tensor, device: torch.types.Device = None) -> None:
-    """Set the state of `device`'s default generator to `new_state`, a CPU ByteTensor that `get_rng_state` gave."""
+    """Set the state of `device`'s default generator to `new_state`, a CPU ByteTensor from `get_rng_state`."""
     if not _C.forked():
-        if not new_state.is_cpu:  # a FakeTensorMode would refuse to move what is there already
+        if not new_state.is_cpu:  # a FakeTensorMode would reject a move to the same device
             new_state = new_state.cpu()
         default_generators[device_index(device)].set_state(new_state)
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Set the state of every device's default generator to `new_states`, which `get_rng_state_all` gave."""
+    """Set the state of every device's default generator to `new_states`, from `get_rng_state_all`."""
     for index, state in enumerate(new_states):
         set_rng_state(state, index)
 

@@ -1,4 +1,4 @@
-"""Streams and events, with ``torch.cuda``'s names."""
+"""Streams and events, under ``torch.cuda``'s names."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ _MODES = ("inline", "async", "sync")
 
 
 class _OfDevice(type):
-    """Makes ``isinstance(x, torch.openreg.Stream)`` true for any ``torch.Stream`` of the device, and so for events."""
+    """Makes ``isinstance(x, torch.openreg.Stream)`` true for any ``torch.Stream`` of the device; likewise for
+    events."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls._base) and instance.device.type == "openreg"
 
 
 class Stream(metaclass=_OfDevice):
-    """A queue of work on one device, run in order: makes a ``torch.Stream``.
+    """A queue of work that runs in order on one device. Calling this creates a ``torch.Stream``.
 
     Args:
         device: the device; the current one unless given.
-        priority: 0, or negative for a more urgent stream; out of `priority_range()` it counts as the nearest one. The
-            attribute `priority` of the stream tells it. As on CUDA it is a hint, and it changes no order: every stream
-            with queued work has a thread of its own, and the operating system shares the processor among them.
+        priority: 0, or negative for a more urgent stream; a value outside `priority_range()` is clamped. The stream's
+            attribute `priority` returns it. As on CUDA it is only a hint and does not change any order: every stream
+            with queued work has its own thread, and the operating system shares the processor among them.
     """
 
     _base = torch.Stream
@@ -56,23 +57,23 @@ class Stream(metaclass=_OfDevice):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The least and the most urgent priority."""
+        """The lowest and the highest priority."""
         return 0, -1
 
 
 class Event(metaclass=_OfDevice):
-    """A point in a stream's order: makes a ``torch.Event`` on the current device.
+    """A point in a stream's order. Calling this creates a ``torch.Event`` on the current device.
 
-    It is a ``torch.Event`` itself and no subclass, because ``torch.Event.elapsed_time`` takes no subclass; with
+    The result is a plain ``torch.Event``, because ``torch.Event.elapsed_time`` does not accept subclasses; with
     `interprocess` it is a subclass.
 
     Args:
-        enable_timing: whether `elapsed_time` may be asked of it.
-        blocking: has no effect: a thread that waits sleeps.
-        interprocess: whether other processes may use it, by `ipc_handle()` and `from_ipc_handle()`, or by sending it
-            through ``torch.multiprocessing``. Keep it until they have opened it.
+        enable_timing: whether the event supports `elapsed_time`.
+        blocking: has no effect, because a waiting thread always sleeps.
+        interprocess: whether other processes may use it, through `ipc_handle()` and `from_ipc_handle()`, or by sending
+            it through ``torch.multiprocessing``. Keep the event alive until they have opened it.
     Raises:
-        ValueError: an interprocess event with timing, which CUDA has none of either.
+        ValueError: an interprocess event with timing, which CUDA does not support either.
     """
 
     _base = torch.Event
@@ -86,10 +87,10 @@ class Event(metaclass=_OfDevice):
 
     @staticmethod
     def from_ipc_handle(device: torch.types.Device, handle: bytes) -> torch.Event:
-        """The event of another process, on `device`, by the bytes that its `ipc_handle()` returned.
+        """Open another process's event on `device`, from the bytes that its `ipc_handle()` returned.
 
         Raises:
-            ValueError: `handle` is none, or its process no longer has the event.
+            ValueError: `handle` is not such a handle, or its process no longer has the event.
         """
         event = InterprocessEvent()
         _C.open_event(event, device_index(device), handle)
@@ -97,10 +98,10 @@ class Event(metaclass=_OfDevice):
 
 
 class InterprocessEvent(torch.Event):
-    """An event that several processes see: ``torch.openreg.Event(interprocess=True)``.
+    """An event shared by several processes: ``torch.openreg.Event(interprocess=True)``.
 
-    Whichever process records it last, all of them wait for that point. If that process ends before its stream has
-    reached the point, waits for it raise a RuntimeError.
+    All processes wait for the point that any of them recorded last. If that process ends before its stream reaches the
+    point, waits for it raise RuntimeError.
     """
 
     def __new__(cls) -> InterprocessEvent:
@@ -109,9 +110,9 @@ class InterprocessEvent(torch.Event):
         return event
 
     def ipc_handle(self) -> bytes:
-        """The handle for `Event.from_ipc_handle` in another process; an event that is not recorded yet is made now.
+        """The handle for `Event.from_ipc_handle` in another process; creates the event if it has not been recorded yet.
 
-        The event belongs to the device that it is first recorded on, or else to the one that is current here.
+        The event belongs to the device that it is first recorded on, otherwise to the device that is current now.
         """
         return _C.event_handle(self)
 
@@ -137,7 +138,7 @@ def set_stream(stream: torch.Stream) -> None:
 
 
 class StreamContext:
-    """Context manager that makes a stream current; ``None`` changes nothing."""
+    """Context manager that makes a stream current; ``None`` has no effect."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -151,12 +152,12 @@ class StreamContext:
 
 
 def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager:
-    """``with torch.openreg.stream(s):`` runs its body's work on `s`."""
-    return contextlib.nullcontext() if stream is None else stream  # a stream is one itself, and Dynamo knows it
+    """``with torch.openreg.stream(s):`` runs the work in its body on `s`."""
+    return contextlib.nullcontext() if stream is None else stream  # a stream is a context manager that Dynamo knows
 
 
 def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -> torch.Stream:
-    """The stream of `device` that another library names by its native handle.
+    """The stream of `device` with a native handle from another library.
 
     Args:
         data_ptr: ``stream.native_handle`` of a stream of `device`.
@@ -167,13 +168,13 @@ def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -
     index = device_index(device)
     if not isinstance(data_ptr, int) or not 0 <= data_ptr < 2**63 or not _C.is_stream(index, data_ptr):
         raise ValueError(
-            f"get_stream_from_external: {data_ptr!r} is no stream of openreg:{index}; pass a stream's native_handle"
+            f"get_stream_from_external: {data_ptr!r} is not a stream of openreg:{index}; pass a stream's native_handle"
         )
     return torch.Stream(stream_id=data_ptr, device_index=index, device_type=int(DeviceType.PrivateUse1))
 
 
 class ExternalStream(Stream):
-    """A stream that another library made, by its native handle: makes a ``torch.Stream``.
+    """A stream that another library created, from its native handle. Calling this creates a ``torch.Stream``.
 
     Args:
         stream_ptr: the handle, ``stream.native_handle``.
@@ -193,15 +194,15 @@ def set_launch_mode(mode: str) -> None:
     """Choose where work runs, for the whole process. Work on a stream runs in the stream's order in every mode.
 
     Args:
-        mode: "inline" (the default) runs work on the calling thread, at once, while its stream is idle; else it queues
-            it behind what the stream has queued or, for most of PyTorch's operators, waits for that. "async" queues
-            copies, and kernels whose results are allocated before they run, for the stream's thread, and the host runs
-            ahead; wrong arguments raise at the call, and an error that depends on values in device memory surfaces at
-            the next synchronization. "sync" waits after each launch, so that an error
-            appears at the line that caused it, as with CUDA_LAUNCH_BLOCKING. OPENREG_LAUNCH_MODE sets it before the
-            process starts.
+        mode: "inline" (the default) runs work immediately on the calling thread while its stream is idle. Otherwise it
+            queues the work behind the stream's queued work or, for most of PyTorch's operators, waits for that. "async"
+            queues copies, and kernels whose results are allocated before they run, for the stream's thread, and the
+            host runs ahead. Wrong arguments raise at the call; an error that depends on values in device memory
+            surfaces at the next synchronization. "sync" waits after each launch, so an error appears at the line that
+            caused it, as with CUDA_LAUNCH_BLOCKING. The environment variable OPENREG_LAUNCH_MODE sets the mode at
+            startup.
     Raises:
-        ValueError: another mode.
+        ValueError: an unknown mode.
     """
     if mode not in _MODES:
         raise ValueError(f"set_launch_mode: expected 'inline', 'async' or 'sync', but got {mode!r}")
@@ -210,7 +211,7 @@ def set_launch_mode(mode: str) -> None:
 
 @contextlib.contextmanager
 def launch_mode(mode: str) -> Iterator[None]:
-    """``with torch.openreg.launch_mode("async"):`` runs its body's work in that mode; see `set_launch_mode`."""
+    """``with torch.openreg.launch_mode("async"):`` runs the work in its body in that mode; see `set_launch_mode`."""
     before = get_launch_mode()
     set_launch_mode(mode)
     try:
@@ -220,5 +221,5 @@ def launch_mode(mode: str) -> Iterator[None]:
 
 
 def _sleep(cycles: int) -> None:
-    """Keep the current stream busy for `cycles` nanoseconds, as ``torch.cuda._sleep`` does, to make races repeat."""
+    """Keep the current stream busy for `cycles` nanoseconds, like ``torch.cuda._sleep``, to reproduce races."""
     _C.sleep(device_index(), int(cycles))

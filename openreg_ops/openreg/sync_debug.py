@@ -1,4 +1,4 @@
-"""``set_sync_debug_mode``: warns or raises where the host waits for the device, as on CUDA, and names the line."""
+"""``set_sync_debug_mode``: warns or raises when the host waits for the device, as on CUDA, and names the line."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _DATA_DEPENDENT = (
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Set what happens where an operator makes the host wait for the device, for the whole process.
+    """Set what happens when an operator makes the host wait for the device. Applies to the whole process.
 
     As on CUDA, these are the operators that read a value (``item()``, ``if x:``), have a result whose size depends on
     the data (``nonzero()``, indexing with a mask), or copy between host and device without ``non_blocking=True``, and
     ``Stream.synchronize()``. ``Event.synchronize()``, ``torch.openreg.synchronize()``, and operators on sparse tensors
-    are not covered. ``x[mask] = y`` is not reported if `y` has no dimension. It depends on the call alone, so it is the
-    same in every launch mode.
+    are not covered. ``x[mask] = y`` is not reported if `y` is 0-dimensional. The report depends only on the call, so it
+    is the same in every launch mode.
 
     Args:
         debug_mode: "default" or 0 does nothing. "warn" or 1 gives a UserWarning. "error" or 2 raises a RuntimeError
             before the operator runs. Both name the operator and the line of the program.
     Raises:
-        RuntimeError: Another mode.
+        RuntimeError: An unknown mode.
     """
     mode = _MODES.index(debug_mode) if debug_mode in _MODES else debug_mode
     if not isinstance(mode, int) or isinstance(mode, bool) or not 0 <= mode < len(_MODES):
@@ -58,14 +58,14 @@ def get_sync_debug_mode() -> int:
 
 
 def _users(frame: types.FrameType | None) -> types.FrameType | None:
-    """The innermost frame from here on that is not PyTorch's or this package's."""
+    """The innermost frame that does not belong to PyTorch or this package."""
     while frame and os.path.abspath(frame.f_code.co_filename).startswith(_LIBRARIES):
         frame = frame.f_back
     return frame
 
 
 def _called_backward() -> types.FrameType | None:
-    """The user's frame of a thread that waits for a backward pass; the main thread's before another's."""
+    """The user's frame on a thread that waits for a backward pass; the main thread is preferred."""
     main = threading.main_thread().ident
     for _, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         if frame.f_code.co_name == "_engine_run_backward":
@@ -74,9 +74,9 @@ def _called_backward() -> types.FrameType | None:
 
 
 def _report(operation: str) -> None:
-    """Warn of an operation that is about to wait, or raise."""
+    """Warn about an operation that is about to wait, or raise."""
     node = torch._C._current_autograd_node()
-    frame = _users(sys._getframe()) or _called_backward()  # autograd's threads have no frame of the user's
+    frame = _users(sys._getframe()) or _called_backward()  # autograd's threads have no user frames
     where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
     backward = f" in the backward of {node.name()}" if node else ""
     message = (

@@ -1,4 +1,5 @@
-"""``torch.openreg.FloatTensor`` and ``FloatStorage``, their like, and ``torch.openreg.sparse``: as ``torch.cuda`` has them."""
+"""``torch.openreg.FloatTensor``, ``FloatStorage`` and similar types, and ``torch.openreg.sparse``, as in
+``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _STORAGE_DTYPES = {**_DTYPES, "ComplexFloat": torch.complex64, "ComplexDouble": 
 
 
 class _TensorType(type):
-    """The type of ``torch.openreg.FloatTensor``: makes tensors, and knows those of its dtype and layout on the device."""
+    """The type of ``torch.openreg.FloatTensor``: creates tensors, and recognizes those with its dtype and layout on the
+    device."""
 
     dtype: torch.dtype
     layout: torch.layout
@@ -56,7 +58,7 @@ class _TensorType(type):
 
 
 def _tensor_type(module: str, name: str, dtype: torch.dtype, layout: torch.layout) -> _TensorType:
-    # The full name: Tensor.type() looks up the name of a class that it is given.
+    # The full name: Tensor.type() looks a class up by its name.
     attributes = {"dtype": dtype, "layout": layout, "__module__": module, "__qualname__": name}
     kind = _TensorType(f"{module}.{name}", (), attributes)
     kind.__doc__ = f"{dtype} tensors on the device. torch.tensor(..., dtype=, device='openreg') is the modern form."

@@ -1,6 +1,6 @@
-"""`check` for authors of custom operators, and what the conformance runs need to know of the openreg device.
+"""`check` for authors of custom operators, and what the conformance runs need to know about the openreg device.
 
-`check`, `Sample` and `Report` are those of `openreg_tools.checker`, imported when first asked for.
+`check`, `Sample` and `Report` are those of `openreg_tools.checker`, imported on first use.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from openreg_tools import forms
 from openreg_tools.conformance import opinfo
 
-# Eager mode rounds each intermediate result, a fused kernel the last.
+# Eager mode rounds each intermediate result, a fused kernel only the last.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def cases(pattern: str = "", device: str = "openreg", grad: bool = False) -> Iterator[Case]:
-    """One for each operator whose full name matches, in float32 or else its first dtype."""
+    """One for each operator whose full name matches, in float32 if possible, else in its first dtype."""
     for name, op in opinfo.database().items():
         dtypes = opinfo.dtypes_of(op)
         if not re.search(pattern, name) or not dtypes:
@@ -87,7 +87,8 @@ def _move(arguments: Any, device: str, name: str) -> Any:
 
 
 def compare(batch: Sequence[Case], device: str = "openreg", fullgraph: bool = True) -> dict[str, str]:
-    """What differs, by operator, between one compiled graph of the batch and eager mode; raises what compiling raises."""
+    """The differences, by operator, between one compiled graph of the batch and eager mode; raises if compiling
+    raises."""
     import torch._inductor.config
     from torch.testing._internal import common_methods_invocations
 
@@ -106,7 +107,7 @@ def compare(batch: Sequence[Case], device: str = "openreg", fullgraph: bool = Tr
         with (
             # Eager mode's random numbers, so that random operators agree too.
             torch._inductor.config.patch(fallback_random=True),
-            # The database's own wrapper of those saves and restores generators, which no graph can.
+            # The database's own wrapper for those saves and restores generators, which a graph cannot do.
             patch.object(
                 common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs)
             ),
@@ -147,11 +148,11 @@ def _gradients(results: list[Any], inputs: list[Any]) -> list[tuple[Tensor, ...]
 
 @dataclasses.dataclass
 class Found:
-    """What `check` found, by the names of operators."""
+    """What `check` found, by operator name."""
 
     different: dict[str, str] = dataclasses.field(default_factory=dict)  # that differ or fail, and how
-    breaks: set[str] = dataclasses.field(default_factory=set)  # that compile with a graph break only
-    invalid: set[str] = dataclasses.field(default_factory=set)  # whose sample is an error in eager mode too
+    breaks: set[str] = dataclasses.field(default_factory=set)  # that compile only with a graph break
+    invalid: set[str] = dataclasses.field(default_factory=set)  # whose sample raises in eager mode too
 
     def __or__(self, other: Found) -> Found:
         return Found(self.different | other.different, self.breaks | other.breaks, self.invalid | other.invalid)
@@ -178,7 +179,7 @@ def check(batch: Sequence[Case], device: str = "openreg") -> Found:
 
 
 def _eager_fails(case: Case, device: str) -> bool:
-    """Whether the sample is an error in eager mode too: an operator of CUDA's, a gradient that does not exist."""
+    """Whether the sample raises in eager mode too: a CUDA-only operator, a gradient that does not exist."""
     arguments = _move(case.arguments, device, case.name)
     try:
         with torch.set_grad_enabled(case.grad):

@@ -1,6 +1,6 @@
 """``python -m openreg_ops.testing.device_type_report FILE…``: PyTorch's test files on the CPU and on the device.
 
-A test is right where it ends as it does on the CPU; one that fails there too says nothing of the device.
+A test passes if it ends as it does on the CPU; a test that fails there too says nothing about the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LISTS = Path(__file__).resolve().with_name("device_type.py")
-DEVICES = {"cpu": "CPU", "openreg": "OPENREG|PRIVATEUSE1"}  # and how the names of its test classes end
+DEVICES = {"cpu": "CPU", "openreg": "OPENREG|PRIVATEUSE1"}  # and the suffix of its test classes
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -35,10 +35,10 @@ def read(report: Path, device: str) -> Iterator[tuple[str, str]]:
 
 
 def run(file: Path, device: str, arguments: list[str]) -> dict[str, str]:
-    """How each generic test of a file ends on a device; SystemExit if the run itself does not end."""
+    """How each generic test of a file ends on a device; SystemExit if the run itself does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # The device first: what is imported later asks for its name. No configuration but the file's own.
+        # The device comes first: later imports need its name. No configuration except the file's own.
         options = f"-q -p openreg_ops -p no:cacheprovider --noconftest -c {os.devnull} --rootdir . -k _{device}".split()
         command = [
             sys.executable,
@@ -53,12 +53,12 @@ def run(file: Path, device: str, arguments: list[str]) -> dict[str, str]:
         env = os.environ | {"PYTHONPATH": path, "TORCH_TEST_DEVICES": str(LISTS) if device == "openreg" else ""}
         done = subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not report.exists():
-            sys.exit(f"{file.name} did not run to its end on {device}:\n{(done.stdout + done.stderr)[-2000:]}")
+            sys.exit(f"{file.name} did not finish on {device}:\n{(done.stdout + done.stderr)[-2000:]}")
         return dict(read(report, device))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line a file and device, then what passes on the CPU only; 1 if anything does."""
+    """Print a line per file and device, then the tests that pass only on the CPU; 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m openreg_ops.testing.device_type_report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="test files of PyTorch's test/ of the installed version")
     parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="the rest is for pytest")

@@ -1,4 +1,4 @@
-"""What is known to fail, each with a cause that a reader can check; whoever reads a list fails when it passes.
+"""Known failures, each with a cause that you can check. A test or command that reads a list fails if an entry passes.
 
 KNOWN_FAILURES: torch's operators that differ from the CPU, for `python -m openreg_ops conformance` and
 tests/aten/test_opinfo.py; at most ten. OPERATORS: checks that an openreg:: operator fails, for `openreg_ops.testing.check`.
@@ -59,7 +59,8 @@ OPERATORS: dict[str, dict[str, str]] = {
 # Of those, the checks that pass on some processors: eager's matrix product decides, by which instructions it uses.
 MAY_PASS: dict[str, set[str]] = {"openreg::linear_cross_entropy_gradients": {"large"}}
 
-# Operators that accept other damaged arguments than their CPU kernel does: the check "garbage" compares them with nothing.
+# Operators that accept damaged arguments that their CPU kernel rejects, or vice versa: the check "garbage" skips the
+# comparison.
 DIFFERENT: dict[str, str] = {
     "openreg::adamw_step_": "a beta that makes the bias correction 0 is an error of Python's division on the CPU",
     "openreg::adamw_step_.tensor_lr": "as adamw_step_",

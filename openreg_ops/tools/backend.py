@@ -1,4 +1,5 @@
-"""What the openreg device tells `openreg_tools`: see openreg_tools/backends.py. Registered when openreg_ops is imported."""
+"""What `openreg_tools` needs to know about the openreg device: see openreg_tools/backends.py. Registered when
+openreg_ops is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Openreg(Backend):
     fallback = "the fallback of this process or a shared kernel"
 
     def has(self, op: str, key: str, kernel: Kernel) -> Has | None:
-        """What the fallback does, by its policies and routes, and which kernels are the CPU's."""
+        """What the fallback does under its policies and routes, and which kernels are the CPU's."""
         from openreg_tools.dispatch import Has
 
         if kernel.source == "backend fallback":
@@ -79,7 +80,7 @@ class Openreg(Backend):
         from openreg_ops import _C
 
         before = _C.poison()
-        _C.set_poison(byte == 0xFF)  # the only byte that the device fills memory with
+        _C.set_poison(byte == 0xFF)  # the only byte that the device can fill memory with
         try:
             yield
         finally:
@@ -139,7 +140,7 @@ class Openreg(Backend):
 
 
 class _Spared:
-    """Faults spare this thread."""
+    """Faults skip this thread."""
 
     def __enter__(self) -> None:
         self._before = _spare(True)
@@ -155,7 +156,7 @@ def _spare(on: bool) -> bool:
 
 
 def _fallen(op: str, key: str, found: Kernel) -> Has:
-    """What the fallback does with an operator: csrc/aten/fallback.cpp says the same in C++, and a test holds it equal."""
+    """What the fallback does with an operator. csrc/aten/fallback.cpp says the same in C++; a test compares the two."""
     from openreg_ops import fallback
     from openreg_tools.dispatch import Has, returns_view
 
@@ -179,7 +180,7 @@ def _fallen(op: str, key: str, found: Kernel) -> Has:
 
 
 def isolation(_C: Any) -> str:
-    """The isolation mode: "off", "strict" or "keys"; a build whose extension cannot say has none."""
+    """The isolation mode: "off", "strict" or "keys"; "off" if the extension was built without isolation."""
     mode = getattr(_C, "isolation_mode", None)
     return mode() if mode else "off"
 
@@ -215,7 +216,7 @@ def _devices(info: Info) -> None:
             f"{size(total)}, {size(free)} free, {size(torch.openreg.memory_allocated(i))} in tensors"
         )
     if torch.openreg.is_available():
-        info.works("openreg", "unset OPENREG_FAULTS if it is set; else report this, with the whole of `info`")
+        info.works("openreg", "unset OPENREG_FAULTS if it is set; else report this, with the full output of `info`")
 
 
 def _settings(info: Info) -> None:

@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "main"]
 
 
 class Suite(NamedTuple):
-    """What the command measures under a name, and the module whose `run` does it."""
+    """What the command measures under a name, and the module whose `run` measures it."""
 
     module: str
     about: str
@@ -47,7 +47,7 @@ TARGETS = {"64": 1.2, "1M": 1.05, "step": 1.1, "import": 0.3}
 
 
 def custom_abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """The CPU's side is torch.abs: its own custom_abs is the reference, which is not what we compare with."""
+    """The CPU side is torch.abs: custom_abs on the CPU runs the reference, which is not a fair comparison."""
     if x.device.type == "cpu":
         return lambda: torch.abs(x)
     operator = getattr(torch.ops.openreg, "custom_abs", None)
@@ -59,7 +59,7 @@ def layer_norm(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: F.layer_norm(x, shape, weight, weight)
 
 
-# Each takes an [n, n] tensor and gives the call to time.
+# Each takes an [n, n] tensor and returns the call to time.
 CASES: dict[str, Callable[[torch.Tensor], Callable[[], Any] | None]] = {
     "add": lambda x: lambda: x + x,
     "mul": lambda x: lambda: x * x,
@@ -94,7 +94,8 @@ def training_step(device: str) -> Callable[[], None]:
 
 
 def in_a_fresh_process(name: str, options: argparse.Namespace) -> Comparison:
-    """Measure a case that is slower or faster behind others, whose memory the allocators keep."""
+    """Measure, in its own process, a case whose time depends on the memory that earlier cases leave in the
+    allocators."""
     words = [sys.executable, "-P", "-m", "openreg_ops", "bench", options.suite, "--only", name, "--json", "-"]
     words += ["--rounds", str(options.rounds), "--threads", str(torch.get_num_threads())]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -141,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measure and print.
 
-    0 also when a target is missed, because a busy machine can miss any; 1 where `--against FILE` finds a regression.
+    Returns 0 even if a target is missed, because a busy machine can miss any; 1 if `--against FILE` finds a regression.
     """
     if options.against not in (None, "best") and not os.path.isfile(options.against):
         print(f'bench: --against takes "best" or a file that --json wrote, but got {options.against}', file=sys.stderr)
@@ -187,7 +188,7 @@ def main(options: argparse.Namespace) -> int:
                 continue
             calls = case(x), case(x.to("openreg"))
             if all(calls):
-                # 1M-element calls are long, so that fewer rounds are as steady.
+                # 1M-element calls are long, so fewer rounds are just as stable.
                 row(name, size, compare(*calls, options.rounds if size == "64" else max(options.rounds // 2, 3)))
             else:
                 say(f"{name:12} {size:>8}   not in this build")

@@ -1,9 +1,9 @@
 """``python -m openreg_ops bench compiled``: torch.compile on the device against torch.compile on the CPU.
 
-Then compiled against eager mode on the device, and the suite's operators decomposed against their own kernels.
+It then compares compiled with eager mode on the device, and decomposed operators with their own kernels.
 
-Each number is a ratio of medians of alternating rounds in one process. Compiled graphs are called several times for
-each synchronisation, as a program does.
+Each number is a ratio of medians of alternating rounds in one process. Compiled graphs are called several times per
+synchronization, as in a real program.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _rotary_of_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 ROWS, ANGLES = (2048, ROW), [(512, 32), (512, 32)]
-# operator: (it alone, shapes), (with the operations that stand around it in a model, shapes)
+# operator: (alone, shapes), (with the operations around it in a model, shapes)
 DECOMPOSABLE = {
     "rms_norm": ((_norm, ROWS, (ROW,)), (_norm_of_sum, ROWS, ROWS, (ROW,))),
     "swiglu": ((openreg_ops.swiglu, ROWS, ROWS), (_swiglu_of_halves, (2048, 2 * ROW))),
@@ -143,7 +143,7 @@ def decomposition(name: str, body: Callable[..., Any], shapes: Sequence[tuple[in
 
     def make(decomposed: bool) -> Callable[[], None]:
         inductor.decompositions = default | {name} if decomposed else default - {name}
-        # Code of its own: Dynamo keeps the graphs of a function by its code.
+        # A separate code object, because Dynamo keys graphs by a function's code.
         function = types.FunctionType(body.__code__.replace(), body.__globals__, argdefs=body.__defaults__)
         graph = torch.compile(function, fullgraph=True)
         seeds = torch.utils._pytree.tree_map(torch.randn_like, graph(*arguments))
@@ -178,7 +178,7 @@ def compile_time(rounds: int) -> Comparison:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    """Measure and print; 0 even if a target is missed, because a busy machine can miss any."""
     chosen = options.only or NAMES
     results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
     log = sys.stderr if options.json == "-" else sys.stdout

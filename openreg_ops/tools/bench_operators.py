@@ -1,9 +1,9 @@
-"""The openreg:: operators at transformer sizes, against what a user of the CPU would write instead.
+"""The openreg:: operators at transformer sizes, against what a CPU user would write instead.
 
 `python -m openreg_ops bench operators` compares with eager PyTorch. Times are medians of alternating calls in one
-process, of the forward and of the forward with the backward. Memory-bound operators are also set against the machine's
-bandwidth: the bytes that they must read and write, per second, as a fraction of what a copy of 256 MB reads and writes
-in the same time. Peak memory is the device allocator's, for the operator and for the eager mathematics run there.
+process, of the forward and of the forward with the backward. Memory-bound operators are also compared with the
+machine's bandwidth: the bytes per second that they must read and write, as a fraction of what a copy of 256 MB
+achieves. Peak memory is the device allocator's, for the operator and for the eager mathematics on the device.
 
 With `--against best` the other side is the fastest of eager PyTorch, `torch.compile` and ATen's own fused operator, in
 three dtypes, with one thread and with all.
@@ -34,19 +34,19 @@ BATCH, SEQUENCE, WIDTH, VOCABULARY, HEADS = 8, 512, 1024, 32000, 16
 ROWS = BATCH * SEQUENCE
 MEAN = 1.8  # target: the geometric mean of `--against best`
 PATIENCE = 20.0  # seconds: a round that takes longer is run once
-COPY = 256 * 2**20  # bytes of the copy that stands for the memory's bandwidth
+COPY = 256 * 2**20  # bytes of the copy that measures the memory bandwidth
 
 
 @dataclass
 class Case:
-    """An operator, the same mathematics in plain PyTorch, and what is asked of it."""
+    """An operator, the same mathematics in plain PyTorch, and the targets."""
 
     name: str
     inputs: Callable[[torch.dtype], Sequence[Any]]  # on the CPU
     eager: Callable[..., Any]
     operator: Callable[..., Any]
-    fused: Callable[..., Any] | None = None  # ATen's own fused operator, where eager is not that
-    forward_bytes: float = 0  # for each element of the first input, in units of its size; 0: not memory-bound
+    fused: Callable[..., Any] | None = None  # ATen's own fused operator, where eager mode does not use it
+    forward_bytes: float = 0  # per element of the first input, in units of its size; 0: not memory-bound
     backward_bytes: float | None = 0  # None: no derivative
     faster: float = 1.0  # target: eager seconds / operator seconds, with the backward where there is one
     bandwidth: float | None = None  # target: of the copy's
@@ -227,7 +227,7 @@ NAMES = tuple(case.name for case in CASES)
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of COPY bytes, the best of some."""
+    """Bytes read and written per second by a copy of COPY bytes, the best of several runs."""
     source, target = torch.ones(COPY // 4), torch.empty(COPY // 4)
     target.copy_(source)
     return 2 * COPY / min(timed(lambda: target.copy_(source)) for _ in range(7))
@@ -270,14 +270,14 @@ def inference(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[
 
 
 def on_device(x: Any) -> Any:
-    """A copy there of a tensor, and of those in a list or a tuple, which no gradient is wanted for."""
+    """A copy on the device of a tensor, or of those in a list or tuple, that needs no gradient."""
     if isinstance(x, list | tuple):
         return type(x)(on_device(each) for each in x)
     return x.to("openreg") if isinstance(x, Tensor) else x
 
 
 def peak(call: Callable[[], Any]) -> int:
-    """Bytes that a call adds to what is allocated, at its peak."""
+    """Bytes that a call adds to the allocated memory, at its peak."""
     gc.collect()
     before = torch.openreg.memory_allocated()
     torch.openreg.reset_peak_memory_stats()
@@ -314,7 +314,7 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
 
 
 def contenders(case: Case) -> dict[str, Callable[..., Any]]:
-    """What a user of the CPU would write: its name in the table, and the function."""
+    """What a CPU user would write: its name in the table, and the function."""
     torch._dynamo.reset()
     found = {"eager": case.eager}
     if case.compiles:
@@ -337,7 +337,7 @@ def against_best(case: Case, dtype: torch.dtype, training_too: bool, budget: flo
 
 
 def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> dict[str, Any]:
-    """Print a table for one thread and one for all, and what is behind."""
+    """Print a table for one thread and one for all, and the cases that are slower."""
     dtypes = [options.dtype] if options.dtype else ["float32", "bfloat16", "float16"]
     say(f"torch {torch.__version__}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary {VOCABULARY:,}")
     say(machine())
@@ -380,7 +380,7 @@ def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> d
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    """Measure and print; 0 even if a target is missed, because a busy machine can miss any."""
     log = sys.stderr if options.json == "-" else sys.stdout
 
     def say(text: str = "", end: str = "\n") -> None:

@@ -1,7 +1,8 @@
 """``python -m openreg_ops bench scaling``: how times on the device and on the CPU grow with size and with processes.
 
 Sizes grow over three orders of magnitude of work, in one process. Then 1, 2 and 4 processes with one thread each run a
-case at once, and all-reduce among themselves. A picture goes to `--plot`. Two more figures: the bytes of host memory that
+case at the same time, and all-reduce with each other. A picture goes to `--plot`. Two more figures: the bytes of host
+memory that
 a live tensor takes beyond its data, and the seconds that the device adds to `import torch`.
 """
 
@@ -84,7 +85,7 @@ def measure(name: str, size: int, rounds: int) -> Comparison:
 
 
 def among(count: int, name: str, size: int, rounds: int) -> Comparison:
-    """The same in `count` processes at once; the slowest of them says how long it takes."""
+    """The same in `count` processes at once; the slowest determines the time."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-P", "-m", "openreg_ops.tools.bench_scaling", folder, name, str(size), str(rounds)]
         environment = {**os.environ, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
@@ -108,7 +109,7 @@ def worker(folder: str, name: str, size: str, rounds: str) -> None:
     times: list[list[float]] = [[], []]
     for call in calls:
         call()
-    for index in range(int(rounds)):  # every process calls as often, in the same order: collectives meet
+    for index in range(int(rounds)):  # every process makes the same calls in the same order, so collectives match
         for which in (0, 1) if index % 2 else (1, 0):
             start = time.perf_counter()
             calls[which]()
@@ -168,7 +169,7 @@ def draw(path: Path, curves: dict[str, dict[str, list[tuple[int, float, float]]]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and draw; 0 also when a target is missed, because a busy machine can miss any."""
+    """Measure, print and draw; 0 even if a target is missed, because a busy machine can miss any."""
     from openreg_ops.tools.bench import import_seconds
 
     chosen, log = options.only or NAMES, sys.stderr if options.json == "-" else sys.stdout

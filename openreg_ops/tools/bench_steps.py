@@ -1,6 +1,6 @@
 """``python -m openreg_ops bench steps``: eager training steps on the device against the CPU's.
 
-Each case runs in a process of its own, with both sides in it: their rounds alternate.
+Each case runs in its own process, with both sides in alternating rounds.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def measure(name: str, rounds: int) -> Comparison:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
+    """Measure and print; 0 even if a target is missed, because a busy machine can miss any."""
     from openreg_ops.tools.bench import in_a_fresh_process
 
     chosen = [name for name in CASES if name in (options.only or CASES)]

@@ -1,10 +1,10 @@
 """``python -m openreg_ops new NAME``: the three files of a new operator, which build and pass their tests as written.
 
-With ``--package`` NAME is that of a package outside this repository, which pip installs.
+With ``--package``, NAME is the name of a pip-installable package outside this repository.
 
-They are a real operator, x * sigmoid(x), to be edited. The templates hold it for all styles: a comment such as
-``// [separate, function]`` begins lines for these styles only, and the next such comment ends them; ``[end]`` begins
-lines for all.
+They implement a real operator, x * sigmoid(x), for you to edit. The templates contain all styles: the lines after a
+comment such as ``// [separate, function]`` are for these styles only, up to the next such comment; the lines after
+``[end]`` are for all styles.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from openreg_tools.forms import Wrong
 TEMPLATES = Path(__file__).parent / "templates"
 STYLES = {
     "forward-only": "no derivative: asking for one is an error",
-    "separate": "the derivative is an operator of its own, with a kernel of its own",
+    "separate": "the derivative is a separate operator, with its own kernel",
     "function": "a torch::autograd::Function whose backward is made of PyTorch's operators",
-    "stable": "of a package: as separate, in C++ that one binary of runs with many versions of torch",
+    "stable": "for a package: like separate, in C++ whose one binary runs with many versions of torch",
 }
 FILES = {"NAME.cpp.in": "csrc/ops/{}.cpp", "NAME.py.in": "meta/{}.py", "test_NAME.py.in": "tests/ops/test_{}.py"}
 PACKAGE_FILES = {
@@ -39,7 +39,7 @@ PACKAGE_FILES = {
     "test_NAME.py.in": "tests/test_{name}.py",
 }
 HEADERS = ("csrc/ops/autograd.h", "csrc/ops/checks.h", "csrc/ops/loops.h")
-# Words that C++ keeps and neither Python nor these headers have.
+# Words that are reserved in C++ but not in Python, and that these headers do not define.
 CPP_WORDS = """asm catch char char8_t char16_t char32_t concept const_cast consteval constinit default delete do
 dynamic_cast extern friend goto long mutable new protected register requires restrict short signed switch this
 throw try typeid union unsigned virtual volatile wchar_t xor""".split()
@@ -60,10 +60,10 @@ def render(template: str, style: str, name: str, package: str = "") -> str:
 
 
 def new(name: str, style: str, root: Path) -> list[Path]:
-    """Write the files of operator `name` into the checkout at `root`; returns them. meta/ exports it by itself."""
+    """Write the files of operator `name` into the checkout at `root`; returns them. meta/ exports it automatically."""
     for part in (*HEADERS, "meta/op.py", "tests/ops/kit.py"):
         if not (root / part).is_file():
-            raise Wrong(f"{root} is no checkout of openreg_ops, as it has no {part}; name one with --root")
+            raise Wrong(f"{root} is not an openreg_ops checkout: {part} is missing; name one with --root")
     _check_name(name, root)
     files = {root / where.format(name): render(template, style, name) for template, where in FILES.items()}
     for path in files:
@@ -111,7 +111,7 @@ def _check_name(name: str, root: Path) -> None:
     for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
         if taken in (name, f"{name}_backward"):
             raise Wrong(f"there is an operator {taken} already; choose another name")
-    # The name becomes a C++ function among those of the headers, and a Python name of the package.
+    # The name becomes a C++ function alongside those of the headers, and a Python name in the package.
     words = "".join(path.read_text() for path in (*map(root.joinpath, HEADERS), *map(TEMPLATES.joinpath, FILES)))
     if (
         re.search(rf"\b(check_)?{name}\b", words)
@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if the files are written, 2 if what was asked for is wrong."""
+    """0 if the files are written, 2 if the request is wrong."""
     try:
         if arguments.package:
             operators = (arguments.ops or "weigh").split(",")

@@ -23,7 +23,7 @@ ROUND = 2e-3  # seconds that one batch of calls takes, at least one call
 
 @dataclass(frozen=True)
 class Comparison:
-    """Median seconds of one call on either side, and the interval that holds their ratio with 95 % confidence.
+    """Median seconds of one call on either side, and the 95 % confidence interval of their ratio.
 
     The interval comes from the ratios of the rounds by order statistics, so it assumes nothing about their distribution:
     a busy machine makes it wide.
@@ -46,7 +46,7 @@ class Comparison:
 
 
 def compared(reference: Sequence[float], measured: Sequence[float]) -> Comparison:
-    """Compare the seconds of two sides; the entries of one index are of one round."""
+    """Compare the seconds of two sides; entries with the same index are from the same round."""
     ratios = sorted(b / a for a, b in zip(reference, measured, strict=True))
     n = len(ratios)
     reach = math.ceil(0.98 * math.sqrt(n))  # 1.96 standard deviations of a median's rank
@@ -58,8 +58,8 @@ def compared(reference: Sequence[float], measured: Sequence[float]) -> Compariso
 def alternate(calls: Sequence[Callable[[], Any]], budget: float, patience: float = math.inf) -> list[list[float]]:
     """Seconds of each call for each round; the calls of a round alternate.
 
-    It goes on for `budget` seconds and at least five rounds; if one round takes longer than `patience` seconds, one
-    round.
+    Runs for `budget` seconds and at least five rounds, or for a single round if that takes longer than `patience`
+    seconds.
     """
     start = time.perf_counter()
     for call in calls:  # the first calls fill caches and start threads
@@ -107,7 +107,7 @@ def verdict(found: Comparison, target: float) -> str:
 
 
 def machine() -> str:
-    """Threads, cores, load and processor, in a line for the head of a report."""
+    """Threads, cores, load and processor, as one line for the head of a report."""
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     names = [line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     processor = names[0].strip() if names else platform.machine()
@@ -116,12 +116,13 @@ def machine() -> str:
 
 
 def entry(found: Comparison) -> dict[str, float]:
-    """What the JSON of a report has of a comparison: the ratio, above 1 slower than the reference, and its interval."""
+    """A comparison in the JSON of a report: the ratio (above 1 is slower than the reference) and its interval."""
     return {"ratio": found.ratio, "low": found.low, "high": found.high}
 
 
 def report(results: dict[str, Any], options: argparse.Namespace) -> int:
-    """Write the results where `--json` says; with `--against FILE`, 1 if a figure is worse than there beyond the noise."""
+    """Write the results where `--json` says; with `--against FILE`, return 1 if a figure is worse than in FILE beyond
+    the noise."""
     if options.json == "-":
         print(json.dumps(results, indent=1))
     elif options.json:

@@ -1,6 +1,6 @@
-"""What a binary takes from libtorch, CPython and the C library, and which of it is stable: ``openreg-tools check --abi``.
+"""What a binary uses of libtorch, CPython and the C library, and how much is stable: ``openreg-tools check --abi``.
 
-binary.py reads the binary, shims.py has torch's stable C interface by release, declarations.py searches headers.
+binary.py reads the binary, shims.py lists torch's stable C interface by release, declarations.py searches headers.
 """
 
 from openreg_tools.abi.report import Report, audit

@@ -1,4 +1,4 @@
-"""Reads an ELF library with pyelftools: the symbols that it takes from other libraries, and their versions."""
+"""Reads an ELF library with pyelftools: the symbols that it imports from other libraries, and their versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openreg_tools.forms import Wrong
 
 __all__ = ["Binary", "demangled"]
 
-# What the first bytes of a file that is not ELF say it is.
+# The kind of a file that is not ELF, by its first bytes.
 _OTHER = {
     b"MZ": "a Windows library (PE)",
     b"\xcf\xfa\xed\xfe": "a macOS library (Mach-O)",
@@ -62,7 +62,7 @@ class Binary:
             )
 
     def taken(self) -> Iterator[tuple[str, str]]:
-        """The symbols that other libraries must have, each with its version ("GLIBC_2.14"), or "" without one."""
+        """The symbols that other libraries must provide, each with its version ("GLIBC_2.14"), or "" without one."""
         versions = self._elf.get_section_by_name(".gnu.version")
         names = {aux["vna_other"]: aux.name for aux in self._needed()}
         try:
@@ -82,13 +82,13 @@ class Binary:
         """The highest version of each kind that it needs: {"GLIBC": "2.34", "GLIBCXX": "3.4.30", …}."""
         floors: dict[str, str] = {}
         for aux in self._needed():
-            name = {"GLIBC_ABI_DT_RELR": "GLIBC_2.36"}.get(aux.name, aux.name)  # the first that relocates so
+            name = {"GLIBC_ABI_DT_RELR": "GLIBC_2.36"}.get(aux.name, aux.name)  # the first version with these
             if found := re.fullmatch(r"(GLIBC|GLIBCXX|CXXABI)_(\d+(?:\.\d+)*)", name):
                 floors[found[1]] = max(found[2], floors.get(found[1], "0"), key=numbers)
         return floors
 
     def exports(self, name: str) -> bool:
-        """Whether it has this symbol for others, by its hash table."""
+        """Whether it exports this symbol, according to its hash table."""
         symbol = self._hashes and self._hashes.get_symbol(name)
         return bool(symbol) and symbol["st_shndx"] != "SHN_UNDEF"
 
@@ -114,7 +114,7 @@ def _demangle() -> Any:
 
 
 def demangled(name: str) -> str:
-    """A C++ symbol as it is written; the symbol itself if it is not C++."""
+    """A demangled C++ symbol; the symbol itself if it is not C++."""
     if not name.startswith("_Z") or _demangle() is None:
         return name
     status = ctypes.c_int()

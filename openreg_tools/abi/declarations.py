@@ -1,4 +1,4 @@
-"""Where torch's and Python's headers declare what a symbol names, and what stands for it in torch's stable interface."""
+"""Where torch's and Python's headers declare a symbol, and its replacement in torch's stable interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKENS = re.compile(
 )
 _NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|(?<!extern )\"(?:\\.|[^\"\\\n])*\"|^[ \t]*#(?:\\\n|[^\n])*", re.S | re.M)
 
-# The beginnings of names, and what to write where a binary is to work with other releases too.
+# Prefixes of names, and what to write instead so that a binary works with other releases too.
 _REPLACEMENTS = (
     (r"c10::(detail::torch|Error|ValueError|IndexError|TypeError|NotImplementedError|Warning|warn)",
      "STD_TORCH_CHECK of torch/headeronly/util/Exception.h"),
@@ -35,12 +35,12 @@ _REPLACEMENTS = (
 
 
 def replacement(name: str) -> str:
-    """What to write in place of a name of C++ ("c10::Error::what"), or ""."""
+    """What to write instead of a C++ name ("c10::Error::what"), or ""."""
     return next((text for pattern, text in _REPLACEMENTS if re.match(pattern, name)), "")
 
 
 def path_of(text: str) -> tuple[str, ...]:
-    """The name in a demangled symbol, by its parts, without templates' and the function's arguments."""
+    """The parts of the name in a demangled symbol, without template and function arguments."""
     text = re.sub(
         r"^(vtable|VTT|typeinfo|typeinfo name|guard variable|construction vtable) for |^\S+ thunk to ", "", text
     )
@@ -60,9 +60,9 @@ def path_of(text: str) -> tuple[str, ...]:
 
 
 def torch_headers(paths: Iterable[tuple[str, ...]], include: Path) -> dict[tuple[str, ...], str]:
-    """The header that declares each name, or the class that it is a member of, where one is found.
+    """The header that declares each name, or the class that it is a member of, if one is found.
 
-    A header is read by its namespaces, classes and braces, not by a compiler: macros that declare things hide them.
+    This tracks namespaces, classes and braces without a compiler, so it misses declarations made by macros.
     """
     paths = [path for path in paths if path]
     wanted = {path[:n] for path in paths for n in range(min(2, len(path)), len(path) + 1)}
@@ -82,7 +82,8 @@ def torch_headers(paths: Iterable[tuple[str, ...]], include: Path) -> dict[tuple
 
     def header(path: tuple[str, ...]) -> str:
         name = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in found), ())
-        # Several have a function's name where it is also called or overloaded; one is often named as it is.
+        # Several headers have a function's name if it is also called or overloaded; often one of them is named after
+        # it.
         named = [each for each in found.get(name, ()) if Path(each).stem.lower() in {part.lower() for part in path}]
         return (named or found.get(name) or [""])[0]
 
@@ -90,7 +91,7 @@ def torch_headers(paths: Iterable[tuple[str, ...]], include: Path) -> dict[tuple
 
 
 def _of_key(path: tuple[str, ...], include: Path) -> str:
-    """The header of a function of one dispatch key's kernels, such as at::cpu::add or at::native::add."""
+    """The header of a per-dispatch-key function, such as at::cpu::add or at::native::add."""
     if len(path) != 3 or path[0] != "at":
         return ""
     name = re.sub(r"(_outf?)?(_symint)?(_outf?)?$", "", path[2])
@@ -99,8 +100,8 @@ def _of_key(path: tuple[str, ...], include: Path) -> str:
 
 
 def _declares(text: str) -> Iterable[tuple[str, ...]]:
-    """The names that a header declares, by their parts: classes and enumerations with a body, functions and variables."""
-    scopes: list[tuple[str, ...] | None] = []  # what each open brace adds to a name; None in a function
+    """The names that a header declares, as parts: classes and enumerations with a body, functions and variables."""
+    scopes: list[tuple[str, ...] | None] = []  # what each open brace adds to a name; None inside a function
     for token in _TOKENS.finditer(_NOISE.sub(" ", text)):
         inside = tuple(part for scope in scopes for part in scope or ())
         function = None in scopes
@@ -123,9 +124,10 @@ def _declares(text: str) -> Iterable[tuple[str, ...]]:
 
 
 def operator(name: str, include: Path) -> tuple[str, str, str, str] | None:
-    """Of a struct in at::_ops, such as `add_Tensor`: the operator, its overload, the header of its function, the function.
+    """For a struct in at::_ops, such as `add_Tensor`: the operator, its overload, the header of its function, the
+    function.
 
-    None where the installed torch does not have it.
+    None if the installed torch does not have it.
     """
     for end in range(len(name), 0, -1):
         path = include / f"ATen/ops/{name[:end]}_ops.h"
@@ -138,7 +140,7 @@ def operator(name: str, include: Path) -> tuple[str, str, str, str] | None:
 
 
 def python_header(names: Iterable[str], include: Path) -> dict[str, str]:
-    """The header of CPython that declares each name, where it is installed."""
+    """The CPython header that declares each name, if it is installed."""
     wanted, found = set(names), {}
     for path in sorted(include.rglob("*.h"), key=lambda path: ("internal" in path.parts, len(path.parts), path)):
         text = path.read_text(errors="replace") if wanted else ""

@@ -19,11 +19,11 @@ __all__ = ["Report", "Symbol", "audit"]
 
 _TORCH_LIBRARIES = ("libc10", "libtorch_cpu", "libtorch_python", "libc10_cuda", "libtorch_cuda", "libc10_hip",
                     "libtorch_hip", "libc10_xpu", "libtorch_xpu", "libtorch", "libshm")  # fmt: skip
-# Of the namespaces at, c10, caffe2 and torch, but torch::stable and torch::headeronly: names, vtables, guards, thunks.
+# Names, vtables, guards and thunks in at, c10, caffe2 and torch, except torch::stable and torch::headeronly.
 _OF_TORCH = re.compile(
     r"_Z(T[VTISC]|GV|GR|T[hvc][n\d_]*_)?N[rVK]*[RO]?(2at|3c10|6caffe2|5torch(?!6stable|10headeronly))[\dCDI]"
 )
-# The C++ library's, which torch's libraries export too; with a type of torch's it is torch's.
+# The C++ library's symbols, which torch's libraries export too; a symbol with a torch type counts as torch's.
 _OF_STD = re.compile(r"_Z(T[VTISC]|GV|GR)?N?[rVK]*[RO]?S[a-z](?!.*(2at|3c10|6caffe2|5torch(?!6stable|10headeronly))\d)")
 _IN_C = re.compile(r"THP[A-Z_]\w*|torch_\w+|aoti_\w+")
 _PYTHON = re.compile(r"_?Py[A-Z_]\w*|_?PY_\w+")
@@ -33,10 +33,10 @@ _PYTHON = re.compile(r"_?Py[A-Z_]\w*|_?PY_\w+")
 class Symbol:
     """One unstable symbol."""
 
-    symbol: str  # as the linker has it
-    name: str  # as C++ writes it
+    symbol: str  # as in the linker
+    name: str  # as in C++ source
     library: str  # "libc10", "libtorch_cpu", "CPython", or "libtorch" if the installed torch does not have it
-    header: str  # which declares it; "" where that cannot be told
+    header: str  # the header that declares it; "" if unknown
     operator: str = ""  # "aten::add.Tensor", for the kernel behind a function of ATen
     call: str = ""  # "at::add"
     instead: str = ""  # what is stable
@@ -44,12 +44,13 @@ class Symbol:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a library takes from others.
+    """What a library uses from other libraries.
 
     unstable: what may change in the next release of torch or Python.
     stable: the functions of torch's C interface that it calls, each with the first release of torch that has it.
-    torch, python: the lowest releases with all that is stable; "" if it uses nothing of them.
-    floors: of the C and C++ libraries: {"GLIBC": "2.34", …}; torch_floors: what the installed torch itself needs.
+    torch, python: the lowest releases with all stable symbols that it uses; "" if it uses none.
+    floors: the lowest C and C++ library versions: {"GLIBC": "2.34", …}; torch_floors: what the installed torch itself
+    needs.
     installed: the release of torch that the symbols were looked up in.
     absent: the stable functions that the installed torch does not have.
     """
@@ -121,7 +122,7 @@ def _some(names: list[str]) -> str:
 
 
 def _by_header(symbols: list[Symbol]) -> list[str]:
-    """The symbols under what they have in common: where they come from, and what to write in place of them."""
+    """The symbols grouped by origin and by what to write instead of them."""
     groups: dict[tuple[str, ...], list[Symbol]] = {}
     for each in symbols:
         groups.setdefault((each.header, each.operator, each.call, each.instead), []).append(each)
@@ -136,10 +137,10 @@ def _by_header(symbols: list[Symbol]) -> list[str]:
 
 @functools.cache
 def _torch() -> tuple[Path, str]:
-    """The folder of the installed torch, which is not imported, and its release."""
+    """The folder of the installed torch and its release, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise Wrong("symbols are looked up in the installed torch, and there is none: pip install torch")
+        raise Wrong("symbols are looked up in the installed torch, but torch is not installed: pip install torch")
     folder = Path(spec.origin).parent
     version = re.search(r"__version__ = '([^']+)", (folder / "version.py").read_text())
     return folder, version[1] if version else "unknown"
@@ -151,7 +152,7 @@ def _libraries(folder: Path) -> dict[str, Binary]:
 
 
 def _limited_api() -> dict[str, tuple[int, int]]:
-    """The symbols of CPython's stable ABI, each with the Python that has it since."""
+    """The symbols of CPython's stable ABI, each with the first Python that has it."""
     try:
         import abi3info
     except ImportError as error:
@@ -163,12 +164,12 @@ def _limited_api() -> dict[str, tuple[int, int]]:
 
 
 def audit(path: str | Path) -> Report:
-    """Find what a shared library takes from libtorch, CPython and the C library that is not stable.
+    """Find the unstable symbols that a shared library uses from libtorch, CPython and the C library.
 
     Args:
         path: an ELF file, for any processor.
     Raises:
-        Wrong: `path` is not such a file, or uses nothing of torch; or pyelftools or abi3info is not installed.
+        Wrong: `path` is not such a file, or does not use torch; or pyelftools or abi3info is not installed.
     """
     binary = Binary(Path(path))
     limited = _limited_api()
@@ -222,7 +223,7 @@ def _highest(libraries: Iterable[Binary]) -> dict[str, str]:
 
 
 def _explained(unstable: dict[str, str], include: Path) -> list[Symbol]:
-    """Each with its header, the operator and call behind it, and what to use in its place."""
+    """Each symbol with its header, the operator and call behind it, and its replacement."""
     names = {symbol: demangled(symbol) for symbol in unstable}
     paths = {symbol: declarations.path_of(name) for symbol, name in names.items()}
     of_torch = {symbol: path for symbol, path in paths.items() if unstable[symbol] != "CPython"}

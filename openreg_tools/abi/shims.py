@@ -1,7 +1,8 @@
-"""Torch's stable C interface, the functions that a library for many releases of torch calls: since which release.
+"""The functions of torch's stable C interface, each with the first release that has it.
 
-../manifests/shims.txt has them for 2.9.0 to 2.15.0, each under the first release whose headers declare it. The headers of
-the installed torch say it for functions of later releases. ``python -m openreg_tools.abi.shims FOLDER…`` writes the file
+../manifests/shims.txt covers 2.9.0 to 2.15.0 and lists each function under the first release whose headers declare it.
+For later releases, the headers of the installed torch say it. ``python -m openreg_tools.abi.shims FOLDER…`` writes the
+file
 again from the `torch/include` of one release after the other; each release's wheel has it.
 """
 
@@ -19,7 +20,8 @@ HEADERS = ("torch/csrc/stable/c", "torch/csrc/inductor/aoti_torch/c", "torch/csr
 
 
 def declared(include: Path) -> dict[str, tuple[str, str]]:
-    """The functions that the headers of one torch declare: by name, the release that they are for ("" for all), header."""
+    """The functions that one torch's headers declare: by name, the release that they are for ("" for all) and the
+    header."""
     found: dict[str, tuple[str, str]] = {}
     for folder in HEADERS:
         for path in sorted((include / folder).glob("*shim*.h")):
@@ -40,7 +42,7 @@ def declared(include: Path) -> dict[str, tuple[str, str]]:
 
 @functools.cache
 def releases() -> dict[str, str]:
-    """The first release that has each function, as far as the file knows."""
+    """The first release that has each function, according to the file."""
     found, release = {}, ""
     for line in FILE.read_text().splitlines():
         if line.startswith("  "):

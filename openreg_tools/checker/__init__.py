@@ -1,4 +1,4 @@
-"""`check` for authors of custom operators. It, `Sample` and `Report` are imported when first asked for."""
+"""`check` for authors of custom operators. It, `Sample` and `Report` are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One operator with one sample, as the checks see it, and how a check ends."""
+"""One operator with one sample, for the checks, and the ways a check can end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SEED = 4321
 
 
 def name_of(op: Operator) -> str:
-    """``mylib::foo``, or ``mylib::foo.out`` for another overload than the default one."""
+    """``mylib::foo``, or ``mylib::foo.out`` for an overload other than the default."""
     return op.name().removesuffix(".default")
 
 
 class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them are errors
-    """How a check ends that has something to say."""
+    """Ends a check that has something to report."""
 
     def __init__(self, status: str, sentence: str, remedy: str = "") -> None:
         super().__init__(sentence)
@@ -31,13 +31,13 @@ class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them ar
 
 
 def last_line(error: BaseException) -> str:
-    """``Type: message`` of an exception, in one line."""
+    """``Type: message`` of an exception, on one line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:300]}" if lines else type(error).__name__
 
 
 class Case:
-    """One operator with one sample, and fresh copies of its arguments as often as a check wants them."""
+    """One operator with one sample, which gives checks fresh copies of its arguments."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Case:
         differentiate: Callable[[Case], None],
     ) -> None:
         self.op, self.sample, self.device, self.reference = op, sample, torch.device(device), reference
-        self._differentiate = differentiate  # checks.derivatives.derivative, which needs this class
+        self._differentiate = differentiate  # set to checks.derivatives.derivative, which needs this class
         self.name = name_of(op)
         self.schema = op._schema
         self.leaves = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
@@ -101,7 +101,7 @@ class Case:
         tensors = [f"t{i}" for i in range(len(self.names))]
 
         def returned(values: list[str]) -> str:
-            """A tuple of them; one of several outputs may be None, as a gradient that was not asked for."""
+            """A tuple of the values; one of several outputs may be None, such as a gradient that was not requested."""
             text = f"({''.join(f'{each}, ' for each in values)})"
             return text if one else f"tuple(each for each in {text} if each is not None)"
 
@@ -119,9 +119,9 @@ class Case:
     def function(self, op: Any = None, raw: bool = False, program: bool = False) -> Callable[..., tuple[Tensor, ...]]:
         """The operator as a function of its tensors that returns a tuple of tensors.
 
-        It writes to none of its arguments: those that the schema says it writes to are cloned, and returned too;
-        `raw` leaves that out. A `program` returns the outputs, and then contiguous() and zeros of the shape and dtype of
-        each, which a compiler makes of what it believes of the outputs. Every call makes new code, so that compilers keep
+        It does not write to its arguments: it clones those that the schema says are written to, and returns them too;
+        `raw` skips that. A `program` returns the outputs, then contiguous() and zeros of the shape and dtype of each,
+        which depend on what a compiler assumes about the outputs. Every call creates new code, so compilers keep
         nothing from another check.
         """
         text = self.raw_text if raw else self.program_text if program else self.text
@@ -151,7 +151,7 @@ class Case:
         return self.leaf(tensors) if grad else tensors
 
     def leaf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The same, requiring a gradient where the sample wants one."""
+        """The same, with requires_grad where the sample asks for a gradient."""
         return [x.detach().requires_grad_(flag) for x, flag in zip(tensors, self.wanted, strict=True)]
 
     def arguments(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,7 +160,7 @@ class Case:
         return tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (self.sample.args, self.sample.kwargs))
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Those that the sample wants a gradient of."""
+        """The tensors whose gradient the sample asks for."""
         return [x for x, flag in zip(tensors, self.wanted, strict=True) if flag]
 
     @functools.cached_property
@@ -175,12 +175,12 @@ class Case:
 
     @functools.cached_property
     def gradients(self) -> list[Tensor | None]:
-        """The eager gradients under `cotangents`; asks for nothing if the operator has none."""
+        """The eager gradients under `cotangents`; empty if the operator has none."""
         return gradients(self.run, self.fresh(grad=True), self.wanted)
 
     @functools.cached_property
     def wide(self) -> torch.dtype | None:
-        """float64 where the operator takes it, else None: the samples' own dtypes."""
+        """float64 if the operator supports it, else None for the samples' own dtypes."""
         try:
             with torch.no_grad():
                 self.run(*self.fresh(dtype=torch.float64))
@@ -190,7 +190,7 @@ class Case:
 
     @functools.cached_property
     def derivative(self) -> Outcome:
-        """Whether it has a derivative: status pass, skip (nothing to differentiate), refused, or fail."""
+        """Whether the operator has a derivative: status pass, skip (nothing to differentiate), refused, or fail."""
         try:
             self._differentiate(self)
         except Outcome as outcome:
@@ -198,11 +198,11 @@ class Case:
         return Outcome("pass", "")
 
     def has_kernel(self, *keys: str) -> bool:
-        """Whether one was registered at one of these keys itself."""
+        """Whether a kernel was registered at one of these keys directly."""
         return any(torch._C._dispatch_has_kernel_for_dispatch_key(self.op.name(), key) for key in keys)
 
     def has_computed_kernel(self, key: str) -> bool:
-        """Whether a call at this key finds one, an alias key's or a composite's included."""
+        """Whether a call at this key finds a kernel, including an alias key's or a composite's."""
         return torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.op.name(), key)
 
     @property
@@ -216,7 +216,7 @@ class Case:
 
 
 def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:
-    """A copy with the strides and the memory around x; tensors that share memory go on sharing it."""
+    """A copy with the strides and the memory around x; tensors that share memory still share it."""
     if x.layout != torch.strided or x.is_quantized or x.is_nested or x.is_conj() or x.is_neg():
         return x.clone().to(device)
     storage = x.untyped_storage()
@@ -233,7 +233,7 @@ def differentiable(x: Tensor) -> bool:
 
 
 def cotangents(outs: Iterable[Tensor]) -> list[Tensor]:
-    """Fixed numbers of no special value, in the outputs' shapes."""
+    """Fixed, ordinary numbers in the outputs' shapes."""
     made = []
     for out in outs:
         numbers = torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7)
@@ -244,7 +244,7 @@ def cotangents(outs: Iterable[Tensor]) -> list[Tensor]:
 def gradients(
     function: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], wanted: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of the tensors that are wanted, through every output that has one."""
+    """Gradients of the requested tensors, through every output that has one."""
     outs = [out for out in function(*tensors) if out.requires_grad]
     leaves = [x for x, flag in zip(tensors, wanted, strict=True) if flag]
     if not outs or not leaves:

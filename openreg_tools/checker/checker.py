@@ -1,6 +1,6 @@
 """The checker of custom operators: `check(op, samples)` finds what torch.library.opcheck misses.
 
-Here are the operator, its samples, and the run. A `Case` is what one check gets; the checks are in `checks`.
+This file resolves the operator, collects samples, and runs the checks in `checks`, each on a `Case`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _registered(op: Operator) -> Callable[[str, torch.dtype], Iterable[Any]] | N
     return backends.of_operator(name).samples(name) if op._overloadname == "default" else None
 
 
-# Shapes of the tensor arguments that are tried, by position; the last stands for all that follow.
+# Shapes to try for the tensor arguments, by position; the last one applies to all that follow.
 SHAPES = (
     [(4, 6)],
     [(4, 6), (6,)],
@@ -123,10 +123,10 @@ SHAPES = (
 
 
 def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> list[Sample]:
-    """Samples made up from the schema that the operator accepts.
+    """Samples generated from the schema that the operator accepts.
 
     Raises:
-        ValueError: it accepts none.
+        ValueError: the operator accepts none.
     """
     found: list[Sample] = []
     refusal = "its schema has arguments of unknown types"
@@ -208,22 +208,22 @@ def check(
     Args:
         op: an operator of any library: see `operator`.
         sample_inputs: argument tuples, `Sample`s or OpInfo's SampleInputs, or a function of (device, dtype) that
-            gives them. Without any: those that the package of the operator registers, else made up from the schema.
-        device: where to run; the samples are copied there. By default where the first sample's tensors are.
-        dtype: handed to a function of samples, and used for made-up ones.
-        reference: a plain function of the same arguments, called with copies on the CPU. Without one, and away from
-            the CPU, the operator's own CPU kernel.
+            returns them. By default, those that the operator's package registers, or else generated from the schema.
+        device: where to run; the samples are copied there. By default, the device of the first sample's tensors.
+        dtype: passed to a function of samples, and used for generated ones.
+        reference: a plain function of the same arguments, called with copies on the CPU. By default, on devices other
+            than the CPU, the operator's own CPU kernel.
         only, skip: names of checks, or one name.
-        known: checks that this operator is known to fail, each with the cause. They count as passed; one that fails
-            for no sample any more fails the report. By default those that the package of the operator lists.
-        progress: hears what runs next.
+        known: checks that this operator is known to fail, each with the cause. They count as passed; one that no longer
+            fails for any sample fails the report. By default, those that the operator's package lists.
+        progress: called with what runs next.
     Returns:
         The report; `report.raise_if_failed()` raises an AssertionError.
     Raises:
         ValueError: no such operator, check, sample or device.
 
-    A sample's tensors that require a gradient are those that derivatives are checked for; if none does, every
-    floating one is. Whatever a check changes globally is put back.
+    Derivatives are checked for a sample's tensors that require a gradient, or for every floating-point tensor if none
+    does. Global state that a check changes is restored.
     """
     op = operator(op)
     only, skip = ([names] if isinstance(names, str) else names for names in (only, skip))
@@ -249,7 +249,7 @@ def check(
             sample_inputs = list(registered(target, dtype))
         else:
             sample_inputs = derived(op, target, dtype)
-            notes.append("These inputs were made up from the schema; sample inputs of your own say more.")
+            notes.append("These inputs were made up from the schema; your own sample inputs would test more.")
     elif callable(sample_inputs):
         target = target or "cpu"
         sample_inputs = sample_inputs(target, dtype)
@@ -303,7 +303,7 @@ def check(
 
 
 def _home(op: Operator) -> str:
-    """The device of an operator that came without samples: that of its package, else where it has a kernel."""
+    """The device for an operator without samples: that of its package, else one where it has a kernel."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if _registered(op):
         return backends.of_operator(op._schema.name).device
@@ -337,7 +337,7 @@ def _run_check(function: Callable[[Case], str | None], case: Case) -> Outcome:
 
 @contextlib.contextmanager
 def preserved(device: str) -> Iterator[None]:
-    """Puts back whatever a check, or a broken operator, changes for the whole process."""
+    """Restores process-wide state that a check, or a broken operator, changes."""
     kind = torch.device(device).type
     functorch, fill = torch._C._functorch, torch.utils.deterministic
     states: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -367,7 +367,7 @@ def preserved(device: str) -> Iterator[None]:
     kinds = {kind, *(each.device for each in backends.registered()), accelerator.type if accelerator else kind}
     disabled = logging.root.manager.disable
     try:
-        logging.disable()  # compilers log every error that a check means to meet
+        logging.disable()  # compilers log every error that a check expects
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")

@@ -1,4 +1,5 @@
-"""``openreg-tools check MODULE:OP``: the checker on the command line; ``check --abi LIBRARY``: what of a binary is stable."""
+"""``openreg-tools check MODULE:OP``: the checker on the command line; ``check --abi LIBRARY``: the unstable symbols of
+a binary."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing failed, 1 if something did, 2 if what was asked for is wrong."""
+    """0 if nothing failed, 1 if something did, 2 if the request is wrong."""
     try:
         if arguments.abi:
             return _abi(arguments)
@@ -50,9 +51,9 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"check: {error}", file=sys.stderr)
         return 2
     if "" not in sys.path and "." not in sys.path:
-        sys.path.append("")  # python -P leaves it out, and my_module is most likely here
+        sys.path.append("")  # python -P omits it, and my_module is most likely here
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # an operator that crashes the process says in which check
+        faulthandler.enable()  # if an operator crashes the process, this shows in which check
     live = sys.stderr.isatty()
 
     def progress(where: str) -> None:
@@ -76,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _abi(arguments: argparse.Namespace) -> int:
-    """0 unless a symbol may change and that was required not to be; the library is read, and not loaded."""
+    """0 unless --require-stable is given and a symbol may change. The library is read, not loaded."""
     from openreg_tools.abi import audit
 
     given = {"OP": arguments.op, "--import": arguments.modules, "--samples": arguments.samples, "--input": arguments.input,
@@ -90,7 +91,7 @@ def _abi(arguments: argparse.Namespace) -> int:
 
 
 def _names(given: list[str]) -> list[str]:
-    """What stands between commas too."""
+    """Also split at commas."""
     return [name for each in given for name in each.split(",") if name]
 
 
@@ -119,7 +120,7 @@ def _module(name: str) -> Any:
 
 
 def _named(text: str) -> Any:
-    """What ``module:name.name`` stands for."""
+    """Resolve ``module:name.name``."""
     module_name, _, path = text.partition(":")
     if not path:
         raise Wrong(f"expected MODULE:NAME, but got {text!r}")

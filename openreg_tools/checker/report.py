@@ -1,4 +1,4 @@
-"""What the checker found: results, and the terminal table, JSON and HTML page they are printed as."""
+"""The checker's results, and their output as a terminal table, JSON and an HTML page."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from openreg_tools.forms import page, wrapped
 DOCS = "docs/checker.md"
 MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "skip": "-"}
 MEANINGS = {
-    "pass": "as it should be",
+    "pass": "correct",
     "fail": "wrong",
-    "warn": "works, and costs or surprises",
-    "known": "wrong, for a known cause",
-    "refused": "the operator says in an error that it does not do this",
+    "warn": "works, but is slow or surprising",
+    "known": "wrong, with a known cause",
+    "refused": "raises an error that says that it is not supported",
     "skip": "does not apply",
 }
 
 
 @dataclasses.dataclass
 class Result:
-    """What one check says about one sample."""
+    """The result of one check for one sample."""
 
     check: str
     sample: int
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def docs(self) -> str:
-        """Where the check is explained."""
+        """The documentation of the check."""
         return f"{DOCS}#{self.check}"
 
 
@@ -49,14 +49,14 @@ class Report:
     device: str
     torch: str
     samples: list[str]
-    about: dict[str, str]  # check -> what it holds, in the order of the table
+    about: dict[str, str]  # check -> what it verifies, in the order of the table
     results: list[Result] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.failures
 
     @property
@@ -80,7 +80,7 @@ class Report:
             raise AssertionError(f"{self.operator} fails {len(self.failures)} checks\n\n{self}")
 
     def grouped(self, *statuses: str) -> list[tuple[Result, list[int]]]:
-        """Results of these statuses, in the order of the table, with the samples that share one sentence."""
+        """Results with these statuses, in table order, each with the samples that share its message."""
         groups: dict[tuple[str, str], tuple[Result, list[int]]] = {}
         for status in statuses:
             for check in self.about:
@@ -156,7 +156,7 @@ class Report:
         return json.dumps(self.dict(), indent=1)
 
     def html(self) -> str:
-        """One page that needs no other file: the matrix, failures opened, everything else to open."""
+        """One self-contained page: the matrix, expanded failures, and everything else collapsed."""
         e = html.escape
         head = "".join(f'<th title="{e(text)}">{i}</th>' for i, text in enumerate(self.samples))
         rows = []
@@ -195,6 +195,6 @@ class Report:
 
 
 def _docs(check: str) -> str:
-    """The section's address: the checkout's file where there is one."""
+    """The section's address: the file in the checkout if there is one."""
     path = Path(__file__).resolve().parents[2] / DOCS
     return html.escape(f"{path.as_uri() if path.exists() else DOCS}#{check}")

@@ -1,6 +1,6 @@
 """Where do two runs first differ? ``with compare(against="cpu") as result`` runs each operator on a reference too.
 
-`record(path)` keeps a fingerprint of each operator's results, and ``compare("a.trace", "b.trace")`` aligns two of these.
+`record(path)` keeps a fingerprint of each operator's results, and ``compare("a.trace", "b.trace")`` aligns two traces.
 docs/tools.md has both commands and their options.
 """
 
@@ -28,19 +28,20 @@ def compare(
     *traces: Any, device: str | None = None, against: str = "cpu", tolerances: Mapping[str, float] | None = None,
     factor: float = 1.0, name: str = "", progress: bool = False,
 ) -> Any:  # fmt: skip
-    """Compare a program with a reference, as a context, or two traces.
+    """Compare a program with a reference, as a context manager, or compare two traces.
 
-    Without `traces`, a context manager that gives a `Result`: each operator of the program that touches `device` also
-    runs on `against`, with the same inputs and, where both devices can draw the same, the same random numbers.
+    Without `traces`, returns a context manager that yields a `Result`: each operator of the program that touches
+    `device` also runs on `against`, with the same inputs and, if both devices can draw the same, the same random
+    numbers.
 
-    With two `traces`, files that `record` wrote or DebugMode objects with logged hashes, the `Parting` of two runs.
+    With two `traces` (files from `record`, or DebugMode objects with logged hashes), returns the `Parting` of two runs.
 
     Args:
         device: the device under test; the accelerator of the process unless given.
         against: the reference device.
         tolerances: ulps by pattern of operators, such as {"aten::mm": 32, "aten::_softmax*": 4}.
         factor: multiplies the default tolerances, which `openreg_tools.compare.tolerance` documents.
-        name: of the program, for the report.
+        name: the program's name in the report.
         progress: print a line to stderr every five seconds.
     Raises:
         Wrong: there is no such device, no such file, or a file is not a trace.

@@ -1,6 +1,6 @@
-"""What a call reads and writes, copied to the reference device with its strides, offsets and aliases.
+"""Copies what a call reads and writes to the reference device, with strides, offsets and aliases.
 
-A storage of the device is copied once: what an operator wrote is kept for the operators that read it. See `Copies`.
+Each device storage is copied once: an operator's results are kept for the operators that read them. See `Copies`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
     "tied",
 ]
 
-# What these return has no content yet, or what they do concerns memory alone.
+# Their results have no content yet, or they only manage memory.
 UNDEFINED = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_empty_affine_quantized",
     "resize_", "resize_as_", "set_", "_unsafe_view", "_reshape_alias", "record_stream", "is_pinned", "_pin_memory",
     "_resize_output_", "_efficientzerotensor",
 }  # fmt: skip
-# Work on the host or the whole process, which no tensor shows.
+# Effects on the host or the process that no tensor shows.
 ASIDE = {"profiler", "prim", "debug_mode_ops", "mempool", "streams", "prims_debug"}
 
 
@@ -49,7 +49,7 @@ class Facts:
 
     name: str  # "aten::add.Tensor"
     base: str  # "add", of add_, add.out and _foreach_add too
-    view: bool  # returns what it was given, as another view
+    view: bool  # returns its argument as another view
     skipped: bool
     random: bool
     written: tuple[bool, ...]  # by argument
@@ -79,7 +79,7 @@ def facts(func: OpOverload) -> Facts:
         tuple(write(a) for a in schema.arguments),
         tuple(a.name for a in schema.arguments),
         tuple(write(r) for r in schema.returns),
-        namespace == "c10d",  # which do not declare what they write
+        namespace == "c10d",  # which do not declare their writes
     )
 
 
@@ -93,7 +93,7 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 class Quiet:
-    """For what a tool does itself: no mode, no derivative, no injected fault sees it."""
+    """For a tool's own work: modes, autograd and injected faults do not see it."""
 
     def __init__(self, device: str) -> None:
         self._own = backends.of_device(device).own_work
@@ -115,12 +115,12 @@ class Quiet:
 
 @dataclasses.dataclass
 class Arguments:
-    """The arguments of one call on the reference device; `pairs` has each tensor of the device beside its copy."""
+    """The arguments of one call on the reference device; `pairs` has each device tensor with its copy."""
 
     args: list[Any]
     kwargs: dict[str, Any]
     written: list[tuple[str, Tensor, Tensor]]  # argument, the device's, the copy
-    # The same before the call, for running it again; its tensors must be cloned where they are written.
+    # The same before the call, to rerun it; clone its tensors if they are written.
     before: Callable[[], tuple[list[Any], dict[str, Any]]]
     read: list[tuple[Tensor, Tensor]]  # the device's, the copy, of arguments that are read only
 
@@ -133,12 +133,12 @@ class _Kept:
 
 
 class Copies:
-    """Copies on the `reference` device, kept by storage up to `limit` bytes."""
+    """Copies on the `reference` device, cached by storage, up to `limit` bytes."""
 
     def __init__(self, device: str, reference: torch.device, limit: int = 4 << 30) -> None:
         self.type, self.reference, self.limit = device, reference, limit
         self.kept: dict[int, _Kept] = {}
-        self.keeping = True  # not while compiled kernels write memory unseen
+        self.keeping = True  # off while compiled kernels write memory unseen
         self.bytes = 0
 
     # ---- before a call ----
@@ -199,7 +199,8 @@ class Copies:
         return value
 
     def _group(self, cdata: int, group: list[tuple[Tensor, bool]], copies: dict, before: dict) -> None:
-        """Copy the arguments that share one storage: whole and kept if they are only read, else what they span."""
+        """Copy the arguments that share one storage: the full storage, cached, if they are only read, else what they
+        span."""
         here = group[0][0].device.type == self.type
         if not any(writes for _, writes in group):
             if not here and group[0][0].device == self.reference:
@@ -228,7 +229,7 @@ class Copies:
     # ---- after it ----
 
     def read(self, tensor: Tensor, by: int) -> tuple[Tensor, Callable[[], None]]:
-        """A tensor's content now, and a function that keeps it for later calls, which forgets what was kept."""
+        """A tensor's present content, and a function that caches it for later calls and drops the old cache entry."""
         if not _plain(tensor):
             return tensor.detach().to(self.reference, copy=True), _nothing
         if tensor.device.type != self.type:
@@ -275,7 +276,8 @@ class Copies:
             self.bytes -= self.kept.pop(cdata).storage.nbytes()
 
     def refresh(self, arguments: Arguments) -> list[int]:
-        """Copy anew what a call only reads; for each copy that was not what the memory holds, the call that wrote it."""
+        """Copy again what a call only reads; returns, for each copy that differed from memory, the call that wrote
+        it."""
         changed, seen = [], weakref.WeakSet()
         for tensor, copy in arguments.read:
             if not _plain(tensor) or copy.device != self.reference or tensor in seen:
@@ -304,7 +306,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _span(tensors: list[Tensor]) -> tuple[int, int]:
-    """The bytes of their storage that tensors reach, from a multiple of 64 on."""
+    """The bytes of their storage that tensors reach, starting at a multiple of 64."""
     low, high = None, 0
     for x in tensors:
         if not x.numel():
@@ -324,7 +326,7 @@ def _bytes(tensor: Tensor, low: int, high: int) -> Tensor:
 
 
 def _view(storage: torch.UntypedStorage, like: Tensor, low: int) -> Tensor:
-    """A tensor like another, of a storage that holds the other's from byte `low` on."""
+    """A tensor like another, on a storage that holds the other's from byte `low` on."""
     offset = like.storage_offset() - low // like.element_size() if like.numel() else 0
     x = torch.empty(0, dtype=like.dtype, device=storage.device).set_(storage, offset, like.shape, like.stride())
     if like.is_conj():
@@ -350,7 +352,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one dtype and shape hold the same values, NaN being equal to NaN."""
+    """Whether tensors of one dtype and shape hold the same values; NaN equals NaN."""
     if equal(a, b):
         return True
     if not (a.is_floating_point() or a.is_complex()):
@@ -378,7 +380,7 @@ def dense(x: Tensor) -> Tensor:
     return x if x.layout == torch.strided and not x.is_quantized else x.dequantize() if x.is_quantized else x.to_dense()
 
 
-# Of which elements are equal, a device may choose another one: these return its index.
+# These return the index of one of several equal elements; devices may choose differently.
 CHOOSES = {"sort", "argsort", "topk", "max", "min", "argmax", "argmin", "median", "nanmedian", "kthvalue", "mode"}
 
 

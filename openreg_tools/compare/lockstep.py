@@ -1,6 +1,6 @@
 """Runs each operator of a program on a reference device too, with the same inputs, and compares what it wrote.
 
-The reference starts each operator from the device's own inputs, so that an error is the operator's own.
+The reference starts each operator from the device's own inputs, so each error belongs to one operator.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from openreg_tools.samples import shown
 
 __all__ = ["Lockstep"]
 
-# Fused attention that only some devices have, and the formula of its first result.
+# Fused attention that only some devices have, and the formula for its first result.
 ATTENTION = ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")  # fmt: skip
 
@@ -47,7 +47,7 @@ DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torc
 
 
 class Lockstep(TorchDispatchMode):
-    """Compares operators on a `device` with `reference`, in a program that runs in its context."""
+    """Compares operators on `device` with `reference`, in a program that runs inside it."""
 
     supports_higher_order_operators = True
 
@@ -73,7 +73,7 @@ class Lockstep(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        if subclasses(types):  # what they are made of comes here by itself
+        if subclasses(types):  # their component operators arrive here separately
             return func(*args, **kwargs) if tracing(types) else NotImplemented
         of = facts(func)
         if not self._touches(args, kwargs):
@@ -88,7 +88,7 @@ class Lockstep(TorchDispatchMode):
             return self._run(func, of, index, place, args, kwargs, None)
         with self.quiet():
             if not self.copies.keeping:
-                self._synchronize()  # what a compiled kernel raises is not this operator's
+                self._synchronize()  # an error in a compiled kernel does not belong to this operator
             arguments = self._take(of, index, place, args, kwargs)
             state = self._numbers(of, args, kwargs) if of.random else None
         out = self._run(func, of, index, place, args, kwargs, arguments, state)
@@ -129,7 +129,7 @@ class Lockstep(TorchDispatchMode):
         self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict,
         arguments: Arguments | None, state: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """The call itself, until the device has done it: what fails later would be another operator's."""
+        """Make the call and wait for the device; otherwise a later failure would be blamed on another operator."""
         try:
             out = func(*args, **kwargs)
             if of.collective:
@@ -157,7 +157,7 @@ class Lockstep(TorchDispatchMode):
     def _raises_too(
         self, func: OpOverload, of: Facts, arguments: Arguments | None, state: Tensor | None, error: Exception
     ) -> bool:
-        """Whether the reference raises as well, for what is wrong with the call itself."""
+        """Whether the reference raises as well, because the call itself is wrong."""
         if arguments is None or isinstance(error, DEVICE_ERRORS) or "c10d" in of.name:  # the other ranks do not join in
             return False
         try:
@@ -187,7 +187,7 @@ class Lockstep(TorchDispatchMode):
 
     @contextlib.contextmanager
     def drawing(self, state: Tensor | None) -> Iterator[None]:
-        """The reference's generator draws from this state, and has its own again after."""
+        """The reference's generator draws from this state, and gets its own back afterwards."""
         default = _generator(self.reference)
         before = default.get_state()
         if state is not None:
@@ -201,7 +201,8 @@ class Lockstep(TorchDispatchMode):
         return backends.of_device(self.type).own_work()
 
     def _numbers(self, of: Facts, args: tuple, kwargs: dict) -> Tensor | None:
-        """The state of the generator that the call draws from, for the reference; None if it cannot have the same."""
+        """The state of the generator that the call draws from, for the reference; None if the reference cannot use
+        it."""
         if not self._draws:
             return None
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
@@ -213,7 +214,7 @@ class Lockstep(TorchDispatchMode):
     def _expected(
         self, func: OpOverload, of: Facts, arguments: Arguments, state: Tensor | None, index: int
     ) -> tuple[Any, bool]:
-        """What the reference returns, and whether it is there."""
+        """The reference's result, and whether there is one."""
         try:
             return self._on_reference(func, of, arguments, state), True
         except Exception as error:
@@ -264,7 +265,7 @@ class Lockstep(TorchDispatchMode):
     def _pairs(
         self, func: OpOverload, of: Facts, arguments: Arguments, expected: Any, out: Any
     ) -> list[tuple[str, Any, Any]]:
-        """What was written on the device, beside what the reference wrote."""
+        """Each result on the device, with the reference's."""
         pairs = [(name, tensor, copy) for name, tensor, copy in arguments.written]
         if of.collective:
             return pairs
@@ -282,7 +283,7 @@ class Lockstep(TorchDispatchMode):
         self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict, arguments: Arguments,
         state: Tensor | None, what: str, tensor: Any, want: Any,
     ) -> Any:  # fmt: skip
-        """Compare one result; a function that keeps its copy."""
+        """Compare one result; returns a function that caches its copy."""
         nothing = lambda: None  # noqa: E731
         call = (func, of, index, place, args, kwargs, arguments)
         if not isinstance(tensor, Tensor):
@@ -384,7 +385,8 @@ class Lockstep(TorchDispatchMode):
         self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict, arguments: Arguments,
         expected: Any, out: Any,
     ) -> None:  # fmt: skip
-        """Of random numbers that the reference cannot draw too: shapes, dtypes, and the mean within 8 deviations."""
+        """For random numbers that the reference cannot draw: compare shapes, dtypes, and the mean within 8
+        deviations."""
         self.result.note(
             f"{of.name}: {self.reference} draws other random numbers; compared in shape, dtype and mean alone"
         )
@@ -461,7 +463,7 @@ class Lockstep(TorchDispatchMode):
 
     @contextlib.contextmanager
     def inside_region(self) -> Iterator[None]:
-        """While compiled kernels run, which write memory that no operator does."""
+        """Active while compiled kernels run, which write memory outside of operators."""
         before, self.copies.keeping = self.copies.keeping, False
         try:
             yield
@@ -486,7 +488,7 @@ def tracing(types: Any) -> bool:
 
 
 def wait(out: Any) -> None:
-    """Wait for a collective, whose result is [tensors and] the work."""
+    """Wait for a collective, whose result is the Work, possibly with tensors."""
     for each in out if isinstance(out, (tuple, list)) else (out,):
         if isinstance(each, torch.ScriptObject) and hasattr(each, "wait"):
             each.wait()
@@ -501,6 +503,6 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _shares_numbers(device: str, reference: torch.device) -> bool:
-    """Whether a state of the device's generator, set in the reference's, draws the same numbers."""
+    """Whether the reference's generator draws the same numbers from the state of the device's generator."""
     cpu_like = lambda kind: kind == "cpu" or backends.of_device(kind).draws_as_cpu  # noqa: E731
     return device == reference.type or (cpu_like(device) and cpu_like(reference.type))

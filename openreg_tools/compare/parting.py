@@ -1,4 +1,4 @@
-"""Two traces side by side: which operators correspond, where their results part, and where the error grows."""
+"""Two traces side by side: which operators correspond, where their results diverge, and where the error grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openreg_tools.forms import Wrong
 
 __all__ = ["Op", "Parted", "Parting", "Trace", "part", "read"]
 
-WINDOW = 400  # operators that one run may have more than the other at one place
+WINDOW = 400  # how many more operators one run may have at one place
 PHASES = {"f": "forward", "b": "backward", "o": "optimizer"}
 
 
@@ -38,7 +38,7 @@ class Op:
     prints: list[list[Any]]
 
     def key(self) -> tuple[Any, ...]:
-        """What operators that correspond have in common."""
+        """The key by which operators correspond."""
         return (self.name, self.module, self.phase, self.node, str([p[:2] for p in self.prints]))
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Op:
 
 @dataclasses.dataclass
 class Trace:
-    """What one run recorded."""
+    """The recording of one run."""
 
     path: str
     header: dict[str, Any]
@@ -62,7 +62,7 @@ class Trace:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """A trace from its file; one that was cut off is read as far as it goes.
+    """Read a trace from its file; a truncated file is read as far as possible.
 
     Raises:
         Wrong: there is no such file, or it is not a trace of `record`.
@@ -76,7 +76,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
         header = json.loads(lines[0])
         kind, version = header["kind"], header["version"]
     except (IndexError, ValueError, KeyError, TypeError):
-        raise Wrong(f"{path} is not a trace of `record`: its first line is no header") from None
+        raise Wrong(f"{path} is not a trace of `record`: its first line is not a header") from None
     if kind != KIND:
         raise Wrong(f"{path} is a trace of {kind!r}, and not one of `record`")
     if version > VERSION:
@@ -109,7 +109,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 
 def of_debug_mode(mode: Any, path: str = "DebugMode") -> Trace:
-    """A trace of what torch.utils._debug_mode.DebugMode logged under `log_tensor_hashes`."""
+    """A trace from the log of torch.utils._debug_mode.DebugMode under `log_tensor_hashes`."""
     ops = []
     for call in mode.logs:
         hashes = (call.log or {}).get("hash") if hasattr(call, "log") else None
@@ -148,7 +148,7 @@ def _trace(given: Any) -> Trace:
 
 
 def align(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
-    """Operators that correspond, in order; None where one run has none. Labelled ones meet by their label."""
+    """Pairs of corresponding operators, in order; None if one run has none. Labeled operators are matched by label."""
     groups_a, groups_b = _groups(a), _groups(b)
     out: list[tuple[Op | None, Op | None]] = []
     for key, ops in groups_a.items():
@@ -159,7 +159,7 @@ def align(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
 
 
 def _groups(ops: list[Op]) -> dict[tuple[str, int], list[Op]]:
-    """Stretches of one label, by the label and how often it came before."""
+    """Runs of one label, by the label and how often it came before."""
     groups: dict[tuple[str, int], list[Op]] = {}
     times: dict[str, int] = {}
     label, key = None, ("", 0)
@@ -192,7 +192,7 @@ def _in_order(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
 
 
 def _meet(a: list[Any], b: list[Any], i: int, j: int, alike: int = 3) -> tuple[int, int] | None:
-    """How many operators to pass in each run until both go on alike, for as many as were passed or 3; the fewest."""
+    """The fewest operators to skip in each run until both agree again, for as many as were skipped or at least 3."""
     for together in range(1, WINDOW):
         for more in range(together + 1):
             x, y = i + more, j + together - more
@@ -209,13 +209,13 @@ def _meet(a: list[Any], b: list[Any], i: int, j: int, alike: int = 3) -> tuple[i
 
 @dataclasses.dataclass
 class Parted:
-    """Two operators that correspond and whose results differ."""
+    """Two corresponding operators whose results differ."""
 
     a: Op
     b: Op
     relative: float  # the difference of their fingerprints' numbers, relative to the size of the values
     allowed: float
-    grown: float  # how many times it is the largest before it
+    grown: float  # the ratio to the largest before it
     what: str  # of the numbers, with the largest difference
 
     def lines(self) -> list[str]:
@@ -235,7 +235,7 @@ class Parted:
 
 
 class Parting:
-    """Where two runs part: `first` beyond the tolerance, `first_bits` that is not equal, `ranked` by growth of the error."""
+    """Where two runs diverge: `first` beyond the tolerance, `first_bits` not equal, `ranked` by growth of the error."""
 
     def __init__(self, a: Trace, b: Trace, tolerances: Tolerances) -> None:
         self.a, self.b = a, b
@@ -259,7 +259,7 @@ class Parting:
                 continue
             relative, what, eps = _difference(x, y)
             ulps = tolerances.of_name(x.name, _terms(x))
-            # Before the first difference the inputs were the same; after it the chain is as long as the run.
+            # Before the first difference the inputs were equal; after it, the chain of operators is as long as the run.
             allowed = eps * (ulps if self.first_bits is None else max(ulps, 16 * tolerances.factor) * math.sqrt(common))
             parted = Parted(x, y, relative, allowed, relative / largest if largest else math.inf, what)
             self._parted.append(parted)
@@ -276,7 +276,7 @@ class Parting:
         return sorted(self._parted, key=lambda p: (-p.grown, -p.relative))
 
     def assert_close(self) -> None:
-        """Raise AssertionError with the report if the runs part."""
+        """Raise AssertionError with the report if the runs diverge."""
         if self.first is not None:
             raise AssertionError(self.report())
 

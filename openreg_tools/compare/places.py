@@ -1,4 +1,4 @@
-"""Where a program is: its line, the module whose forward runs or whose backward, and the phase of the training step."""
+"""Where a program is: its line, the module whose forward or backward runs, and the phase of the training step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Place", "Places", "site", "stack"]
 _TOOLS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
 _OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, "<frozen")
-_MOST = 200_000  # forward calls whose place is kept for their backward
+_MOST = 200_000  # forward calls whose place is kept for backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Place:
     """Where one call was made."""
 
     module: str  # "Transformer.layers.0.norm", or "" outside
-    site: tuple[str, int] | None  # file and line of the program; in backward those of the forward
+    site: tuple[str, int] | None  # file and line of the program; in backward, those of the forward
     phase: str  # "forward", "backward", "optimizer"
-    node: str = ""  # what backward computes the gradient of: "MmBackward0"
+    node: str = ""  # the backward node: "MmBackward0"
 
     def line(self) -> str:
         if self.site is None:
@@ -47,7 +47,7 @@ class Place:
 
 
 class Places:
-    """Follows a program by the hooks that PyTorch has for every module and optimizer."""
+    """Follows a program through PyTorch's global hooks for modules and optimizers."""
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -73,7 +73,7 @@ class Places:
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)
 
-    # ---- what the hooks note ----
+    # ---- recorded by the hooks ----
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -90,7 +90,7 @@ class Places:
             modules.pop()
 
     def _name(self, module: nn.Module, inside: str) -> None:
-        name = type(getattr(module, "_orig_mod", module)).__name__  # what torch.compile wraps
+        name = type(getattr(module, "_orig_mod", module)).__name__  # the module inside torch.compile's wrapper
         root = f"{inside}.{name}" if inside else name
         count = self._roots[root] = self._roots.get(root, 0) + 1
         root = root if count == 1 else f"{root}#{count}"
@@ -113,15 +113,15 @@ class Places:
             self._local.modules = []
             return self._local.modules
 
-    # ---- what a mode asks ----
+    # ---- queried by a mode ----
 
     def module(self) -> str:
-        """The innermost module whose forward runs, "" outside of all."""
+        """The innermost module whose forward runs, "" outside all modules."""
         modules = self._modules()
         return modules[-1] if modules else ""
 
     def now(self) -> Place:
-        """Where the call that is being dispatched was made."""
+        """The place of the call that is being dispatched."""
         if torch._C._current_graph_task_id() != -1:
             node = torch._C._current_autograd_node()
             if node is None:
@@ -147,7 +147,7 @@ def _number(node: Any) -> int:
 
 
 def site() -> tuple[str, int] | None:
-    """The file and line of the innermost frame that is neither PyTorch's nor of these tools."""
+    """The file and line of the innermost frame outside PyTorch and these tools."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The program's exit status, 1 if it raised, 2 if what was asked for is wrong."""
+    """The program's exit status, 1 if it raised, 2 if the request is wrong."""
     words = [*arguments.what, *getattr(arguments, "rest", [])]
     try:
         dispatch.load(arguments.modules)

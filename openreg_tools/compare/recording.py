@@ -1,7 +1,7 @@
 """``with record("a.trace")``: a fingerprint of each operator's results, at most 1 KB each, as lines of JSON.
 
-A fingerprint is equal where the values are equal, whatever the strides and the device: a hash of the values in order. Beside
-it are numbers that are close where the values are close: the sum, the norm, the largest, and samples.
+Equal values give equal fingerprints on any device and with any strides: a fingerprint has a hash of the values in
+order. It also has numbers that are close if the values are close: the sum, the norm, the largest, and samples.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from openreg_tools.forms import Wrong
 
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 
-KIND = "openreg_tools.compare"  # the first thing that a trace says
+KIND = "openreg_tools.compare"  # at the start of every trace
 VERSION = 1
-_MOST = 960  # bytes of one operator's line, of the 1024 that it may take with the names that it adds
+_MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
 _labels: dict[str, Any] = {}
 
 
 class mark:  # noqa: N801 -- used as a function
-    """Say what the program works on: ``mark("batch", 17)`` until the next, or for a ``with`` block.
+    """Label what the program works on: ``mark("batch", 17)``, until the next mark or for a ``with`` block.
 
-    Two runs that visit batches in another order are aligned by these labels.
+    These labels align two runs that visit batches in different orders.
     """
 
     def __init__(self, name: str, value: Any) -> None:
@@ -64,7 +64,7 @@ def record(
     name: str = "",
     progress: bool = False,
 ) -> Recording:
-    """A context that writes a trace of what operators on a device give.
+    """A context manager that writes a trace of operators' results on a device.
 
     Args:
         out: the file; in a process group of several ranks, ".rank0" and so on is added.
@@ -100,7 +100,7 @@ class Recording(TorchDispatchMode):
     def __enter__(self) -> Recording:
         if not self.out.parent.is_dir():
             raise Wrong(f"record: there is no folder {self.out.parent} to write {self.out.name} to; make it first")
-        import torch._dynamo  # noqa: F401 -- a mode imports it at its first operator
+        import torch._dynamo  # noqa: F401 -- else a mode imports it at its first operator
 
         self._said = self._started = time.monotonic()
         self.places.__enter__()
@@ -113,7 +113,7 @@ class Recording(TorchDispatchMode):
         self._open().close()
 
     def _open(self) -> Any:
-        """The file, named when the first operator runs, as a program knows its rank by then."""
+        """The file, named when the first operator runs, because the program knows its rank by then."""
         if self._file is None:
             rank, size = _rank()
             if size > 1:
@@ -182,7 +182,7 @@ class Recording(TorchDispatchMode):
                 line[key] = number
         line |= {"p": place.phase[0], "i": inputs[:6], "r": prints}
         text = json.dumps(line, separators=(",", ":"))
-        while len(text) > _MOST and line["i"]:  # more dimensions than most have
+        while len(text) > _MOST and line["i"]:  # more dimensions than most tensors have
             line["i"] = line["i"][:-1]
             text = json.dumps(line, separators=(",", ":"))
         print(text, file=file)
@@ -224,11 +224,12 @@ def _dtype(x: Tensor) -> str:
 
 # ---- fingerprints ----
 
-_COLUMNS = 257  # a prime, so that what repeats at a power of two is not summed up in one column
+_COLUMNS = 257  # a prime, so that patterns that repeat at a power of two are not summed in one column
 
 
 def fingerprint(x: Tensor) -> list[Any]:
-    """Of a contiguous tensor on the host: dtype, shape, hash, sum, norm, largest, NaNs, infinities, samples."""
+    """The fingerprint of a contiguous host tensor: dtype, shape, hash, sum, norm, largest, NaNs, infinities,
+    samples."""
     dtype, shape = _dtype(x), list(x.shape)
     if not x.numel():
         return [dtype, shape, 0, 0.0, 0.0, 0.0, 0, 0, []]
@@ -269,7 +270,7 @@ def _short(value: float) -> float:
 
 
 def _hash(x: Tensor) -> int:
-    """Of the bytes in order; of many, of the sums of their words over rows and over columns."""
+    """A hash of the bytes in order; for large tensors, of the sums of their words over rows and columns."""
     data = x.flatten().view(torch.uint8).numpy()
     if data.nbytes <= 1 << 15:
         return zlib.crc32(data)
@@ -281,7 +282,7 @@ def _hash(x: Tensor) -> int:
 
 
 def _folded(prints: list[list[Any]]) -> list[Any]:
-    """One fingerprint of many results, as of an operator on lists."""
+    """One fingerprint for many results, as from an operator on lists."""
     digest = 0
     for each in prints:
         digest = zlib.crc32(repr(each[:3]).encode(), digest)

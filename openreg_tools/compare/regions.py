@@ -1,4 +1,4 @@
-"""Compiled graphs, compared at their boundaries: what a graph returns and writes, and the gradients that its backward gives.
+"""Compares compiled graphs at their boundaries: what a graph returns and writes, and the gradients from its backward.
 
 Dynamo's graph runs eagerly on the reference device, from copies of the compiled graph's inputs.
 """
@@ -28,7 +28,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Regions:
-    """While entered, what `torch.compile` compiles is compared. Functions that were compiled before compile again."""
+    """While active, graphs that `torch.compile` compiles are compared. Functions that were already compiled compile
+    again."""
 
     def __init__(self, mode: Lockstep) -> None:
         self.mode, self.count, self.active = mode, 0, False
@@ -48,7 +49,7 @@ class Regions:
 
             code = getattr(getattr(self, "root_tx", None), "f_code", None)
             region = _Region(regions, _copied(gm), code)
-            with config.patch(fallback_random=True):  # draw the numbers that eager operators draw
+            with config.patch(fallback_random=True):  # draw the same numbers as eager operators
                 region.compiled = before(self, gm, *args, **kwargs)
             return region
 
@@ -68,7 +69,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Reference(fx.Interpreter):
-    """Runs a graph on the reference device: what names the other device means this one."""
+    """Runs a graph on the reference device: references to the other device mean this one."""
 
     def __init__(self, module: fx.GraphModule, kind: str, device: torch.device) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -96,7 +97,7 @@ class _Reference(fx.Interpreter):
 
 
 class _Region:
-    """One compiled graph, in the place of what the backend returned."""
+    """One compiled graph, replacing the backend's result."""
 
     def __init__(self, regions: Regions, graph: fx.GraphModule, code: Any) -> None:
         self.regions, self.mode, self.graph = regions, regions.mode, graph
@@ -208,7 +209,7 @@ class _Region:
             mode.result.point(index, error.ulps, ulps, self.name)
             if error.ulps > ulps:
                 if self.random:
-                    mode.result.note(f"{self.name} draws random numbers, and its results differ; that is not judged")
+                    mode.result.note(f"{self.name} draws random numbers and its results differ, which is not counted")
                 else:
                     self._add(index, place, args, what, error, tolerance, "", shown(got))
 
@@ -291,7 +292,7 @@ def _listed(out: Any) -> Any:
 
 
 def _compiled_node(node: Any, depth: int = 4) -> Any:
-    """The node of AOTAutograd's function, behind views of its results."""
+    """The node of AOTAutograd's function, looking through views of its results."""
     while node is not None and depth:
         if "CompiledFunction" in node.name():
             return node

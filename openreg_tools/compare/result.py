@@ -1,4 +1,4 @@
-"""What a comparison found: the first operator that differs, all of them by the error that they add, and a plot."""
+"""The result of a comparison: the first operator that differs, all operators by the error that they add, and a plot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Difference:
     inputs: list[str]  # dtypes, shapes and strides
     error: Error | None
     tolerance: Tolerance | None
-    found: str  # in place of an error: another shape, an exception
+    found: str  # instead of an error: another shape, an exception
     device: str
     reference: str
     result: str = ""
@@ -73,7 +73,7 @@ class Row:
     operator: str
     calls: int = 0
     compared: int = 0
-    inexact: int = 0  # results that are not the same number for number
+    inexact: int = 0  # results that are not bit-for-bit equal
     beyond: int = 0  # beyond the tolerance
     ulps: float = 0.0  # the largest
     added: float = 0.0  # relative errors of its results, added up
@@ -87,10 +87,10 @@ class Row:
 
 
 class Result:
-    """What `compare` found; complete when its context ends.
+    """The result of `compare`; complete when its context ends.
 
     `first` is the first `Difference` (None if nothing differs), `differences` has them all (at most 1000), and
-    `ranked` the operators as `Row`s, those that add most error first.
+    `ranked` the operators as `Row`s, those that add the most error first.
     """
 
     def __init__(self, device: str, reference: str, name: str = "") -> None:
@@ -105,7 +105,7 @@ class Result:
         self.operators = 0
         self.writer: Callable[[Result, Path, bool], str]  # which `compare` sets
 
-    # ---- for those that fill it ----
+    # ---- filled by the comparison ----
 
     def count(self) -> int:
         self.operators += 1
@@ -128,7 +128,7 @@ class Result:
     def note(self, text: str) -> None:
         self.notes[text] = self.notes.get(text, 0) + 1
 
-    # ---- what is asked of it ----
+    # ---- queries ----
 
     @property
     def first(self) -> Difference | None:
@@ -145,7 +145,7 @@ class Result:
             raise AssertionError(self.report())
 
     def write_test(self, path: str | Path, shrink: bool = True) -> str:
-        """Write a pytest test of the first difference, which fails where the operator differs; its text.
+        """Write a pytest test of the first difference that fails as long as the operator differs; returns its text.
 
         Inputs are shrunk while the operator still differs with them.
 
@@ -200,7 +200,7 @@ class Result:
         return forms.wrapped([text], 0)
 
     def _sparkline(self, width: int = 60) -> list[str]:
-        """The largest error by time, on a scale of logarithms."""
+        """The largest error over time, on a logarithmic scale."""
         if not self._points:
             return []
         columns = [0.0] * width
@@ -249,7 +249,7 @@ STYLE = (
 
 
 def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 4000) -> str:
-    """Errors over the calls as SVG: to the right the calls, upward the ulps by powers of two."""
+    """Errors over the calls as SVG: calls on the x axis, ulps by powers of two on the y axis."""
     if not points:
         return "<p>Every result equals the reference's bit for bit.</p>"
     shown = sorted(sorted(points, key=lambda p: -p[1])[:most])

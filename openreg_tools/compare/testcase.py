@@ -18,7 +18,7 @@ from openreg_tools.compare.tolerance import Tolerances
 
 __all__ = ["assert_operator", "differs", "shrunk", "written"]
 
-INLINE = 64  # elements of a tensor that are written into the test; larger ones go into a file beside it
+INLINE = 64  # tensors up to this many elements are written into the test; larger ones go into a file beside it
 Call = tuple[OpOverload, list[Any], dict[str, Any]]
 
 
@@ -69,7 +69,8 @@ def _moved(value: Any, device: str, memo: dict[int, Tensor]) -> Any:
 
 
 def shrunk(call: Call, device: str, against: str, seconds: float = 10.0) -> Call:
-    """The smallest call found that still differs: sizes that dimensions share are halved together, values made plain."""
+    """The smallest call found that still differs: sizes that dimensions share are halved together, values
+    simplified."""
     until = time.monotonic() + seconds
     fails = lambda candidate: _fails(candidate, device, against)  # noqa: E731
     if not fails(call):
@@ -117,7 +118,7 @@ def _smaller(call: Call) -> Any:
 
 
 def _cut(value: Any, size: int, new: int, start: int) -> Any:
-    """A value whose dimensions of one size are shorter; sizes in lists of integers follow."""
+    """A value whose dimensions of one size are shortened; sizes in lists of integers follow."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             return value
@@ -133,7 +134,7 @@ def _cut(value: Any, size: int, new: int, start: int) -> Any:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """The same order of dimensions in memory, without what lies between; expanded ones stay expanded."""
+    """The same order of dimensions in memory, without gaps; expanded dimensions stay expanded."""
     order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
     stride, step = [0] * x.dim(), 1
     for d in reversed(order):
@@ -141,7 +142,7 @@ def _packed(x: Tensor) -> Tensor:
             stride[d] = step
             step *= x.shape[d]
     gaps = x.numel() and min((s for s, n in zip(x.stride(), x.shape, strict=True) if s and n > 1), default=1) > 1
-    if gaps:  # what is strided in all dimensions stays so
+    if gaps:  # tensors strided in all dimensions stay that way
         stride = [2 * s for s in stride]
     reach = sum((n - 1) * s for n, s in zip(x.shape, stride, strict=True)) + 1 if x.numel() else 0
     out = x.new_zeros(reach).as_strided(x.shape, stride)
@@ -180,7 +181,7 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     once = (
         ""
         if repeats
-        else "\n\nThe operator gave the right result when it ran again: what made it differ was transient."
+        else "\n\nThe operator returned the correct result when it ran again: the difference was transient."
     )
     values = Path(f"{path}.inputs.pt")
     lines = [

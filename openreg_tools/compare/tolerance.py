@@ -1,4 +1,4 @@
-"""How far two devices may differ in one operator, from its dtype and what it computes, and how far they do.
+"""How much two devices may differ in one operator, depending on its dtype and computation, and how much they do.
 
 Errors are in units in the last place (ulps) of the result's dtype, at one of three magnitudes:
 
@@ -51,7 +51,7 @@ FUNCTION = set(
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh sigmoid erf erfc "
     "pow hypot sinc softplus logit lgamma digamma".split()
 )
-# Linear in each argument: run on absolute values they give the sum of the terms' absolute values.
+# Linear in each argument: run on absolute values, they return the sum of the terms' absolute values.
 SUM = set(
     "mm bmm addmm baddbmm addbmm addmv addr mv dot vdot sum nansum mean cumsum convolution convolution_overrideable "
     "convolution_backward convolution_backward_overrideable avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d "
@@ -63,7 +63,7 @@ SUM = set(
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """What is allowed: `ulps`, at the magnitude of the `kind`; `terms` is n."""
+    """The tolerance: `ulps`, at the magnitude of the `kind`; `terms` is n."""
 
     kind: str
     ulps: float
@@ -113,7 +113,7 @@ class Tolerances:
         return Tolerance(kind, ulps * self.factor, terms)
 
     def of_name(self, name: str, terms: int) -> float:
-        """Ulps for an operator of a trace, which this torch may not have."""
+        """Ulps for an operator in a trace, which this torch may not have."""
         plain = name.partition(".")[0]
         for pattern, ulps in self.given.items():
             if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(plain, pattern):
@@ -142,7 +142,7 @@ def _kind(func: OpOverload) -> str:
 
 
 def _terms(base: str, args: Any, result: Tensor) -> int:
-    """How many numbers one element of the result is made of."""
+    """How many numbers are combined into one element of the result."""
     tensors = [t for t in tensors_of(args) if t.is_floating_point() or t.is_complex()]
     if not tensors:
         return 1
@@ -159,7 +159,7 @@ def _terms(base: str, args: Any, result: Tensor) -> int:
 
 
 def measure(got: Tensor, expected: Tensor, kind: str, scale: Tensor | float | None, ulps: float) -> Error | None:
-    """The largest error of `got`, None if it has none; `scale` is the magnitude of the kind, where it has one."""
+    """The largest error of `got`, None if it has none; `scale` is the magnitude of the kind, if it has one."""
     if torch.equal(got, expected):
         return None
     if not (got.is_floating_point() or got.is_complex()):
@@ -194,7 +194,7 @@ def measure(got: Tensor, expected: Tensor, kind: str, scale: Tensor | float | No
 
 
 def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of neighboring numbers of a dtype at this magnitude."""
+    """The distance between neighboring numbers of a dtype at this magnitude."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(magnitude.clamp(min=info.tiny))
     return torch.exp2((exponent - 1).to(torch.float64)) * info.eps

@@ -1,7 +1,7 @@
-"""The pytest plugin: ``pytest --device DEVICE`` runs a suite there, and tells what would break on it.
+"""The pytest plugin: ``pytest --device DEVICE`` runs a suite there, and reports what would break on it.
 
-docs/testing-your-library.md shows it. A pytest run that uses neither its options nor its fixtures does not import torch.
-The parts that watch are in session.py and misuse.py.
+See docs/testing-your-library.md. A pytest run that uses neither its options nor its fixtures does not import torch.
+session.py and misuse.py watch the tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEVICE = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("device", "running on a device")
-    group.addoption("--on-device", **{**_DEVICE, "help": "--device, where the suite has an option --device of its own"})
+    group.addoption("--on-device", **{**_DEVICE, "help": "--device, if the suite has its own option --device"})
     group.addoption("--device-misuse", metavar="KINDS", help=f"report misuse: all, or some of {', '.join(KINDS)}")
     group.addoption("--device-forbid", metavar="KINDS", help="and fail the run where these are found")
     group.addoption("--device-sync-budget", metavar="N", type=int,
@@ -38,19 +38,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Iterator[None]:
-    """Add --device, once it is known that no conftest.py has one."""
-    # Until then its value looks like a file, which would keep pytest from loading the conftest.py of `testpaths`.
+    """Add --device, once we know that no conftest.py defines it."""
+    # Until then its value looks like a file, which keeps pytest from loading the conftest.py of `testpaths`.
     values = {value for option, value in zip(args, args[1:], strict=False) if option == "--device"}
     known = early_config.known_args_namespace
     known.file_or_dir = [path for path in known.file_or_dir if path not in values]
     result = yield
     missing = object()
-    if early_config.getoption("--device", missing) is missing:  # else the suite has one, which is its own affair
+    if early_config.getoption("--device", missing) is missing:  # else the suite has its own
         parser.getgroup("device").addoption("--device", **_DEVICE)
     return result
 
 
-@pytest.hookimpl(trylast=True)  # behind pytest's faulthandler, which must be on before the device is first used
+@pytest.hookimpl(trylast=True)  # after pytest's faulthandler, which must be on before the first use of the device
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "device_syncs(max): the library may wait for the device so often in this test")
     option = config.option
@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> Any:
-    """The ``torch.device`` that ``--device`` names, "cpu" unless it is given."""
+    """The ``torch.device`` that ``--device`` names, "cpu" by default."""
     import torch
 
     session = pytestconfig.pluginmanager.get_plugin("openreg_tools.pytest_plugin.session")
@@ -79,7 +79,7 @@ def device(pytestconfig: pytest.Config) -> Any:
 
 @pytest.fixture
 def device_syncs(pytestconfig: pytest.Config) -> Callable[..., AbstractContextManager[Any]]:
-    """``with device_syncs(max=0) as waits:`` fails if the host waits for the device more often in its body."""
+    """``with device_syncs(max=0) as waits:`` fails if the host waits for the device more than `max` times."""
     from openreg_tools.pytest_plugin.session import device_syncs
 
     return device_syncs
@@ -87,7 +87,7 @@ def device_syncs(pytestconfig: pytest.Config) -> Callable[..., AbstractContextMa
 
 @pytest.fixture
 def openreg_check() -> Callable[..., Any]:
-    """`openreg_tools.checker.check` that fails the test, with the report, where a check fails; returns the report."""
+    """`openreg_tools.checker.check`, which fails the test with the report if a check fails; returns the report."""
     from openreg_tools.checker import check
 
     def checked(*args: Any, **kwargs: Any) -> Any:

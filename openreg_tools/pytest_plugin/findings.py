@@ -1,4 +1,4 @@
-"""What a run found: misuse by kind, line and test, as text of 80 columns and as JSON. Imports no torch."""
+"""A run's findings: misuse by kind, line and test, as text of 80 columns and as JSON. Does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finding:
 
 
 class Findings:
-    """Findings and how often each came."""
+    """Findings and how often each occurred."""
 
     def __init__(self) -> None:
         self.counts: Counter[Finding] = Counter()
@@ -42,7 +42,7 @@ class Findings:
         self.counts[finding] += count
 
     def pack(self) -> list[list[Any]]:
-        """As simple values, for another process; what was packed is forgotten here."""
+        """As plain values, for another process; the packed findings are removed here."""
         packed = [[*dataclasses.astuple(finding), count] for finding, count in self.counts.items()]
         self.counts.clear()
         return packed
@@ -52,11 +52,11 @@ class Findings:
             self.add(Finding(*fields), count)
 
     def kinds(self) -> set[str]:
-        """The kinds that were found, where waits in the tests' own code do not count."""
+        """The kinds that were found, not counting waits in the tests' own code."""
         return {finding.kind for finding in self.counts if not _let_off(finding)}
 
     def lines(self, kind: str) -> list[tuple[int, str, str]]:
-        """Of a kind: count, what and where; the most frequent first."""
+        """Count, what and where for one kind; the most frequent first."""
         counts: Counter[tuple[str, str]] = Counter()
         for finding, count in self.counts.items():
             if finding.kind == kind and not _let_off(finding):

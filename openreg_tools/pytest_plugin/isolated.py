@@ -1,7 +1,7 @@
-"""Runs a suite in a process whose device memory is isolated, so that a host access ends that process and not the run.
+"""Runs a suite in a process with isolated device memory, so that a host access ends that process but not the run.
 
-The run collects as always, starts the same pytest command with the devices' isolation switched on, and takes its reports over.
-Where the process ends, the test that it was in has failed, and another process goes on behind it.
+The run collects as usual, starts the same pytest command with isolation switched on, and forwards its reports. If the
+process ends, its current test has failed, and another process continues after that test.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _isolation() -> dict[str, str]:
 
 
 def starts(config: pytest.Config) -> bool:
-    """Whether this run has to start a process; pytest-xdist has its own, which inherit the environment."""
+    """Whether this run has to start a process; pytest-xdist has its own processes, which inherit the environment."""
     if hasattr(config, "workerinput"):
         return False
     if getattr(config.option, "numprocesses", None):
@@ -48,13 +48,13 @@ def starts(config: pytest.Config) -> bool:
 
 
 def child(config: pytest.Config) -> Child | None:
-    """What a child needs; None in another run, be it one that a test of the child starts."""
+    """The child's configuration; None in any other run, including one that a child's test starts."""
     given = os.environ.pop(_VARIABLE, None)
     return Child(config, **json.loads(given)) if given else None
 
 
 class Child:
-    """The plugin object of a child: runs the tests that are left, and sends what happens to them."""
+    """The plugin object of a child: runs the remaining tests, and sends what happens to them."""
 
     def __init__(self, config: pytest.Config, pipe: int, done: str) -> None:
         self.config = config
@@ -63,7 +63,8 @@ class Child:
         self.exit = ""
 
     def send(self, **message: Any) -> None:
-        """To the run that started this process; what is no JSON, as a property of a test may be, as text."""
+        """Send to the run that started this process; values that are not JSON, such as a test's property, are sent as
+        text."""
         print(json.dumps(message, default=str), file=self.pipe, flush=True)
 
     @pytest.hookimpl(trylast=True)
@@ -96,7 +97,7 @@ class _End:
     """How a child ended."""
 
     status: int | None = None  # pytest's; None where the process ended first
-    exit: str = ""  # what a test said to pytest.exit, or by which exception it interrupted the run
+    exit: str = ""  # what a test passed to pytest.exit, or the exception with which it interrupted the run
     test: str | None = None  # the test that it was in
     location: Any = None
     output: str = ""
@@ -132,7 +133,7 @@ def run(session: pytest.Session, plugin: Session) -> None:
 
 
 def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> _End:
-    """Run the tests that are not done in a child, and pass on what it reports."""
+    """Run the remaining tests in a child, and forward its reports."""
     config, hook = session.config, session.config.hook
     reader, writer = os.pipe()
     end = _End()
@@ -196,9 +197,9 @@ def _crashed(session: pytest.Session, plugin: Session, nodeid: str, location: An
         plugin.findings.add(Finding("host", access[1], where, nodeid))
         text = "\n".join([access[0], *(f"{file}:{line}: in {name}" for file, line, name in ours)])
     report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
-    item = next((item for item in session.items if item.nodeid == nodeid), None)  # none where it collected other ids
+    item = next((item for item in session.items if item.nodeid == nodeid), None)  # none if it collected other ids
     xfail = evaluate_xfail_marks(item) if item and not session.config.option.runxfail else None
-    if xfail and xfail.raises is None:  # the end of a process is no exception of theirs
+    if xfail and xfail.raises is None:  # the end of the process is not an exception of theirs
         report.outcome, report.wasxfail = "skipped", xfail.reason
     session.config.hook.pytest_runtest_logreport(report=report)
     session.config.hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)

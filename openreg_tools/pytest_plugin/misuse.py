@@ -1,4 +1,4 @@
-"""Watches what a test does with a device: a mode for calls from Python, one for operators, and a few patched functions.
+"""Watches how a test uses a device: a mode for calls from Python, one for operators, and a few patched functions.
 
 The line that a finding names is the innermost one that is neither torch's, NumPy's nor pytest's.
 """
@@ -44,7 +44,7 @@ _SKIPPED = (
 _FOR_ANY = {
     f"torch.cuda.{name}": f": torch.accelerator.{name} asks for any" for name in ("is_available", "device_count")
 }
-# Calls that give the host a value. A copy to the host and a shape that depends on data are seen as operators.
+# Calls that give the host a value. Copies to the host and data-dependent shapes are seen as operators.
 _READS = {
     getattr(torch.Tensor, name): name.strip("_")
     for name in (
@@ -57,15 +57,15 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__
 _COPIES = {"aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_to_copy": (0, None)}
 
 
-@functools.cache  # asked first when a test begins, when the packages of the devices are imported
+@functools.cache  # first used when a test begins, when the devices' packages are imported
 def skipped() -> tuple[str, ...]:
-    """Beginnings of the files whose lines are not the program's."""
+    """Path prefixes of files whose lines do not belong to the program."""
     return (*_SKIPPED, *(file for backend in backends.registered() for file in backend.hidden))
 
 
 @functools.cache
 def _may_name_cuda() -> tuple[str, ...]:
-    """What is skipped, and all of the packages of the devices."""
+    """The skipped paths, and all of the devices' packages."""
     files = [sys.modules[backend.package].__file__ for backend in backends.registered()]
     return (*skipped(), *(os.path.dirname(file) + os.sep for file in files))
 
@@ -95,7 +95,7 @@ def _is_test(root: Path, frame: FrameType) -> bool:
 
 
 def _explains(frame: FrameType | None) -> bool:
-    """Whether pytest shows a value, to explain an assertion that failed."""
+    """Whether pytest is showing a value to explain a failed assertion."""
     while frame is not None and frame.f_code.co_filename.startswith((*skipped(), reprlib.__file__)):
         if frame.f_code.co_filename == saferepr.__file__:
             return True
@@ -104,10 +104,10 @@ def _explains(frame: FrameType | None) -> bool:
 
 
 class Watch:
-    """What one test does with devices of some types; `found` is told, `with watch.watching():`.
+    """Watches what one test does with devices of some types and reports to `found`, inside `with watch.watching():`.
 
     Args:
-        types: device types, "cpu" not among them.
+        types: device types, without "cpu".
         kinds: what to look for, of `findings.KINDS`.
         root: the folder that lines are relative to.
     """
@@ -119,8 +119,8 @@ class Watch:
         self.suspects: list[tuple[str, str, str, bool]] = []  # errors that are misuse if the test does not expect them
         self.draws: list[tuple[str, str, str, bool]] = []  # misuse if the test uses the device
         self.used = False
-        self.quiet = 0  # inside a call that has been told
-        self.placed = 0  # inside a call that says where its result is to be
+        self.quiet = 0  # inside a call that has been reported
+        self.placed = 0  # inside a call that specifies the device of its result
         self.fallbacks = 0
         self.named: set[str] = set()  # lines that name a part of torch.cuda
 
@@ -133,7 +133,7 @@ class Watch:
             self.suspects.append((kind, what, *place(self.root, sys._getframe(1))))
 
     def failed(self) -> None:
-        """The test failed: the errors that it met are to be told."""
+        """The test failed: report the errors that it hit."""
         for each in self.suspects:
             self.found(*each)
 
@@ -154,7 +154,7 @@ class Watch:
         for each in self.draws if self.used else ():
             self.found(*each)
 
-    # ---- what is looked for ----
+    # ---- kinds of misuse ----
 
     def _raced(self, errors: list[Any]) -> None:
         for error in errors:
@@ -179,7 +179,7 @@ class Watch:
         self.cuda(name + _FOR_ANY.get(name, ""))
 
     def uses_cuda(self) -> None:
-        """CUDA is initialised: by a function that was imported by its name, if the line does not say torch.cuda."""
+        """CUDA is initialized: by a function imported by name, if the line does not say torch.cuda."""
         if place(self.root, sys._getframe(1))[0] not in self.named:
             self.cuda("torch.cuda is used")
 
@@ -257,7 +257,7 @@ class Watch:
             frame = frame.f_back
         where, own = place(self.root, frame)
         what = f"{name.removeprefix('aten::').partition('.')[0]} on the CPU, "
-        if not own and not placed:  # and not where its arguments are
+        if not own and not placed:  # instead of on its arguments' device
             self.draws.append(("seed", what + "in the library", where, own))
         elif own and not self.seeded:
             self.draws.append(("seed", what + "which this test has not seeded", where, own))
@@ -271,7 +271,8 @@ class Watch:
 
 
 class Leaks:
-    """The device memory that tests made and that is still there; one list, since the last test may free the first's."""
+    """Device memory that tests allocated and that is still alive; one list, because the last test may free the
+    first's."""
 
     alive: list[tuple[StorageWeakRef, int, Watch, str, bool]] = []
     most = 1000
@@ -289,12 +290,12 @@ class Leaks:
 
     @classmethod
     def forget(cls, watch: Watch) -> None:
-        """A test failed: its traceback keeps what its frames hold."""
+        """A test failed: its traceback keeps its frames' objects alive."""
         cls.alive = [each for each in cls.alive if each[2] is not watch]
 
     @classmethod
     def tell(cls) -> None:
-        """All tests have ended: tell what is left."""
+        """All tests have ended: report what is left."""
         gc.collect()
         cls._prune()
         for _, nbytes, watch, where, own in cls.alive:
@@ -327,7 +328,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         __tracebackhide__ = True
-        if any(map(is_traceable_wrapper_subclass_type, types)):  # comes back with the tensors in it
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # called again with the tensors in it
             return NotImplemented
         plain = all(kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl for kind in types)
         if not plain or not isinstance(func, torch._ops.OpOverload):  # fake tensors; higher-order operators
@@ -337,7 +338,7 @@ class _Operators(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _patched(watch: Watch) -> Iterator[None]:
-    """What no mode sees: waits for a whole device, and CUDA's own module."""
+    """What no mode sees: waits for an entire device, and CUDA's own module."""
 
     def before(owner: Any, name: str, notice: Callable[..., None]) -> Callable[[], None]:
         function = getattr(owner, name)
@@ -386,21 +387,21 @@ def _patched(watch: Watch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_cuda(watch: Watch) -> Iterator[None]:
-    """While it lasts, each `torch.cuda.NAME` outside torch is told.
+    """While active, each use of `torch.cuda.NAME` outside torch is reported.
 
-    The modules tell what is taken from them. Nothing in them is replaced: classes stay themselves, and a test that
-    patches a function there puts back the right one, however late.
+    The modules report attribute accesses. Nothing in them is replaced: classes stay the same, and a test that patches a
+    function there restores the right one, however late.
     """
 
     may_name_cuda = _may_name_cuda()
 
     class Module(ModuleType):
-        def __getattribute__(self, name: str) -> Any:  # does not name `torch`, else Dynamo would compile it
+        def __getattribute__(self, name: str) -> Any:  # does not name `torch`; otherwise Dynamo would compile it
             __tracebackhide__ = True
             value = super().__getattribute__(name)
             if (
                 not name.startswith("_")
-                and name not in ("autocast", "GradScaler")  # told when one is made
+                and name not in ("autocast", "GradScaler")  # reported when one is created
                 and not isinstance(value, ModuleType)
                 and not sys._getframe(1).f_code.co_filename.startswith(may_name_cuda)
             ):
@@ -420,7 +421,7 @@ def _naming_cuda(watch: Watch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noticing_seeds(watch: Callable[[], Watch | None]) -> Iterator[None]:
-    """While it lasts, a test that seeds the CPU's generator is known to have done so."""
+    """While active, records that a test has seeded the CPU's generator."""
 
     def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -450,7 +451,7 @@ def _name(access: Any) -> str:
 
 
 def _says_cuda(func: Any, args: tuple, kwargs: dict) -> str:
-    """What in a call insists on CUDA; empty if nothing does."""
+    """The part of a call that insists on CUDA; empty if there is none."""
     if func is torch.Tensor.cuda:
         return ".cuda()"
     if func == _IS_CUDA:
@@ -474,13 +475,13 @@ def _is_cuda_type(kind: Any) -> bool:
 
 
 def _devices(args: tuple, kwargs: dict) -> list[str]:
-    """The devices of the tensors in a call, but for numbers on the CPU, which go with any."""
+    """The devices of the tensors in a call, except 0-dim CPU tensors, which work with any device."""
     tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
     return sorted({str(x.device) for x in tensors if x.dim() or x.device.type != "cpu"})
 
 
 def _copied(name: str, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | torch.device, bool]:
-    """Of a copy: the source, the target or the device of a new one, and whether it is non_blocking."""
+    """For a copy: the source, the target or the device of a new one, and whether it is non_blocking."""
     source, target = _COPIES[name]
     to = kwargs.get("device") if target is None else args[target]
     return (
@@ -491,7 +492,7 @@ def _copied(name: str, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.T
 
 
 def _depends_on_data(func: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> bool:
-    if func is torch.ops.aten.index.Tensor:  # only where a mask is among the indices
+    if func is torch.ops.aten.index.Tensor:  # only if a mask is among the indices
         return any(x.dtype in (torch.bool, torch.uint8) for x in tensors[1:])
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 

@@ -1,4 +1,4 @@
-"""A pytest run on a device: what its tests get for `device`, what is watched while they run, and the report."""
+"""A pytest run on a device: what tests get as `device`, what is watched while they run, and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from openreg_tools.pytest_plugin.findings import KINDS, Finding, Findings
 
 __all__ = ["Session", "device_syncs"]
 
-# Kinds that only a device can tell which looks for them.
+# Kinds that need a device which looks for them.
 _OF_THE_DEVICE = {"host", "race"}
 
 
@@ -41,13 +41,13 @@ class Session:
         self.unseen = self.kinds - seen
         self.kinds &= seen
         self.findings = Findings()
-        self.ended: list[str] = []  # tests that ended their process, which knew of leaks
+        self.ended: list[str] = []  # tests that ended their process, which held the record of leaks
         self.tests = 0
         self.watch: misuse.Watch | None = None
         self.child = isolated.child(config)
         if self.child:
             config.pluginmanager.register(self.child)
-        # A worker of pytest-xdist, or a process that isolated.py started, leaves the report to the one that started it.
+        # A pytest-xdist worker, or a process started by isolated.py, leaves the report to its parent.
         self.is_worker = hasattr(config, "workerinput") or self.child is not None
         self.isolates = "host" in self.kinds and not self.child and isolated.starts(config)
         if "seed" in self.kinds:
@@ -65,7 +65,7 @@ class Session:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> Iterator[None]:
-        """Each argument that is a device is one of ours, whether the suite has a fixture, a parameter, or neither."""
+        """Replace each device argument with one of ours, whether the suite has a fixture, a parameter, or neither."""
         names = [name for name in self.names if name in metafunc.fixturenames]
         parametrize, seen = metafunc.parametrize, set()
 
@@ -73,7 +73,7 @@ class Session:
             split = [n.strip() for n in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
             for name in set(split) & set(names):
                 seen.add(name)
-                argvalues = [*argvalues]  # a generator gives its values once
+                argvalues = [*argvalues]  # a generator yields its values only once
                 if (values := _substitute(split, split.index(name), argvalues, self.devices)) is not None:
                     argvalues = values
                     if not callable(kwargs.get("ids")):
@@ -127,7 +127,7 @@ class Session:
             if "cuda" in self.kinds and "cuda" not in self.types and re.search(r"\b(cuda|gpu)\b", reason, re.I):
                 where = misuse.shown(self.config.rootpath, path, line)
                 self.findings.add(Finding("cuda", reason.removeprefix("Skipped: "), where, item.nodeid, True))
-        if self.is_worker:  # the report goes to the other process, and this with it
+        if self.is_worker:  # the report goes to the other process, and this goes with it
             report.device_findings = self.findings.pack()
         return report
 
@@ -164,11 +164,11 @@ class Session:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str) -> None:
-        if "host" in self.kinds:  # pytest-xdist tells no more than that a worker ended
+        if "host" in self.kinds:  # pytest-xdist says only that a worker ended
             self.findings.add(Finding("host", "a worker ended; run this test without -n", crashitem, crashitem))
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run the tests in a process with isolated device memory, which a host access ends."""
+        """Run the tests in a process with isolated device memory; a host access ends that process."""
         if not self.isolates or session.config.option.collectonly:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
@@ -204,7 +204,7 @@ class _ItemWatch(misuse.Watch):
             self.waits[line] = self.waits.get(line, 0) + 1
 
     def hold_to_budget(self) -> None:
-        """Fail the test if the library waited more often than its marker, or the run's budget, allows."""
+        """Fail the test if the library waited more often than its marker or the run's budget allows."""
         marker = self.item.get_closest_marker("device_syncs")
         budget = self.session.budget if marker is None else _most(*marker.args, **marker.kwargs)
         if budget is not None and (count := sum(self.waits.values())) > budget:
@@ -228,7 +228,7 @@ def _exceeded(who: str, budget: int, count: int, lines: dict[str, int]) -> str:
 
 @contextlib.contextmanager
 def device_syncs(max: int | None = None) -> Iterator[list[str]]:  # noqa: A002
-    """Count the waits of the body, in tests' code too; gives the list of their lines, complete at the end.
+    """Count the waits in the body, including those in test code; yields the list of their lines, complete at the end.
 
     Args:
         max: fail if there are more.
@@ -236,7 +236,7 @@ def device_syncs(max: int | None = None) -> Iterator[list[str]]:  # noqa: A002
     waits: list[str] = []
     accelerator = torch.accelerator.current_accelerator()
     with contextlib.ExitStack() as stack:
-        # A watch of its own, also where the run has one, which counts too: modes see each other's calls once.
+        # A separate watch even if the run has one, which counts too: nested modes see each call once.
         watch = misuse.Watch(
             {accelerator.type} if accelerator else set(), {"sync"}, Path.cwd(),
             lambda kind, what, where, own: waits.append(f"{where}  {what}"),
@@ -252,7 +252,7 @@ def device_syncs(max: int | None = None) -> Iterator[list[str]]:  # noqa: A002
 
 
 def _device(name: str) -> torch.device:
-    """The device of a name, after trying it; a suite that does not import the package of the device gets it here."""
+    """The device with this name, after trying it; imports the device's package for suites that do not."""
     packages = importlib.metadata.entry_points(group="torch.backends", name=name.partition(":")[0])
     for package in packages:
         try:
@@ -282,10 +282,10 @@ def _kinds(option: str, text: str | None) -> set[str]:
 
 
 def _substitute(names: list[str], index: int, rows: list[Any], devices: list[torch.device]) -> list[Any] | None:
-    """A parametrization with our devices in the place of its own; None where its values are no devices.
+    """A parametrization with our devices instead of its own; None if its values are not devices.
 
-    Rows that differ only in their device become one for each of ours. A row loses what skips it: that was for its device.
-    None, the default device, is one where another value names one.
+    Rows that differ only in their device become one row for each of ours. A row loses its skip marks, which were for
+    its old device. None, the default device, counts as a device if another value names one.
     """
     plain = [r.values if type(r).__name__ == "ParameterSet" else (r,) if len(names) == 1 else tuple(r) for r in rows]
     named = [values[index] for values in plain if values[index] is not None]
@@ -304,7 +304,7 @@ def _substitute(names: list[str], index: int, rows: list[Any], devices: list[tor
 
 
 def _key(value: Any) -> Any:
-    """Equal for values that are surely the same: plain ones by what they show, others by identity."""
+    """Equal for values that are certainly the same: plain values by repr, others by identity."""
     if type(value) in (tuple, list):
         return type(value), *map(_key, value)
     plain = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)

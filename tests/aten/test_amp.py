@@ -31,7 +31,7 @@ def dtypes(result):
 LOWER = [*cases("torch_fp16", torch), *cases("nn_fp16", torch._C._nn), *cases("methods_fp16", torch)]
 WIDE = [*cases("torch_fp32", torch), *cases("nn_fp32", torch._C._nn), *cases("methods_fp32", torch)]
 # cuDNN's names for what runs here under the names without the prefix
-# and einsum, for which the list has a four-letter equation and matrices; it has a test of its own
+# and einsum, for which the list has a four-letter equation and matrices; it has its own test
 LOWER = [c for c in LOWER if "cudnn" not in c.id and "einsum" not in c.id]
 
 

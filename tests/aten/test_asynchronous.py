@@ -17,7 +17,7 @@ pytestmark = pytest.mark.conformance
 DEVICE = "openreg"
 MS = 1_000_000
 
-# Operators that are queued, in whole or in part; one of each kind that the kernels make of them.
+# Operators that are queued, fully or partly; one of each kind.
 OPERATORS = (
     "add", "mul", "exp", "mm", "baddbmm", "softmax", "cat", "sum", "argmax", "topk", "where", "fill", "gather",
     "index_put", "scatter_add", "linalg.inv_ex", "nn.functional.nll_loss", "nn.functional.gelu", "_foreach_add",
@@ -108,7 +108,7 @@ def test_what_a_kernel_refuses_is_raised_at_the_call(name):
 
 
 def waits(call):
-    """Whether a call waits for the stream: it then raises what the work before it raised."""
+    """Whether a call waits for the stream: if so, it raises the error of the work before it."""
     with torch.openreg.launch_mode("async"):
         _C.launch_failure(0, "an earlier error")
         try:
@@ -126,7 +126,7 @@ def test_the_first_call_of_a_kind_runs_ahead_too():
 
 
 def test_the_first_large_call_of_a_kind_runs_ahead_too():
-    """Its trial has small tensors. A dtype that the kernel refuses is still refused at the call."""
+    """Its trial uses small tensors. A dtype that the kernel rejects still raises at the call."""
     x = torch.ones(701, 601, device=DEVICE)
     row, column = x.new_ones(601), x.new_ones(701, 1)
     assert not waits(lambda: [x.add_(row, alpha=0.25 + i / 8) for i in range(3)])

@@ -1,4 +1,4 @@
-"""Backward through an operator that registered no autograd: an error by default, never a partial gradient."""
+"""Backward through an operator without an autograd kernel: an error by default, never a partial gradient."""
 
 import warnings
 
@@ -72,7 +72,7 @@ def test_composites_keep_their_gradient(x):
 
 
 def test_autograd_registered_later_is_used(x):
-    """Registration order must not matter: strictness sits in the key's fallback, not on the operator."""
+    """Registration order must not matter: the strictness is in the key's fallback, not in the operator."""
     with refused("late"):
         ops.late(x).sum().backward()
 

@@ -11,7 +11,7 @@ from openreg_tools.samples import sample_of
 
 DEVICE = "openreg:0"
 
-# One of each kind: structured with an object made once, structured, in place, with a copied result, several results,
+# One of each kind: structured with an object created once, structured, in place, with a copied result, several results,
 # views, random, foreach, composites.
 OPERATORS = (
     "add", "mul", "exp", "mm", "addmm", "baddbmm", "softmax", "cat", "sum", "argmax", "topk", "sort", "where", "fill",
@@ -62,7 +62,7 @@ def test_a_device_without_graphs_is_not_checked():
     assert report.ran["graph"] == 0 and report.passed
 
 
-# Results of a shape that depends on values.
+# Results whose shape depends on values.
 DYNAMIC = {"nms"}
 
 

@@ -55,7 +55,7 @@ def test_every_pair_and_layout(source, target, layout, dtype):
     expected = LAYOUTS[layout](x).resolve_conj().resolve_neg()
     dense = put(torch.zeros_like(expected), target).copy_(view)
     assert_close(dense.cpu(), expected, rtol=0, atol=0)
-    if layout != "expanded":  # and into the same layout, whose base must be left alone elsewhere
+    if layout != "expanded":  # and into the same layout; the rest of its base must not change
         base = put(torch.zeros_like(x), target)
         LAYOUTS[layout](base).copy_(view)
         reference = torch.zeros_like(x)
@@ -82,7 +82,7 @@ def test_broadcasts(source, target):
 def test_non_blocking(source, target):
     x = torch.randn(1000)
     y = put(x, source).to(target, non_blocking=True) if target != "pinned" else put(put(x, source).cpu(), target)
-    for device in range(2):  # a copy between devices runs on the source's
+    for device in range(2):  # a copy between devices runs on the source's stream
         torch.accelerator.synchronize(device)
     assert y.cpu().equal(x)
 
@@ -140,7 +140,7 @@ def mapped(x: torch.Tensor, tmp_path) -> torch.Tensor:
     return y.copy_(x)
 
 
-# Host tensors of the values 0 to 23, made of others in each way that a copy has to look at.
+# Host tensors with the values 0 to 23, derived from others in every way that matters to a copy.
 HOST = {
     "contiguous": lambda x, path: x.clone(),
     "transposed": lambda x, path: x.t().contiguous().t(),
@@ -164,7 +164,7 @@ def mode(request):
 
 
 def ways_in(host: torch.Tensor):
-    """The tensors that come of copying a host tensor to the device in each way, and then changing it."""
+    """The results of copying a host tensor to the device in each way, and then changing it."""
     like = torch.empty_like(host, device="openreg", requires_grad=False)
     yield host.to("openreg", non_blocking=True)
     yield host.to("openreg", torch.complex128, non_blocking=True)

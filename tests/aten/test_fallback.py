@@ -38,7 +38,7 @@ define("noise2(Tensor x, Generator? g=None) -> Tensor", lambda x, g=None: torch.
 define("turn_(Tensor(a!) x) -> Tensor(a!)", lambda x: x.t_())
 define("product(Tensor x, Tensor y) -> Tensor", torch.mul)
 define("lazy(Tensor x) -> Tensor", lambda x: x.resolve_neg().resolve_conj() + 0)
-for bit in ("Negative", "Conjugate"):  # else the dispatcher resolves them before
+for bit in ("Negative", "Conjugate"):  # otherwise the dispatcher resolves them first
     library.impl("lazy", torch.library.fallthrough_kernel, bit)
 library.define("nowhere(Tensor x) -> Tensor")
 ops = torch.ops.test_fallback
@@ -363,7 +363,7 @@ def test_a_route_that_fails_half_way_is_taken_back():
 
 
 def test_names_given_twice_and_left_twice(x):
-    """Leaving one of two leaves the other; leaving it again changes nothing."""
+    """Exiting one of two contexts keeps the other; exiting it again changes nothing."""
     first, second = fallback.allow("test_fallback::double"), fallback.allow("test_fallback::double")
     with fallback.policy("error"):
         ops.double(x)

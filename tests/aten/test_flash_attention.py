@@ -156,7 +156,7 @@ def test_efficient_shares_the_storage_of_gradients():
 
 
 def kept_probabilities(mask, p):
-    """From flash's debug mask, whose signs say what was dropped: the factor of each probability."""
+    """The factor of each probability, from flash's debug mask, whose signs say what was dropped."""
     return (mask.cpu().double() >= 0) / (1 - p)
 
 
@@ -172,7 +172,7 @@ def test_flash_dropout(p):
         n = end - begin
         rows = [x[begin:end].detach().cpu().double().requires_grad_() for x in (q, k, v)]
         signed = mask[b, :, :n, :n]
-        # -0 is what a dropped key has that the query does not see, and no double tells it from 0.
+        # A dropped key that the query does not see has -0, which compares equal to 0.
         kept = kept_probabilities(signed, p) if p < 1 else torch.zeros(2, n, n, dtype=torch.double)
         expected, _ = attend(*rows, right=0, kept=kept)
         close(out[begin:end], expected, torch.half, 2)
@@ -196,7 +196,7 @@ def test_flash_dropout_drops_a_share():
 
 
 def test_efficient_dropout():
-    """With the identity for values, the output is the probabilities, of which some are dropped."""
+    """With the identity as value, the output is the probabilities, some of them dropped."""
     q, k = (torch.randn(2, 9, 2, 8, device=DEVICE, requires_grad=True) for _ in range(2))
     v = torch.eye(9, device=DEVICE)[None, :, None].expand(2, 9, 2, 9)
     out = efficient(q, k, v, None, None, None, None, None, 0.4, 1, True)[0]
@@ -291,7 +291,7 @@ def test_jagged_queries_and_keys_of_other_lengths(dtype, causal):
 
 
 def test_jagged_with_an_empty_sequence():
-    """CUDA's kernels refuse it too; PyTorch decomposes where there is no causal mask."""
+    """CUDA's kernels reject it too; PyTorch decomposes if there is no causal mask."""
     x = jagged([3, 0, 2], torch.float32).transpose(1, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -338,7 +338,7 @@ def test_jagged_choice_follows_the_switches():
 
 def test_jagged_refuses_what_cuda_refuses(caplog):
     x = jagged(dtype=torch.float64).transpose(1, 2)
-    # PyTorch says more where it is built for CUDA, and fails at that where there is no driver.
+    # PyTorch says more if it is built for CUDA, and fails at that if there is no driver.
     with pytest.raises(RuntimeError, match="No viable backend|CUDA driver") as raised:
         F.scaled_dot_product_attention(x, x, x, is_causal=True)
     if "CUDA driver" in str(raised.value):
@@ -504,7 +504,7 @@ def queued():
     assert all(g.equal(e) for g, e in zip(grads, expected, strict=True))
 
 
-# ---- what is refused ----
+# ---- rejected arguments ----
 
 
 def flash_call(**changes):
@@ -625,7 +625,7 @@ def test_backward_refuses():
         )
 
 
-# ---- the operator that PyTorch offers backends ----
+# ---- the operator that PyTorch provides for backends ----
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)

@@ -100,7 +100,8 @@ def test_threads_accumulate_into_one_leaf():
         except Exception as error:
             errors.append(error)
 
-    # Accumulation by several threads is not atomic on any device: one after the other on one leaf, at once on others.
+    # Accumulation by several threads is not atomic on any device: sequential on one leaf, concurrent on different
+    # leaves.
     mine = [torch.ones(64, device=f"openreg:{i % 2}", requires_grad=True) for i in range(4)]
     threads = [threading.Thread(target=lambda m=m: [(m * 2).sum().backward() for _ in range(20)]) for m in mine]
     for thread in threads:

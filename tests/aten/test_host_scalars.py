@@ -1,4 +1,4 @@
-"""CPU scalars, 0-dim CPU tensors, beside tensors on the device: accepted where CUDA accepts them, refused elsewhere."""
+"""CPU scalars (0-dim CPU tensors) with tensors on the device: accepted where CUDA accepts them, rejected elsewhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_addcmul_takes_a_scalar_as_tensor2_and_addcdiv_none(name):
         x, _, _ = tensors()
         with pytest.raises(RuntimeError, match=REFUSED):
             form(x, scalar, scalar)
-        with pytest.raises(RuntimeError, match=REFUSED):  # x twice: the second tensor is one that was seen before
+        with pytest.raises(RuntimeError, match=REFUSED):  # x twice: the second tensor has been seen before
             form(x, scalar, x)
     x = tensors()[0]
     assert torch.addcmul(x, x, scalar).tolist() == [3, 6, 9]
@@ -108,7 +108,7 @@ def test_index_put_takes_indices_and_numbers_from_the_host(mode):
         y = x()
         y[index] = ones()
         assert y.index_put_((index,), ones(), accumulate=True).sum() == 12
-        x()[index] = ones(1)  # which Python makes one of no dimension
+        x()[index] = ones(1)  # Python makes this a 0-dim tensor
         for wrong in (ones(2, 3), ones(3), ones(1)):
             with pytest.raises(RuntimeError, match="index_put_impl_: Expected all tensors to be on the same device"):
                 x()[index] = wrong.expand(2, 3)
@@ -126,7 +126,7 @@ BY_DESIGN = {"aten::_ctc_loss", "aten::index", "aten::_index_put_impl_"}
 
 
 class Substitutes(TorchDispatchMode):
-    """Puts a CPU scalar in the place of each tensor of a call on the device that CUDA checks."""
+    """Replaces each tensor of a device call by a CPU scalar, for the calls that CUDA checks."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Sparse, quantized and nested tensors: computed by the CPU's kernels for their layout, or refused clearly."""
+"""Sparse, quantized and nested tensors: computed by the CPU's kernels for their layout, or rejected with a clear
+error."""
 
 import warnings
 
@@ -170,7 +171,7 @@ def test_a_layout_without_a_kernel_is_refused_with_the_remedy(coo):
 
 
 def test_an_update_in_place_that_gives_a_sparse_tensor_other_members():
-    """It wrote to the old ones, which had been freed: the process ended within some tens of rounds."""
+    """Otherwise it writes to the old ones, which have been freed, and the process crashes within a few dozen rounds."""
     for _ in range(200):
         indices, values = torch.empty(0, 1, dtype=torch.long), torch.empty(1, 2, 3, 4, 10, 0)
         s = torch.sparse_coo_tensor(indices.to("openreg"), values.to("openreg"), (2, 3, 4, 10, 0))

@@ -165,7 +165,7 @@ def test_results_that_are_arguments_or_views_of_them():
     ],
 )
 def test_overlap_is_seen_as_on_the_cpu(overlap):
-    """Two arguments on one storage: an alias each with a storage of its own would hide the overlap."""
+    """Two arguments on one storage: aliases with separate storages would hide the overlap."""
     for device in ("cpu", "openreg"):
         with pytest.raises(RuntimeError, match="refer to a single memory location|overlap"):
             overlap(torch.arange(6.0, device=device))
@@ -236,7 +236,7 @@ def test_results_lie_in_device_memory_and_are_not_copied():
 
 
 def test_every_operator_with_a_cpu_kernel_has_one_here():
-    """By construction: no operator of torch with a CPU kernel and no composite one is left to the fallback."""
+    """By construction, no torch operator with a CPU kernel, and no composite one, uses the fallback."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     missing = [
         name
@@ -267,7 +267,7 @@ def test_vmap_and_jacobians():
 
 
 def test_a_failing_kernel_whose_argument_only_the_stack_held():
-    """The temporary that resolves a conj bit died before the call that had lent it."""
+    """The temporary that resolves a conj bit must outlive the call that lends it."""
     for _ in range(100):
         x = torch.randn(64, 64, dtype=torch.cfloat, device="openreg").conj()
         with pytest.raises(IndexError):

@@ -48,7 +48,7 @@ def test_the_list_of_known_failures_is_short_and_true():
 
 
 def wrong(function):
-    """An OpInfo whose device side is wrong, to see that the checker sees it."""
+    """An OpInfo whose device side is wrong, to test that the checker finds it."""
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
     def samples(op, device, dtype, requires_grad, **_):

@@ -1,4 +1,4 @@
-"""Operators that needed thought: each way of overriding one, against the CPU, forward and backward."""
+"""Overridden operators: each way of overriding one, against the CPU, forward and backward."""
 
 import copy
 
@@ -98,7 +98,7 @@ def test_multi_head_attention_module():
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_attention_is_traced(dynamic):
-    """Its algorithm is chosen above the backend, where tensors are fake and modes are active."""
+    """Its algorithm is chosen above the backend, where tensors may be fake and modes active."""
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():

@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-# Of these a part has its Meta kernel in Python only, or none, and so waits for the stream.
+# Part of each of these has a Meta kernel only in Python, or none, so it waits for the stream.
 WAIT = {"promotion", "not structured", "in place", "max", "sum", "two outputs", "where", "activations"}
 
 
@@ -53,7 +53,7 @@ def inputs():
 
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_cpu(name):
-    """Behind a sleep, so that all of it is queued at once."""
+    """After a sleep, so that all of it is queued at once."""
     x, y = inputs()
     expected = CASES[name](x, y)
     there = x.to("openreg"), y.to("openreg")
@@ -80,7 +80,7 @@ def test_the_host_runs_ahead(name):
 
 
 def test_what_frees_its_inputs_is_right():
-    """Inputs die while their reader is queued; memory that comes after them is another's only behind it."""
+    """Inputs are freed while their reader is queued; their memory is reused only after it."""
     with torch.openreg.launch_mode("async"):
         total = torch.zeros(1000, device="openreg")
         torch.openreg._sleep(20 * MS)

@@ -1,4 +1,4 @@
-"""The operators that every backend must bring, each by name, against the CPU's behaviour."""
+"""The operators that every backend must provide, each by name, against the CPU's behavior."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""torch.func's transforms: a sample of the sweeps of `python -m openreg_ops conformance`, attention and whole
+"""torch.func's transforms: a sample of the sweeps of `python -m openreg_ops conformance`, attention and full
 transformers, and the suite's operators."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_operators_agree_with_the_cpu(name):
 
 
 def meets(kind):
-    """An operator that, on the device only, goes wrong where it meets one kind of wrapper."""
+    """An operator that goes wrong, only on the device, when it gets one kind of wrapper."""
     looks = {
         "vmap": torch._C._functorch.is_batchedtensor,
         "grad": torch._C._functorch.is_gradtrackingtensor,
@@ -188,7 +188,7 @@ def test_attention(name, mode):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_attention_gives_a_mask_outside_of_vmap_its_gradient():
-    """The CPU's flash kernel refuses it there; the decomposition, which eager takes, has it."""
+    """The CPU's flash kernel rejects it there; the decomposition, which eager mode uses, supports it."""
     q, k, v, mask = attention_inputs(DEVICE)
     leaf = mask.clone().requires_grad_()
     (got,) = torch.autograd.grad(vmap(total)(q, k, v, leaf).sum(), leaf)
@@ -315,7 +315,7 @@ def test_results_of_jacrev_require_no_gradient():
     target = torch.tensor([1, 2, 3, 4], device=DEVICE)
     head = torch.randn(5, 8, device=DEVICE)
     assert not jacrev(lambda x: torch.ops.openreg.linear_cross_entropy(x, head, target))(x).requires_grad
-    # What autograd records outside goes on to be.
+    # Autograd still records outside.
     leaf = x.clone().requires_grad_()
     jacobian = jacrev(lambda g: backward(g, leaf, w, rstd)[0].sum())(y)
     assert jacobian.requires_grad

@@ -125,7 +125,7 @@ def test_coalesced(group, mode):
 
 
 def check_batch():
-    """Receives before sends, in one work; a receive that waits for itself would wait for ever."""
+    """Receives before sends, in one Work; a receive that waits for itself would wait forever."""
     rank, size = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD._get_backend(torch.device("openreg")).supports_coalescing
     for shape in ((3,), (0,), (2, 2)):
@@ -150,7 +150,7 @@ def check_batch():
 
 
 def check_other_calls_coalesced():
-    """Calls that have no coalesced form are collected by the backend; those before and after are not."""
+    """The backend collects calls without a coalesced form, but not those before and after."""
     size = dist.get_world_size()
     device = torch.device("openreg")
     x, y = torch.ones(3, device=device), torch.full((2,), 2.0, device=device)
@@ -385,7 +385,7 @@ def report_of(call):
 
 @in_mode
 def check_races():
-    """An output that is read, or an input that is written, before the wait; also where the collective has long ended."""
+    """An output that is read, or an input that is written, before the wait, even if the collective ended long ago."""
     import time
 
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -505,7 +505,7 @@ def check_functional_races():
 
 
 def check_dropped_work():
-    """The work keeps the memory, so freeing it early is right; and what has ended is forgotten."""
+    """The Work keeps the memory, so freeing it early is fine; ended collectives are forgotten."""
     from openreg_ops.openreg import _sanitizer
 
     with torch.openreg._sanitizer.sanitize():
@@ -522,7 +522,7 @@ def check_dropped_work():
 
 
 def check_training():
-    """Right programs give no report."""
+    """Correct programs give no report."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel

@@ -43,7 +43,7 @@ def gloo():
 
 
 # ---- collectives ----
-# Each takes this process's tensor and a group, and returns what it must leave on this process.
+# Each takes this process's tensor and a group, and returns its result on this process.
 
 
 def shifted(x):
@@ -178,7 +178,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def outcome(collective, x, group):
-    """What it leaves, or the type of what it raises."""
+    """Its result, or the type of its error."""
     try:
         tensors, work = collective(x, group)
         if work is not None:
@@ -203,11 +203,11 @@ def check_collective(collective, dtype):
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda f: f.__name__)
 def test_collective(group, collective):
     ran = [all(group.run(check_collective, collective, dtype)) for dtype in DTYPES]
-    assert sum(ran) >= 4  # the rest is refused in the CPU's words
+    assert sum(ran) >= 4  # the rest raises the CPU's error
 
 
 def check_layouts():
-    """Offset, conjugated, channels-last, empty and 0-dim tensors, and parameters; NCCL refuses the strided ones."""
+    """Offset, conjugated, channels-last, empty and 0-dim tensors, and parameters; NCCL rejects the strided ones."""
     size = dist.get_world_size()
     makers = [
         lambda device: torch.arange(12.0, device=device)[3:9],
@@ -303,7 +303,7 @@ def check_works_in_place():
 
 
 def check_order():
-    """A collective is behind what the current stream has queued, and what comes after wait() is behind it."""
+    """A collective comes after the current stream's queued work, and work after wait() comes after the collective."""
     size = dist.get_world_size()
     for mode in ["inline", "async", "sync"]:
         torch.openreg.set_launch_mode(mode)
@@ -654,7 +654,7 @@ def check_random_dropout():
 
 
 def check_random_generator():
-    """A generator that is given gives the numbers, and the default one none."""
+    """An explicit generator provides all the numbers, and the default one none."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     size = dist.get_world_size()
@@ -682,7 +682,7 @@ def check_random_generator():
 
 
 def check_random_shards():
-    """No operator draws more than its shard has room for, and none leaves the second of a pair of normal numbers."""
+    """No operator draws more than its shard's share, or leaves half of a pair of normal numbers."""
     from torch.distributed import tensor
 
     size = dist.get_world_size()
@@ -706,7 +706,7 @@ def check_random_shards():
 
 
 def check_random_synchronisation():
-    """Ranks that were seeded apart go on from rank 0's state, as on CUDA."""
+    """Ranks with different seeds continue from rank 0's state, as on CUDA."""
     from torch.distributed import tensor
 
     tensor._random._rng_tracker = None
@@ -735,7 +735,7 @@ def check_random_operator():
 
 
 def check_random_graph():
-    """Compiled as in eager mode; shards before torch 2.15 only outside of the graph, which the error says."""
+    """Compiled as in eager mode; before torch 2.15, shards work only outside the graph, and the error says so."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = mesh_of(dist.get_world_size(), names=("data",))

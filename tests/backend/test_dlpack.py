@@ -1,4 +1,4 @@
-"""DLPack of device tensors, and that PyTorch alone still refuses it."""
+"""DLPack of device tensors, and that PyTorch without our patches still rejects it."""
 
 import pytest
 import torch
@@ -53,5 +53,5 @@ def test_the_consumers_stream_waits():
     assert torch.from_dlpack(there.__dlpack__(stream=stream.native_handle)).tolist() == [1] * 4
     with pytest.raises(TypeError, match="stream must be"):
         x.__dlpack__(stream="default")
-    with pytest.raises(ValueError, match="12345 is no stream of openreg:0"):
+    with pytest.raises(ValueError, match="12345 is not a stream of openreg:0"):
         x.__dlpack__(stream=12345)

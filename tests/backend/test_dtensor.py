@@ -126,7 +126,7 @@ def choices(sample, mesh, name):
 
 
 def check_operator(name):
-    """Wherever the arguments are, the results are those of plain tensors."""
+    """However the arguments are placed, the results are those of plain tensors."""
     function, ran = getattr(torch.ops.openreg, name).default, 0
     for sample in samples(name):
         grads = name in DIFFERENTIABLE
@@ -240,7 +240,7 @@ def check_whole_results():
 
 
 def check_dropout():
-    """Shards draw numbers of their own, and the whole is a dropout of the given probability with its gradient."""
+    """Shards draw their own numbers, and together they are a dropout with the given probability and its gradient."""
     mesh = meshes()[0]
     x = placed(torch.ones(64, 64, device="openreg"), mesh, [0]).requires_grad_()
     out, mask = torch.ops.openreg.dropout_add(x, x.detach(), 0.25)
@@ -253,7 +253,7 @@ def check_dropout():
 
 
 def check_options_are_seen():
-    """DTensor keeps its decisions: a call with other options is another one."""
+    """DTensor caches its decisions: a call with other options must get its own."""
     mesh = meshes()[0]
     q = torch.randn(2, 4, 8, 6, device="openreg")
     sharded = placed(q, mesh, [2])

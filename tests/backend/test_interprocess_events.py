@@ -1,4 +1,4 @@
-"""Events that several processes see: `torch.openreg.Event(interprocess=True)`."""
+"""Events shared by several processes: `torch.openreg.Event(interprocess=True)`."""
 
 import os
 

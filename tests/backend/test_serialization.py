@@ -1,4 +1,4 @@
-"""Saving, loading, copying and sending device tensors: as on CUDA, and bit for bit what was there."""
+"""Saving, loading, copying and sending device tensors: as on CUDA, and bit for bit equal."""
 
 import copy
 import io
@@ -317,7 +317,7 @@ def test_a_tag_is_for_device_tensors():
 
 
 def serve(inbox, outbox):
-    """Another process: doubles what it gets in place, and sends back new tensors of its own."""
+    """Another process: doubles the tensors that it gets, in place, and sends back new ones."""
     kept = []
     for tensor in iter(inbox.get, None):
         with torch.no_grad():

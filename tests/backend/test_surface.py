@@ -1,4 +1,5 @@
-"""`torch.openreg` has the public names of `torch.cuda`, or a reason why not; what they do, where no other file has it."""
+"""`torch.openreg` has the public names of `torch.cuda`, or a reason why not; tests of those without another test
+file."""
 
 import importlib
 import inspect
@@ -57,7 +58,7 @@ def test_every_name_of_a_module_of_cuda(name):
 
 
 def test_every_parameter_of_cuda():
-    """A call that is right for torch.cuda is right here."""
+    """A call that works with torch.cuda works here."""
     checked = 0
     for name in torch.cuda.__all__:
         theirs, ours = getattr(torch.cuda, name), getattr(torch.openreg, name, None)

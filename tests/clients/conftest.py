@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def use(monkeypatch):
-    """`use("cpu")`: accelerate, on which transformers stands, chooses a device anew, by its environment variable."""
+    """`use("cpu")`: accelerate, which transformers uses, chooses a device again, from its environment variable."""
     state = pytest.importorskip("accelerate.state")
 
     def choose(device):

@@ -1,4 +1,4 @@
-"""The blocks of "Training frameworks" in docs/integration.md run as they stand."""
+"""The blocks of "Training frameworks" in docs/integration.md run unchanged."""
 
 import re
 import subprocess

@@ -211,7 +211,7 @@ def run(program, *arguments, **variables):
 
 
 def test_the_packages(tmp_path):
-    """Without the import the name is refused; with it, it works in whichever package, imported before or after."""
+    """Without the import the name is rejected; with it, it works in either package, imported before or after."""
     program = tmp_path / "program.py"
     program.write_text(
         "import lightning.pytorch\n"

@@ -9,7 +9,7 @@ def cache_dir(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")  # C++ compilers at once
-        patch.setenv("TORCH_WARM_POOL", "0")  # no processes to compile in, which Triton alone uses
+        patch.setenv("TORCH_WARM_POOL", "0")  # no compile processes, which only Triton uses
         yield
 
 

@@ -1,4 +1,4 @@
-"""Each adaptation of Inductor's own code: what is right with it, and that this is wrong without it.
+"""Each adaptation of Inductor's own code: it works with the adaptation, and fails without it.
 
 Generated kernels are compared with CPU Inductor's, as an alarm for new versions of torch.
 """
@@ -92,7 +92,7 @@ def test_device_of_the_result():
 @pytest.mark.parametrize("dynamic", [False, True], ids=["sizes known", "sizes unknown"])
 @pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["python", "cpp"])
 def test_host_values(options, dynamic):
-    """Elements of what is computed on the CPU, as either operand and where the operator takes no other care of them."""
+    """Elements computed on the CPU, as either operand, where the operator does not handle them otherwise."""
 
     def function(x, v):
         return x * (v * 2)[2], (v + 1)[1] - x, torch.where(x > 0, v.flip(0)[0], x), v[3] / x

@@ -36,7 +36,8 @@ def test_compiled_operators_agree_with_eager_mode(cases, first):
 
 @pytest.mark.slow
 def test_a_wrong_operator_is_found():
-    """Among right ones, and told apart from one that is right with a graph break, and one that is no valid call."""
+    """Finds it among correct operators, and distinguishes it from one that needs a graph break and from an invalid
+    call."""
 
     def wrong(x):
         return x + torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""What Dynamo knows of the device: devices, streams, events and autocast inside compiled regions."""
+"""Dynamo's support for the device: devices, streams, events and autocast inside compiled regions."""
 
 import pytest
 import torch

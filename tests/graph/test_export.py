@@ -158,7 +158,7 @@ def test_compiled_graphs_are_cached_until_our_code_generator_changes(tmp_path):
 
 
 def test_the_identity_of_cached_graphs_covers_every_file_of_meta(monkeypatch, tmp_path):
-    """A byte more in any one of them, a helper's included, or a new file, is another identity."""
+    """One more byte in any of them, including a helper, or a new file, changes the identity."""
     from openreg_ops.inductor import codegen
 
     names = {path.name for path in Path(codegen.meta.__file__).parent.glob("*.py")}
@@ -177,7 +177,7 @@ def test_the_identity_of_cached_graphs_covers_every_file_of_meta(monkeypatch, tm
 
 
 def test_cached_graphs_know_the_code_that_made_them(monkeypatch):
-    """The code generator's and that of the references, whose change in any byte is another identity."""
+    """The code generator's and the references' sources; changing any byte changes the identity."""
     from openreg_ops.inductor import codegen  # loads Inductor
 
     sources = codegen._sources()

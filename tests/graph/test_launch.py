@@ -1,4 +1,4 @@
-"""Generated kernels are work like any other: isolation, launch modes and faults act on them, whoever calls them."""
+"""Generated kernels are ordinary work: isolation, launch modes and faults apply to them, no matter who calls them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What every openreg:: operator must survive. A test file names its operator, its inputs and its reference."""
+"""Checks for every openreg:: operator. A test file names its operator, its inputs and its reference."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def split(op: torch._ops.OpOverload, sample: Any) -> tuple[Callable[..., tuple[T
 
 
 def cotangents(outs: Sequence[Tensor]) -> list[Tensor]:
-    """Fixed numbers of no special value, of the outputs' shapes."""
+    """Fixed, ordinary numbers in the outputs' shapes."""
     return [
         torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7).reshape(out.shape).to(out) for out in outs
     ]
@@ -170,7 +170,7 @@ def check_gradients(
 
 @contextlib.contextmanager
 def no_vmap_fallback():
-    """Fail where vmap would run an operator sample by sample for want of a batching rule."""
+    """Fail if vmap would run an operator sample by sample because it has no batching rule."""
     torch._C._functorch._set_vmap_fallback_enabled(False)
     try:
         yield
@@ -280,7 +280,7 @@ def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = Tru
             outs, expected_outs, got, expected = outs, got, (), ()
         for actual, eager in zip([*outs, *got], [*expected_outs, *expected], strict=True):
             assert_close(actual, eager, equal_nan=True)
-        # A compiled backward lays its gradients out as it likes, on every device.
+        # A compiled backward may lay out its gradients in any way, on every device.
         assert [x.stride() for x in outs] == [x.stride() for x in expected_outs]
 
 
@@ -367,7 +367,7 @@ def check_other_devices(
             zip(results(each, *host, grads=grads, partial=partial), expected, strict=True)
         ):
             assert actual.is_cpu and actual.dtype == device.dtype
-            # How the reference's operators lay out a gradient is their affair.
+            # The reference's operators may lay out a gradient in any way.
             assert i >= outs or actual.stride() == device.stride()
             assert_close(actual, device.cpu(), equal_nan=True, **TOLERANCE[dtype])
     with torch.inference_mode():
@@ -380,7 +380,7 @@ def check_other_devices(
 
 
 def check_error(function: Callable[..., Any], *inputs: Any, match: str, error: type[Exception] = RuntimeError) -> None:
-    """The kernel, the fake kernel and the reference refuse these inputs with one and the same sentence."""
+    """The kernel, the fake kernel and the reference reject these inputs with the same message."""
     sentences = {}
 
     def refuse(where: str, arguments: Sequence[Any]) -> None:

@@ -1,7 +1,7 @@
-"""A pytest plugin, `-p stable_twins`: the operators of examples/stable_operators stand where their twins of the suite do.
+"""A pytest plugin, `-p stable_twins`: the operators of examples/stable_operators replace their twins in the suite.
 
-The tests of rms_norm and swiglu then hold the stable operators to what their twins are held to. The twins' own kernels
-raise, so that no test runs them by mistake. test_stable_operators.py uses it.
+The tests of rms_norm and swiglu then test the stable operators. The twins' own kernels raise, so no test runs them by
+mistake. test_stable_operators.py uses it.
 """
 
 import pytest

@@ -234,7 +234,7 @@ def test_second_derivative_of_half_types(dtype):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_results_do_not_depend_on_threads(causal):
-    """Neither the share of a thread nor the choice between its two ways to go backward shows."""
+    """The result does not depend on a thread's share or on which of its two backward paths runs."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 4, 2, 300, 400, 16, 16))
     bias = random(300, 1, grad=True)
     threads = torch.get_num_threads()

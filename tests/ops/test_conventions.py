@@ -58,7 +58,8 @@ def test_the_page_lists_every_operator_as_it_is():
 
 
 def test_outputs_require_a_gradient_as_the_references_do():
-    """For each tensor argument alone. Backward operators are let off: one that runs cannot know what its derivative is."""
+    """For each tensor argument alone. Backward operators are exempt: one that runs cannot know what its derivative
+    is."""
     asked = 0
     for name, samples in op.SAMPLES.items():
         overload = getattr(torch.ops.openreg, name).default

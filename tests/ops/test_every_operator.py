@@ -1,4 +1,4 @@
-"""What every operator must survive, once for each operator and each of its samples; how is in kit.py and the checker.
+"""The checks for every operator, once per operator and sample; kit.py and the checker implement them.
 
 The samples are those of the meta files. OPTIONS adds some with arguments that these leave at their defaults.
 """

@@ -1,4 +1,4 @@
-"""nms: which boxes stay is decided to the last bit, ties and NaN too; and torchvision's name."""
+"""nms: the boxes that stay agree to the last bit, including ties and NaN; and torchvision's name."""
 
 import textwrap
 
@@ -42,13 +42,13 @@ def reference(boxes, scores, iou_threshold):
 
 
 def boxes_of(n, dtype=torch.float32, spread=5.0):
-    """n boxes of about unit size; the smaller the spread, the more of them meet."""
+    """n boxes of about unit size; the smaller the spread, the more of them overlap."""
     corner = spread * torch.rand(n, 2, dtype=torch.float64)
     return torch.cat([corner, corner + 0.5 + torch.rand(n, 2, dtype=torch.float64)], 1).to(dtype).to(DEVICE)
 
 
 def test_by_hand():
-    """The second meets the first by 2 of 4: above 0.4. The third meets it by 1 of 5. The fourth is elsewhere."""
+    """The second overlaps the first by 2 of 4: above 0.4. The third overlaps it by 1 of 5. The fourth is elsewhere."""
     boxes = kit.tensor([[0.0, 0, 3, 1], [1.0, 0, 4, 1], [2.0, 0, 5, 1], [9.0, 9, 10, 10]])
     scores = kit.tensor([0.9, 0.8, 0.7, 0.95])
     assert nms(boxes, scores, 0.4).tolist() == [3, 0, 2]

@@ -61,7 +61,7 @@ def test_kernel_fake_and_reference_have_one_check(name):
 
 
 def test_check_leaves_no_trace():
-    """It is no operator: neither a mode, nor autograd, nor a profile sees it, and it asks the device for nothing."""
+    """It is not an operator: modes, autograd and profiles do not see it, and it does not use the device."""
     seen = []
 
     class Mode(TorchDispatchMode):

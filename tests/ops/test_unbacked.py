@@ -1,4 +1,4 @@
-"""Sizes that only the data decide: every operator of the suite traces, compiles and exports with them."""
+"""Data-dependent sizes: every operator of the suite traces, compiles and exports with them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every block of code in README.md and docs/ runs: as it stands, or behind what SETUP gives a fragment.
+"""Every block of code in README.md and docs/ runs: unchanged, or after the SETUP of a fragment.
 
 Pages in ELSEWHERE have a test of their own. tests/clients/test_docs.py runs "Training frameworks" of docs/integration.md,
 which needs libraries that the tests' environment does not have.

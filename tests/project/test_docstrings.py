@@ -1,4 +1,4 @@
-"""Every public name says what it takes and gives: these tests name the one that lacks it."""
+"""Every public name documents its arguments and results; these tests name any that does not."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""The examples run, and hold what they claim, in a few steps; `make demo` is the whole."""
+"""The examples run and do what they claim, in a few steps; `make demo` runs the full one."""
 
 import os
 import sys

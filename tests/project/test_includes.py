@@ -1,4 +1,4 @@
-"""The rooms of csrc/: which may include which, and that a header declares what its own .cpp defines."""
+"""The folders of csrc/: which may include which, and that a header declares what its own .cpp defines."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""docs/pytorch-internals.md lists each place where the source patches PyTorch, and what it names exists."""
+"""docs/pytorch-internals.md lists each place where the source patches PyTorch, and every name on it exists."""
 
 import ast
 import re

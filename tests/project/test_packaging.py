@@ -236,7 +236,8 @@ def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, "much")
         with pytest.raises(
-            environment.WrongVariable, match=f"^{name}: expected .*, but got 'much'.*; set it so, or unset it$"
+            environment.WrongVariable,
+            match=f"^{name}: expected .*, but got 'much'.*; set it to one of these, or unset it$",
         ):
             environment.check()
             {"OPENREG_FAULTS": faults, "OPENREG_FALLBACK_ALLOW": fallback, "OPENREG_FALLBACK_DENY": fallback}[
@@ -249,7 +250,7 @@ def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
     assert result.returncode != 0
     result = python(PROPERTIES, OPENREG_FALLBACK_ALLOW="aten::add, nosuch")
     rule = "expected operators such as aten::add or mylib::*, commas between"
-    said = f"OPENREG_FALLBACK_ALLOW: {rule}, but got 'aten::add, nosuch'; set it so, or unset it"
+    said = f"OPENREG_FALLBACK_ALLOW: {rule}, but got 'aten::add, nosuch'; set it to one of these, or unset it"
     named = [line for line in result.stderr.splitlines() if said in line]
     assert named == [f"openreg_ops.environment.WrongVariable: {said}"]  # torch's autoload adds lines of its own
     assert "in _from_environment" not in result.stderr  # where it was found is no help

@@ -1,4 +1,4 @@
-"""The site builds without a warning, has every page, and its generated pages have what the source has."""
+"""The site builds without a warning, has every page, and its generated pages match the source."""
 
 import html
 import re

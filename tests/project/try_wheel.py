@@ -1,4 +1,4 @@
-"""Installs the wheels of a folder in a new environment, with nothing but pip, and uses them: ``make try-wheel``.
+"""Installs a folder's wheels in a new environment that has only pip, and uses them: ``make try-wheel``.
 
 Each is tried as a user would: a small model is trained, the checker checks an operator, pytest runs a suite on the device,
 and the operators' kernels are compared with their references at each vector capability of this machine.

@@ -20,7 +20,7 @@ int wrong = 0;
     }                                                                               \
   } while (false)
 
-// The call throws an Error whose message has these words.
+// The call throws an Error whose message contains this text.
 template <class Error, class Call>
 void throws(const std::string& words, Call&& call) {
   try {

@@ -1,4 +1,4 @@
-"""How a process that used the device ends: with its own exit status, whatever was going on."""
+"""A process that used the device ends with its own exit status, whatever it was doing."""
 
 import pytest
 from processes import python

@@ -1,4 +1,4 @@
-"""Injected faults surface as a real accelerator's: the type of the exception, and when it comes."""
+"""Injected faults surface like a real accelerator's: the type of the exception, and when it is raised."""
 
 import gc
 
@@ -49,7 +49,7 @@ def test_a_failed_kernel_is_no_kernel_that_is_done():
             with pytest.raises(torch.AcceleratorError, match="injected fault"):
                 while not ask():
                     pass
-        with pytest.raises(torch.AcceleratorError, match="injected fault"):  # to ask takes nothing from who waits
+        with pytest.raises(torch.AcceleratorError, match="injected fault"):  # a query does not consume the error
             torch.openreg.synchronize()
         torch.openreg.synchronize()
 
@@ -197,7 +197,7 @@ def test_fixture(openreg_faults):
 
 @pytest.mark.parametrize("mode", ["inline", "async"])
 def test_the_fixture_takes_a_failed_kernel_along(mode):
-    """As a test whose kernel fails behind its last line; the next test must not get the error."""
+    """Like a test whose kernel fails after its last line; the next test must not get the error."""
     fixture = plugin.openreg_faults.__wrapped__()
     with torch.openreg.launch_mode(mode):
         x = torch.ones(3, device=DEVICE)

@@ -178,7 +178,7 @@ assert waited == [True]
 
 
 def test_handlers_run_while_the_program_waits():
-    """A handler may use the device, gradients and the host's memory: it is no part of the operator that waits."""
+    """A handler may use the device, gradients and host memory: it is not part of the waiting operator."""
     check("""
 class Alarm(Exception):
     pass

@@ -1,4 +1,4 @@
-"""Isolation: the host's touch of device memory is an error that names it; what may touch it still works."""
+"""Isolation: a host access to device memory is an error that names the memory; permitted accesses still work."""
 
 import functools
 import json

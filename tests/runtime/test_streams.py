@@ -202,7 +202,7 @@ def test_a_stream_can_be_used_by_another_thread(mode):
 
 
 def test_threads_on_one_stream_take_turns(mode):
-    """Updates in place by several threads are whole, as on a device whose stream runs one kernel at a time."""
+    """In-place updates by several threads are atomic, as on a device whose stream runs one kernel at a time."""
     x = torch.zeros(200_000, device="openreg")
     errors = []
 
@@ -223,7 +223,7 @@ def test_threads_on_one_stream_take_turns(mode):
 
 
 def test_a_thread_that_waits_for_its_turn_lets_python_go_on(mode):
-    """A kernel in Python has the turn and wants the interpreter; another thread has that and wants the turn."""
+    """A Python kernel has the turn and needs the interpreter; another thread has the interpreter and needs the turn."""
     running, overlaps, results = [], [], []
 
     def slow(x):
@@ -281,7 +281,7 @@ def test_external_streams():
     first = torch.openreg.default_stream(1)
     assert torch.openreg.get_stream_from_external(first.native_handle, 1) == first
     for handle in (12345, None, -1, 2**70):
-        with pytest.raises(ValueError, match=f"{handle} is no stream of openreg:0"):
+        with pytest.raises(ValueError, match=f"{handle} is not a stream of openreg:0"):
             torch.openreg.ExternalStream(handle)
 
 
@@ -335,7 +335,7 @@ def test_training_is_the_same_in_every_mode():
 
 
 def test_freed_memory_is_reused_in_stream_order():
-    """What a sleeping stream's work uses is not given to another stream, though the tensor is gone."""
+    """Memory that a sleeping stream's work uses is not given to another stream, even after the tensor is freed."""
     with torch.openreg.launch_mode("async"):
         stream = torch.openreg.Stream()
         with stream:

@@ -1,4 +1,4 @@
-"""The checker: broken operators that opcheck passes are caught, good ones pass, and nothing stays changed."""
+"""The checker: it catches broken operators that opcheck passes, passes good ones, and restores all state."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def test_batching_rule_that_raises():
     LIBRARY.impl("calls_times", lambda x: x * times(x.detach(), 2.0), "CompositeImplicitAutograd")
     (failure,) = check("broken::calls_times", [(torch.randn(4, 6),)], only=["vmap_grad"]).failures
     assert "'float' object has no attribute 'expand'" in failure.sentence
-    assert failure.remedy.startswith("fix the batching rules") and "None for what is no tensor" in failure.remedy
+    assert failure.remedy.startswith("fix the batching rules") and "None for all but tensors" in failure.remedy
 
 
 def test_slow_vmap_is_flagged(not_differentiable):
@@ -546,7 +546,7 @@ def test_no_fake_kernel():
     assert [r.check for r in report.failures] == ["compile", "fake_layouts", "export"]
 
 
-# ---- refusals are no failures ----
+# ---- refusals are not failures ----
 
 
 def test_gradient_that_torch_func_does_not_find():
@@ -925,7 +925,7 @@ def test_good_operator_with_lists_and_whole_numbers():
     assert report.passed, str(report)
 
 
-# ---- nothing ends the run, nothing stays changed ----
+# ---- nothing ends the run, and all state is restored ----
 
 
 def test_a_check_that_crashes_is_a_failure(monkeypatch):

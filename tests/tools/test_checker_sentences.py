@@ -1,4 +1,4 @@
-"""Every sentence that ends a check is provoked by a broken operator of this table; a new sentence needs a new one."""
+"""A broken operator in this table provokes every message that ends a check; a new message needs a new operator."""
 
 from __future__ import annotations
 
@@ -517,9 +517,9 @@ TABLE = [
     Broken("schema", "it writes to x, as its schema says, but the version counter of x stays at 0, so autograd uses the "
            "changed x where it saved the old one, without an error", by_numpy, schema="(Tensor(a!) x) -> ()",
            fake=lambda x: None),
-    Broken("schema", "the schema says that output 0 is an alias of an input, but it is memory of its own", inputs=ONES,
+    Broken("schema", "the schema says that output 0 is an alias of an input, but it has its own memory", inputs=ONES,
            kernel=lambda x: x.mul_(2) * 1, schema="(Tensor(a!) x) -> Tensor(a!)"),
-    Broken("schema", "the schema says that output 0 is an alias of an input, but it is memory of its own", double,
+    Broken("schema", "the schema says that output 0 is an alias of an input, but it has its own memory", double,
            schema=VIEW, status="warn"),
     Broken("schema", "outputs 0 and 1 share memory, and the schema does not say so", shared_outputs, schema=TWO,
            fake=lambda x: (torch.empty_like(x), torch.empty_like(x))),

@@ -166,7 +166,7 @@ def test_a_file_that_was_cut_off(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "its first line is no header"), ("hello\n", "its first line is no header"), ("[1]\n", "no header"),
+        ("", "its first line is not a header"), ("hello\n", "its first line is not a header"), ("[1]\n", "not a header"),
         ('{"kind": "other", "version": 1}\n', "a trace of 'other', and not one of"),
         ('{"kind": "openreg_tools.compare", "version": 9}\n', "update openreg_tools"),
     ],

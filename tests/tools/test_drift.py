@@ -212,8 +212,8 @@ def test_the_shipped_manifests():
             r"there is no 2.0: expected a version that ships with this package \(2.10.0, 2.11.0, 2.12.0, 2.13.0, 2.14.0, 2.15.0\)",
         ),
         (".", "there is no torch in .: "),
-        ("empty.whl", "empty.whl is no wheel of torch: it has no torch/include/ATen/RegistrationDeclarations.h"),
-        ("list.json", "list.json is no manifest"),
+        ("empty.whl", "empty.whl is not a wheel of torch: torch/include/ATen/RegistrationDeclarations.h is missing"),
+        ("list.json", "list.json is not a manifest"),
     ],
 )
 def test_refuses(tmp_path, monkeypatch, what, sentence):

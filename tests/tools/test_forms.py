@@ -93,7 +93,7 @@ def test_arguments(tmp_path):
     assert forms.regex("a+") == "a+" and forms.file("-") == "-"
     assert forms.file(str(tmp_path / "new.json")) == str(tmp_path / "new.json")
     for function, text, sentence in (
-        (forms.regex, "(", r"'\(' is no regular expression: missing"),
+        (forms.regex, "(", r"'\(' is not a regular expression: missing"),
         (forms.file, str(tmp_path), "is a folder; name a file in it"),
         (forms.file, str(tmp_path / "none" / "a.json"), "there is no folder .*none to write a.json to; make it first"),
     ):

@@ -144,7 +144,7 @@ def test_a_value_that_keeps_the_package_from_loading(name, value):
     (found,) = [
         each for each in json.loads(result.stdout)["problems"] if each["problem"].startswith(f"{name}: expected")
     ]
-    assert f"but got {value!r}" in found["problem"] and found["remedy"] == "set it so, or unset it"
+    assert f"but got {value!r}" in found["problem"] and found["remedy"] == "set it to one of these, or unset it"
     result = command(package="openreg_tools", **{name: value})
     assert f"{name}: expected" in result.stdout and "Traceback" not in result.stderr and REBUILD not in result.stdout
 
@@ -189,7 +189,7 @@ def test_a_backend_that_cannot_be_loaded_leaves_a_line(monkeypatch, capsys):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "")  # so that it is put back where it is not set
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD")
     __main__._load_backends(["operators"])
-    said = "the backend torch_bad cannot be loaded, the tools run without it: libbad.so: no such file"
+    said = "the backend torch_bad cannot be loaded; the tools run without it: libbad.so: no such file"
     assert capsys.readouterr().err == f"openreg_tools: {said}\n"
     __main__._load_backends(["operators", "--import=other"])
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

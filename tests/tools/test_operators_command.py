@@ -325,7 +325,7 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert command(capsys, monkeypatch, "--ops", "cudnn_rnn", "--optional")[0] == 0  # matches, and none is left
     with pytest.raises(SystemExit):
         command(capsys, monkeypatch, "--ops", "(")
-    assert "argument --ops: '(' is no regular expression: missing )" in capsys.readouterr().err
+    assert "argument --ops: '(' is not a regular expression: missing )" in capsys.readouterr().err
     status, said = command(capsys, monkeypatch, "--device", "nope")
     assert status == 2 and "there is no device nope" in said.err
     status, said = command(capsys, monkeypatch, "--key", "PrivatUse1")

@@ -167,7 +167,7 @@ def test_refuses_to_overwrite(fresh, monkeypatch, capsys):
 
 def test_refuses_a_directory_that_is_no_checkout(tmp_path):
     with pytest.raises(
-        Wrong, match=r"is no checkout of openreg_ops, as it has no csrc/ops/autograd.h; name one with --root"
+        Wrong, match=r"is not an openreg_ops checkout: csrc/ops/autograd.h is missing; name one with --root"
     ):
         new("foo", "function", tmp_path)
 

@@ -39,7 +39,7 @@ ops::Heads<T> heads_of(const Tensor& x) {
 
 // ---- arguments ----
 
-// What forward and backward of both families take, without tensors: a launch reads the offsets in its turn.
+// The arguments of forward and backward of both families, without tensors: the launched work reads the offsets.
 struct Call {
   const char* op;
   const char *offsets_q_name, *offsets_k_name;
@@ -122,7 +122,7 @@ void set_scale(Call& c, std::optional<double> scale) {
   c.scale = scale.value_or(1 / std::sqrt(static_cast<double>(c.width)));
 }
 
-// A gradient that the backward operator cannot give, because nobody passes it these arguments.
+// A gradient that the backward operator cannot compute, because PyTorch does not pass it these arguments.
 void check_inference(const Call& c, const char* name, std::initializer_list<const Tensor*> inputs) {
   const bool differentiates = at::GradMode::is_enabled() &&
       std::any_of(inputs.begin(), inputs.end(), [](const Tensor* x) { return x->requires_grad(); });
@@ -133,7 +133,7 @@ void check_inference(const Call& c, const char* name, std::initializer_list<cons
 
 // ---- work ----
 
-// A sequence's rows, in order: of query and key.
+// The rows of a sequence, in order: of query and of key.
 struct Sequence {
   ops::Range q, k;
 };
@@ -195,7 +195,7 @@ ops::Scores<T> scores_of(const Call& c, const Inputs<T>& in, int64_t b, const Se
   return s;
 }
 
-// f(sequence) for all of them: each on a thread if there are enough, else one after another, each on all threads.
+// f(sequence) for all sequences: one thread each if there are enough, else one after another, each on all threads.
 template <class F>
 void each_sequence(int64_t count, F f) {
   if (count < at::get_num_threads()) {
@@ -256,7 +256,7 @@ ops::Rows<A> rows_of(const ops::Rows<A>& all, bool by_total, int64_t b, const Se
   return {all.data + (by_total ? at.q.begin : b * all.batch), all.batch, all.head};
 }
 
-// The probabilities before dropout, those that it drops with a minus sign: [batch, heads, longest, columns].
+// The probabilities before dropout, with a minus sign on those it drops: [batch, heads, longest, columns].
 template <class T>
 void debug_mask(const ops::Scores<T>& s, const ops::Rows<float>& logsumexp, T* mask, int64_t rows, int64_t columns) {
   TORCH_CHECK(
@@ -292,7 +292,7 @@ struct Outputs {
   ops::Heads<T> out;
   ops::Rows<float> logsumexp; // may be null
   bool by_total;
-  int64_t spare_rows;         // where logsumexp is by batch, the rows of each head
+  int64_t spare_rows;         // the rows of each head, if logsumexp is by batch
   T* debug = nullptr;
   int64_t debug_rows = 0, debug_columns = 0;
 };
@@ -375,7 +375,7 @@ void dispatch(const Call& c, const Tensor& query, bool float32, F f) {
   }
 }
 
-// Two numbers of the device's generator where there is dropout, else zeros.
+// Two numbers from the device's generator if there is dropout, else zeros.
 ops::Drawn draw(const Call& c, const Tensor& query) {
   return c.dropout_p > 0 ? ops::draw(c.op, query, std::nullopt) : ops::Drawn();
 }
@@ -387,7 +387,7 @@ void check_like(
   ops::check_shape(c.op, name, x, shape, "that of forward's output");
 }
 
-// Where a tensor's numbers are that dropout of backward draws again.
+// The address of the numbers from which backward draws dropout again.
 const uint64_t* check_random(const Call& c, const char* name, const Tensor& x, const Tensor& query, int64_t count) {
   if (c.dropout_p == 0) return nullptr;
   check_tensor(c, name, x, query);
@@ -607,7 +607,7 @@ ops::Rows<float> padded_logsumexp(const Call& c, float* data) {
   return {data, c.heads * padded_rows(c), padded_rows(c)};
 }
 
-// Of a loop, which takes a last stride of 0 or 1.
+// For a loop, which accepts a last stride of 0 or 1.
 Tensor bias_of(const Call& c, const MaybeTensor& bias) {
   return given(bias) ? ops::expand_bias(*bias, {c.batch, c.heads, c.queries, c.keys}) : Tensor();
 }

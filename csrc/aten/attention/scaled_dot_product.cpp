@@ -1,5 +1,5 @@
-// scaled_dot_product_attention: which algorithm runs is what the CPU would choose for the same
-// tensors, either its flash kernel (shared like any other) or the mathematical decomposition.
+// scaled_dot_product_attention runs the algorithm that the CPU would choose for the same tensors: its flash kernel
+// (shared like any other) or the mathematical decomposition.
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
@@ -24,9 +24,9 @@ at::Tensor shape_of(const at::Tensor& t) {
   return shape;
 }
 
-// scaled_dot_product_attention asks above the dispatcher, so an argument may be any wrapper: a fake tensor, another
-// subclass, a tensor of torch.func. None of these has memory. The CPU's choice reads shapes (symbolic ones too),
-// strides and dtypes only, and its stub takes no part in dispatch, so modes do not see this call.
+// scaled_dot_product_attention makes this choice above the dispatcher, so an argument may be any wrapper: a fake
+// tensor, another subclass, a torch.func tensor. None of these has memory. The CPU's choice reads only shapes (symbolic
+// ones too), strides and dtypes, and its stub is not dispatched, so modes do not see this call.
 int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& mask, double dropout_p, bool is_causal, std::optional<double> scale,
     bool enable_gqa) {
@@ -40,11 +40,11 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
       at::kCPU, shape_of(query), shape_of(key), shape_of(value), m, dropout_p, is_causal, scale, enable_gqa);
 }
 
-// The operators that PyTorch offers backends with one fused attention of their own.
+// The operators that PyTorch provides for backends with their own fused attention.
 using Attention = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor,
     at::Tensor, at::Tensor>;
 
-// ATen's kernel reads them all by the shapes of query and key.
+// ATen's kernel reads all of them with the shapes of query and key.
 void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& bias) {
   for (const auto& [name, x] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
@@ -81,7 +81,7 @@ Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const 
   return {out, logsumexp, none, none, query.sym_size(2), key.sym_size(2), none, none, none};
 }
 
-// The gradient of the bias, which ATen's flash kernel does not give; the loop is openreg::attention's.
+// The gradient of the bias, which ATen's flash kernel does not compute; the loop is openreg::attention's.
 at::Tensor bias_gradient(const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key,
     const at::Tensor& value, const at::Tensor& bias, const at::Tensor& out, const at::Tensor& logsumexp_, bool causal,
     std::optional<double> scale_) {

@@ -1,5 +1,5 @@
-// Supporting a built-in operator through its stub, as the documents do with abs: ATen's own abs_out
-// runs on device tensors (output, type promotion, complex to real) and calls the device's stub.
+// Supports a built-in operator through its stub, as PyTorch's documents do with abs: ATen's own abs_out runs on device
+// tensors (output, type promotion, complex to real) and calls the device's stub.
 #include <ATen/TensorIterator.h>
 #include <ATen/native/UnaryOps.h>
 #include <ATen/ops/abs_native.h>
@@ -10,8 +10,8 @@
 namespace openreg {
 namespace {
 
-// The device computes as the CPU does, so the device's stub is the CPU's, called through run(). CUDA also has bool,
-// which is its own absolute value.
+// The device computes like the CPU, so the device's stub is the CPU's, called through run(). CUDA also supports bool,
+// where abs is the identity.
 void abs_kernel(at::TensorIteratorBase& iter) {
   if (iter.common_dtype() == at::kBool) {
     iter.tensor(0).copy_(iter.tensor(1));

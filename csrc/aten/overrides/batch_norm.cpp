@@ -1,6 +1,6 @@
-// The parts of batch normalization over several processes, torch.nn.SyncBatchNorm, which PyTorch has CUDA kernels for
-// only. Written with tensor operations: each is a native kernel on the device already. Statistics are float32 for
-// narrower inputs, else of the input's dtype, as CUDA's.
+// The parts of batch normalization over several processes, torch.nn.SyncBatchNorm, for which PyTorch has only CUDA
+// kernels. Written with tensor operations, each of which is already a native kernel on the device. As on CUDA,
+// statistics are float32 for narrower inputs, else they have the input's dtype.
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -57,7 +57,7 @@ void check_backward(const char* op, const at::Tensor& grad_out, const at::Tensor
   check_channels(op, "weight", weight, input);
 }
 
-// A channel's value in the place of each of its elements.
+// Each channel's value, broadcast to all of its elements.
 at::Tensor channels(const at::Tensor& values, const at::Tensor& input) {
   std::vector<int64_t> shape(static_cast<size_t>(input.dim()), 1);
   shape[1] = input.size(1);
@@ -134,7 +134,7 @@ at::Tensor elemt(const at::Tensor& input, const Optional& weight, const Optional
   return elemt_out(input, weight, bias, mean, invstd, eps, out);
 }
 
-// The sums of grad_out and of grad_out * (input - mean), and the gradients of weight and bias; undefined where not
+// The sums of grad_out and of grad_out * (input - mean), and the gradients of weight and bias; undefined if not
 // asked for.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward_reduce(const at::Tensor& grad_out,
     const at::Tensor& input, const at::Tensor& mean, const at::Tensor& invstd, const Optional& weight, bool input_g,

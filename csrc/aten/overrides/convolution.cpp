@@ -1,5 +1,5 @@
-// Convolution and its backward. ATen sends every device that it does not know to
-// convolution_overrideable; there the CPU's own choice (oneDNN, THNN, depthwise, …) runs on aliases.
+// Convolution and its backward. ATen sends every unknown device to convolution_overrideable; there the CPU's own choice
+// (oneDNN, THNN, depthwise, …) runs on aliases.
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <torch/library.h>
@@ -31,7 +31,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable
     std::array<bool, 3> mask) {
   CpuCall call("aten::convolution_backward");
   const at::Tensor &g = call.alias(grad), &x = call.alias(input), &w = call.alias(weight);
-  // The bias has one element an output channel, whatever its gradient turns out to be used for.
+  // The bias has one element per output channel, whatever its gradient is used for.
   const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
   if (C10_UNLIKELY(capturing(input.device().index()))) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");

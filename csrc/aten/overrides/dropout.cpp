@@ -1,5 +1,5 @@
-// native_dropout draws without a Generator argument, so the shared CPU kernel would move the CPU's
-// random numbers; here they come from the device's generator. Otherwise as ATen's CPU kernel.
+// native_dropout has no Generator argument, so the shared CPU kernel would advance the CPU's generator; here the
+// numbers come from the device's generator. Otherwise the same as ATen's CPU kernel.
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>

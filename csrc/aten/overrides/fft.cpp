@@ -1,6 +1,6 @@
-// torch.fft of Half and BFloat16, which PyTorch supports on CUDA only and refuses elsewhere before it calls a kernel.
-// Both are computed in float32; results are rounded to half precision for Half only, as on CUDA. All else is PyTorch's
-// own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
+// torch.fft of Half and BFloat16, which PyTorch supports only on CUDA and rejects elsewhere before it calls a kernel.
+// Both are computed in float32; only Half results are rounded to half precision, as on CUDA. Everything else is
+// PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
 #include <ATen/native/Resize.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -78,8 +78,8 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   stack->emplace_back(std::move(result));
 }
 
-// vmap decomposes a transform itself, so what is Half becomes wider before functorch's layers see it. All else goes the
-// way of any other operator of the layer, by the kernel that they share.
+// vmap decomposes a transform itself, so Half inputs become wider before functorch's layers see them. Everything else
+// takes the kernel that all operators of the layer share.
 void fft_transformed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
   if (self.is_privateuseone() && is_widened(self)) return fft(op, keys, stack);
@@ -101,7 +101,8 @@ void register_all(torch::Library& m) {
 
 } // namespace
 
-// A composite operator that a backend overrides loses its derivative together with its decomposition, so both keys.
+// A composite operator that a backend overrides loses its derivative along with its decomposition, so we register both
+// keys.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   register_all<&fft>(m);
 }

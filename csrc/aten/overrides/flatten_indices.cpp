@@ -1,5 +1,5 @@
-// The check that indices of a sparse tensor are coalesced, which PyTorch calls without the dispatcher, and with it this
-// stub, for which its headers have no declaration.
+// The check that a sparse tensor's indices are coalesced. PyTorch calls it, and this stub, without the dispatcher; its
+// headers do not declare the stub.
 #include <ATen/native/DispatchStub.h>
 
 #include "../native.h"

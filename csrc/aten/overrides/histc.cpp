@@ -1,4 +1,4 @@
-// histc of integers, which CUDA has and the CPU refuses: counted in integers, exactly.
+// histc of integers, which CUDA supports and the CPU rejects: counted exactly, in integers.
 #include <ATen/native/Resize.h>
 #include <ATen/Dispatch.h>
 #include <ATen/ops/aminmax.h>
@@ -15,7 +15,7 @@
 namespace openreg {
 namespace {
 
-// Counts the elements of x from min to max in `bins` bins of equal width, half open but the last one.
+// Counts the elements of x from min to max in `bins` bins of equal width, all half-open except the last.
 template <typename T>
 void count(const T* x, int64_t numel, T* counts, int64_t bins, int64_t min, int64_t max) {
   std::fill_n(counts, bins, T(0));

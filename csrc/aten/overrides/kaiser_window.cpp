@@ -1,4 +1,4 @@
-// kaiser_window: PyTorch's composite makes the window on the device and then calls this stub for it.
+// kaiser_window: PyTorch's composite creates the window on the device and then calls this stub.
 #include <ATen/TensorIterator.h>
 #include <ATen/native/UnaryOps.h>
 

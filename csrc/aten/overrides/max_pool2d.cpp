@@ -1,9 +1,8 @@
-// Overriding a composite operator with a kernel of the device's own, as the documents do with
-// max_pool2d: PyTorch's composite also makes the indices (8 bytes an element), which only a backward
-// reads. Ours makes them only when there will be one.
-//
-// A composite operator that a backend overrides loses its derivative together with its
-// decomposition, so the backend registers both keys.
+// Overrides a composite operator with the device's own kernel, as PyTorch's documents do with max_pool2d: PyTorch's
+// composite also computes the indices (8 bytes per element), which only backward reads. Ours computes them only if
+// there will be a backward.
+// A composite operator that a backend overrides loses its derivative along with its decomposition, so the backend
+// registers both keys.
 #include <ATen/Dispatch.h>
 #include <ATen/NumericUtils.h>
 #include <ATen/Parallel.h>
@@ -34,7 +33,7 @@ std::pair<int64_t, int64_t> pair_of(at::IntArrayRef values) {
   return {values[0], values[values.size() == 1 ? 0 : 1]};
 }
 
-// ATen's kernels count windows in int and refuse what does not fit.
+// ATen's kernels count windows in int and reject what does not fit.
 bool fit_in_int(at::IntArrayRef values) {
   return std::ranges::all_of(values, [](int64_t x) { return std::in_range<int>(x); });
 }
@@ -98,7 +97,7 @@ at::Tensor max_pool2d_autograd(const at::Tensor& self, at::IntArrayRef kernel, a
     at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
   if ((self.requires_grad() && at::GradMode::is_enabled()) || self._fw_grad(0).defined())
     return decomposed(self, kernel, stride, padding, dilation, ceil_mode);
-  // Through the dispatcher, so that fake tensors, modes and functionalization have their turn.
+  // Through the dispatcher, so that fake tensors, modes and functionalization see the call.
   at::AutoDispatchBelowADInplaceOrView below;
   return at::max_pool2d(self, kernel, stride, padding, dilation, ceil_mode);
 }

@@ -1,4 +1,4 @@
-// nansum of complex numbers, which CUDA has and the CPU refuses: a number counts if neither part is NaN.
+// nansum of complex numbers, which CUDA supports and the CPU rejects: a number counts if neither part is NaN.
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/nansum_ops.h>
 #include <ATen/ops/sum.h>

@@ -1,7 +1,7 @@
 // Recurrent networks. PyTorch's composites compute a cell on the CPU with linear() and pointwise operators, and on
-// every other device with the fused cells that only CUDA has. The composites here do as the CPU's, so that results are
-// equal, and the fused cells are for those who call them directly: under torch.func, autocast and compilation the
-// composites are PyTorch's.
+// every other device with the fused cells, which only CUDA has. The composites here work like the CPU's, so results are
+// equal. The fused cells are for direct callers: under torch.func, autocast and compilation the composites are
+// PyTorch's.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -41,7 +41,7 @@ bool is_given(const OptionalTensor& x) {
 
 // ---- the fused cells ----
 
-// What `like`, the first argument, says of every other one: a floating dtype, its own, and its device.
+// Checks the other arguments against the first, `like`: a floating-point dtype, the same for all, and one device.
 void check_like(const char* op, const char* name, const Tensor& x, at::IntArrayRef shape, const Tensor& like) {
   TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
   const auto type = like.scalar_type();
@@ -78,7 +78,7 @@ Tensor add_bias(const Tensor& gates, const OptionalTensor& bias) {
   return is_given(bias) ? gates + *bias : gates;
 }
 
-// hy, cy and the activated gates (i, f, g, o side by side), from which backward is computed.
+// hy, cy and the activated gates (i, f, g, o side by side), which backward needs.
 std::tuple<Tensor, Tensor, Tensor> fused_lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
     const Tensor& cx, const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
   check_cell("_thnn_fused_lstm_cell", 4, input_gates, hidden_gates, cx, input_bias, hidden_bias);
@@ -154,8 +154,8 @@ struct RnnSequence {
   at::IntArrayRef batch_sizes;
 };
 
-// Wrappers of modes, subclasses and torch.func, and symbolic shapes: PyTorch's composites know the fused cells, which
-// have rules there.
+// For modes, subclasses, torch.func wrappers and symbolic shapes: PyTorch's composites use the fused cells, which have
+// rules for them.
 bool is_plain(const Tensor& x) {
   constexpr auto wrapped = c10::functorch_transforms_ks | c10::python_ks |
       c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
@@ -166,7 +166,7 @@ bool is_plain(TensorList list) {
   return std::all_of(list.begin(), list.end(), [](const Tensor& x) { return is_plain(x); });
 }
 
-// Autocast lowers the fused cells, with the state, as CUDA does.
+// Autocast lowers the precision of the fused cells and the state, as on CUDA.
 template <class... Args>
 bool as_on_cpu(const Args&... args) {
   return (is_plain(args) && ...) && !at::autocast::is_autocast_enabled(at::kPrivateUse1);
@@ -230,7 +230,7 @@ std::pair<Tensor, State> padded(Cell cell, const Tensor& data, const State& firs
   return {at::stack(steps, 0), state};
 }
 
-// The same for a packed sequence: sequences end as a forward pass goes on, and join a backward one.
+// The same for a packed sequence: sequences end during a forward pass, and join during a backward pass.
 std::pair<Tensor, State> packed(
     Cell cell, const RnnSequence& sequence, const State& first, const Weights& w, bool reverse) {
   const Tensor input = at::linear(sequence.data, w.ih, w.ih_bias);
@@ -304,7 +304,7 @@ void check_devices(const Tensor& input, TensorList hidden, TensorList params) {
   at::native::check_attributes(input, params, hidden);
 }
 
-// Batch sizes are read by the host while it records the steps.
+// The host reads the batch sizes while it records the steps.
 RnnSequence packed_sequence(const char* op, const Tensor& data, const Tensor& batch_sizes) {
   TORCH_CHECK(batch_sizes.defined() && batch_sizes.is_cpu() && batch_sizes.scalar_type() == at::kLong &&
           batch_sizes.dim() == 1 && batch_sizes.numel() > 0 && batch_sizes.is_contiguous(),
@@ -379,7 +379,7 @@ std::tuple<Tensor, Tensor, Tensor> lstm(const Tensor& input, TensorList hx, Tens
         input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
   if (const bool square = hx[0].size(1) == (input.dim() == 3 ? input.size(batch_first ? 0 : 1) : -1);
       square && uses_mkldnn(input, hx, params, has_biases, num_layers, bidirectional)) {
-    Tensor output, hy, cy; // whose operators the dispatcher brings to the device
+    Tensor output, hy, cy; // the dispatcher runs its operators on the device
     at::native::lstm_mkldnn_stub(at::kCPU, output, hy, cy, input, hx, params, has_biases, num_layers, dropout, train,
         bidirectional, batch_first);
     return {output, hy, cy};
@@ -430,7 +430,7 @@ std::tuple<Tensor, Tensor> rnn_packed(const Tensor& data, const Tensor& batch_si
   return {output, stacked(states, &State::h)};
 }
 
-// PyTorch's composites of one step check what they get; only the arithmetic is the CPU's.
+// PyTorch's single-step composites check their arguments; only the arithmetic is the CPU's.
 void check_step(const char* op, int64_t count, const Tensor& input, TensorList hx, const Weights& w) {
   check_two_dimensions(op, "input", input);
   check_two_dimensions(op, "w_ih", w.ih);
@@ -501,7 +501,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_gru_cell_backward", fused_gru_cell_backward);
   register_composites(m);
 }
-// Composites differentiate through their parts, so autograd takes the same ones.
+// Composites differentiate through their parts, so autograd uses the same ones.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   register_composites(m);
 }

@@ -1,4 +1,4 @@
-// Overriding PyTorch's autograd for a built-in operator, as the documents do with selu: a
+// Overrides PyTorch's autograd for a built-in operator, as PyTorch's documents do with selu: a
 // torch::autograd::Function at AutogradPrivateUse1, the inference kernel at PrivateUse1.
 #include <ATen/ops/elu.h>
 #include <ATen/ops/elu_backward.h>
@@ -24,8 +24,8 @@ struct Selu : torch::autograd::Function<Selu> {
   }
   static torch::autograd::variable_list backward(
       torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
-    // From the input, not the result: near -scale*alpha a half-precision result has lost its digits.
-    // elu_backward is differentiable, so this is, twice.
+    // Computed from the input, not the result: near -scale*alpha a half-precision result has lost its digits.
+    // elu_backward is differentiable, so this is twice differentiable.
     return {at::elu_backward(grads[0], kAlpha, kScale, 1.0, /*is_result=*/false, ctx->get_saved_variables()[0])};
   }
 };

@@ -1,5 +1,5 @@
-// softmax and log_softmax of Half with a Float result, half_to_float, which CUDA has and the CPU refuses: computed in
-// float32. So are their derivatives, for an input of Half. All else is the CPU's kernel.
+// softmax and log_softmax of Half with a Float result (half_to_float), which CUDA supports and the CPU rejects, are
+// computed in float32. So are their derivatives, for a Half input. Everything else is the CPU's kernel.
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
 #include <ATen/ops/_log_softmax_ops.h>

@@ -1,5 +1,5 @@
-// What the kernels share: their checks, memory for results, and where the work runs. Every call into PyTorch is one of
-// its stable ABI: torch/csrc/stable, torch/headeronly and the C functions below them.
+// Shared by the kernels: checks, memory for results, and running the work. Every call into PyTorch uses its stable ABI:
+// torch/csrc/stable, torch/headeronly and the C functions below them.
 #pragma once
 
 #include <openreg/openreg.h>
@@ -23,15 +23,15 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-constexpr int64_t kGrain = 4096; // elements that are worth another thread
+constexpr int64_t kGrain = 4096; // elements that justify another thread
 
-// What kernels compute in: float for the half types, else T.
+// The type that kernels compute in: float for the half types, else T.
 template <class T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// ---- checks: the sentences of the fake kernels ----
+// ---- checks: the same messages as the fake kernels ----
 
-// STD_TORCH_CHECK would put the function, file and line before the sentence.
+// STD_TORCH_CHECK would prefix the message with the function, file and line.
 template <class... Words>
 [[noreturn]] void fail(const Words&... words) {
   std::ostringstream sentence;
@@ -81,8 +81,8 @@ inline std::string shape_of(Sizes sizes) {
   return out + "]";
 }
 
-// What x is made of, as PyTorch's own numbers; ask once in each call. Their translation to ScalarType and Device takes
-// ten calls each, which shows in an operator of two microseconds; these are translated for messages only.
+// The dtype and device of x, as PyTorch's own numbers; ask once in each call. Translating them to ScalarType and Device
+// takes ten calls each, which matters in an operator of two microseconds, so we translate them only for messages.
 struct Kind {
   explicit Kind(const Tensor& x) {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
@@ -99,7 +99,7 @@ inline int32_t wide_dtype(int32_t dtype) {
   return dtype == aoti_torch_dtype_float64() ? dtype : aoti_torch_dtype_float32();
 }
 
-// A kernel sees tensors of its own device and, where a caller mixed two, of the CPU or another openreg device.
+// A kernel sees tensors on its own device and, if a caller mixes devices, on the CPU or another openreg device.
 inline std::string device_of(const Kind& kind) {
   return kind.on_cpu() ? "cpu" : "openreg:" + std::to_string(kind.device);
 }
@@ -164,7 +164,7 @@ inline Tensor memory(Sizes sizes, int32_t dtype, const Kind& x) {
   return Tensor(out);
 }
 
-// f(begin, end) over parts of n items, each of which is as much work as `weight` elements.
+// f(begin, end) over parts of n items, each as much work as `weight` elements.
 template <class F>
 void parallel(int64_t n, int64_t weight, const F& f) {
   const int64_t grain = kGrain / (weight + 1) + 1;
@@ -172,7 +172,7 @@ void parallel(int64_t n, int64_t weight, const F& f) {
   else torch::stable::parallel_for(0, n, grain, f);
 }
 
-// On the CPU at once. On openreg in the order of the current stream, now or later: it holds pointers, and no tensor.
+// Runs immediately on the CPU. On openreg it runs in the current stream's order, now or later, so it holds no tensor.
 template <class Work>
 void run(const Kind& x, const char* name, Work work) {
   if (x.on_cpu()) work();
@@ -188,7 +188,7 @@ void dispatch(const Kind& x, const F& f) {
   else f(static_cast<torch::headeronly::BFloat16*>(nullptr));
 }
 
-// The pointer that a kernel of T reads or writes: a dtype was dispatched on already, so it is not checked again.
+// The pointer that a kernel of T reads or writes: the dtype has already been dispatched on, so it is not checked again.
 template <class T>
 const T* read(const Tensor& x) {
   return static_cast<const T*>(x.const_data_ptr());

@@ -1,6 +1,6 @@
 // rms_norm: y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2), over the last dimension.
 // Zhang & Sennrich 2019, arXiv:1910.07467.
-// rstd is an output so that backward need not compute it again. The derivatives, the fake kernels and everything else
+// rstd is an output so that backward need not recompute it. The derivatives, the fake kernels and everything else
 // are in src/stable_operators/rms_norm.py.
 #include "kernels.h"
 
@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
 
   const Tensor grad_y = dense(grad_y_), x = dense(x_), weight = dense(weight_), rstd = dense(rstd_);
   Tensor grad_x = memory(x.sizes(), kind.dtype, kind), grad_weight = memory(weight.sizes(), kind.dtype, kind);
-  // Rows go to a fixed number of parts, each with a sum of its own, so that grad_weight does not depend on the number
+  // Rows go to a fixed number of parts, each with its own sum, so that grad_weight does not depend on the number
   // of threads.
   const int64_t n = weight.numel(), rows = rstd.numel(), parts = std::min<int64_t>(rows, 32);
   const std::array<int64_t, 2> shape = {parts, n};

@@ -13,7 +13,7 @@ double exponential(double x) {
   return std::exp(x);
 }
 
-// In float without branches, so that compilers make vectors of it: 2^n * e^r, n integer, |r| <= log(2) / 2, with the
+// In float without branches, so that compilers vectorize it: 2^n * e^r, n integer, |r| <= log(2) / 2, with the
 // polynomial of Cephes (Moshier), to 2 ulp. Infinite from 88.38 on, 1e-38 below -87.3.
 float exponential(float x) {
   x = x > 89.0f ? 89.0f : x;

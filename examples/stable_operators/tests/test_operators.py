@@ -1,4 +1,4 @@
-"""Values and gradients against PyTorch, and the checker, on every device that there is."""
+"""Values and gradients against PyTorch, and the checker, on every available device."""
 
 import pytest
 import stable_operators
@@ -40,14 +40,14 @@ def test_matches_pytorch(name, shape, dtype, device):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_checker(name, device):
     samples = list(SAMPLES[name](device, torch.float32))
-    # The rest is how fast a graph compiles with sizes that only the data decide, which one device tells.
+    # The rest tests how graphs with data-dependent sizes compile, for which one device is enough.
     skip = [] if device == "cpu" else ["compile_unbacked", "export_unbacked"]
     check(f"stable_operators::{name}", samples, device, skip=skip).raise_if_failed()
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_sharded(name, device):
-    """On DTensors each device runs its part: nothing is gathered, and eps is that of the call."""
+    """On DTensors each device runs its part: nothing is gathered, and each call uses its own eps."""
     import stable_operators.dtensor  # noqa: F401
 
     report = check(f"stable_operators::{name}", list(SAMPLES[name](device, torch.float32)), device, only="dtensor")

@@ -1,4 +1,4 @@
-/* The device's C interface: all that a program built apart from openreg_ops may rely on.
+/* The device's C interface: everything that a program built separately from openreg_ops may rely on.
  *
  * libopenreg_ops.so is the simulated accelerator. It needs neither PyTorch nor Python, and exports one function,
  * openreg_get_interface(), which returns a table of functions:
@@ -9,10 +9,11 @@
  *     void* memory;
  *     if (openreg->allocate(stream, 4096, &memory)) fprintf(stderr, "%s\n", openreg->last_error());
  *
- * Versions: within one major version functions are only added, at the end of the table, and the structs stay as they
- * are. What is built with this header works with every library of the same major version and this minor one or later.
+ * Versions: within one major version, functions are only added, at the end of the table, and the structs do not change.
+ * A program built with this header works with every library of the same major version and this minor version or later.
  *
- * Threads: every function may be called from any thread. As in CUDA, the current device and streams are the thread's.
+ * Threads: every function may be called from any thread. As in CUDA, each thread has its own current device and
+ * streams.
  */
 #ifndef OPENREG_C_API_H
 #define OPENREG_C_API_H
@@ -27,7 +28,7 @@
 extern "C" {
 #endif
 
-/* Functions that can fail return one of these. last_error() has the message, on the same thread. */
+/* Functions that can fail return one of these. last_error() returns the message, on the same thread. */
 enum {
   OPENREG_OK = 0,
   OPENREG_ERROR_ARGUMENT = 1, /* a device, stream or pointer that does not exist; the message says which */
@@ -37,7 +38,7 @@ enum {
 };
 typedef int32_t openreg_status;
 
-/* Streams need no creation to be named: stream 0 of a device is its default stream. */
+/* A stream can be named without being created: stream 0 of a device is its default stream. */
 typedef struct openreg_stream {
   int32_t device;
   int64_t id;
@@ -45,7 +46,8 @@ typedef struct openreg_stream {
 
 enum { OPENREG_KERNEL = 0, OPENREG_COPY = 1, OPENREG_WAIT = 2 };
 
-/* Where work is launched, and what profiles, errors and injected faults call it. The strings are not copied: literals.
+/* Where work is launched, and its name in profiles, errors and injected faults. The strings are not copied: use
+ * literals.
  */
 typedef struct openreg_site {
   const char* name;     /* NULL: as `function` */
@@ -57,11 +59,11 @@ typedef struct openreg_site {
 } openreg_site;
 
 /* Work: a function, called as run(context). It may run after launch() has returned, on another thread, and more than
- * once. Only while it runs may it touch device memory. It returns NULL, or a message that says what went wrong, valid
- * until the next call on its thread; a function written in C++ may throw instead.
+ * once. It may touch device memory only while it runs. It returns NULL on success, or a message that says what went
+ * wrong and stays valid until the next call on its thread; a function written in C++ may throw instead.
  *
- * keep: called during launch() if the work is queued, and returns the context to queue, such as a copy.
- * drop: called once when what keep() returned is no longer needed.
+ * keep: called during launch() if the work is queued; returns the context to queue, such as a copy.
+ * drop: called once, when the context that keep() returned is no longer needed.
  * Without them, both NULL, the context itself is queued, and must live until the stream has run the work. Work that is
  * captured into a graph lives as long as the graph, and each replay runs it again. */
 typedef struct openreg_work {
@@ -77,10 +79,10 @@ typedef struct openreg_interface {
 
   /* ---- errors ---- */
 
-  /* Of the last call on this thread that did not return OPENREG_OK. Valid until the next. */
+  /* The message of the last call on this thread that did not return OPENREG_OK. Valid until the next such call. */
   const char* (*last_error)(void);
-  /* Throws the same as a C++ exception: of the type that PyTorch has for it where PyTorch is loaded, or what the work
-   * threw. Call it only from C++, and once. */
+  /* Throws the same error as a C++ exception: PyTorch's own type for it if PyTorch is loaded, or the exception that the
+   * work threw. Call it only from C++, and once. */
   void (*throw_error)(void);
 
   /* ---- devices ---- */
@@ -92,35 +94,37 @@ typedef struct openreg_interface {
 
   /* ---- streams ---- */
 
-  /* The calling thread's on this device. For a device that does not exist, a stream on which nothing can be launched.
+  /* The calling thread's current stream on this device. For a device that does not exist, a stream that rejects every
+   * launch.
    */
   openreg_stream (*current_stream)(int32_t device);
   openreg_status (*set_stream)(openreg_stream stream);
-  /* One of the device's 64, round robin; a lower number is more urgent: 0 or -1. */
+  /* One of the device's 64 streams, round robin. The priority is 0 or -1; a lower number is more urgent. */
   openreg_status (*new_stream)(int32_t device, int32_t priority, openreg_stream* out);
   openreg_status (*query_stream)(openreg_stream stream, int32_t* idle);
   openreg_status (*synchronize_stream)(openreg_stream stream);
 
   /* ---- work ---- */
 
-  /* In the stream's order, now or later, as the launch mode has it. */
+  /* Runs work in the stream's order, now or later, depending on the launch mode. */
   openreg_status (*launch)(openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context);
-  /* In the stream's order and before it returns. */
+  /* Runs work in the stream's order, before the call returns. */
   openreg_status (*run)(openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context);
-  /* As launch(), for work so long that the host should go on meanwhile also in inline mode. */
+  /* Like launch(), for work so long that the host should continue meanwhile even in inline mode. */
   openreg_status (*enqueue)(openreg_stream stream, const openreg_site* site, const openreg_work* work, void* context);
-  /* Between host and device, or two addresses of a device or of two. Ordered on `stream`, as launch() is; the host's
-   * memory must live until the stream has run it. */
+  /* Copies between host and device, within a device, or between two devices, in the order of `stream`, like launch().
+   * Host memory must live until the stream has run the copy. */
   openreg_status (*copy)(void* to, const void* from, size_t bytes, openreg_stream stream);
 
   /* ---- memory ---- */
 
-  /* 64-byte aligned, for work on `stream`; at least one byte. */
+  /* Allocates 64-byte aligned memory for work on `stream`; at least one byte. */
   openreg_status (*allocate)(openreg_stream stream, size_t bytes, void** out);
-  /* Of the address that allocate() gave. Work that has been launched on its stream may still use it. NULL is allowed.
+  /* Frees memory from allocate(). Work that has already been launched on its stream may still use it. NULL is allowed.
    */
   openreg_status (*deallocate)(void* memory);
-  /* What `stream`, of the same device, has been given so far uses it too, so that it is not reused before that has run.
+  /* Declares that the work given to `stream`, of the same device, so far uses the memory too; it is not reused before
+   * that work has run.
    */
   openreg_status (*record_stream)(void* memory, openreg_stream stream);
   /* The device whose memory has this address, or -1. */
@@ -131,18 +135,18 @@ typedef struct openreg_interface {
   openreg_status (*create_event)(int32_t device, int32_t timed, openreg_event** out);
   void (*destroy_event)(openreg_event* event);
   openreg_status (*record_event)(openreg_event* event, openreg_stream stream);
-  /* What is launched on `stream` from now on waits for the event. */
+  /* Work launched on `stream` from now on waits for the event. */
   openreg_status (*wait_event)(openreg_event* event, openreg_stream stream);
   openreg_status (*query_event)(openreg_event* event, int32_t* reached);
   openreg_status (*synchronize_event)(openreg_event* event);
-  /* Between two timed events that have been recorded; waits for them. */
+  /* Milliseconds between two timed events that have been recorded; waits for both. */
   openreg_status (*elapsed_time)(openreg_event* start, openreg_event* end, double* milliseconds);
 
   /* ---- faults, for tests of recovery ---- */
 
   /* Arms a fault, named as in torch.openreg.faults.inject(): "allocation", "kernel", "copy", "lost", "kernel_latency"
-   * or "copy_latency". It spares `after` of its kind on the device (-1: on any) and strikes `times` (0: all that
-   * follow). The number is for disarm_fault(). */
+   * or "copy_latency". It skips `after` operations of its kind on the device (-1: on any device) and then strikes
+   * `times` of them (0: all that follow). Pass the number to disarm_fault(). */
   openreg_status (*arm_fault)(
       const char* fault, int32_t device, uint64_t after, uint64_t times, int64_t nanoseconds, int32_t* number);
   /* Returns how often it struck. */
@@ -151,7 +155,8 @@ typedef struct openreg_interface {
   openreg_status (*reset_device)(int32_t device);
 } openreg_interface;
 
-/* The table, or NULL, and then *error says why: another major version, or an older minor one, than was asked for. */
+/* Returns the table. If the library has another major version, or an older minor version, than the caller asked for,
+ * returns NULL, and *error says so. */
 const openreg_interface* openreg_get_interface(uint32_t major, uint32_t minor, const char** error);
 
 #ifdef __cplusplus

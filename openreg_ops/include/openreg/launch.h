@@ -1,13 +1,13 @@
-// Streams, and the one way to run work on a device: launch(), run() and enqueue(). See Note [Launch mode].
+// Streams, and the only way to run work on a device: launch(), run() and enqueue(). See Note [Launch mode].
 //
 //     openreg::launch(openreg::current_stream(device), [=] { for (int i = 0; i < n; ++i) y[i] = 2 * x[i]; });
 //
-// Work owns what it uses: it may run after launch() has returned. Only inside of work may device memory be touched, and
-// order on a stream, isolation, faults and profiles are the device's, never the work's.
+// Work owns what it uses, because it may run after launch() has returned. Only work may touch device memory. The
+// device, not the work, takes care of stream order, isolation, faults and profiles.
 //
-// Headers only: nothing need be linked. The device is found in the process when the first function is called, so that a
-// library with kernels for it can be loaded where openreg_ops is not installed. A program of its own defines
-// OPENREG_LINKED and links with libopenreg_ops.so.
+// Header-only: there is nothing to link. The first call looks the device up in the process, so a library with kernels
+// for it can be loaded where openreg_ops is not installed. A standalone program defines OPENREG_LINKED and links with
+// libopenreg_ops.so.
 #pragma once
 
 #include <dlfcn.h>
@@ -34,8 +34,8 @@ struct Stream {
   bool operator==(const Stream&) const = default;
 };
 
-// A launch, for errors, profiles and faults: where it is, and what its work is called; without a name, as the function
-// that launches it. `name` is not copied. `bytes`: of a copy.
+// A launch, for errors, profiles and faults: where it is, and the name of its work, by default that of the function
+// that launches it. `name` is not copied. `bytes`: the size of a copy.
 struct Site : openreg_site {
   enum Kind { kKernel = OPENREG_KERNEL, kCopy = OPENREG_COPY, kWait = OPENREG_WAIT };
   Site(std::source_location where) noexcept : Site(nullptr, kKernel, 0, where) {} // not explicit: for default arguments
@@ -99,8 +99,8 @@ inline Stream current_stream(int device) {
   return {found.device, found.id};
 }
 
-// Runs `work`, which owns what it uses, in the order of `stream`, now or later. What it throws, or that an earlier
-// error waits, leaves it as an exception.
+// Runs `work`, which owns what it uses, in the order of `stream`, now or later. Throws what `work` throws if it runs
+// now, or the pending error of earlier work.
 template <class Work>
 void launch(Stream stream, Work&& work, Site site = std::source_location::current()) {
   if constexpr (std::is_function_v<std::remove_reference_t<Work>>) launch(stream, &work, site);
@@ -109,7 +109,7 @@ void launch(Stream stream, Work&& work, Site site = std::source_location::curren
         {stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
 }
 
-// launch() for work that takes so long that the host should run ahead also in inline mode.
+// Like launch(), for work that takes so long that the host should run ahead even in inline mode.
 template <class Work>
 void enqueue(Stream stream, Work&& work, Site site = std::source_location::current()) {
   if constexpr (std::is_function_v<std::remove_reference_t<Work>>) enqueue(stream, &work, site);
@@ -118,7 +118,7 @@ void enqueue(Stream stream, Work&& work, Site site = std::source_location::curre
         {stream.device, stream.id}, &site, &impl::WorkOf<Work>::table, impl::context_of(work)));
 }
 
-// Runs `work` in the order of `stream` on the calling thread, before it returns, and returns what the work does.
+// Runs `work` in the order of `stream` on the calling thread, before it returns, and returns the result of `work`.
 template <class Work>
 decltype(auto) run(Stream stream, Work&& work, Site site = std::source_location::current()) {
   const auto call = [&](auto& inner) {

@@ -1,7 +1,7 @@
-// The device for C++: streams, work, memory, events. No PyTorch is needed; openreg/torch.h adds tensors.
+// The device for C++: streams, work, memory, events. It does not need PyTorch; openreg/torch.h adds tensors.
 //
-// What goes wrong leaves a function as an exception whose message says what to do. Where PyTorch is loaded, its type is
-// the one that PyTorch has for it, so that Python raises torch.OutOfMemoryError and torch.AcceleratorError.
+// Functions report errors as exceptions whose message says what to do. If PyTorch is loaded, they throw PyTorch's own
+// types, so Python raises torch.OutOfMemoryError and torch.AcceleratorError.
 #pragma once
 
 #include <cstddef>
@@ -20,14 +20,14 @@ inline namespace v1 {
 inline int device_count() {
   return impl::interface().device_count();
 }
-// The calling thread's.
+// The calling thread's current device.
 inline int current_device() {
   return impl::interface().current_device();
 }
 inline void set_device(int device) {
   impl::check(impl::interface().set_device(device));
 }
-// Waits for the device's work; throws what that threw.
+// Waits for the device's work; throws what the work threw.
 inline void synchronize(int device) {
   impl::check(impl::interface().synchronize_device(device));
 }
@@ -49,7 +49,7 @@ inline Stream new_stream(int device, int priority = 0) {
 inline void set_stream(Stream stream) {
   impl::check(impl::interface().set_stream(impl::to_c(stream)));
 }
-// Whether all that was launched on it has run.
+// Whether all work launched on it has run.
 inline bool query(Stream stream) {
   std::int32_t idle;
   impl::check(impl::interface().query_stream(impl::to_c(stream), &idle));
@@ -59,7 +59,7 @@ inline void synchronize(Stream stream) {
   impl::check(impl::interface().synchronize_stream(impl::to_c(stream)));
 }
 
-// While one lives, `stream` is the calling thread's current one on its device.
+// While it lives, `stream` is the calling thread's current stream on its device.
 class StreamGuard {
  public:
   explicit StreamGuard(Stream stream) : previous_(current_stream(stream.device)) { set_stream(stream); }
@@ -79,11 +79,11 @@ inline void* allocate(Stream stream, std::size_t bytes) {
   impl::check(impl::interface().allocate(impl::to_c(stream), bytes, &out));
   return out;
 }
-// What has been launched on its stream may still use it.
+// Work that has already been launched on its stream may still use the memory.
 inline void deallocate(void* memory) {
   impl::check(impl::interface().deallocate(memory));
 }
-// What `stream` has been given so far uses it too: it is not reused before that has run.
+// The work given to `stream` so far uses the memory too: it is not reused before that work has run.
 inline void record_stream(void* memory, Stream stream) {
   impl::check(impl::interface().record_stream(memory, impl::to_c(stream)));
 }
@@ -91,7 +91,7 @@ inline void record_stream(void* memory, Stream stream) {
 inline int device_of(const void* address) {
   return impl::interface().device_of(address);
 }
-// In a debug build (without NDEBUG), throws unless the address is of the stream's device; otherwise does nothing.
+// In a debug build (without NDEBUG), throws unless the address is on the stream's device; otherwise does nothing.
 inline void check_address([[maybe_unused]] const void* address, [[maybe_unused]] Stream stream) {
 #ifndef NDEBUG
   const int found = device_of(address);
@@ -102,14 +102,14 @@ inline void check_address([[maybe_unused]] const void* address, [[maybe_unused]]
 #endif
 }
 
-// Between host and device, or on devices, in the order of `stream`. The host's memory must live until it has run.
+// Copies between host and device, or between devices, in the order of `stream`. Host memory must live until it has run.
 inline void copy(void* to, const void* from, std::size_t bytes, Stream stream) {
   impl::check(impl::interface().copy(to, from, bytes, impl::to_c(stream)));
 }
 
 // ---- events ----
 
-// A point in a stream's order, and with `timed` the time when the stream reached it.
+// A point in a stream's order; with `timed`, also the time when the stream reached it.
 class Event {
  public:
   explicit Event(int device, bool timed = false) {
@@ -124,7 +124,7 @@ class Event {
     if (event_) impl::interface().destroy_event(event_);
   }
   void record(Stream stream) { impl::check(impl::interface().record_event(event_, impl::to_c(stream))); }
-  // What is launched on `stream` from now on waits for the event.
+  // Work launched on `stream` from now on waits for the event.
   void block(Stream stream) const { impl::check(impl::interface().wait_event(event_, impl::to_c(stream))); }
   bool query() const {
     std::int32_t reached;
@@ -145,7 +145,7 @@ class Event {
 
 // ---- faults ----
 
-// While one lives, a fault strikes: see arm_fault() in c_api.h.
+// While it lives, a fault is armed: see arm_fault() in c_api.h.
 class Fault {
  public:
   explicit Fault(const char* kind, int device = -1, std::uint64_t after = 0, std::uint64_t times = 1,

@@ -1,4 +1,4 @@
-// openreg.h for tensors: for packages that are built with PyTorch's headers.
+// openreg.h with tensors, for packages built with PyTorch's headers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ void launch(const at::Tensor& x, Work&& work, Site site = std::source_location::
   launch(current_stream(x), std::forward<Work>(work), site);
 }
 
-// What `stream` has been given so far uses the tensor's memory too, as torch.Tensor.record_stream() says it.
+// The work given to `stream` so far uses the tensor's memory too, like torch.Tensor.record_stream().
 inline void record_stream(const at::Tensor& x, Stream stream) {
   record_stream(x.storage().mutable_data(), stream);
 }

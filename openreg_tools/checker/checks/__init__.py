@@ -1,7 +1,7 @@
 """The checks of `checker.check`: one function each, with a section in docs/checker.md.
 
-A check passes by returning, with a note or without, and ends in any other way by fail(), warn(), refuse() or skip().
-The first line of its docstring is what the report says it holds.
+A check passes by returning, with or without a note, and ends in any other way through fail(), warn(), refuse() or
+skip(). The report shows the first line of its docstring.
 """
 
 from __future__ import annotations
@@ -67,6 +67,6 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
     )
 }
 
-# Those that say something about sparse and other tensors without strides.
+# The checks that also apply to sparse and other tensors without strides.
 ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace", "jit_script", "copies", "determinism",
               "threads", "poison", "overhead"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the checks share: how they end, how they compare, and the layouts that they try."""
+"""Shared by the checks: how they end, how they compare, and the layouts that they try."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def skip(reason: str) -> NoReturn:
 
 # ---- what an error means ----
 
-# An operator, or PyTorch, says that something is not supported; any other error is an accident.
+# Errors in which an operator, or PyTorch, says that something is not supported; any other error is an accident.
 _REFUSAL = re.compile(
     r"not (yet |currently )?(been )?(implemented|supported)|(n't|not) (yet )?(have )?support|unsupported|not differentiable"
     r"|no autograd formula|(no|not? have an?) (second |double |higher[- ]order )?(derivative|gradient|backward|forward)"
     r"|once_differentiable|cannot use C\+\+|must override the setup_context|generate_vmap_rule|vmap",
     re.IGNORECASE,
 )
-# The error of a derivative that another operator lacks, by PyTorch's or the device's fallback.
+# The error for a derivative that another operator lacks, from PyTorch's or the device's fallback.
 LACKING = re.compile(
     r"(?<!the )derivative for (\w+::\w+)[.\w]* is not implemented"
     r"|backward through (\w+\.\w+)[.\w]* but no autograd formula"
 )
 WARNED = "autograd kernel was not registered"
-# Python's own errors, whose words may be a refusal's: "unsupported operand type(s)". Of TypeErrors only its sentences.
+# Python's own errors that may sound like a refusal: "unsupported operand type(s)". For TypeErrors, only these messages.
 _ACCIDENTS = (LookupError, AttributeError, NameError, ArithmeticError, AssertionError)
 _TYPE_ACCIDENT = re.compile(
     r"^unsupported (operand|format)|between instances of|^'[\w.]+' object |\w\(\) (takes|got|missing)"
@@ -58,7 +58,7 @@ def refused(error: BaseException) -> bool:
 
 
 def refuse_or_fail(case: Case, error: BaseException, what: str, remedy: str) -> NoReturn:
-    """End as refused if the error says so, else as failed."""
+    """End the check as refused if the error says so, else as failed."""
     if refused(error):
         refuse(last_line(error))
     fail(f"{case.name}: {what} raised {last_line(error)}", remedy)
@@ -76,7 +76,7 @@ def needs_derivative(case: Case) -> None:
 
 # ---- comparing ----
 
-_TOLERANCE = {  # rtol and atol; atol is that of numbers about 1, and grows with the largest
+_TOLERANCE = {  # rtol and atol; atol is for numbers near 1, and grows with the largest
     torch.float64: 1e-9,
     torch.float32: 2e-5,
     torch.float16: 4e-3,
@@ -87,7 +87,7 @@ _TOLERANCE = {  # rtol and atol; atol is that of numbers about 1, and grows with
 
 
 def tolerance(*tensors: Tensor) -> float:
-    """That of the coarsest of their dtypes; 0 for whole numbers."""
+    """The tolerance for the coarsest of the dtypes; 0 for integers."""
     return max((_TOLERANCE.get(x.dtype, 0.1) for x in tensors if differentiable(x)), default=0.0)
 
 
@@ -99,13 +99,13 @@ def differs(
     dtype: bool = True,
     coarse: float = 0,
 ) -> str:
-    """What differs first between two lists of tensors, as "output 0 is …"; "" if nothing does."""
+    """The first difference between two lists of tensors, as "output 0 is …"; "" if there is none."""
     if len(actual) != len(expected):
         return f"there are {len(actual)} {what}s instead of {len(expected)}"
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         if a is None or e is None:
             if not (is_zero(a) and is_zero(e)):
-                return f"{what} {i} is {'missing' if a is None else 'there'}, and was not to be"
+                return f"{what} {i} is {'missing' if a is None else 'there'}, but should not be"
             continue
         if a.shape != e.shape:
             return f"{what} {i} has shape {list(a.shape)} instead of {list(e.shape)}"
@@ -147,12 +147,12 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def picks(case: Case) -> bool:
-    """Whether it also gives whole numbers, as sort does: of equal elements it may pick any."""
+    """Whether it also returns integers, like sort: it may pick any of several equal elements."""
     return any(not differentiable(x) for x in case.expected)
 
 
 def plain(case: Case, tensors: Sequence[Tensor], function: Any = None) -> list[Tensor]:
-    """The outputs without autograd, kept apart from what may overwrite them."""
+    """The outputs without autograd, copied so that nothing overwrites them."""
     with torch.no_grad():
         return _detached((function or case.run)(*tensors))
 
@@ -167,7 +167,7 @@ def reference_of(case: Case) -> Callable[..., tuple[Tensor, ...]] | None:
     if case.reference:
         return case.function(op=case.reference)
     host = not any(isinstance(c, torch.device) for c in case.constants.values())
-    # Each device's generator gives other random numbers.
+    # Each device's generator gives different random numbers.
     if case.device.type != "cpu" and host and not case.seeded and case.has_computed_kernel("CPU"):
         return case.function()
     return None
@@ -177,7 +177,7 @@ def storage_of(x: Tensor) -> int | None:
     return x.untyped_storage()._cdata if x.layout == torch.strided and x.numel() else None
 
 
-# ---- layouts: the values are kept, the strides are not ----
+# ---- layouts: the same values with other strides ----
 
 
 def permuted(x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def layouts_of(case: Case, **options: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """The sample as it is, in every layout, and with only its first tensor permuted."""
+    """The unchanged sample, the sample in every layout, and with only its first tensor permuted."""
     yield "the sample's", case.fresh(**options)
     for name, layout in LAYOUTS.items():
         yield name, [layout(x) if x.layout == torch.strided else x for x in case.fresh(**options)]
@@ -225,7 +225,7 @@ def layouts_of(case: Case, **options: Any) -> Iterator[tuple[str, list[Tensor]]]
 
 
 def resized(tensors: Sequence[Tensor], old: int, new: int) -> list[Tensor]:
-    """Every dimension of size `old` made `new` long, by repeating or leaving out."""
+    """Every dimension of size `old` becomes `new` long, by repeating or dropping elements."""
     out = []
     for x in tensors:
         for d, size in enumerate(x.shape):
@@ -236,6 +236,6 @@ def resized(tensors: Sequence[Tensor], old: int, new: int) -> list[Tensor]:
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The different sizes of more than one, those of the largest tensor first."""
+    """The distinct sizes above one, those of the largest tensor first."""
     ordered = sorted(tensors, key=lambda x: -x.dim())
     return list(dict.fromkeys(size for x in ordered for size in x.shape if size > 1))

@@ -1,4 +1,4 @@
-"""Checks of derivatives: that there are all of them or an error, and that they are right."""
+"""Checks of derivatives: that they are complete or raise an error, and that they are correct."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from openreg_tools.checker.checks.common import (
 
 
 def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | None = None) -> float:
-    """The derivative of the weighted outputs along a fixed direction of one tensor, by finite difference."""
+    """The derivative of the weighted outputs along a fixed direction of one tensor, by finite differences."""
     x = tensors[which]
     step = {torch.float64: 1e-6, torch.complex128: 1e-6}.get(x.dtype, 1e-2)
     direction = cotangents([x])[0]
@@ -46,7 +46,7 @@ def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | N
 
 
 def derivative(case: Case) -> None:
-    """What `Case.derivative` caches: a silent or partial gradient is a failure, an error that says so is not."""
+    """Computes `Case.derivative`: a silent or partial gradient is a failure, an error that says so is not."""
     if not any(case.wanted):
         skip("no floating tensor argument")
     tensors = case.fresh(grad=True, dtype=case.wide)
@@ -99,7 +99,7 @@ def derivative(case: Case) -> None:
 
 
 def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Fails if what the operator wrote has the gradient of what was there before."""
+    """Fail if a tensor that the operator wrote still has the gradient of its old contents."""
     for i, out in zip(case.written, outs[len(outs) - len(case.written) :], strict=True):
         untouched = out.grad_fn is not None and out.grad_fn.name().startswith("CloneBackward")
         if untouched and case.wanted[i] and differs([out], [tensors[i]]):
@@ -113,7 +113,7 @@ def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor
 
 
 def backward(case: Case) -> str | None:
-    """Asking for a gradient gives all of it, or an error."""
+    """Asking for a gradient gives the complete gradient, or an error."""
     if case.derivative.status != "pass":
         raise case.derivative
     tensors = case.fresh(grad=True, dtype=case.wide)
@@ -132,14 +132,14 @@ def backward(case: Case) -> str | None:
 
 
 def _wide_leaves(case: Case) -> tuple[list[Tensor], dict[str, float]]:
-    """Leaves for finite differences, and the step and tolerances that their dtype allows."""
+    """Leaf tensors for finite differences, with the step and tolerances for their dtype."""
     tensors = [x.contiguous() if 0 in x.stride() else x for x in case.fresh(dtype=case.wide)]
     if any(x.dtype in (torch.float16, torch.bfloat16) for x in case.of(tensors)):
         skip("it takes no float64, and finite differences of a half type say nothing")
     return case.leaf(tensors), {} if case.wide else dict(eps=1e-3, atol=2e-2, rtol=2e-2)
 
 
-_SMALL = 48  # elements up to which every column of a Jacobian is looked at
+_SMALL = 48  # up to this many elements, every column of a Jacobian is checked
 
 
 def _finite_differences(case: Case, check: Callable[..., bool], what: str, remedy: str) -> str | None:
@@ -170,9 +170,10 @@ def gradcheck(case: Case) -> str | None:
 
 
 def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
-    """Fails if torch.func loses the second derivative where vjp has ended before its backward runs.
+    """Fail if torch.func loses the second derivative when vjp has ended before its backward runs.
 
-    `twice` says whether eager has one, which is then what is expected; else a gradient that varies is enough.
+    `twice` says whether eager mode has one, which is then the expected value; otherwise a gradient that varies is
+    enough.
     """
     tensors = case.fresh(dtype=case.wide)
     wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
@@ -192,7 +193,7 @@ def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
     leaves = [tensors[i] for i in wanted]
     try:
         got = torch.func.grad(penalty, tuple(range(len(wanted))))(*leaves)
-    except Exception:  # no silence; whether torch.func works at all, vmap_grad says
+    except Exception:  # not silent; vmap_grad checks whether torch.func works at all
         return
     if twice:
         leaves = [x.detach().requires_grad_() for x in leaves]
@@ -217,7 +218,7 @@ def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
 
 
 def gradgradcheck(case: Case) -> str | None:
-    """Second derivatives agree with finite differences, or are refused by an error of its own."""
+    """Second derivatives agree with finite differences, or raise an error of the operator itself."""
     needs_derivative(case)
     tensors, _ = _wide_leaves(case)
     outs = [out for out in case.run(*tensors) if out.requires_grad]
@@ -230,7 +231,7 @@ def gradgradcheck(case: Case) -> str | None:
     grads = torch.autograd.grad(outs, leaves, given, create_graph=True, allow_unused=True)
     attached = [g for g in grads if g is not None and g.requires_grad]
     if len(attached) < sum(g is not None for g in grads):
-        # A constant gradient is right when it stays the same for other inputs and other gradients of the output.
+        # A constant gradient is correct if it stays the same for other inputs and other output gradients.
         other = [(x.detach() * 1.25 + 0.125).requires_grad_(x.requires_grad) for x in tensors]
         again = torch.autograd.grad(
             [out for out in case.run(*other) if out.requires_grad],
@@ -279,7 +280,7 @@ def gradgradcheck(case: Case) -> str | None:
 
 
 def forward_ad(case: Case) -> str | None:
-    """Forward-mode derivatives agree with those of backward, or are refused by an error."""
+    """Forward-mode derivatives agree with those of backward, or raise an error."""
     if case.derivative.status not in ("pass", "refused"):
         skip("there is no derivative to check: see backward")
     forward = torch.autograd.forward_ad

@@ -22,7 +22,7 @@ _REMEDY = (
 
 @contextlib.contextmanager
 def _devices(kind: str) -> Iterator[Any]:
-    """A mesh of simulated devices; tensors that are made in it have a value for each."""
+    """A mesh of simulated devices; tensors created in it have a value for each device."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +41,7 @@ def _parts(x: Tensor, dim: int | None) -> list[Tensor]:
 
 
 def _placed(x: Tensor, parts: Sequence[Tensor], dim: int | None, mesh: Any) -> Any:
-    """The DTensor of what each device has of x, sharded along a dimension, or the same on every device."""
+    """x as a DTensor, sharded along a dimension, or replicated."""
     from torch.distributed._local_tensor import LocalTensor
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -51,7 +51,7 @@ def _placed(x: Tensor, parts: Sequence[Tensor], dim: int | None, mesh: Any) -> A
 
 
 def _on_each(x: Any) -> list[Tensor | None]:
-    """The whole of a DTensor as each device has it."""
+    """The full tensor of a DTensor, as each device has it."""
 
     def one(x: Any, rank: int) -> Tensor:
         while hasattr(x, "_local_tensors"):
@@ -65,7 +65,7 @@ def _on_each(x: Any) -> list[Tensor | None]:
 
 
 def _ways(case: Case) -> Iterator[tuple[str, list[int | None]]]:
-    """Which arguments are sharded, in words and by their dimensions: each by itself, and all along one."""
+    """Which arguments are sharded, in words and as dimensions: each alone, and all along one dimension."""
     tensors = case.leaves
     yield "every argument replicated", [None] * len(tensors)
 
@@ -96,7 +96,7 @@ def _has_its_own(op: Any) -> bool:
 
 
 def dtensor(case: Case) -> str | None:
-    """On DTensors, wherever its arguments are sharded, outputs and gradients are those of plain tensors."""
+    """On DTensors, however its arguments are sharded, outputs and gradients are those of plain tensors."""
     if not torch.distributed.is_available():
         skip("this PyTorch has no torch.distributed")
     if torch.distributed.is_initialized():
@@ -123,7 +123,7 @@ def dtensor(case: Case) -> str | None:
         own, stays = _has_its_own(case.op), []
         for i, (way, dims, inputs) in enumerate(ways):
             tensors = [_placed(x, parts, d, mesh) for x, parts, d in inputs]
-            # Graphs of DTensors are slow: gradients for the first ways only.
+            # Graphs of DTensors are slow, so gradients are checked only for the first placements.
             by = [_placed(c, parts, None, mesh) for c, parts in given] if grad and i < 4 else None
             stayed = _check_way(case, way, dims, tensors, by, own)
             if stayed and any(d is not None for d in dims):
@@ -132,7 +132,7 @@ def dtensor(case: Case) -> str | None:
 
 
 def _unless_simulated(error: BaseException) -> None:
-    """Skips where the simulation itself raised: it takes no lists among several outputs, for one."""
+    """Skip if the simulation itself raised; for example, it does not support lists among several outputs."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -147,7 +147,7 @@ def _lacks_strategy(error: BaseException) -> bool:
 def _check_way(
     case: Case, way: str, dims: Sequence[int | None], tensors: list[Any], given: list[Any] | None, own: bool
 ) -> bool:
-    """One placement of the arguments, with the outputs' gradients if they are to be checked; is an output sharded?"""
+    """Check one placement of the arguments, optionally with gradients; returns whether an output is sharded."""
     if given is not None:
         tensors = [x.requires_grad_(flag) for x, flag in zip(tensors, case.wanted, strict=True)]
     try:
@@ -159,7 +159,7 @@ def _check_way(
                 "torch.distributed.tensor.experimental.register_sharding"
             )
         if case.mutable and any(d is not None for d in dims):
-            return False  # what it writes to cannot be moved
+            return False  # DTensor cannot move arguments that are written to
         _unless_simulated(error)
         if not own:
             refuse(f"DTensor runs the operators it is made of, and with {way} one raises {last_line(error)}")

@@ -1,4 +1,4 @@
-"""Checks of the fake kernel, and of torch.compile, which believes it."""
+"""Checks of the fake kernel, and of torch.compile, which relies on it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def program(case: Case) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def unlike_eager(case: Case, outs: Sequence[Tensor]) -> str:
-    """What differs between the outputs of a compiled `program` and the eager ones."""
+    """The difference between the outputs of a compiled `program` and the eager ones."""
     expected = list(program(case)(*case.fresh()))
     if len(outs) != len(expected):
         return f"there are {len(outs)} outputs instead of {len(expected)}"
@@ -105,7 +105,7 @@ def strides_differ(actual: Sequence[Tensor], expected: Sequence[Tensor], what: s
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
-    """Those that say something: a dimension of one element may have any."""
+    """The strides that matter: a dimension with one element may have any stride."""
     return tuple(stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1) if x.numel() else ()
 
 
@@ -113,7 +113,7 @@ def run_fake(
     case: Case, tensors: Sequence[Tensor], mode: FakeTensorMode | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Fake inputs and the fake kernel's outputs."""
-    mode = mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # sizes that depend on data are symbols
+    mode = mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # data-dependent sizes are symbols
     with mode, enable_python_dispatcher(), torch.no_grad():
         fakes = [mode.from_tensor(x) for x in tensors]
         return fakes, list(case.run(*fakes))
@@ -180,7 +180,8 @@ def fake_layouts(case: Case) -> str | None:
 
 
 def _mixes(case: Case) -> Iterator[tuple[str, set[int]]]:
-    """Which floating arguments get another dtype: all, all but one or two, one or two alone; a list is one argument."""
+    """Which floating-point arguments get another dtype: all, all but one or two, only one or two; a list is one
+    argument."""
     arguments: dict[str, set[int]] = {}
     for i, (name, x) in enumerate(zip(case.names, case.leaves, strict=True)):
         if x.is_floating_point():
@@ -205,7 +206,7 @@ def fake_dtypes(case: Case) -> str | None:
 
         try:
             outs = plain(case, given())
-        except Exception:  # not every operator takes the others
+        except Exception:  # not every operator supports the others
             continue
         taken += 1
         said = f"given {str(dtype).removeprefix('torch.')} {names}"
@@ -217,7 +218,7 @@ def fake_dtypes(case: Case) -> str | None:
                 "refuse in the fake kernel only what the kernel refuses",
             )
         others = {"the fake kernel says": fake}
-        with contextlib.suppress(Exception):  # whether it runs there, reference says
+        with contextlib.suppress(Exception):  # the check `reference` tests whether it runs there
             others["the CPU kernel gives"] = plain(case, given(device="cpu"), host) if host else outs
         for who, other in others.items():
             for i, (a, b) in enumerate(zip(outs, other, strict=True)):
@@ -231,14 +232,14 @@ def fake_dtypes(case: Case) -> str | None:
 
 
 def _known(sizes: Sequence[int], said: Sequence[Any]) -> list[int | None]:
-    """The sizes that the fake kernel knows; it cannot know those that the data decide."""
+    """The sizes that the fake kernel knows; it cannot know data-dependent ones."""
     if len(sizes) != len(said):
         return list(sizes)
     return [n if isinstance(s, int) else None for n, s in zip(sizes, said, strict=True)]
 
 
 def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[Tensor], list[list[Any]]]:
-    """The fake kernel on tensors all of whose sizes are symbols."""
+    """Run the fake kernel on tensors whose sizes are all symbols."""
     from torch._dynamo.source import ConstantSource
 
     env = ShapeEnv()
@@ -275,7 +276,7 @@ def fake_dynamic(case: Case) -> str | None:
             found = env.replacements.get(symbol) if symbol is not None else None
             if found is None or not found.is_number:
                 continue
-            # Not if it takes no other size, or gives as many outputs.
+            # Not if it accepts no other size, or if the size is the number of outputs.
             try:
                 other = plain(case, resized(case.fresh(), x.shape[d], x.shape[d] + 1))
             except Exception:
@@ -292,7 +293,7 @@ def fake_dynamic(case: Case) -> str | None:
 
 
 def fake_errors(case: Case) -> str | None:
-    """The fake kernel refuses what the kernel refuses, in the same words."""
+    """The fake kernel rejects what the kernel rejects, with the same messages."""
     needs_tensors(case)
     notes, agreed = [], 0
     for what, tensors in _wrong_inputs(case):
@@ -326,7 +327,7 @@ def fake_errors(case: Case) -> str | None:
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line, less what a compiler puts around it."""
+    """The first line, without what a compiler adds around it."""
     return (str(error).strip().splitlines() or [""])[0]
 
 

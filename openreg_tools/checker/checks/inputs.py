@@ -25,7 +25,7 @@ from openreg_tools.checker.checks.fakes import run_fake
 
 
 def _clear(case: Case, error: BaseException, inputs: str) -> str:
-    """A refusal of some inputs as a note; fails if the error is an accident of the kernel's."""
+    """A note that the operator refuses some inputs; fails if the error is an accident in the kernel."""
     if "INTERNAL ASSERT" in str(error) or isinstance(error, (AssertionError, ZeroDivisionError, SystemError)):
         fail(
             f"{case.name}: given {inputs} it ended in {last_line(error)}",
@@ -35,7 +35,7 @@ def _clear(case: Case, error: BaseException, inputs: str) -> str:
 
 
 def layouts(case: Case) -> str | None:
-    """Inputs that are permuted, padded, stepped, expanded or channels-last give what contiguous ones give."""
+    """Permuted, padded, stepped, expanded or channels-last inputs give the same results as contiguous ones."""
     if case.seeded:
         skip("its numbers are random, and drawn in the order of memory")
     remedy = "read elements by the tensor's strides, or start from x.contiguous()"
@@ -65,7 +65,7 @@ def layouts(case: Case) -> str | None:
 
 
 def _against(case: Case, tensors: list[Tensor], inputs: str) -> str | None:
-    """Run unusual inputs; compare with the reference, else with the fake kernel. Returns a refusal."""
+    """Run unusual inputs; compare with the reference, else with the fake kernel. Returns a note about a refusal."""
     try:
         outs = plain(case, tensors)
     except Exception as error:
@@ -100,7 +100,7 @@ def _against(case: Case, tensors: list[Tensor], inputs: str) -> str | None:
 
 
 def empty(case: Case) -> str | None:
-    """Tensors of no elements are taken, or refused by a sentence."""
+    """Empty tensors are accepted, or rejected with a clear error."""
     tensors = case.fresh()
     sizes = sizes_of(tensors)
     if not sizes or any(x.layout != torch.strided for x in tensors):
@@ -115,7 +115,7 @@ def empty(case: Case) -> str | None:
 
 
 def zero_dim(case: Case) -> str | None:
-    """Zero-dimensional tensors are taken, or refused by a sentence."""
+    """Zero-dimensional tensors are accepted, or rejected with a clear error."""
     tensors = case.fresh()
     if not tensors or any(x.layout != torch.strided or not x.numel() for x in tensors):
         skip("no strided tensor with elements")
@@ -124,11 +124,11 @@ def zero_dim(case: Case) -> str | None:
     return None
 
 
-_LARGE = 2**19  # elements: enough for every kernel to use its threads and vectors
+_LARGE = 2**19  # elements, enough for every kernel to use threads and vectors
 
 
 def large(case: Case) -> str | None:
-    """Large inputs give what the reference, or a single thread, gives."""
+    """Large inputs give the results of the reference, or of a single thread."""
     tensors = case.fresh()
     if any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
         skip("no strided tensor of more than one element")

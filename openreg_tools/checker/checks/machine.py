@@ -1,4 +1,4 @@
-"""Checks of what the machine does: streams, memory, threads, time."""
+"""Checks of the machine's side: streams, memory, threads, time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from openreg_tools.checker.checks.common import differs, fail, plain, resized, s
 
 
 def stream(case: Case) -> str | None:
-    """On another stream it gives what it gives on the default one."""
+    """On another stream it gives the same results as on the default one."""
     if case.device.type in ("cpu", "meta"):
         skip(f"{case.device.type} has no streams")
     side = torch.Stream(device=case.device)
@@ -38,13 +38,13 @@ def stream(case: Case) -> str | None:
 
 @contextlib.contextmanager
 def _garbage(case: Case, pattern: int) -> Iterator[None]:
-    """Memory handed out in here is filled with the byte `pattern`, as far as this device and C library let us."""
+    """Fill memory allocated in this context with the byte `pattern`, if this device and C library support it."""
     kind = case.device.type
     if filled := backends.of_device(kind).filled(pattern):
         with filled:
             yield
         return
-    # Leave garbage in freed blocks of the sizes that the call will ask for.
+    # Leave garbage in freed blocks of the sizes that the call will request.
     blocks = []
     for x in (*case.leaves, *case.expected):
         for _ in range(4):
@@ -63,7 +63,7 @@ def _garbage(case: Case, pattern: int) -> Iterator[None]:
 
 
 def poison(case: Case) -> str | None:
-    """What it gives does not depend on what was in memory before."""
+    """Its results do not depend on old memory contents."""
     remedy = "write every element of what torch.empty gives before it is read; torch.zeros where sums start from it"
 
     def run(what: str) -> list[Tensor | None]:
@@ -114,7 +114,7 @@ PATIENCE = 120  # seconds that threads get to end
 
 
 def threads(case: Case) -> str | None:
-    """Calls from four threads at once give what one gives, on inputs of their own and on shared ones."""
+    """Concurrent calls from four threads give one thread's results, on separate and on shared inputs."""
     if case.seeded:
         skip("its numbers are random, and the generator is shared")
     distinct = [[x * s if differentiable(x) else x for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
@@ -153,7 +153,7 @@ def threads(case: Case) -> str | None:
 
 
 def overhead(case: Case) -> str | None:
-    """What a call costs beside the work, in nanoseconds."""
+    """The overhead of a call, in nanoseconds."""
     tensors = case.fresh()
     for size in sizes_of(tensors)[:2]:
         with contextlib.suppress(Exception):
@@ -175,7 +175,7 @@ def overhead(case: Case) -> str | None:
 
 
 def _nanoseconds(call: Callable[[], Any]) -> float:
-    """The quickest of some batches, of 40 ms altogether."""
+    """The fastest of several batches, 40 ms in total."""
     call()
     best, count = float("inf"), 1
     end = time.perf_counter_ns() + 40_000_000

@@ -25,14 +25,14 @@ from openreg_tools.checker.checks.fakes import compiled, lost, quiet
 
 
 def functionalization(case: Case) -> str | None:
-    """Functionalized, it gives what it gave."""
-    remedy = "declare in the schema what is written to and what is a view; functionalization believes it"
+    """Functionalized, it gives the same results."""
+    remedy = "declare in the schema what is written to and what is a view; functionalization relies on it"
     try:
         outs = torch.func.functionalize(case.function())(*case.fresh())
     except Exception as error:
         if not case.mutable or "alias annotations" not in str(error):
             refuse_or_fail(case, error, "torch.func.functionalize", remedy)
-        # C++ functionalization knows no custom operator that writes; the compiler's does.
+        # C++ functionalization does not support custom operators that write; the compiler's does.
         with quiet():
             outs = compiled(case, False)(*case.fresh())
     if wrong := differs(outs, case.expected):
@@ -96,7 +96,7 @@ def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]:
-    """What the call under vmap gives, and whether PyTorch's loop over samples was needed."""
+    """The result of the call under vmap, and whether it needed PyTorch's loop over samples."""
     functorch = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
     functorch._set_vmap_fallback_enabled(False)
@@ -115,13 +115,13 @@ def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]
 
 _RULES = (
     "fix the batching rules, of the operator and of those that its backward calls: a rule gets every argument, and for "
-    "each the batched dimension, None for what is no tensor"
+    "each the batched dimension, None for all but tensors"
 )
 _SLOW = "register a batching rule: torch.library.register_vmap, or a kernel at FuncTorchBatched"
 
 
 def vmap(case: Case) -> str | None:
-    """Under torch.vmap it gives what a loop gives, and without PyTorch's slow loop."""
+    """Under torch.vmap it gives a loop's results, without PyTorch's slow loop."""
     if case.seeded:
         skip("its numbers are random")
     if not case.leaves:
@@ -156,7 +156,7 @@ def vmap(case: Case) -> str | None:
 
 
 def vmap_grad(case: Case) -> str | None:
-    """torch.vmap of torch.func.grad gives what a loop over backward gives."""
+    """torch.vmap of torch.func.grad gives the results of a loop over backward."""
     if case.seeded:
         skip("its numbers are random")
     if case.derivative.status not in ("pass", "refused"):
@@ -188,7 +188,7 @@ def vmap_grad(case: Case) -> str | None:
 
 
 def autocast(case: Case) -> str | None:
-    """Under autocast it takes the dtypes that a linear before it makes, by a policy of its own."""
+    """Under autocast it accepts the dtypes that a preceding linear produces, with its own policy."""
     kind = case.device.type
     if not torch.amp.is_autocast_available(kind):
         skip(f"{kind} has no autocast")
@@ -200,7 +200,7 @@ def autocast(case: Case) -> str | None:
     if case.schema.name.endswith("_backward"):
         skip("autograd calls a backward operator in the dtypes that its forward saw, with autocast off")
     policy = case.has_kernel(f"Autocast{case.key}")
-    # A linear gives the half type; parameters, and what other operators give, stay float32.
+    # A linear layer returns the half type; parameters and the results of other operators stay float32.
     mixes = [{i: torch.bfloat16 if i == floats[0] else torch.float32 for i in floats}]
     if len(floats) > 1:
         mixes.append({i: torch.float32 if i == floats[0] else torch.bfloat16 for i in floats})
@@ -220,7 +220,7 @@ def autocast(case: Case) -> str | None:
                 "register an autocast policy: torch.library.register_autocast(op, device_type, dtype), or a kernel at the "
                 "Autocast key that casts and calls the operator again",
             )
-        # The same values in float32; whole numbers, such as indices, may follow the rounding.
+        # The same values in float32; integers, such as indices, may depend on the rounding.
         wide = plain(case, [x.to(case.leaves[i].dtype) if i in mix else x for i, x in enumerate(tensors)])
         if wrong := differs(*(list(filter(differentiable, each)) for each in (outs, wide)), dtype=False, coarse=8e-2):
             fail(

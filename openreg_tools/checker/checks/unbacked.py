@@ -1,4 +1,4 @@
-"""Checks of sizes that the data decide, as nonzero() and item() make them: "unbacked" ones, whose value no compiler has."""
+"""Checks of data-dependent sizes, as from nonzero() and item(): "unbacked" sizes, whose value no compiler knows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 def _dims(case: Case) -> list[tuple[int, int]]:
-    """Which dimensions of which tensors are tried: all of more than one element."""
+    """Which dimensions of which tensors to try: all with more than one element."""
     if any(x.layout != torch.strided for x in case.leaves):
         skip("a tensor is not strided")
     dims = [(i, d) for i, x in enumerate(case.leaves) for d, size in enumerate(x.shape) if size > 1]
@@ -38,7 +38,7 @@ def _ask(error: Exception) -> bool:
 
 
 def _depends(case: Case, where: str, error: Exception) -> NoReturn:
-    """End for an error of a program with such sizes."""
+    """End the check for an error in a program with such sizes."""
     if _ask(error):
         said = next((line for line in str(error).splitlines() if "guard on" in line), last_line(error))
         warn(
@@ -50,7 +50,8 @@ def _depends(case: Case, where: str, error: Exception) -> NoReturn:
 
 
 def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:
-    """What has which symbol: each dimension alone, those of one size together, and each its own at once."""
+    """Which dimensions get which symbol: each dimension alone, those of equal size together, and all with different
+    symbols."""
     dims = _dims(case)
     for i, d in dims:
         yield f"with an unbacked dimension {d} of {case.names[i]}", {(i, d): 0}
@@ -64,7 +65,7 @@ def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:
 
 
 def fake_unbacked(case: Case) -> str | None:
-    """The fake kernel works with sizes that only the data decide, in each dimension and in all."""
+    """The fake kernel works with data-dependent sizes, in each dimension and in all at once."""
     needs_tensors(case)
     variants = list(_variants(case))
     for where, symbols in variants:
@@ -106,7 +107,7 @@ def _captured() -> Any:
 
 
 def compile_unbacked(case: Case) -> str | None:
-    """Compiled where every dimension is unbacked (equal sizes alike), outputs and gradients are the eager ones."""
+    """Compiled with every dimension unbacked (equal sizes share a symbol), outputs and gradients are the eager ones."""
     needs_tensors(case)
     dims = _dims(case)
     if case.seeded:
@@ -133,7 +134,7 @@ def compile_unbacked(case: Case) -> str | None:
 
 
 def export_unbacked(case: Case) -> str | None:
-    """Exported behind nonzero(), which decides its sizes, strictly or not, it gives the eager outputs."""
+    """Exported after nonzero(), which determines its sizes, strictly or not, it gives the eager outputs."""
     needs_tensors(case)
     dims = _dims(case)
     if case.seeded:
@@ -153,7 +154,7 @@ def export_unbacked(case: Case) -> str | None:
             return self.function(*tensors)
 
     masks = [torch.ones(size, dtype=torch.bool, device=case.device) for size in sizes]
-    # Without a __name__, by which Dynamo would look for the globals of this code in a module.
+    # Without a __name__, through which Dynamo would look up this code's globals in a module.
     function = case.function()
     scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}
     program = Program(types.FunctionType(function.__code__, scope))

@@ -34,7 +34,7 @@ def runs(case: Case) -> str | None:
 
 
 def schema(case: Case) -> str | None:
-    """It writes to nothing, and shares memory with nothing, but what its schema says."""
+    """It writes to, and shares memory with, only what its schema declares."""
     variants = [("the sample's", case.fresh()), ("padded", [padded(x) for x in case.fresh()])]
     variants.append(("of larger values,", [x * 3 + 1 if differentiable(x) else x for x in case.fresh()]))
     for which, tensors in variants:
@@ -42,7 +42,7 @@ def schema(case: Case) -> str | None:
             _schema_of(case, tensors, which)
         except Outcome:
             raise
-        except Exception:  # not every operator takes the others
+        except Exception:  # not every operator supports the others
             if which == "the sample's":
                 raise
     if case.derivative.status == "pass":
@@ -99,7 +99,7 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
             continue
         shared = False
         for x, name, other in zip(tensors, case.names, infos, strict=True):
-            # A list's annotation names no set: its tensors may alias any annotated argument.
+            # A list's annotation does not name a set: its tensors may alias any annotated argument.
             declared = info is not None and other is not None
             declared = declared and bool(not info.before_set or info.before_set & other.before_set)
             if storage_of(x) == mine:
@@ -110,7 +110,7 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
                         f"return a copy, or declare the view: Tensor(a) {name} and -> Tensor(a) in the schema",
                     )
         if info is not None and not shared:
-            said = f"{case.name}: the schema says that output {i} is an alias of an input, but it is memory of its own"
+            said = f"{case.name}: the schema says that output {i} is an alias of an input, but it has its own memory"
             remedy = "return the input or its view, or take the (a) out of the schema's return"
             fail(said, remedy) if info.is_write else warn(said, remedy)
         for j in range(i):
@@ -130,7 +130,7 @@ def _returned(case: Case, outs: Sequence[Tensor]) -> list[Any]:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """Every byte of its storage, what lies between and around its elements included."""
+    """Every byte of its storage, including the gaps between and around its elements."""
     if x.layout != torch.strided:
         return x.detach().to_dense().cpu().clone()
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
@@ -190,7 +190,7 @@ def opcheck_autograd_registration(case: Case) -> str | None:
         skip("no floating tensor argument")
     if case.device.type in ("cpu", "cuda", "xpu"):
         return _opcheck(case, "test_autograd_registration")
-    # PyTorch's own knows three devices; this is what it does.
+    # PyTorch's own test supports three devices; this does the same for any.
     if case.has_kernel(f"Autograd{case.key}", "Autograd", "CompositeImplicitAutograd"):
         return None
     torch._C._set_autograd_fallback_mode("nothing")

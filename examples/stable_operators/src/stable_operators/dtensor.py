@@ -1,4 +1,5 @@
-"""Import this to tell DTensor how the operators are sharded: each device runs them on its part. Elsewhere they gather."""
+"""Import this to register sharding rules with DTensor: each device runs the operators on its part instead of
+gathering."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _(grad_y, x, weight, rstd):
     ]
 
 
-# register_sharding makes only integers a part of the key of DTensor's cache, so that a call would get the eps of an earlier
-# one with the same placements.
+# register_sharding makes only integers part of the key of DTensor's cache, so a call would get the eps of an earlier
+# call with the same placements.
 _propagator = DTensor._op_dispatcher.sharding_propagator
 _propagator.op_to_schema_info[_ops.rms_norm.default] = RuntimeSchemaInfo(static_argnum=2, needs_pytree=True)

@@ -1,4 +1,4 @@
-"""What a stable library leaves to Python: derivatives, fake kernels, autocast and vmap. The same for every operator."""
+"""The Python side of a stable library: derivatives, fake kernels, autocast and vmap. The same for every operator."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def register(
     derivative: tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]] | None = None,
     autocast: Callable[[list[Tensor]], torch.dtype] | None = None,
 ) -> Callable[..., Any]:
-    """Register all of an operator but its kernels; returns the reference behind the check.
+    """Register everything about an operator except its kernels; returns the reference with the check in front.
 
     Args:
-        reference: the operator in plain PyTorch. It is the kernel on other devices, and stands for the operator where
-            PyTorch must look inside: in forward mode, in nested transforms of torch.func, and for derivatives that have
-            no kernel.
+        reference: the operator in plain PyTorch. It is the kernel on other devices, and replaces the operator where
+            PyTorch must look inside: in forward mode, in nested torch.func transforms, and for derivatives without a
+            kernel.
         fake: returns empty outputs for the operator's arguments.
         check: raises what the kernels raise; takes the operator's name and its arguments.
         batched: the operator on a batch: takes the arguments with the mapped dimension first, or without one.
@@ -69,8 +69,8 @@ def register(
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     Derivative = type(class_name, (torch.autograd.Function,), methods)
 
-    # torch.library.register_autograd is this without the last case: it has no derivative in forward mode, and none in nested
-    # transforms of torch.func. Where nothing is recorded, two calls of PyTorch are all it costs.
+    # This is torch.library.register_autograd plus the last case: that function supports neither forward mode nor nested
+    # torch.func transforms. If nothing is recorded, this costs only two calls into PyTorch.
     def autograd(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level < 0 or not _has_tangent(args):
             if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
@@ -88,7 +88,7 @@ def register(
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             floating = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
             if not floating:
-                return op(*args)  # which refuses them
+                return op(*args)  # which raises for them
             dtype = autocast(floating)
             return op(*(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args))
 
@@ -109,7 +109,7 @@ def _has_tangent(args: Sequence[Any]) -> bool:
 
 
 def whole_batch(size: int, mapped: Sequence[bool], args: Sequence[Any]) -> list[Any]:
-    """The tensors with the batch in all of them, expanded where it was in none."""
+    """The tensors, all with the batch dimension, expanded where one had none."""
     return [
         x.expand(size, *x.shape) if isinstance(x, Tensor) and not has else x
         for x, has in zip(args, mapped, strict=True)
@@ -126,7 +126,7 @@ def normal(device: str, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[Ten
     return tuple(torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
 
 
-# ---- checks: the sentences of csrc/kernels.h ----
+# ---- checks: the same messages as csrc/kernels.h ----
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

@@ -1,4 +1,5 @@
-"""rms_norm and its backward: what users call, and all that is not a kernel. The kernels are in csrc/rms_norm.cpp."""
+"""rms_norm and its backward: the functions that users call, and everything that is not a kernel. The kernels are in
+csrc/rms_norm.cpp."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tens
     Raises:
         RuntimeError: x has no dimension or another dtype; weight is not `[N]`, or its dtype or device is not x's.
 
-    Differentiable any number of times in x and weight, through y and rstd both. The half types are computed in float32.
+    Differentiable any number of times in x and weight, through both y and rstd. The half types are computed in float32.
     Autocast runs it in float32.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
@@ -48,8 +49,8 @@ def rms_norm_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -
 
     Args:
         grad_y: `[..., N]`, dtype of x.
-        x, weight: as `rms_norm` got them.
-        rstd: as `rms_norm` gave it.
+        x, weight: as passed to `rms_norm`.
+        rstd: as returned by `rms_norm`.
     Returns:
         grad_x: `[..., N]`, dtype of x, contiguous.
         grad_weight: `[N]`, dtype of x, contiguous; it does not depend on the number of threads.
@@ -99,7 +100,8 @@ def _reference_backward(grad_y, x, weight, rstd):
 
 
 def _sum_to(x, like):
-    """x.sum_to_size(like.shape), which asks for sizes; `like` is 1-dimensional, or as x with sizes of 1."""
+    """x.sum_to_size(like.shape), which would read sizes; `like` is 1-dimensional, or has the rank of x with sizes of
+    1."""
     if like.dim() == x.dim():
         dims = [i for i, size in enumerate(like.shape[:-1]) if i > 0 and isinstance(size, int) and size == 1]
     else:

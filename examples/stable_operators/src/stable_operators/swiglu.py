@@ -1,4 +1,5 @@
-"""swiglu and its backward: what users call, and all that is not a kernel. The kernels are in csrc/swiglu.cpp."""
+"""swiglu and its backward: the functions that users call, and everything that is not a kernel. The kernels are in
+csrc/swiglu.cpp."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def swiglu_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
     Args:
         grad_y: shape and dtype of gate.
-        gate, up: as `swiglu` got them.
+        gate, up: as passed to `swiglu`.
     Returns:
         grad_gate, grad_up: shape and dtype of gate, contiguous.
     Raises:
@@ -78,7 +79,7 @@ def _reference_backward(grad_y, gate, up):
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)  # not silu(gate), which backward computes again
+    ctx.save_for_backward(*inputs)  # not silu(gate), which backward recomputes
 
 
 def _backward(ctx, grad_y):

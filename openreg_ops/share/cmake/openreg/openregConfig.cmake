@@ -1,6 +1,6 @@
 # find_package(openreg) defines
 #   openreg::headers  the headers alone: for a library that Python loads, which finds the device in its process
-#   openreg::openreg  the headers and libopenreg_ops.so: for a program of its own
+#   openreg::openreg  the headers and libopenreg_ops.so: for a standalone program
 get_filename_component(_openreg "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 
 if(NOT TARGET openreg::headers)

@@ -1,4 +1,4 @@
-# The version is the C interface's, OPENREG_MAJOR.OPENREG_MINOR: a later one of the same major version will do.
+# The version is the C interface's, OPENREG_MAJOR.OPENREG_MINOR: any later version with the same major number works.
 file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../../../include/openreg/c_api.h" _openreg REGEX "#define OPENREG_(MAJOR|MINOR)")
 string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*" "\\1.\\2" PACKAGE_VERSION "${_openreg}")
 string(REGEX REPLACE "\\..*" "" _openreg "${PACKAGE_VERSION}")
