@@ -260,8 +260,12 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
 
 
 def _is_uncompared(name: str) -> bool:
-    """Whether an operator is of a CPU library, whose tensors are the CPU's on every device."""
-    return name in schemas.UNCOMPARED or name.startswith(("mkldnn::", "mkldnn_prepacked::", "onednn::"))
+    """Whether an operator asks for the type of device, or is of a CPU library, whose tensors are the CPU's everywhere."""
+    return (
+        name in schemas.UNCOMPARED
+        or name.startswith("aten::_autocast_to_")
+        or name.startswith(("mkldnn::", "mkldnn_prepacked::", "onednn::"))
+    )
 
 
 def _is_elsewhere(call: Call) -> bool:

@@ -167,6 +167,8 @@ class GeneratedReport:
                     "cases": of.ends.total(),
                     "reached": of.reached,
                     "never": of.never,
+                    "ends": of.ends,
+                    "notes": of.notes,
                     "digest": of.digest,
                 }
                 for of in self.operators

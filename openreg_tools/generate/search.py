@@ -42,7 +42,7 @@ class Child(Worker):
         answer, kind, message, where = self.exchange(json.dumps(case), "end")
         if answer is not None:
             return answer
-        if where == "device" or where == "cpu" and schemas._of_package(case["op"]):
+        if where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"]):
             return {"end": "failed", "kind": kind, "message": message, "call": ""}
         side = "the CPU's kernel" if where == "cpu" else f"the tool's step {where!r}"
         return {"end": "allowed", "note": f"{side} ends the process" if kind == "crash" else f"{side} hangs"}
