@@ -71,10 +71,9 @@ def test_a_right_operator_gives_no_report(faulty):
 
 def test_the_same_seed_gives_the_same_cases(faulty, tmp_path):
     again, done = generate("^faulty::right$", CASES, tmp_path / "again.json")
-    other, _ = generate("^faulty::right$", CASES, tmp_path / "other.json", "--seed", "1")
     assert done.returncode == 0 and "0 findings" in done.stdout
     (first,) = [of for of in faulty["operators"] if of["name"] == "faulty::right"]
-    assert again["operators"] == [first] and other["operators"][0]["digest"] != first["digest"]
+    assert again["operators"][0]["digest"] == first["digest"]
 
 
 def test_a_finding_can_be_run_again(faulty):
@@ -151,6 +150,7 @@ def test_every_kind_of_change_is_drawn():
         "alias",
         "garbage",
     }
+    assert of.digest != search.explore("x::y", 400, 1, Stub(), "own", aliases=True).digest
     assert of.ends.total() == len({json.dumps(case) for case in stub.seen}) == 400
 
 
