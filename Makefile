@@ -48,8 +48,10 @@ suites: install
 bench: install
 	$(BIN)/python -P -m openreg_ops bench $(ARGS)
 
+# Without ARGS, 2000 generated calls follow.
 conformance: install
 	$(BIN)/python -P -m openreg_ops conformance $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -P -m openreg_ops conformance --generate 2000)
 
 mutants: install $(VENV)/.mutants
 	$(BIN)/python tests/mutants.py $(ARGS)

@@ -12,6 +12,7 @@ from typing import Any
 from openreg_tools import forms
 from openreg_tools.checker.checker import check
 from openreg_tools.checker.checks import CHECKS
+from openreg_tools.checker.report import Report, Result
 from openreg_tools.forms import Wrong
 from openreg_tools.samples import dtype_of, parse
 
@@ -33,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--abi", metavar="LIBRARY", help="in place of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
+    parser.add_argument("--generate", type=int, default=0, metavar="N",
+                        help="make N calls with hypothesis too, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of generated calls: equal seeds give equal calls (default 0)"
+    )
     forms.add_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="say too why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -66,6 +72,8 @@ def main(arguments: argparse.Namespace) -> int:
             skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
             progress=progress,
         )  # fmt: skip
+        if arguments.generate:
+            _generated(report, arguments)
     except (Wrong, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
@@ -74,6 +82,44 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
     forms.write(report, arguments, verbose=arguments.verbose)
     return 0 if report.passed else 1
+
+
+def _generated(report: Report, arguments: argparse.Namespace) -> None:
+    """Add what generated calls find, in child processes that import the operator's module.
+
+    Raises:
+        Wrong: N is not above 0, or hypothesis is not installed.
+    """
+    from openreg_tools.generate import search
+
+    if arguments.generate < 1:
+        raise Wrong(f"--generate takes a number of calls above 0, but got {arguments.generate}")
+    named = [
+        text.partition(":")[0] for text in (arguments.op, arguments.samples or "") if ":" in text and "::" not in text
+    ]
+    asked = argparse.Namespace(
+        device=report.device, generate=arguments.generate, seed=arguments.seed, jobs=1, threads=1, timeout=60,
+        modules=[*arguments.modules, *named], given={"samples": arguments.samples, "inputs": arguments.input},
+        quiet=arguments.quiet,
+    )  # fmt: skip
+    found = search.search(asked, [report.operator], {report.operator: "own"})
+    report.about["generated"] = "generated calls give what the CPU gives"
+    report.seconds += found.seconds
+    for finding in found.findings:
+        again = f"To run it again: {finding.command(report.device, asked.modules)}"
+        report.results.append(
+            Result(
+                "generated", 0, "fail", f"{report.operator}: {finding.kind}: {finding.message} {finding.call}", again
+            )
+        )
+    if found.passed:
+        (of,) = found.operators
+        report.results.append(
+            Result(
+                "generated", 0, "pass" if of.reached else "skip", "" if of.reached else of.never, seconds=found.seconds
+            )
+        )
+    report.notes.append(found.summary())
 
 
 def _abi(arguments: argparse.Namespace) -> int:

@@ -106,22 +106,19 @@ class Worker:
         self.arguments = arguments
         self.process: subprocess.Popen | None = None
 
-    def start(self) -> None:
+    def words(self) -> list[str]:
+        """The options that the process is started with."""
         a = self.arguments
+        return ["--suites", *a.suites, "--samples", str(a.samples), "--checks", *a.checks, "--threads", str(a.threads)]
+
+    def start(self) -> None:
         self.stderr = tempfile.TemporaryFile()
-        command = [sys.executable, "-P", "-m", "openreg_tools", "conformance", "--worker", "--device", a.device]
-        command += [
-            "--suites",
-            *a.suites,
-            "--samples",
-            str(a.samples),
-            "--checks",
-            *a.checks,
-            "--threads",
-            str(a.threads),
-        ]
+        command = [sys.executable, "-P", "-m", "openreg_tools", "conformance", "--worker"]
+        command += ["--device", self.arguments.device, *self.words()]
         packages = [backend.package for backend in backends.registered()]
-        command += [word for module in dict.fromkeys([*packages, *a.modules]) for word in ("--import", module)]
+        command += [
+            word for module in dict.fromkeys([*packages, *self.arguments.modules]) for word in ("--import", module)
+        ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -149,23 +146,31 @@ class Worker:
         line, self.buffer = self.buffer.split(b"\n", 1)
         return json.loads(line)
 
-    def run(self, name: str, dtype: str) -> Record:
+    def exchange(self, line: str, last: str) -> tuple[Record | None, str, str, str]:
+        """The answer to a line that has the field `last`; or how the process ended, its message, and where it was."""
         if self.process is None:
             self.start()
         start, where = time.monotonic(), "start"
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(f"{name} {dtype}\n".encode())
+            self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
         try:
             while answer := self.read(start + self.arguments.timeout):
-                if "operator" in answer:
-                    return answer
+                if last in answer:
+                    return answer, "", "", where
                 where = answer["at"]
             code = self.process.wait()
             kind, message = "crash", f"{f'signal {-code}' if code < 0 else f'exit {code}'}: {self.last_words()}"
         except TimeoutError:
             kind, message = "timeout", f"no result after {self.arguments.timeout} s"
         self.stop()
+        return None, kind, message, where
+
+    def run(self, name: str, dtype: str) -> Record:
+        start = time.monotonic()
+        answer, kind, message, where = self.exchange(f"{name} {dtype}", "operator")
+        if answer is not None:
+            return answer
         check, _, sample = where.partition(", sample ")
         failure = {"check": check, "kind": kind, "sample": int(sample or -1), "message": message}
         return {
@@ -309,7 +314,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="an earlier results file: fail where a case is worse than there, and only there")  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="list every operator, also those that pass")
     forms.add_arguments(parser)
+    parser.add_argument("--generate", type=int, metavar="N",
+                        help="in place of the suites: N calls that hypothesis makes, of every operator that is listed")  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of generated calls: equal seeds give equal calls (default 0)"
+    )
+    parser.add_argument("--case", metavar="JSON", help="run one generated call again, as a finding prints it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--given", type=json.loads, default={}, help=argparse.SUPPRESS)  # samples, for a worker
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -320,13 +332,35 @@ def main(arguments: argparse.Namespace) -> int:
         dispatch.usable(arguments.device)
         if arguments.against and not arguments.against.is_file():
             raise Wrong(f"there is no results file {arguments.against}")
+        if arguments.worker and arguments.generate:
+            from openreg_tools.generate import child
+
+            child.serve(arguments.device, arguments.threads, arguments.given)
+            return 0
         if arguments.worker:
             work(arguments.device, arguments.suites, arguments.samples, tuple(arguments.checks), arguments.threads)
             return 0
-        return _run(arguments)
+        return _generate(arguments) if arguments.generate is not None or arguments.case else _run(arguments)
     except Wrong as error:
         print(f"conformance: {error}", file=sys.stderr)
         return 2
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from openreg_tools.generate import child, search
+
+    if arguments.case:
+        report = search.replay(arguments)
+    else:
+        if arguments.generate < 1:
+            raise Wrong(f"--generate takes a number of calls above 0, but got {arguments.generate}")
+        has = child.listed(arguments.device)
+        names = [name for name in has if re.search(arguments.ops, name)]
+        if not names:
+            raise Wrong(f"nothing matches --ops {arguments.ops!r}")
+        report = search.search(arguments, names, has)
+    forms.write(report, arguments, verbose=arguments.verbose)
+    return 0 if report.passed else 1
 
 
 def _run(arguments: argparse.Namespace) -> int:

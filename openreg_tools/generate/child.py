@@ -1,0 +1,388 @@
+"""The child process: makes the base calls of an operator, and runs one case on the CPU and on the device.
+
+It reads JSON lines from stdin and answers with JSON lines. Before each step that may end the process it says where it is,
+so that the parent knows on which side a crash happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from openreg_tools import backends, dispatch, operators
+from openreg_tools.conformance import generated, layouts, opinfo, schemas
+from openreg_tools.conformance.generated import Call, Move, Stays
+from openreg_tools.forms import Wrong
+from openreg_tools.generate import changes, snippet
+
+__all__ = ["Record", "bases", "listed", "run", "serve"]
+
+Record = dict[str, Any]
+BASES = 4  # calls that the CPU accepts, for each operator; as many again from OpInfo
+REFUSED = 8  # calls to refuse, where it accepts none
+
+# Operators whose results are compared in shape, dtype and layout, and not in values; `schemas.is_uninitialized` has those
+# that allocate. Operators that draw random numbers are compared from one seed where the device draws the CPU's numbers.
+WITHOUT_VALUES: dict[str, str] = {
+    **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
+    "aten::set_": "makes a tensor of no memory",
+}
+
+# Operators that check more on the CPU than on any other device.
+CHECKED_ON_CPU: dict[str, str] = {
+    f"aten::{name}{which}": "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
+    for name in ("quantile", "nanquantile")
+    for which in ("", ".out", ".scalar", ".scalar_out")
+}
+
+# Errors about memory, whose types and limits are each device's own.
+_MEMORY = re.compile(
+    r"allocat|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
+)
+
+
+ELSEWHERE = "an argument is on another device, or has no memory"
+
+
+# ---- what there is ----
+
+
+@functools.cache
+def listed(device: str) -> dict[str, str]:
+    """What can be called: every operator that reaches the device, and what the device has for it (dispatch.HAS)."""
+    target = dispatch.target(device)
+    found = operators.operators(device, has=("own", "shared", "composite", "fallback")).entries
+    has = {entry.name: entry.has for entry in found}
+    for name in dispatch.names():
+        if name not in has and torch._C._dispatch_has_kernel_for_dispatch_key(name, target.key):
+            has[name] = "own"
+        elif name.startswith(f"{backends.of_device(device).namespace}::"):
+            has.setdefault(name, dispatch.has(name, target.key).kind)
+    return dict(sorted(has.items()))
+
+
+@functools.cache
+def _infos() -> dict[str, list[str]]:
+    """OpInfos by the base name of the ATen operator that each is of."""
+    found: dict[str, list[str]] = {}
+    for full, op in opinfo.database().items():
+        for name in {op.name.rpartition(".")[2], op.name.replace(".", "_"), op.aten_name or ""}:
+            found.setdefault(name, []).append(full)
+    return found
+
+
+class _Given:
+    """Samples that the caller of `check` gave."""
+
+    samples: list[Call] = []
+
+
+@functools.lru_cache(maxsize=4)
+def bases(name: str) -> tuple[list[Call], bool]:
+    """The calls that cases change, and whether they are valid ones: the CPU accepts them, or the caller gave them."""
+    if _Given.samples:
+        return _Given.samples, True
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        found = list(schemas.accepted(name, BASES))
+        base = name.partition("::")[2].partition(".")[0].removesuffix("_")
+        if name.startswith("aten::"):
+            for source in _infos().get(base, ())[:2]:
+                found += [call for call in generated.recorded(name, source)[:2] if _returns(name, call)]
+    if not found:
+        return [generated.call(name, k) for k in range(REFUSED)], False
+    return [_with_whole_outs(name, call) for call in found], True
+
+
+def _returns(name: str, call: Call) -> bool:
+    return opinfo.run(lambda _: schemas.run(name, call, "cpu"), "cpu").error is None
+
+
+def _with_whole_outs(name: str, call: Call) -> Call:
+    """The call with out= tensors of the shapes that it writes; a change empties them."""
+    outs = [each.name for each in dispatch.schema(name).arguments if each.is_out]
+    if not outs or not schemas._on_cpu(name):
+        return call
+    move = Move("cpu")
+    if opinfo.run(lambda _: schemas._call(name, call, move), "cpu").error:
+        return call
+
+    def whole(value: Any) -> Any:
+        got = move.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
+        if got is None or not changes._is_plain(got):
+            return value
+        return torch.zeros(got.shape, dtype=got.dtype)
+
+    return Call(
+        call.args, {key: tree_map(whole, v) if key in outs else v for key, v in call.kwargs.items()}, call.alone
+    )
+
+
+def call_of(case: Record) -> Call:
+    """The arguments of a case."""
+    calls, _ = bases(case["op"])
+    return changes.changed(case["op"], calls[case["base"] % len(calls)], case["changes"])
+
+
+# ---- one case ----
+
+
+class _Plain(Move):
+    """Copies into contiguous memory of its own: what a kernel without layouts would get."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            return super().copy(tensor)
+        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
+    """Results, written arguments, and the memory of all arguments; an error that comes late comes here."""
+    with generated.at_most(4 << 30):
+        out, written = schemas._call(name, call, move)
+        if move.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(move.device)
+    return (out, written), move
+
+
+def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
+    """Run a case on both sides.
+
+    Returns:
+        how it ended: "equal", "both raised", "allowed" (a difference that the tool allows, with a note), "failed".
+    """
+    name = case["op"]
+    torch.empty(1, device=device)  # takes the device's memory before a limit on this process's
+    at("arguments")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call = call_of(case)
+    except Exception as error:  # a change that does not fit, such as a dtype that the values do not have
+        return {"end": "unfit", "note": opinfo.first_line(error)}
+    with warnings.catch_warnings(), schemas._filled_memory():
+        warnings.simplefilter("ignore")
+        return _compared(name, call, device, at)
+
+
+def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> Record:
+    if not schemas._on_cpu(name):
+        at("device")
+        there = opinfo.run(functools.partial(_called, name, call, Move(device)), device)
+        if there.error is not None and "INTERNAL ASSERT" in str(there.error):
+            return _failed("internal", opinfo.first_line(there.error), call)
+        return {"end": "alone" if there.error is None else "refused alone"}
+    alone = torch.device(device).type == "cpu"
+    at("cpu")
+    reference = _Plain("cpu") if alone else Move("cpu")
+    cpu = opinfo.run(functools.partial(_called, name, call, reference), "cpu")
+    at("device")
+    there = opinfo.run(functools.partial(_called, name, call, Move(device)), device)
+    raised = _raised(name, call, cpu, there, alone)
+    if raised is not None:
+        return raised
+    at("comparison")
+    for outcome in (cpu, there):
+        outcome.value, outcome.mover = outcome.value
+    uncompared = _is_uncompared(name)
+    values = not (schemas.is_uninitialized(name) or name in WITHOUT_VALUES or uncompared)
+    report = opinfo.Report()
+    if not uncompared:
+        comparison = opinfo.Comparison(report, "generated", -1, device, values)
+        comparison.outcomes(cpu, there)
+        if values and not report.failures and not alone and not report.notes["strides"]:
+            _memory(comparison, call, cpu, there)
+    if not report.failures:
+        return {"end": "equal", "notes": dict(report.notes)}
+    failure = report.failures[0]
+    if failure.kind in ("device", "alias") and _is_elsewhere(call):
+        return {"end": "allowed", "note": ELSEWHERE, "reached": True}
+    if failure.kind in ("value", "shape", "guard", "rng", "structure"):
+        at("confirmation")
+        if note := _doubtful(name, call):
+            return {"end": "allowed", "note": note, "reached": True}
+    return _failed(failure.kind, failure.message, call)
+
+
+def _failed(kind: str, message: str, call: Call) -> Record:
+    return {"end": "failed", "kind": kind, "message": message, "call": str(call)}
+
+
+def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, alone: bool) -> Record | None:
+    """How a case ends in which a side raised; None where none did."""
+    theirs = opinfo.first_line(cpu.error) if cpu.error else ""
+    ours = opinfo.first_line(there.error) if there.error else ""
+    if not theirs and not ours:
+        return None
+    if "INTERNAL ASSERT" in str(there.error) and "INTERNAL ASSERT" not in str(cpu.error):
+        return _failed("internal", ours, call)
+    differs = {**CHECKED_ON_CPU, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
+    note = ""
+    if alone:
+        note = "refuses a layout"
+    elif _is_elsewhere(call):
+        note = ELSEWHERE
+    elif _is_uncompared(name):
+        note = "results and errors of this operator are not compared"
+    elif name in differs:
+        note = "errors of this operator are the device's own"
+    elif _MEMORY.search(theirs) or _MEMORY.search(ours):
+        note = "memory"
+    elif theirs and schemas.LACKS_DTYPE.search(theirs):
+        note = "a dtype that the CPU lacks"
+    elif "INTERNAL ASSERT" in theirs:
+        note = "the CPU fails an internal assertion"
+    elif not theirs and layouts._OVERLAP.search(ours):
+        note = "the device refuses to write to memory that overlaps"
+    elif theirs and not ours and _takes_it_plain(name, call):
+        note = "the device takes a layout or alias that the CPU refuses"
+    if theirs and ours and (type(cpu.error) is type(there.error) or note):
+        return {"end": "both raised"}
+    if note:
+        return {"end": "allowed", "note": note, "reached": not ours}
+    if not theirs:
+        return _failed("error", ours, call)
+    if not ours:
+        return _failed("no error", f"the CPU raised {theirs}", call)
+    return _failed("error type", f"the CPU raised {theirs}; the device {ours}", call)
+
+
+def _is_uncompared(name: str) -> bool:
+    """Whether an operator asks for the type of device, or is of a CPU library, whose tensors are the CPU's everywhere."""
+    return (
+        name in schemas.UNCOMPARED
+        or name.startswith("aten::_autocast_to_")
+        or name.startswith(("mkldnn::", "mkldnn_prepacked::", "onednn::"))
+    )
+
+
+def _is_elsewhere(call: Call) -> bool:
+    """Whether an argument is on the host, on the meta device, or without memory: devices differ in what they take."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    stays = any(isinstance(each, Stays) or isinstance(each, torch.device) and each.type != "cpu" for each in leaves)
+    return call.alone or stays
+
+
+def _takes_it_plain(name: str, call: Call) -> bool:
+    """Whether the CPU takes the same arguments where each is contiguous and has memory of its own."""
+    return opinfo.run(functools.partial(_called, name, call, _Plain("cpu")), "cpu").error is None
+
+
+def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome) -> None:
+    """Compare the memory of the arguments, also where no view of it is a result.
+
+    The caller leaves out calls that gave an out= tensor other strides on one side. Where only the CPU has written, it ignores the strides of what it writes to, which some of its kernels do.
+    """
+    before = {}
+    for leaf in tree_leaves((call.args, call.kwargs)):
+        if changes._is_plain(leaf):
+            storage = leaf.untyped_storage()
+            flat = torch.empty(0, dtype=leaf.dtype)
+            before[storage._cdata, leaf.dtype] = flat.set_(storage, 0, (storage.nbytes() // leaf.element_size(),), (1,))
+    for key, e in cpu.mover.storages.items():
+        a, was = there.mover.storages.get(key), before.get(key)
+        if a is None or was is None or not e.untyped_storage().nbytes() or not a.untyped_storage().nbytes():
+            continue
+        a = a.cpu()
+        differ = ~torch.isclose(a, e, equal_nan=True)
+        if not torch.equal(a[differ].nan_to_num(), was[differ].nan_to_num()):
+            comparison.fail(
+                "guard", f"memory of an argument: expected {e[differ][:8].tolist()}, got {a[differ][:8].tolist()}"
+            )
+
+
+def _doubtful(name: str, call: Call) -> str:
+    """Why a difference may be the CPU's: its kernel reads beyond its arguments, or gives something else each time."""
+    within = functools.partial(schemas._call, name, call)
+    torch.manual_seed(opinfo.SEED)
+    if _differs_plain(name, call):
+        return "the CPU's kernel gives other results in contiguous memory"
+    (_, outcome), *_ = generated.survey(1, lambda _: _checked(within)) or [(0, generated.Outcome("crashed"))]
+    if outcome.kind == "returned":
+        return ""
+    return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
+
+
+def _differs_plain(name: str, call: Call) -> bool:
+    """Whether the CPU gives something else for the same values in contiguous memory, where no two arguments share any."""
+    leaves = {id(each): each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)}
+    storages = [each.untyped_storage()._cdata for each in leaves.values() if changes._is_plain(each)]
+    if len(storages) != len(leaves) or len(set(storages)) != len(storages):
+        return False
+    as_is, plain = (
+        opinfo.run(functools.partial(_called, name, call, move), "cpu") for move in (Move("cpu"), _Plain("cpu"))
+    )
+    if as_is.error or plain.error:
+        return False
+    report = opinfo.Report()
+    opinfo.Comparison(report, "generated", -1, "cpu", True).results(
+        *(opinfo.Outcome(each.value[0], mover=each.value[1]) for each in (as_is, plain))
+    )
+    return any(failure.kind in ("value", "shape", "rng") for failure in report.failures)
+
+
+def _checked(within: Callable[[Move], Any]) -> None:
+    if not generated.stays_within(within, resizes=True):
+        raise ValueError
+
+
+# ---- the protocol ----
+
+
+def serve(device: str, threads: int, given: Record) -> None:
+    """Serve requests from stdin until it closes. What operators print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    torch.set_num_threads(threads)
+    _Given.samples = _given(given)
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+
+    def at(where: str) -> None:
+        answer(at=where)
+
+    answer(ready=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "bases" in request:
+            at("making arguments")
+            calls, valid = bases(request["bases"])
+            profiles = [changes.profile(request["bases"], call) for call in calls]
+            answer(done=True, valid=valid, bases=profiles)
+        elif "source" in request:
+            case = request["source"]
+            answer(done=True, source=snippet.source(case["op"], call_of(case), device, request["modules"]))
+        else:
+            answer(done=True, **run(request, device, at))
+
+
+def _given(given: Record) -> list[Call]:
+    """Samples as `check` takes them: of a function, or as text."""
+    from openreg_tools.samples import parse, sample_of
+
+    samples = [parse(text) for text in given.get("inputs", ())]
+    if given.get("samples"):
+        module, _, path = given["samples"].partition(":")
+        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        samples = [sample_of(each) for each in function("cpu", torch.float32)]
+    if not samples:
+        return []
+    try:
+        to_cpu = functools.partial(tree_map, lambda x: x.cpu() if isinstance(x, torch.Tensor) else x)
+        return [Call(to_cpu(list(sample.args)), to_cpu(dict(sample.kwargs))) for sample in samples]
+    except AttributeError as error:
+        raise Wrong(f"the samples are not arguments: {error}") from None

@@ -1,0 +1,295 @@
+"""The search: draws cases of each operator with hypothesis, runs them in child processes, and shrinks those that fail.
+
+The process that draws does not touch the device. Equal seeds give equal cases, on one version of torch and hypothesis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import queue
+import random
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from openreg_tools.conformance import schemas
+from openreg_tools.conformance.command import Worker
+from openreg_tools.forms import Wrong
+from openreg_tools.generate import child
+from openreg_tools.generate.report import Finding, GeneratedReport, Operator
+
+__all__ = ["Child", "replay", "search"]
+
+BATCH = 8  # cases of an operator at the least, where there are any
+OWN = 3  # times as many for a kernel that the device's package wrote
+SHRINKING = 400  # runs at most to shrink one failure
+CRASHES = 12  # cases of an operator that may end the child, whose start takes seconds
+WAITS = 3  # those that may hang
+
+
+class Child(Worker):
+    """A child process that runs cases; started again after it dies."""
+
+    def words(self) -> list[str]:
+        given = json.dumps(getattr(self.arguments, "given", {}))
+        return ["--generate", "1", "--given", given, "--threads", str(self.arguments.threads)]
+
+    def case(self, case: dict[str, Any]) -> dict[str, Any]:
+        """How a case ends; a crash on the device's side is a failure, one on the CPU's is not."""
+        answer, kind, message, where = self.exchange(json.dumps(case), "end")
+        if answer is not None:
+            return answer
+        if where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"]):
+            return {"end": "failed", "kind": kind, "message": message, "call": ""}
+        side = "the CPU's kernel" if where == "cpu" else f"the tool's step {where!r}"
+        return {"end": "allowed", "note": f"{side} ends the process" if kind == "crash" else f"{side} hangs"}
+
+    def bases(self, name: str) -> tuple[list[Any], bool, str]:
+        """Profiles of the base calls, whether they are valid, and why there are none."""
+        answer, kind, message, _ = self.exchange(json.dumps({"bases": name}), "done")
+        return (answer["bases"], answer["valid"], "") if answer else ([], False, f"making arguments: {kind}, {message}")
+
+    def source(self, case: dict[str, Any]) -> str:
+        """The program that makes the call of a case."""
+        request = {"source": case, "modules": self.arguments.modules}
+        answer, _, message, _ = self.exchange(json.dumps(request), "done")
+        return answer["source"] if answer else f"# making the arguments ends the process: {message}"
+
+
+class Found(Exception):  # noqa: N818 -- hypothesis shrinks what raises
+    """A case that fails."""
+
+
+def _kind(kind: str) -> type[Found]:
+    """One exception type for each kind of failure, so that hypothesis does not shrink one to another."""
+    return _KINDS.setdefault(kind, type(f"Found{kind.title().replace(' ', '')}", (Found,), {}))
+
+
+_KINDS: dict[str, type[Found]] = {}
+
+
+def shares(names: list[str], count: int, seed: int, is_own: dict[str, bool]) -> dict[str, int]:
+    """How many of `count` cases each operator gets; with few cases, some operators get none."""
+    order = sorted(names)
+    random.Random(seed).shuffle(order)
+    order.sort(key=lambda name: not is_own[name]) if count >= BATCH * len(order) else None
+    weights = {name: OWN if is_own[name] else 1 for name in order}
+    total = sum(weights.values())
+    given: dict[str, int] = {}
+    left = count
+    for name in order:
+        share = min(left, max(BATCH, count * weights[name] // total))
+        if share:
+            given[name] = share
+        left -= share
+    while left:  # what rounding leaves
+        for name in order[:left]:
+            given[name] += 1
+        left -= min(left, len(order))
+    return given
+
+
+# ---- one operator ----
+
+
+def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: bool) -> Operator:
+    """Draw `count` cases of one operator, run them, and shrink the first that fails of each kind."""
+    import hypothesis
+    from hypothesis import errors
+
+    from openreg_tools.generate import draw
+
+    of = Operator(name, has, wanted=count)
+    if name in schemas.NOT_CALLED:
+        of.never = schemas.NOT_CALLED[name]
+        return of
+    profiles, valid, reason = worker.bases(name)
+    if not profiles:
+        of.never = reason
+        return of
+    ends: dict[str, dict[str, Any]] = {}
+    best: dict[str, tuple[tuple[int, int, str], dict[str, Any], dict[str, Any]]] = {}
+    hung = crashed = 0
+    digest = hashlib.sha256()
+
+    def attempt(case: dict[str, Any]) -> None:
+        nonlocal hung, crashed
+        text = json.dumps(case)
+        end = ends.get(text)
+        if end is None:
+            if hung >= WAITS or crashed >= CRASHES or len(ends) >= (count + SHRINKING if best else count):
+                return
+            ends[text] = end = worker.case(case)
+            of.shrinking += bool(best)
+            crashed += end.get("kind") == "crash" or "ends the process" in end.get("note", "")
+            hung += "hang" in end.get("note", "") or end.get("kind") == "timeout"
+            if not best:
+                digest.update(text.encode())
+                of.count(end)
+        if end["end"] == "failed":
+            size = (len(case["changes"]), len(text), text)
+            if end["kind"] not in best or size < best[end["kind"]][0]:
+                best[end["kind"]] = (size, case, end)
+            raise _kind(end["kind"])(name)
+
+    settings = hypothesis.settings(
+        max_examples=4 * count, database=None, deadline=None, derandomize=False, report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck), phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        verbosity=hypothesis.Verbosity.quiet, print_blob=False,
+    )  # fmt: skip
+    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])
+    test = hypothesis.seed(number)(settings(hypothesis.given(draw.cases(name, profiles, aliases))(attempt)))
+    try:
+        test()
+    except (Found, errors.Flaky):
+        pass  # `best` has it; a failure that does not repeat is one too
+    of.digest = digest.hexdigest()
+    for kind, (_, case, end) in sorted(best.items()):
+        case, end = _smaller(case, end, worker)
+        again = worker.case(case)
+        of.findings.append(
+            Finding(name, kind, end["message"], end["call"], case, worker.source(case), again["end"] == "failed")
+        )
+    if not of.reached:
+        of.never = "only errors or allowed differences" if valid else "no arguments that the CPU accepts were found"
+    return of
+
+
+def _smaller(case: dict[str, Any], end: dict[str, Any], worker: Child) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The case without the changes that it fails without, where hypothesis has left any."""
+    for i in reversed(range(len(case["changes"]))):
+        shorter = {**case, "changes": [*case["changes"][:i], *case["changes"][i + 1 :]]}
+        got = worker.case(shorter)
+        if got["end"] == "failed" and got["kind"] == end["kind"]:
+            case, end = shorter, got
+    return case, end
+
+
+# ---- all of them ----
+
+
+class _Progress:
+    """A bar on a terminal, a line every half minute elsewhere."""
+
+    def __init__(self, total: int, out: TextIO) -> None:
+        self.total, self.out, self.done, self.found = total, out, 0, 0
+        self.start = self.shown = time.monotonic()
+        self.live = out.isatty()
+
+    def step(self, of: Operator) -> None:
+        self.done += of.wanted
+        self.found += len(of.findings)
+        now = time.monotonic()
+        if now - self.shown < (0.1 if self.live else 30) and self.done < self.total:
+            return
+        self.shown = now
+        left = (now - self.start) / max(1, self.done) * (self.total - self.done)
+        text = f"{self.done}/{self.total} cases, {self.found} findings, {left / 60:.0f} min left  {of.name}"
+        print(f"\r{text:<79.79}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)
+        if self.live and self.done >= self.total:
+            print(file=self.out)
+
+
+def search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]) -> GeneratedReport:
+    """Run `arguments.generate` cases of the operators on `arguments.jobs` child processes.
+
+    Args:
+        arguments: device, generate, seed, jobs, threads, timeout, modules and given, as the commands have them.
+        has: what the device has for each operator that is listed, one of dispatch.HAS.
+    Raises:
+        Wrong: hypothesis is not installed.
+    """
+    from openreg_tools.generate import draw
+
+    with draw.without_constants():
+        return _search(arguments, names, has)
+
+
+def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]) -> GeneratedReport:
+    start = time.monotonic()
+    is_own = {name: schemas.is_own(name, arguments.device) for name in names}
+    given = shares(names, arguments.generate, arguments.seed, is_own)
+    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in given:
+        todo.put(name)
+    done: list[Operator] = []
+    progress, lock, failed = _Progress(arguments.generate, sys.stderr), threading.Lock(), []
+    aliases = arguments.device.partition(":")[0] != "cpu"
+
+    def serve() -> None:
+        worker = Child(arguments)
+        try:
+            while not failed:
+                name = todo.get_nowait()
+                of = explore(name, given[name], arguments.seed, worker, has[name], aliases)
+                with lock:
+                    done.append(of)
+                    if not getattr(arguments, "quiet", False):
+                        for finding in of.findings:
+                            line = finding.command(arguments.device, arguments.modules)
+                            print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
+                        progress.step(of)
+        except queue.Empty:
+            pass
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            worker.stop()
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(arguments.jobs)]
+    for thread in threads:
+        thread.start()
+    interrupted = False
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:  # report what there is
+        interrupted = True
+        failed.append(None)
+    if failed and not interrupted:
+        raise failed[0]
+    with lock:
+        names_done = {of.name for of in done}
+        skipped = [
+            Operator(
+                name,
+                has[name],
+                never="stopped before it" if name in given else "no case was drawn: --generate is small",
+            )
+            for name in names
+            if name not in names_done
+        ]
+    return GeneratedReport(
+        arguments.device, arguments.seed, sorted([*done, *skipped], key=lambda of: of.name), list(arguments.modules),
+        time.monotonic() - start,
+    )  # fmt: skip
+
+
+def replay(arguments: argparse.Namespace) -> GeneratedReport:
+    """Run the case that `arguments.case` gives as JSON.
+
+    Raises:
+        Wrong: it is not a case, or its operator does not exist.
+    """
+    try:
+        case = json.loads(arguments.case)
+        name = case["op"]
+        case = {"op": name, "base": int(case["base"]), "changes": [list(each) for each in case["changes"]]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Wrong(f"--case takes the JSON that a finding prints, but got {arguments.case!r}: {error}") from None
+    has = child.listed(arguments.device)
+    if name not in has:
+        raise Wrong(f"{arguments.device} lists no operator {name}")
+    worker = Child(arguments)
+    try:
+        of = Operator(name, has[name], wanted=1)
+        end = worker.case(case)
+        of.count(end)
+        if end["end"] == "failed":
+            of.findings = [Finding(name, end["kind"], end["message"], end["call"], case, worker.source(case), True)]
+    finally:
+        worker.stop()
+    return GeneratedReport(arguments.device, 0, [of], list(arguments.modules), 0.0)

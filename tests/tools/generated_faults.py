@@ -1,0 +1,91 @@
+"""Operators with one fault each on the device, and one without: test_generated.py holds the search to find them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+_library = torch.library.Library("faulty", "DEF")
+
+
+def _define(schema: str, right, wrong) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, right, "CPU")
+    _library.impl(name, wrong, "PrivateUse1")
+
+
+def _negated(x):
+    return -x
+
+
+def _contiguous(x):
+    """The strides of a contiguous tensor of this shape."""
+    return torch.empty(x.shape, device="meta").stride()
+
+
+def _for_empty(x):
+    return -x if x.numel() else torch.zeros(1, dtype=x.dtype, device=x.device)
+
+
+def _for_permuted(x):
+    """Reads the memory in order, whatever the strides say."""
+    needed, there = x.numel(), x.untyped_storage().nbytes() // max(1, x.element_size()) - x.storage_offset()
+    return -(x.as_strided(x.shape, _contiguous(x)) if needed <= there else x)
+
+
+def _for_offset(x):
+    return -x.as_strided(x.shape, x.stride(), 0)
+
+
+def _copied(x):
+    return x.clone()
+
+
+def _for_nan(x):
+    return torch.where(x == x, x, torch.zeros_like(x))
+
+
+def _times(x, y):
+    return x * y
+
+
+def _for_host_scalar(x, y):
+    return x + y if y.device.type == "cpu" else x * y
+
+
+def _assigned_(x, y):
+    return x.copy_(y)
+
+
+def _for_alias_(x, y):
+    """Clears what it writes to before it reads the other argument."""
+    return x.zero_().copy_(y)
+
+
+def _negated_out(x, *, out):
+    return out.resize_(x.shape).copy_(-x)
+
+
+def _for_permuted_out(x, *, out):
+    out.resize_(x.shape)
+    out.as_strided(out.shape, _contiguous(out)).copy_(-x)
+    return out
+
+
+def _aborting(x):
+    if x.dtype == torch.float64:
+        os.abort()
+    return -x
+
+
+_define("right(Tensor x) -> Tensor", _negated, _negated)
+_define("empty(Tensor x) -> Tensor", _negated, _for_empty)
+_define("permuted(Tensor x) -> Tensor", _negated, _for_permuted)
+_define("offset(Tensor x) -> Tensor", _negated, _for_offset)
+_define("nan(Tensor x) -> Tensor", _copied, _for_nan)
+_define("host_scalar(Tensor x, Tensor y) -> Tensor", _times, _for_host_scalar)
+_define("alias_(Tensor(a!) x, Tensor y) -> Tensor(a!)", _assigned_, _for_alias_)
+_define("permuted_out.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _negated_out, _for_permuted_out)
+_define("crash(Tensor x) -> Tensor", _negated, _aborting)

@@ -1,0 +1,264 @@
+"""Generated inputs: `conformance --generate` finds and shrinks injected faults, and a right operator gives no report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from openreg_tools.conformance.generated import Call, Stays
+from openreg_tools.forms import Wrong
+from openreg_tools.generate import changes, child, report, search, snippet
+
+pytestmark = pytest.mark.processes
+HERE = Path(__file__).parent
+CASES = 100  # of each operator
+
+
+def tool(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "openreg_tools", *words]
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=500)
+
+
+def generate(pattern: str, count: int, path: Path, *words: str) -> tuple[dict, subprocess.CompletedProcess]:
+    modules = ("--import", "openreg_ops", "--import", "generated_faults")
+    done = tool("conformance", *modules, "--device", "openreg", "--generate", str(count), "--ops", pattern, "--jobs", "1",
+                "--json", str(path), *words)  # fmt: skip
+    assert path.exists(), done.stderr
+    return json.loads(path.read_text()), done
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """The report of every operator of generated_faults.py."""
+    found, done = generate("^faulty::", 9 * CASES, tmp_path_factory.mktemp("generated") / "faulty.json")
+    assert done.returncode == 1
+    return found
+
+
+# What a finding of each operator's fault shrinks to: one change of this kind, and how it ends.
+FAULTS = {
+    "empty": ({"sizes", "shape"}, "shape"),
+    "permuted": ({"layout"}, "value"),
+    "offset": ({"offset"}, "value"),
+    "nan": ({"values"}, "value"),
+    "host_scalar": ({"host"}, "value"),
+    "alias_": ({"alias"}, "value"),
+    "permuted_out.out": ({"layout"}, "value"),
+    "crash": ({"dtypes", "dtype"}, "crash"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_and_shrunk(faulty, name):
+    kinds, ends = FAULTS[name]
+    cases = [f["case"] for f in faulty["findings"] if f["operator"] == f"faulty::{name}" and f["kind"] == ends]
+    assert len(cases) == 1
+    (change,) = cases[0]["changes"]
+    assert change[0] in kinds
+
+
+def test_a_right_operator_gives_no_report(faulty):
+    assert not [f for f in faulty["findings"] if f["operator"] == "faulty::right"]
+    (right,) = [of for of in faulty["operators"] if of["name"] == "faulty::right"]
+    assert right["cases"] >= CASES // 2 and right["reached"] >= right["cases"] // 3 and not right["never"]
+
+
+def test_the_same_seed_gives_the_same_cases(faulty, tmp_path):
+    again, done = generate("^faulty::right$", CASES, tmp_path / "again.json")
+    assert done.returncode == 0 and "0 findings" in done.stdout
+    (first,) = [of for of in faulty["operators"] if of["name"] == "faulty::right"]
+    assert again["operators"][0]["digest"] == first["digest"]
+
+
+def test_a_finding_can_be_run_again(faulty):
+    (offset,) = [f for f in faulty["findings"] if f["operator"] == "faulty::offset"]
+    done = tool("conformance", "--device", "openreg", "--import", "openreg_ops", "--import", "generated_faults",
+                "--case", json.dumps(offset["case"]))  # fmt: skip
+    assert done.returncode == 1 and "FAIL faulty::offset [value]" in done.stdout
+    assert "--case" in offset["command"] and "offset" in offset["command"]
+    ran = subprocess.run(
+        [sys.executable, "-c", offset["source"]], cwd=HERE, capture_output=True, text=True, timeout=100
+    )
+    cpu, device = ran.stdout.split("tensor(")[1::2]
+    assert "-7.0000" not in cpu and "-7.0000" in device  # the filler in front of the view
+
+
+def test_check_takes_generated_calls_into_its_table():
+    words = ("--import", "openreg_ops", "--device", "openreg", "--generate", "40", "--only", "schema", "--quiet")
+    done = tool("check", "faulty::offset", "--import", "generated_faults", "--input", "f32[3,4]", *words)
+    assert done.returncode == 1 and "FAIL generated" in done.stdout and '["offset", 0, 1]' in done.stdout
+    done = tool("check", "faulty::right", "--import", "generated_faults", "--input", "f32[3,4]", *words)
+    assert done.returncode == 0 and "40 cases of seed 0" in done.stdout
+    done = tool("check", "faulty::right", "--import", "generated_faults", "--generate", "-1")
+    assert done.returncode == 2 and "--generate takes a number of calls above 0, but got -1" in done.stderr
+
+
+def test_without_hypothesis_the_command_says_what_to_install(tmp_path):
+    (tmp_path / "hypothesis.py").write_text("raise ImportError('not here')")
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from openreg_tools.__main__ import main; sys.exit(main())"
+    words = ["conformance", "--device", "openreg", "--generate", "5", "--ops", "aten::neg$"]
+    command = [sys.executable, "-c", code, str(tmp_path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "pip install 'openreg_tools[generate]'" in done.stderr
+
+
+# ---- what is drawn, in this process ----
+
+
+class Stub:
+    """In place of a child: an operator of two tensors that fails where `fails` says."""
+
+    PROFILE = [
+        {"at": i, "kind": "tensor", "shape": [3, 3], "dtype": "float32", "out": False, "written": False} for i in (0, 1)
+    ]
+
+    def __init__(self, fails=lambda case: ""):
+        self.fails, self.seen = fails, []
+
+    def bases(self, name):
+        return [self.PROFILE] * 3, True, ""
+
+    def case(self, case):
+        self.seen.append(case)
+        kind = self.fails(case)
+        return {"end": "failed", "kind": kind, "message": "", "call": ""} if kind else {"end": "equal"}
+
+    def source(self, case):
+        return ""
+
+
+def test_every_kind_of_change_is_drawn():
+    stub = Stub()
+    of = search.explore("x::y", 400, 0, stub, "own", aliases=True)
+    drawn = {change[0] for case in stub.seen for change in case["changes"]}
+    assert drawn == {
+        "layout",
+        "offset",
+        "sizes",
+        "shape",
+        "values",
+        "dtypes",
+        "dtype",
+        "host",
+        "bit",
+        "alias",
+        "garbage",
+    }
+    assert of.digest != search.explore("x::y", 400, 1, Stub(), "own", aliases=True).digest
+    assert of.ends.total() == len({json.dumps(case) for case in stub.seen}) == 400
+
+
+def test_each_kind_of_failure_is_shrunk_by_itself():
+    def fails(case):
+        kinds = {change[0] for change in case["changes"]}
+        return "value" if "bit" in kinds else "crash" if "alias" in kinds else ""
+
+    found = [
+        f for seed in range(4) for f in search.explore("x::y", 100, seed, Stub(fails), "own", aliases=True).findings
+    ]
+    shrunk = {"value": "bit", "crash": "alias"}
+    assert found and all([change[0] for change in f.case["changes"]] == [shrunk[f.kind]] for f in found)
+
+
+def test_shares_add_up_and_prefer_own_kernels():
+    names = [f"x::{i}" for i in range(50)]
+    is_own = {name: i < 10 for i, name in enumerate(names)}
+    few, many = search.shares(names, 100, 0, is_own), search.shares(names, 7001, 0, is_own)
+    assert sum(few.values()) == 100 and min(few.values()) >= 4 and few != search.shares(names, 100, 1, is_own)
+    assert sum(many.values()) == 7001 and len(many) == 50 and many["x::3"] > 2 * many["x::30"]
+
+
+# ---- the changes ----
+
+X = torch.arange(1.0, 13.0).view(3, 4)
+
+
+def changed(*made):
+    """aten::add.Tensor of X and X + 1 with changes: the two tensors and alpha."""
+    call = Call([X.clone(), X + 1], {"alpha": 1})
+    after = changes.changed("aten::add.Tensor", call, [list(each) for each in made])
+    return [*after.args, *after.kwargs.values()]
+
+
+@pytest.mark.parametrize("how", [each for each in changes.LAYOUTS if each not in ("channels last", "transposed batch")])
+def test_layouts(how):
+    x, y, _ = changed(("layout", 0, how))
+    assert x.shape == X.shape and not x.is_contiguous() and torch.equal(y, X + 1)
+    if how not in ("expanded", "overlapping"):
+        assert torch.equal(x, X)
+    else:
+        assert x.untyped_storage().nbytes() < 4 * (X.numel() + 6)  # elements share memory
+
+
+def test_offsets_bits_and_values_keep_the_elements():
+    x, y, _ = changed(("layout", 1, "reversed"), ("offset", 1, 3), ("offset", 0, 1), ("bit", 0, "neg"))
+    assert torch.equal(x, X) and x.is_neg() and torch.equal(y, X + 1)
+    assert y.storage_offset() == 3 and y.stride() == (1, 3)
+    x, y, _ = changed(("values", 0, "mixed"), ("dtype", 1, "int8"), ("values", 1, "extremes"))
+    assert x.isnan().any() and x.isinf().any() and y.dtype == torch.int8 and {127, -128} <= set(y.flatten().tolist())
+
+
+def test_sizes_and_aliases():
+    x, y, _ = changed(("sizes", 4, 0))
+    assert x.shape == y.shape == (3, 0)
+    x, y, _ = changed(("alias", 1, 0, "shifted"))
+    assert torch.equal(y.flatten()[:-1], x.flatten()[1:]) and x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    x, y, _ = changed(("alias", 1, 0, "same"))
+    assert x is y
+    x, y, alpha = changed(("host", 1), ("number", 2, {"complex": [0, 1]}))
+    assert isinstance(y, Stays) and y.tensor.shape == () and alpha == 1j
+
+
+def test_a_program_builds_the_arguments_again():
+    call = Call([changed(("layout", 0, "sliced"), ("bit", 0, "neg"))[0], Stays(torch.tensor(2.0))], {"alpha": 3})
+    source = snippet.source("aten::add.Tensor", call, "openreg", [])
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str((X + 6).tolist()[0][0])[0]) and done.stdout.count("device='openreg:0'") == 2
+    assert "no short source" in snippet.source("aten::add.Tensor", Call([X.to_sparse(), X], {}), "openreg", [])
+
+
+def test_a_wrong_case_is_refused():
+    arguments = argparse.Namespace(device="openreg", case='{"op": "aten::neg"}', modules=[])
+    with pytest.raises(Wrong, match="--case takes the JSON that a finding prints"):
+        search.replay(arguments)
+    arguments.case = '{"op": "aten::no_such", "base": 0, "changes": []}'
+    with pytest.raises(Wrong, match="openreg lists no operator aten::no_such"):
+        search.replay(arguments)
+
+
+# ---- how a case ends, in this process ----
+
+
+def end(op, *made, base=0):
+    case = {"op": op, "base": base, "changes": [list(each) for each in made]}
+    return child.run(case, "openreg", lambda where: None)["end"]
+
+
+def test_how_cases_end():
+    assert (
+        end("aten::add.Tensor") == end("aten::add.Tensor", ("layout", 0, "reversed"), ("values", 1, "mixed")) == "equal"
+    )
+    assert end("aten::add.Tensor", ("shape", 1, "last longer")) == "both raised"
+    assert end("aten::tril.out", ("layout", 2, "reversed")) == "equal"
+
+
+def test_what_is_listed_reaches_the_device():
+    listed = child.listed("openreg")
+    assert {"aten::add.Tensor", "aten::tril.out", "openreg::rms_norm"} <= set(listed) and "prims::add" not in listed
+    assert set(listed.values()) <= {"own", "shared", "composite", "fallback"}
+
+
+def test_the_report_counts_what_was_never_reached():
+    called, never = report.Operator("a::b", "own", 3), report.Operator("a::c", "shared", never="takes a stream")
+    for ending in ("equal", "both raised", "unfit"):
+        called.count({"end": ending})
+    found = report.GeneratedReport("openreg", 0, [called, never], [], 1.0)
+    assert found.passed and "takes a stream" in found.text() and "a::c" in found.html()
+    assert found.dict()["never"] == {"takes a stream": ["a::c"]} and called.reached == 1
