@@ -17,15 +17,15 @@ namespace openreg {
 // Note [Captured operators]
 // A node calls the operator's CPU kernel on CPU tensors over raw memory. Its results must lie at addresses that are
 // known when the operator is captured, and nothing may be computed then. So the kernel first runs once on a scratch of
-// the host's memory, in tensors like the arguments: of zeros, and where it refuses those, of ones. This raises what is
-// wrong with the call, at the call, and tells what comes out: which results are arguments or views of them, and the
-// geometry of those that are new. New results get memory from the graph's pool. Then the node has one of three forms:
-// fixed: of the structured operators in fixed.cpp, whose object (iterator, checks) is made once; a replay only
-// computes. out: of other structured operators, the out= form, which writes to the results. call: of all others, the
-// operator itself; what it returns is copied to the results, whose geometry must be the same. Operators that return
-// views, or change only geometry, run at once on the host. An operator whose result's shape, or whose program, depends
-// on values in device memory cannot be captured, and raises. CPU scalars are constants of the graph. Random operators
-// draw from their generators at each replay, and during the run on the scratch from copies.
+// the host's memory, in tensors like the arguments: of zeros, where it refuses those, of ones, and then of identity
+// matrices. This raises what is wrong with the call, at the call, and tells what comes out: which results are arguments
+// or views of them, and the geometry of those that are new. New results get memory from the graph's pool. Then the node
+// has one of three forms: fixed: of the structured operators in fixed.cpp, whose object (iterator, checks) is made
+// once; a replay only computes. out: of other structured operators, the out= form, which writes to the results. call:
+// of all others, the operator itself; what it returns is copied to the results, whose geometry must be the same.
+// Operators that return views, or change only geometry, run at once on the host. An operator whose result's shape, or
+// whose program, depends on values in device memory cannot be captured, and raises. CPU scalars are constants of the
+// graph. Random operators draw from their generators at each replay, and during the run on the scratch from copies.
 
 // A call that is about to run.
 struct CapturedCall {
