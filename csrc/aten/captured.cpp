@@ -57,6 +57,9 @@ c10::Storage scratch_storage(size_t bytes) {
       c10::DataPtr(data, data, &std::free, c10::kCPU), c10::GetAllocator(c10::kCPU), /*resizable=*/true));
 }
 
+// What a run on the scratch buffer reads.
+enum class Values { kZeros, kOnes, kIdentity };
+
 // The arguments of a call: what replaces each of them on the scratch buffer and in the node.
 struct CallArgument {
   at::Tensor alias, real; // as in CpuCall; a CPU tensor is both
@@ -92,8 +95,8 @@ class CallArguments {
     return nullptr;
   }
 
-  // Creates the scratch tensors, filled with `number`.
-  void make_scratch(int number) {
+  // Creates the scratch tensors, filled with `values`.
+  void make_scratch(Values values) {
     std::vector<std::pair<const StorageImpl*, c10::Storage>> made;
     for (CallArgument& each : all_) {
       if (!each.device && !captured_.copies) { // a constant
@@ -104,7 +107,8 @@ class CallArguments {
       auto known = std::find_if(made.begin(), made.end(), [&](const auto& pair) { return pair.first == storage; });
       if (known == made.end()) known = made.insert(made.end(), {storage, scratch_storage(storage->nbytes())});
       each.scratch = on_storage(each.alias, known->second);
-      if (number) each.scratch.fill_(number);
+      if (values == Values::kOnes) each.scratch.fill_(1);
+      if (values == Values::kIdentity && each.scratch.dim() > 1) each.scratch.diagonal(0, -2, -1).fill_(1);
     }
   }
 
@@ -204,11 +208,11 @@ class SavedGenerators {
 };
 
 // Runs the kernel on the scratch buffer; returns its results.
-Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack, int number) {
+Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack, Values values) {
   LendDeviceMemory none(-1);
   at::DisableRecordFunctionGuard unseen;
   SavedGenerators saved(captured.draws);
-  arguments.make_scratch(number);
+  arguments.make_scratch(values);
   const size_t count = captured.op.schema().arguments().size();
   Stack scratch;
   for (size_t i = stack.size() - count; i < stack.size(); ++i)
@@ -221,22 +225,20 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
 
 Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack) {
   KeptWarnings warnings;
-  const auto with = [&](int number) {
-    warnings.all.clear();
-    c10::WarningUtils::WarningHandlerGuard keep(&warnings);
-    return try_on_scratch(captured, arguments, stack, number);
-  };
   Stack results;
-  try {
-    results = with(0);
-  } catch (const std::exception&) {
-    const auto first = std::current_exception();
+  std::exception_ptr first;
+  for (const Values values : {Values::kZeros, Values::kOnes, Values::kIdentity}) {
+    warnings.all.clear();
+    const c10::WarningUtils::WarningHandlerGuard keep(&warnings);
     try {
-      results = with(1);
+      results = try_on_scratch(captured, arguments, stack, values);
+      first = nullptr;
+      break;
     } catch (const std::exception&) {
-      std::rethrow_exception(first);
+      if (!first) first = std::current_exception();
     }
   }
+  if (first) std::rethrow_exception(first);
   for (const c10::Warning& each : warnings.all) c10::warn(each);
   return results;
 }

@@ -17,8 +17,9 @@ namespace openreg {
 // Note [Captured operators]
 // A node calls the operator's CPU kernel on CPU tensors over raw memory. The addresses of its results must be known
 // when the operator is captured, but the capture must not compute anything. So the kernel first runs once on scratch
-// host memory, with tensors like the arguments, filled with zeros or, if it rejects those, ones. This raises errors in
-// the call, at the call, and shows the results: which are arguments or views of them, and the geometry of the new ones.
+// host memory, with tensors like the arguments, filled with zeros or, if it rejects those, with ones or
+// identity matrices. This raises errors in the call, at the call, and shows the results: which are arguments or views
+// of them, and the geometry of the new ones.
 // New results get memory from the graph's pool. The node then has one of three forms. "fixed", for the structured
 // operators in fixed.cpp: their object (iterator, checks) is created once, and a replay only computes. "out", for other
 // structured operators: the out= form, which writes to the results. "call", for all others: the operator itself; its

@@ -8,6 +8,7 @@ the parts register themselves when PyTorch loads those.
     dynamo.py        what Dynamo asks a device: streams, events, current device
     operators.py     what becomes of custom operators
     codegen.py       what Inductor generates for the device: kernels that go through launch(), and the wrappers
+    graphs.py        mode="reduce-overhead": compiled graphs as replays of device graphs
     higher_order.py  operators that take functions, such as flex_attention
     convolution.py   the strides of a convolution's result in graphs
     adapt.py         where Inductor's own code must be adapted, one function each, pinned to versions of torch

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import codecache, config, ir, lowering, scheduler
+from torch._inductor import codecache, config, cudagraph_utils, ir, lowering, scheduler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.kernel.flex import flex_cpu
@@ -189,6 +189,19 @@ def vectorised_cat(original: Any) -> Any:
 def pad_in_one_kernel(original: Any) -> Any:
     """Padding on the right is one kernel, as for the CPU; other devices use a cat, which takes two."""
     return lambda x, *rest: None if x.get_device().type == "openreg" else original(x, *rest)
+
+
+@replaces(cudagraph_utils, "check_lowering_disable_cudagraph")
+def reduce_overhead(original: Any) -> Any:
+    """Graphs may be captured whose operators are all on one device of this type; Inductor asks for CUDA."""
+
+    def check_lowering_disable_cudagraph(nodes: dict[torch.device, torch.fx.Node]) -> str | None:
+        if not any(device.type == "openreg" for device in nodes):
+            return original(nodes)
+        names = sorted({str(device) for device in nodes if device.type != "meta"})
+        return None if len(names) == 1 else f"skipping cudagraphs due to several devices: {', '.join(names)}"
+
+    return check_lowering_disable_cudagraph
 
 
 @replaces(codecache, "_precompile_header")

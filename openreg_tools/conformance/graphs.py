@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterable
@@ -25,6 +26,14 @@ At = Callable[[str], None]
 
 # What a device says of a call that cannot be captured.
 REFUSED = "not permitted when stream is capturing"
+# How a note of such a call begins. The operator that refused follows, and why.
+NOTE = "graph: "
+
+# OpInfos whose result has a shape that depends on values. What CUDA's graphs cannot capture either.
+DYNAMIC = {
+    "argwhere", "bincount", "linalg.lstsq", "linalg.lstsq.grad_oriented", "masked_select", "nn.functional.one_hot",
+    "nonzero", "repeat_interleave", "to_sparse", "unique", "unique_consecutive",
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -65,9 +74,15 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
     out = Replayed([], list(move.tensors.values()))
     module = getattr(torch, torch.device(device).type)
 
+    geometry = [(x, x.size(), x.stride(), x.storage_offset()) for x in out.operands if x.layout == torch.strided]
+
     def restore() -> None:
         for x, value in zip(memory, before, strict=True):
             x.copy_(value)
+
+    def make() -> Any:
+        with torch.device(device) if not out.operands else contextlib.nullcontext():  # a factory
+            return call(*args, **kwargs)
 
     # Some OpInfos seed their random operators themselves, which a replay cannot, and put the seed back.
     with (
@@ -85,7 +100,7 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
                 with stream:
                     graph.capture_begin()
                     try:
-                        result = call(*args, **kwargs)
+                        result = make()
                     finally:
                         try:
                             graph.capture_end()
@@ -98,7 +113,10 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
                 if captured:
                     graph.replay()
                 else:
-                    result = call(*args, **kwargs)
+                    for x, size, stride, offset in geometry:  # which transpose_() and its like change with each call
+                        if (x.size(), x.stride(), x.storage_offset()) != (size, stride, offset):
+                            x.as_strided_(size, stride, offset)
+                    result = make()
                 torch.accelerator.synchronize(index)
                 out.values.append(_copies(tree_leaves(result)))
         except Exception as error:
@@ -110,15 +128,22 @@ def compare(
     report: opinfo.Report, index: int, what: str, call: Callable[..., Any], arguments: Any, device: str
 ) -> None:
     """Run eagerly and as a graph, and note each difference. A call that cannot be captured is a note, not a failure."""
+    expected = run(call, arguments, device, captured=False)
+    if expected.error is None and not any(isinstance(x, torch.Tensor) for each in expected.values for x in each):
+        return  # a value of the host, as of item()
+    judge(report, index, what, expected, run(call, arguments, device, captured=True))
+
+
+def judge(report: opinfo.Report, index: int, what: str, expected: Replayed, actual: Replayed) -> None:
+    """Note each difference between eager mode and a graph."""
 
     def fail(kind: str, message: str) -> None:
         report.failures.append(opinfo.Failure("graph", kind, index, f"{what}: {message}"))
 
-    expected, actual = (run(call, arguments, device, captured) for captured in (False, True))
     report.ran["graph"] += 1
     theirs, ours = (each and opinfo.first_line(each) for each in (expected.error, actual.error))
     if actual.error is not None and REFUSED in str(actual.error):
-        report.notes[f"refused: {str(actual.error).partition(': ')[2].partition(': ')[2].split(' at ')[0]}"] += 1
+        report.notes[f"{NOTE}{_cause(str(actual.error))}"] += 1
         return
     if expected.error is not None or actual.error is not None:
         if type(expected.error) is not type(actual.error):
@@ -135,6 +160,12 @@ def compare(
         for x, y in pairs:
             if isinstance(x, torch.Tensor) and not asynchronous.same(x, y):
                 return fail("value", f"replay {time} gave {asynchronous._short(y)}, eager {asynchronous._short(x)}")
+
+
+def _cause(message: str) -> str:
+    """The operator that refused and its reason: ``aten::nonzero: the shape of its result depends on values ...``."""
+    said = message[message.index(REFUSED) + len(REFUSED) :].strip(" :.\n")
+    return re.sub(r"^(\S+) at [^:]+:\d+: ", r"\1: ", said).partition(". ")[0]
 
 
 @functools.cache
@@ -160,8 +191,6 @@ def check(
         return
     for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
         arguments = ((sample.input, *sample.args), sample.kwargs)
-        if not any(isinstance(x, torch.Tensor) for x in tree_leaves(arguments)):
-            continue  # a factory, whose device Mover cannot tell
         forms = {"valid": op.op, "in place": None if sample.broadcasts_input else op.get_inplace()}
         for what, function in forms.items():
             if function is not None:
@@ -196,3 +225,88 @@ def check_module(info: Any, dtype: torch.dtype, device: str, report: opinfo.Repo
 
         arguments = (parameters, buffers, sample.forward_input.args, sample.forward_input.kwargs)
         compare(report, i, "forward and backward", step, (arguments, {}), device)
+
+
+# Optimizers whose step needs values of the host, and why.
+HOST_STEPS = {
+    "Adafactor": "the step count is on the host",
+    "Adagrad": "the step count is on the host",
+    "LBFGS": "the step reads losses on the host",
+    "SparseAdam": "it takes sparse gradients",
+}
+
+
+def _train(info: Any, options: dict[str, Any], dtype: torch.dtype, device: str, captured: bool) -> Replayed:
+    """A training step in eager mode, and then twice: in eager mode, or captured and replayed."""
+    torch.manual_seed(0)
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items() if k != "params"}
+    for name in ("betas", "etas"):
+        if isinstance(options.get(name), tuple):
+            options[name] = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in options[name])
+    layers = torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+    model = torch.nn.Sequential(*layers).to(device, dtype)
+    matrices = info.optim_cls.__name__ == "Muon"  # which takes them only
+    parameters = [p for p in model.parameters() if p.dim() == 2 or not matrices]
+    batches = [torch.randn(8, 5, dtype=dtype) for _ in range(3)]
+    out = Replayed([], list(model.parameters()))
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    try:
+        optimizer = info.optim_cls(parameters, **options)
+        x = batches[0].to(device)
+        stream = torch.Stream(device=device)
+        stream.wait_stream(torch.accelerator.current_stream(x.device.index))
+        with stream:
+            loss = step()
+        torch.accelerator.current_stream(x.device.index).wait_stream(stream)
+        graph = torch.accelerator.Graph() if captured else None
+        if graph is not None:
+            with stream, graph:
+                loss = step()
+        for batch in batches[1:]:
+            x.copy_(batch)
+            if graph is not None:
+                graph.replay()
+            else:
+                loss = step()
+            out.values.append(_copies([loss, *out.operands]))
+    except Exception as error:
+        out.error = error
+    return out
+
+
+def check_optimizer(
+    info: Any,
+    flags: dict[str, bool],
+    dtype: torch.dtype,
+    device: str,
+    report: opinfo.Report,
+    at: At = lambda _: None,
+) -> None:
+    """`_train` in both ways, with each sample of options, with ``capturable=True`` where the optimizer has it.
+
+    Args:
+        flags: of the implementation, as ``{"foreach": True}``.
+    """
+    if info.optim_cls.__name__ in HOST_STEPS:
+        return
+    for i, sample in enumerate(info.optim_inputs_func(device="cpu")):
+        options = {**sample.kwargs, **flags}
+        if info.has_capturable_arg:
+            options["capturable"] = True
+        values = (x for option in options.values() for x in (option if isinstance(option, tuple) else (option,)))
+        if not info.has_capturable_arg and any(isinstance(x, torch.Tensor) for x in values):
+            continue  # the step reads it on the host
+        if options.get("differentiable") and (info.has_capturable_arg or any(flags.values())):
+            continue
+        if flags.get("fused") and isinstance(options.get("lr"), torch.Tensor) and options["lr"].dim():
+            continue
+        at(f"{CHECK}, sample {i}")
+        expected, actual = (_train(info, options, dtype, device, captured) for captured in (False, True))
+        judge(report, i, f"{sample.desc} {flags}", expected, actual)

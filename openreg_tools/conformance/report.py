@@ -8,7 +8,7 @@ import html
 from typing import Any
 
 from openreg_tools import forms
-from openreg_tools.conformance import opinfo, sweep
+from openreg_tools.conformance import graphs, opinfo, sweep
 
 Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, failures, notes, seconds
 Case = tuple[str, str]  # operator, dtype
@@ -34,6 +34,12 @@ SHORT = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "complex64": "c64", "int64": "i64",
     "int32": "i32", "uint8": "u8", "bool": "b8",
 }  # fmt: skip
+
+
+def _kind(name: str) -> str:
+    if name.startswith("optim."):
+        return "optimizers"
+    return "modules" if name.startswith("nn.") and not name.startswith("nn.functional.") else "operators"
 
 
 @dataclasses.dataclass
@@ -99,14 +105,14 @@ class Results:
     def text(self, verbose: bool = False) -> str:
         lines = forms.table(self._by_dtype(), left=1)
         kinds = collections.Counter(kind for r in self.records for kind in {f["kind"] for f in r["failures"]})
-        notes = collections.Counter(note for r in self.records for note in r["notes"])
+        notes = collections.Counter(n for r in self.records for n in r["notes"] if not n.startswith(graphs.NOTE))
         if kinds:
             lines += ["", "Cases in which something differed:"]
             lines += [f"  {count:5} {kind}: {opinfo.KINDS[kind]}" for kind, count in kinds.most_common()]
         if notes:
             said = ", ".join(f"{count} {note}" for note, count in notes.most_common())
             lines += ["", *forms.wrapped([f"Differences that are allowed, in cases: {said}"], 0)]
-        lines += self._grid(verbose) + self._failures()
+        lines += self._graphs() + self._grid(verbose) + self._failures()
         for record in self.records:
             if self.verdict(record) == "fixed":
                 lines.append(
@@ -153,6 +159,34 @@ class Results:
             return []
         legend = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
         return ["", *forms.table(rows, left=1), legend]
+
+    def _graphs(self) -> list[str]:
+        """How many operators, modules and optimizers graphs capture, and why not the others."""
+        ran, refused, failed = collections.Counter(), collections.defaultdict(collections.Counter), set()
+        for record in self.records:
+            name = record["operator"]
+            ran[name] += record["ran"].get(graphs.CHECK, 0)
+            for note, count in record["notes"].items():
+                if note.startswith(graphs.NOTE):
+                    refused[name][note.removeprefix(graphs.NOTE)] += count
+            if any(failure["check"].startswith(graphs.CHECK) for failure in record["failures"]):
+                failed.add(name)
+        lines: list[str] = []
+        for kind in ("operators", "modules", "optimizers"):
+            names = {name for name in {*+ran, *failed} if _kind(name) == kind} - graphs.DYNAMIC  # +: what ran
+            bad = {name: refused[name] for name in sorted(names) if name in failed or refused[name]}
+            if not names:
+                continue
+            share = 100 * (len(names) - len(bad)) / len(names)
+            fixed = " whose results' shapes do not depend on values" if kind == "operators" else ""
+            lines += ["", *forms.wrapped([
+                f"Graphs capture {len(names) - len(bad)} of {len(names)} {kind}{fixed}, and replay what eager mode "
+                f"computes: {share:.1f} %.{' The others, and of how many calls:' if bad else ''}"
+            ], 0)]  # fmt: skip
+            for name, causes in bad.items():
+                said = [f"{cause} ({count} of {ran[name]})" for cause, count in causes.most_common()]
+                lines += forms.wrapped([f"{name}: {'; '.join([*said, *['differs, see below'] * (name in failed)])}"], 2)
+        return lines
 
     def _failures(self) -> list[str]:
         groups: dict[tuple[str, str, str], list[tuple[Record, Record]]] = collections.defaultdict(list)

@@ -190,8 +190,13 @@ def check_optimizer(
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Four steps from the same weights with each sample of options, single, foreach and fused."""
+    """Four steps from the same weights with each sample of options, single, foreach and fused; and steps in graphs."""
     report = Report()
+    if graphs.CHECK in checks and graphs.supported(device):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for flags in implementations(info):
+                graphs.check_optimizer(info, flags, dtype, device, report, at)
     if "step" not in checks:
         return report
     i = -1

@@ -1,6 +1,7 @@
 """Operators in graphs: a replay computes what eager mode computes, to the bit."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ OPERATORS = (
     "nn.functional.conv2d", "nn.functional.layer_norm", "nn.functional.batch_norm", "nn.functional.dropout",
     "nn.functional.max_pool2d", "nn.functional.embedding", "bernoulli", "multinomial", "abs", "conj", "cumsum", "pow",
     "div.no_rounding_mode", "lerp", "addcdiv", "clamp", "unfold", "std_mean", "svd", "fft.fft", "_foreach_add", "_foreach_pow",
+    "transpose", "squeeze", "unsqueeze",  # in place they change what the next call sees
+    "randn", "full", "linspace", "masked.sum", "cholesky", "linalg.inv", "linalg.solve",
 )  # fmt: skip
 
 
@@ -54,6 +57,120 @@ def test_modules(name):
     assert report.ran["graph"] >= 1
     assert not report.failures, found(report)
     assert sum(report.notes.values()) < report.ran["graph"], report.notes
+
+
+@pytest.mark.parametrize("name", sorted(training.optimizers()))
+def test_optimizers(name):
+    info = training.optimizers()[name]
+    report = training.check_optimizer(info, torch.float32, DEVICE, checks=("graph",))
+    assert (report.ran["graph"] == 0) == (info.optim_cls.__name__ in graphs.HOST_STEPS)
+    assert not report.failures, found(report)
+    assert not report.notes
+
+
+def test_a_replay_that_differs_is_seen():
+    """A value of the host that changes between calls is the capture's in a replay."""
+    calls = []
+
+    def count(x):
+        calls.append(x)
+        return x + len(calls)
+
+    report = opinfo.Report()
+    graphs.compare(report, 0, "counts", count, ((torch.ones(3),), {}), DEVICE)
+    assert [f.kind for f in report.failures] == ["value"]
+
+
+def not_captured():
+    """The rows of the table in docs/graphs.md, by operator."""
+    text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text().partition("| Not captured |")[2]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    return {name.strip("` "): row[2] for row in rows for name in row[1].split(",")}
+
+
+@pytest.mark.parametrize("name", sorted(not_captured()))
+def test_the_documented_exceptions_are_not_captured(name):
+    op, report = opinfo.database()[name], opinfo.Report()
+    graphs.check(op, getattr(torch, opinfo.dtypes_of(op)[0]), DEVICE, 3, report)
+    causes = [*report.notes, *(failure.message for failure in report.failures)]
+    assert causes and name not in graphs.DYNAMIC
+    for cause in causes:
+        operator = (
+            cause.removeprefix(graphs.NOTE).partition(": ")[0] if cause.startswith(graphs.NOTE) else "segment_reduce"
+        )
+        assert operator.removeprefix("aten::") in not_captured()[name], cause
+
+
+@pytest.mark.parametrize("name", sorted(graphs.DYNAMIC))
+def test_shapes_that_depend_on_values_are_refused(name):
+    op, report = opinfo.database()[name], opinfo.Report()
+    graphs.check(op, getattr(torch, opinfo.dtypes_of(op)[0]), DEVICE, 3, report)
+    assert report.notes and not report.failures
+
+
+def captured(function):
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        result = function()
+    return graph, result
+
+
+@pytest.mark.parametrize("value, options, expected", [
+    (2.5, {}, [2.5]),
+    (7, {"dtype": torch.int64}, [7]),
+    (1e300, {"dtype": torch.float32}, [float("inf")]),
+    (True, {}, [True]),
+    (1 + 2j, {}, [1 + 2j]),
+])  # fmt: skip
+def test_a_single_value_of_the_host_is_a_constant(value, options, expected):
+    graph, y = captured(lambda: torch.tensor(value, device=DEVICE, **options))
+    graph.replay()
+    assert [y.item()] == expected
+
+
+def test_copies_of_single_values():
+    host = torch.tensor(3.0 + 4.0j)
+    to = torch.zeros(2, 3, dtype=torch.complex64, device=DEVICE)
+    lazy, half = (
+        torch.zeros(2, dtype=torch.complex64, device=DEVICE).conj(),
+        torch.zeros(2, dtype=torch.half, device=DEVICE),
+    )
+    pinned = torch.tensor(1.0).pin_memory()
+    read = torch.zeros((), device=DEVICE)
+
+    def copy():
+        to.t().copy_(host.conj())
+        lazy.copy_(host)
+        half.copy_(torch.tensor(2.0, dtype=torch.float64))
+        read.copy_(pinned, non_blocking=True)
+
+    graph, _ = captured(copy)
+    pinned.fill_(5.0)
+    host.fill_(0)  # the graph has the value of the capture
+    graph.replay()
+    assert to.tolist() == [[3 - 4j] * 3] * 2
+    assert lazy.tolist() == [3 + 4j] * 2 and half.tolist() == [2.0] * 2
+    assert read.item() == 5.0  # pinned memory is read at each replay
+
+
+@pytest.mark.parametrize("function", [torch.linalg.inv, lambda x: torch.linalg.solve(x, x)], ids=["inv", "solve"])
+@pytest.mark.parametrize("device", [DEVICE, "openreg:1"])
+def test_a_replay_reports_singular_matrices(function, device):
+    with torch.openreg.device(device):
+        x = torch.eye(3, device=device).expand(2, 3, 3).clone()
+        empty = torch.zeros(0, 3, 3, device=device)
+        graph, (y, none) = captured(lambda: (function(x), function(empty)))
+        graph.replay()
+        assert torch.equal(y, function(x)) and none.shape == (0, 3, 3)
+        x[1].zero_()
+        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            function(x)
+        with pytest.raises(RuntimeError, match="singular"):
+            graph.replay()
+            torch.openreg.synchronize()
+        x.copy_(torch.eye(3))
+        graph.replay()
+        assert torch.equal(y, function(x))
 
 
 def test_a_device_without_graphs_is_not_checked():

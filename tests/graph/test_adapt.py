@@ -4,11 +4,12 @@ Generated kernels are compared with CPU Inductor's, as an alarm for new versions
 """
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import calls, kernels, on, source, without
+from graphs import calls, kernels, on, source, uncached, without
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
@@ -40,6 +41,22 @@ def test_no_loop_reordering():
     assert_close(torch.compile(function)(x), function(x))
     with without("no_loop_reordering"), pytest.raises(Exception, match="can't multiply sequence"):
         torch.compile(function)(x)
+
+
+def test_reduce_overhead():
+    """Without it, a graph of the device is not captured. tests/graph/test_reduce_overhead.py has more."""
+    from openreg_ops.inductor import graphs
+
+    def captured():
+        x, made = torch.ones(3, device="openreg"), []
+        init = graphs._Graphed.__init__
+        with uncached(), patch.object(graphs._Graphed, "__init__", lambda *args: (made.append(1), init(*args))[1]):
+            torch.compile(lambda x: x + 1, mode="reduce-overhead")(x)
+        return bool(made)
+
+    assert captured()
+    with without("reduce_overhead"):
+        assert not captured()
 
 
 def test_two_step_variance():

@@ -69,7 +69,11 @@ def test_modules_and_optimizers_run_too(tmp_path, capsys):
     assert "3 operators, 3 good, 0 not; 3 cases: 3 pass" in said
     assert all(len(line) <= 80 for line in said.splitlines() if not line.startswith("results in"))
     ran = {case["operator"]: set(case["ran"]) for case in json.loads(data.read_text())["cases"]}
-    assert ran["nn.Tanh"] == {"train", "eval", "graph"} and ran["optim.SGD"] == {"step"} and "forward" in ran["tanh"]
+    assert (
+        ran["nn.Tanh"] == {"train", "eval", "graph"}
+        and ran["optim.SGD"] == {"step", "graph"}
+        and "forward" in ran["tanh"]
+    )
     assert page.read_text().count('<td class="pass" title=') == 3
 
 
@@ -80,6 +84,22 @@ def record(failures=(), name="neg", dtype="float32"):
 
 def results(*records, **options):
     return Results({"device": "openreg"}, list(records), {"neg": ["float32"], "abs": ["float32"]}, **options)
+
+
+def test_graphs_are_counted(tmp_path, capsys):
+    """What is captured in every dtype, what is not and why; not what has a shape that depends on values."""
+    words = ["--ops", "^(neg|item|nonzero|narrow|linspace.tensor_overload)$", "--dtypes", "float32", "int64"]
+    words += ["--suites", "operators", "--checks", "graph", "--samples", "3", "--out", str(tmp_path / "results.jsonl")]
+    assert conformance.main(command(*words)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "capture 1 of 3 operators whose results' shapes do not depend on values" in said and "33.3 %" in said
+    assert "narrow: aten::_local_scalar_dense: the host would read a value of the device" in said and "(2 of 6)" in said
+    assert "linspace.tensor_overload: aten::_local_scalar_dense" in said and "nonzero:" not in said
+
+    differs = record([("graph, sample 0, valid", "crash")], name="abs")
+    text = " ".join(results(differs, {**record(), "ran": {"graph": 2}}, record(name="optim.SGD")).text().split())
+    assert "1 of 2 operators" in text and "50.0 %" in text and "abs: differs, see below" in text
+    assert "optimizers" not in text, "what did not run is not counted"
 
 
 def test_a_known_failure_that_passes_fails_the_run():

@@ -1,0 +1,210 @@
+"""torch.compile(mode="reduce-overhead"): calls are replays of graphs, and compute what the default mode computes."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._inductor import compile_fx  # noqa: F401  (loads the policy)
+
+from openreg_ops.inductor import graphs
+
+pytestmark = pytest.mark.compiles
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The captures made, and the sentences logged."""
+    captures, sentences = [], []
+    init, log = graphs._Captured.__init__, graphs.log_cudagraph_skip_and_bump_counter
+    monkeypatch.setattr(graphs._Captured, "__init__", lambda self, *args: (init(self, *args), captures.append(1))[0])
+    monkeypatch.setattr(
+        graphs, "log_cudagraph_skip_and_bump_counter", lambda text: (sentences.append(text), log(text))[1]
+    )
+    return captures, sentences
+
+
+def both(function, calls, **options):
+    """What each call gives in the default mode and with graphs, from the same seed."""
+    found = []
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        torch.openreg.manual_seed(3)
+        compiled = torch.compile(function, mode=mode, **options)
+        found.append([compiled(*make()) for make in calls])
+    return found
+
+
+def equal(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def train(mode, device, sizes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4)).to(device)
+    compiled = torch.compile(model, mode=mode, dynamic=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.openreg.manual_seed_all(1)
+    generator, results = torch.Generator().manual_seed(2), []
+    for n in sizes:
+        y = compiled(torch.randn(n, 8, generator=generator).to(device))
+        optimizer.zero_grad()
+        y.square().mean().backward()
+        optimizer.step()
+        results.append(y.detach())  # stays valid
+    return [*results, *(x.detach() for x in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
+def test_training(device, said):
+    """Two shapes; parameters and batch norm's statistics are written in place, dropout draws new numbers."""
+    sizes = (6, 6, 5, 6, 5, 5)
+    expected = train("default", device, sizes)
+    torch._dynamo.reset()
+    equal(train("reduce-overhead", device, sizes), expected)
+    captures, sentences = said
+    assert len(captures) == 4 and not sentences  # forward and backward of each shape
+
+
+def test_parameters_that_move(said):
+    """A model whose weights are replaced, and a function of parameters that are written to."""
+    model = nn.Linear(3, 3).to("openreg")
+    compiled = torch.compile(model, mode="reduce-overhead")
+    x = torch.ones(2, 3, device="openreg")
+    with torch.no_grad():
+        for i in range(4):
+            if i == 2:
+                model.weight.data = torch.randn(3, 3, device="openreg")
+            torch.testing.assert_close(compiled(x), model(x))
+        buffers = nn.BatchNorm1d(3).to("openreg")
+        step = torch.compile(buffers, mode="reduce-overhead")
+        expected = nn.BatchNorm1d(3).to("openreg")
+        for i in range(6):
+            if i in (3, 5):
+                buffers.running_mean = buffers.running_mean.clone()
+            equal(step(x * i), torch.compile(expected)(x * i))
+        equal(buffers.running_mean, expected.running_mean)
+    assert not said[1]
+
+
+def test_random_numbers(said):
+    x = torch.ones(100, device="openreg")
+    expected, actual = both(lambda x: nn.functional.dropout(x), [lambda: (x,)] * 4)
+    equal(actual, expected)
+    assert not torch.equal(actual[2], actual[3]) and len(said[0]) == 1
+
+
+def test_aliases(said):
+    """Results that are inputs, views of inputs, and views of one another."""
+    y = torch.arange(6.0, device="openreg")
+
+    def function(x, y):
+        z = x + y
+        return z, z[1:].view(5), x, y.view(2, 3), None, 7, torch.ones(2, device=x.device), y.view(torch.int32)
+
+    inputs = [torch.full((6,), float(i), device="openreg") for i in range(3)]
+    expected, actual = both(function, [lambda x=x: (x, y) for x in inputs])
+    equal(actual, expected)
+    for x, results in zip(inputs, actual, strict=True):
+        assert results[2].data_ptr() == x.data_ptr() and results[3].data_ptr() == y.data_ptr()
+        assert results[1].data_ptr() == results[0].data_ptr() + 4
+    assert len(said[0]) == 1
+
+
+def test_a_graph_without_inputs(said):
+    expected, actual = both(lambda: torch.rand(3, device="openreg") + 1, [lambda: ()] * 3)
+    equal(actual, expected)
+    assert len(said[0]) == 1
+
+
+def test_strides_and_empty_inputs(said):
+    inputs = [
+        lambda: (torch.randn(4, 3, device="openreg").t().fill_(2), torch.ones(1, 3, device="openreg").expand(4, 3).t()),
+        lambda: (torch.zeros(3, 0, device="openreg"), torch.zeros(3, 0, device="openreg")),
+    ]
+    expected, actual = both(lambda x, y: (x * y).t() + 1, inputs * 3, dynamic=False)
+    equal(actual, expected)
+    assert len(said[0]) == 2
+
+
+def test_mutated_inputs_run_as_before(said):
+    def function(x):
+        x.add_(1)
+        return x * 2
+
+    x = torch.zeros(3, device="openreg")
+    expected, actual = both(function, [lambda: (x,)] * 3)
+    assert [y.tolist() for y in (*expected, *actual)] == [[2.0 * i] * 3 for i in range(1, 7)]
+    captures, sentences = said
+    assert not captures and sentences == ["skipping cudagraphs due to mutated inputs (1 instances)"]
+
+
+def test_what_cannot_be_captured_runs_as_before(said):
+    x, lengths = torch.arange(6.0, device="openreg"), torch.tensor([2, 4], device="openreg")
+    expected, actual = both(lambda x, n: torch.segment_reduce(x.sin(), "sum", lengths=n), [lambda: (x, lengths)] * 3)
+    equal(actual, expected)
+    captures, sentences = said
+    assert not captures and len(sentences) == 1 and "segment_reduce" in sentences[0]
+
+
+def test_values_on_the_cpu_run_as_before(said):
+    x = torch.ones(3, device="openreg")
+    calls = [lambda i=i: (x, torch.tensor(float(i))) for i in range(3)]
+    expected, actual = both(lambda x, n: x * n, calls)
+    equal(actual, expected)
+    captures, sentences = said
+    assert not captures and len(sentences) == 1 and "several devices: cpu, openreg:0" in sentences[0]
+
+
+def test_there_are_not_more_graphs_than_the_limit(said, monkeypatch):
+    monkeypatch.setattr(graphs, "LIMIT", 2)
+    calls = [lambda n=n: (torch.ones(n, device="openreg"),) for n in (4, 5, 5, 6, 6, 7, 7)]
+    expected, actual = both(lambda x: x.cos() + x.shape[0], calls, dynamic=True)
+    equal(actual, expected)
+    captures, sentences = said
+    assert len(captures) == 1 and len(sentences) == 1 and "more than 2 sets of shapes" in sentences[0]
+
+
+def test_other_streams_and_a_capture_of_the_caller(said):
+    compiled = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead")
+    x = torch.ones(5, device="openreg")
+    expected = [x.sin() * 2] * 3
+    results = [compiled(x), compiled(x)]
+    stream = torch.openreg.Stream()
+    stream.wait_stream(torch.openreg.current_stream())
+    with stream:
+        results.append(compiled(x))
+    torch.openreg.current_stream().wait_stream(stream)
+    equal(results, expected)
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        y = compiled(x)
+    x.fill_(2)
+    graph.replay()
+    equal(y, x.sin() * 2)
+
+
+def test_the_launch_mode_async(said):
+    x = torch.ones(1000, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        expected, actual = both(lambda x: (x * 3).relu().sum(), [lambda i=i: (x + i,) for i in range(5)])
+        equal(actual, expected)
+    assert len(said[0]) == 1
+
+
+def test_graphs_go_with_the_compiled_function(said):
+    x = torch.ones(4000, device="openreg")
+    for _ in range(2):
+        gc.collect()
+        torch.openreg.synchronize()
+        before = torch.openreg.memory_allocated()
+        compiled = torch.compile(lambda x: x.sin().cos(), mode="reduce-overhead")
+        for _ in range(3):
+            compiled(x)
+        assert torch.openreg.memory_allocated() > before
+        del compiled
+        torch._dynamo.reset()
+        gc.collect()
+        torch.openreg.synchronize()
+        assert torch.openreg.memory_allocated() == before
+    assert len(said[0]) == 2
