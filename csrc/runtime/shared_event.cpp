@@ -24,7 +24,6 @@
 #include "wait.h"
 
 namespace openreg {
-namespace {
 
 using Generation = std::uint32_t;
 constexpr Generation kEventSlots = 256; // points in flight at once, over all processes
@@ -38,6 +37,8 @@ struct EventPage {
   EventSlot slots[kEventSlots];
 };
 static_assert(std::atomic<Generation>::is_always_lock_free); // otherwise processes would not share it
+
+namespace {
 
 struct EventHandle {
   char magic[8];
