@@ -120,7 +120,9 @@ class Openreg(Backend):
     sees = frozenset({"host", "race"})
     isolation = {"OPENREG_ISOLATION": "strict"}
     access = r"^openreg: the host (.*?):.*\n.*$"
-    hidden = (str(PACKAGE / "openreg" / "races.py"),)
+    hidden = tuple(
+        str(PACKAGE / "openreg" / f"{name}.py") for name in ("races", "race_modes", "captures", "capture_hooks")
+    )
 
     def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
         return torch.openreg._sanitizer.sanitize(found)

@@ -16,7 +16,7 @@ import time
 from typing import Any, TextIO
 
 from openreg_tools.conformance import schemas
-from openreg_tools.conformance.command import Worker
+from openreg_tools.conformance.worker import Worker
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import child
 from openreg_tools.generate.report import Finding, GeneratedReport, Operator

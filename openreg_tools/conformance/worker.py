@@ -1,0 +1,105 @@
+"""The processes that `conformance` runs operators in, so that a crash ends only one of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+
+from openreg_tools import backends
+from openreg_tools.conformance.report import Record
+
+
+class Worker:
+    """A worker process, started again after it dies."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.process: subprocess.Popen | None = None
+
+    def words(self) -> list[str]:
+        """The options that the process is started with."""
+        a = self.arguments
+        return ["--suites", *a.suites, "--samples", str(a.samples), "--checks", *a.checks, "--threads", str(a.threads)]
+
+    def start(self) -> None:
+        self.stderr = tempfile.TemporaryFile()
+        command = [sys.executable, "-P", "-m", "openreg_tools", "conformance", "--worker"]
+        command += ["--device", self.arguments.device, *self.words()]
+        packages = [backend.package for backend in backends.registered()]
+        command += [
+            word for module in dict.fromkeys([*packages, *self.arguments.modules]) for word in ("--import", module)
+        ]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.process.stdout, selectors.EVENT_READ)
+        self.buffer = b""
+        if not (self.read(time.monotonic() + 120) or {}).get("ready"):
+            self.stop()
+            raise RuntimeError(f"the worker did not start: {self.last_words()}")
+
+    def stop(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.selector.close()
+            self.process = None
+
+    def read(self, deadline: float) -> Record | None:
+        """The next answer; None at the end of the process, TimeoutError at the deadline."""
+        while b"\n" not in self.buffer:
+            if not self.selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            got = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not got:
+                return None
+            self.buffer += got
+        line, self.buffer = self.buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def exchange(self, line: str, last: str) -> tuple[Record | None, str, str, str]:
+        """The answer to a line that has the field `last`; or how the process ended, its message, and where it was."""
+        if self.process is None:
+            self.start()
+        start, where = time.monotonic(), "start"
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{line}\n".encode())
+            self.process.stdin.flush()
+        try:
+            while answer := self.read(start + self.arguments.timeout):
+                if last in answer:
+                    return answer, "", "", where
+                where = answer["at"]
+            code = self.process.wait()
+            kind, message = "crash", f"{f'signal {-code}' if code < 0 else f'exit {code}'}: {self.last_words()}"
+        except TimeoutError:
+            kind, message = "timeout", f"no result after {self.arguments.timeout} s"
+        self.stop()
+        return None, kind, message, where
+
+    def run(self, name: str, dtype: str) -> Record:
+        start = time.monotonic()
+        answer, kind, message, where = self.exchange(f"{name} {dtype}", "operator")
+        if answer is not None:
+            return answer
+        check, _, sample = where.partition(", sample ")
+        failure = {"check": check, "kind": kind, "sample": int(sample or -1), "message": message}
+        return {
+            "operator": name, "dtype": dtype, "ran": {}, "failures": [failure], "notes": {},
+            "seconds": round(time.monotonic() - start, 3),
+        }  # fmt: skip
+
+    def last_words(self) -> str:
+        """What the process said before it died: its error, or the fault that ended it."""
+        self.stderr.seek(0)
+        lines = [line.strip() for line in self.stderr.read().decode(errors="replace").splitlines() if line.strip()]
+        for i, line in enumerate(lines):
+            if line.startswith(("Fatal Python error", "Traceback")):
+                return lines[i if line.startswith("Fatal") else -1]
+        return " ".join(lines[-2:])[:300]
