@@ -165,6 +165,8 @@ def make_graphed_callables(
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     pool: tuple[int, int] | None = None,
+    capture_error_mode: str = "global",
+    enable_annotations: bool = False,
 ) -> Any:
     """Versions of functions or modules whose forward and backward are replays of graphs.
 
@@ -176,11 +178,22 @@ def make_graphed_callables(
         num_warmup_iters: how often each runs before the capture.
         allow_unused_input: whether an input may have no gradient.
         pool: `graph_pool_handle()` of the memory to share; one of its own unless given.
+        capture_error_mode: as in `Graph.capture_begin`.
+        enable_annotations: must be False; annotations of kernels belong to CUDA.
     """
+    if enable_annotations:
+        raise NotImplementedError(
+            "make_graphed_callables: expected enable_annotations=False, but got True; this device has no annotations of "
+            "kernels in graphs"
+        )
+
+    def capture(captured: Graph, enable_annotations: bool = False, **options: Any) -> graph:
+        return graph(captured, **{"capture_error_mode": capture_error_mode, **options})
+
     of_cuda = torch.cuda.graphs.make_graphed_callables
     cuda = types.SimpleNamespace(
-        CUDAGraph=Graph, Stream=streams.Stream, graph=graph, stream=streams.stream, synchronize=devices.synchronize
+        CUDAGraph=Graph, Stream=streams.Stream, graph=capture, stream=streams.stream, synchronize=devices.synchronize
     )
     names = {**of_cuda.__globals__, "torch": _Torch(cuda=cuda), "graph_pool_handle": graph_pool_handle}
-    code = types.FunctionType(of_cuda.__code__, names, closure=of_cuda.__closure__)
+    code = types.FunctionType(of_cuda.__code__, names, argdefs=of_cuda.__defaults__, closure=of_cuda.__closure__)
     return code(callables, sample_args, num_warmup_iters, allow_unused_input, pool)

@@ -31,6 +31,8 @@ def found(report):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_replay_is_eager(name):
+    if name == "cholesky" and name not in opinfo.database():
+        pytest.skip("this version of torch has no torch.cholesky in its OpInfos")
     op, report = opinfo.database()[name], opinfo.Report()
     graphs.check(op, torch.float32, DEVICE, 4, report)
     assert report.ran["graph"] >= 1
@@ -93,6 +95,8 @@ def test_the_documented_exceptions_are_not_captured(name):
     op, report = opinfo.database()[name], opinfo.Report()
     graphs.check(op, getattr(torch, opinfo.dtypes_of(op)[0]), DEVICE, 3, report)
     causes = [*report.notes, *(failure.message for failure in report.failures)]
+    if name == "combinations" and torch.__version__ >= "2.14":
+        pytest.skip("from torch 2.14 on it does not use masked_select")
     assert causes and name not in graphs.DYNAMIC
     for cause in causes:
         operator = (
@@ -229,7 +233,7 @@ OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True),
     "AdamW for each": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True, foreach=False),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True, fused=True),
 }
 
 

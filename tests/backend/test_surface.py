@@ -22,6 +22,8 @@ ABSENT = {
     **dict.fromkeys(["current_blas_handle", "current_solver_handle", "nccl", "jiterator", "tunable", "gds"], TOOLS),
     **dict.fromkeys(["GreenContext", "green_contexts"], TOOLS),
     **dict.fromkeys(["DEVICE_REQUIREMENT", "PYTORCH_RELEASES_CODE_CC", "get_gencode_flags"], TOOLS),
+    **dict.fromkeys(["DEVICE_REQUIREMENT_POST_JETSON_SBSA_UNIFICATION"], TOOLS),
+    **dict.fromkeys(["graph_annotations", "export_graph_data", "export_dot"], RUNTIME),  # the driver's graphs
     **dict.fromkeys(["CUDAPluggableAllocator", "change_current_allocator"], ALLOCATOR),
     **dict.fromkeys(["caching_allocator_disabled", "caching_allocator_enable"], ALLOCATOR),
     "CUDAGraph": "it is torch.openreg.Graph, as torch.accelerator's is Graph",
