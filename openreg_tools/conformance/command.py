@@ -14,7 +14,6 @@ import faulthandler
 import hashlib
 import json
 import os
-import queue
 import re
 import sys
 import threading
@@ -28,7 +27,7 @@ import torch
 from openreg_tools import backends, dispatch, forms
 from openreg_tools.conformance import cuda_dtypes, opinfo, schemas, sweep, training
 from openreg_tools.conformance.report import Case, Record, Results
-from openreg_tools.conformance.worker import Worker
+from openreg_tools.conformance.worker import Worker, on_workers
 from openreg_tools.forms import Wrong
 
 SUITES = ("operators", "modules", "optimizers", "schemas")
@@ -160,36 +159,18 @@ class Progress:
 
 def run(cases: Iterable[Case], arguments: argparse.Namespace, results: TextIO) -> list[Record]:
     """Run the cases on `arguments.jobs` workers, writing each record as it comes."""
-    todo: queue.SimpleQueue[Case] = queue.SimpleQueue()
-    for case in cases:
-        todo.put(case)
-    records: list[Record] = []
-    progress, lock, errors = Progress(todo.qsize(), sys.stderr), threading.Lock(), []
+    todo, records, lock = list(cases), [], threading.Lock()
+    progress = Progress(len(todo), sys.stderr)
 
-    def serve() -> None:
-        worker = Worker(arguments)
-        try:
-            while not errors:
-                record = worker.run(*todo.get_nowait())
-                with lock:
-                    records.append(record)
-                    results.write(json.dumps(record) + "\n")
-                    results.flush()
-                    progress.step(record)
-        except queue.Empty:
-            pass
-        except Exception as error:
-            errors.append(error)
-        finally:
-            worker.stop()
+    def one(worker: Worker, case: Case) -> None:
+        record = worker.run(*case)
+        with lock:
+            records.append(record)
+            results.write(json.dumps(record) + "\n")
+            results.flush()
+            progress.step(record)
 
-    threads = [threading.Thread(target=serve, daemon=True) for _ in range(arguments.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    on_workers(todo, [Worker(arguments) for _ in range(arguments.jobs)], one)
     return records
 
 

@@ -6,11 +6,15 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import selectors
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from openreg_tools import backends
 from openreg_tools.conformance.report import Record
@@ -103,3 +107,37 @@ class Worker:
             if line.startswith(("Fatal Python error", "Traceback")):
                 return lines[i if line.startswith("Fatal") else -1]
         return " ".join(lines[-2:])[:300]
+
+
+def on_workers(todo: Iterable[Any], workers: Iterable[Worker], each: Callable[[Worker, Any], None]) -> None:
+    """Call ``each(worker, item)`` for every item, on a thread for each worker; raises what the first to fail raised.
+
+    After an error or an interrupt no thread takes another item. An interrupt does not wait for those under way.
+    """
+    items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for item in todo:
+        items.put(item)
+    errors: list[BaseException] = []
+
+    def serve(worker: Worker) -> None:
+        try:
+            while not errors:
+                each(worker, items.get_nowait())
+        except queue.Empty:
+            pass
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            worker.stop()
+
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt as interrupt:
+        errors.append(interrupt)
+        raise
+    if errors:
+        raise errors[0]

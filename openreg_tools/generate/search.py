@@ -6,9 +6,9 @@ The process that draws does not touch the device. Equal seeds give equal cases, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
-import queue
 import random
 import sys
 import threading
@@ -16,7 +16,7 @@ import time
 from typing import Any, TextIO
 
 from openreg_tools.conformance import schemas
-from openreg_tools.conformance.worker import Worker
+from openreg_tools.conformance.worker import Worker, on_workers
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import child
 from openreg_tools.generate.report import Finding, GeneratedReport, Operator
@@ -212,45 +212,22 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
     start = time.monotonic()
     is_own = {name: schemas.is_own(name, arguments.device) for name in names}
     given = shares(names, arguments.generate, arguments.seed, is_own)
-    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in given:
-        todo.put(name)
     done: list[Operator] = []
-    progress, lock, failed = _Progress(arguments.generate, sys.stderr), threading.Lock(), []
+    progress, lock = _Progress(arguments.generate, sys.stderr), threading.Lock()
     aliases = arguments.device.partition(":")[0] != "cpu"
 
-    def serve() -> None:
-        worker = Child(arguments)
-        try:
-            while not failed:
-                name = todo.get_nowait()
-                of = explore(name, given[name], arguments.seed, worker, has[name], aliases)
-                with lock:
-                    done.append(of)
-                    if not getattr(arguments, "quiet", False):
-                        for finding in of.findings:
-                            line = finding.command(arguments.device, arguments.modules)
-                            print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
-                        progress.step(of)
-        except queue.Empty:
-            pass
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            worker.stop()
+    def one(worker: Child, name: str) -> None:
+        of = explore(name, given[name], arguments.seed, worker, has[name], aliases)
+        with lock:
+            done.append(of)
+            if not getattr(arguments, "quiet", False):
+                for finding in of.findings:
+                    line = finding.command(arguments.device, arguments.modules)
+                    print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
+                progress.step(of)
 
-    threads = [threading.Thread(target=serve, daemon=True) for _ in range(arguments.jobs)]
-    for thread in threads:
-        thread.start()
-    interrupted = False
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:  # report what there is
-        interrupted = True
-        failed.append(None)
-    if failed and not interrupted:
-        raise failed[0]
+    with contextlib.suppress(KeyboardInterrupt):  # report what there is
+        on_workers(given, [Child(arguments) for _ in range(arguments.jobs)], one)
     with lock:
         names_done = {of.name for of in done}
         skipped = [
