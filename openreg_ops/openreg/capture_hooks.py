@@ -17,7 +17,7 @@ __all__ = ["unwatch", "watch"]
 
 
 def _captures_of_thread() -> Captures | None:
-    """Those of the sanitizer that the calling thread, or the thread whose backward pass it runs, has turned on."""
+    """The captures of the sanitizer that is on in the calling thread, or in the thread whose backward pass it runs."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, SanitizerDispatchMode) and mode.races.on:
             return mode.races.captures
@@ -81,7 +81,7 @@ _hooks: list[Any] = []
 
 
 def watch(captures: Captures) -> None:
-    """Have graphs tell of captures and replays, until `unwatch`."""
+    """Make graphs report captures and replays, until `unwatch`."""
     for kind in (torch.openreg.Graph, getattr(torch.accelerator, "Graph", None)):
         for name, around in _WATCHED.items():
             if kind is not None and name in vars(kind):
@@ -99,7 +99,7 @@ def _method(around: Callable[..., Any], plain: Callable[..., Any]) -> Callable[.
 
 
 def unwatch() -> None:
-    """Give graphs their own methods back."""
+    """Restore the graphs' own methods."""
     while _plain:
         setattr(*_plain.pop())
     while _hooks:

@@ -1,4 +1,4 @@
-"""What the sanitizer knows of a captured graph (captures.py), and the errors that describe mistakes with one."""
+"""What the sanitizer knows about a captured graph (captures.py), and the errors that describe mistakes with one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CapturedGraph", "GraphError", "HostTensor", "Node", "Use", "line_of_
 
 
 def line_of_the_program(caller: int) -> str:
-    """The line that the calling thread is in, outside of torch and this package, or else that of the thread `caller`."""
+    """The calling thread's innermost line outside torch and this package, or else the thread `caller`'s."""
     line = ""
     for frame in (sys._getframe(1), sys._current_frames().get(caller)):
         while frame is not None:
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(eq=False)
 class Use:
-    """A node's access to memory; the first one of each kind stands for all."""
+    """A node's access to memory. The first access of each kind represents all of them."""
 
     node: Node
     kind: AccessType
@@ -56,7 +56,7 @@ class Use:
 
 @dataclass(eq=False)
 class HostTensor:
-    """A 0-dim CPU tensor whose value a node holds."""
+    """A 0-dim CPU tensor whose value a node holds as a constant."""
 
     node: Node
     storage: StorageWeakRef
@@ -64,7 +64,7 @@ class HostTensor:
     value: torch.Tensor
 
     def now(self) -> torch.Tensor | None:
-        """Its value, unless the tensor is gone."""
+        """Its current value, or None if the tensor is gone."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None or (self.offset + 1) * self.value.itemsize > storage.nbytes():
             return None
@@ -73,7 +73,7 @@ class HostTensor:
 
 @dataclass(eq=False)
 class CapturedGraph:
-    """A graph: what its nodes use, and when it was replayed. `owner` is the program's object."""
+    """A graph: what its nodes use, and when it was replayed. `owner` is the program's graph object."""
 
     owner: weakref.ref[Any]
     line: str
@@ -89,24 +89,26 @@ class CapturedGraph:
     numbers: dict[tuple[str, int], tuple[Node, Place]] = field(default_factory=dict)  # by place
     varying: set[tuple[str, int]] = field(default_factory=set)  # places that had several values during the capture
     random: set[int] = field(default_factory=set)  # storages of CPU tensors that the capture drew
-    kept: list[Any] = field(default_factory=list)  # holds those storages' addresses
+    kept: list[Any] = field(default_factory=list)  # keeps those storages alive, so that their addresses are not reused
     replays: int = 0
     last: Access | None = None
-    drew: tuple[int, int, int] = (0, 0, 0)  # thread, autograd's sequence number at the first replay and at the last one
-    views: dict[Any, int] = field(default_factory=dict)  # of outputs, by line and bytes: the replay of the newest one
+    drew: tuple[int, int, int] = (0, 0, 0)  # thread, autograd's sequence numbers at the first and last replay
+    views: dict[Any, int] = field(
+        default_factory=dict
+    )  # of outputs, by line and bytes: the replay before the newest view
     meets: weakref.WeakKeyDictionary[CapturedGraph, bool] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __str__(self) -> str:
         return f"the graph captured at {self.line}"
 
     def number(self, node: Node, place: Place) -> None:
-        """A node holds the value of a place."""
+        """A node holds the value of a place as a constant."""
         key = place.text, place.of
         if self.numbers.setdefault(key, (node, place))[1].value != place.value:
             self.varying.add(key)
 
     def shares_memory(self, other: CapturedGraph) -> bool:
-        """Whether memory that the capture allocated is also of the other graph, of the same pool."""
+        """Whether both captures allocated the same memory of their common pool."""
         if other not in self.meets:
             ends = sorted(
                 (each.start, each.end, graph) for graph, owner in enumerate((self, other)) for each in owner.made
@@ -122,9 +124,9 @@ class CapturedGraph:
 class GraphError(SynchronizationError):
     """A mistake with a captured graph.
 
-    ``kind`` is "freed_input", "moved_input", "overwritten_output", "host_tensor", "host_number", "host_random",
-    "unregistered_generator" or "shared_pool". The text names the graph and the node, and has the remedy and the stack
-    traces of the capture and of the replay or access.
+    ``kind`` is one of "freed_input", "moved_input", "overwritten_output", "host_tensor", "host_number", "host_random",
+    "unregistered_generator" and "shared_pool". The text names the graph and the node, and contains the remedy and the
+    stack traces of the capture and of the replay or access.
     """
 
     def __init__(self, kind: str, what: str, remedy: str, then: tuple[str, Trace], now: tuple[str, Trace]) -> None:

@@ -1,7 +1,7 @@
-"""The sanitizer's view of graphs: what captures read and write, and what is wrong at a replay or a read of a result.
+"""What the sanitizer records about graphs, and the mistakes it finds at a replay or when a result is read.
 
-Operators of a capture are seen by the race detector's dispatch mode (races.py) and noted here; they do not run. A replay
-makes the accesses of its nodes as the stream that it is on. docs/graphs.md lists the mistakes and what cannot be seen.
+The race detector's dispatch mode (races.py) passes captured operators to this module; they do not run. A replay performs
+the accesses of its nodes on the stream it is launched on. docs/graphs.md lists the mistakes and what cannot be seen.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Captures:
         self.races = races
         self.active: list[CapturedGraph] = []  # under capture
         self.graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
-        self.moved: dict[Span, Trace] = {}  # parameters that were given other memory, by their old one
+        self.moved: dict[Span, Trace] = {}  # parameters whose memory was replaced, by the old span
         self.views: dict[int, tuple[Any, CapturedGraph, int, Any, Trace]] = {}  # of outputs, by tensor
-        self.passed = threading.local()  # .views: stale views that the function under way was given
+        self.passed = threading.local()  # .views: the stale views among the current function's arguments
 
     # ---- captures ----
 
@@ -61,7 +61,7 @@ class Captures:
         self.active.append(graph)
 
     def ended(self, owner: Any, ok: bool) -> None:
-        """A capture ended, or turned out to be void."""
+        """A capture ended or was invalidated."""
         for graph in [each for each in self.active if each.owner() is owner]:
             self.races.drain()
             self.active.remove(graph)
@@ -75,7 +75,7 @@ class Captures:
                 self.graphs.add(graph)
 
     def of_thread(self) -> CapturedGraph | None:
-        """The capture that the calling thread, or a backward pass that it started, works for."""
+        """The capture of the calling thread, or of the thread whose backward pass it runs."""
         if len(self.active) < 2:
             return self.active[0] if self.active else None
         mine = {threading.get_ident(), self.races.caller}
@@ -94,14 +94,14 @@ class Captures:
         return stream if captured else None
 
     def allocated(self, memory: Memory) -> None:
-        """Memory was allocated; whether by a capture, its stream tells."""
+        """Memory was allocated. Its stream shows whether a capture allocated it."""
         for graph in self.active:
             if memory.owner in graph.streams:
                 memory.graph, memory.pool = weakref.ref(graph), graph.pool
                 graph.made.append(memory)
 
     def node(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, trace: Trace) -> Node:
-        """An operator is about to be captured: keep the values of the host that it takes."""
+        """An operator is about to be captured: record the host values it takes."""
         graph = self.of_thread()
         assert graph is not None
         node = Node(str(func), line_of_the_program(self.races.caller), trace, str(graph))
@@ -156,7 +156,7 @@ class Captures:
             graph.kept.append(out.untyped_storage())
 
     def use(self, node: Node, stream: Stream, found: Iterable[tuple[torch.Tensor, Any, Any]]) -> None:
-        """A captured operator reads and writes these."""
+        """A captured operator reads and writes these tensors."""
         graph = self.of_thread()
         assert graph is not None
         graph.streams.add(stream)
@@ -251,7 +251,7 @@ class Captures:
             outer.kept.append(graph)
 
     def _alive(self, use: Use) -> str | None:
-        """None if an input is where it was; otherwise what happened to it."""
+        """What happened to an input, or None if it is still where it was."""
         memory = use.memory
         if memory.graph is not None and (maker := memory.graph()) is not None and maker in self.graphs:
             return None  # in a pool that a graph keeps
@@ -323,7 +323,7 @@ class Captures:
     # ---- results ----
 
     def read(self, memory: Memory, access: Access) -> Iterator[GraphError]:
-        """An operator reads memory of a graph: is it what the program means to read?"""
+        """Yield an error if an operator reads a graph's memory that a later replay has overwritten."""
         graph = memory.graph() if memory.graph else None
         if graph is None or access.type is not READ or not graph.replays:
             return
@@ -353,7 +353,7 @@ class Captures:
         return known if known is not None and not known[0].expired() else None
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch, and follow views of graphs' outputs into and out of it."""
+        """Call a function of torch, tracking views of graph outputs among its arguments and results."""
         if func == _SET_DATA and isinstance(args[0], torch.nn.Parameter) and args[0].device.type == "openreg":
             with self.races.lock, torch._C._DisableTorchDispatch():
                 old, new = Span.of(args[0]), Span.of(args[1])
@@ -416,7 +416,7 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
 
 
 def _output(graph: CapturedGraph, access: Access) -> str:
-    """What an access reads, by the last node that writes it."""
+    """Describe what an access reads by the last node that writes it."""
     writers = [use.node for use in graph.uses.values() if use.kind is WRITE and use.span.meets(access.span)]
     return f"the output of {writers[-1]}, of {graph}," if writers else f"an output of {graph}"
 
@@ -435,10 +435,9 @@ def _pool_error(graph: CapturedGraph, other: CapturedGraph, trace: Trace) -> Gra
     assert other.last is not None
     return GraphError(
         "shared_pool",
-        f"{graph} may run at the same time as {other}. They share the memory pool {graph.pool}, and memory in it that "
-        "one of them freed is used by the other.",
-        "Have the stream of this replay wait for that of the other one before, or capture the graphs with pools of "
-        "their own.",
+        f"{graph} may run at the same time as {other}. They share the memory pool {graph.pool}, where one of them uses "
+        "memory that the other freed.",
+        "Make the stream of this replay wait for the other replay first, or capture each graph with its own pool.",
         ("The other graph was replayed", other.last.stack_trace),
         ("Replayed", trace),
     )

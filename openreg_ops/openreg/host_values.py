@@ -1,4 +1,4 @@
-"""Values of the host that a graph holds as constants: where a captured operator's numbers came from, to look again."""
+"""Host values that a graph holds as constants: where a captured operator's numbers came from, to read them again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 __all__ = ["Place", "hyperparameters", "numbers", "places"]
 
 _GONE = object()
-_FRAMES = 12  # how far up a number is looked for: a user's line, a module's call and forward, a functional, an operator
+_FRAMES = 12  # how far up to look for a number: a user's line, a module's call and forward, a functional, an operator
 
 
 class Place(NamedTuple):
-    """An expression whose value can be asked for again: a global variable, or what an object that still lives has."""
+    """An expression that can be evaluated again: a global variable, or an attribute of an object that is still alive."""
 
     text: str
     of: int  # the identity of the module or object
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     look: Callable[[], Any]
 
     def now(self) -> Any:
-        """Its value, or `value` where it can no longer be told."""
+        """Its current value, or `value` if it can no longer be read."""
         found = self.look()
         return found if type(found) in (int, float, tuple) else self.value
 
@@ -55,7 +55,7 @@ def _step(value: Any, key: str, is_item: bool) -> Any:
 
 
 def _path(node: ast.expr) -> tuple[str, list[tuple[Any, bool]]] | None:
-    """A name and the attributes and constant subscripts behind it."""
+    """A name and the attributes and constant subscripts that follow it."""
     steps: list[tuple[Any, bool]] = []
     while True:
         if isinstance(node, ast.Name):
@@ -71,7 +71,7 @@ def _path(node: ast.expr) -> tuple[str, list[tuple[Any, bool]]] | None:
 
 @functools.lru_cache(maxsize=64)
 def _expressions(filename: str) -> dict[tuple[int, ...], ast.AST]:
-    """The calls and the arithmetic of a source file, by position."""
+    """The calls and arithmetic expressions of a source file, by position."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
@@ -85,7 +85,7 @@ def _expressions(filename: str) -> dict[tuple[int, ...], ast.AST]:
 
 
 def _operands(frame: types.FrameType) -> Iterator[ast.expr]:
-    """The operands of the call or of the arithmetic that a frame is in."""
+    """The operands of the call or arithmetic expression that a frame is evaluating."""
     instruction = frame.f_lasti // 2
     for i, position in enumerate(frame.f_code.co_positions()):
         if i == instruction:
@@ -100,16 +100,16 @@ def _operands(frame: types.FrameType) -> Iterator[ast.expr]:
 
 
 def _local(frame: types.FrameType, name: str) -> Any:
-    """A local variable. Before Python 3.13 a frame that was asked keeps a copy of all of them alive: empty it."""
+    """A local variable. Before Python 3.13, reading `f_locals` leaves a copy of all locals in the frame: empty it."""
     values = frame.f_locals
     found = values.get(name, _GONE)
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(values) is dict and sys.getrefcount(values) <= 3:
-        values.clear()  # nobody but the frame, this function and getrefcount() has it
+        values.clear()  # only the frame, this function and getrefcount() refer to it
     return found
 
 
 def _root(frame: types.FrameType, name: str, alone: bool) -> tuple[int, Callable[[], Any]] | None:
-    """Whose variable it is and how to ask for it; None for one that the program may use for something else by then."""
+    """The owner of a variable and how to read it; None if the program may reuse the variable for something else."""
     code = frame.f_code
     if code.co_flags & inspect.CO_OPTIMIZED and name not in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
         module = sys.modules.get(frame.f_globals.get("__name__", ""))
@@ -135,7 +135,7 @@ def _look(root: Callable[[], Any], steps: list[tuple[Any, bool]], sign: int) -> 
 
 
 def places(frame: types.FrameType | None, wanted: list[int | float]) -> Iterator[Place]:
-    """Where the numbers that reach an operator stand: operands of the calls under way that have one of the values."""
+    """Where the numbers that reach an operator come from: operands, in the active calls, that have one of the values."""
     for _ in range(_FRAMES):
         if frame is None:
             return
@@ -157,7 +157,7 @@ def places(frame: types.FrameType | None, wanted: list[int | float]) -> Iterator
 
 
 def numbers(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> list[int | float]:
-    """The numbers among an operator's arguments, without sizes and dimensions."""
+    """The numbers among an operator's arguments, except sizes and dimensions."""
     found: list[int | float] = []
     for i, argument in enumerate(schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -170,7 +170,7 @@ def numbers(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> list[int | 
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[Place]:
-    """The numbers of an optimizer's groups, which its step reads whenever it runs on the host."""
+    """The numbers in an optimizer's parameter groups, which its step reads on the host."""
     ref = weakref.ref(optimizer)
 
     def look(index: int, key: str) -> Any:

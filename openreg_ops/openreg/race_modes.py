@@ -1,4 +1,4 @@
-"""The modes that show the race detector (races.py) the operators, and the reads without an operator, of a thread."""
+"""The modes through which the race detector (races.py) sees a thread's operators, and its reads without one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch.compile compiles as without the mode; the compiled operators are checked when they run."""
+        """torch.compile compiles as it would without the mode; the compiled operators are checked when they run."""
         return True
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, classes)):  # comes back with the tensors in it
+        if any(map(is_traceable_wrapper_subclass_type, classes)):  # it calls again with its inner tensors
             return NotImplemented
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
@@ -44,7 +44,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
 
 class SanitizerFunctionMode(TorchFunctionMode):
-    """Checks what reads a tensor without an operator: on the host, and by printing. `_sanitizer` sees saving."""
+    """Checks reads of a tensor without an operator: on the host, and by printing. `_sanitizer` sees saving."""
 
     READERS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "__repr__", "numpy", "tolist")}
 
@@ -79,5 +79,5 @@ class SanitizerFunctionMode(TorchFunctionMode):
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether a class of tensors has no dispatch of its own."""
+    """Whether a tensor class does not override dispatch."""
     return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

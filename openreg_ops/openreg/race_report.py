@@ -15,6 +15,8 @@ from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType
 from torch.utils._traceback import CapturedTraceback
 
+from openreg_ops.openreg._sanitizer import FILES
+
 __all__ = [
     "READ",
     "WRITE",
@@ -42,15 +44,7 @@ class Collective:
 
 
 # Frames that a trace leaves out: the race detector's, and torch's way to a dispatch mode.
-_OURS = (
-    __file__,
-    "openreg/races.py",
-    "openreg/race_modes.py",
-    "openreg/captures.py",
-    "openreg/capture_hooks.py",
-    "torch/_compile.py",
-    "torch/_dynamo/eval_frame.py",
-)
+_OURS = (*FILES, "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 
 def _stream_name(stream: Stream | Collective | None) -> str:

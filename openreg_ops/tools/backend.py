@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from openreg_ops.openreg._sanitizer import FILES
 from openreg_tools.backends import Backend
 
 if TYPE_CHECKING:
@@ -120,9 +121,7 @@ class Openreg(Backend):
     sees = frozenset({"host", "race"})
     isolation = {"OPENREG_ISOLATION": "strict"}
     access = r"^openreg: the host (.*?):.*\n.*$"
-    hidden = tuple(
-        str(PACKAGE / "openreg" / f"{name}.py") for name in ("races", "race_modes", "captures", "capture_hooks")
-    )
+    hidden = FILES
 
     def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
         return torch.openreg._sanitizer.sanitize(found)

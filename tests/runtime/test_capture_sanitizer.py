@@ -304,7 +304,7 @@ def test_the_first_graph_again_while_the_second_runs():
         side.wait_stream(current())
         with side:
             second.replay()
-        with caught("shared_pool", "pools of their own"):
+        with caught("shared_pool", "its own pool"):
             first.replay()
         current().wait_stream(side)
         first.replay()
