@@ -1,10 +1,10 @@
-"""Launch modes against each other: what a call raises and returns in async mode must be what it does inline.
+"""Compares launch modes: a call must raise and return in async mode what it raises and returns inline.
 
-Two checks of `openreg-tools conformance` for a device that has launch modes (``torch.DEVICE.launch_mode``, as
-openreg has); on any other device they make no comparison.
+Two checks of `openreg-tools conformance` for devices with launch modes (``torch.DEVICE.launch_mode``, as
+openreg has). On other devices they compare nothing.
 
-    async         valid samples: values, and the operands that the call wrote to
-    async_errors  samples that an operator refuses: OpInfo's error inputs, and valid samples made wrong in one way, by a
+    async         valid samples: values, and the operands that the call writes to
+    async_errors  samples that an operator refuses: OpInfo's error inputs, and valid samples with one thing made wrong: a
                   dtype, a shape or an argument. The call raises what the inline call raises, before it returns; nothing
                   appears at the next synchronization, and the operands hold what they hold inline
 
@@ -28,7 +28,7 @@ from openreg_tools.conformance import opinfo
 
 CHECKS = ("async", "async_errors")
 
-# What each wrong sample changes a tensor to. The CPU has kernels for few of these.
+# The dtypes that wrong samples convert tensors to. The CPU has kernels for few of these.
 DTYPES = tuple(
     getattr(torch, name)
     for name in (
@@ -37,10 +37,10 @@ DTYPES = tuple(
     )
     if hasattr(torch, name)
 )  # fmt: skip
-# Of a sample in every wrong dtype; one of these follows for each tensor alone.
+# Wrong dtypes for all tensors of a sample; one of these follows for each tensor alone.
 MIXED = (torch.float64, torch.int64, torch.float8_e4m3fn)
 
-# Errors that depend on values which only the device has: CUDA's kernels assert them there, or check nothing.
+# Errors that depend on values in device memory: CUDA's kernels assert them on the device, or do not check them.
 ASSERTS = re.compile(r"out of (bounds|range)|expected targets in")
 
 # Operators whose values are compared for valid samples only, by cause.
@@ -54,14 +54,14 @@ GARBAGE = {
 
 
 def has_modes(device: str) -> bool:
-    """Whether the device runs its work in launch modes."""
+    """Whether the device has launch modes."""
     module = getattr(torch, torch.device(device).type, None)
     return hasattr(module, "launch_mode")
 
 
 @dataclasses.dataclass
 class Seen:
-    """What a program could see of a call: its result or error, what synchronizing raised, and the operands after it."""
+    """What a program can observe of a call: its result or error, what synchronizing raised, and the operands after it."""
 
     outcome: opinfo.Outcome
     late: Exception | None
@@ -85,7 +85,7 @@ def observe(call: Callable[[opinfo.Mover], Any], device: str, mode: str) -> Seen
 def compare(
     report: opinfo.Report, check: str, index: int, what: str, call: Callable, device: str, values: bool = True
 ) -> None:
-    """Call in both modes and note each difference, in values too if they mean something."""
+    """Call in both modes and record each difference, including values if they are meaningful."""
     expected = observe(call, device, "inline")
     actual = observe(call, device, "async")
     report.ran[check] += 1
@@ -103,7 +103,7 @@ def compare(
         return fail(
             "error" if error is None else "error type" if ours else "no error", f"inline: {theirs}; async: {ours}"
         )
-    pairs = list(zip(expected.operands, actual.operands, strict=False))  # an error may come before all are made
+    pairs = list(zip(expected.operands, actual.operands, strict=False))  # an error may occur before all of them exist
     leaves = [tree_leaves(each.outcome.value) for each in (expected, actual)] if error is None else ([], [])
     if len(expected.operands) != len(actual.operands) or len(leaves[0]) != len(leaves[1]):
         return fail("structure", "results of another number")
@@ -114,7 +114,7 @@ def compare(
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the bit, in all that a program can see."""
+    """Whether all that a program can observe is equal, bit for bit."""
     if (a.dtype, a.layout, a.device, a.requires_grad) != (b.dtype, b.layout, b.device, b.requires_grad):
         return False
     if a.is_nested or b.is_nested:
@@ -146,7 +146,7 @@ Arguments = tuple[Any, tuple, dict]
 
 
 def wrong(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
-    """The arguments of a valid call made wrong, or only different, in one way each, and what was changed."""
+    """The arguments of a valid call, each time with one change that makes them wrong or only different, and that change."""
     leaves, spec = tree_flatten(arguments)
     tensors = [i for i, x in enumerate(leaves) if _is_plain(x)]
     floats = [i for i in tensors if leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex]
@@ -171,7 +171,7 @@ def wrong(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
             yield f"argument {x!r} as {value!r}", tree_unflatten([*leaves[:i], value, *leaves[i + 1 :]], spec)
 
 
-# A stray size would have the CPU allocate it, or compute for minutes: numbers stay small.
+# Numbers stay small: the CPU would allocate a large size, or compute for minutes.
 WRONG_VALUES: dict[type, tuple] = {int: (-1, -7, 7), float: (-1.5, 300.0, 1e6), str: ("no such",)}
 
 SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -218,7 +218,7 @@ def check(
     for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
         arguments = (sample.input, tuple(sample.args), sample.kwargs)
         if not any(map(_is_plain, tree_leaves(arguments))):
-            continue  # a factory, whose device Mover cannot tell
+            continue  # a factory, for which Mover cannot tell the device
         forms = {"": op.op, " in place": None if sample.broadcasts_input else op.get_inplace()}
         for form, function in forms.items():
             if function is None:
@@ -243,7 +243,7 @@ def check(
 
 
 def _outs(op: Any, arguments: Arguments, index: int, device: str, report: opinfo.Report) -> None:
-    """Into results of another dtype, shape and layout."""
+    """Call with results of another dtype, shape and layout."""
     expected = opinfo.run(_call(op, op.op, arguments), "cpu").value
     single = isinstance(expected, torch.Tensor)
     flat = [expected] if single else expected

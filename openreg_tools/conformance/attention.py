@@ -1,4 +1,4 @@
-"""CUDA's two families of fused attention, which the CPU does not have, on any device against their formula in float64.
+"""Checks CUDA's two families of fused attention, which the CPU lacks, on any device against their formula in float64.
 
 `_flash_attention_forward` and `_efficient_attention_forward` are what `varlen_attn` and scaled dot product attention of
 jagged tensors call. The cases are the samples of OpInfo and `packed_cases`.
@@ -21,7 +21,7 @@ OPERATORS = {
 }
 FLASH = "_flash_attention_forward"
 
-# For outputs. A gradient is a sum of products with rounded outputs, so it also gets the size of the inputs, squared.
+# For outputs. A gradient sums products with rounded outputs, so its tolerance also grows with the square of the inputs.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 Arguments = dict[str, Any]
@@ -43,7 +43,7 @@ def attend(
 ) -> Pair:
     """Attention of one sequence, `[length, heads, width]`, in its dtype, and logsumexp, `[heads, length]`.
 
-    Query i sees the keys from i - left to i + right, counted from the end of both or from their beginning; None is no
+    Query i sees the keys from i - left to i + right, aligned at the end or at the beginning of both; None means no
     limit. A row that sees nothing is 0 and has a logsumexp of inf. The probabilities are multiplied by `kept`, a
     dropout mask.
     """
@@ -173,7 +173,7 @@ def packed_cases(name: str, dtype: torch.dtype, seed: int = 0) -> Iterator[Argum
             | ({"scale": 0.3} if i % 3 == 0 else {})
         )
     for i, (q, k, mask) in enumerate(itertools.product((1, 7, 100), (7, 140), masks)):
-        # Views of one projection, as models make them.
+        # Views of one projection, as in models.
         value_width = 16 if flash or i % 2 else 24
         all_k = make(2, k, 4, 16 + value_width)
         arguments: Arguments = {
@@ -228,7 +228,7 @@ def check_case(name: str, a: Arguments, device: str) -> list[tuple[str, str]]:
 
     same("rng", "the same seed again", again, out.detach().cpu().double(), atol=0, rtol=0)
     if a["dropout_p"] > 0:
-        # Output is linear in value, the mask being that of this call.
+        # The output is linear in value, with the mask of this call.
         pair = (weights.double() * out.detach().cpu()).sum(), (got[2].cpu().double() * host["value"]).sum()
         same("gradient", "value, dropped as in forward", pair[1].detach(), pair[0], atol=1, rtol=0.05)
         return failures
@@ -248,7 +248,7 @@ def check(op: Any, dtype: torch.dtype, device: str, at: Callable[[str], None]) -
     name = op.name.rpartition(".")[2]
     key = torch._C._dispatch_key_for_device(torch.device(device).type)
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
-        return  # PyTorch has no formula of its own for it
+        return  # PyTorch has no formula for it
     for i, arguments in enumerate(_samples(op, name, dtype)):
         at(f"attention, sample {i}")
         failures = check_case(name, arguments, device)

@@ -1,7 +1,7 @@
 """Checks of the dtypes that CUDA has and the CPU lacks, and of autocast, over PyTorch's OpInfo database.
 
-`cuda_dtypes`: an operator must take every dtype that CUDA takes. Its results are those of the CPU in a wider dtype,
-rounded; their dtypes are those of the meta device. `autocast`: every operator that runs in float32 runs under
+`cuda_dtypes`: an operator must take every dtype that CUDA takes. Its results must equal the CPU's results in a wider
+dtype, rounded, and have the dtypes that the meta device gives. `autocast`: every operator that runs in float32 runs under
 `torch.autocast` in float16 and bfloat16 too, forward, backward and under `torch.func.grad`, with nearly the results of
 float32.
 """
@@ -34,7 +34,7 @@ WIDER = {
     ),
 }
 
-# Of half precision, results may differ by two roundings; a gradient passes through several operators.
+# In half precision, results may differ by two roundings; a gradient passes through several operators.
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.complex32: 4e-3}
 
 # Operators that autocast breaks on CUDA too, and why.
@@ -92,7 +92,7 @@ def _map(value: Any, tensor: Callable[[torch.Tensor], Any], dtype: Callable[[tor
 
 
 def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    """In fractions: a float's quotient may round into the next bin."""
+    """With fractions, because a quotient of floats may round into the next bin."""
     low, high = int(min), int(max)
     if low == high and x.numel():
         low, high = int(x.min()), int(x.max())
@@ -117,7 +117,7 @@ def _nanmean(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.sum(_without_nan(x), *args, **kwargs) / counts
 
 
-# Where the CPU has no wider dtype either.
+# The CPU has no wider dtype for these either.
 REFERENCES: dict[str, Callable] = {
     "histc": _histc,
     "nansum": lambda x, *args, **kwargs: torch.sum(_without_nan(x), *args, **kwargs),
@@ -127,7 +127,7 @@ REFERENCES: dict[str, Callable] = {
 
 @dataclasses.dataclass
 class _Case:
-    """One sample on the device, and what is expected of it."""
+    """One sample on the device, and its expected results."""
 
     op: Any
     sample: Any
@@ -144,7 +144,7 @@ class _Case:
         return function(move(s.input), *move(tuple(s.args)), **move(s.kwargs), **more)
 
     def expected(self, backward: bool, **more: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """What the CPU computes in the wider dtype, and its gradients."""
+        """The CPU's results and gradients in the wider dtype."""
         leaves: list[torch.Tensor] = []
         made: dict[int, torch.Tensor] = {}
 
@@ -216,7 +216,7 @@ class _Case:
             wide = torch.complex64 if actual.is_complex() else torch.float32
             expected, actual = expected.to(wide), actual.to(wide)
             if kind == "gradient":
-                # What half precision rounds to infinity between the operators of a derivative stays that.
+                # A value that half precision rounds to infinity between the operators of a derivative stays infinite.
                 chosen = torch.isfinite(actual)
                 if not chosen.any():
                     chosen = torch.isfinite(expected)
@@ -231,7 +231,7 @@ class _Case:
             self.fail(kind, opinfo._one_line(error))
 
     def inplace(self, forward: list[torch.Tensor]) -> None:
-        """In place, the numbers must be those of the forward call, to the bit."""
+        """In place, the values must equal those of the forward call, bit for bit."""
         function, input_ = self.op.get_inplace(), self.sample.input
         if function is None or self.sample.broadcasts_input or not isinstance(input_, torch.Tensor) or not forward:
             return
@@ -248,7 +248,7 @@ class _Case:
         self.same(result, forward[0], "in place")
 
     def out(self, forward: list[torch.Tensor]) -> None:
-        """Into tensors of the right size, permuted ones, and empty ones, which are resized."""
+        """Call with out= tensors of the right size, permuted, and empty ones, which are resized."""
         if not self.op.supports_out or "out" in self.sample.kwargs or not forward:
             return
         if self.leaves_out(forward):
@@ -267,7 +267,7 @@ class _Case:
                 self.same(a, e, f"out= ({make.__name__[1:]})")
 
     def leaves_out(self, forward: list[torch.Tensor]) -> bool:
-        """Whether the CPU leaves an empty out= as it is in the wider dtype: fft.ihfftn of one dimension does."""
+        """Whether the CPU fails to resize an empty out= in the wider dtype, as fft.ihfftn of one dimension does."""
         if len(forward) != 1 or not forward[0].numel():
             return False
         out = torch.empty(0, dtype=WIDER.get(forward[0].dtype, forward[0].dtype))
@@ -301,7 +301,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _gradients(sample: Any, result: Any, leaves: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Gradients of the results, weighted by the same numbers. `dtype` can represent these, whatever the results' dtype."""
+    """Gradients of the results, weighted by the same numbers, which `dtype` can represent whatever the results' dtype."""
     outputs = [x for x in _tensors(sample.output_process_fn_grad(result)) if x.requires_grad]
     if not outputs or not leaves:
         return []
@@ -331,7 +331,7 @@ def check_dtype(
 
 
 def check_autocast(op: Any, device: str, samples: int, report: opinfo.Report, at: Callable[[str], None]) -> None:
-    """Where float32 runs, float16 and bfloat16 run under autocast, with nearly the same results and gradients."""
+    """What runs in float32 must run under autocast in float16 and bfloat16, with nearly equal results and gradients."""
     backward = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
     if op.full_name in REFUSED_UNDER_AUTOCAST:
         return
@@ -382,14 +382,14 @@ def _outcome(one: Any, context: Any, backward: bool) -> tuple[opinfo.Outcome, op
 
 
 def _as_on_cpu(op: Any, sample: Any, index: int, dtype: torch.dtype, found: tuple, backward: bool) -> bool:
-    """Whether autocast gives the same on the CPU: rounding large scores to float16 changes their softmax by 2 %."""
+    """Whether autocast differs as much on the CPU: rounding large scores to float16 changes their softmax by 2 %."""
     one = opinfo._Sample(op, sample, index, "cpu", opinfo.Report())
     cpu = _outcome(one, torch.autocast("cpu", dtype=dtype), backward)
     return all(not (e.error or list(_far(e.value, a.value, dtype))) for e, a in zip(cpu, found, strict=True) if e and a)
 
 
 def _transformed(one: Any, move: opinfo.Mover) -> Any:
-    """torch.func.grad of one sample: what a backend chooses above the dispatcher meets wrappers."""
+    """torch.func.grad of one sample, where code of the backend above the dispatcher receives wrapped tensors."""
     arguments = transforms._Arguments(one)
     if not arguments.differentiable:
         return None
@@ -398,7 +398,7 @@ def _transformed(one: Any, move: opinfo.Mover) -> Any:
 
 
 def _far(expected: Any, actual: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Where half precision is further from float32 than its rounding explains."""
+    """Where half precision differs from float32 by more than rounding explains."""
     expected, actual = tree_leaves(expected), tree_leaves(actual)
     if len(expected) != len(actual):
         yield f"expected {len(expected)} results, but got {len(actual)}"

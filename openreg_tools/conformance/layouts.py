@@ -1,8 +1,8 @@
 """Checks what operators write to memory that is not contiguous: `out=` and in-place forms on views of guarded memory.
 
-The CPU computes into contiguous memory, because some of its own kernels ignore the strides of what they write to and
-leave its memory. The device writes to a view with a guard on both sides. Its elements must be the CPU's, and every
-other byte must keep its value. `check` does this for `op(..., out=)` of an OpInfo, and for the `out=` and in-place form
+The CPU computes into contiguous memory, because some of its kernels ignore the strides of their results and write
+outside them. The device writes to a view with a guard on both sides. The elements must equal the CPU's, and every other
+byte must keep its value. `check` does this for `op(..., out=)` of an OpInfo, and for the `out=` and in-place form
 of each ATen operator that the forward and the backward pass call.
 """
 
@@ -27,10 +27,10 @@ from openreg_tools.conformance.opinfo import Comparison, _Sample
 # Calls of one ATen operator that are checked in a sample.
 CALLS = 2
 
-# Operators with results that are written in part only, by the part that is not.
+# Operators that write only part of a result, and the part that they leave.
 WRITTEN_IN_PART = {"_ctc_loss": "log_alpha beyond the lengths of inputs and targets"}
 
-# What a refusal of overlapping memory says.
+# The error that refuses overlapping memory.
 _OVERLAP = re.compile(r"single memory location|overlap")
 
 
@@ -47,7 +47,7 @@ def _reversed(sizes: list[int]) -> list[int] | None:
 
 
 def _transposed_batch(sizes: list[int]) -> list[int] | None:
-    """Matrices are contiguous; the first two dimensions of the batch, or of a batch and its rows, are swapped."""
+    """Contiguous matrices; the first two dimensions of the batch, or the batch and the rows, are swapped."""
     if len(sizes) < 3:
         return None
     strides = _contiguous([sizes[1], sizes[0], *sizes[2:]])
@@ -85,12 +85,12 @@ LAYOUTS: dict[str, Callable[[list[int]], list[int] | None]] = {
 
 @dataclasses.dataclass
 class Guarded:
-    """A tensor of some layout in the middle of memory that it does not own."""
+    """A tensor of some layout in the middle of larger memory."""
 
     view: torch.Tensor
     memory: torch.Tensor  # bytes, with the guards
-    before: torch.Tensor  # what they were, on the CPU
-    owned: torch.Tensor  # which bytes are the view's
+    before: torch.Tensor  # their original values, on the CPU
+    owned: torch.Tensor  # which bytes belong to the view
     address: int = 0  # of the view's first element
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Guarded:
         return cls(view, memory, before, owned.flatten())
 
     def overrun(self) -> str | None:
-        """What was written outside of the view, in words."""
+        """Describe what was written outside the view."""
         changed = (self.memory.cpu() != self.before) & ~self.owned
         if not changed.any():
             return None
@@ -136,7 +136,7 @@ class Call:
 
     name: str
     function: Callable[[opinfo.Mover, list[torch.Tensor]], Any]
-    templates: list[torch.Tensor]  # what `results` must look like, and holds before the call
+    templates: list[torch.Tensor]  # the expected metadata of `results`, and their values before the call
     draws: bool = False  # random numbers, in the order of the memory
 
     def on(self, device: str, results: list[torch.Tensor]) -> opinfo.Outcome:
@@ -147,13 +147,13 @@ class Call:
         return opinfo.run(call, device)
 
     def compare(self, comparison: Comparison) -> None:
-        """Compare the device, in every layout, with the CPU in contiguous memory."""
+        """Compare the device in every layout with the CPU in contiguous memory."""
         expected = [t.detach().clone(memory_format=torch.contiguous_format) for t in self.templates]
         addresses = [each.data_ptr() for each in expected]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             error = self.on("cpu", expected).error
-        # Not into this memory, whatever its layout: refused, or given other memory or another size for a while.
+        # The call does not write to this memory in any layout: it refuses it, or replaces or resizes it for a while.
         if error or any(e.shape != t.shape for e, t in zip(expected, self.templates, strict=True)):
             return
         if addresses != [each.data_ptr() for each in expected]:
@@ -183,7 +183,7 @@ class Call:
                 comparison.returned(self.by_the_cpu(layout), outcome, where=where)
             return
         if layout == "expanded":
-            # The elements share memory, so only whether the CPU refuses that can be compared.
+            # The elements share memory, so only the refusal can be compared.
             comparison.returned(self.by_the_cpu(layout), outcome, where=where)
             return
         for view, each, wanted in zip(views, made, expected, strict=True):
@@ -317,7 +317,7 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
 
 
 def check(one: _Sample) -> None:
-    """Every layout of the results of one sample."""
+    """Check every layout of the results of one sample."""
 
     def comparison() -> Comparison:
         return one.comparison("layouts")

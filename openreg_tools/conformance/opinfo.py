@@ -1,6 +1,6 @@
-"""What the checks of PyTorch's operators share: its OpInfo database, calls on a device and on the CPU, and comparisons.
+"""Shared by the checks of PyTorch's operators: the OpInfo database, calls on a device and on the CPU, and comparisons.
 
-sweep.py runs them.
+sweep.py runs the checks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from openreg_tools.conformance import attention
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
 LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
 
-# Operators whose values are whatever was in memory; everything but the values is compared.
+# Operators that return uninitialized memory: everything but the values is compared.
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
-# Operators that want these tensor arguments on the CPU whatever the device, CUDA included.
+# Operators that expect these tensor arguments on the CPU, on every device including CUDA.
 HOST_ARGUMENTS = {"tensor_split": "tensor_indices_or_sections is read while the shapes are made"}
 
 SEED = 1234
 
 
 def draws_as_cpu(kind: str) -> bool:
-    """Whether the generator of a type of device draws the CPU's numbers."""
+    """Whether the generator of a device type draws the same numbers as the CPU's."""
     return kind == "cpu" or backends.of_device(kind).draws_as_cpu
 
 
@@ -74,7 +74,7 @@ KINDS = {
 class Report:
     """What `check` found for one operator and dtype."""
 
-    ran: Counter[str] = dataclasses.field(default_factory=Counter)  # comparisons made, by check
+    ran: Counter[str] = dataclasses.field(default_factory=Counter)  # number of comparisons, by check
     failures: list[Failure] = dataclasses.field(default_factory=list)
     notes: Counter[str] = dataclasses.field(default_factory=Counter)  # differences that are allowed: strides, rounding
 
@@ -90,7 +90,7 @@ class Report:
 
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    """While OpInfo's lists are imported: they ask which GPU there is for the dtypes that CUDA supports."""
+    """Patches for the import of OpInfo's lists, which ask which GPU there is for the dtypes that CUDA supports."""
     from torch.testing._internal import common_cuda
 
     names = [name for name in vars(common_cuda) if re.fullmatch(r"SM(5|6|7|8|9)\dOrLater", name)]
@@ -124,15 +124,15 @@ def dtypes_of(op: Any) -> list[str]:
 
 
 class Mover:
-    """Copies arguments to a device: same strides, offsets, conj bits, and tensors on one storage stay on one."""
+    """Copies arguments to a device, keeping strides, offsets, conj bits, and which tensors share a storage."""
 
     def __init__(self, device: str, requires_grad: bool = False) -> None:
         self.device = torch.device(device)
         self.requires_grad = requires_grad
         self.storages: dict[int, torch.Tensor] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        self.leaves: list[torch.Tensor] = []  # those that want a gradient, in order
-        self.kept: list[Any] = []  # keeps ids in use valid
+        self.leaves: list[torch.Tensor] = []  # those that require a gradient, in order
+        self.kept: list[Any] = []  # keeps the ids valid
 
     def __call__(self, value: Any) -> Any:
         match value:
@@ -191,7 +191,7 @@ class Mover:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a call returned or raised, and the arguments it ran on."""
+    """What a call returned or raised, and its arguments."""
 
     value: Any = None
     error: Exception | None = None
@@ -214,7 +214,7 @@ def run(call: Callable[[Mover], Any], device: str, requires_grad: bool = False) 
 
 
 class _Draws(TorchDispatchMode):
-    """Sees whether random numbers are drawn, also by what puts the generator's state back (OpInfo's wrappers do)."""
+    """Detects whether random numbers are drawn, even if the generator's state is restored (OpInfo's wrappers do that)."""
 
     drew = False
 
@@ -243,7 +243,7 @@ class Comparison:
         self.report.failures.append(Failure(self.check, kind, self.sample, message))
 
     def outcomes(self, cpu: Outcome, device: Outcome) -> bool:
-        """Whether both returned; their values are compared then."""
+        """Whether both returned; if so, their values are compared."""
         self.report.ran[self.check] += 1
         if self.device.type != "cpu" and device.drew:
             self.fail("rng", "the CPU's generator moved")
@@ -257,7 +257,7 @@ class Comparison:
         return True
 
     def returned(self, cpu: Outcome, device: Outcome, kind: str = "error", where: str = "") -> bool:
-        """Whether neither raised; if one did, so must the other, and the same type."""
+        """Whether neither raised. If one raised, the other must raise the same type."""
         if cpu.error is None and device.error is None:
             return True
         ours, theirs = device.error and first_line(device.error), cpu.error and first_line(cpu.error)
@@ -300,7 +300,7 @@ class Comparison:
         if actual.requires_grad != expected.requires_grad:
             self.fail("layout", f"expected requires_grad={expected.requires_grad}")
         if expected.layout == torch.strided and not expected.is_nested:
-            # Strides of dimensions of size 0 and 1 mean nothing.
+            # Strides of dimensions of size 0 and 1 are meaningless.
             if expected.numel() and any(
                 size > 1 and e != a
                 for size, e, a in zip(expected.shape, expected.stride(), actual.stride(), strict=True)
@@ -355,7 +355,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 def _shares(result: torch.Tensor, mover: Mover) -> tuple[int, ...]:
-    """Which arguments, in order, a result shares its storage with."""
+    """The arguments, in order, that a result shares its storage with."""
     mine = _storage(result)
     if mine is None:
         return ()
@@ -379,13 +379,13 @@ def _samples(op: Any, dtype: torch.dtype, requires_grad: bool, most: int) -> Ite
     torch.manual_seed(SEED)
     count = 20 * most if most > 1 else 1
     made = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), count))
-    # Spread over the list: neighbours tend to differ in little.
+    # Spread over the list, because neighbors tend to be similar.
     step = max(1, len(made) / most)
     return iter([made[int(i * step)] for i in range(min(most, len(made)))])
 
 
 def _sparse_samples(op: Any, layout: str, dtype: torch.dtype, most: int) -> list[Any]:
-    """The samples of a sparse layout; few operators that support one have any."""
+    """The samples of a sparse layout. Few of the operators that support one have samples."""
     if not getattr(op, "supports_sparse" if layout == "coo" else f"supports_sparse_{layout}"):
         return []
     torch.manual_seed(SEED)
@@ -417,7 +417,7 @@ class _Sample:
         sample = self.sample
         rest = Mover("cpu") if self.op.name in HOST_ARGUMENTS else move
         input_, args, kwargs = move(sample.input), rest(tuple(sample.args)), rest(sample.kwargs)
-        # A factory that names no device makes its tensor on the default one.
+        # A factory without a device argument uses the default device.
         factory = not move.tensors and "device" not in kwargs
         with move.device if factory else contextlib.nullcontext():
             return function(input_, *args, **kwargs, **more)
@@ -468,7 +468,7 @@ class _Sample:
             self.differentiate(through_a_clone, "inplace")
 
     def out(self) -> None:
-        """Into tensors of the right size, empty ones (to be resized), and of another dtype; `layouts` has strided ones."""
+        """Call with out= tensors of the right size, empty (to be resized), and of another dtype; `layouts` tests strides."""
         if not self.op.supports_out or "out" in self.sample.kwargs:
             return
         expected = run(lambda move: self.call(self.op, move), "cpu")

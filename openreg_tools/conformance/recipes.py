@@ -1,4 +1,4 @@
-"""Arguments of ATen operators for which random choices find none, or which the CPU does not have to say which are right."""
+"""Arguments for ATen operators for which random choices find none, or which the CPU lacks and so cannot validate."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _options(dtype: torch.dtype = torch.float32, layout: torch.layout = torch.st
     return {"dtype": dtype, "layout": layout, "device": torch.device("cpu"), "pin_memory": False}
 
 
-# Operators of one tensor: what makes it, and the arguments that follow.
+# Operators of one tensor: a function that makes it, and the arguments that follow.
 _OF_ONE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     **{
         f"{name}{copy}": (functools.partial(_sparse, layout), [])
@@ -174,12 +174,12 @@ def _grid(*first: torch.Tensor) -> Call:
 
 
 def _projections() -> list[torch.Tensor]:
-    """Of attention with 8 features: weights and biases of the queries, keys and values, and of the result."""
+    """For attention with 8 features: weights and biases of the queries, keys and values, and of the result."""
     return [torch.rand(24, 8), torch.rand(24), torch.rand(8, 8), torch.rand(8)]
 
 
 def _attended(count: int = 3, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Queries, keys and values, and more like them: four positions, and two heads of 8 features."""
+    """Queries, keys and values, and similar tensors: four positions, and two heads of 8 features."""
     return [torch.rand(1, 4, 2, 8).to(dtype) for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What a conformance run found: tables by dtype and by operator, JSON, and an HTML heat map; and what regressed."""
+"""Reports of a conformance run: tables by dtype and by operator, JSON, an HTML heat map, and regressions."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Results:
 
     header: Record
     records: list[Record]
-    dtypes: dict[str, list[str]]  # of each operator there is
+    dtypes: dict[str, list[str]]  # of all operators
     known: dict[str, Known] = dataclasses.field(default_factory=dict)
-    thorough: bool = True  # fewer samples or checks can miss a known failure
+    thorough: bool = True  # with fewer samples or checks, a known failure may not show
     against: dict[Case, Record] | None = None  # an earlier run
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Results:
         }
 
     def verdict(self, record: Record) -> str:
-        """One of VERDICTS."""
+        """The verdict, one of VERDICTS."""
         known = self.known.get(record["operator"])
         listed = known is not None and record["dtype"] in known.dtypes
         if record["failures"]:
@@ -73,7 +73,7 @@ class Results:
 
     @property
     def regressions(self) -> list[tuple[Record, list[str]]]:
-        """The cases that fail now in what did not fail in the earlier run."""
+        """The cases that have a failure now that the earlier run did not have."""
         found = []
         for record in self.records:
             before = (self.against or {}).get((record["operator"], record["dtype"]))
@@ -86,7 +86,7 @@ class Results:
 
     @property
     def repaired(self) -> list[Record]:
-        """The cases that failed in the earlier run and do not now."""
+        """The cases that failed in the earlier run and pass now."""
         before = self.against or {}
         return [
             r for r in self.records
@@ -95,7 +95,7 @@ class Results:
 
     @property
     def good(self) -> bool:
-        """No regression, where there is an earlier run; else nothing that fails, and no known failure that passes."""
+        """With an earlier run: no regression. Otherwise: no failure, and no known failure that passes."""
         if self.against is not None:
             return not self.regressions
         return not any(self.verdict(r) in ("fail", "fixed") for r in self.records)
@@ -149,7 +149,7 @@ class Results:
         return dict(sorted(matrix.items()))
 
     def _grid(self, verbose: bool) -> list[str]:
-        """A row for each operator, a mark for each dtype; only those that do not pass, unless verbose."""
+        """A row for each operator and a mark for each dtype; without `verbose`, only operators that do not pass."""
         rows = [["", *SHORT.values()]]
         for name, by_dtype in self._matrix().items():
             marks = [MARKS[self.verdict(by_dtype[d])] if d in by_dtype else "" for d in SHORT]
@@ -161,7 +161,7 @@ class Results:
         return ["", *forms.table(rows, left=1), legend]
 
     def _graphs(self) -> list[str]:
-        """How many operators, modules and optimizers graphs capture, and why not the others."""
+        """How many operators, modules and optimizers graphs capture, and why they cannot capture the others."""
         ran, refused, failed = collections.Counter(), collections.defaultdict(collections.Counter), set()
         for record in self.records:
             name = record["operator"]

@@ -1,8 +1,8 @@
-"""Checks of single operators with arguments made from their schemas: every one that a device lists, and what is garbage.
+"""Checks of every operator that a device lists, with arguments made from its schema and with garbage.
 
 `check(op, device)` makes two comparisons. ``generated`` calls the operator with arguments that the CPU accepts, and
-compares what comes back as `opinfo` does. ``garbage`` damages such arguments: the call returns or raises, but neither
-ends the process nor fails an internal assertion, and the device accepts what the CPU accepts.
+compares the results as `opinfo` does. ``garbage`` damages such arguments: the call must return or raise, without ending
+the process or failing an internal assertion, and the device must accept what the CPU accepts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from openreg_tools.conformance.recipes import RECIPES
 CHECKS = ("generated", "garbage")
 ATTEMPTS = 240
 
-# Operators that PyTorch's own code calls with arguments which a schema does not tell: the OpInfo that calls each.
+# Operators that PyTorch's own code calls with arguments that no schema describes, and the OpInfo that calls each.
 REACHED_BY: dict[str, str] = {
     "aten::_batch_norm_with_update": "_batch_norm_with_update",
     "aten::_ctc_loss": "nn.functional.ctc_loss",
@@ -71,17 +71,17 @@ REACHED_BY: dict[str, str] = {
     "aten::upsample_trilinear3d_backward": "nn.functional.interpolate.trilinear",
 }
 
-# Operators without a call, and why.
+# Operators that are not called, and why.
 NOT_CALLED: dict[str, str] = {
-    "aten::from_file": "maps a file of the caller's",
+    "aten::from_file": "maps a file of the caller",
     "aten::_add_batch_dim": "makes a tensor for the inside of torch.vmap",
     "aten::_remove_batch_dim": "takes a tensor from the inside of torch.vmap",
-    "aten::record_stream": "takes a stream, which the CPU has none of",
+    "aten::record_stream": "takes a stream, and the CPU has none",
 }
 
-# Operators whose kernels on the device are its own and not the CPU's: garbage is compared with nothing.
+# Operators with kernels of the device's own: their behavior on garbage is not compared with the CPU's.
 DIFFERENT: dict[str, str] = {
-    "aten::empty.memory_format": "the device pins no memory of its own, as CUDA, and has allocated before a layout is refused",
+    "aten::empty.memory_format": "like CUDA, the device does not pin its own memory, and it allocates before it refuses a layout",
     "aten::empty_strided": "as empty.memory_format",
     "aten::resize_": "the CPU takes a negative size where another is 0",
     "aten::set_.source_Storage_storage_offset": "the device reserves memory and takes it when it is written to",
@@ -90,9 +90,9 @@ DIFFERENT: dict[str, str] = {
 
 # Operators that are called, and whose results are not compared, and why.
 UNCOMPARED: dict[str, str] = {
-    "aten::_convert_indices_from_csr_to_coo": "indices that do not rise leave part of the result unwritten",
+    "aten::_convert_indices_from_csr_to_coo": "indices that do not increase leave part of the result unwritten",
     "aten::_convert_indices_from_csr_to_coo.out": "as _convert_indices_from_csr_to_coo",
-    "aten::_nnpack_spatial_convolution": "NNPACK takes CPU tensors, and PyTorch calls it for no others",
+    "aten::_nnpack_spatial_convolution": "NNPACK takes CPU tensors, and PyTorch calls it only for those",
     "aten::_nnpack_spatial_convolution.out": "as _nnpack_spatial_convolution",
     "aten::_pack_padded_sequence": "the sizes of its batches are on the CPU on every device",
     "aten::_pack_padded_sequence.out": "as _pack_padded_sequence",
@@ -108,7 +108,7 @@ UNCOMPARED: dict[str, str] = {
     "aten::choose_qparams_optimized": "as _shape_as_tensor",
     "aten::get_device": "it says which device",
     "aten::to_mkldnn": "oneDNN's layout is the CPU's on every device",
-    "aten::mkldnn_convolution": "oneDNN takes CPU tensors, and PyTorch calls it for no others",
+    "aten::mkldnn_convolution": "oneDNN takes CPU tensors, and PyTorch calls it only for those",
     "aten::mkldnn_convolution.out": "as mkldnn_convolution",
     "aten::quantized_gru_cell": "its fused cell refuses quantized weights, on this device as on CUDA",
     "aten::quantized_lstm_cell": "as quantized_gru_cell",
@@ -118,12 +118,12 @@ UNCOMPARED: dict[str, str] = {
     "aten::fbgemm_pack_quantized_matrix.KN": "as fbgemm_pack_gemm_matrix_fp16",
 }
 
-# The CPU's error messages for dtypes that CUDA, and so the device, supports.
+# The CPU's error messages for dtypes that CUDA and the device support.
 LACKS_DTYPE = re.compile(
     r"not implemented for '|Unsupported dtype|does not support complex|half to float conversion|but found Half"
 )
 
-# Arguments that the host reads, on every device, by operator without its overload.
+# Arguments that the host reads on every device, by operator name without overload.
 HOST_ARGUMENTS: dict[str, str] = {
     "aten::_foreach_addcdiv": "scalars",
     "aten::_foreach_addcdiv_": "scalars",
@@ -142,7 +142,7 @@ UNINITIALIZED = {
     "_sparse_compressed_tensor_with_dims", "resize", "resize_", "resize_as", "resize_as_",
 }  # fmt: skip
 
-# Arguments that say what kind of tensor to make; an out= form has none of them.
+# Arguments that describe the tensor to make; out= forms do not have them.
 OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 
 CPU_KEYS = ("CPU", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU", "MkldnnCPU")
@@ -150,7 +150,7 @@ CPU_KEYS = ("CPU", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU
 
 @functools.cache
 def names(device: str) -> list[str]:
-    """Every ATen operator that the dispatcher lists for the device, and every one of its package's own."""
+    """Every ATen operator that the dispatcher lists for the device, and every operator of its package."""
     listed = operators.operators(device, has=("own", "shared", "composite")).entries
     namespace = backends.of_device(device).namespace
     own = [name for name in dispatch.names() if namespace and name.startswith(f"{namespace}::")]
@@ -158,7 +158,7 @@ def names(device: str) -> list[str]:
 
 
 def _of_package(name: str) -> bool:
-    """Whether an operator is one of a device's package, which gives its samples."""
+    """Whether an operator belongs to a device's package, which provides its samples."""
     return bool(backends.of_operator(name).namespace)
 
 
@@ -204,7 +204,7 @@ def _call(name: str, call: Call, move: Move) -> tuple[Any, list[Any]]:
 
 @functools.lru_cache(maxsize=8)
 def accepted(name: str, most: int) -> list[Call]:
-    """Calls that the CPU, or the meta device for operators which the CPU has not, accepts."""
+    """Calls that the CPU accepts, or the meta device if the CPU lacks the operator."""
     if name in REACHED_BY:
         return generated.recorded(name, REACHED_BY[name])[:most]
     if name in RECIPES:
@@ -216,7 +216,7 @@ def accepted(name: str, most: int) -> list[Call]:
 
 
 def refused(name: str, most: int) -> list[Call]:
-    """Calls that the CPU refuses, of an operator for which no other arguments are found."""
+    """Calls that the CPU refuses, for an operator without any that it accepts."""
     return _tried(name, most, "raised")[:most]
 
 
@@ -241,7 +241,7 @@ def _tried(name: str, most: int, kind: str) -> list[Call]:
 
 
 class _ReadsBeyondError(Exception):
-    """The CPU's kernel trusts the shapes that it gets, and reads or writes what lies beyond."""
+    """The CPU's kernel does not check shapes, and reads or writes beyond its arguments."""
 
 
 def _signature(name: str) -> tuple[tuple[str, str], ...]:
@@ -268,7 +268,7 @@ def _without_out(name: str) -> str | None:
 
 
 def _on_cpu(name: str) -> bool:
-    """Whether the CPU has a kernel for some layout, also for the form that an out= operator of PyTorch's calls."""
+    """Whether the CPU has a kernel for some layout, also for the form that one of PyTorch's out= operators calls."""
     like = _without_out(name) if _writes(name) else None
     if overridden(name) or (like and not _on_cpu(like)):
         return False
@@ -291,7 +291,7 @@ def _derived(name: str, most: int) -> list[Call]:
 
 
 def _with_outs(name: str, like: str, call: Call, shaped: bool) -> Call | None:
-    """A call of `like` with out= tensors: of the shapes that it returns, or empty."""
+    """A call of `like` with out= tensors, either of the shapes that it returns or empty."""
     outs = [each for each in dispatch.schema(name).arguments if each.is_out]
     results = opinfo.run(lambda _: run(like, call, "cpu" if _on_cpu(like) else "meta")[0], "cpu").value if outs else ()
     if results is None:  # also the meta device does not have it
@@ -313,7 +313,7 @@ def _emptied(result: Any, shaped: bool) -> Any:
 
 
 def _samples(name: str) -> list[Call]:
-    """Calls of an operator of a device's package, which gives the samples."""
+    """Calls of an operator of a device's package, from the samples that the package provides."""
     arguments = dispatch.schema(name).arguments
     samples = backends.of_operator(name).samples(name.partition(".")[0])
     calls = []
@@ -368,7 +368,7 @@ def check(
 
 
 def _runs(report: opinfo.Report, name: str, call: Call, sample: int, device: str) -> None:
-    """Check an operator that only the device has: it runs, and an out= form gives the same results as the functional one."""
+    """Check an operator that only the device has: it must run, and an out= form must equal the functional form."""
     comparison = opinfo.Comparison(report, "generated", sample, device, True)
     there = opinfo.run(lambda _: run(name, call, device)[0], device)
     outs = {each.name for each in dispatch.schema(name).arguments if each.is_out}
@@ -416,7 +416,7 @@ def _refused(report: opinfo.Report, name: str, samples: int, device: str, at: Ca
 
 @contextlib.contextmanager
 def _filled_memory() -> Iterator[None]:
-    """Fills new memory, because a call may be right for the CPU and leave part of its result as it was."""
+    """Fills new memory, because a call that the CPU accepts may leave part of its result unwritten."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

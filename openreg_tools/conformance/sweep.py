@@ -1,8 +1,8 @@
 """Checks one operator of PyTorch's OpInfo database on a device against the CPU.
 
-`check(op, dtype, device)` runs the operator's sample inputs on both and compares what a program could
-notice: values, dtype, shape, device, aliasing, gradients, the type of an error, and that the CPU's
-random numbers do not move. The device is only a name here: ``"cpu"`` checks the checker itself.
+`check(op, dtype, device)` runs the operator's sample inputs on both and compares everything that a program can
+observe: values, dtype, shape, device, aliasing, gradients, error types, and that the state of the CPU's generator does
+not change. The device is only a name here: ``"cpu"`` checks the checker itself.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def check(
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda where: None,
 ) -> opinfo.Report:
-    """Compare `op` on `device` with the CPU over at most `samples` sample inputs; `at` hears where it is."""
+    """Compare `op` on `device` with the CPU over at most `samples` sample inputs; `at` is called with the progress."""
     report = opinfo.Report()
-    if op.name in attention.OPERATORS:  # which the CPU does not have
+    if op.name in attention.OPERATORS:  # the CPU lacks them
         for i, kind, message in attention.check(op, dtype, device, at) if "attention" in checks else ():
             report.ran["attention"] += 1
             if kind:

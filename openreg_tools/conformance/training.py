@@ -1,7 +1,7 @@
 """Checks modules and optimizers of PyTorch's test databases on a device against the CPU.
 
-`check_module` and `check_optimizer` are to ModuleInfo and the optimizer database what `sweep.check` is to OpInfo: the
-same weights, inputs and seeds on both sides, then outputs, gradients and parameters compared.
+`check_module` and `check_optimizer` do for ModuleInfo and the optimizer database what `sweep.check` does for OpInfo.
+Both sides get the same weights, inputs and seeds; outputs, gradients and parameters are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def optimizers() -> dict[str, Any]:
 
 
 def _both(report: Report, check: str, sample: int, run: Callable[[str], Any], device: str) -> list[Any] | None:
-    """What `run` gives on the CPU and on the device; None, and a failure if they differ in that, where one raised."""
+    """The results of `run` on the CPU and on the device. None if either raised, and a failure if only one did."""
     report.ran[check] += 1
     values, errors = [], []
     for place in ("cpu", device):
@@ -83,7 +83,7 @@ def check_module(
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Forward, and the gradients of parameters and inputs, in training and in evaluation mode; and for each sample."""
+    """Compare forward and the gradients of parameters and inputs, in training and evaluation mode, and per sample."""
     report = Report()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -134,7 +134,7 @@ def _per_sample(report: Report, info: Any, dtype: torch.dtype, device: str, chec
     torch.manual_seed(0)
     host = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
     if any(map(torch.nn.parameter.is_lazy, host.parameters())):
-        return  # it has none before its first call
+        return  # it has no parameters before its first call
     state = {name: x.detach() for name, x in host.named_parameters()}
     leaves, spec = tree_flatten((sample.forward_input.args, sample.forward_input.kwargs))
     places = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.layout == torch.strided]
@@ -155,8 +155,8 @@ def _per_sample(report: Report, info: Any, dtype: torch.dtype, device: str, chec
         dims = (None, *(0 for _ in places))
         return torch.vmap(torch.func.grad(loss), dims, randomness="different")(*_moved((state, *samples), place))
 
-    # What functorch can map depends on the operators that a module is made of, and these on the device: where the CPU
-    # refuses, as it does what writes into a tensor that is not mapped, the device may go on.
+    # What functorch can map depends on a module's operators, which depend on the device. Where the CPU refuses, for
+    # example a write into a tensor that is not mapped, the device may succeed.
     try:
         expected = run("cpu")
     except Exception:
@@ -175,7 +175,7 @@ def _per_sample(report: Report, info: Any, dtype: torch.dtype, device: str, chec
 
 
 def implementations(info: Any) -> Iterator[dict[str, bool]]:
-    """The ways in which an optimizer steps."""
+    """The implementations of an optimizer's step."""
     yield {"foreach": False} if "foreach" in info.supported_impls else {}
     if "foreach" in info.supported_impls:
         yield {"foreach": True}
@@ -190,7 +190,7 @@ def check_optimizer(
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Four steps from the same weights with each sample of options, single, foreach and fused; and steps in graphs."""
+    """Compare four steps from the same weights with each sample of options: single, foreach, fused, and in graphs."""
     report = Report()
     if graphs.CHECK in checks and graphs.supported(device):
         with warnings.catch_warnings():
@@ -206,7 +206,7 @@ def check_optimizer(
             for sample in info.optim_inputs_func(device="cpu"):
                 i += 1
                 options = dict(sample.kwargs)
-                if options.get("capturable"):  # for graph capture, which is CUDA's and XPU's
+                if options.get("capturable"):  # for graph capture, on CUDA and XPU only
                     continue
                 if any(flags.values()) and options.get("differentiable"):
                     continue

@@ -1,8 +1,8 @@
 """Runs an OpInfo sample under torch.func's transforms, on a device and on the CPU.
 
-Each function here is a check of `opinfo`: the same transform runs on both, over copies of the same tensors, and gives
-the same values, or errors of the same type. A transform wraps tensors, so what a backend computes above the
-dispatcher (a choice between algorithms, an autograd kernel of its own) meets tensors without memory.
+Each function here is a check of `opinfo`: the same transform runs on both, over copies of the same tensors, and must
+give the same values or raise the same type. A transform wraps tensors, so code of the backend above the dispatcher (a
+choice between algorithms, an autograd kernel) receives tensors without memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from openreg_tools.conformance.opinfo import HOST_ARGUMENTS, Mover, _Sample
 
 CHECKS = ("vmap", "grad", "jvp", "jacrev", "vmap_grad")
 
-ALONE = 6  # of the tensors are batched alone; lists of them are long
-ROWS = 8  # of a Jacobian: elements of each output that it is of
+ALONE = 6  # of the tensors are batched alone, because lists of tensors are long
+ROWS = 8  # elements of each output whose Jacobian is computed
 
 
 class _Arguments:
@@ -35,7 +35,7 @@ class _Arguments:
         self.differentiable = tuple(i for i, x in enumerate(self.tensors) if x.requires_grad)  # among the tensors
 
     def function(self, op: Callable, move: Mover) -> Callable[..., Any]:
-        """`op` as a function of the tensors; the rest of the arguments is moved once."""
+        """`op` as a function of the tensors; the other arguments are moved once."""
         rest = [leaf if i in self.places or self.stay else move(leaf) for i, leaf in enumerate(self.leaves)]
 
         def call(*tensors: Tensor) -> Any:
@@ -56,7 +56,7 @@ def _is_strided(leaf: Any) -> bool:
 
 
 def in_dims(tensors: list[Tensor]) -> Iterator[tuple[int | None, ...]]:
-    """Which dimension of each tensor is the batch: all the first, all the last, each tensor alone, first and last."""
+    """The batch dimension of each tensor: first for all, last for all, for each tensor alone, and first and last mixed."""
     count = len(tensors)
     yield (0,) * count
     if any(x.dim() for x in tensors):
@@ -68,7 +68,7 @@ def in_dims(tensors: list[Tensor]) -> Iterator[tuple[int | None, ...]]:
 
 
 def batch(tensors: list[Tensor], dims: tuple[int | None, ...]) -> list[Tensor]:
-    """Each tensor and half of it, stacked; what is not a number to scale twice."""
+    """Each tensor stacked with half of it; tensors that cannot be scaled are stacked with themselves."""
     return [x if dim is None else torch.stack([x, _halved(x)], dim) for x, dim in zip(tensors, dims, strict=True)]
 
 
@@ -77,9 +77,9 @@ def _halved(x: Tensor) -> Tensor:
 
 
 class _Vmap:
-    """torch.vmap with different random numbers for each sample, or the same where the CPU refuses others.
+    """torch.vmap with different random numbers for each sample, or the same numbers if the CPU refuses that.
 
-    It refuses an in-place draw into an unbatched tensor. Which operators draw in place depends on the device: dropout
+    vmap refuses an in-place draw into an unbatched tensor. Which operators draw in place depends on the device: dropout
     on the CPU does, the fused one of accelerators does not. The CPU runs first and decides for both.
     """
 
@@ -98,7 +98,7 @@ class _Vmap:
 
 
 def vmap(one: _Sample) -> None:
-    """torch.vmap with each in_dims, of the operator and of its in-place form; and the gradient of the former."""
+    """torch.vmap with each in_dims, of the operator, its in-place form, and the operator's gradient."""
     arguments = _Arguments(one)
     if not arguments.places:
         return
@@ -129,7 +129,7 @@ def vmap(one: _Sample) -> None:
 
 
 def _weights(out: Tensor) -> Tensor:
-    """Fixed numbers of no special value in the shape of `out`."""
+    """Fixed numbers, none of them special, in the shape of `out`."""
     numbers = torch.sin(1.3 * torch.arange(math.prod(out.shape), dtype=torch.float64) + 0.7)
     return numbers.reshape(out.shape).to(out.dtype).to(out.device)
 
@@ -143,7 +143,7 @@ def _real(out: Tensor) -> Tensor:
 
 
 def _loss(function: Callable) -> Callable[..., Any]:
-    """A real number made of every element of every output."""
+    """A real number that depends on every element of every output."""
 
     def loss(*tensors: Tensor) -> Any:
         outs = map(_real, _differentiable(function(*tensors)))
@@ -153,9 +153,9 @@ def _loss(function: Callable) -> Callable[..., Any]:
 
 
 def _derivative(one: _Sample, check: str, transform: Callable[[Callable, tuple[Tensor, ...]], Any]) -> None:
-    """`transform` of the operator in all differentiable arguments, the first alone and the last alone.
+    """`transform` of the operator with respect to all differentiable arguments, the first alone, and the last alone.
 
-    The other tensors are constants that no transform has wrapped.
+    The other tensors are constants that no transform wraps.
     """
     arguments = _Arguments(one)
     every = arguments.differentiable

@@ -1,4 +1,4 @@
-"""The processes that `conformance` runs operators in, so that a crash ends only one of them."""
+"""The worker processes that run operators for `conformance`, so that a crash ends only one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from openreg_tools.conformance.report import Record
 
 
 class Worker:
-    """A worker process, started again after it dies."""
+    """A worker process, restarted after it dies."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -68,7 +68,7 @@ class Worker:
         return json.loads(line)
 
     def exchange(self, line: str, last: str) -> tuple[Record | None, str, str, str]:
-        """The answer to a line that has the field `last`; or how the process ended, its message, and where it was."""
+        """The answer to a line, which has the field `last`; or how the process ended, its message, and where it was."""
         if self.process is None:
             self.start()
         start, where = time.monotonic(), "start"

@@ -1,5 +1,5 @@
-"""Generated inputs: calls made by hypothesis, on a device against the CPU, in child processes, shrunk to a small case.
+"""Generated inputs: hypothesis makes calls, child processes compare a device with the CPU, and failures are shrunk.
 
 `search` draws cases and shrinks them, in the parent, which does not touch the device. `child` runs one case. A case is
-a JSON object: an operator, the number of one of its base calls, and the changes to that call (`changes`).
+a JSON object: an operator, the index of one of its base calls, and the changes to that call (`changes`).
 """

@@ -1,7 +1,7 @@
-"""The child process: makes the base calls of an operator, and runs one case on the CPU and on the device.
+"""The child process: makes an operator's base calls, and runs one case on the CPU and on the device.
 
-It reads JSON lines from stdin and answers with JSON lines. Before each step that may end the process it says where it is,
-so that the parent knows on which side a crash happened.
+It reads JSON lines from stdin and answers with JSON lines. It announces each step that may end the process, so that the
+parent knows on which side a crash happened.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from openreg_tools.generate import changes, snippet
 __all__ = ["Record", "bases", "listed", "run", "serve"]
 
 Record = dict[str, Any]
-BASES = 4  # calls that the CPU accepts, for each operator; as many again from OpInfo
-REFUSED = 8  # calls to refuse, where it accepts none
+BASES = 4  # calls that the CPU accepts, per operator, and the same number from OpInfo
+REFUSED = 8  # calls that the CPU refuses, if it accepts none
 
-# Operators whose results are compared in shape, dtype and layout, and not in values; `schemas.is_uninitialized` has those
-# that allocate. Operators that draw random numbers are compared from one seed where the device draws the CPU's numbers.
+# Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
+# ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
 WITHOUT_VALUES: dict[str, str] = {
     **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
-    "aten::set_": "makes a tensor of no memory",
+    "aten::set_": "makes a tensor without memory",
 }
 
 # Operators that check more on the CPU than on any other device.
@@ -47,7 +47,7 @@ CHECKED_ON_CPU: dict[str, str] = {
     for which in ("", ".out", ".scalar", ".scalar_out")
 }
 
-# Errors about memory, whose types and limits are each device's own.
+# Errors about memory, whose types and limits differ between devices.
 _MEMORY = re.compile(
     r"allocat|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
 )
@@ -75,7 +75,7 @@ def listed(device: str) -> dict[str, str]:
 
 @functools.cache
 def _infos() -> dict[str, list[str]]:
-    """OpInfos by the base name of the ATen operator that each is of."""
+    """OpInfos by the base name of their ATen operator."""
     found: dict[str, list[str]] = {}
     for full, op in opinfo.database().items():
         for name in {op.name.rpartition(".")[2], op.name.replace(".", "_"), op.aten_name or ""}:
@@ -84,14 +84,14 @@ def _infos() -> dict[str, list[str]]:
 
 
 class _Given:
-    """Samples that the caller of `check` gave."""
+    """Samples passed to `check`."""
 
     samples: list[Call] = []
 
 
 @functools.lru_cache(maxsize=4)
 def bases(name: str) -> tuple[list[Call], bool]:
-    """The calls that cases change, and whether they are valid ones: the CPU accepts them, or the caller gave them."""
+    """The calls that cases change, and whether they are valid: accepted by the CPU, or given by the caller."""
     if _Given.samples:
         return _Given.samples, True
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
@@ -140,7 +140,7 @@ def call_of(case: Record) -> Call:
 
 
 class _Plain(Move):
-    """Copies into contiguous memory of its own: what a kernel without layouts would get."""
+    """Copies in contiguous memory of their own: what a kernel would receive if layouts did not matter."""
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -149,7 +149,7 @@ class _Plain(Move):
 
 
 def _called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
-    """Results, written arguments, and the memory of all arguments; an error that comes late comes here."""
+    """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
     with generated.at_most(4 << 30):
         out, written = schemas._call(name, call, move)
         if move.device.type not in ("cpu", "meta"):
@@ -221,7 +221,7 @@ def _failed(kind: str, message: str, call: Call) -> Record:
 
 
 def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, alone: bool) -> Record | None:
-    """How a case ends in which a side raised; None where none did."""
+    """The outcome of a case in which a side raised; None if neither did."""
     theirs = opinfo.first_line(cpu.error) if cpu.error else ""
     ours = opinfo.first_line(there.error) if there.error else ""
     if not theirs and not ours:
@@ -237,7 +237,7 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
     elif _is_uncompared(name):
         note = "results and errors of this operator are not compared"
     elif name in differs:
-        note = "errors of this operator are the device's own"
+        note = "this operator's errors differ between devices"
     elif _MEMORY.search(theirs) or _MEMORY.search(ours):
         note = "memory"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):
@@ -260,7 +260,7 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
 
 
 def _is_uncompared(name: str) -> bool:
-    """Whether an operator asks for the type of device, or is of a CPU library, whose tensors are the CPU's everywhere."""
+    """Whether an operator asks for the device type, or belongs to a CPU library, which takes only CPU tensors."""
     return (
         name in schemas.UNCOMPARED
         or name.startswith("aten::_autocast_to_")
@@ -269,19 +269,19 @@ def _is_uncompared(name: str) -> bool:
 
 
 def _is_elsewhere(call: Call) -> bool:
-    """Whether an argument is on the host, on the meta device, or without memory: devices differ in what they take."""
+    """Whether an argument is on the host, on the meta device, or without memory. Devices accept different ones."""
     leaves = tree_leaves((call.args, call.kwargs))
     stays = any(isinstance(each, Stays) or isinstance(each, torch.device) and each.type != "cpu" for each in leaves)
     return call.alone or stays
 
 
 def _takes_it_plain(name: str, call: Call) -> bool:
-    """Whether the CPU takes the same arguments where each is contiguous and has memory of its own."""
+    """Whether the CPU accepts the same arguments if each is contiguous and has its own memory."""
     return opinfo.run(functools.partial(_called, name, call, _Plain("cpu")), "cpu").error is None
 
 
 def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome) -> None:
-    """Compare the memory of the arguments, also where no view of it is a result.
+    """Compare the memory of the arguments, even where no result views it.
 
     The caller leaves out calls that gave an out= tensor other strides on one side. Where only the CPU has written, it ignores the strides of what it writes to, which some of its kernels do.
     """
@@ -304,7 +304,7 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
 
 
 def _doubtful(name: str, call: Call) -> str:
-    """Why a difference may be the CPU's: its kernel reads beyond its arguments, or gives something else each time."""
+    """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary from call to call."""
     within = functools.partial(schemas._call, name, call)
     torch.manual_seed(opinfo.SEED)
     if _differs_plain(name, call):
@@ -316,7 +316,7 @@ def _doubtful(name: str, call: Call) -> str:
 
 
 def _differs_plain(name: str, call: Call) -> bool:
-    """Whether the CPU gives something else for the same values in contiguous memory, where no two arguments share any."""
+    """Whether the CPU's results change if the same values are in contiguous memory that no two arguments share."""
     leaves = {id(each): each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)}
     storages = [each.untyped_storage()._cdata for each in leaves.values() if changes._is_plain(each)]
     if len(storages) != len(leaves) or len(set(storages)) != len(storages):

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: a case of an operator, from the profiles of its base calls. Simple choices come first."""
+"""Hypothesis strategies that draw a case of an operator from the profiles of its base calls. Simple choices come first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FLOATS = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128
 
 @contextlib.contextmanager
 def without_constants() -> Iterator[None]:
-    """Keeps hypothesis from drawing the constants of the modules that are loaded, which reads all of their source.
+    """Prevents hypothesis from drawing constants of the loaded modules, for which it reads all of their source.
 
     Cases then depend on the seed alone, and nothing is written to a folder `.hypothesis`.
     """

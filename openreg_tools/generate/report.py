@@ -1,4 +1,4 @@
-"""What generated inputs found: findings with a line that runs them again, how cases ended, and which operators never ran."""
+"""Reports of generated inputs: findings with a line that reproduces them, outcomes, and operators that never ran."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openreg_tools.dispatch import HAS
 __all__ = ["Finding", "GeneratedReport", "Operator"]
 
 ENDS = {
-    "equal": "the device gives what the CPU gives",
+    "equal": "device and CPU agree",
     "both raised": "both raise, the same type",
     "allowed": "a difference that says nothing about the device",
     "alone": "the CPU has no kernel: it returned",
@@ -40,10 +40,10 @@ class Finding:
     call: str
     case: dict[str, Any]
     source: str  # a program that makes the call on both devices
-    repeats: bool  # whether it failed again, in a child process of its own or in the same one
+    repeats: bool  # whether it failed again, in a separate child process or in the same one
 
     def command(self, device: str, modules: list[str]) -> str:
-        """The line that runs the case again."""
+        """The line that reproduces the case."""
         imports = "".join(f" --import {module}" for module in modules)
         case = shlex.quote(json.dumps(self.case))
         return f"python -m openreg_tools conformance --device {device}{imports} --case {case}"
@@ -58,8 +58,8 @@ class Operator:
     wanted: int = 0
     ends: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    reached: int = 0  # cases in which the device's kernel ran to its end, or failed where the CPU's did not
-    shrinking: int = 0  # runs that shrank a failure
+    reached: int = 0  # cases in which the device's kernel completed, or failed where the CPU's did not
+    shrinking: int = 0  # runs spent on shrinking failures
     never: str = ""  # why the kernel was not reached
     findings: list[Finding] = dataclasses.field(default_factory=list)
     digest: str = ""
@@ -73,7 +73,7 @@ class Operator:
 
 @dataclasses.dataclass
 class GeneratedReport:
-    """Every operator that was asked for."""
+    """Every requested operator."""
 
     device: str
     seed: int
@@ -179,7 +179,7 @@ class GeneratedReport:
         }
 
     def html(self) -> str:
-        """One page that needs no other file."""
+        """A self-contained page."""
         e = html.escape
         found = "".join(
             f'<details class="fail" open><summary><b>{e(f.operator)}</b> {e(f.kind)}</summary><p>{e(f.message)} {e(f.call)}</p>'

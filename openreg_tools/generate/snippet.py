@@ -15,7 +15,7 @@ MOST = 400  # elements of a storage that are written out
 
 
 class _UnwrittenError(Exception):
-    """An argument that has no short source."""
+    """An argument that cannot be written as short source."""
 
 
 class _Writer:
@@ -79,7 +79,7 @@ def _number(value: Any) -> str:
 
 
 def source(name: str, call: Call, device: str, setup: list[str]) -> str:
-    """A program that prints what the call gives on both devices; a comment where an argument cannot be written out.
+    """A program that prints the results of the call on both devices, with a comment if an argument cannot be written out.
 
     Args:
         setup: modules to import first.
