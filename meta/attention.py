@@ -67,8 +67,7 @@ def attention(
         A query that sees no key, or only -inf, has out 0 and logsumexp -inf, and all its gradients are 0.
     Raises:
         RuntimeError: q, k or v does not have four dimensions, or their sizes do not match; bias does not broadcast;
-        dtypes or
-            devices differ.
+            dtypes or devices differ.
 
     Differentiable any number of times in q, k, v and bias, through both out and logsumexp. Backward recomputes blocks
     of scores, in linear memory; the second derivative holds all scores. The half types are computed in float32.

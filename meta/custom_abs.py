@@ -23,7 +23,7 @@ def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         NotImplementedError: bool, uint16, uint32 and uint64, which `torch.abs` rejects too.
         RuntimeError: out has another dtype or device, overlaps itself or a part of input, or an argument requires a
-        gradient.
+            gradient.
         RuntimeError: at backward, on every device: "derivative for openreg::custom_abs is not implemented".
             Compiling a function whose result needs that derivative raises at compile time.
 

@@ -59,7 +59,8 @@ def kv_cache_update_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slo
             cache that is not mapped over while something else is.
         IndexError: a slot is num_slots or more, or is given twice: two tokens in one slot are a mistake of the
             scheduler, and which one stays would depend on the device.
-        If it raises, nothing has been written.
+
+    If it raises, nothing has been written.
 
     Not differentiable: an argument that requires a gradient raises immediately; use `torch.no_grad()`, or
     `Tensor.index_copy` if you need a gradient. Autocast casts k and v to the caches' dtypes. Under `torch.compile`

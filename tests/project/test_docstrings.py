@@ -74,8 +74,20 @@ def lacks(value):
     return found + [f"`{name}`" for name in named if not re.search(rf"\b{name}\b", text)]
 
 
+def stray(value):
+    """Lines of Args or Raises that begin no entry, which the site shows as an entry of their own."""
+    sections = re.findall(r"^(?:Args|Attributes|Raises):\n((?: +.*\n?)+)", document(value), re.M)
+    lines = [line for section in sections for line in section.splitlines() if re.match(r" {4}\S", line)]
+    return [line.strip() for line in lines if not re.match(r" {4}[\w*.`, ]+(\(.*?\))?:(\s|$)", line)]
+
+
 def test_public_names_say_what_they_take():
     found = {name: missing for name, value in public() if (missing := lacks(value))}
+    assert found == {}
+
+
+def test_sections_are_lists_of_entries():
+    found = {name: lines for name, value in public() if (lines := stray(value))}
     assert found == {}
 
 
@@ -119,4 +131,13 @@ def test_what_these_tests_see():
         def method(self):
             pass
 
+    def broken(x):
+        """Does something.
+
+        Args:
+            x: a number,
+            or none.
+        """
+
+    assert stray(broken) == ["or none."]
     assert lacks(Bare) == ["a docstring"] and lacks(silent) == ["`x`"] and lacks(Method) == ["a docstring of method"]
