@@ -32,7 +32,7 @@ from openreg_tools.compare.copies import (
     tensors_of,
     tied,
 )
-from openreg_tools.compare.places import Place, Places, stack
+from openreg_tools.places import Place, Places, stack
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
 from openreg_tools.samples import shown

@@ -6,7 +6,6 @@ order. It also has numbers that are close if the values are close: the sum, the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -22,10 +21,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools import dispatch
+from openreg_tools import dispatch, script
 from openreg_tools.compare.copies import Quiet, facts, tensors_of
 from openreg_tools.compare.lockstep import subclasses, tracing, wait
-from openreg_tools.compare.places import Places
+from openreg_tools.places import Places
 from openreg_tools.forms import Wrong
 
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
@@ -115,7 +114,7 @@ class Recording(TorchDispatchMode):
     def _open(self) -> Any:
         """The file, named when the first operator runs, because the program knows its rank by then."""
         if self._file is None:
-            rank, size = _rank()
+            rank, size = script.rank()
             if size > 1:
                 self.path = Path(f"{self.out}.rank{rank}")
             try:
@@ -197,14 +196,6 @@ class Recording(TorchDispatchMode):
 
 def _from(args: tuple, kind: str) -> bool:
     return any(t.device.type == kind for t in tensors_of(args))
-
-
-def _rank() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with contextlib.suppress(KeyError, ValueError):
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return 0, 1
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Where a program is: its line, the module whose forward or backward runs, and the phase of the training step."""
+"""Where a program is: its line, the module whose forward or backward runs, and the phase of the training step.
+
+`Places` follows a program for `compare`, `record` and `trace`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import threading
 import traceback
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = ["Place", "Places", "site", "stack"]
 
-_TOOLS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TOOLS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
 _OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, "<frozen")
 _MOST = 200_000  # forward calls whose place is kept for backward
@@ -30,7 +34,7 @@ class Place:
     """Where one call was made."""
 
     module: str  # "Transformer.layers.0.norm", or "" outside
-    site: tuple[str, int] | None  # file and line of the program; in backward, those of the forward
+    site: Any  # what `Places` asked `locate` for: file and line of the program; in backward, those of the forward
     phase: str  # "forward", "backward", "optimizer"
     node: str = ""  # the backward node: "MmBackward0"
 
@@ -47,13 +51,18 @@ class Place:
 
 
 class Places:
-    """Follows a program through PyTorch's global hooks for modules and optimizers."""
+    """Follows a program through PyTorch's global hooks for modules and optimizers.
 
-    def __init__(self) -> None:
+    Args:
+        locate: gives the `site` of a call in forward; the file and line of the program unless given.
+    """
+
+    def __init__(self, locate: Callable[[], Any] | None = None) -> None:
+        self._locate = locate or site
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: dict[str, int] = {}
         self._local = threading.local()
-        self._forward: dict[int, tuple[str, tuple[str, int] | None]] = {}
+        self._forward: dict[int, tuple[str, Any]] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Places:
@@ -130,7 +139,7 @@ class Places:
             module, where = self._forward.get(number) or self._forward.get(number + 1, ("", None))
             return Place(module, where, "backward", node.name().rpartition("::")[2])
         modules = self._modules()
-        module, where = modules[-1] if modules else "", site()
+        module, where = modules[-1] if modules else "", self._locate()
         # The node of the operator, or of the function whose forward it is in, took the number before the next.
         if len(self._forward) >= _MOST:
             for key in list(self._forward)[: _MOST // 2]:
