@@ -329,6 +329,8 @@ class Recorder(TorchDispatchMode):
         frames, frame = [], sys._getframe(1)
         while frame is not None and len(frames) < _FRAMES:
             code = frame.f_code
+            if code.co_filename == "<frozen runpy>":
+                break  # below it is what runs the program
             if not code.co_filename.startswith(_OURS):
                 frames.append((code, frame.f_lineno))
             frame = frame.f_back

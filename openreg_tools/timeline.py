@@ -66,7 +66,6 @@ class Timeline:
         self, recorder: Recorder, waits: list[Wait], name: str, seconds: float, time: int, rank: int | None = None
     ) -> None:
         self.recorder, self.name, self.time, self.rank = recorder, name, time, rank
-        self.length = _ns(seconds)
         self.tracks = [Track(thread, "host") for thread in recorder.threads]
         for each in (*recorder.calls, *waits):
             self._add(each.thread, each, each.start, each.host if isinstance(each, Call) else each.seconds)
@@ -80,6 +79,7 @@ class Timeline:
                 self._add(streams[call.stream], call, call.begins, length)
         for track in self.tracks:
             _nest(track)
+        self.length = max([_ns(seconds), *(s.end for track in self.tracks for s in track.slices)])
         self.arrows = list(self._arrows())
 
     def _add(self, track: int, of: Call | Wait, start: float, seconds: float) -> None:

@@ -26,7 +26,7 @@ from openreg_tools.explain import trace_lines
 from openreg_tools.forms import Wrong
 from openreg_tools.recorder import Call, Recorder
 from openreg_tools.script import apart, of_rank, rank, run
-from openreg_tools.timeline import KINDS, Timeline
+from openreg_tools.timeline import Timeline
 from openreg_tools.waits import Waits
 
 __all__ = ["Candidate", "Row", "Trace", "trace"]

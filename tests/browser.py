@@ -96,8 +96,7 @@ class Browser:
         page = Page(self, target, session)
         for domain in ("Runtime", "Log", "Page"):
             page.call(f"{domain}.enable")
-        page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
-        page.call("Emulation.setTouchEmulationEnabled", enabled=touch)
+        page.resize(width, height, touch)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
         page.call("Page.navigate", url=path.resolve().as_uri())
@@ -114,6 +113,10 @@ class Page:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self.browser.call(method, self.session, **parameters)
+
+    def resize(self, width: int, height: int = 900, touch: bool = False) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=touch)
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression."""

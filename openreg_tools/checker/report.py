@@ -171,9 +171,7 @@ class Report:
             if not result.sentence:
                 continue
             remedy = f"<p><b>Remedy.</b> {e(result.remedy)}</p>" if result.remedy else ""
-            about = (
-                f'<p>{e(self.about[result.check])} <a href="{_docs(result.check)}">{e(result.docs)}</a></p>'
-            )
+            about = f'<p>{e(self.about[result.check])} <a href="{_docs(result.check)}">{e(result.docs)}</a></p>'
             boxes.append(
                 pages.details(
                     f"{result.status} {result.check}, sample {', '.join(map(str, samples))}",

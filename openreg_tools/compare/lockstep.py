@@ -32,9 +32,9 @@ from openreg_tools.compare.copies import (
     tensors_of,
     tied,
 )
-from openreg_tools.places import Place, Places, stack
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
+from openreg_tools.places import Place, Places, stack
 from openreg_tools.samples import shown
 
 __all__ = ["Lockstep"]

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from openreg_tools import dispatch, script
 from openreg_tools.compare.copies import Quiet, facts, tensors_of
 from openreg_tools.compare.lockstep import subclasses, tracing, wait
-from openreg_tools.places import Places
 from openreg_tools.forms import Wrong
+from openreg_tools.places import Places
 
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from openreg_tools import forms, pages
-from openreg_tools.places import Place
 from openreg_tools.compare.tolerance import Error, Tolerance
+from openreg_tools.places import Place
 
 __all__ = ["Difference", "Result", "Row"]
 
@@ -246,7 +246,9 @@ class Result:
         notes = [f"{operator} was not compared: {why}" for operator, why in self.skipped.items()]
         notes += [note + (f" ({times} times)" if times > 1 else "") for note, times in self.notes.items()]
         body = [
-            pages.text(f"{self.device} against {self.reference}, torch {torch.__version__}, {forms.seconds(self.seconds)}"),
+            pages.text(
+                f"{self.device} against {self.reference}, torch {torch.__version__}, {forms.seconds(self.seconds)}"
+            ),
             pages.facts(facts),
             pages.section("The first difference", found),
             pages.section("Errors over the calls", plot(self._points, self.operators)),

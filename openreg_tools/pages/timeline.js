@@ -266,28 +266,32 @@
     }
   }
 
-  // The overview is painted once for each width, mode and theme, and then copied.
+  // The overview is painted once for each width, mode and theme, on a canvas of its own.
   let backdrop = null;
+  function paintBackdrop(width) {
+    const picture = make("canvas", { width: overview.width, height: overview.height }), pen = picture.getContext("2d");
+    pen.scale(overview.width / width, overview.width / width);
+    pen.fillStyle = color.card;
+    pen.fillRect(0, 0, width, 34);
+    const used = tracks.filter((track) => track.lanes.length), high = 34 / Math.max(1, used.length);
+    used.forEach((track, row) => {
+      let until = -1;
+      for (const i of track.lanes[0]) {
+        const a = (from[i] / total) * width, w = Math.max(0.6, ((to[i] - from[i]) / total) * width);
+        if (a + w <= until) continue;
+        pen.fillStyle = color[slices.flags[i] & 1 ? "wait" : kinds[slices.kind[i]]];
+        pen.fillRect(a, row * high + 1, w, Math.max(1, high - 2));
+        until = a + w + 0.2;
+      }
+    });
+    return picture;
+  }
+
   function paintOverview() {
     const [pen, width] = prepare(overview, 34);
-    const key = `${width} ${cutIdle.checked} ${color.card}`;
-    if (backdrop?.key !== key) {
-      pen.fillStyle = color.card;
-      pen.fillRect(0, 0, width, 34);
-      const lanes = tracks.filter((track) => track.lanes.length);
-      const high = 34 / Math.max(1, lanes.length);
-      lanes.forEach((track, row) => {
-        let until = -1;
-        for (const i of track.lanes[0]) {
-          const a = (from[i] / total) * width, w = Math.max(0.6, ((to[i] - from[i]) / total) * width);
-          if (a + w <= until) continue;
-          pen.fillStyle = color[slices.flags[i] & 1 ? "wait" : kinds[slices.kind[i]]];
-          pen.fillRect(a, row * high + 1, w, Math.max(1, high - 2));
-          until = a + w + 0.2;
-        }
-      });
-      backdrop = { key, image: pen.getImageData(0, 0, overview.width, overview.height) };
-    } else pen.putImageData(backdrop.image, 0, 0);
+    const key = `${overview.width} ${cutIdle.checked} ${color.card}`;
+    if (backdrop?.key !== key) backdrop = { key, picture: paintBackdrop(width) };
+    pen.drawImage(backdrop.picture, 0, 0, width, 34);
     const a = (view.from / total) * width, b = (view.to / total) * width;
     pen.globalAlpha = 0.55;
     pen.fillStyle = color.paper;
