@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Place", "Places", "site", "stack"]
+__all__ = ["Place", "Places", "relative", "site", "stack"]
 
 _TOOLS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
@@ -39,10 +40,7 @@ class Place:
     node: str = ""  # the backward node: "MmBackward0"
 
     def line(self) -> str:
-        if self.site is None:
-            return self.phase
-        path = os.path.relpath(self.site[0])
-        return f"{self.site[0] if path.startswith('..') else path}:{self.site[1]}"
+        return self.phase if self.site is None else f"{relative(self.site[0])}:{self.site[1]}"
 
     def __str__(self) -> str:
         words = [self.line(), self.module and f"in {self.module}"]
@@ -146,6 +144,13 @@ class Places:
                 del self._forward[key]
         self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, where))
         return Place(module, where, "optimizer" if getattr(self._local, "step", False) else "forward")
+
+
+@functools.cache
+def relative(path: str) -> str:
+    """The path from the working directory, if the file is below it."""
+    inside = os.path.relpath(path)
+    return path if inside.startswith("..") else inside
 
 
 def _number(node: Any) -> int:

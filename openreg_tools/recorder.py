@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from openreg_tools import dispatch
-from openreg_tools.places import Places
+from openreg_tools.places import Places, relative
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
 
@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode):
         number = self._stacks.get(key := tuple(frames))
         if number is None:
             number = self._stacks[key] = len(self.stacks)
-            self.stacks.append(tuple(f"{_relative(c.co_filename)}:{line} in {c.co_qualname}" for c, line in frames))
+            self.stacks.append(tuple(f"{relative(c.co_filename)}:{line} in {c.co_qualname}" for c, line in frames))
         return number
 
     def _event(self, on: torch.Stream | None) -> torch.Event | None:
@@ -410,12 +410,6 @@ def _dtype(dtype: torch.dtype) -> str:
 def _input(tensor: torch.Tensor, device: str) -> str:
     shape = " nested" if tensor.is_nested else list(tensor.shape)
     return f"{_dtype(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"
-
-
-def _relative(path: str) -> str:
-    """A path below the working directory is relative to it."""
-    inside = os.path.relpath(path)
-    return path if inside.startswith("..") else inside
 
 
 def _program_line() -> str:

@@ -6,6 +6,7 @@ order. It also has numbers that are close if the values are close: the sum, the 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -168,23 +169,17 @@ class Recording(TorchDispatchMode):
         prints += [fingerprint(t) for t in copies]
         if len(prints) > 4:
             prints = [_folded(prints)]
-        inputs = [[_dtype(t), list(t.shape)] for t in tensors_of((*args, *kwargs.values()))]
+        inputs = [f'["{_dtype(t.dtype)}",{list(t.shape)}]' for t in tensors_of((*args, *kwargs.values()))]
         label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items()))
         words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label}
-        line: dict[str, Any] = {}
-        for key, text in words.items():
-            if text:
-                number = self._names.get(text)
-                if number is None:
-                    number = self._names[text] = len(self._names)
-                    print(json.dumps({"s": text[:300]}, ensure_ascii=False), file=file)
-                line[key] = number
-        line |= {"p": place.phase[0], "i": inputs[:6], "r": prints}
-        text = json.dumps(line, separators=(",", ":"))
-        while len(text) > _MOST and line["i"]:  # more dimensions than most tensors have
-            line["i"] = line["i"][:-1]
-            text = json.dumps(line, separators=(",", ":"))
-        print(text, file=file)
+        parts = [f'"{key}":{self._number(text)}' for key, text in words.items() if text]
+        parts += [f'"p":"{place.phase[0]}"', '"r":[' + ",".join(map(_json, prints)) + "]"]
+        head, inputs = "{" + ",".join(parts), inputs[:6]
+        text = _with_inputs(head, inputs)
+        while len(text) > _MOST and inputs:  # more dimensions than most tensors have
+            inputs.pop()
+            text = _with_inputs(head, inputs)
+        file.write(text)
         if self.values:
             torch.save(copies, f"{self.path}.values/{self.operators}.pt")
         self.operators += 1
@@ -192,6 +187,19 @@ class Recording(TorchDispatchMode):
             self._said = time.monotonic()
             seconds = self._said - self._started
             print(f"record: {self.operators:,} operators in {seconds:.0f} s", file=sys.stderr)
+
+
+    def _number(self, text: str) -> int:
+        """The number of a text, which is in the trace once."""
+        number = self._names.get(text)
+        if number is None:
+            number = self._names[text] = len(self._names)
+            print(json.dumps({"s": text[:300]}, ensure_ascii=False), file=self._file)
+        return number
+
+
+def _with_inputs(head: str, inputs: list[str]) -> str:
+    return f'{head},"i":[{",".join(inputs)}]}}\n'
 
 
 def _from(args: tuple, kind: str) -> bool:
@@ -209,60 +217,66 @@ def _on_host(x: Tensor) -> Tensor:
     return x.contiguous().cpu()
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+@functools.cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ---- fingerprints ----
 
+_SMALL = 1 << 14  # elements of a tensor whose numbers are added in float64, by numpy
 _COLUMNS = 257  # a prime, so that patterns that repeat at a power of two are not summed in one column
 
 
 def fingerprint(x: Tensor) -> list[Any]:
     """The fingerprint of a contiguous host tensor: dtype, shape, hash, sum, norm, largest, NaNs, infinities,
     samples."""
-    dtype, shape = _dtype(x), list(x.shape)
-    if not x.numel():
+    dtype, shape, count = _dtype(x.dtype), list(x.shape), x.numel()
+    if not count:
         return [dtype, shape, 0, 0.0, 0.0, 0.0, 0, 0, []]
     digest = _hash(x)
     if x.is_complex():
-        x = torch.view_as_real(x)
-    flat = x.flatten()
-    places = [i * (flat.numel() - 1) // 3 for i in range(4)]
-    if not x.is_floating_point():
+        x, count = torch.view_as_real(x), 2 * count
+    flat = x.view(-1)
+    if flat.dtype != torch.float64 and (flat.dtype != torch.float32 or count <= _SMALL):
         flat = flat.to(torch.float64)
-    elif flat.dtype not in (torch.float32, torch.float64) or flat.numel() <= 1 << 14:
-        flat = flat.to(torch.float64)
-    total, norm, largest = _numbers(flat)
+    numbers = _numbers(flat)
     nans = infinities = 0
-    if not math.isfinite(total) or not math.isfinite(norm):
+    if not math.isfinite(numbers[0]) or not math.isfinite(numbers[1]):
         nans, infinities = int(flat.isnan().sum()), int(flat.isinf().sum())
         flat = torch.where(flat.isfinite(), flat, 0.0).to(torch.float64)
-        total, norm, largest = _numbers(flat)
-    return [
-        dtype,
-        shape,
-        digest,
-        *map(_short, (total, norm, largest)),
-        nans,
-        infinities,
-        [_short(float(flat[i])) for i in places],
-    ]
+        numbers = _numbers(flat)
+    last = count - 1
+    samples = flat.numpy()[[0, last // 3, 2 * last // 3, last]].tolist()
+    return [dtype, shape, digest, *map(_short, numbers), nans, infinities, list(map(_short, samples))]
 
 
 def _numbers(flat: Tensor) -> tuple[float, float, float]:
     """The sum, the Euclidean norm and the largest absolute value."""
-    low, high = flat.aminmax()
-    return float(flat.sum()), math.sqrt(float(torch.dot(flat, flat))), max(abs(float(low)), abs(float(high)))
+    if flat.numel() > _SMALL:
+        low, high = flat.aminmax()
+        return float(flat.sum()), math.sqrt(float(torch.dot(flat, flat))), max(abs(float(low)), abs(float(high)))
+    x = flat.numpy()  # whose functions start sooner
+    with np.errstate(all="ignore"):
+        return float(np.add.reduce(x)), math.sqrt(np.dot(x, x)), float(max(-np.minimum.reduce(x), np.maximum.reduce(x)))
 
 
 def _short(value: float) -> float:
     return float(f"{value:.9g}")
 
 
+def _json(found: list[Any]) -> str:
+    """A fingerprint as JSON."""
+    dtype, shape, digest, total, norm, largest, nans, infinities, samples = found
+    numbers = (total, norm, largest, *samples)
+    if not all(map(math.isfinite, numbers)):
+        return json.dumps(found, separators=(",", ":"))
+    return f'["{dtype}",{shape},{digest},{total},{norm},{largest},{nans},{infinities},{samples}]'.replace(" ", "")
+
+
 def _hash(x: Tensor) -> int:
     """A hash of the bytes in order; for large tensors, of the sums of their words over rows and columns."""
-    data = x.flatten().view(torch.uint8).numpy()
+    data = x.view(-1).view(torch.uint8).numpy()
     if data.nbytes <= 1 << 15:
         return zlib.crc32(data)
     whole = data.nbytes // (8 * _COLUMNS) * (8 * _COLUMNS)
