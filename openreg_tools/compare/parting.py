@@ -79,8 +79,9 @@ def read(path: str | os.PathLike[str]) -> Trace:
         raise Wrong(f"{path} is not a trace of `record`: its first line is not a header") from None
     if kind != KIND:
         raise Wrong(f"{path} is a trace of {kind!r}, and not one of `record`")
-    if version > VERSION:
-        raise Wrong(f"{path} is of version {version}, and this reads up to version {VERSION}: update openreg_tools")
+    if version != VERSION:
+        remedy = "update openreg_tools" if version > VERSION else "record it again"
+        raise Wrong(f"{path} is of version {version}, but this reads version {VERSION}: {remedy}")
     trace, names = Trace(str(path), header, []), []
     for line in lines[1:]:
         try:

@@ -31,7 +31,7 @@ from openreg_tools.places import Places
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 
 KIND = "openreg_tools.compare"  # at the start of every trace
-VERSION = 1
+VERSION = 2  # of the fingerprints
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
 _labels: dict[str, Any] = {}
 
@@ -165,10 +165,14 @@ class Recording(TorchDispatchMode):
             [str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []]
             for v in numbers
         ]
-        copies = [_on_host(t) for t in results]
-        prints += [fingerprint(t) for t in copies]
-        if len(prints) > 4:
-            prints = [_folded(prints)]
+        if len(results) > 4 and not numbers and (joined := _joined(results)) is not None:
+            flat, copies = joined
+            prints = [_of_list(flat, copies)]
+        else:
+            copies = [_on_host(t) for t in results]
+            prints += [fingerprint(t) for t in copies]
+            if len(prints) > 4:
+                prints = [_folded(prints)]
         inputs = [f'["{_dtype(t.dtype)}",{list(t.shape)}]' for t in tensors_of((*args, *kwargs.values()))]
         label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items()))
         words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label}
@@ -187,7 +191,6 @@ class Recording(TorchDispatchMode):
             self._said = time.monotonic()
             seconds = self._said - self._started
             print(f"record: {self.operators:,} operators in {seconds:.0f} s", file=sys.stderr)
-
 
     def _number(self, text: str) -> int:
         """The number of a text, which is in the trace once."""
@@ -215,6 +218,19 @@ def _on_host(x: Tensor) -> Tensor:
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous().cpu()
+
+
+def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
+    """Plain tensors of one dtype copied to the host in one piece, and the copies; None if they are not like that."""
+    dtype = tensors[0].dtype
+    for x in tensors:
+        if x.dtype != dtype or x.layout != torch.strided or x.is_nested or x.is_quantized or x.is_conj() or x.is_neg():
+            return None
+    flat = torch.empty(sum(x.numel() for x in tensors), dtype=dtype)
+    pieces = flat.split([x.numel() for x in tensors])
+    copies = [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+    torch._foreach_copy_(copies, tensors)
+    return flat, copies
 
 
 @functools.cache
@@ -253,12 +269,10 @@ def fingerprint(x: Tensor) -> list[Any]:
 
 def _numbers(flat: Tensor) -> tuple[float, float, float]:
     """The sum, the Euclidean norm and the largest absolute value."""
-    if flat.numel() > _SMALL:
-        low, high = flat.aminmax()
-        return float(flat.sum()), math.sqrt(float(torch.dot(flat, flat))), max(abs(float(low)), abs(float(high)))
-    x = flat.numpy()  # whose functions start sooner
+    x = flat.numpy()  # whose functions start sooner, except for the sum of many
     with np.errstate(all="ignore"):
-        return float(np.add.reduce(x)), math.sqrt(np.dot(x, x)), float(max(-np.minimum.reduce(x), np.maximum.reduce(x)))
+        total = float(flat.sum()) if flat.numel() > _SMALL else float(np.add.reduce(x))
+        return total, math.sqrt(np.dot(x, x)), float(max(-np.minimum.reduce(x), np.maximum.reduce(x)))
 
 
 def _short(value: float) -> float:
@@ -286,8 +300,14 @@ def _hash(x: Tensor) -> int:
     return zlib.crc32(data[whole:], digest)
 
 
+def _of_list(flat: Tensor, copies: list[Tensor]) -> list[Any]:
+    """The fingerprint of many results in one piece, as from an operator on lists; its shape is their number."""
+    dtype, _, digest, *rest = fingerprint(flat)
+    return [dtype, [len(copies)], zlib.crc32(repr([x.shape for x in copies]).encode(), digest), *rest]
+
+
 def _folded(prints: list[list[Any]]) -> list[Any]:
-    """One fingerprint for many results, as from an operator on lists."""
+    """One fingerprint for many results that are not in one piece."""
     digest = 0
     for each in prints:
         digest = zlib.crc32(repr(each[:3]).encode(), digest)
