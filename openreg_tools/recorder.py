@@ -191,6 +191,7 @@ class Recorder(TorchDispatchMode):
         self._origins: dict[int, tuple[torch.Event, float]] = {}  # by device, an event and when it was recorded
         self._record = torch.Event.record  # `trace` replaces it, to see the program's
         self._module = None if self.type in ("cpu", "meta") else getattr(torch, self.type, None)
+        self._uncompiled: Any = None  # `_call`, which torch.compile does not enter
         self._pairs: list[tuple[Call, torch.Event, torch.Event, list[Call]]] = []
         self._has = functools.cache(lambda op, key, policies: dispatch.has(op, key).kind)
         self._backend = functools.cache(lambda raw: next((k for k in listed(_keys(raw)) if not about(k)), ""))
@@ -201,6 +202,13 @@ class Recorder(TorchDispatchMode):
         return False  # it would import dynamo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if "torch._dynamo" in sys.modules:  # which would compile this function inside compiled ones
+            if self._uncompiled is None:
+                self._uncompiled = torch.compiler.disable(self._call)
+            return self._uncompiled(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         entered = time.perf_counter()
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):

@@ -91,8 +91,7 @@ class Timeline:
         on_thread = {id(s.of): s for track in self.tracks if track.device < 0 for s in track.slices}
         calls = {call.number: call for call in self.recorder.calls}
         for each in (s.of for track in self.tracks if track.device < 0 for s in track.slices):
-            waits_on_host = isinstance(each, Wait) or bool(each.wait)
-            to = (on_thread if waits_on_host else on_stream).get(id(each))
+            to = (on_thread if _waits(each) else on_stream).get(id(each))
             for number in each.after:
                 source = on_stream.get(id(calls[number])) if number in calls else None
                 if source is not None and to is not None:
@@ -117,7 +116,8 @@ class Timeline:
             if self.recorder.events
             else "Kernels ran inside the calls, so a stream shows the times of the calls."
         )
-        used = {kind: ("", meaning) for kind, meaning in KINDS.items() if any(_kind(s.of) == kind for s in shown)}
+        kinds = {_kind(s.of) for s in shown} | {"wait" for s in shown if _waits(s.of)}
+        used = {kind: ("", meaning) for kind, meaning in KINDS.items() if kind in kinds}
         return (
             f'<div class="timeline" id="timeline">{pages.legend(used)}{pages.text(note)}'
             f"{pages.data('timeline-data', self._data(shown))}</div>"
@@ -135,10 +135,9 @@ class Timeline:
         }
         kinds, stacks = list(KINDS), {}
         for s in shown:
-            waits = isinstance(s.of, Wait) or bool(s.of.wait)
             stack = stacks.setdefault(s.of.stack, len(stacks))
             own = s.end - s.start if isinstance(s.of, Wait) else _ns(s.of.own)
-            flags = waits + 2 * (isinstance(s.of, Call) and s.of.first)
+            flags = _waits(s.of) + 2 * (isinstance(s.of, Call) and s.of.first)
             row = (s.track, s.depth, s.start, s.end - s.start, kinds.index(_kind(s.of)), number(_name(s.of)),
                    number("\n".join(_about(s.of))), stack, flags, own)  # fmt: skip
             for column, value in zip(columns.values(), row, strict=True):
@@ -215,6 +214,11 @@ def _ns(seconds: float) -> int:
 
 def _name(of: Call | Wait) -> str:
     return of.name if isinstance(of, Call) else of.why
+
+
+def _waits(of: Call | Wait) -> bool:
+    """Whether the host waits for the device."""
+    return isinstance(of, Wait) or bool(of.wait)
 
 
 def _kind(of: Call | Wait) -> str:

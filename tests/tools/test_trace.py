@@ -375,6 +375,16 @@ def test_chrome_without_calls(cpu):
     assert "Nothing ran" in recorded.html()
 
 
+def test_compiled_functions(recwarn):
+    """Dynamo does not compile the recorder, of which it would warn, and the calls are those of the eager function."""
+    torch.compiler.reset()
+    function = torch.compile(lambda x: (x @ x).relu(), backend="eager")
+    with openreg_ops.trace() as recorded:
+        function(torch.ones(4, 4, device="openreg"))
+    assert not [str(each.message) for each in recwarn if "Dynamo" in str(each.message)]
+    assert {"aten::mm", "aten::relu"} <= set(rows(recorded))
+
+
 def test_wrong_arguments_of_a_wait_are_reported_as_without():
     def said():
         errors = []
