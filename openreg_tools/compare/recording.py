@@ -7,6 +7,7 @@ order. It also has numbers that are close if the values are close: the sum, the 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -173,12 +174,13 @@ class Recording(TorchDispatchMode):
             prints += [fingerprint(t) for t in copies]
             if len(prints) > 4:
                 prints = [_folded(prints)]
-        inputs = [f'["{_dtype(t.dtype)}",{list(t.shape)}]' for t in tensors_of((*args, *kwargs.values()))]
-        label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items()))
+        shown = itertools.islice(tensors_of((*args, *kwargs.values())), 6)
+        inputs = [f'["{_dtype(t.dtype)}",{[*t.shape]}]' for t in shown]
+        label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items())) if _labels else ""
         words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label}
         parts = [f'"{key}":{self._number(text)}' for key, text in words.items() if text]
         parts += [f'"p":"{place.phase[0]}"', '"r":[' + ",".join(map(_json, prints)) + "]"]
-        head, inputs = "{" + ",".join(parts), inputs[:6]
+        head = "{" + ",".join(parts)
         text = _with_inputs(head, inputs)
         while len(text) > _MOST and inputs:  # more dimensions than most tensors have
             inputs.pop()
@@ -256,23 +258,28 @@ def fingerprint(x: Tensor) -> list[Any]:
     flat = x.view(-1)
     if flat.dtype != torch.float64 and (flat.dtype != torch.float32 or count <= _SMALL):
         flat = flat.to(torch.float64)
-    numbers = _numbers(flat)
+    values = flat.numpy()  # whose functions start sooner than torch's
+    numbers = _numbers(flat, values)
     nans = infinities = 0
     if not math.isfinite(numbers[0]) or not math.isfinite(numbers[1]):
         nans, infinities = int(flat.isnan().sum()), int(flat.isinf().sum())
         flat = torch.where(flat.isfinite(), flat, 0.0).to(torch.float64)
-        numbers = _numbers(flat)
+        values = flat.numpy()
+        numbers = _numbers(flat, values)
     last = count - 1
-    samples = flat.numpy()[[0, last // 3, 2 * last // 3, last]].tolist()
+    samples = [values.item(i) for i in (0, last // 3, 2 * last // 3, last)]
     return [dtype, shape, digest, *map(_short, numbers), nans, infinities, list(map(_short, samples))]
 
 
-def _numbers(flat: Tensor) -> tuple[float, float, float]:
+def _numbers(flat: Tensor, values: np.ndarray) -> tuple[float, float, float]:
     """The sum, the Euclidean norm and the largest absolute value."""
-    x = flat.numpy()  # whose functions start sooner, except for the sum of many
     with np.errstate(all="ignore"):
-        total = float(flat.sum()) if flat.numel() > _SMALL else float(np.add.reduce(x))
-        return total, math.sqrt(np.dot(x, x)), float(max(-np.minimum.reduce(x), np.maximum.reduce(x)))
+        # For many, torch's functions: numpy adds float32 less precisely, and its dot starts threads of its own.
+        many = values.size > 1 << 12
+        total = float(flat.sum() if many else np.add.reduce(values))
+        squares = float(torch.dot(flat, flat) if many else np.dot(values, values))
+        largest = max(-float(np.minimum.reduce(values)), float(np.maximum.reduce(values)))
+        return total, math.sqrt(squares), largest
 
 
 def _short(value: float) -> float:
