@@ -258,12 +258,13 @@
     pen.fillStyle = color.dim;
     const steps = Math.max(1, Math.floor(width / 110)), span = timeOf(view.to) - timeOf(view.from);
     const [unit, scale] = span < 2e6 ? ["us", 1e3] : span < 2e9 ? ["ms", 1e6] : ["s", 1e9];
-    const digits = Math.min(3, Math.max(0, Math.ceil(-Math.log10(span / scale / steps)) + 1));
-    for (let k = 0; k < steps; k++) {
-      const time = timeOf(view.from + ((view.to - view.from) * k) / steps);
+    const times = Array.from({ length: steps }, (_, k) => timeOf(view.from + ((view.to - view.from) * k) / steps));
+    const apart = Math.max(1, Math.min(span, ...times.slice(1).map((time, k) => time - times[k]))); // so that labels differ
+    const digits = Math.min(4, Math.max(0, Math.ceil(-Math.log10(apart / scale))));
+    times.forEach((time, k) => {
       pen.fillRect((width * k) / steps, AXIS - 6, 1, 6);
       pen.fillText(`${(time / scale).toFixed(digits)} ${unit}`, (width * k) / steps + 5, AXIS / 2);
-    }
+    });
   }
 
   // The overview is painted once for each width, mode and theme, on a canvas of its own.
