@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from openreg_tools import backends, dispatch, forms, manifest
+from openreg_tools import backends, dispatch, forms, manifest, pages
 from openreg_tools.forms import Wrong
 from openreg_tools.manifest import Manifest
 
@@ -131,15 +131,19 @@ class Drift:
     def html(self) -> str:
         """One self-contained page."""
         e = html.escape
-        parts = [f"<p>{e(self.verdict())}</p>"]
+        parts = [*map(pages.text, filter(None, (self.summary().partition(": ")[2], self.verdict())))]
         if self.troubles:
-            rows = [["operator", "where", "why", ""]]
-            rows += [[t.operator, t.where, t.why, t.mark.lower()] for t in self.troubles]
-            parts.append(forms.html_table(rows, left=3))
+            rows: list[list[Any]] = [["operator", "where", "why", ""]]
+            rows += [
+                [t.operator, t.where, (t.why, {"class": "words"}), (t.mark.lower(), {"class": MARKED.get(t.mark)})]
+                for t in self.troubles
+            ]
+            parts.append(pages.section("What it means for the backend", pages.table(rows, left=2)))
+        found: list[str] = []
 
         def details(title: str, items: list[str]) -> None:
             if items:
-                parts.append(f"<details><summary>{len(items)} {title}</summary><ul>{''.join(items)}</ul></details>")
+                found.append(pages.details(f"{len(items)} {title}", f"<ul>{''.join(items)}</ul>"))
 
         for title, schemas in (("added", self.added), ("removed", self.removed)):
             details(title, [f"<li><code>{e(text)}</code></li>" for text in schemas.values()])
@@ -151,11 +155,16 @@ class Drift:
             ("changed derivatives", self.derivatives),
         ):
             items = [
-                f'<li>{e(name)}<pre class="fail">{e(old)}</pre><pre class="pass">{e(new)}</pre></li>'
+                f'<li>{e(name)}<pre class="fail wrapped">{e(old)}</pre><pre class="pass wrapped">{e(new)}</pre></li>'
                 for name, (old, new) in pairs.items()
             ]
             details(title, items)
-        return forms.page(self.summary(), self.summary(), "".join(parts), "pre{white-space:pre-wrap}")
+        parts.append(pages.section("What changed", "".join(found) or pages.text("Nothing.")))
+        title = f"torch {self.old} to {self.new}"
+        return pages.page(title, title, "".join(parts))
+
+
+MARKED = {"BREAKS": "fail", "MISSING": "fail", "look at": "warn"}  # classes of the page's style
 
 
 def _hanging(text: str, mark: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The tools' report formats: text for a terminal of 80 columns, JSON, and one self-contained HTML page.
+"""The tools' report formats: text for a terminal of 80 columns, JSON, and one self-contained HTML page (pages/).
 
 A report has `text()`, `dict()` and, if a picture helps, `html()`; `add_arguments` and `write` provide the options.
 """
@@ -6,7 +6,6 @@ A report has `text()`, `dict()` and, if a picture helps, `html()`; `add_argument
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import os
 import re
@@ -94,36 +93,6 @@ def seconds(value: float) -> str:
     return f"{value / scale:.4g} {unit}"
 
 
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}h1{font-size:1.3em}"
-    "table{border-collapse:collapse}td,th{padding:.1em .6em;border:1px solid #ddd;font-weight:normal;text-align:left}"
-    "td{text-align:center}a{color:#035}details{margin:.5em 0;padding:.3em .8em;border-left:4px solid #bbb}"
-    ".pass{background:#e6f4e6}.fail{background:#f6c8c4}.warn,.known{background:#fbeebc}.refused{background:#dde6f6}"
-    ".skip{color:#888}summary{cursor:pointer}span{padding:0 .3em}"
-)
-
-
-def page(title: str, heading: str, body: str, style: str = "") -> str:
-    """One self-contained HTML page."""
-    return (
-        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}{style}</style><h1>{html.escape(heading)}</h1>{body}</html>\n"
-    )
-
-
-def html_table(rows: Sequence[Sequence[Any]], left: int = 1) -> str:
-    """Rows as an HTML table; the first is its head, the first `left` columns are flush left."""
-    e = html.escape
-    head = "".join(f"<th>{e(str(cell))}</th>" for cell in rows[0])
-    lines = (
-        "".join(
-            f"<{'th' if i < left else 'td'}>{e(str(cell))}</{'th' if i < left else 'td'}>" for i, cell in enumerate(row)
-        )
-        for row in rows[1:]
-    )
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
 def add_arguments(parser: argparse.ArgumentParser, page: bool = True) -> None:
     """The options --json and --html."""
     parser.add_argument(
@@ -142,6 +111,7 @@ def write(report: Any, arguments: argparse.Namespace, **options: Any) -> None:
         else:
             Path(arguments.json).write_text(text + "\n")
     if getattr(arguments, "html", None):
-        Path(arguments.html).write_text(report.html())
+        # A file name that is not valid Unicode appears with its bytes escaped.
+        Path(arguments.html).write_text(report.html(), encoding="utf-8", errors="backslashreplace")
     if arguments.json != "-":
         print(report.text(**options))

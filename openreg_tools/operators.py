@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import html
 import re
 import sys
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from openreg_tools import dispatch, forms, manifest
+from openreg_tools import dispatch, forms, manifest, pages
 from openreg_tools.dispatch import HAS
 from openreg_tools.forms import Wrong
 
@@ -100,17 +99,17 @@ class Operators:
 
     def html(self) -> str:
         """One self-contained page."""
-        e = html.escape
-        lines = "".join(
-            f'<tr><th title="{e(x.schema)}">{e(x.name)}</th><td title="{CLASSES[x.kind]}">{x.kind}</td>'
-            f'<td class="{STYLES[x.has]}" title="{e(f"{x.why} {x.where}")}">{x.has}</td><td>{", ".join(x.traits)}</td></tr>'
+        rows: list[list[Any]] = [["operator", "class", self.target.device, "also"]]
+        rows += [
+            [(x.name, {"title": x.schema}), (x.kind, {"title": CLASSES[x.kind]}),
+             (x.has, {"class": STYLES[x.has], "title": f"{x.why} {x.where}".strip()}), ", ".join(x.traits)]
             for x in self.entries
-        )
-        return forms.page(
+        ]  # fmt: skip
+        body = pages.section("Totals", pages.table(self._totals())) + pages.section("Operators", pages.table(rows))
+        return pages.page(
             f"operators on {self.target.device}",
             f"{len(self.entries)} operators of torch {torch.__version__} on {self.target.device}",
-            f"{forms.html_table(self._totals())}<table><tr><th>operator</th><th>class</th><th>{e(self.target.device)}</th>"
-            f"<th>also</th></tr>{lines}</table>",
+            body,
         )
 
 

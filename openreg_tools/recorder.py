@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from openreg_tools import dispatch
+from openreg_tools.places import Places, relative
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
 
@@ -128,9 +130,20 @@ class Call:
     wait: str = ""  # why the host waits for the device
     where: str = ""  # the program's line, if it waits or falls back
     error: str = ""
+    number: int = 0  # in the order in which the calls began
+    host: float = 0.0  # until the call returned, with the recording of the calls inside
+    begins: float = 0.0  # when its kernel began on the stream, in seconds since the recording began
+    stream: tuple[int, int] | None = None  # the device's index and the stream's id, if work ran there
+    inputs: tuple[str, ...] = ()  # dtypes and shapes
+    module: str = ""  # "Transformer.layers.0.norm"
+    phase: str = ""  # "forward", "backward of MmBackward0", "optimizer"
+    stack: int = -1  # which of `Recorder.stacks`; in backward, that of the forward
+    first: bool = False  # the first call of the operator with these dtypes, or it has such a call inside
+    after: tuple[int, ...] = ()  # the numbers of the calls that it, or its stream, waited for
 
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
+_FRAMES = 16  # of a stack at most
 _COMPOSITES = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 # Copies, and which arguments are the source and the target.
 _COPIES = {
@@ -145,12 +158,18 @@ class Recorder(TorchDispatchMode):
     thread. With `events`, the device's own events are recorded around each call instead, which is correct for queued
     work. Composites are entered, so `own` of a call excludes the calls inside. `overhead` is subtracted from host
     times: the seconds that recording adds to a call, and those that each part adds to a composite.
+
+    With `details`, each call also has its inputs, stream, module and stack.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, target: dispatch.Target, events: bool = False, overhead: tuple[float, float] = (0.0, 0.0)
+        self,
+        target: dispatch.Target,
+        events: bool = False,
+        overhead: tuple[float, float] = (0.0, 0.0),
+        details: bool = False,
     ) -> None:
         super().__init__()
         self.target, self.events, self.overhead = target, events, overhead
@@ -159,8 +178,20 @@ class Recorder(TorchDispatchMode):
         self.elsewhere = 0  # calls that touched no tensor of the device
         self.origin = time.perf_counter()
         self.outer = torch._C._dispatch_tls_local_exclude_set()
-        self._local = threading.local()
+        self.stacks: list[tuple[str, ...]] = []  # of the program, the innermost frame first
+        self.threads: list[str] = []  # their names
+        self.last: dict[tuple[int, int], int] = {}  # by stream, the number of the last call with work there
+        self.pending: dict[tuple[int, int], set[int]] = {}  # by stream, the calls that its next work waits for
+        self.places = Places(self._stack) if details else None
+        self._local, self._lock = threading.local(), threading.Lock()
         self._threads: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self._seen: set[tuple[Any, ...]] = set()
+        self._stacks: dict[tuple[Any, ...], int] = {}
+        self._origins: dict[int, tuple[torch.Event, float]] = {}  # by device, an event and when it was recorded
+        self._record = torch.Event.record  # `trace` replaces it, to see the program's
+        self._module = None if self.type in ("cpu", "meta") else getattr(torch, self.type, None)
+        self._uncompiled: Any = None  # `_call`, which torch.compile does not enter
         self._pairs: list[tuple[Call, torch.Event, torch.Event, list[Call]]] = []
         self._has = functools.cache(lambda op, key, policies: dispatch.has(op, key).kind)
         self._backend = functools.cache(lambda raw: next((k for k in listed(_keys(raw)) if not about(k)), ""))
@@ -171,6 +202,13 @@ class Recorder(TorchDispatchMode):
         return False  # it would import dynamo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if "torch._dynamo" in sys.modules:  # which would compile this function inside compiled ones
+            if self._uncompiled is None:
+                self._uncompiled = torch.compiler.disable(self._call)
+            return self._uncompiled(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         entered = time.perf_counter()
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
@@ -193,18 +231,23 @@ class Recorder(TorchDispatchMode):
             names = [each for each in names if not each.startswith(("Auto", "AD"))]
         elif not torch.is_autocast_enabled(self.type):
             names = [each for each in names if not each.startswith("Autocast")]
-        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
-        call = Call(name, self._has(name, key, dispatch.policies()), names, len(local.stack), thread, 0.0)
+        call = Call(name, self._has(name, key, dispatch.policies()), names, len(local.stack), self.thread(), 0.0)
+        call.number = next(self._numbers)
+        call.first = self._is_first(call, tensors)
         call.wait = self._waits(func, call, args, kwargs)
         if call.wait:
             call.where = _program_line()
         enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
+        on = None if self._module is None else self._stream(tensors, device)
+        if self.places is not None:
+            self._describe(call, tensors, on, works=not enter and not _view(func))
         enter = enter and all(frame[1] != name for frame in local.stack)  # under a mode, detach() calls itself
-        local.stack.append([call if enter else None, name, 0.0, [], False])  # and of its parts: time, calls, waits
+        place = (call.module, call.phase, call.stack)
+        local.stack.append([call if enter else None, name, 0.0, [], False, place])  # time, calls and waits of its parts
         self.calls.append(call)
         call.start = time.perf_counter() - self.origin
         function = functools.partial(func._op_dk, _composite_key(name)) if enter else func
-        begin = self._event()
+        begin = self._event(on)
         if enter:
             self.__enter__()
         started = time.perf_counter()
@@ -217,8 +260,10 @@ class Recorder(TorchDispatchMode):
             ended = time.perf_counter()
             if enter:
                 self.__exit__(None, None, None)
-            end = self._event()
-            *_, inside, children, waited = local.stack.pop()
+            end = self._event(on)
+            _, _, inside, children, waited, _ = local.stack.pop()
+            call.host, call.begins = ended - started, call.start
+            call.first |= any(child.first for child in children)
             each, part = self.overhead
             call.own = max(0.0, ended - started - inside - each - part * len(children))
             call.seconds = call.own + sum(child.seconds for child in children)
@@ -238,17 +283,86 @@ class Recorder(TorchDispatchMode):
             local.stack[-1][3].append(call)
         return out
 
-    def _event(self) -> torch.Event | None:
-        if not self.events:
+    def thread(self) -> int:
+        """The number of the calling thread, which `threads` has the name of."""
+        number = self._threads.get(threading.get_ident())
+        if number is None:
+            thread = threading.current_thread()
+            backward = torch._C._current_graph_task_id() != -1 and thread is not threading.main_thread()
+            with self._lock:
+                number = self._threads[threading.get_ident()] = len(self.threads)
+                self.threads.append("backward" if backward else thread.name)
+        return number
+
+    def now(self) -> float:
+        """Seconds since the recording began."""
+        return time.perf_counter() - self.origin
+
+    def _is_first(self, call: Call, tensors: list[torch.Tensor]) -> bool:
+        """Whether no call of the operator with these dtypes came before; it may load code."""
+        kind = (call.name, call.has, *{(t.dtype, t.device.type) for t in tensors})
+        new = kind not in self._seen
+        self._seen.add(kind)
+        return new
+
+    def _stream(self, tensors: list[torch.Tensor], device: Any) -> torch.Stream | None:
+        """The current stream of the device of a call."""
+        index = next((t.device.index for t in tensors if t.device.type == self.type), None)
+        if index is None and device is not None:
+            index = torch.device(device).index
+        current = getattr(self._module, "current_stream", None)
+        return current(index) if current else None
+
+    def _describe(self, call: Call, tensors: list[torch.Tensor], on: torch.Stream | None, works: bool) -> None:
+        """Fill in what `details` asks for. `works`: the call itself, not its parts, puts work on the stream."""
+        stack = self._local.stack
+        call.inputs = tuple(_input(t, self.type) for t in tensors)
+        if stack:  # a part of a composite
+            call.module, call.phase, call.stack = stack[-1][5]
+        else:
+            place = self.places.now()
+            phase = f"backward of {place.node}" if place.node else place.phase
+            call.module, call.phase, call.stack = place.module, phase, -1 if place.site is None else place.site
+        if on is None or not works:
+            return
+        call.stream = stream = (on.device.index, on.stream_id)
+        after = self.pending.pop(stream, set())
+        if call.wait and stream in self.last:
+            after.add(self.last[stream])
+        call.after = tuple(sorted(after))
+        self.last[stream] = call.number
+
+    def _stack(self) -> int:
+        """The program's frames outside torch and these tools, as an index of `stacks`."""
+        frames, frame = [], sys._getframe(1)
+        while frame is not None and len(frames) < _FRAMES:
+            code = frame.f_code
+            if code.co_filename == "<frozen runpy>":
+                break  # below it is what runs the program
+            if not code.co_filename.startswith(_OURS):
+                frames.append((code, frame.f_lineno))
+            frame = frame.f_back
+        number = self._stacks.get(key := tuple(frames))
+        if number is None:
+            number = self._stacks[key] = len(self.stacks)
+            self.stacks.append(tuple(f"{relative(c.co_filename)}:{line} in {c.co_qualname}" for c, line in frames))
+        return number
+
+    def _event(self, on: torch.Stream | None) -> torch.Event | None:
+        if not self.events or on is None:
             return None
-        event = torch.Event(self.type, enable_timing=True)
-        event.record()
+        event = torch.Event(on.device, enable_timing=True)
+        self._record(event, on)
+        if on.device.index not in self._origins:
+            self._origins[on.device.index] = (event, self.now())
         return event
 
     def finish(self) -> None:
         """Read the events' times."""
         for call, begin, end, children in self._pairs:  # children before their parents
             end.synchronize()
+            origin, at = self._origins[begin.device.index]
+            call.begins = at + origin.elapsed_time(begin) / 1e3
             call.seconds = begin.elapsed_time(end) / 1e3
             call.own = max(0.0, call.seconds - sum(child.seconds for child in children))
             call.part = _part(children)
@@ -294,6 +408,16 @@ def _view(func: OpOverload) -> bool:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0
+
+
+@functools.cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _input(tensor: torch.Tensor, device: str) -> str:
+    shape = " nested" if tensor.is_nested else list(tensor.shape)
+    return f"{_dtype(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"
 
 
 def _program_line() -> str:

@@ -1,4 +1,4 @@
-"""Runs a program in the context of a tool: `trace`, `compare` and `record`."""
+"""Runs a program in the context of a tool: `trace`, `compare` and `record`; several ranks write a file each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from openreg_tools.forms import Wrong
 
-__all__ = ["apart", "run"]
+__all__ = ["apart", "of_rank", "rank", "run"]
 
 
 @contextlib.contextmanager
@@ -49,3 +52,20 @@ def run(words: list[str], context: Any) -> int:
     finally:
         sys.argv, sys.path[:] = before
     return status
+
+
+def rank() -> tuple[int, int]:
+    """This process's rank and the number of ranks: of the process group, or as torchrun says."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with contextlib.suppress(KeyError, ValueError):
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+def of_rank(file: str | None, rank: int, ranks: int) -> str | None:
+    """The file that a rank writes: page.rank1.html for page.html, where there are several."""
+    if ranks == 1 or file in (None, "-"):
+        return file
+    path = Path(file)
+    return str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))

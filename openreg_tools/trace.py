@@ -8,28 +8,26 @@ above the recorder, which sees its parts instead.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import dataclasses
-import functools
-import gc
-import html
+import json
 import os
 import statistics
 import sys
-import threading
 import time
 import timeit
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from openreg_tools import backends, dispatch, forms
+from openreg_tools import backends, dispatch, forms, pages
 from openreg_tools.explain import trace_lines
 from openreg_tools.forms import Wrong
-from openreg_tools.recorder import Call, Recorder, _program_line
-from openreg_tools.script import apart, run
+from openreg_tools.recorder import Call, Recorder
+from openreg_tools.script import apart, of_rank, rank, run
+from openreg_tools.timeline import Timeline
+from openreg_tools.waits import Waits
 
 __all__ = ["Candidate", "Row", "Trace", "trace"]
 
@@ -61,7 +59,7 @@ class Candidate:
 
 
 class Trace:
-    """A context manager that records what ran; after it ends, `text()`, `dict()` and `html()` report.
+    """A context manager that records what ran; after it ends, `text()`, `dict()`, `html()` and `chrome()` report.
 
     Args:
         device: the device to record; the accelerator of the process unless given.
@@ -74,44 +72,39 @@ class Trace:
         dispatch.usable(self.target.device)
         self.name = name
         self.calls: list[Call] = []
-        self.others: list[tuple[str, str]] = []  # waits outside operators: what, and the program's line
         self.seconds = 0.0
 
     def __enter__(self) -> Trace:
-        self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target))
-        self._patched = _Waits(self.target.device, self.others)
+        self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target), details=True)
+        self._waits = Waits(self._recorder)
+        self._recorder.places.__enter__()
         self._recorder.__enter__()
-        self._patched.__enter__()
+        self._waits.__enter__()
         self._started = time.perf_counter()
+        self.time = time.time_ns() - int(self._recorder.now() * 1e9)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.seconds = time.perf_counter() - self._started
-        self._patched.__exit__()
+        self._waits.__exit__()
         self._recorder.__exit__(*exception)
+        self._recorder.places.__exit__()
         self._recorder.finish()
         self.calls, self.elsewhere = self._recorder.calls, self._recorder.elsewhere
-        self.candidates = _candidates(self.rows(), self.target, sum(self._recorder.overhead))
+        self.rank, self.ranks = rank()
+        ranked = _rows([call for call in self.calls if not call.first])
+        self.candidates = _candidates(ranked, self.target, sum(self._recorder.overhead))
 
     # ---- queries ----
 
     def rows(self) -> list[Row]:
         """By operator, the most time first."""
-        rows: dict[tuple[str, str], Row] = {}
-        for call in self.calls:
-            row = rows.setdefault((call.name, call.has), Row(call.name, call.has))
-            row.calls += 1
-            row.seconds += call.own
-            row.total += call.seconds
-            row.part += call.part
-            row.bytes += call.bytes
-            row.waits += bool(call.wait)
-        return sorted(rows.values(), key=lambda row: -row.seconds)
+        return _rows(self.calls)
 
     def waits(self) -> list[tuple[str, str, int]]:
         """Why and where the host waited for the device, and how often; the most frequent first."""
         counts = Counter((call.wait, call.where) for call in self.calls if call.wait)
-        counts.update(self.others)
+        counts.update((wait.why, wait.where) for wait in self._waits.found)
         return [(why, where, count) for (why, where), count in counts.most_common()]
 
     def __str__(self) -> str:
@@ -142,34 +135,43 @@ class Trace:
         return "\n".join(lines)
 
     def _summary(self) -> str:
-        by = Counter(call.has for call in self.calls)
-        counts = ", ".join(f"{by[has]:,} {has}" for has in dispatch.HAS if by[has])
         inside = sum(call.own for call in self.calls)
         clock = "device events" if self._recorder.events else "host clock around the call"
         return "\n".join(
             forms.wrapped(
                 [
                     f"{self.name or 'the program'} on {self.target.device}, torch {torch.__version__}",
-                    f"{len(self.calls):,} calls ({counts}), {self.elsewhere:,} on other devices",
+                    self._counts(),
                     f"{forms.seconds(inside)} in operators ({clock}) of {forms.seconds(self.seconds)} with recording",
                 ],
                 0,
             )
         )
 
+    def _counts(self) -> str:
+        by = Counter(call.has for call in self.calls)
+        counts = ", ".join(f"{by[has]:,} {has}" for has in dispatch.HAS if by[has])
+        return f"{len(self.calls):,} calls ({counts}), {self.elsewhere:,} on other devices"
+
     def _next(self, top: int) -> list[str]:
         if not self.candidates:
-            return ["Every operator that takes time has a kernel."]
+            return forms.wrapped([f"Every operator that takes time has a kernel. {self._unranked()}".strip()], 0)
         rows = [["write these kernels next", "by", "calls", "now", "kernel", "saves"]]
         rows += [
             [c.operator, c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))]
             for c in self.candidates[:top]
         ]
-        note = (
-            "kernel: at least its launches and its tensors read and written once, at speeds measured here, or the longest "
-            "of its parts now; so it saves that at most. Savings overlap where one contains another."
-        )
-        return [*forms.table(rows, left=2, fit=True), *forms.wrapped([note], 0)]
+        return [*forms.table(rows, left=2, fit=True), *forms.wrapped([f"{NOTE} {self._unranked()}".strip()], 0)]
+
+    def _unranked(self) -> str:
+        """Which operators are not ranked, because only first calls of them were recorded."""
+        later = {call.name for call in self.calls if not call.first}
+        served = ("composite", "fallback")
+        once = sorted({c.name for c in self.calls if c.has in served and c.bytes and c.name not in later})
+        if not once:
+            return ""
+        shown = ", ".join(once[:4]) + (f" and {len(once) - 4} more" if len(once) > 4 else "")
+        return f"Not ranked, because only first calls were recorded, which may load code: {shown}."
 
     def dict(self) -> dict[str, Any]:
         """What ``--json`` writes; seconds and bytes."""
@@ -180,7 +182,17 @@ class Trace:
             "next": [vars(candidate) for candidate in self.candidates],
             "waits": [{"why": why, "where": where, "count": count} for why, where, count in self.waits()],
             "calls": [dataclasses.asdict(call) for call in self.calls],
+            "stacks": self._recorder.stacks,
         }  # fmt: skip
+
+    def chrome(self) -> dict[str, Any]:
+        """What ``--chrome`` writes: Chrome's Trace Event Format, which Perfetto and chrome://tracing open."""
+        return self._timeline().chrome()
+
+    def _timeline(self) -> Timeline:
+        rank = self.rank if self.ranks > 1 else None
+        recorder = self._recorder
+        return Timeline(recorder, self._waits.found, self.name or "the program", self.seconds, self.time, rank)
 
     def html(self) -> str:
         """One self-contained page: the tables and a timeline."""
@@ -189,47 +201,44 @@ class Trace:
             [r.operator, r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.total), forms.size(r.bytes), r.waits]
             for r in self.rows()
         ]
-        ranked = [["write these kernels next", "by", "calls", "now", "kernel", "saves at most"]]
+        ranked = [["operator", "by", "calls", "now", "kernel", "saves at most"]]
         ranked += [
             [c.operator, c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))] for c in self.candidates
         ]
         waits = [["the host waited", "where", "times"], *self.waits()]
-        legend = " ".join(f'<span style="background:{colour}">{has}</span>' for has, colour in COLOURS.items())
-        return forms.page(
+        by = Counter(call.has for call in self.calls)
+        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        facts = {
+            "calls": f"{len(self.calls):,}",
+            "in operators": forms.seconds(sum(call.own for call in self.calls)),
+            "with recording": forms.seconds(self.seconds),
+            "waits of the host": f"{sum(count for _, _, count in self.waits()):,}",
+            "fallbacks": f"{by['fallback']:,}",
+        }
+        sections = [
+            pages.facts(facts),
+            pages.section("Timeline", self._timeline().html()),
+            pages.section(
+                "Write these kernels next",
+                pages.table(ranked, left=2) + pages.text(f"{NOTE} {self._unranked()}".strip())
+                if self.candidates
+                else pages.text(" ".join(self._next(0))),
+            ),
+            pages.section("Where the host waited", pages.table(waits, left=2) if waits[1:] else pages.text("Nowhere.")),
+            pages.section("Operators", pages.table(table, left=2) if table[1:] else pages.text("None.")),
+        ]
+        return pages.page(
             f"trace of {self.name}",
             self.name or "trace",
-            f"<p>{html.escape(self._summary())}</p><p>{legend}</p>{self._timeline()}"
-            f"{forms.html_table(ranked)}<br>{forms.html_table(waits, left=2)}<br>{forms.html_table(table)}",
-            "body{max-width:90em}.timeline{overflow-x:auto;border:1px solid #ddd}rect:hover{stroke:#000}",
-        )
-
-    def _timeline(self, most: int = 5000) -> str:
-        """The longest calls as rectangles: time on the x axis, composites above their parts, a band for each thread."""
-        longest = sorted(self.calls, key=lambda call: -call.seconds)[:most]
-        if not longest:
-            return ""
-        width, height = 3000, 14
-        first = min(call.start for call in longest)
-        scale = width / max(call.start + call.seconds - first for call in longest)
-        deepest = {t: max(c.depth for c in longest if c.thread == t) for t in sorted({c.thread for c in longest})}
-        tops, y = {}, 0
-        for thread, depth in deepest.items():
-            tops[thread] = y
-            y += (depth + 1) * height + 8
-        boxes = "".join(
-            f'<rect x="{(c.start - first) * scale:.1f}" y="{tops[c.thread] + c.depth * height}" '
-            f'width="{max(c.seconds * scale, 0.5):.1f}" height="{height - 2}" fill="{COLOURS[c.has]}">'
-            f"<title>{html.escape(f'{c.name} {c.has} {forms.seconds(c.seconds)} {c.where}')}</title></rect>"
-            for c in longest
-        )
-        shown = "" if len(longest) == len(self.calls) else f" of {len(self.calls):,}, the longest"
-        return (
-            f'<div class="timeline"><svg width="{width}" height="{y}">{boxes}</svg></div>'
-            f"<p>{len(longest):,}{shown} calls; a band for each thread.</p>"
+            pages.text(f"{self.target.device}{rank}, torch {torch.__version__}. {self._counts()}") + "".join(sections),
+            ("timeline.js",),
         )
 
 
-COLOURS = {"own": "#5a9", "shared": "#8cb", "composite": "#abd", "fallback": "#e94", "refused": "#d44"}
+NOTE = (
+    "kernel: at least its launches and its tensors read and written once, at speeds measured here, or the longest "
+    "of its parts now; so it saves that at most. Savings overlap where one contains another."
+)
 
 trace = Trace
 
@@ -240,59 +249,6 @@ def _queues(device: str) -> bool:
     if kind in ("cpu", "meta"):
         return False
     return backends.of_device(kind).queues()
-
-
-class _Waits:
-    """Records where the program waits for a device, or prints one of its tensors, which the recorder does not see.
-
-    It covers ``synchronize`` of torch.accelerator, of the device's module, and of its streams and events.
-    """
-
-    def __init__(self, device: str, found: list[tuple[str, str]]) -> None:
-        self.type = torch.device(device).type
-        self.found, self.inside = found, threading.local()
-        module = getattr(torch, self.type, None)
-        self.undo = contextlib.ExitStack()
-        self.places = [(each, "synchronize", "synchronize") for each in (torch.accelerator, module)]
-        for name in ("Stream", "Event"):
-            places = [getattr(torch, name), getattr(module, name, None)]
-            self.places += [(each, "synchronize", f"{name}.synchronize") for each in places]
-        if self.type != "cpu":
-            self.places.append((torch.Tensor, "__repr__", "print"))
-
-    def __enter__(self) -> None:
-        for owner, name, why in self.places:
-            if name in getattr(owner, "__dict__", ()):
-                before = vars(owner)[name]
-                _set(owner, name, self._noting(before, why))
-                self.undo.callback(_set, owner, name, before)
-
-    def __exit__(self, *exception: Any) -> None:
-        self.undo.close()
-
-    def _noting(self, function: Any, why: str) -> Any:
-        @functools.wraps(function)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            of = self.type if why == "synchronize" else getattr(args[0].device, "type", None)
-            if of != self.type or getattr(self.inside, "now", False):  # one calls the other
-                return function(*args, **kwargs)
-            self.found.append((why, _program_line()))
-            self.inside.now = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.inside.now = False
-
-        return noted
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, also of torch.Stream and torch.Event, which are static types and have no setattr."""
-    try:
-        setattr(owner, name, value)
-    except TypeError:
-        gc.get_referents(vars(owner))[0][name] = value  # the dict that vars() shows read-only
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
@@ -311,6 +267,19 @@ def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
         each.append(recorded[0] - direct[0])
         part.append(recorded[1] - direct[1] - 2 * each[-1])
     return max(0.0, statistics.median(each)), max(0.0, statistics.median(part))
+
+
+def _rows(calls: list[Call]) -> list[Row]:
+    rows: dict[tuple[str, str], Row] = {}
+    for call in calls:
+        row = rows.setdefault((call.name, call.has), Row(call.name, call.has))
+        row.calls += 1
+        row.seconds += call.own
+        row.total += call.seconds
+        row.part += call.part
+        row.bytes += call.bytes
+        row.waits += bool(call.wait)
+    return sorted(rows.values(), key=lambda row: -row.seconds)
 
 
 # ---- what a kernel would save ----
@@ -357,6 +326,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", action="store_true", help="print every call, nested, as the dispatch trace does")
     parser.add_argument("--top", type=int, default=25, metavar="N", help="lines of each table (default 25)")
     forms.add_arguments(parser)
+    parser.add_argument(
+        "--chrome", type=forms.file, metavar="FILE", help="write the timeline for Perfetto or chrome://tracing"
+    )
     parser.add_argument("script", metavar="SCRIPT.py", help="the program, and its own arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -373,5 +345,9 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
     with apart(arguments.json):
         status = run([arguments.script, *arguments.arguments], recording)
+    for name in ("json", "html", "chrome"):
+        setattr(arguments, name, of_rank(getattr(arguments, name), recording.rank, recording.ranks))
+    if arguments.chrome:
+        Path(arguments.chrome).write_text(json.dumps(recording.chrome()))
     forms.write(recording, arguments, top=arguments.top, calls=arguments.calls)
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -151,9 +152,15 @@ class _Spared:
 
 
 def _spare(on: bool) -> bool:
+    return _extension().spare_faults(on)
+
+
+@functools.cache
+def _extension() -> Any:
+    """The package's extension, which is not loaded yet when this module is."""
     from openreg_ops import _C
 
-    return _C.spare_faults(on)
+    return _C
 
 
 def _fallen(op: str, key: str, found: Kernel) -> Has:

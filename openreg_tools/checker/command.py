@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="where to run (default: where the samples are)")
     parser.add_argument("--dtype", default="float32", help="of samples that are made (default float32)")
     parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="leave these checks out")
     parser.add_argument("--abi", metavar="LIBRARY", help="in place of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")

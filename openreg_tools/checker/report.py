@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from openreg_tools.forms import page, wrapped
+from openreg_tools import pages
+from openreg_tools.forms import wrapped
 
 DOCS = "docs/checker.md"
 MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "skip": "-"}
@@ -158,40 +159,42 @@ class Report:
     def html(self) -> str:
         """One self-contained page: the matrix, expanded failures, and everything else collapsed."""
         e = html.escape
-        head = "".join(f'<th title="{e(text)}">{i}</th>' for i, text in enumerate(self.samples))
-        rows = []
+        rows: list[list[Any]] = [["check", *range(len(self.samples))]]
         for check, about in self.about.items():
             by_sample = {r.sample: r for r in self.row(check)}
-            if not by_sample:
-                continue
-            cells = ""
-            for i in range(len(self.samples)):
-                r = by_sample.get(i)
-                status = r.status if r else "skip"
-                text = e(r.sentence if r else "")
-                cells += f'<td class="{status}" title="{text}">{MARKS[status]}</td>'
-            rows.append(f'<tr><th><a href="{_docs(check)}" title="{e(about)}">{check}</a></th>{cells}</tr>')
-        details = []
+            if by_sample:
+                results = [by_sample.get(i, Result(check, i, "skip")) for i in range(len(self.samples))]
+                cells = [(MARKS[r.status], {"class": r.status, "title": r.sentence}) for r in results]
+                rows.append([(check, {"title": about}), *cells])
+        boxes = []
         for result, samples in self.grouped("fail", "warn", "known", "refused", "pass", "skip"):
             if not result.sentence:
                 continue
             remedy = f"<p><b>Remedy.</b> {e(result.remedy)}</p>" if result.remedy else ""
-            details.append(
-                f'<details class="{result.status}"{" open" if result.status == "fail" else ""}>'
-                f"<summary><b>{result.status}</b> {result.check}, sample {', '.join(map(str, samples))}</summary>"
-                f"<p>{e(result.sentence)}</p>{remedy}"
-                f'<p>{e(self.about[result.check])} <a href="{_docs(result.check)}">{result.docs}</a></p></details>'
+            about = f'<p>{e(self.about[result.check])} <a href="{_docs(result.check)}">{e(result.docs)}</a></p>'
+            boxes.append(
+                pages.details(
+                    f"{result.status} {result.check}, sample {', '.join(map(str, samples))}",
+                    f"{pages.text(result.sentence)}{remedy}{about}",
+                    result.status,
+                    is_open=result.status == "fail",
+                )
             )
         samples = "".join(f"<li><code>{e(text)}</code></li>" for text in self.samples)
-        notes = "".join(f"<p>{e(note)}</p>" for note in self.notes)
-        legend = " ".join(f'<span class="{s}">{m}</span> {MEANINGS[s]}' for s, m in MARKS.items())
-        return page(
-            self.operator,
-            self.summary(),
-            f"<p><code>{e(self.schema)}</code> on {e(self.device)}, torch {e(self.torch)}</p>"
-            f'<ol start="0">{samples}</ol>{notes}<p>{legend}</p>'
-            f"<table><tr><th>check</th>{head}</tr>{''.join(rows)}</table>{''.join(details)}",
-        )
+        counts = Counter(r.status for r in self.results)
+        body = [
+            pages.text(self.summary()),
+            f"<p><code>{e(self.schema)}</code> on {e(self.device)}, torch {e(self.torch)}</p>",
+            pages.facts({status: counts[status] for status in MARKS if counts[status]}),
+            pages.section("Samples", f'<ol start="0">{samples}</ol>{"".join(map(pages.text, self.notes))}'),
+            pages.section(
+                "Checks",
+                pages.legend({s: (m, MEANINGS[s]) for s, m in MARKS.items()})
+                + f'<div class="map">{pages.table(rows)}</div>',
+            ),
+            pages.section("Results", "".join(boxes)),
+        ]
+        return pages.page(f"check of {self.operator}", self.operator, "".join(body))
 
 
 def _docs(check: str) -> str:

@@ -130,6 +130,7 @@ class _Kept:
     of: StorageWeakRef
     storage: torch.UntypedStorage
     by: int  # the call that wrote it
+    tensor: Tensor | None = None  # a tensor on `storage`, for those that view all of it in the same way
 
 
 class Copies:
@@ -139,7 +140,7 @@ class Copies:
         self.type, self.reference, self.limit = device, reference, limit
         self.kept: dict[int, _Kept] = {}
         self.keeping = True  # off while compiled kernels write memory unseen
-        self.bytes = 0
+        self.bytes, self._purge_at = 0, 64
 
     # ---- before a call ----
 
@@ -147,10 +148,13 @@ class Copies:
         """The arguments of a call, copied."""
         groups: dict[int, list[tuple[Tensor, bool]]] = {}
         for position, value in [*enumerate(args), *kwargs.items()]:
-            for tensor in tensors_of((value,)):
-                if _plain(tensor):
-                    groups.setdefault(tensor.untyped_storage()._cdata, []).append((tensor, of.writes(position)))
-        copies, before = {}, {}
+            if isinstance(value, (Tensor, list, tuple)):
+                writes = of.writes(position)
+                for tensor in tensors_of((value,)):
+                    if _plain(tensor):
+                        groups.setdefault(tensor.untyped_storage()._cdata, []).append((tensor, writes))
+        copies: dict[int, Tensor] = {}
+        before: dict[int, Callable[[], Tensor]] = {}
         for cdata, group in groups.items():
             self._group(cdata, group, copies, before)
         written: list[tuple[str, Tensor, Tensor]] = []
@@ -164,7 +168,7 @@ class Copies:
             named[name] = self._argument(name, value, of.writes(name), copies, before, written, read)
 
         def earlier() -> tuple[list[Any], dict[str, Any]]:
-            swap = lambda value: before.get(id(value), value)  # noqa: E731
+            swap = lambda value: before[id(value)]() if id(value) in before else value  # noqa: E731
             again = [[swap(v) for v in value] if isinstance(value, (list, tuple)) else swap(value) for value in out]
             words = {
                 name: [swap(v) for v in value] if isinstance(value, (list, tuple)) else swap(value)
@@ -183,7 +187,7 @@ class Copies:
                 same = value.device == self.reference
                 copy = value.detach().clone() if same else value.detach().to(self.reference, copy=True)
                 if writes:
-                    before[id(copy)] = copy.clone()
+                    before[id(copy)] = functools.partial(_itself, copy.clone())
             if writes:
                 written.append((name, value, copy))
             elif value.device.type == self.type:
@@ -206,21 +210,25 @@ class Copies:
             if not here and group[0][0].device == self.reference:
                 copies.update((id(tensor), tensor) for tensor, _ in group)
                 return
-            storage = self._whole(cdata, group[0][0])
-            copies.update((id(tensor), _view(storage, tensor, 0)) for tensor, _ in group)
+            kept = self.kept.get(cdata) if self.keeping else None
+            storage = self._storage(group[0][0]) if kept is None else kept.storage
+            for tensor, _ in group:
+                whole = kept is not None and kept.tensor is not None and _alike(kept.tensor, tensor)
+                copies[id(tensor)] = kept.tensor if whole else _view(storage, tensor, 0)
+            return
+        kept = self.kept.get(cdata) if here else None
+        if len(group) == 1 and kept is not None and _whole(tensor := group[0][0]):
+            copy = copies[id(tensor)] = tensor.to(self.reference, copy=True)
+            before[id(copy)] = functools.partial(_view, kept.storage, tensor, 0)
             return
         low, high = _span([tensor for tensor, _ in group])
         own = _bytes(group[0][0], low, high).to(self.reference, copy=True).untyped_storage()
-        kept = self.kept.get(cdata) if here else None
         earlier = None if kept else own.clone()
         for tensor, _ in group:
             copy = copies[id(tensor)] = _view(own, tensor, low)
-            before[id(copy)] = _view(kept.storage, tensor, 0) if kept else _view(earlier, tensor, low)
+            before[id(copy)] = functools.partial(_view, kept.storage if kept else earlier, tensor, 0 if kept else low)
 
-    def _whole(self, cdata: int, tensor: Tensor) -> torch.UntypedStorage:
-        kept = self.kept.get(cdata)
-        if kept is not None and self.keeping:
-            return kept.storage
+    def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()
         copy = _bytes(tensor, 0, storage.nbytes()).to(self.reference, copy=True).untyped_storage()
         self._keep(storage, copy, -1)
@@ -235,6 +243,9 @@ class Copies:
         if tensor.device.type != self.type:
             return tensor.to(self.reference), _nothing
         storage = tensor.untyped_storage()
+        if _whole(tensor):
+            copy = tensor.to(self.reference, copy=True)
+            return copy, functools.partial(self._keep, storage, copy.untyped_storage(), by, copy)
         low, high = _span([tensor])
         copy = _bytes(tensor, low, high).to(self.reference, copy=True)
         if low == 0 and high == storage.nbytes():
@@ -245,18 +256,21 @@ class Copies:
             keep = _nothing
         return _view(copy.untyped_storage(), tensor, low), keep
 
-    def _keep(self, storage: torch.UntypedStorage, copy: torch.UntypedStorage, by: int) -> None:
+    def _keep(
+        self, storage: torch.UntypedStorage, copy: torch.UntypedStorage, by: int, tensor: Tensor | None = None
+    ) -> None:
         if not self.keeping:
             self.forget(storage)
             return
-        if self.bytes + copy.nbytes() > self.limit or len(self.kept) % 1024 == 1023:
+        if self.bytes + copy.nbytes() > self.limit or len(self.kept) >= self._purge_at:
             self.purge()
+            self._purge_at = max(64, 2 * len(self.kept))  # soon: memory that is used again is in the cache
         if self.bytes + copy.nbytes() > self.limit:
             self.kept.clear()
             self.bytes = 0
         before = self.kept.pop(storage._cdata, None)
         self.bytes += copy.nbytes() - (before.storage.nbytes() if before else 0)
-        self.kept[storage._cdata] = _Kept(StorageWeakRef(storage), copy, by)
+        self.kept[storage._cdata] = _Kept(StorageWeakRef(storage), copy, by, tensor)
 
     def _update(self, kept: _Kept, storage: torch.UntypedStorage, low: int, high: int, copy: Tensor, by: int) -> None:
         if not self.keeping or kept.storage.nbytes() != storage.nbytes():
@@ -294,6 +308,27 @@ class Copies:
 
 def _nothing() -> None:
     pass
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether a plain tensor is its storage, in order."""
+    whole = tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
+    return whole and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether both view their storages in the same way."""
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+        and not (b.is_conj() or b.is_neg())
+    )
 
 
 def _plain(tensor: Tensor) -> bool:

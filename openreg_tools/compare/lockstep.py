@@ -32,9 +32,9 @@ from openreg_tools.compare.copies import (
     tensors_of,
     tied,
 )
-from openreg_tools.compare.places import Place, Places, stack
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
+from openreg_tools.places import Place, Places, stack
 from openreg_tools.samples import shown
 
 __all__ = ["Lockstep"]
@@ -58,6 +58,9 @@ class Lockstep(TorchDispatchMode):
         self.copies = Copies(self.type, self.reference)
         self.places = Places()
         self.lock = threading.RLock()
+        current = torch.accelerator.current_accelerator()
+        of_torch = current is not None and current.type == self.type
+        self._module = torch.accelerator if of_torch else getattr(torch, self.type, None)
         self._draws = _shares_numbers(self.type, self.reference)
 
     @classmethod
@@ -134,7 +137,7 @@ class Lockstep(TorchDispatchMode):
             out = func(*args, **kwargs)
             if of.collective:
                 wait(out)
-            with self.quiet():
+            with self.own_work():
                 self._synchronize()
         except Exception as error:
             with self.lock, self.quiet():
@@ -148,11 +151,8 @@ class Lockstep(TorchDispatchMode):
         return out
 
     def _synchronize(self) -> None:
-        if self.type in ("cpu", "meta"):
-            return
-        current = torch.accelerator.current_accelerator()
-        module = torch.accelerator if current is not None and current.type == self.type else getattr(torch, self.type)
-        module.synchronize()
+        if self.type not in ("cpu", "meta"):
+            self._module.synchronize()
 
     def _raises_too(
         self, func: OpOverload, of: Facts, arguments: Arguments | None, state: Tensor | None, error: Exception

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from openreg_tools import forms
+from openreg_tools import forms, pages
 from openreg_tools.compare.recording import KIND, VERSION
-from openreg_tools.compare.result import STYLE, plot
+from openreg_tools.compare.result import plot
 from openreg_tools.compare.tolerance import Tolerances
 from openreg_tools.forms import Wrong
 
@@ -79,8 +79,9 @@ def read(path: str | os.PathLike[str]) -> Trace:
         raise Wrong(f"{path} is not a trace of `record`: its first line is not a header") from None
     if kind != KIND:
         raise Wrong(f"{path} is a trace of {kind!r}, and not one of `record`")
-    if version > VERSION:
-        raise Wrong(f"{path} is of version {version}, and this reads up to version {VERSION}: update openreg_tools")
+    if version != VERSION:
+        remedy = "update openreg_tools" if version > VERSION else "record it again"
+        raise Wrong(f"{path} is of version {version}, but this reads version {VERSION}: {remedy}")
     trace, names = Trace(str(path), header, []), []
     for line in lines[1:]:
         try:
@@ -291,6 +292,21 @@ class Parting:
         return self.text()
 
     def text(self, top: int = 15) -> str:
+        lines = self._summary()
+        if self._parted:
+            rows = self._growth(top)
+            lines += ["", "Where the error grows, in times the largest before:", *forms.table(rows, left=1, fit=True)]
+        return "\n".join(lines)
+
+    def _growth(self, top: int) -> list[list[Any]]:
+        rows: list[list[Any]] = [["operator", "index", "relative", "growth", "line"]]
+        rows += [
+            [p.a.name, p.a.index, f"{p.relative:.3g}", f"{p.grown:.3g}", p.a.line.rpartition("/")[2][-30:]]
+            for p in self.ranked[:top]
+        ]
+        return rows
+
+    def _summary(self) -> list[str]:
         lines = forms.wrapped([str(self.a), str(self.b)], 0)
         for trace in (self.a, self.b):
             if trace.truncated:
@@ -313,14 +329,7 @@ class Parting:
             lines += ["The runs part at", *self.first.lines()]
         if self.first_bits is not None and self.first_bits is not self.first:
             lines += ["", "Bits differ first at", *self.first_bits.lines()]
-        if self._parted:
-            rows = [["operator", "index", "relative", "growth", "line"]]
-            rows += [
-                [p.a.name, p.a.index, f"{p.relative:.3g}", f"{p.grown:.3g}", p.a.line.rpartition("/")[2][-30:]]
-                for p in self.ranked[:top]
-            ]
-            lines += ["", "Where the error grows, in times the largest before:", *forms.table(rows, left=1, fit=True)]
-        return "\n".join(lines)
+        return lines
 
     def dict(self) -> dict[str, Any]:
         return {
@@ -333,10 +342,14 @@ class Parting:
         }  # fmt: skip
 
     def html(self) -> str:
-        text = html.escape(self.text())
-        return forms.page(
-            "compare of two traces", "compare", f"<pre>{text}</pre>{plot(self._points, len(self.a.ops))}", STYLE
-        )
+        body = [
+            f'<pre class="wrapped">{html.escape(chr(10).join(self._summary()))}</pre>',
+            pages.section("Errors over the calls", plot(self._points, len(self.a.ops))),
+        ]
+        if self._parted:
+            title = "Where the error grows, in times the largest before"
+            body.append(pages.section(title, pages.table(self._growth(1000))))
+        return pages.page("compare of two traces", "compare of two traces", "".join(body))
 
 
 def _shapes(op: Op) -> list[Any]:

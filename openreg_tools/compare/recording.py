@@ -6,7 +6,8 @@ order. It also has numbers that are close if the values are close: the sum, the 
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import json
 import math
 import os
@@ -22,16 +23,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools import dispatch
+from openreg_tools import dispatch, script
 from openreg_tools.compare.copies import Quiet, facts, tensors_of
 from openreg_tools.compare.lockstep import subclasses, tracing, wait
-from openreg_tools.compare.places import Places
 from openreg_tools.forms import Wrong
+from openreg_tools.places import Places
 
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 
 KIND = "openreg_tools.compare"  # at the start of every trace
-VERSION = 1
+VERSION = 2  # of the fingerprints
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
 _labels: dict[str, Any] = {}
 
@@ -115,7 +116,7 @@ class Recording(TorchDispatchMode):
     def _open(self) -> Any:
         """The file, named when the first operator runs, because the program knows its rank by then."""
         if self._file is None:
-            rank, size = _rank()
+            rank, size = script.rank()
             if size > 1:
                 self.path = Path(f"{self.out}.rank{rank}")
             try:
@@ -165,27 +166,26 @@ class Recording(TorchDispatchMode):
             [str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []]
             for v in numbers
         ]
-        copies = [_on_host(t) for t in results]
-        prints += [fingerprint(t) for t in copies]
-        if len(prints) > 4:
-            prints = [_folded(prints)]
-        inputs = [[_dtype(t), list(t.shape)] for t in tensors_of((*args, *kwargs.values()))]
-        label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items()))
+        if len(results) > 4 and not numbers and (joined := _joined(results)) is not None:
+            flat, copies = joined
+            prints = [_of_list(flat, copies)]
+        else:
+            copies = [_on_host(t) for t in results]
+            prints += [fingerprint(t) for t in copies]
+            if len(prints) > 4:
+                prints = [_folded(prints)]
+        shown = itertools.islice(tensors_of((*args, *kwargs.values())), 6)
+        inputs = [f'["{_dtype(t.dtype)}",{[*t.shape]}]' for t in shown]
+        label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items())) if _labels else ""
         words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label}
-        line: dict[str, Any] = {}
-        for key, text in words.items():
-            if text:
-                number = self._names.get(text)
-                if number is None:
-                    number = self._names[text] = len(self._names)
-                    print(json.dumps({"s": text[:300]}, ensure_ascii=False), file=file)
-                line[key] = number
-        line |= {"p": place.phase[0], "i": inputs[:6], "r": prints}
-        text = json.dumps(line, separators=(",", ":"))
-        while len(text) > _MOST and line["i"]:  # more dimensions than most tensors have
-            line["i"] = line["i"][:-1]
-            text = json.dumps(line, separators=(",", ":"))
-        print(text, file=file)
+        parts = [f'"{key}":{self._number(text)}' for key, text in words.items() if text]
+        parts += [f'"p":"{place.phase[0]}"', '"r":[' + ",".join(map(_json, prints)) + "]"]
+        head = "{" + ",".join(parts)
+        text = _with_inputs(head, inputs)
+        while len(text) > _MOST and inputs:  # more dimensions than most tensors have
+            inputs.pop()
+            text = _with_inputs(head, inputs)
+        file.write(text)
         if self.values:
             torch.save(copies, f"{self.path}.values/{self.operators}.pt")
         self.operators += 1
@@ -194,17 +194,21 @@ class Recording(TorchDispatchMode):
             seconds = self._said - self._started
             print(f"record: {self.operators:,} operators in {seconds:.0f} s", file=sys.stderr)
 
+    def _number(self, text: str) -> int:
+        """The number of a text, which is in the trace once."""
+        number = self._names.get(text)
+        if number is None:
+            number = self._names[text] = len(self._names)
+            print(json.dumps({"s": text[:300]}, ensure_ascii=False), file=self._file)
+        return number
+
+
+def _with_inputs(head: str, inputs: list[str]) -> str:
+    return f'{head},"i":[{",".join(inputs)}]}}\n'
+
 
 def _from(args: tuple, kind: str) -> bool:
     return any(t.device.type == kind for t in tensors_of(args))
-
-
-def _rank() -> tuple[int, int]:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with contextlib.suppress(KeyError, ValueError):
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return 0, 1
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -218,60 +222,82 @@ def _on_host(x: Tensor) -> Tensor:
     return x.contiguous().cpu()
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
+    """Plain tensors of one dtype copied to the host in one piece, and the copies; None if they are not like that."""
+    dtype = tensors[0].dtype
+    for x in tensors:
+        if x.dtype != dtype or x.layout != torch.strided or x.is_nested or x.is_quantized or x.is_conj() or x.is_neg():
+            return None
+    flat = torch.empty(sum(x.numel() for x in tensors), dtype=dtype)
+    pieces = flat.split([x.numel() for x in tensors])
+    copies = [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+    torch._foreach_copy_(copies, tensors)
+    return flat, copies
+
+
+@functools.cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ---- fingerprints ----
 
+_SMALL = 1 << 14  # elements of a tensor whose numbers are added in float64, by numpy
 _COLUMNS = 257  # a prime, so that patterns that repeat at a power of two are not summed in one column
 
 
 def fingerprint(x: Tensor) -> list[Any]:
     """The fingerprint of a contiguous host tensor: dtype, shape, hash, sum, norm, largest, NaNs, infinities,
     samples."""
-    dtype, shape = _dtype(x), list(x.shape)
-    if not x.numel():
+    dtype, shape, count = _dtype(x.dtype), list(x.shape), x.numel()
+    if not count:
         return [dtype, shape, 0, 0.0, 0.0, 0.0, 0, 0, []]
     digest = _hash(x)
     if x.is_complex():
-        x = torch.view_as_real(x)
-    flat = x.flatten()
-    places = [i * (flat.numel() - 1) // 3 for i in range(4)]
-    if not x.is_floating_point():
+        x, count = torch.view_as_real(x), 2 * count
+    flat = x.view(-1)
+    if flat.dtype != torch.float64 and (flat.dtype != torch.float32 or count <= _SMALL):
         flat = flat.to(torch.float64)
-    elif flat.dtype not in (torch.float32, torch.float64) or flat.numel() <= 1 << 14:
-        flat = flat.to(torch.float64)
-    total, norm, largest = _numbers(flat)
+    values = flat.numpy()  # whose functions start sooner than torch's
+    numbers = _numbers(flat, values)
     nans = infinities = 0
-    if not math.isfinite(total) or not math.isfinite(norm):
+    if not math.isfinite(numbers[0]) or not math.isfinite(numbers[1]):
         nans, infinities = int(flat.isnan().sum()), int(flat.isinf().sum())
         flat = torch.where(flat.isfinite(), flat, 0.0).to(torch.float64)
-        total, norm, largest = _numbers(flat)
-    return [
-        dtype,
-        shape,
-        digest,
-        *map(_short, (total, norm, largest)),
-        nans,
-        infinities,
-        [_short(float(flat[i])) for i in places],
-    ]
+        values = flat.numpy()
+        numbers = _numbers(flat, values)
+    last = count - 1
+    samples = [values.item(i) for i in (0, last // 3, 2 * last // 3, last)]
+    return [dtype, shape, digest, *map(_short, numbers), nans, infinities, list(map(_short, samples))]
 
 
-def _numbers(flat: Tensor) -> tuple[float, float, float]:
+def _numbers(flat: Tensor, values: np.ndarray) -> tuple[float, float, float]:
     """The sum, the Euclidean norm and the largest absolute value."""
-    low, high = flat.aminmax()
-    return float(flat.sum()), math.sqrt(float(torch.dot(flat, flat))), max(abs(float(low)), abs(float(high)))
+    with np.errstate(all="ignore"):
+        # For many, torch's functions: numpy adds float32 less precisely, and its dot starts threads of its own.
+        many = values.size > 1 << 12
+        total = float(flat.sum() if many else np.add.reduce(values))
+        squares = float(torch.dot(flat, flat) if many else np.dot(values, values))
+        largest = max(-float(np.minimum.reduce(values)), float(np.maximum.reduce(values)))
+        return total, math.sqrt(squares), largest
 
 
 def _short(value: float) -> float:
     return float(f"{value:.9g}")
 
 
+def _json(found: list[Any]) -> str:
+    """A fingerprint as JSON."""
+    dtype, shape, digest, total, norm, largest, nans, infinities, samples = found
+    numbers = (total, norm, largest, *samples)
+    if not all(map(math.isfinite, numbers)):
+        return json.dumps(found, separators=(",", ":"))
+    return f'["{dtype}",{shape},{digest},{total},{norm},{largest},{nans},{infinities},{samples}]'.replace(" ", "")
+
+
 def _hash(x: Tensor) -> int:
     """A hash of the bytes in order; for large tensors, of the sums of their words over rows and columns."""
-    data = x.flatten().view(torch.uint8).numpy()
+    data = x.view(-1).view(torch.uint8).numpy()
     if data.nbytes <= 1 << 15:
         return zlib.crc32(data)
     whole = data.nbytes // (8 * _COLUMNS) * (8 * _COLUMNS)
@@ -281,8 +307,14 @@ def _hash(x: Tensor) -> int:
     return zlib.crc32(data[whole:], digest)
 
 
+def _of_list(flat: Tensor, copies: list[Tensor]) -> list[Any]:
+    """The fingerprint of many results in one piece, as from an operator on lists; its shape is their number."""
+    dtype, _, digest, *rest = fingerprint(flat)
+    return [dtype, [len(copies)], zlib.crc32(repr([x.shape for x in copies]).encode(), digest), *rest]
+
+
 def _folded(prints: list[list[Any]]) -> list[Any]:
-    """One fingerprint for many results, as from an operator on lists."""
+    """One fingerprint for many results that are not in one piece."""
     digest = 0
     for each in prints:
         digest = zlib.crc32(repr(each[:3]).encode(), digest)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from openreg_tools.compare.copies import tensors_of
-from openreg_tools.compare.places import Place, site, stack
 from openreg_tools.compare.result import Difference
 from openreg_tools.compare.tolerance import Tolerance, largest, measure
+from openreg_tools.places import Place, site, stack
 from openreg_tools.samples import shown
 
 if TYPE_CHECKING:

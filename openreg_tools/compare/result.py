@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from openreg_tools import forms
-from openreg_tools.compare.places import Place
+from openreg_tools import forms, pages
 from openreg_tools.compare.tolerance import Error, Tolerance
+from openreg_tools.places import Place
 
 __all__ = ["Difference", "Result", "Row"]
 
@@ -226,26 +226,36 @@ class Result:
         }  # fmt: skip
 
     def html(self) -> str:
-        first = "\n".join(self.first.lines()) if self.first else "Nothing differs beyond its tolerance."
-        rows = [["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]]
+        rows: list[list[Any]] = [["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]]
         rows += [
             [r.operator, r.calls, r.inexact, r.beyond, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]
             for r in self.ranked
         ]
-        body = (
-            f"<p>{html.escape(' '.join(self._summary()))}</p><pre>{html.escape(first)}</pre>"
-            f"{plot(self._points, self.operators)}{forms.html_table(rows)}"
+        facts = {
+            "calls": f"{self.operators:,}",
+            "compared": f"{sum(row.compared for row in self._rows.values()):,}",
+            "not equal bit for bit": f"{sum(row.inexact for row in self._rows.values()):,}",
+            "beyond their tolerance": f"{sum(row.beyond for row in self._rows.values()):,}",
+        }
+        first = self.first
+        found = (
+            pages.text("Nothing differs beyond its tolerance.")
+            if first is None
+            else f'<pre class="wrapped">{html.escape(chr(10).join(first.lines()))}</pre>'
         )
-        title = f"compare of {self.name or 'a program'}"
-        return forms.page(title, self.name or "compare", body, STYLE)
-
-
-STYLE = (
-    ":root{color-scheme:light dark;--ink:#111;--paper:#fff;--grid:#ddd;--good:#27a;--bad:#c33}"
-    "@media(prefers-color-scheme:dark){:root{--ink:#ddd;--paper:#161616;--grid:#444;--good:#6bd;--bad:#f76}}"
-    "body{color:var(--ink);background:var(--paper);max-width:90em}td,th{border-color:var(--grid)}pre{overflow-x:auto}"
-    "svg text{fill:var(--ink);font-size:11px}.grid{stroke:var(--grid)}.good{fill:var(--good)}.bad{fill:var(--bad)}"
-)
+        notes = [f"{operator} was not compared: {why}" for operator, why in self.skipped.items()]
+        notes += [note + (f" ({times} times)" if times > 1 else "") for note, times in self.notes.items()]
+        body = [
+            pages.text(
+                f"{self.device} against {self.reference}, torch {torch.__version__}, {forms.seconds(self.seconds)}"
+            ),
+            pages.facts(facts),
+            pages.section("The first difference", found),
+            pages.section("Errors over the calls", plot(self._points, self.operators)),
+            pages.section("Operators by the error that they add", pages.table(rows)) if rows[1:] else "",
+            pages.section("Notes", "".join(map(pages.text, notes))) if notes else "",
+        ]
+        return pages.page(f"compare of {self.name or 'a program'}", self.name or "compare", "".join(body))
 
 
 def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 4000) -> str:
@@ -266,7 +276,7 @@ def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 40
 
     lines = "".join(
         f'<line class="grid" x1="{left}" x2="{width}" y1="{y(2.0**e):.1f}" y2="{y(2.0**e):.1f}"/>'
-        f'<text x="0" y="{y(2.0**e) + 4:.1f}">{2.0**e:.4g}</text>'
+        f'<text x="0" y="{y(2.0**e) + 4:.1f}">{2.0**e:.3g}</text>'
         for e in range(low, high + 1, step)
     )
     dots = "".join(
@@ -275,7 +285,8 @@ def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 40
         for i, u, allowed, name in shown
     )
     return (
-        f'<svg viewBox="0 0 {width} {height + 20}" width="100%" role="img" aria-label="errors over the calls">{lines}{dots}'
-        f'<text x="{left}" y="{height + 15}">call 0</text><text x="{width - 80}" y="{height + 15}">call {calls:,}</text></svg>'
+        f'<div class="scroll whole"><svg class="plot" viewBox="0 0 {width} {height + 20}" role="img" '
+        f'aria-label="errors over the calls">{lines}{dots}'
+        f'<text x="{left}" y="{height + 15}">call 0</text><text x="{width - 80}" y="{height + 15}">call {calls:,}</text></svg></div>'
         f"<p>Errors in ulps of each call; large dots are beyond their tolerance.</p>"
     )

@@ -27,7 +27,7 @@ import torch
 from openreg_tools import backends, dispatch, forms
 from openreg_tools.conformance import cuda_dtypes, opinfo, schemas, sweep, training
 from openreg_tools.conformance.report import Case, Record, Results
-from openreg_tools.conformance.worker import Worker, on_workers
+from openreg_tools.conformance.worker import Progress, Worker, on_workers
 from openreg_tools.forms import Wrong
 
 SUITES = ("operators", "modules", "optimizers", "schemas")
@@ -131,36 +131,10 @@ def load(path: Path, header: Record | None) -> dict[Case, Record]:
     return {(record["operator"], record["dtype"]): record for record in lines[1:]}
 
 
-class Progress:
-    """A bar on a terminal, a line every half minute elsewhere."""
-
-    def __init__(self, total: int, out: TextIO) -> None:
-        self.total, self.out, self.done, self.differing = total, out, 0, 0
-        self.start = self.shown = time.monotonic()
-        self.live = out.isatty()
-
-    def step(self, record: Record) -> None:
-        self.done += 1
-        self.differing += bool(record["failures"])  # known failures too
-        now = time.monotonic()
-        if now - self.shown < (0.1 if self.live else 30) and self.done < self.total:
-            return
-        self.shown = now
-        left = (now - self.start) / self.done * (self.total - self.done)
-        filled = 20 * self.done // self.total
-        text = (
-            f"[{'#' * filled}{'.' * (20 - filled)}] {self.done}/{self.total} {self.differing} differ, "
-            f"{left / 60:.0f} min left  {record['operator']} {record['dtype']}"
-        )
-        print(f"\r{text:<79.79}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)
-        if self.live and self.done == self.total:
-            print(file=self.out)
-
-
 def run(cases: Iterable[Case], arguments: argparse.Namespace, results: TextIO) -> list[Record]:
     """Run the cases on `arguments.jobs` workers, writing each record as it comes."""
     todo, records, lock = list(cases), [], threading.Lock()
-    progress = Progress(len(todo), sys.stderr)
+    progress = Progress(len(todo), "differ", sys.stderr)
 
     def one(worker: Worker, case: Case) -> None:
         record = worker.run(*case)
@@ -168,7 +142,7 @@ def run(cases: Iterable[Case], arguments: argparse.Namespace, results: TextIO) -
             records.append(record)
             results.write(json.dumps(record) + "\n")
             results.flush()
-            progress.step(record)
+            progress.step(1, bool(record["failures"]), f"{record['operator']} {record['dtype']}")  # known ones too
 
     on_workers(todo, [Worker(arguments) for _ in range(arguments.jobs)], one)
     return records

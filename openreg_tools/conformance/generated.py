@@ -238,6 +238,10 @@ _WORDS = {
     "driver_name": ("gelsd", "gels"),
     "equation": ("ij,jk->ik", "i,i->i"),
 }
+# Arguments that hold the sizes of tensors.
+SIZES = {
+    "size", "sizes", "shape", "self_sizes", "input_sizes", "input_size", "output_size", "sym_size", "normalized_shape"
+}  # fmt: skip
 _INDICES = ("index", "indices", "idx", "target", "labels", "offsets", "lengths", "batch_sizes", "pivots", "crow", "col_", "ccol", "row_", "repeats", "segment", "sorter")  # fmt: skip
 _MASKS = ("mask", "condition", "bool")
 
@@ -319,17 +323,7 @@ class _Maker:
         if type_.kind == "Int":
             if "stride" == name and type_.length == -1 and r.random() < 0.5:
                 return list(torch.empty(self.shape, device="meta").stride())
-            if name in (
-                "size",
-                "sizes",
-                "shape",
-                "self_sizes",
-                "input_sizes",
-                "input_size",
-                "stride",
-                "repeats",
-                "strides",
-            ):
+            if name in SIZES or name in ("stride", "strides", "repeats"):
                 if type_.length == -1 and r.random() < 0.8:
                     return list(self.shape)
             if name.startswith(("dim", "axis")):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import html
 from typing import Any
 
-from openreg_tools import forms
+from openreg_tools import forms, pages
 from openreg_tools.conformance import graphs, opinfo, sweep
 
 Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, failures, notes, seconds
@@ -224,29 +223,29 @@ class Results:
 
     def html(self) -> str:
         """A heat map: a row for each operator, a column for each dtype."""
-        e = html.escape
         present = [d for d in SHORT if any(r["dtype"] == d for r in self.records)]
-        head = "".join(f"<th>{SHORT[d]}</th>" for d in present)
-        rows = []
+        rows: list[list[Any]] = [["operator", *(SHORT[d] for d in present)]]
         regressed = {(r["operator"], r["dtype"]) for r, _ in self.regressions}
         for name, by_dtype in self._matrix().items():
-            cells = ""
+            cells: list[Any] = []
             for dtype in present:
                 if dtype not in by_dtype:
-                    cells += "<td></td>"
+                    cells.append("")
                     continue
                 record = by_dtype[dtype]
                 verdict = self.verdict(record)
                 said = "\n".join(f"{f['check']} [{f['kind']}] {f['message']}" for f in record["failures"])
                 mark = "R" if (name, dtype) in regressed else MARKS[verdict]
-                cells += f'<td class="{verdict}" title="{e(f"{name} {dtype}: {said or verdict}")}">{mark}</td>'
-            rows.append(f"<tr><th>{e(name)}</th>{cells}</tr>")
-        legend = " ".join(f'<span class="{v}">{MARKS[v]}</span> {text}' for v, text in VERDICTS.items())
-        about = ", ".join(f"{name} {value}" for name, value in self.header.items())
-        return forms.page(
-            f"conformance of {self.header.get('device', '')}",
-            self.summary(),
-            f"<p>{e(about)}</p><p>{legend} <b>R</b> regressed</p>{forms.html_table(self._by_dtype())}<br>"
-            f'<table class="map"><tr><th></th>{head}</tr>{"".join(rows)}</table>',
-            ".fixed{background:#fbeebc}.map td{padding:0 .5em;font-size:.8em}.map th{padding:0 .5em}",
-        )
+                cells.append((mark, {"class": verdict, "title": f"{name} {dtype}: {said or verdict}"}))
+            rows.append([name, *cells])
+        judged = collections.Counter(map(self.verdict, self.records))
+        marks = {v: (MARKS[v], text) for v, text in VERDICTS.items()} | {"regressed": ("R", "regressed")}
+        body = [
+            pages.text(self.summary()),
+            pages.text(", ".join(f"{name} {value}" for name, value in self.header.items())),
+            pages.facts({"operators": len(rows) - 1, **{v: judged[v] for v in VERDICTS}}),
+            pages.section("By dtype", pages.table(self._by_dtype())),
+            pages.section("By operator", pages.legend(marks) + f'<div class="map">{pages.table(rows)}</div>'),
+        ]
+        title = f"conformance of {self.header.get('device', '')}"
+        return pages.page(title, title, "".join(body))

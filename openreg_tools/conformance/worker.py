@@ -1,4 +1,4 @@
-"""The worker processes that run operators for `conformance`, so that a crash ends only one of them."""
+"""The worker processes that run operators for `conformance`, so that a crash ends only one of them; and its progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from openreg_tools import backends
 from openreg_tools.conformance.report import Record
@@ -141,3 +141,36 @@ def on_workers(todo: Iterable[Any], workers: Iterable[Worker], each: Callable[[W
         raise
     if errors:
         raise errors[0]
+
+
+class Progress:
+    """A bar on a terminal, a line every half minute elsewhere.
+
+    Args:
+        total: how many cases there are.
+        noun: what is found in some: "differ", "findings".
+        out: where to write.
+    """
+
+    def __init__(self, total: int, noun: str, out: TextIO) -> None:
+        self.total, self.noun, self.out, self.done, self.found = total, noun, out, 0, 0
+        self.start = self.shown = time.monotonic()
+        self.live = out.isatty()
+
+    def step(self, count: int, found: int, name: str) -> None:
+        """`count` more cases are done, those of `name`."""
+        self.done += count
+        self.found += found
+        now = time.monotonic()
+        if now - self.shown < (0.1 if self.live else 30) and self.done < self.total:
+            return
+        self.shown = now
+        left = (now - self.start) / max(1, self.done) * (self.total - self.done)
+        filled = 20 * self.done // self.total
+        text = (
+            f"[{'#' * filled}{'.' * (20 - filled)}] {self.done}/{self.total} {self.found} {self.noun}, "
+            f"{left / 60:.0f} min left  {name}"
+        )
+        print(f"\r{text:<79.79}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)
+        if self.live and self.done >= self.total:
+            print(file=self.out)

@@ -15,24 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from openreg_tools import dispatch
 from openreg_tools.conformance import generated, layouts
-from openreg_tools.conformance.generated import Call, Stays
+from openreg_tools.conformance.generated import SIZES, Call, Stays
 
 __all__ = ["Change", "changed", "profile"]
 
 Change = list[Any]
 
-# Arguments that hold sizes, which follow the tensors' sizes.
-SIZES = {
-    "size",
-    "sizes",
-    "shape",
-    "self_sizes",
-    "input_sizes",
-    "input_size",
-    "output_size",
-    "sym_size",
-    "normalized_shape",
-}
 _PAD = 5  # elements of the storage behind a view
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from openreg_tools import forms
+from openreg_tools import forms, pages
 from openreg_tools.conformance import opinfo
 from openreg_tools.dispatch import HAS
 
@@ -182,11 +182,27 @@ class GeneratedReport:
         """A self-contained page."""
         e = html.escape
         found = "".join(
-            f'<details class="fail" open><summary><b>{e(f.operator)}</b> {e(f.kind)}</summary><p>{e(f.message)} {e(f.call)}</p>'
-            f"<pre>{e(f.command(self.device, self.modules))}</pre><pre>{e(f.source)}</pre></details>"
+            pages.details(
+                f"{f.operator} {f.kind}",
+                f"<p>{e(f.message)} {e(f.call)}</p><pre>{e(f.command(self.device, self.modules))}</pre><pre>{e(f.source)}</pre>",
+                "fail",
+                is_open=True,
+            )
             for f in self.findings
         )
         ends = [["cases", "", ""], *([count, end, ENDS[end]] for end, count in self._ends().most_common())]
-        never = [["never reached", "why"], *([", ".join(names), why] for why, names in self._never().items())]
-        body = f"{forms.html_table(self._totals())}<br>{forms.html_table(ends)}{found}<br>{forms.html_table(never)}"
-        return forms.page(f"generated inputs on {self.device}", self.summary(), body)
+        never = [["operators", "", "why"]]
+        never += [
+            [len(names), (", ".join(names), {"class": "words"}), (why, {"class": "words"})]
+            for why, names in self._never().items()
+        ]
+        body = [
+            pages.text(self.summary()),
+            pages.facts({"cases": self._ends().total(), "findings": len(self.findings), "seed": self.seed}),
+            pages.section("Findings", found or pages.text("None.")),
+            pages.section("Operators", pages.table(self._totals())),
+            pages.section("How the cases ended", pages.table(ends, left=0)),
+            pages.section("Never reached", pages.table(never, left=0)) if never[1:] else "",
+        ]
+        title = f"generated inputs on {self.device}"
+        return pages.page(title, title, "".join(body))

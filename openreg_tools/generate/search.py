@@ -13,10 +13,10 @@ import random
 import sys
 import threading
 import time
-from typing import Any, TextIO
+from typing import Any
 
 from openreg_tools.conformance import schemas
-from openreg_tools.conformance.worker import Worker, on_workers
+from openreg_tools.conformance.worker import Progress, Worker, on_workers
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import child
 from openreg_tools.generate.report import Finding, GeneratedReport, Operator
@@ -171,28 +171,6 @@ def _smaller(case: dict[str, Any], end: dict[str, Any], worker: Child) -> tuple[
 # ---- all of them ----
 
 
-class _Progress:
-    """A bar on a terminal, a line every half minute elsewhere."""
-
-    def __init__(self, total: int, out: TextIO) -> None:
-        self.total, self.out, self.done, self.found = total, out, 0, 0
-        self.start = self.shown = time.monotonic()
-        self.live = out.isatty()
-
-    def step(self, of: Operator) -> None:
-        self.done += of.wanted
-        self.found += len(of.findings)
-        now = time.monotonic()
-        if now - self.shown < (0.1 if self.live else 30) and self.done < self.total:
-            return
-        self.shown = now
-        left = (now - self.start) / max(1, self.done) * (self.total - self.done)
-        text = f"{self.done}/{self.total} cases, {self.found} findings, {left / 60:.0f} min left  {of.name}"
-        print(f"\r{text:<79.79}" if self.live else text, end="" if self.live else "\n", file=self.out, flush=True)
-        if self.live and self.done >= self.total:
-            print(file=self.out)
-
-
 def search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]) -> GeneratedReport:
     """Run `arguments.generate` cases of the operators on `arguments.jobs` child processes.
 
@@ -213,7 +191,7 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
     is_own = {name: schemas.is_own(name, arguments.device) for name in names}
     given = shares(names, arguments.generate, arguments.seed, is_own)
     done: list[Operator] = []
-    progress, lock = _Progress(arguments.generate, sys.stderr), threading.Lock()
+    progress, lock = Progress(arguments.generate, "findings", sys.stderr), threading.Lock()
     aliases = arguments.device.partition(":")[0] != "cpu"
 
     def one(worker: Child, name: str) -> None:
@@ -224,7 +202,7 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
                 for finding in of.findings:
                     line = finding.command(arguments.device, arguments.modules)
                     print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
-                progress.step(of)
+                progress.step(of.wanted, len(of.findings), of.name)
 
     with contextlib.suppress(KeyboardInterrupt):  # report what there is
         on_workers(given, [Child(arguments) for _ in range(arguments.jobs)], one)

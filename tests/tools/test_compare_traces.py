@@ -92,6 +92,26 @@ def test_long_lists_take_no_more(tmp_path):
     assert max(len(line) for line in recording.path.read_text().splitlines()) <= 1024
 
 
+def test_fingerprints_of_lists(tmp_path):
+    """They depend on every element, every shape, and the order; also where the dtypes differ or a value is NaN."""
+
+    def prints(*tensors):
+        with record(tmp_path / "a"):
+            torch._foreach_add([t.to(DEVICE) for t in tensors], 0)
+        (found,) = read(tmp_path / "a").ops[-1].prints
+        return found
+
+    five = [torch.arange(6.0).view(2, 3) + i for i in range(5)]
+    dtype, shape, digest, total, _, largest, nans, *_ = prints(*five)
+    assert (dtype, shape, total, largest, nans) == ("float32", [5], 5 * 15 + 6 * 10, 9.0, 0)
+    assert prints(*five)[2] == digest
+    changed = [t.clone() for t in five]
+    changed[3][1, 2] += 1
+    others = (changed, five[::-1], [*five[:4], five[4].view(3, 2)], [*five[:4], five[4].double()])
+    assert len({digest, *(prints(*each)[2] for each in others)}) == 5
+    assert prints(*five[:4], torch.full((2, 3), math.nan))[6] == 6
+
+
 def test_where_they_part(tmp_path):
     a, b = traced(tmp_path / "a"), traced(tmp_path / "b", wrong=1)
     parting = compare(a.path, b.path)
@@ -169,6 +189,7 @@ def test_a_file_that_was_cut_off(tmp_path):
         ("", "its first line is not a header"), ("hello\n", "its first line is not a header"), ("[1]\n", "not a header"),
         ('{"kind": "other", "version": 1}\n', "a trace of 'other', and not one of"),
         ('{"kind": "openreg_tools.compare", "version": 9}\n', "update openreg_tools"),
+        ('{"kind": "openreg_tools.compare", "version": 1}\n', "is of version 1, .*: record it again"),
     ],
 )  # fmt: skip
 def test_what_is_not_a_trace(tmp_path, text, message):

@@ -11,7 +11,7 @@ from torch.testing._internal.common_dtype import custom_types
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from openreg_tools.conformance import command as conformance
-from openreg_tools.conformance import cuda_dtypes, generated, layouts, opinfo, schemas, sweep, training
+from openreg_tools.conformance import cuda_dtypes, generated, layouts, opinfo, schemas, sweep, training, worker
 
 pytestmark = pytest.mark.conformance
 DEVICE = "openreg"
@@ -450,11 +450,11 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("out", [Terminal(), io.StringIO()], ids=["terminal", "file"])
 def test_progress(monkeypatch, out):
     now = [0.0]
-    monkeypatch.setattr(conformance.time, "monotonic", lambda: now[0])
-    progress = conformance.Progress(4, out)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    progress = worker.Progress(4, "differ", out)
     for failures, dtype in (([], "float32"), (["one"], "int64"), ([], "bool"), ([], "half")):
         now[0] += 60
-        progress.step({"operator": "neg", "dtype": dtype, "failures": failures})
+        progress.step(1, len(failures), f"neg {dtype}")
     texts = [
         "[#####...............] 1/4 0 differ, 3 min left  neg float32",
         "[##########..........] 2/4 1 differ, 2 min left  neg int64",
@@ -469,11 +469,11 @@ def test_progress(monkeypatch, out):
 
 def test_progress_is_quiet_in_between(monkeypatch):
     now, out = [0.0], io.StringIO()
-    monkeypatch.setattr(conformance.time, "monotonic", lambda: now[0])
-    progress = conformance.Progress(100, out)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    progress = worker.Progress(100, "findings", out)
     for _ in range(99):
         now[0] += 1
-        progress.step({"operator": "neg", "dtype": "int64", "failures": []})
+        progress.step(1, 0, "neg int64")
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["30/100", "60/100", "90/100"]
 
 

@@ -249,7 +249,7 @@ def test_command(saved, backend, tmp_path, capsys):
     assert "no fallback: 3 registrations break, 2 newly required are missing, 2 to look at" in said_once
     assert "  MISSING composed\n    newly required\n" in said and "BREAKS gone" in said
     assert all(len(line) <= 80 for line in said.splitlines() if str(backend) not in line)
-    assert '<pre class="fail">wider(Tensor self) -&gt; Tensor</pre>' in page.read_text()
+    assert '<pre class="fail wrapped">wider(Tensor self) -&gt; Tensor</pre>' in page.read_text()
     assert command(saved[1], saved[1], "--sources", backend, "--json", "-") == 0
     assert json.loads(capsys.readouterr().out)["breaks"] is False
     assert command("2.13.0", "2.15.0") == 0  # openreg itself

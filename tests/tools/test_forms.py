@@ -1,8 +1,6 @@
-"""The forms of the tools' reports: numbers with their units, tables, pages."""
+"""The forms of the tools' reports: numbers with their units, and tables."""
 
 import argparse
-import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -52,41 +50,6 @@ def test_wrapped():
     assert all(line.startswith("   ") and not line.startswith("    ") for line in lines)
     assert 76 < max(len(line) for line in lines if "xxx" not in line) <= 80 and "x" * 100 in lines[-1]
     assert all("two-" not in line.split() for line in lines)
-
-
-class Cells(HTMLParser):
-    """The texts of a page by their tag, and what lies outside of tables."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.rows, self.texts, self.tag = [], {}, None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tag = tag
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_data(self, data):
-        if self.tag in ("th", "td"):
-            self.rows[-1].append((self.tag, data))
-        self.texts[self.tag] = self.texts.get(self.tag, "") + data
-
-
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_html_table(left):
-    found = Cells(forms.html_table([("name", "a<b"), ("add & mul", 7), ("mm", None)], left))
-    tags = ["th" if i < left else "td" for i in range(2)]
-    assert found.rows[0] == [("th", "name"), ("th", "a<b")]
-    assert found.rows[1:] == [[*zip(tags, texts, strict=True)] for texts in (("add & mul", "7"), ("mm", "None"))]
-
-
-def test_a_page_is_whole_and_escaped():
-    page = forms.page("<title>", "a & b", "<p>body</p>", "p{color:red}")
-    found = {tag: text.strip() for tag, text in Cells(page).texts.items() if tag}
-    assert found["title"] == "<title>" and found["h1"] == "a & b" and found["p"] == "body"
-    assert page.startswith("<!DOCTYPE html>") and "p{color:red}" in found["style"]
-    assert not re.search(r"(src|href)=", page)
 
 
 def test_arguments(tmp_path):

@@ -147,7 +147,8 @@ def test_waits_of_no_operator():
 def test_ranks_by_what_a_kernel_saves(library):
     x = torch.ones(4, device="openreg")
     with openreg_ops.trace() as recorded:
-        torch.ops.test_trace.slow(x)
+        for _ in range(2):
+            torch.ops.test_trace.slow(x)
         for _ in range(3):
             torch.ops.test_trace.quick(x)
         torch.ops.test_trace.twice(x)
@@ -157,6 +158,22 @@ def test_ranks_by_what_a_kernel_saves(library):
     assert all(c.saved == pytest.approx(c.seconds - c.kernel) for c in recorded.candidates)
     assert [c.saved for c in recorded.candidates] == sorted((c.saved for c in recorded.candidates), reverse=True)
     assert {c.has for c in recorded.candidates} <= {"fallback", "composite"}
+
+
+def test_first_calls_are_not_ranked(library):
+    """They may load code. That holds for an operator, for each of its dtypes, and for what it is a part of."""
+    x = torch.ones(4, device="openreg")
+    with openreg_ops.trace() as recorded:
+        torch.ops.test_trace.slow(x)
+        torch.ops.test_trace.slow(x.int())
+        torch.ops.test_trace.twice(x)
+        torch.ops.test_trace.twice(x)
+    firsts = [(call.name, call.first) for call in recorded.calls if call.name.startswith("test_trace")]
+    assert firsts == [("test_trace::slow", True)] * 2 + [("test_trace::twice", True), ("test_trace::twice", False)]
+    assert "test_trace::slow" not in {candidate.operator for candidate in recorded.candidates}
+    said = " ".join(recorded.text().split())
+    assert re.search(r"Not ranked, because only first calls were recorded, .*: .*test_trace::slow", said)
+    assert "test_trace::slow" in rows(recorded), "its time is in the table all the same"
 
 
 def test_calls_are_nested_as_in_the_dispatch_trace(library):
@@ -189,6 +206,8 @@ def test_queued_work_is_timed_by_events():
 
 def test_times_of_events_are_seconds(monkeypatch):
     class Event:
+        device = torch.device("openreg:0")
+
         def synchronize(self):
             pass
 
@@ -197,9 +216,12 @@ def test_times_of_events_are_seconds(monkeypatch):
 
     recorded = Trace("openreg")
     x = torch.ones(4, device="openreg")
-    monkeypatch.setattr(Recorder, "_event", lambda self: Event())
     with recorded:
+        recorded._recorder._origins[0] = (Event(), 0.5)
+        monkeypatch.setattr(Recorder, "_event", lambda self, on: Event())
         x.abs()
+    (call,) = [call for call in recorded.calls if call.name == "aten::abs.out"]
+    assert call.begins == 0.75
     found = rows(recorded)
     assert found["aten::abs.out"].seconds == 0.25 and found["aten::abs"].total == 0.25
 
@@ -228,6 +250,153 @@ def test_eighty_columns(monkeypatch):
     lines = recorded.text().splitlines()
     assert max(map(len, lines)) == 80, lines
     assert len([line for line in lines if re.match(r"library::\S+\.\.\.\S*load +composite ", line)]) == 2
+
+
+# ---- where calls come from, streams and waits ----
+
+
+def test_calls_say_inputs_module_and_stack():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Softplus()).to("openreg")
+    optimizer = torch.optim.SGD(model.parameters())
+    with openreg_ops.trace() as recorded:
+        model(torch.ones(3, 4, device="openreg")).sum().backward()
+        optimizer.step()
+    calls = {call.name: call for call in recorded.calls}
+    line = {call.name: recorded.dict()["stacks"][call.stack][0] for call in recorded.calls}
+    forward, backward = calls["aten::addmm"], calls["aten::softplus_backward"]
+    assert forward.inputs == ("float32[2]", "float32[3, 4]", "float32[4, 2]")
+    assert (forward.module, forward.phase) == ("Sequential.0", "forward")
+    assert (backward.module, backward.phase) == ("Sequential.1", "backward of SoftplusBackward0")
+    assert calls["aten::_foreach_add_.List"].phase == "optimizer"
+    number = test_calls_say_inputs_module_and_stack.__code__.co_firstlineno
+    for name, below in (("aten::addmm", 4), ("aten::softplus_backward", 4), ("aten::_foreach_add_.List", 5)):
+        assert re.fullmatch(
+            rf".*test_trace\.py:{number + below} in {test_calls_say_inputs_module_and_stack.__name__}", line[name]
+        )
+
+
+def check_events(document):
+    """Strictly, Chrome's Trace Event Format as `trace` uses it; returns the slices by track and the flows."""
+    document = json.loads(json.dumps(document, allow_nan=False))
+    assert set(document) == {"traceEvents", "displayTimeUnit", "baseTimeNanoseconds"}
+    assert document["displayTimeUnit"] == "ns" and document["baseTimeNanoseconds"] > 1.7e18
+    fields = {
+        "M": {"ph", "pid", "tid", "ts", "name", "args"}, "X": {"ph", "pid", "tid", "ts", "dur", "name", "cat", "args"},
+        "s": {"ph", "pid", "tid", "ts", "cat", "name", "id"}, "f": {"ph", "pid", "tid", "ts", "cat", "name", "id", "bp"},
+    }  # fmt: skip
+    named = {"process_name": ("name", str), "process_sort_index": ("sort_index", int),
+             "thread_name": ("name", str), "thread_sort_index": ("sort_index", int)}  # fmt: skip
+    names, slices, flows = {}, {}, {}
+    for event in document["traceEvents"]:
+        assert set(event) == fields[event["ph"]], event
+        assert type(event["pid"]) is int and type(event["tid"]) is int and type(event["name"]) is str
+        assert type(event["ts"]) in (int, float) and event["ts"] >= 0
+        track = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            key, kind = named[event["name"]]
+            assert list(event["args"]) == [key] and type(event["args"][key]) is kind
+            names.setdefault(track, {})[event["name"]] = event["args"][key]
+        elif event["ph"] == "X":
+            assert type(event["dur"]) in (int, float) and event["dur"] >= 0 and type(event["args"]) is dict
+            start = round(event["ts"] * 1e3)
+            slices.setdefault(track, []).append((start, start + round(event["dur"] * 1e3), event["name"]))
+        else:
+            assert event.get("bp", "e") == "e"
+            flows.setdefault(event["id"], []).append((event["ph"], track, round(event["ts"] * 1e3), event["name"]))
+    assert all(set(names[track]) == set(named) for track in slices), "every track has names"
+    for track, found in slices.items():
+        around = []
+        for start, end, name in sorted(found, key=lambda each: (each[0], -each[1])):
+            while around and around[-1] <= start:
+                around.pop()
+            assert not around or end <= around[-1], (track, name, "slices of a track nest")
+            around.append(end)
+    for ends in flows.values():
+        (first, a, start, name), (last, b, end, other) = ends
+        assert (first, last) == ("s", "f") and start <= end and name == other
+        for track, at in ((a, start), (b, end)):
+            assert any(s <= at <= e for s, e, _ in slices[track]), "a flow binds to a slice"
+    tracks = {f"{names[t]['process_name']}, {names[t]['thread_name']}": found for t, found in slices.items()}
+    arrows = [
+        tuple(f"{names[t]['process_name']}, {names[t]['thread_name']}" for _, t, *_ in ends) for ends in flows.values()
+    ]
+    return tracks, arrows
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_chrome_has_streams_and_waits(mode):
+    """Rows for threads and streams, and an arrow from the last work of a stream to each wait for it."""
+    x, y = torch.ones(64, 64, device="openreg"), torch.ones(64, 64, device="openreg:1")
+    side = torch.openreg.Stream()
+    default = torch.openreg.current_stream()
+    with torch.openreg.launch_mode(mode):
+        with Trace("openreg", name="program") as recorded:
+            a = x @ x
+            side.wait_stream(default)
+            with torch.openreg.stream(side):
+                b = a @ a
+                done = side.record_event()
+            done.wait()
+            (b + b).sum().item()
+            y @ y
+            torch.openreg.synchronize()
+        torch.openreg.synchronize()
+    tracks, arrows = check_events(recorded.chrome())
+    zero, one = (f"openreg:0, stream {stream.stream_id}" for stream in (default, side))
+    assert set(tracks) == {"program, MainThread", zero, one, "openreg:1, stream 0"}
+    assert [name for *_, name in tracks[one]] == ["aten::mm"]
+    assert [name for *_, name in tracks["openreg:1, stream 0"]] == ["aten::mm"]
+    assert "synchronize" in {name for *_, name in tracks["program, MainThread"]}
+    assert (zero, one) in arrows and (one, zero) in arrows, "stream to stream"
+    assert (zero, "program, MainThread") in arrows and ("openreg:1, stream 0", "program, MainThread") in arrows
+    (start, *_), (end, *_) = tracks[zero][0], tracks[one][0]
+    assert start <= end
+
+
+def test_ranks_have_processes_of_their_own(monkeypatch):
+    documents = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with Trace("openreg", name="program") as recorded:
+            torch.ones(3, device="openreg").sum().item()
+        assert f"rank {rank} of 2" in recorded.html()
+        documents.append(recorded.chrome())
+    both = documents[0] | {"traceEvents": documents[0]["traceEvents"] + documents[1]["traceEvents"]}
+    tracks, _ = check_events(both)
+    assert {"rank 0: program, MainThread", "rank 1: program, MainThread"} <= set(tracks)
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_chrome_without_calls(cpu):
+    with Trace("cpu" if cpu else "openreg") as recorded:
+        pass
+    assert check_events(recorded.chrome()) == ({}, [])
+    assert "Nothing ran" in recorded.html()
+
+
+def test_compiled_functions(recwarn):
+    """Dynamo does not compile the recorder, of which it would warn, and the calls are those of the eager function."""
+    torch.compiler.reset()
+    function = torch.compile(lambda x: (x @ x).relu(), backend="eager")
+    with openreg_ops.trace() as recorded:
+        function(torch.ones(4, 4, device="openreg"))
+    assert not [str(each.message) for each in recwarn if "Dynamo" in str(each.message)]
+    assert {"aten::mm", "aten::relu"} <= set(rows(recorded))
+
+
+def test_wrong_arguments_of_a_wait_are_reported_as_without():
+    def said():
+        errors = []
+        for method, argument in (("wait_stream", 5), ("wait_event", "event"), ("record_event", 1.5)):
+            with pytest.raises(Exception) as error:
+                getattr(torch.Stream("openreg"), method)(argument)
+            errors.append((error.type, str(error.value)))
+        return errors
+
+    expected = said()
+    with openreg_ops.trace():
+        assert said() == expected
 
 
 # ---- the command ----
@@ -263,17 +432,24 @@ def script(tmp_path):
 
 
 def test_command(script, tmp_path, capsys):
-    page, data = tmp_path / "page.html", tmp_path / "data.json"
-    assert command("--html", page, "--json", data, script, "--steps", "2") == 3
+    page, data, events = (tmp_path / name for name in ("page.html", "data.json", "events.json"))
+    assert command("--html", page, "--json", data, "--chrome", events, script, "--steps", "2") == 3
     said = capsys.readouterr().out
     assert said.startswith("arguments --steps 2\nprogram.py on openreg")
     assert re.search(r"^aten::mm +shared +1 ", said, re.M) and re.search(r"^1 +item +.*program.py:8$", said, re.M)
     assert all(len(line) <= 80 or "program.py" in line for line in said.splitlines())
     report = json.loads(data.read_text())
     assert {row["operator"] for row in report["operators"]} >= {"aten::mm", "aten::sum", "aten::_local_scalar_dense"}
-    html = page.read_text()
-    assert html.count("<rect ") == len(report["calls"]) and "<title>aten::mm shared" in html
-    assert not re.search(r"(src|href)=", html)
+    tracks, _ = check_events(json.loads(events.read_text()))
+    assert sum(map(len, tracks.values())) > len(report["calls"])
+    assert "aten::mm" in page.read_text() and not re.search(r"(src|href)=", page.read_text())
+
+
+def test_every_rank_writes_its_own_files(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command("--html", tmp_path / "a.html", "--chrome", tmp_path / "a.json", script) == 3
+    assert {path.name for path in tmp_path.glob("a.*")} == {"a.rank1.html", "a.rank1.json"}
 
 
 def test_json_has_stdout_to_itself(tmp_path):

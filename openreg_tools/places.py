@@ -1,8 +1,12 @@
-"""Where a program is: its line, the module whose forward or backward runs, and the phase of the training step."""
+"""Where a program is: its line, the module whose forward or backward runs, and the phase of the training step.
+
+`Places` follows a program for `compare`, `record` and `trace`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -10,6 +14,7 @@ import threading
 import traceback
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +22,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Place", "Places", "site", "stack"]
+__all__ = ["Place", "Places", "relative", "site", "stack"]
 
-_TOOLS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TOOLS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
 _OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, "<frozen")
 _MOST = 200_000  # forward calls whose place is kept for backward
@@ -30,15 +35,12 @@ class Place:
     """Where one call was made."""
 
     module: str  # "Transformer.layers.0.norm", or "" outside
-    site: tuple[str, int] | None  # file and line of the program; in backward, those of the forward
+    site: Any  # what `Places` asked `locate` for: file and line of the program; in backward, those of the forward
     phase: str  # "forward", "backward", "optimizer"
     node: str = ""  # the backward node: "MmBackward0"
 
     def line(self) -> str:
-        if self.site is None:
-            return self.phase
-        path = os.path.relpath(self.site[0])
-        return f"{self.site[0] if path.startswith('..') else path}:{self.site[1]}"
+        return self.phase if self.site is None else f"{relative(self.site[0])}:{self.site[1]}"
 
     def __str__(self) -> str:
         words = [self.line(), self.module and f"in {self.module}"]
@@ -47,13 +49,18 @@ class Place:
 
 
 class Places:
-    """Follows a program through PyTorch's global hooks for modules and optimizers."""
+    """Follows a program through PyTorch's global hooks for modules and optimizers.
 
-    def __init__(self) -> None:
+    Args:
+        locate: gives the `site` of a call in forward; the file and line of the program unless given.
+    """
+
+    def __init__(self, locate: Callable[[], Any] | None = None) -> None:
+        self._locate = locate or site
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: dict[str, int] = {}
         self._local = threading.local()
-        self._forward: dict[int, tuple[str, tuple[str, int] | None]] = {}
+        self._forward: dict[int, tuple[str, Any]] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Places:
@@ -130,13 +137,20 @@ class Places:
             module, where = self._forward.get(number) or self._forward.get(number + 1, ("", None))
             return Place(module, where, "backward", node.name().rpartition("::")[2])
         modules = self._modules()
-        module, where = modules[-1] if modules else "", site()
+        module, where = modules[-1] if modules else "", self._locate()
         # The node of the operator, or of the function whose forward it is in, took the number before the next.
         if len(self._forward) >= _MOST:
             for key in list(self._forward)[: _MOST // 2]:
                 del self._forward[key]
         self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, where))
         return Place(module, where, "optimizer" if getattr(self._local, "step", False) else "forward")
+
+
+@functools.cache
+def relative(path: str) -> str:
+    """The path from the working directory, if the file is below it."""
+    inside = os.path.relpath(path)
+    return path if inside.startswith("..") else inside
 
 
 def _number(node: Any) -> int:
