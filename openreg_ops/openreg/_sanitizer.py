@@ -11,7 +11,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,12 +37,6 @@ __all__ = [
     "enable_openreg_sanitizer",
     "sanitize",
 ]
-
-# The race detector's files: their frames are in no stack trace that a report shows.
-FILES = tuple(
-    str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("races", "race_modes", "race_report", "captures", "capture_hooks")
-)
 
 _races: Races | None = None
 _users = 0  # threads that have it on

@@ -15,7 +15,7 @@ from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType
 from torch.utils._traceback import CapturedTraceback
 
-from openreg_ops.openreg._sanitizer import FILES
+from openreg_ops.openreg.race_files import FILES
 
 __all__ = [
     "READ",

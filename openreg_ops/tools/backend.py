@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openreg_ops.openreg._sanitizer import FILES
+from openreg_ops.openreg.race_files import FILES
 from openreg_tools.backends import Backend
 
 if TYPE_CHECKING:
