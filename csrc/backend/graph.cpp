@@ -74,7 +74,8 @@ void DeviceGraph::replay() {
   if (detail::captures(stream)) return openreg::replay(graph_, stream);
   if (last_ && replayed_on_ != stream) last_->block(stream);
   openreg::replay(graph_, stream);
-  last_.emplace(stream.device, /*timed=*/false).record(stream);
+  if (stream_idle(stream)) last_.reset(); // nothing is left to wait for
+  else last_.emplace(stream.device, /*timed=*/false).record(stream);
   replayed_on_ = stream;
 }
 
