@@ -389,6 +389,8 @@ struct Walk {
           const_cast<detail::Task&>(node.work)();
         } else const_cast<detail::Task&>(node.work)();
       }
+    } catch (const NodeError&) {
+      throw;
     } catch (const std::exception& error) {
       if (is_device_error(error)) throw;
       const std::string what = error.what();
@@ -407,6 +409,8 @@ void replay(
   Walk walk{std::move(graph), stream, std::move(before), std::move(after)};
   try {
     detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk);
+  } catch (const NodeError& error) {
+    std::rethrow_exception(error.error);
   } catch (const std::exception& error) {
     if (is_device_error(error)) throw;
     throw_device_error(error.what());
