@@ -115,9 +115,10 @@ const int kMisfits = 16; // calls that find saved results still alive, before al
 class CompiledGraph {
  public:
   // `buffers`: the inputs of the capture. `fixed`: those that keep their addresses. `saved`: the first result that only
-  // the backward pass gets.
+  // the backward pass gets. `backward`: results that are inputs are copied, because the graph may have written them to
+  // the memory of an input that it needed no longer.
   CompiledGraph(const DeviceGraph& graph, const py::list& buffers, const std::set<size_t>& fixed,
-      const py::list& results, size_t saved)
+      const py::list& results, size_t saved, bool backward)
       : graph_(graph.graph()) {
     TORCH_CHECK(graph_, "CompiledGraph: no graph has been captured; capture one first");
     std::map<const c10::StorageImpl*, size_t> of_inputs, memories;
@@ -142,7 +143,7 @@ class CompiledGraph {
         input.buffer = x;
         if (span_of(x) <= 2 * without_expanded(x).nbytes()) input.bytes = span_of(x);
       }
-      of_inputs.emplace(x.storage().unsafeGetStorageImpl(), i);
+      if (!backward) of_inputs.emplace(x.storage().unsafeGetStorageImpl(), i);
     }
     std::vector<PyObject*> seen;
     for (size_t i = 0; i < results.size(); ++i) {
@@ -341,7 +342,7 @@ class CompiledGraphs {
 
 void bind_compiled_graphs(py::module_& m) {
   py::class_<CompiledGraph, std::shared_ptr<CompiledGraph>>(m, "CompiledGraph")
-      .def(py::init<const DeviceGraph&, const py::list&, const std::set<size_t>&, const py::list&, size_t>());
+      .def(py::init<const DeviceGraph&, const py::list&, const std::set<size_t>&, const py::list&, size_t, bool>());
   py::class_<CompiledGraphs>(m, "CompiledGraphs")
       .def(py::init<>())
       .def("__call__", &CompiledGraphs::call)

@@ -5,8 +5,9 @@ Inductor asks a policy how to wrap each compiled graph, forward and backward. He
 runs as usual. The second is captured, and it and those after it are replays. So no call runs twice: mutations and
 random numbers are those of the default mode. A replay, in csrc/compiled_graphs.cpp, is one launch. It copies the inputs
 into buffers of the graph, but for those that keep their addresses, and copies the results out of the graph. So each
-result stays valid, where PyTorch's graph trees raise for one that a later call has overwritten. A result that is an
-input, or a view of one, is one of the caller's input.
+result stays valid, where PyTorch's graph trees raise for one that a later call has overwritten. A result of
+forward that is an input, or a view of one, is one of the caller's input. Backward may write its results to the memory
+of inputs, so they are copied.
 What only the backward pass gets is not copied: the backward graph reads it in the memory of the forward graph. If any
 of it is still alive at the next forward call, as with two forward passes before a backward pass, that call runs the
 compiled code. After 16 such calls, these results are copied too.
@@ -33,7 +34,9 @@ from openreg_ops import _C
 LIMIT = 16
 
 
-def _capture(model: Callable[..., Any], inputs: list[Any], fixed: frozenset[int], saved: int) -> _C.CompiledGraph:
+def _capture(
+    model: Callable[..., Any], inputs: list[Any], fixed: frozenset[int], saved: int, backward: bool
+) -> _C.CompiledGraph:
     """The graph of a call. Inputs that are not `fixed` get buffers; results from `saved` on are for backward only."""
     from torch._inductor import compile_fx  # which imports this module
 
@@ -58,7 +61,7 @@ def _capture(model: Callable[..., Any], inputs: list[Any], fixed: frozenset[int]
             warnings.filterwarnings("ignore", "The graph is empty")  # as one is of empty tensors
             graph.capture_end()
     current.wait_stream(side)
-    return _C.CompiledGraph(graph, buffers, fixed, list(results), saved)
+    return _C.CompiledGraph(graph, buffers, fixed, list(results), saved, backward)
 
 
 class _Graphed:
@@ -138,7 +141,7 @@ class _Graphed:
                 if self.refused:
                     return False
             try:
-                self.graphs.add(_capture(self.model, inputs, self.fixed, self.saved))
+                self.graphs.add(_capture(self.model, inputs, self.fixed, self.saved, self.backward))
             except Exception as error:  # of the capture; the call below raises what is wrong with the call itself
                 self.refuse(str(error).strip().partition("\n")[0])
                 return False

@@ -195,6 +195,25 @@ def test_what_backward_reads_is_copied_if_many_forwards_come_first(said):
     assert not said[1]
 
 
+def test_backward_may_return_the_memory_of_an_input(said):
+    """Inductor computes the gradient in place of the cosine that forward saved."""
+
+    def run(mode):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, b: (x + b).sin().sum(), mode=mode)
+        found = []
+        for i in range(6):
+            bs = [torch.full((4,), float(i + j), device="openreg", requires_grad=True) for j in range(2)]
+            losses = [compiled(torch.arange(4.0, device="openreg"), b) for b in bs[: 1 + i % 2]]
+            for loss in losses[::-1]:
+                (loss * 3).backward()
+            found += [b.grad for b in bs[: 1 + i % 2]]
+        return found
+
+    equal(run("reduce-overhead"), run("default"))
+    assert said[0] and not said[1]
+
+
 def test_several_threads(said):
     compiled = torch.compile(lambda x: (x.sin() * 2).relu() + 1, mode="reduce-overhead", dynamic=False)
     xs = [torch.full((64,), float(i), device="openreg") for i in range(4)]
