@@ -296,10 +296,10 @@ void capture_unary(Stream stream, const char* name, at::TensorIteratorBase& iter
   std::vector<MemoryUse> uses;
   const auto over_memory = [&](const at::Tensor& x, bool written) {
     auto host = at::for_blob(written ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr()), x.sizes())
-                          .strides(x.strides())
-                          .options(x.options().device(at::kCPU))
-                          .target_device(at::kCPU)
-                          .make_tensor();
+                    .strides(x.strides())
+                    .options(x.options().device(at::kCPU))
+                    .target_device(at::kCPU)
+                    .make_tensor();
     uses.push_back({host.const_data_ptr(), host.storage().nbytes(), written});
     return host;
   };
