@@ -78,7 +78,6 @@ py::list nodes_of(const DeviceGraph& graph) {
 
 void bind_graphs(py::module_& m) {
   set_where_is_caller(&python_line);
-  const auto free_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<DeviceGraph>(m, "Graph")
       .def(py::init([](bool keep_graph) { return std::make_unique<DeviceGraph>(at::GraphImplArgs{keep_graph}); }),
           py::arg("keep_graph") = false)
@@ -91,7 +90,7 @@ void bind_graphs(py::module_& m) {
       .def("capture_end", torch::wrap_pybind_function([](DeviceGraph& self) { self.capture_end(); }))
       .def("register_generator_state", &DeviceGraph::register_generator_state)
       .def("instantiate", &DeviceGraph::instantiate)
-      .def("replay", &DeviceGraph::replay, free_gil)
+      .def("replay", torch::wrap_pybind_function_no_gil([](DeviceGraph& self) { self.replay(); }))
       .def("reset", &DeviceGraph::reset)
       .def("pool", &DeviceGraph::pool)
       .def("enable_debug_mode", &DeviceGraph::enable_debug_mode)

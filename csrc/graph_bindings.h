@@ -1,4 +1,4 @@
-// Python bindings of graphs and private memory pools.
+// Python bindings of graphs, private memory pools, and calls of compiled graphs.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -6,5 +6,6 @@
 namespace openreg {
 
 void bind_graphs(pybind11::module_& m);
+void bind_compiled_graphs(pybind11::module_& m);
 
 } // namespace openreg

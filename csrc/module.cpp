@@ -218,6 +218,7 @@ PYBIND11_MODULE(_C, m) {
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
   openreg::set_check_signals(&check_signals);
   openreg::bind_graphs(m);
+  openreg::bind_compiled_graphs(m);
   m.def("register_native_kernels", &openreg::register_native_kernels);
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);

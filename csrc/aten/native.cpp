@@ -1,8 +1,11 @@
 #include "native.h"
 
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/from_blob.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -286,6 +289,25 @@ int64_t register_native_kernels() {
     }
   }
   return static_cast<int64_t>(registered->size());
+}
+
+void capture_unary(Stream stream, const char* name, at::TensorIteratorBase& iter,
+    std::function<void(at::TensorIteratorBase&)> kernel) {
+  std::vector<MemoryUse> uses;
+  const auto over_memory = [&](const at::Tensor& x, bool written) {
+    auto host = at::for_blob(written ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr()), x.sizes())
+                    .strides(x.strides())
+                    .options(x.options().device(at::kCPU))
+                    .target_device(at::kCPU)
+                    .make_tensor();
+    uses.push_back({host.const_data_ptr(), host.storage().nbytes(), written});
+    return host;
+  };
+  auto out = over_memory(iter.tensor(0), true);
+  auto on_memory = at::TensorIterator::unary_op(out, over_memory(iter.tensor(1), false));
+  detail::capture(stream, Site(name),
+      detail::Task([iter = std::move(on_memory), kernel = std::move(kernel)]() mutable { kernel(iter); }),
+      std::move(uses));
 }
 
 } // namespace openreg

@@ -7,6 +7,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -15,6 +16,10 @@
 #include "captured.h"
 #include "cpu_call.h"
 #include "queued.h"
+
+namespace at {
+struct TensorIteratorBase;
+}
 
 namespace openreg {
 
@@ -135,5 +140,9 @@ struct Native<Op, R(A...)> {
 // The unboxed device kernel of an ATen operator, such as native<at::_ops::add_Tensor>.
 template <class Op>
 constexpr auto* native = &detail::Native<Op, typename Op::schema>::call;
+
+// Captures a kernel of one input and one output as a node that does not keep their memory.
+void capture_unary(
+    Stream stream, const char* name, at::TensorIteratorBase& iter, std::function<void(at::TensorIteratorBase&)> kernel);
 
 } // namespace openreg

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../runtime/device.h"
+#include "../runtime/graph.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
 #include "distributed_work.h"
@@ -89,6 +90,7 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
   const Site site(arguments.name.operation);
   if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
   const auto stream = current_stream(arguments.device);
+  if (detail::captures(stream)) return coalesce(capture(std::move(arguments), type, std::move(call), start), async);
   const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, ++sequence_number_);
   openreg::run(
       stream,
@@ -101,12 +103,39 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
   return coalesce(work, async);
 }
 
+template <class Start>
+Work DistributedBackend::capture(Arguments&& arguments, OpType type, Call call, Start&& start) {
+  const Name name = arguments.name;
+  const auto stream = current_stream(arguments.device);
+  if (type == OpType::BARRIER)
+    detail::refuse_capture(
+        stream, name.operation, "the host waits for the other processes. Move it out of the capture.");
+  auto outputs = std::move(arguments.outputs);
+  auto uses = std::move(arguments.uses);
+  auto node = [backend = c10::intrusive_ptr<DistributedBackend>::reclaim_copy(this), arguments = std::move(arguments),
+                  type, call = std::move(call), start = std::decay_t<Start>(start)] {
+    arguments.copy_to_hosts();
+    const auto work = c10::make_intrusive<DeviceWork>(
+        Arguments(arguments.name), type, ++backend->sequence_number_, /*noticed=*/false);
+    backend->queue_.push(
+        call, [work, start]() mutable { work->begin(start()); },
+        [work](const std::exception_ptr& error) { work->fail(error); });
+    work->wait_in_replay();
+    arguments.copy_from_hosts();
+  };
+  detail::capture(stream, Site(name.operation), detail::Task(std::move(node)), std::move(uses));
+  return c10::make_intrusive<CapturedWork>(name, type, stream, std::move(outputs));
+}
+
 // Sends and receives are not ordered with collectives or with those of other processes: they begin immediately.
 template <class Start>
 Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Start&& start) {
   const Site site(arguments.name.operation);
   if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
   const auto stream = current_stream(arguments.device);
+  if (detail::captures(stream))
+    detail::refuse_capture(stream, arguments.name.operation,
+        "graphs capture collectives, but not sends and receives. Move it out of the capture, or use all_to_all().");
   const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, sequence_number_);
   openreg::run(stream, [&] { work->begin(start()); }, site);
   return coalesce(work, false);
@@ -301,6 +330,7 @@ Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
 // ranks are
 // missing.
 void DistributedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) {
+  detail::check_host_call("monitored_barrier");
   queue_.run([&] { engine_->monitoredBarrier(opts, all); });
 }
 

@@ -22,6 +22,8 @@ class Arguments;
 // [Matching calls]), the engine works on its own threads, so other work may continue. Work::wait() returns when the
 // engine has finished, so all work launched from then on comes after it. Until then, the CPU tensors keep the device
 // memory in use.
+// A captured call is a node of a graph: each replay makes the call and keeps its stream, or in inline mode the host,
+// until the engine has finished. Every process must replay it.
 // The engine gets copies if it may not or cannot read device memory: under isolation, and for sparse tensors and lazy
 // conjugates and negations. Its results are copied back before completion is reported.
 class DistributedBackend final : public c10d::Backend {
@@ -79,6 +81,8 @@ class DistributedBackend final : public c10d::Backend {
  private:
   template <class Start>
   Work collective(Arguments&& arguments, c10d::OpType type, Call call, bool async, Start&& start);
+  template <class Start>
+  Work capture(Arguments&& arguments, c10d::OpType type, Call call, Start&& start);
   template <class Start>
   Work point_to_point(Arguments&& arguments, c10d::OpType type, Start&& start);
   Work coalesce(const Work& work, bool async);

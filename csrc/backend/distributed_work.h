@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "../runtime/device.h"
+#include "../runtime/error.h"
+#include "../runtime/graph.h"
 #include "../runtime/isolation.h"
 #include "../runtime/observer.h"
 #include "../runtime/stream.h"
@@ -39,22 +41,11 @@ class Arguments {
  public:
   explicit Arguments(const Name& name) : name(name) {}
 
-  at::Tensor input(const at::Tensor& tensor) {
-    check(tensor);
-    if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg() || isolation() != Isolation::kOff) {
-      const c10::AutoGradMode no_grad(false);
-      return tensor.to(at::kCPU);
-    }
-    return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
-        .strides(tensor.strides())
-        .deleter([memory = tensor.storage()](void*) {})
-        .options(tensor.options().device(at::kCPU))
-        .target_device(at::kCPU)
-        .make_tensor();
-  }
+  at::Tensor input(const at::Tensor& tensor) { return host_of(tensor, /*written=*/false); }
   at::Tensor output(const at::Tensor& tensor) {
-    auto host = input(tensor);
+    auto host = host_of(tensor, /*written=*/true);
     outputs.push_back(tensor);
+    if (captured()) return host;
     if (!host.has_storage() || host.const_data_ptr() != tensor.const_data_ptr()) copies.emplace_back(tensor, host);
     return host;
   }
@@ -78,13 +69,60 @@ class Arguments {
     synchronize_stream(current_stream(device));
   }
 
+  bool captured() const { return detail::captures(current_stream(device)); }
+  // In a node of a graph, around the collective.
+  void copy_to_hosts() const {
+    for (const auto& [host, device, written] : staged) host.copy_(device);
+  }
+  void copy_from_hosts() const {
+    for (const auto& [host, device, written] : staged)
+      if (written) device.copy_(host);
+  }
+
   const Name name;
   bool sparse = false; // whether sparse tensors are accepted
   c10::DeviceIndex device = -1;
   Tensors outputs;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  // Of a captured call: the memory that it uses and, under isolation, the engine's tensors, and CPU tensors over device
+  // memory.
+  std::vector<MemoryUse> uses;
+  struct Staged {
+    at::Tensor host, device;
+    bool written;
+  };
+  std::vector<Staged> staged;
 
  private:
+  // The engine's tensor.
+  at::Tensor host_of(const at::Tensor& tensor, bool written) {
+    check(tensor);
+    const bool plain = tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
+    if (captured()) {
+      if (!plain)
+        detail::refuse_capture(current_stream(device), name.operation,
+            "it takes a sparse tensor, or a lazy conjugate or negation, which the host would have to copy. Move it out "
+            "of "
+            "the capture, or make the tensor dense before.");
+      const auto memory = over_memory(tensor);
+      uses.push_back({tensor.const_data_ptr(), tensor.nbytes(), written});
+      if (isolation() == Isolation::kOff) return memory;
+      return staged.emplace_back(Staged{at::empty_like(memory), memory, written}).host;
+    }
+    if (!plain || isolation() != Isolation::kOff) {
+      const c10::AutoGradMode no_grad(false);
+      return tensor.to(at::kCPU);
+    }
+    return over_memory(tensor);
+  }
+  static at::Tensor over_memory(const at::Tensor& tensor) {
+    return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
+        .strides(tensor.strides())
+        .deleter([memory = tensor.storage()](void*) {})
+        .options(tensor.options().device(at::kCPU))
+        .target_device(at::kCPU)
+        .make_tensor();
+  }
   void check(const at::Tensor& tensor) {
     TORCH_CHECK(tensor.device().is_privateuseone(), "occl: ", name.operation, ": expected tensors on openreg, but got ",
         "one on ", tensor.device(), "; move it with .to(\"openreg\")");
@@ -109,10 +147,11 @@ class DeviceWork final : public c10d::Work {
  public:
   using Engine = c10::intrusive_ptr<c10d::Work>;
 
-  DeviceWork(Arguments arguments, c10d::OpType type, uint64_t number)
+  // A node of a graph is not noticed: the race detector knows what it uses.
+  DeviceWork(Arguments arguments, c10d::OpType type, uint64_t number, bool noticed = true)
       : Work(arguments.name.rank, type), arguments_(std::move(arguments)), number_(number),
         future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices())) {
-    notice("collective_started", this, current_stream(arguments_.device));
+    if (noticed) notice("collective_started", this, current_stream(arguments_.device));
   }
   ~DeviceWork() override { notice("collective_destroyed", this, {}); }
 
@@ -195,6 +234,33 @@ class DeviceWork final : public c10d::Work {
     auto whole = [&] { over = wait_for_work(timeout); };
     detail::wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
     return over;
+  }
+  // For a node of a graph, which keeps its stream's turn, so that no other work comes between it and the next node.
+  void wait_in_replay() {
+    try {
+      bool signals = true;
+      for (bool ended = false; !ended;) {
+        {
+          std::unique_lock lock(ending_);
+          ended = end_.wait_for(lock, detail::kSlice, [&] { return ended_ || (engine_ && !engine_future_); });
+        }
+        if (ended) break;
+        if (detail::dropping()) throw std::runtime_error("the process was interrupted");
+        signals = signals && detail::check_signals();
+      }
+      if (const auto error = failure()) std::rethrow_exception(error);
+      if (!engine_future_) engine_->wait(kNoTimeout);
+      else if (engine_future_->hasError()) std::rethrow_exception(engine_future_->exception_ptr());
+    } catch (...) {
+      const auto error = explained(std::current_exception());
+      try {
+        std::rethrow_exception(error);
+      } catch (const c10::Error& what) {
+        throw NodeError(what.what_without_backtrace(), error);
+      } catch (const std::exception& what) {
+        throw NodeError(what.what(), error);
+      }
+    }
   }
   void abort() override {
     if (begun()) engine_->abort();
@@ -331,6 +397,41 @@ class DeviceWork final : public c10d::Work {
   std::atomic<bool> engine_waited_{false};
   std::once_flag copied_, followed_;
   std::atomic<bool> finished_{false};
+};
+
+// The Work of a captured call, which is a node of a graph.
+class CapturedWork final : public c10d::Work {
+ public:
+  CapturedWork(const Name& name, c10d::OpType type, Stream stream, Tensors outputs)
+      : Work(name.rank, type), stream_(stream), point_(detail::capture_point(stream)), outputs_(std::move(outputs)),
+        future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(),
+            std::vector<c10::Device>{c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(stream.device))})) {
+    future_->markCompleted(c10::IValue(outputs_)); // with an event of the capture
+  }
+
+  bool isCompleted() override { refuse(); }
+  bool isSuccess() const override { refuse(); }
+  std::exception_ptr exception() const override { return nullptr; }
+  Tensors result() override { return outputs_; }
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
+  // What the current stream captures from now on comes after the collective.
+  bool wait(std::chrono::milliseconds) override {
+    if (point_) detail::join_capture(*point_, current_stream(stream_.device));
+    return true;
+  }
+  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+
+ private:
+  [[noreturn]] void refuse() const {
+    detail::refuse_capture(
+        stream_, "a collective's query", "the collective is part of the capture, and nothing of it has run.");
+  }
+
+  const Stream stream_;
+  const std::shared_ptr<const detail::CapturedPoint> point_;
+  const Tensors outputs_;
+  const c10::intrusive_ptr<Future> future_;
 };
 
 // The calls between startCoalescing() and endCoalescing(), as one Work.

@@ -15,10 +15,7 @@ REGISTER_GRAPH_IMPL(OPENREG, openreg::DeviceGraph) // torch looks for the device
 namespace openreg {
 
 DeviceGraph::~DeviceGraph() {
-  try {
-    reset();
-  } catch (const std::exception&) { // the capture was void
-  }
+  reset();
 }
 
 void DeviceGraph::register_generator_state(const at::Generator& generator) {
@@ -48,9 +45,11 @@ void DeviceGraph::capture_begin(at::MempoolId_t pool, at::GraphCaptureMode mode)
 void DeviceGraph::capture_end() {
   TORCH_CHECK(capturing_, "capture_end: no capture has begun; call capture_begin() first");
   const Stream stream = current_stream(stream_.device);
-  if (stream != stream_) {
-    TORCH_CHECK(false, "capture_end: a capture must end on the stream that it began on, stream ", stream_.id,
-        ", but the current one is stream ", stream.id, "; make that one current");
+  if (stream != stream_) { // the program made another one current and left it so
+    reset();
+    throw_device_error("openreg error: a capture must end on the stream that it began on, stream " +
+        std::to_string(stream_.id) + ", but the current one is stream " + std::to_string(stream.id) +
+        "; make that one current. The capture is over, and its memory is free");
   }
   capturing_ = false;
   graph_ = end_capture(stream_);
@@ -74,14 +73,19 @@ void DeviceGraph::replay() {
   if (detail::captures(stream)) return openreg::replay(graph_, stream);
   if (last_ && replayed_on_ != stream) last_->block(stream);
   openreg::replay(graph_, stream);
-  last_.emplace(stream.device, /*timed=*/false).record(stream);
+  if (stream_idle(stream)) last_.reset(); // nothing is left to wait for
+  else last_.emplace(stream.device, /*timed=*/false).record(stream);
   replayed_on_ = stream;
 }
 
 void DeviceGraph::reset() {
   if (forked()) return;
   graph_ = nullptr;
-  if (std::exchange(capturing_, false)) end_capture(stream_);
+  if (!std::exchange(capturing_, false)) return;
+  try {
+    end_capture(stream_);
+  } catch (const std::exception&) { // it was void, or a stream had not joined; either way it is over
+  }
 }
 
 at::MempoolId_t DeviceGraph::pool() const {

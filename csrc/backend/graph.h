@@ -32,7 +32,7 @@ class DeviceGraph final : public at::GraphImplInterface {
   void enable_debug_mode() override { debug_ = true; }
   void debug_dump(const std::string& path) override;
 
-  const Graph* graph() const { return graph_.get(); }
+  const std::shared_ptr<Graph>& graph() const { return graph_; }
 
  private:
   const bool keep_graph_;

@@ -4,6 +4,7 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "work.h"
 
@@ -12,6 +13,13 @@ namespace openreg {
 // An error from queued work, with its launch site; in torch, an AcceleratorError.
 struct AsyncError : std::runtime_error {
   using std::runtime_error::runtime_error;
+};
+
+// An error of a graph's node that a replay throws as it is. The message is for queued replays.
+struct NodeError : std::runtime_error {
+  NodeError(const std::string& message, std::exception_ptr error)
+      : std::runtime_error(message), error(std::move(error)) {}
+  std::exception_ptr error;
 };
 
 // Throws torch's type for device errors; set by the backend, AsyncError until then.

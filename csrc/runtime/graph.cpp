@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
@@ -358,11 +359,22 @@ namespace {
 struct Walk {
   std::shared_ptr<const Graph> graph;
   Stream stream;
+  std::vector<MemoryCopy> before, after;
 
   void operator()() const {
+    copy(before);
     if (const auto around = around_replay.load())
       around([](void* self) { static_cast<const Walk*>(self)->walk(); }, const_cast<Walk*>(this));
     else walk();
+    copy(after);
+  }
+
+  void copy(const std::vector<MemoryCopy>& copies) const {
+    for (const auto& [to, from, bytes] : copies) {
+      const Site site("Memcpy DtoD (Device -> Device)", Site::kCopy, bytes);
+      const detail::Profiled profiled(detail::profiling(), stream, site);
+      std::memcpy(to, from, bytes);
+    }
   }
 
   void walk() const {
@@ -377,6 +389,8 @@ struct Walk {
           const_cast<detail::Task&>(node.work)();
         } else const_cast<detail::Task&>(node.work)();
       }
+    } catch (const NodeError&) {
+      throw;
     } catch (const std::exception& error) {
       if (is_device_error(error)) throw;
       const std::string what = error.what();
@@ -388,12 +402,15 @@ struct Walk {
 
 } // namespace
 
-void replay(std::shared_ptr<const Graph> graph, Stream stream) {
+void replay(
+    std::shared_ptr<const Graph> graph, Stream stream, std::vector<MemoryCopy> before, std::vector<MemoryCopy> after) {
   const HostCall call("openregGraphLaunch");
   check_usable(stream.device);
-  Walk walk{std::move(graph), stream};
+  Walk walk{std::move(graph), stream, std::move(before), std::move(after)};
   try {
     detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk);
+  } catch (const NodeError& error) {
+    std::rethrow_exception(error.error);
   } catch (const std::exception& error) {
     if (is_device_error(error)) throw;
     throw_device_error(error.what());

@@ -71,8 +71,14 @@ bool is_capturing(Stream stream) noexcept;
 // Called around a walk over the nodes, on the thread that runs it. Set once, by the backend.
 using AroundReplay = void (*)(void (*walk)(void*), void* argument);
 void set_around_replay(AroundReplay around) noexcept;
-// Launches a graph on `stream`, or captures it as one node.
-void replay(std::shared_ptr<const Graph> graph, Stream stream);
+struct MemoryCopy {
+  void* to;
+  const void* from;
+  std::size_t bytes;
+};
+// Launches a graph on `stream`, with copies before and after it, or captures all of it as one node.
+void replay(std::shared_ptr<const Graph> graph, Stream stream, std::vector<MemoryCopy> before = {},
+    std::vector<MemoryCopy> after = {});
 
 // Names the line of the program that the calling thread is in, "train.py:12". Set once, by the bindings.
 using WhereIsCaller = std::string (*)();

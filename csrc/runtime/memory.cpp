@@ -716,12 +716,19 @@ Memory& memory() {
 namespace {
 
 std::atomic<unsigned long long> pools_made{0};
-thread_local std::array<PoolId, kMaxDevices> thread_pools{};
+struct ThreadPools {
+  std::array<PoolId, kMaxDevices> by_device{};
+  ~ThreadPools() { // a thread may end inside use_pool()
+    for (int device = 0; device < kMaxDevices; ++device)
+      if (by_device[static_cast<std::size_t>(device)] != PoolId{}) use_pool(device, {});
+  }
+};
+thread_local ThreadPools thread_pools;
 
 // The private pool that an allocation comes from. Called only during a capture, or while a thread uses one.
 PoolId pool_for(Stream stream) {
   if (const PoolId captured = detail::capture_pool(stream); captured != PoolId{}) return captured;
-  return thread_pools[static_cast<std::size_t>(stream.device)];
+  return thread_pools.by_device[static_cast<std::size_t>(stream.device)];
 }
 
 } // namespace
@@ -749,7 +756,7 @@ PoolId use_pool(int device, PoolId pool) {
   static std::mutex mutex;
   static int uses = 0; // devices of threads
   std::lock_guard lock(mutex);
-  const PoolId before = std::exchange(thread_pools[static_cast<std::size_t>(device)], pool);
+  const PoolId before = std::exchange(thread_pools.by_device[static_cast<std::size_t>(device)], pool);
   uses += (pool != PoolId{}) - (before != PoolId{});
   if (uses) detail::attention.fetch_or(detail::kPoolBit);
   else detail::attention.fetch_and(~detail::kPoolBit);

@@ -12,7 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import codecache, config, cudagraph_utils, ir, lowering, scheduler
+from torch._functorch._aot_autograd import aot_autograd_result
+from torch._inductor import codecache, config, cudagraph_utils, ir, lowering, output_code, scheduler
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.kernel.flex import flex_cpu
@@ -202,6 +203,38 @@ def reduce_overhead(original: Any) -> Any:
         return None if len(names) == 1 else f"skipping cudagraphs due to several devices: {', '.join(names)}"
 
     return check_lowering_disable_cudagraph
+
+
+@replaces(output_code.CompiledFxGraph, "post_compile")
+def graphs_of_the_device(original: Any) -> Any:
+    """Wraps compiled graphs of this device as openreg_ops/inductor/graphs.py does, unless the program has a policy.
+
+    A policy in Inductor's configuration would also apply to CUDA's graphs, which Inductor then no longer partitions.
+    """
+
+    def post_compile(graph: Any, *args: Any, **options: Any) -> Any:
+        from openreg_ops.inductor import graphs
+
+        if config.cudagraph_policy is not None or "openreg" not in graph.device_types:
+            return original(graph, *args, **options)
+        with config.patch(cudagraph_policy=graphs.Policy()):
+            return original(graph, *args, **options)
+
+    return post_compile
+
+
+@replaces(aot_autograd_result.GenericAOTAutogradResult, "wrap_post_compile")
+def metadata_of_cached_graphs(original: Any) -> Any:
+    """Tells graphs.py which results are only for backward, also of a graph from the cache."""
+
+    def wrap_post_compile(result: Any, *args: Any, **options: Any) -> Any:
+        context = torch._guards.TracingContext.try_get()
+        if context is None or context.fw_metadata is not None:
+            return original(result, *args, **options)
+        with patch.object(context, "fw_metadata", result.runtime_metadata):
+            return original(result, *args, **options)
+
+    return wrap_post_compile
 
 
 @replaces(codecache, "_precompile_header")

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import config, ir
+from torch._inductor import ir
 from torch._inductor.codegen import common, cpp, cpp_utils, cpp_wrapper_cpu, wrapper
 from torch._inductor.custom_graph_pass import CustomGraphModulePass
 from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
@@ -26,7 +26,7 @@ from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
 from openreg_ops import _build, inductor, meta
-from openreg_ops.inductor import adapt, graphs, operators
+from openreg_ops.inductor import adapt, operators
 
 CPU = torch.device("cpu")
 
@@ -359,9 +359,6 @@ def _sources() -> list[Path]:
 def register() -> None:
     """Register the device with Inductor."""
     adapt.apply()
-    # With a policy, Inductor partitions CUDA's graphs no longer.
-    if config.cudagraph_policy is None and not torch.backends.cuda.is_built():
-        config.cudagraph_policy = graphs.Policy()
     common.register_device_op_overrides("openreg", DeviceOverrides())
     if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14
         cpp_utils.DEVICE_TO_ATEN["openreg"] = DeviceOverrides().aten_device_type()

@@ -3,16 +3,23 @@
 Note [Compiled graphs in device graphs]
 Inductor asks a policy how to wrap each compiled graph, forward and backward. Here the first call with some shapes
 runs as usual. The second is captured, and it and those after it are replays. So no call runs twice: mutations and
-random numbers are those of the default mode. Parameters and buffers keep their addresses; other inputs are copied
-into buffers of the graph. Inductor says that all saved tensors of a backward graph keep their addresses; here only
-parameters do. If an input that should keep its address moves, it is copied from then on, or, if the graph writes to
-it, the graph is captured again. Results are copied out of the graph, so each stays valid, where PyTorch's graph trees
-raise for a result that a later call has overwritten. A result that is an input, or a view of one, is one of the
-caller's input. What cannot be captured runs as in the default mode, and one line of the log "cudagraphs" says why.
+random numbers are those of the default mode. A replay, in csrc/compiled_graphs.cpp, is one launch. It copies the inputs
+into buffers of the graph, but for those that keep their addresses, and copies the results out of the graph. So each
+result stays valid, where PyTorch's graph trees raise for one that a later call has overwritten. A result of
+forward that is an input, or a view of one, is one of the caller's input. Backward may write its results to the memory
+of inputs, so they are copied.
+What only the backward pass gets is not copied: the backward graph reads it in the memory of the forward graph. If any
+of it is still alive at the next forward call, as with two forward passes before a backward pass, that call runs the
+compiled code. After 16 such calls, these results are copied too.
+Parameters, buffers and what a forward graph saved keep their addresses. If another input should, but moves, it is
+copied from then on, or, if the graph writes to it, the graph is captured again. What cannot be captured runs as in the
+default mode, and one line of the log "cudagraphs" says why. So does a call inside a capture or under a mode of
+TorchDispatchMode, such as the sanitizer's.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,94 +28,59 @@ from typing import Any
 import torch
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy, log_cudagraph_skip_and_bump_counter
 
+from openreg_ops import _C
+
 # How many sets of shapes a compiled graph is captured for, and how often again because an input moved.
 LIMIT = 16
 
 
-def _is_ours(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "openreg"
+def _capture(
+    model: Callable[..., Any], inputs: list[Any], fixed: frozenset[int], saved: int, backward: bool
+) -> _C.CompiledGraph:
+    """The graph of a call. Inputs that are not `fixed` get buffers; results from `saved` on are for backward only."""
+    from torch._inductor import compile_fx  # which imports this module
 
-
-class _Captured:
-    """A captured call: its buffers, its graph, and where its results come from."""
-
-    def __init__(self, model: Callable[..., Any], inputs: list[Any], static: frozenset[int]) -> None:
-        from torch._inductor import compile_fx  # which imports this module
-
-        self.copy = compile_fx.index_expanded_dims_and_copy_
-        copied = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in static]
-        self.copied = [(i, compile_fx.get_expanded_dims(inputs[i])) for i in copied]
-        self.static = [(i, inputs[i].data_ptr()) for i in static if isinstance(inputs[i], torch.Tensor)]
-        self.inputs = [compile_fx.static_input(x) if i in copied else x for i, x in enumerate(inputs)]
-        self.graph = torch.openreg.Graph()
-        current, side = torch.openreg.current_stream(), torch.openreg.Stream()
-        side.wait_stream(current)
-        with side:
-            self.graph.capture_begin(capture_error_mode="thread_local")
+    buffers = [
+        compile_fx.static_input(x) if isinstance(x, torch.Tensor) and i not in fixed else x
+        for i, x in enumerate(inputs)
+    ]
+    graph = torch.openreg.Graph()
+    current, side = torch.openreg.current_stream(), torch.openreg.Stream()
+    side.wait_stream(current)
+    with side:
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            results = model(list(buffers))
+        except BaseException:
             try:
-                results = model(list(self.inputs))
-            except BaseException:
-                try:
-                    self.graph.capture_end()
-                except torch.AcceleratorError:
-                    pass  # the first error says why
-                raise
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The graph is empty")  # as one is of empty tensors
-                self.graph.capture_end()
-        current.wait_stream(side)
-        self.results = list(results)
-        storages = {x.untyped_storage()._cdata: i for i, x in enumerate(self.inputs) if _is_ours(x)}
-        # The input whose memory each result is in; None for memory of the graph.
-        self.of_input = [storages.get(x.untyped_storage()._cdata) if _is_ours(x) else None for x in self.results]
-        self.done = torch.openreg.Event()
-
-    def moved(self, inputs: list[Any]) -> set[int]:
-        """Which inputs have another address than in the capture, and should not."""
-        return {i for i, address in self.static if inputs[i].data_ptr() != address}
-
-    def __call__(self, inputs: list[Any]) -> list[Any]:
-        stream = torch.openreg.current_stream()
-        stream.wait_event(self.done)  # of the last call, which may have been on another stream
-        for i, expanded in self.copied:
-            self.copy(self.inputs[i], inputs[i], expanded)
-        self.graph.replay()
-        copies: dict[int, torch.UntypedStorage] = {}
-        results = [self._result(x, i, inputs, copies) for x, i in zip(self.results, self.of_input, strict=True)]
-        self.done.record(stream)
-        inputs.clear()
-        return results
-
-    def _result(self, x: Any, of_input: int | None, inputs: list[Any], copies: dict[int, Any]) -> Any:
-        if not _is_ours(x):
-            return x
-        if of_input is not None:
-            given, ours = inputs[of_input], self.inputs[of_input]
-            if x is ours:
-                return given
-            moved = (given.storage_offset() - ours.storage_offset()) * given.itemsize // x.itemsize
-            place = x.storage_offset() + moved, x.size(), x.stride()
-            if x.dtype == given.dtype:
-                return torch.as_strided(given, *place[1:], place[0])
-            return torch.empty(0, dtype=x.dtype, device=x.device).set_(given.untyped_storage(), *place)
-        storage = x.untyped_storage()
-        if storage._cdata not in copies:
-            copies[storage._cdata] = storage.clone()
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(
-            copies[storage._cdata], x.storage_offset(), x.size(), x.stride()
-        )
+                graph.capture_end()
+            except torch.AcceleratorError:
+                pass  # the first error says why
+            raise
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The graph is empty")  # as one is of empty tensors
+            graph.capture_end()
+    current.wait_stream(side)
+    return _C.CompiledGraph(graph, buffers, fixed, list(results), saved, backward)
 
 
 class _Graphed:
     """A compiled graph whose calls are replays. See Note [Compiled graphs in device graphs]."""
 
     def __init__(
-        self, model: Callable[..., Any], static: Sequence[int], mutated: Sequence[int], device: int, backward: bool
+        self,
+        model: Callable[..., Any],
+        fixed: Sequence[int],
+        mutated: Sequence[int],
+        device: int,
+        backward: bool,
+        saved: int,
     ) -> None:
-        self.model, self.static, self.mutated, self.device = model, frozenset(static), frozenset(mutated), device
-        self.backward = backward
+        self.model, self.fixed, self.mutated, self.device = model, frozenset(fixed), frozenset(mutated), device
+        self.backward, self.saved = backward, saved
         self.moves = 0
-        self.captured: dict[Any, _Captured | None] = {}  # by `key`; None: called once
+        self.called: set[Any] = set()  # the `key` of the calls so far
+        self.graphs = _C.CompiledGraphs()
         self.lock = threading.RLock()
         self.refused = False
         self.check_mutation()
@@ -119,55 +91,74 @@ class _Graphed:
 
     def check_mutation(self) -> None:
         """What is copied into the graph must not be written to."""
-        if others := self.mutated - self.static:
+        if others := self.mutated - self.fixed:
             self.refuse(f"mutated inputs ({len(others)} instances)")
 
     def refuse(self, why: str) -> None:
         self.refused = True
-        self.captured.clear()
+        self.graphs.clear()
         log_cudagraph_skip_and_bump_counter(f"skipping cudagraphs due to {why}")
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if self.refused or torch.openreg.is_current_stream_capturing():
+        if self.refused:
             return self.model(inputs)
+        results = self.graphs(inputs)
+        if results is False:
+            self.is_first(inputs)
+        elif results is None and self.prepare(inputs):
+            results = self.graphs(inputs)
+        return results if isinstance(results, list) else self.model(inputs)
+
+    def is_first(self, inputs: list[Any]) -> bool:
+        """Whether no other call had inputs of this kind."""
+        key = self.key(inputs)
+        if key in self.called:
+            return False
+        if len(self.called) < LIMIT:
+            self.called.add(key)
+        else:
+            self.refuse(f"more than {LIMIT} sets of shapes")
+        return True
+
+    def prepare(self, inputs: list[Any]) -> bool:
+        """Capture a call with these inputs, unless it is the first of its kind. Whether there is a graph now."""
         with self.lock, torch.openreg.device(self.device):
-            key = self.key(inputs)
-            if key not in self.captured:
-                if len(self.captured) >= LIMIT:
-                    self.refuse(f"more than {LIMIT} sets of shapes")
-                else:
-                    self.captured[key] = None
-                return self.model(inputs)
-            one = self.captured[key]
-            moved = one.moved(inputs) if one is not None else set()
-            if moved:
+            if self.is_first(inputs):
+                return False
+            moved = self.graphs.drop(inputs)  # which frees the memory of the old graph
+            if moved is not None:
                 self.moves += 1
                 if self.moves > LIMIT:
                     self.refuse(f"inputs that moved more than {LIMIT} times")
-                    return self.model(inputs)
-                if not moved & self.mutated:
-                    self.static -= moved
-            if one is None or moved:
-                one = self.captured[key] = None  # which frees the memory of the other
-                if self.backward:
-                    self.static = frozenset(i for i in self.static if isinstance(inputs[i], torch.nn.Parameter))
-                    self.check_mutation()
-                    if self.refused:
-                        return self.model(inputs)
-                try:
-                    one = self.captured[key] = _Captured(self.model, inputs, self.static)
-                except Exception as error:  # of the capture; the call below raises what is wrong with the call itself
-                    self.refuse(str(error).strip().partition("\n")[0])
-                    return self.model(inputs)
-            return one(inputs)
+                    return False
+                if self.mutated.isdisjoint(moved):
+                    self.fixed -= set(moved)
+            elif self.backward:
+                self.fixed = frozenset(
+                    i for i in self.fixed if isinstance(inputs[i], torch.nn.Parameter) or _C.is_lent(inputs[i])
+                )
+                self.check_mutation()
+                if self.refused:
+                    return False
+            try:
+                self.graphs.add(_capture(self.model, inputs, self.fixed, self.saved, self.backward))
+            except Exception as error:  # of the capture; the call below raises what is wrong with the call itself
+                self.refuse(str(error).strip().partition("\n")[0])
+                return False
+            return True
+
+
+def _first_saved() -> int:
+    """The first result of the forward graph that is compiled now that only backward gets."""
+    context = torch._guards.TracingContext.try_get()
+    meta = context.fw_metadata if context else None
+    return sys.maxsize if meta is None or meta.tokens else meta.num_forward
 
 
 class Policy(CUDAGraphPolicy):
-    """Graphs of this device for compiled graphs on it; those on CUDA are PyTorch's."""
+    """Graphs of this device for compiled graphs on it. adapt.py makes it the policy of those graphs only."""
 
     def should_wrap(self, compiled_graph: Any) -> bool:
-        if "openreg" not in getattr(compiled_graph, "device_types", ()):
-            return super().should_wrap(compiled_graph)
         info = compiled_graph.cudagraph_info
         reasons = [compiled_graph.disabled_cudagraphs_reason, *(info.cudagraph_fail_reasons if info else ())]
         reason = next(filter(None, reasons), None)
@@ -178,8 +169,12 @@ class Policy(CUDAGraphPolicy):
         return not reason
 
     def cudagraphify(self, model: Any, example_inputs: Any, static_input_idxs: Any, **options: Any) -> Any:
-        if any(isinstance(x, torch.Tensor) and x.device.type not in ("openreg", "cpu", "meta") for x in example_inputs):
-            return super().cudagraphify(model, example_inputs, static_input_idxs, **options)
+        forward = not options["is_backward"] and not options["is_inference"]
         return _Graphed(
-            model, static_input_idxs, options["mutated_input_idxs"], options["device_index"], options["is_backward"]
+            model,
+            static_input_idxs,
+            options["mutated_input_idxs"],
+            options["device_index"],
+            options["is_backward"],
+            _first_saved() if forward else sys.maxsize,
         )

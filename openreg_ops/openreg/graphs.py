@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from openreg_ops import _C
 from openreg_ops.openreg import devices, memory, streams
@@ -31,6 +32,15 @@ def graph_pool_handle() -> tuple[int, int]:
     return _C.graph_pool_handle()
 
 
+def _check_capturable(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """In a capture, the step count of an optimizer that is not capturable would be a constant; CUDA refuses it too."""
+    if any(group.get("capturable") is False for group in optimizer.param_groups) and is_current_stream_capturing():
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: expected capturable=True in all param_groups for a step() in a capture, but got "
+            "False; make the optimizer with capturable=True"
+        )
+
+
 class Graph(_C.Graph):
     """A graph of captured work: ``torch.cuda.CUDAGraph``.
 
@@ -43,8 +53,15 @@ class Graph(_C.Graph):
             or the first `replay` makes it executable.
     """
 
+    _hook: Any = None  # of optimizers, during a capture
+
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         """Capture the work of the current stream from now on.
@@ -59,6 +76,7 @@ class Graph(_C.Graph):
             ValueError: another mode. torch.AcceleratorError: the current stream is the default one, or is captured.
         """
         super().capture_begin(pool, capture_error_mode)
+        self._hook = register_optimizer_step_pre_hook(_check_capturable)
 
     def capture_end(self) -> None:
         """End the capture, on its stream.
@@ -67,6 +85,7 @@ class Graph(_C.Graph):
             torch.AcceleratorError: something was not permitted during the capture, or a stream that joined it was not
                 joined back. The capture is over then, its memory is free, and the graph can capture again.
         """
+        self._unhook()
         super().capture_end()
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -83,6 +102,7 @@ class Graph(_C.Graph):
 
     def reset(self) -> None:
         """Drop the graph, and its hold on the memory pool; the object can capture again."""
+        self._unhook()
         super().reset()
 
     def pool(self) -> tuple[int, int]:
@@ -194,6 +214,10 @@ def make_graphed_callables(
     cuda = types.SimpleNamespace(
         CUDAGraph=Graph, Stream=streams.Stream, graph=capture, stream=streams.stream, synchronize=devices.synchronize
     )
-    names = {**of_cuda.__globals__, "torch": _Torch(cuda=cuda), "graph_pool_handle": graph_pool_handle}
+    names = {
+        **of_cuda.__globals__,
+        "torch": _Torch(cuda=cuda, is_autocast_enabled=lambda: torch.is_autocast_enabled("openreg")),
+        "graph_pool_handle": graph_pool_handle,
+    }
     code = types.FunctionType(of_cuda.__code__, names, argdefs=of_cuda.__defaults__, closure=of_cuda.__closure__)
     return code(callables, sample_args, num_warmup_iters, allow_unused_input, pool)

@@ -363,7 +363,7 @@ class Call:
     def run(self) -> Any:
         arguments = _Arguments()
         if self.traits.collective:
-            inputs = _of_collective(self.func, self.args, self.kwargs)
+            inputs = arguments.found = _of_collective(self.func, self.args, self.kwargs)
         else:
             arguments.parse_inputs(self.func._schema, self.args, self.kwargs, is_factory=not self.traits.reads)
             inputs = arguments.found
@@ -433,7 +433,8 @@ class Call:
         with self.races.lock, torch._C._DisableTorchDispatch():
             self.races.drain(trace)
             arguments.found = []
-            arguments.parse_outputs(self.func._schema, out, is_factory=False)
+            if not self.traits.collective:
+                arguments.parse_outputs(self.func._schema, out, is_factory=False)
             captures.use(node, stream, arguments.found if not self.traits.allocates else [])
             captures.host_result(self.func, out)
         return out

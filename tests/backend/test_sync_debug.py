@@ -1,5 +1,8 @@
 """`torch.openreg.set_sync_debug_mode`: what CUDA reports, and nothing else; the operator and the line."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -161,3 +164,24 @@ def test_a_training_step_does_not_wait(mode):
         torch.nn.functional.mse_loss(model(x), x).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.processes
+def test_under_isolation():
+    """Reports are the same: the copies that isolation itself makes are not reported."""
+    code = """
+import torch
+x = torch.rand(4, device="openreg")
+torch.openreg.set_sync_debug_mode("error")
+y = (x * 2 + 1).sort().values.cumsum(0)
+z = torch.nn.functional.dropout(y, 0.5) @ x
+for call in (z.item, y.nonzero, y.cpu):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "called a synchronizing openreg operation" in str(error)
+    else:
+        raise AssertionError(call)
+"""
+    environment = os.environ | {"OPENREG_ISOLATION": "strict"}
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=100, env=environment)

@@ -3,6 +3,7 @@
 Generated kernels are compared with CPU Inductor's, as an alarm for new versions of torch.
 """
 
+import sys
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -43,21 +44,47 @@ def test_no_loop_reordering():
         torch.compile(function)(x)
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="in a build with CUDA the mode is the default mode")
-def test_reduce_overhead():
-    """Without it, a graph of the device is not captured. tests/graph/test_reduce_overhead.py has more."""
+def graphed():
+    """What openreg_ops.inductor.graphs made of a compiled training step."""
     from openreg_ops.inductor import graphs
 
-    def captured():
-        x, made = torch.ones(3, device="openreg"), []
-        init = graphs._Graphed.__init__
-        with uncached(), patch.object(graphs._Graphed, "__init__", lambda *args: (made.append(1), init(*args))[1]):
-            torch.compile(lambda x: x + 1, mode="reduce-overhead")(x)
-        return bool(made)
+    x, made = torch.ones(3, device="openreg", requires_grad=True), []
+    init = graphs._Graphed.__init__
+    torch._dynamo.reset()
+    with patch.object(graphs._Graphed, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1]):
+        torch.compile(lambda x: x.sin().sum(), mode="reduce-overhead")(x).backward()
+    return made
 
-    assert captured()
+
+def test_reduce_overhead():
+    """Without it, a graph of the device is not captured. tests/graph/test_reduce_overhead.py has more."""
+    with uncached():
+        assert graphed()
     with without("reduce_overhead"):
-        assert not captured()
+        assert not graphed()
+
+
+def test_graphs_of_the_device():
+    from torch._inductor import config
+
+    with uncached():
+        assert graphed()
+        assert config.cudagraph_policy is None  # that of other devices
+    with without("graphs_of_the_device"):
+        assert not graphed()
+
+
+def test_metadata_of_cached_graphs():
+    """Which results are only for backward is known when a graph is compiled, and when it comes from the cache."""
+    from torch._inductor.utils import fresh_cache
+
+    from openreg_ops.inductor import adapt
+
+    each = adapt.ADAPTATIONS["metadata_of_cached_graphs"]
+    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
+        assert [graphed()[0].saved for _ in range(2)] == [1, 1]
+        with patch.object(each.owner, each.name, each.original):
+            assert graphed()[0].saved == sys.maxsize
 
 
 def test_two_step_variance():

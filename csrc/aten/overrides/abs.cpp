@@ -19,9 +19,7 @@ void abs_kernel(at::TensorIteratorBase& iter) {
   }
   const Stream stream = current_stream(iter.device(0).index());
   if (C10_UNLIKELY(detail::captures(stream)))
-    launch(
-        stream, [iter = at::TensorIterator(iter)]() mutable { at::native::abs_stub(at::kCPU, iter); },
-        Site("aten::abs"));
+    capture_unary(stream, "aten::abs", iter, [](auto& on_memory) { at::native::abs_stub(at::kCPU, on_memory); });
   else run(stream, [&] { at::native::abs_stub(at::kCPU, iter); });
 }
 

@@ -10,12 +10,8 @@ namespace {
 void kaiser_window(at::TensorIteratorBase& iter, int64_t length, double beta) {
   const Stream stream = current_stream(iter.device(0).index());
   if (C10_UNLIKELY(detail::captures(stream)))
-    launch(
-        stream,
-        [iter = at::TensorIterator(iter), length, beta]() mutable {
-          at::native::kaiser_window_stub(at::kCPU, iter, length, beta);
-        },
-        Site("aten::kaiser_window"));
+    capture_unary(stream, "aten::kaiser_window", iter,
+        [length, beta](auto& on_memory) { at::native::kaiser_window_stub(at::kCPU, on_memory, length, beta); });
   else run(stream, [&] { at::native::kaiser_window_stub(at::kCPU, iter, length, beta); });
 }
 

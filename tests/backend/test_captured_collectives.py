@@ -1,0 +1,275 @@
+"""Collectives in graphs: each replay makes the calls again, on every process of the group."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from workers import Workers
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module", params=["off", "strict"])
+def group(request):
+    with Workers(2, {"OPENREG_ISOLATION": request.param}) as workers:
+        yield workers
+
+
+PLAIN = pytest.mark.parametrize("group", ["off"], indirect=True)
+
+
+def captured(body):
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        out = body()
+    return graph, out
+
+
+def all_reduce(x):
+    dist.all_reduce(x)
+    return x * 2
+
+
+def all_reduce_and_wait(x):
+    work = dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True)
+    y = torch.ones_like(x)
+    work.wait()
+    return x + y
+
+
+def all_reduce_and_wait_for_the_future(x):
+    [y] = dist.all_reduce(x, async_op=True).get_future().wait()
+    return y + 1
+
+
+def all_reduce_on_another_stream(x):
+    main, side = torch.openreg.current_stream(), torch.openreg.Stream()
+    side.wait_stream(main)
+    with side:
+        work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    return x + 1
+
+
+def all_reduces_in_one(x):
+    y = x * 3
+    with dist._coalescing_manager(device=x.device):
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    return x + y
+
+
+def functional_all_reduce(x):
+    return functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+
+
+def broadcast(x):
+    dist.broadcast(x, src=1)
+    return x
+
+
+def reduce(x):
+    y = x.clone()
+    dist.reduce(y, dst=0)
+    return y if dist.get_rank() == 0 else x
+
+
+def all_gather(x):
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x)
+    return parts[0] - parts[1]
+
+
+def all_gather_into_tensor(x):
+    whole = torch.empty(8, 3, device=x.device)
+    dist.all_gather_into_tensor(whole, x)
+    return whole.t() + 1
+
+
+def reduce_scatter(x):
+    part = torch.empty(2, 3, device=x.device)
+    dist.reduce_scatter(part, [x[:2], x[2:]])
+    return part
+
+
+def reduce_scatter_tensor(x):
+    part = torch.empty(2, 3, device=x.device)
+    dist.reduce_scatter_tensor(part, x)
+    return part * 2
+
+
+def all_to_all(x):
+    parts = [torch.empty(2, 3, device=x.device) for _ in range(2)]
+    dist.all_to_all(parts, [x[:2], x[2:]])
+    return parts[0] + 2 * parts[1]
+
+
+def all_to_all_single(x):
+    out = torch.empty(6 if dist.get_rank() else 2, 3, device=x.device)
+    sent = [1, 3]
+    dist.all_to_all_single(out, x, [sent[dist.get_rank()]] * 2, sent)
+    return out
+
+
+BODIES = [
+    all_reduce,
+    all_reduce_and_wait,
+    all_reduce_and_wait_for_the_future,
+    all_reduce_on_another_stream,
+    all_reduces_in_one,
+    functional_all_reduce,
+    broadcast,
+    reduce,
+    all_gather,
+    all_gather_into_tensor,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    all_to_all,
+    all_to_all_single,
+]
+
+
+def check_replays(body, mode):
+    """New inputs on each replay, against eager calls."""
+    torch.openreg.set_launch_mode(mode)
+    try:
+        x = torch.zeros(4, 3, device="openreg")
+        graph, out = captured(lambda: body(x.clone()))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(3):
+            x.copy_(torch.randn(4, 3, generator=generator))
+            graph.replay()
+            assert torch.equal(out.cpu(), body(x.clone()).cpu())
+        assert out.abs().sum() > 0
+    finally:
+        torch.openreg.set_launch_mode("inline")
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_replays(group, body, mode):
+    group.run(check_replays, body, mode)
+
+
+def check_a_step():
+    """A training step with the mean of the gradients, captured as a whole."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).to("openreg")
+    x = torch.zeros(4, 3, device="openreg")
+
+    def step():
+        loss = model(x).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            dist.all_reduce(g)
+            p.detach().sub_(g, alpha=0.05)
+        return loss
+
+    expected = [p.detach().clone() for p in model.parameters()]  # which keeps no autograd node
+    graph, _ = captured(step)
+    assert all(torch.equal(p, e) for p, e in zip(model.parameters(), expected, strict=True)), "a capture does nothing"
+    batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * i + dist.get_rank())) for i in range(3)]
+    for batch in batches:
+        x.copy_(batch)
+        graph.replay()
+    found = [p.detach().cpu() for p in model.parameters()]
+    with torch.no_grad():
+        for p, e in zip(model.parameters(), expected, strict=True):
+            p.copy_(e)
+    for batch in batches:
+        x.copy_(batch)
+        step()
+    assert all(torch.equal(p.detach().cpu(), f) for p, f in zip(model.parameters(), found, strict=True))
+    return [f.tolist() for f in found]
+
+
+@PLAIN
+def test_a_step(group):
+    first, second = group.run(check_a_step)
+    assert first == second
+
+
+def check_refused():
+    x = torch.ones(2, device="openreg")
+    sparse = x.to_sparse()
+    for call, name in (
+        (dist.barrier, "barrier"),
+        (dist.monitored_barrier, "monitored_barrier"),
+        (lambda: dist.send(x, 1 - dist.get_rank()), "send"),
+        (lambda: dist.recv(x, 1 - dist.get_rank()), "recv"),
+        (lambda: dist.all_reduce(x, async_op=True).is_completed(), "query"),
+        (lambda: dist.all_reduce(sparse), "allreduce.*sparse"),
+    ):
+        with pytest.raises(torch.AcceleratorError, match=f"not permitted when stream is capturing: .*{name}"):
+            captured(call)
+    dist.all_reduce(x)  # nothing of the captures is left
+    assert x.tolist() == [2.0] * 2
+    work = []
+    captured(lambda: work.append(dist.all_reduce(x, async_op=True)))
+    with pytest.raises(torch.AcceleratorError, match="capture that has ended"):
+        work[0].wait()
+
+
+@PLAIN
+def test_refused(group):
+    group.run(check_refused)
+
+
+def check_a_mismatch():
+    """The error is that of calls without a graph, at the replay; in async mode, at the next wait."""
+    x = torch.ones(4, device="openreg")
+    graph, _ = captured(lambda: dist.all_reduce(x) if dist.get_rank() else dist.broadcast(x, 0))
+    with pytest.raises(dist.DistBackendError, match=r"mismatched collectives.*calls (allreduce|broadcast)"):
+        graph.replay()
+    with torch.openreg.launch_mode("async"):
+        graph.replay()
+        with pytest.raises(torch.AcceleratorError, match="mismatched collectives"):
+            torch.openreg.synchronize()
+    graph, _ = captured(lambda: dist.all_reduce(x))
+    graph.replay()
+    assert x.tolist() == [2.0] * 4
+
+
+@PLAIN
+def test_a_mismatch(group):
+    group.run(check_a_mismatch)
+
+
+def check_a_missing_rank():
+    few = dist.new_group(timeout=timedelta(seconds=1))
+    x = torch.ones(4, device="openreg")
+    graph, _ = captured(lambda: dist.all_reduce(x, group=few))
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistBackendError, match="allreduce on rank 0 of 2 failed.*did not make this call"):
+            graph.replay()
+    dist.all_reduce(x)  # the other group works
+
+
+@PLAIN
+def test_a_missing_rank(group):
+    group.run(check_a_missing_rank)
+
+
+def check_sanitized():
+    """A replay waits for what it reads, and what comes after it waits for what it writes."""
+    from torch.openreg import _sanitizer
+
+    with _sanitizer.sanitize():
+        x = torch.ones(4, device="openreg")
+        graph, y = captured(lambda: all_reduce(x.clone()))
+        graph.replay()
+        assert y.tolist() == [4.0] * 4
+        side = torch.openreg.Stream()
+        side.wait_stream(torch.openreg.current_stream())
+        with side:
+            x.fill_(2)
+        with pytest.raises(_sanitizer.OpenregSanitizerErrors):
+            graph.replay()
+        torch.openreg.current_stream().wait_stream(side)
+
+
+@PLAIN
+def test_sanitized(group):
+    group.run(check_sanitized)
