@@ -1,24 +1,16 @@
-"""Arguments made from an operator's schema: calls that the CPU accepts, and garbage; and a place where either may crash.
+"""Arguments made from an operator's schema: calls that the CPU may accept, and garbage.
 
-`call(op, k)` is the k-th call of an operator, `garbage(op, call, k)` the k-th damage to one: equal numbers give equal
-arguments, in every process. `survey` makes calls in a forked child. `recorded` takes arguments from PyTorch's OpInfo.
-Everything is on the CPU; `Move` takes it to a device. `stays_within` says whether a call keeps to its arguments' memory.
+`call(op, k)` is the k-th call of an operator, and `garbage(op, call, k)` damages a call in the k-th way. Equal numbers give
+equal arguments in every process. `recorded` takes arguments from PyTorch's OpInfo. Everything is on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import json
 import math
-import os
 import random
-import select
-import signal
-import sys
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,143 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from openreg_tools import dispatch
 from openreg_tools.conformance import opinfo
+from openreg_tools.conformance.calls import Call, Stays, StorageOf
 
-__all__ = [
-    "Call",
-    "Move",
-    "RequiresGrad",
-    "Stays",
-    "StorageOf",
-    "call",
-    "garbage",
-    "overload",
-    "recorded",
-    "stays_within",
-    "survey",
-]
-
-
-@dataclasses.dataclass
-class Call:
-    """The arguments of one call, on the CPU."""
-
-    args: list[Any]
-    kwargs: dict[str, Any]
-    alone: bool = False  # whether the CPU has no call like this one: an argument is elsewhere, or has no memory
-
-    def __str__(self) -> str:
-        words = [*map(_shown, self.args), *(f"{name}={_shown(value)}" for name, value in self.kwargs.items())]
-        return f"({', '.join(words)})"
-
-
-@dataclasses.dataclass
-class StorageOf:
-    """Stands for the storage of a tensor."""
-
-    tensor: torch.Tensor
-
-
-@dataclasses.dataclass
-class Stays:
-    """A tensor that stays on the CPU when the others move."""
-
-    tensor: torch.Tensor
-
-
-@dataclasses.dataclass
-class RequiresGrad:
-    """A tensor that requires a gradient where it is moved to."""
-
-    tensor: torch.Tensor
-
-
-class Move(opinfo.Mover):
-    """Takes the arguments of a `Call` to a device."""
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, StorageOf):
-            return self.tensor(value.tensor).untyped_storage()
-        if isinstance(value, Stays):
-            return value.tensor
-        if isinstance(value, RequiresGrad):
-            return self.tensor(value.tensor).requires_grad_()
-        if isinstance(value, torch.ScriptObject):
-            return value
-        return super().__call__(value)
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":
-            return tensor
-        if tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:
-            if tensor.numel() and not tensor.untyped_storage().nbytes():  # a tensor whose memory was taken away
-                copy = torch.empty_like(tensor, device=self.device)
-                copy.untyped_storage().resize_(0)
-                return copy
-        return super().copy(tensor)
-
-
-class _Guarded(Move):
-    """Copies arguments into CPU memory between two guards, each a page of bytes of one value."""
-
-    PAGE = 4096
-
-    def __init__(self, value: int) -> None:
-        super().__init__("cpu")
-        self.guard, self.memory = bytes([value]), []
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        lazy = tensor.is_conj() or tensor.is_neg()
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or lazy or not tensor.numel():
-            return super().copy(tensor)
-        storage = tensor.untyped_storage()
-        key, count = (storage._cdata, tensor.dtype), storage.nbytes() // tensor.element_size()
-        if not count:
-            return super().copy(tensor)
-        if key not in self.storages:
-            buffer = bytearray(2 * self.PAGE + storage.nbytes())
-            memory = torch.frombuffer(buffer, dtype=torch.uint8)
-            start = -memory.data_ptr() % 64 + self.PAGE - 64  # aligned as the memory of a tensor is
-            held = torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start)
-            buffer[:] = self.guard * len(buffer)
-            held.copy_(torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,)))
-            self.storages[key] = held
-            self.memory.append((buffer, start, start + storage.nbytes()))
-            self.kept.append(storage)
-        return self.storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def is_whole(self) -> bool:
-        return all(
-            buffer[:start] == self.guard * start and buffer[end:] == self.guard * (len(buffer) - end)
-            for buffer, start, end in self.memory
-        )
-
-
-def stays_within(call: Callable[[Move], Any], resizes: bool = False) -> bool:
-    """Whether a call on the CPU stays within the memory of its arguments. Some kernels do not check shapes.
-
-    The call runs three times, with guards of another value each time. It must return the same results each time and
-    leave the guards unchanged. A call that resizes an argument with elements, or raises, is answered by `resizes`.
-    """
-    found = []
-    for value in (0, 0xFF, 0x5A):
-        move = _Guarded(value)
-        torch.manual_seed(opinfo.SEED)
-        try:
-            out = call(move)
-        except RuntimeError:  # what it was given cannot be resized
-            return resizes
-        if not move.is_whole():
-            return False
-        found.append([_bits(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
-    return all(each == found[0] for each in found)
-
-
-def _bits(x: torch.Tensor) -> Any:
-    if x.layout != torch.strided or x.is_nested or x.is_quantized or x.device.type != "cpu":
-        return str(x.layout)
-    with torch.no_grad():
-        x = x.detach().resolve_conj().resolve_neg().contiguous()
-        return x.dtype, x.shape, ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
+__all__ = ["SIZES", "call", "garbage", "overload", "recorded"]
 
 
 def overload(name: str) -> Any:
@@ -171,23 +29,6 @@ def overload(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     base, _, which = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), which or "default")
-
-
-def _shown(value: Any) -> str:
-    match value:
-        case RequiresGrad():
-            return f"{_shown(value.tensor)} that requires a gradient"
-        case Stays():
-            return f"{_shown(value.tensor)} on the CPU"
-        case StorageOf():
-            return f"storage of {_shown(value.tensor)}"
-        case torch.Tensor():
-            layout = "" if value.layout == torch.strided else f" {value.layout}"
-            shape = "nested" if value.is_nested else list(value.shape)
-            return f"{str(value.dtype).removeprefix('torch.')}{shape}{layout}"
-        case list() | tuple():
-            return f"[{', '.join(map(_shown, value))}]"
-    return repr(value)
 
 
 # ---- types ----
@@ -531,111 +372,3 @@ def recorded(name: str, source: str) -> list[Call]:
                 if len(recorder.calls) == 3:
                     return recorder.calls
     return recorder.calls
-
-
-# ---- where a call may crash ----
-
-
-@dataclasses.dataclass
-class Outcome:
-    """How one attempt of `survey` ended."""
-
-    kind: str  # "returned", "raised", "crashed" or "hung"
-    message: str = ""
-
-
-def survey(
-    count: int, attempt: Callable[[int], Any], enough: int | None = None, seconds: float = 10.0
-) -> Iterator[tuple[int, Outcome]]:
-    """Attempts 0 to count - 1 in a forked child, which is forked again when one ends it or hangs.
-
-    Ends early once `enough` have returned, or three have hung. The attempts must not use a device that the parent has used.
-    """
-    first = returned = hung = 0
-    while first < count and (enough is None or hung < 3):
-        for i, outcome in _forked(range(first, count), attempt, None if enough is None else enough - returned, seconds):
-            yield i, outcome
-            first = i + 1
-            hung += outcome.kind == "hung"
-            returned += outcome.kind == "returned"
-            if enough is not None and returned >= enough:
-                return
-
-
-def _forked(
-    which: range, attempt: Callable[[int], Any], enough: int | None, seconds: float
-) -> Iterator[tuple[int, Outcome]]:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        _serve(os.fdopen(write, "w", buffering=1), which, attempt, enough)
-    os.close(write)
-    at, buffer, running = which.start, b"", False
-    try:
-        while True:
-            if not select.select([read], [], [], seconds)[0]:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                child = 0
-                yield at, Outcome("hung", f"no result after {seconds:g} s")
-                return
-            data = os.read(read, 1 << 16)
-            if not data:
-                _, status = os.waitpid(child, 0)
-                child = 0
-                if running:
-                    died = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {status >> 8}"
-                    yield at, Outcome("crashed", died)
-                return
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                at, *outcome = json.loads(line)
-                running = not outcome
-                if outcome:
-                    yield at, Outcome(*outcome)
-    finally:
-        os.close(read)
-        if child:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-
-def _serve(answers: Any, which: range, attempt: Callable[[int], Any], enough: int | None) -> None:
-    """The child's side; does not return."""
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        warnings.simplefilter("ignore")
-        for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE):
-            signal.signal(number, signal.SIG_DFL)  # a handler of the parent's could wait for its threads
-        with at_most(4 << 30):
-            for i in which:
-                answers.write(json.dumps([i]) + "\n")
-                try:
-                    attempt(i)
-                    answers.write(json.dumps([i, "returned"]) + "\n")
-                    if enough is not None and (enough := enough - 1) == 0:
-                        break
-                except Exception as error:
-                    answers.write(json.dumps([i, "raised", opinfo.first_line(error)]) + "\n")
-    finally:
-        answers.flush()
-        os._exit(0)
-
-
-@contextlib.contextmanager
-def at_most(more: int) -> Iterator[None]:
-    """Limits the process to `more` bytes of address space beyond what it has, so that a huge size is an error."""
-    import resource
-
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (now + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

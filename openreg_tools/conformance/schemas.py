@@ -18,8 +18,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import generated, opinfo
-from openreg_tools.conformance.generated import Call, Move
+from openreg_tools.conformance import generated, opinfo, survey
+from openreg_tools.conformance.calls import Call, Move, stays_within
 from openreg_tools.conformance.recipes import RECIPES
 
 CHECKS = ("generated", "garbage")
@@ -221,15 +221,15 @@ def refused(name: str, most: int) -> list[Call]:
 
 
 @functools.lru_cache(maxsize=8)
-def _survey(name: str, most: int) -> list[tuple[int, generated.Outcome]]:
+def _survey(name: str, most: int) -> list[tuple[int, survey.Outcome]]:
     def attempt(k: int) -> None:
         call = generated.call(name, k)
         run(name, call, "cpu")
         with _filled_memory():
-            if not is_uninitialized(name) and not generated.stays_within(functools.partial(_call, name, call)):
+            if not is_uninitialized(name) and not stays_within(functools.partial(_call, name, call)):
                 raise _ReadsBeyondError
 
-    return list(generated.survey(ATTEMPTS, attempt, enough=most))
+    return list(survey.survey(ATTEMPTS, attempt, enough=most))
 
 
 def _tried(name: str, most: int, kind: str) -> list[Call]:
@@ -406,7 +406,7 @@ def _refused(report: opinfo.Report, name: str, samples: int, device: str, at: Ca
         at(f"generated, refused sample {i}")
         report.ran["generated"] += 1
         try:
-            with generated.at_most(4 << 30):
+            with survey.at_most(4 << 30):
                 run(name, call, device)
         except Exception:
             continue
@@ -435,9 +435,9 @@ def _garbage(
     made = [generated.garbage(name, calls[k % len(calls)], k) for k in range(count)]
     at("making garbage")
     compared = _on_cpu(name) and name not in {**DIFFERENT, **backends.of_operator(name).differs()}
-    on_cpu: dict[int, generated.Outcome] = {}
+    on_cpu: dict[int, survey.Outcome] = {}
     if compared:
-        on_cpu = dict(generated.survey(count, lambda k: run(name, made[k], "cpu")))
+        on_cpu = dict(survey.survey(count, lambda k: run(name, made[k], "cpu")))
     for k, call in enumerate(made):
         cpu = on_cpu.get(k)
         if cpu is not None and cpu.kind in ("crashed", "hung") and (call.alone or not _of_package(name)):
@@ -453,7 +453,7 @@ def _garbage(
             fail("crash", f"on the CPU: {cpu.message}")
             continue
         try:
-            with generated.at_most(4 << 30):
+            with survey.at_most(4 << 30):
                 run(name, call, device)
             error = None
         except Exception as raised:

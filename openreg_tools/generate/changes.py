@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from openreg_tools import dispatch
 from openreg_tools.conformance import generated, layouts
-from openreg_tools.conformance.generated import SIZES, Call, Stays
+from openreg_tools.conformance.calls import Call, Stays
+from openreg_tools.conformance.generated import SIZES
 
 __all__ = ["Change", "changed", "profile"]
 

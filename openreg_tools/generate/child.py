@@ -22,8 +22,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import generated, layouts, opinfo, schemas
-from openreg_tools.conformance.generated import Call, Move, Stays
+from openreg_tools.conformance import generated, layouts, opinfo, schemas, survey
+from openreg_tools.conformance.calls import Call, Move, Stays, stays_within
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import changes, snippet
 
@@ -150,7 +150,7 @@ class _Plain(Move):
 
 def _called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
     """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
-    with generated.at_most(4 << 30):
+    with survey.at_most(4 << 30):
         out, written = schemas._call(name, call, move)
         if move.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(move.device)
@@ -309,7 +309,7 @@ def _doubtful(name: str, call: Call) -> str:
     torch.manual_seed(opinfo.SEED)
     if _differs_plain(name, call):
         return "the CPU's kernel gives other results in contiguous memory"
-    (_, outcome), *_ = generated.survey(1, lambda _: _checked(within)) or [(0, generated.Outcome("crashed"))]
+    (_, outcome), *_ = survey.survey(1, lambda _: _checked(within)) or [(0, survey.Outcome("crashed"))]
     if outcome.kind == "returned":
         return ""
     return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
@@ -334,7 +334,7 @@ def _differs_plain(name: str, call: Call) -> bool:
 
 
 def _checked(within: Callable[[Move], Any]) -> None:
-    if not generated.stays_within(within, resizes=True):
+    if not stays_within(within, resizes=True):
         raise ValueError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from openreg_tools import backends
-from openreg_tools.conformance.generated import Call, RequiresGrad, Stays, StorageOf
+from openreg_tools.conformance.calls import Call, RequiresGrad, Stays, StorageOf
 
 __all__ = ["source"]
 

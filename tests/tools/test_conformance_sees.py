@@ -10,8 +10,18 @@ import torch
 from torch.testing._internal.common_dtype import custom_types
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
+from openreg_tools.conformance import (
+    calls,
+    cuda_dtypes,
+    layouts,
+    opinfo,
+    schemas,
+    survey,
+    sweep,
+    training,
+    worker,
+)
 from openreg_tools.conformance import command as conformance
-from openreg_tools.conformance import cuda_dtypes, generated, layouts, opinfo, schemas, sweep, training, worker
 
 pytestmark = pytest.mark.conformance
 DEVICE = "openreg"
@@ -349,7 +359,7 @@ def test_the_forms_of_an_operator(name, out, inplace):
 def one_call(monkeypatch):
     """An operator of which the CPU refuses the only call."""
     monkeypatch.setattr(schemas, "accepted", lambda name, samples: [])
-    monkeypatch.setattr(schemas, "refused", lambda name, samples: [generated.Call([torch.ones(2)], {})])
+    monkeypatch.setattr(schemas, "refused", lambda name, samples: [calls.Call([torch.ones(2)], {})])
     monkeypatch.setattr(schemas, "is_own", lambda name, device: False)
 
 
@@ -380,7 +390,7 @@ def test_garbage(monkeypatch, kind):
 
 
 def test_three_calls_that_hang_end_a_survey():
-    hung = generated.survey(9, lambda i: signal.pause(), enough=1, seconds=0.2)
+    hung = survey.survey(9, lambda i: signal.pause(), enough=1, seconds=0.2)
     assert [outcome.kind for _, outcome in hung] == ["hung"] * 3
 
 

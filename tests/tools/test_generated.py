@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openreg_tools.conformance.generated import Call, Stays
+from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import changes, child, report, search, snippet
 

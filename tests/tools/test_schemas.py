@@ -15,7 +15,7 @@ from processes import python
 from test_conformance import command
 
 from openreg_tools.conformance import command as conformance
-from openreg_tools.conformance import generated, opinfo, schemas
+from openreg_tools.conformance import generated, opinfo, schemas, survey
 
 pytestmark = pytest.mark.conformance
 
@@ -120,10 +120,10 @@ def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
         if i == 4:
             signal.pause()
 
-    outcomes = dict(generated.survey(6, attempt, seconds=2))
+    outcomes = dict(survey.survey(6, attempt, seconds=2))
     assert [outcomes[i].kind for i in range(6)] == ["returned", "crashed", "returned", "raised", "hung", "returned"]
     assert outcomes[1].message == "signal 11" and outcomes[3].message == "ValueError: no"
-    assert [i for i, _ in generated.survey(6, lambda i: None, enough=2)] == [0, 1]
+    assert [i for i, _ in survey.survey(6, lambda i: None, enough=2)] == [0, 1]
 
 
 # ---- what the checks found ----

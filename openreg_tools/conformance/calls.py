@@ -1,0 +1,155 @@
+"""The arguments of a generated call: how they move to a device, and whether the CPU's kernel stays within their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from openreg_tools.conformance import opinfo
+
+__all__ = ["Call", "Move", "RequiresGrad", "Stays", "StorageOf", "stays_within"]
+
+
+@dataclasses.dataclass
+class Call:
+    """The arguments of one call, on the CPU."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    alone: bool = False  # whether the CPU has no call like this one: an argument is elsewhere, or has no memory
+
+    def __str__(self) -> str:
+        words = [*map(_shown, self.args), *(f"{name}={_shown(value)}" for name, value in self.kwargs.items())]
+        return f"({', '.join(words)})"
+
+
+@dataclasses.dataclass
+class StorageOf:
+    """Stands for the storage of a tensor."""
+
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass
+class Stays:
+    """A tensor that stays on the CPU when the others move."""
+
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass
+class RequiresGrad:
+    """A tensor that requires a gradient where it is moved to."""
+
+    tensor: torch.Tensor
+
+
+class Move(opinfo.Mover):
+    """Takes the arguments of a `Call` to a device."""
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, StorageOf):
+            return self.tensor(value.tensor).untyped_storage()
+        if isinstance(value, Stays):
+            return value.tensor
+        if isinstance(value, RequiresGrad):
+            return self.tensor(value.tensor).requires_grad_()
+        if isinstance(value, torch.ScriptObject):
+            return value
+        return super().__call__(value)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        if tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:
+            if tensor.numel() and not tensor.untyped_storage().nbytes():  # a tensor whose memory was taken away
+                copy = torch.empty_like(tensor, device=self.device)
+                copy.untyped_storage().resize_(0)
+                return copy
+        return super().copy(tensor)
+
+
+class _Guarded(Move):
+    """Copies arguments into CPU memory between two guards, each a page of bytes of one value."""
+
+    PAGE = 4096
+
+    def __init__(self, value: int) -> None:
+        super().__init__("cpu")
+        self.guard, self.memory = bytes([value]), []
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        lazy = tensor.is_conj() or tensor.is_neg()
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or lazy or not tensor.numel():
+            return super().copy(tensor)
+        storage = tensor.untyped_storage()
+        key, count = (storage._cdata, tensor.dtype), storage.nbytes() // tensor.element_size()
+        if not count:
+            return super().copy(tensor)
+        if key not in self.storages:
+            buffer = bytearray(2 * self.PAGE + storage.nbytes())
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            start = -memory.data_ptr() % 64 + self.PAGE - 64  # aligned as the memory of a tensor is
+            held = torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start)
+            buffer[:] = self.guard * len(buffer)
+            held.copy_(torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,)))
+            self.storages[key] = held
+            self.memory.append((buffer, start, start + storage.nbytes()))
+            self.kept.append(storage)
+        return self.storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def is_whole(self) -> bool:
+        return all(
+            buffer[:start] == self.guard * start and buffer[end:] == self.guard * (len(buffer) - end)
+            for buffer, start, end in self.memory
+        )
+
+
+def stays_within(call: Callable[[Move], Any], resizes: bool = False) -> bool:
+    """Whether a call on the CPU stays within the memory of its arguments. Some kernels do not check shapes.
+
+    The call runs three times, with guards of another value each time. It must return the same results each time and
+    leave the guards unchanged. A call that resizes an argument with elements, or raises, is answered by `resizes`.
+    """
+    found = []
+    for value in (0, 0xFF, 0x5A):
+        move = _Guarded(value)
+        torch.manual_seed(opinfo.SEED)
+        try:
+            out = call(move)
+        except RuntimeError:  # what it was given cannot be resized
+            return resizes
+        if not move.is_whole():
+            return False
+        found.append([_bits(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
+    return all(each == found[0] for each in found)
+
+
+def _bits(x: torch.Tensor) -> Any:
+    if x.layout != torch.strided or x.is_nested or x.is_quantized or x.device.type != "cpu":
+        return str(x.layout)
+    with torch.no_grad():
+        x = x.detach().resolve_conj().resolve_neg().contiguous()
+        return x.dtype, x.shape, ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case RequiresGrad():
+            return f"{_shown(value.tensor)} that requires a gradient"
+        case Stays():
+            return f"{_shown(value.tensor)} on the CPU"
+        case StorageOf():
+            return f"storage of {_shown(value.tensor)}"
+        case torch.Tensor():
+            layout = "" if value.layout == torch.strided else f" {value.layout}"
+            shape = "nested" if value.is_nested else list(value.shape)
+            return f"{str(value.dtype).removeprefix('torch.')}{shape}{layout}"
+        case list() | tuple():
+            return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)
