@@ -1,4 +1,4 @@
-"""The pytest fixture of the openreg device. The options and the other fixtures are those of openreg_tools.
+"""The pytest fixture and the option of the openreg device. The others are those of openreg_tools.
 
 It stands outside the package, so that a pytest run which does not use it imports neither the package nor torch.
 """
@@ -12,6 +12,24 @@ from typing import Any
 import pytest
 
 pytest_plugins = ["openreg_tools.pytest_plugin"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("device", "running on a device").addoption(
+        "--device-schedules", metavar="N",
+        help="run each test in N orders of its streams, or with the seeds A:B; needs --device openreg",
+    )  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)  # after openreg_tools has tried the device
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.device_schedules is None:
+        return
+    if not (config.option.on_device or "").startswith("openreg"):
+        raise pytest.UsageError("--device-schedules needs --device openreg, whose scheduler it controls")
+    from openreg_ops.testing.schedules import SchedulesPlugin
+
+    config.pluginmanager.register(SchedulesPlugin(config.option.device_schedules), "openreg_ops.testing.schedules")
 
 
 @pytest.fixture

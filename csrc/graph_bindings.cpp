@@ -3,6 +3,8 @@
 #include <frameobject.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
@@ -31,6 +33,8 @@ struct MemPool {
   const PoolId id;
 };
 
+constexpr std::array kNotTheProgram{"/torch/", "/openreg_ops/", "/typing_extensions.py"};
+
 // The Python line that the calling thread is executing, outside torch and this package; empty in a backward pass.
 std::string python_line() {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
@@ -43,7 +47,9 @@ std::string python_line() {
     const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(at)));
     const auto file = code.attr("co_filename").cast<std::string>();
     line = file + ":" + std::to_string(PyFrame_GetLineNumber(at));
-    if (file.find("/torch/") == std::string::npos && file.find("/openreg_ops/") == std::string::npos) return line;
+    if (std::none_of(kNotTheProgram.begin(), kNotTheProgram.end(),
+            [&](const char* part) { return file.find(part) != std::string::npos; }))
+      return line;
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(at)));
   }
   return line;

@@ -45,6 +45,7 @@
 #include "runtime/stream.h"
 #include "runtime/usage.h"
 #include "runtime/wait.h"
+#include "schedule_bindings.h"
 
 // From torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.
 namespace torch {
@@ -219,6 +220,7 @@ PYBIND11_MODULE(_C, m) {
   openreg::set_check_signals(&check_signals);
   openreg::bind_graphs(m);
   openreg::bind_compiled_graphs(m);
+  openreg::bind_schedules(m);
   m.def("register_native_kernels", &openreg::register_native_kernels);
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);

@@ -16,6 +16,7 @@
 #include "../runtime/fault.h"
 #include "../runtime/memory.h"
 #include "../runtime/profile.h"
+#include "../runtime/schedule.h"
 #include "../runtime/stream.h"
 #include "captured.h"
 #include "cpu_call.h"
@@ -163,7 +164,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     }
   if (between) wait_for(here, there);
   const bool corrupted = copy_corrupted(here);
-  const Site site = detail::profiling() ? copy_site(self, destination) : Site(std::source_location::current());
+  const Site site =
+      detail::profiling() || detail::scheduled() ? copy_site(self, destination) : Site(std::source_location::current());
   if ((non_blocking || between) && is_plain(self, destination)) {
     const void* from = self.const_data_ptr();
     void* to = destination.mutable_data_ptr();

@@ -10,6 +10,7 @@
 
 #include "../runtime/device.h"
 #include "../runtime/graph.h"
+#include "../runtime/schedule.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
 #include "distributed_work.h"
@@ -92,6 +93,18 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
   const auto stream = current_stream(arguments.device);
   if (detail::captures(stream)) return coalesce(capture(std::move(arguments), type, std::move(call), start), async);
   const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, ++sequence_number_);
+  if (detail::scheduled()) {
+    work->set_scheduled(detail::queue_collective(
+        stream,
+        [this, work, call = std::move(call), start] {
+          queue_.push(
+              call, [work, start]() mutable { work->begin(start()); },
+              [work](const std::exception_ptr& error) { work->fail(error); });
+          work->finish_scheduled();
+        },
+        site));
+    return coalesce(work, async);
+  }
   openreg::run(
       stream,
       [&] {

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -21,6 +22,7 @@
 #include "../runtime/graph.h"
 #include "../runtime/isolation.h"
 #include "../runtime/observer.h"
+#include "../runtime/schedule.h"
 #include "../runtime/stream.h"
 #include "../runtime/wait.h"
 #include "allocator.h"
@@ -208,6 +210,7 @@ class DeviceWork final : public c10d::Work {
 
   // The future completes only when the engine's results are in device memory.
   bool isCompleted() override {
+    if (scheduled() && !done(*scheduled_)) detail::schedule_query("Work.is_completed", scheduled_->stream);
     const bool completed =
         finished_ || failure() || future_->completed() || (begun() && !engine_future_ && engine_->isCompleted());
     if (completed && isSuccess()) notice_wait();
@@ -230,6 +233,7 @@ class DeviceWork final : public c10d::Work {
   // Releases Python's lock, which synchronize() holds: the engine's threads may call the program's Python code before
   // the work is done.
   bool wait(std::chrono::milliseconds timeout) override {
+    land("Work.wait");
     bool over = false;
     auto whole = [&] { over = wait_for_work(timeout); };
     detail::wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
@@ -266,6 +270,7 @@ class DeviceWork final : public c10d::Work {
     if (begun()) engine_->abort();
   }
   c10::intrusive_ptr<Future> getFuture() override {
+    land("Work.get_future"); // whoever waits for a future does not ask the schedule
     bool follow = false;
     {
       std::lock_guard lock(ending_);
@@ -278,7 +283,24 @@ class DeviceWork final : public c10d::Work {
   float getDuration() const override { return begun() ? engine_->getDuration() : Work::getDuration(); }
   uint64_t getSequencenumber() const override { return number_; }
 
+  // For Note [Schedules]: the collective is the item of this ticket, and the item ends when the results are in device
+  // memory.
+  void set_scheduled(const Ticket& ticket) { scheduled_ = ticket; }
+  void finish_scheduled() {
+    try {
+      wait_for_work(kNoTimeout);
+    } catch (...) { // which the program's wait throws
+    }
+  }
+
  private:
+  bool scheduled() const { return scheduled_ && detail::scheduled(); }
+  void land(const char* name) {
+    if (!detail::scheduled()) return;
+    // Another process may need this one's collectives before it sends.
+    const Ticket until = scheduled_.value_or(ticket(detail::collectives_of(arguments_.device)));
+    detail::schedule_wait(name, {[until] { return done(until); }, until.stream});
+  }
   c10::intrusive_ptr<DeviceWork> self() { return c10::intrusive_ptr<DeviceWork>::reclaim_copy(this); }
   bool begun() const {
     std::lock_guard lock(ending_);
@@ -386,6 +408,7 @@ class DeviceWork final : public c10d::Work {
   const Arguments arguments_;
   const uint64_t number_;
   const c10::intrusive_ptr<Future> future_;
+  std::optional<Ticket> scheduled_;
   mutable std::mutex ending_; // of the next six
   std::condition_variable end_;
   Engine engine_;                            // null until it has begun

@@ -103,8 +103,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const DeviceStream& stream) const override {
     const Stream ours = checked_stream(stream);
     check_usable(ours.device);
-    detail::check_host_call("a stream's query", ours);
-    const bool idle = stream_idle(ours);
+    const bool idle = query_stream(ours);
     if (idle) notice("stream_synchronized", nullptr, ours);
     return answer(ours.device, idle);
   }

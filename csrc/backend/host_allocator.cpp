@@ -6,11 +6,13 @@
 #include <bit>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
 
 #include "../runtime/fork.h"
+#include "../runtime/memory.h"
 #include "../runtime/stream.h"
 #include "guard.h"
 #include "host_allocator.h"
@@ -100,6 +102,7 @@ struct PinnedMemory final : at::HostAllocator {
     stats.active_requests.increase(1);
     stats.active_bytes.increase(size);
     blocks[static_cast<const char*>(pointer)] = {size, true, {}};
+    if (poison()) std::memset(pointer, 0xFF, size);
     return {pointer, pointer, &free_pinned, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }

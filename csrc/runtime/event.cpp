@@ -8,6 +8,7 @@
 #include "fault.h"
 #include "graph.h"
 #include "profile.h"
+#include "schedule.h"
 #include "stream.h"
 #include "wait.h"
 
@@ -33,7 +34,9 @@ struct Event::Point {
     return changed.wait_for(lock, most, [&] { return reached.load(std::memory_order_acquire); });
   }
   void wait() {
-    if (reached.load(std::memory_order_acquire)) return;
+    const auto is_reached = [this] { return reached.load(std::memory_order_acquire); };
+    if (detail::scheduled()) detail::schedule_wait("Event.synchronize", {is_reached, stream});
+    if (is_reached()) return;
     detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return wait_for(most); });
   }
   // On a worker, which holds no turn and handles no signals.
@@ -67,7 +70,8 @@ void Event::block(Stream stream) const {
         "capture, or let its stream join the capture first, with other.wait_stream(capture_stream).");
   if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
   const Site site("wait for an event", Site::kWait);
-  detail::queue_wait(stream, detail::profiled(stream, site, [point] { point->wait_unless_dropping(); }), site);
+  detail::queue_wait(stream, detail::profiled(stream, site, [point] { point->wait_unless_dropping(); }), site,
+      {[point] { return point->reached.load(std::memory_order_acquire); }, point->stream});
 }
 
 bool Event::recorded() const noexcept {
@@ -88,6 +92,7 @@ void Event::check_host(const char* what) const {
 bool Event::query() const {
   check_host("an event's query");
   const auto point = std::atomic_load(&point_);
+  if (point && detail::scheduled()) detail::schedule_query("Event.query", point->stream);
   return !point || point->reached.load(std::memory_order_acquire);
 }
 

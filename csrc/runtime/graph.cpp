@@ -73,17 +73,12 @@ std::shared_ptr<Capture> capture_of(Stream stream) {
 }
 
 std::atomic<AroundReplay> around_replay{nullptr};
-std::atomic<WhereIsCaller> where_is_caller{nullptr};
-
-std::string where() {
-  const auto ask = where_is_caller.load();
-  return ask ? ask() : std::string();
-}
+std::atomic<WhereIsCaller> ask_where{nullptr};
 
 constexpr const char* kNotPermitted = "openreg error: operation not permitted when stream is capturing: ";
 
 [[noreturn]] void refuse(Capture& capture, const std::string& what, const std::string& why) {
-  const std::string line = where();
+  const std::string line = where_is_caller();
   const std::string message = kNotPermitted + what + (line.empty() ? "" : " at " + line) + ": " + why;
   {
     std::lock_guard lock(capture.mutex);
@@ -252,7 +247,7 @@ void detail::capture(Stream stream, const openreg_site& site, Task work, std::ve
   const auto capture = capture_of(stream);
   if (!capture) throw std::logic_error("openreg: expected a stream that is captured");
   check_valid(*capture, node_name(site).c_str());
-  std::string line = where();
+  std::string line = where_is_caller();
   std::lock_guard lock(capture->mutex);
   if (!capture->graph) return; // it has just ended
   auto& nodes = capture->graph->nodes;
@@ -344,7 +339,12 @@ detail::NotCaptured::~NotCaptured() {
 }
 
 void set_where_is_caller(WhereIsCaller where) noexcept {
-  where_is_caller = where;
+  ask_where = where;
+}
+
+std::string where_is_caller() {
+  const auto ask = ask_where.load();
+  return ask ? ask() : std::string();
 }
 
 // ---- replay ----

@@ -83,6 +83,7 @@ void replay(std::shared_ptr<const Graph> graph, Stream stream, std::vector<Memor
 // Names the line of the program that the calling thread is in, "train.py:12". Set once, by the bindings.
 using WhereIsCaller = std::string (*)();
 void set_where_is_caller(WhereIsCaller where) noexcept;
+std::string where_is_caller();
 
 // The nodes and edges in the language of Graphviz.
 std::string to_dot(const Graph& graph);

@@ -217,8 +217,7 @@ constexpr openreg_interface table{
           return guarded([&] {
             const Stream ours = checked(stream);
             check_usable(ours.device);
-            detail::check_host_call("a stream's query", ours);
-            if (!(given("a place for the answer", idle) = stream_idle(ours))) return;
+            if (!(given("a place for the answer", idle) = query_stream(ours))) return;
             notice("stream_synchronized", nullptr, ours);
             throw_kept_error(ours.device, /*keep=*/true);
           });

@@ -24,6 +24,7 @@
 #include "isolation.h"
 #include "mutex.h"
 #include "observer.h"
+#include "schedule.h"
 #include "stream.h"
 #include "turn.h"
 
@@ -787,10 +788,11 @@ void* allocate(Stream stream, std::size_t bytes) {
       if (detail::captures(stream)) {
         detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
       } else if (detail::held_turn ||
-          stream_idle(stream)) { // running work allocates for itself: after it would be too late
+          (stream_idle(stream) &&
+              !detail::scheduled())) { // running work allocates for itself: after it would be too late
         const detail::Access access;
         fill();
-      } else detail::queue(stream, fill, Site("fill"));
+      } else detail::queue_part(stream, fill, Site("fill"));
     } catch (...) { // as in a capture that is void
       deallocate(pointer);
       throw;

@@ -1,15 +1,11 @@
 #include "stream.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -21,6 +17,8 @@
 #include "graph.h"
 #include "isolation.h"
 #include "profile.h"
+#include "queue.h"
+#include "schedule.h"
 #include "turn.h"
 #include "usage.h"
 
@@ -59,150 +57,6 @@ LaunchCounter::~LaunchCounter() {
   std::erase(counters(), this);
 }
 
-// Note [Workers]
-// A stream gets a thread when work is first queued on it. The thread waits for more work: first it polls for kSpin,
-// because waking a sleeping thread costs its waker tens of microseconds; then it sleeps. It ends after kLinger, so ten
-// thousand streams leave no threads behind.
-constexpr auto kSpin = std::chrono::microseconds(20);
-constexpr auto kLinger = std::chrono::seconds(2);
-
-std::atomic<bool> drops{false}; // see detail::dropping()
-
-class Queue;
-thread_local const Queue* worked_on = nullptr; // the queue that this thread, a worker, serves
-
-class Queue {
- public:
-  explicit Queue(Stream stream) : stream_(stream) {}
-
-  std::uint64_t submitted() const noexcept { return submitted_.load(std::memory_order_acquire); }
-  bool idle() const noexcept { return done(submitted()); }
-  bool done(std::uint64_t number) const noexcept { return completed_.load(std::memory_order_acquire) >= number; }
-
-  // `kernel`: the work may touch device memory, other than a wait or a sleep.
-  void push(detail::Task work, const openreg_site& site, bool kernel = false) {
-    bool wake;
-    {
-      std::lock_guard lock(mutex_);
-      if (!running_) { // may throw; nothing has changed then
-        std::thread([this] { work_loop(); }).detach();
-        running_ = true;
-      }
-      tasks_.push_back({std::move(work), site, kernel});
-      const auto number = submitted_.load(std::memory_order_relaxed);
-      if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
-      submitted_.store(number + 1, std::memory_order_release);
-      wake = asleep_;
-    }
-    if (wake) wake_.notify_one();
-  }
-
-  void wait(std::uint64_t number, detail::Interrupt interrupt = detail::Interrupt::kThrows) {
-    if (done(number)) return;
-    if (worked_on == this)
-      throw std::logic_error("openreg: work on stream " + std::to_string(stream_.id) + " of device " +
-          std::to_string(stream_.device) +
-          " waits for that stream, and so for itself; wait after launch() has returned, or use another stream in the "
-          "work");
-    detail::wait_freely(interrupt, [&](auto most) {
-      std::unique_lock lock(mutex_);
-      return done_.wait_for(lock, most, [&] { return done(number); });
-    });
-  }
-
-  void stop() {
-    std::unique_lock lock(mutex_);
-    stopping_ = true;
-    wake_.notify_one();
-    done_.wait(lock, [&] { return !running_; });
-    stopping_ = false;
-  }
-
- private:
-  struct Item {
-    detail::Task work;
-    openreg_site site;
-    bool kernel;
-  };
-
-  void work_loop() {
-    pthread_setname_np(pthread_self(), "openreg_stream");
-    worked_on = this;
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      if (tasks_.empty()) {
-        if (stopping_ || !await(lock)) break;
-        continue;
-      }
-      Item item = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      try {
-        if (item.kernel && detail::dropping()) {
-          throw std::runtime_error("openreg error: queued work was dropped, because the process was interrupted");
-        } else if (item.kernel) {
-          const detail::Turn turn(detail::turn_of(stream_.device, stream_.id));
-          const detail::Access access;
-          item.work();
-        } else item.work();
-      } catch (const std::exception& error) {
-        detail::keep_error(stream_.device, item.site, error.what());
-      } catch (...) {
-        detail::keep_error(stream_.device, item.site, "kernel threw an object that is not a std::exception");
-      }
-      item.work = {}; // before the waiter goes on
-      lock.lock();
-      const auto number = completed_.load(std::memory_order_relaxed) + 1;
-      completed_.store(number, std::memory_order_release);
-      if (number == submitted_.load(std::memory_order_relaxed)) detail::attention.fetch_sub(1);
-      done_.notify_all();
-    }
-    running_ = false;
-    done_.notify_all();
-  }
-
-  // Waits for a task; false if none came within kLinger.
-  bool await(std::unique_lock<std::mutex>& lock) {
-    const auto number = submitted_.load(std::memory_order_relaxed);
-    lock.unlock();
-    const auto until = std::chrono::steady_clock::now() + kSpin;
-    while (submitted_.load(std::memory_order_acquire) == number && std::chrono::steady_clock::now() < until)
-      std::this_thread::yield();
-    lock.lock();
-    asleep_ = true;
-    const bool more = wake_.wait_for(lock, kLinger, [&] { return !tasks_.empty() || stopping_; });
-    asleep_ = false;
-    return more;
-  }
-
-  const Stream stream_;
-  std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  std::deque<Item> tasks_;
-  std::atomic<std::uint64_t> submitted_{0}, completed_{0};
-  bool running_ = false, asleep_ = false, stopping_ = false;
-};
-
-// Queues by stream, created on first use and never destroyed: a thread may use one after main().
-std::array<std::atomic<Queue*>, kMaxDevices * kStreams> queues{};
-
-std::atomic<Queue*>& slot(Stream stream) {
-  return queues[static_cast<std::size_t>(stream.device) * kStreams + static_cast<std::size_t>(stream.id)];
-}
-
-Queue* find_queue(Stream stream) noexcept {
-  return slot(stream).load(std::memory_order_acquire);
-}
-
-Queue& queue_of(Stream stream) {
-  if (Queue* known = find_queue(stream)) return *known;
-  auto* made = new Queue(stream);
-  Queue* expected = nullptr;
-  if (slot(stream).compare_exchange_strong(expected, made)) return *made;
-  delete made;
-  return *expected;
-}
-
 std::atomic<LaunchMode> current_mode{LaunchMode::kInline};
 const bool launch_mode_from_environment = [] {
   const char* text = std::getenv("OPENREG_LAUNCH_MODE");
@@ -217,6 +71,16 @@ const bool launch_mode_from_environment = [] {
 
 Stream detail::thread_stream(int device) noexcept {
   return {device, current_ids[static_cast<std::size_t>(device)]};
+}
+
+std::vector<std::uint32_t> next_streams() {
+  std::vector<std::uint32_t> all;
+  for (const auto& device : next) all.insert(all.end(), device.begin(), device.end());
+  return all;
+}
+
+void set_next_streams(const std::vector<std::uint32_t>& all) {
+  for (std::size_t i = 0; i < all.size(); ++i) next[i / 2][i % 2] = all[i];
 }
 
 Stream exchange_stream(Stream stream) noexcept {
@@ -261,22 +125,39 @@ bool stream_idle(Stream stream) noexcept {
   return !queue || queue->idle();
 }
 
+bool query_stream(Stream stream) {
+  detail::check_host_call("a stream's query", stream);
+  if (detail::scheduled()) detail::schedule_query("Stream.query", stream);
+  return stream_idle(stream);
+}
+
 void synchronize_stream(Stream stream) {
   detail::check_host_call("a stream's synchronize", stream);
   detail::finish_stream(stream);
 }
 
-void detail::finish_stream(Stream stream) {
+void detail::finish_stream(Stream stream, const char* name) {
   const HostCall call("openregStreamSynchronize");
   check_usable(stream.device);
+  if (scheduled()) schedule_wait(name, {[all = ticket(stream)] { return done(all); }, stream});
   detail::wait_for_queued(stream);
   throw_kept_error(stream.device);
 }
+
+namespace {
+bool device_idle(int device) noexcept {
+  for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
+    if (!stream_idle({device, id})) return false;
+  return true;
+}
+} // namespace
 
 void synchronize_device(int device) {
   const HostCall call("openregDeviceSynchronize");
   check_usable(device);
   detail::check_host_call("synchronize", device);
+  if (detail::scheduled())
+    detail::schedule_wait("synchronize", {[device] { return device_idle(device); }, {device, -1}});
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) detail::wait_for_queued({device, id});
   throw_kept_error(device);
 }
@@ -308,6 +189,7 @@ void sleep_on(Stream stream, std::int64_t cycles) {
   check_usable(stream.device);
   const auto sleep = [cycles, device = stream.device] {
     using std::chrono::nanoseconds, std::chrono::steady_clock;
+    if (detail::scheduled()) return; // there is no time
     const detail::Sleeping busy(device);
     const auto begin = steady_clock::now();
     for (nanoseconds left(cycles); left.count() > 0 && !detail::dropping();
@@ -322,6 +204,7 @@ void sleep_on(Stream stream, std::int64_t cycles) {
 
 void stop_workers() noexcept {
   if (forked()) return;
+  detail::abandon_schedule();
   for (auto& each : queues)
     if (Queue* queue = each.load(std::memory_order_acquire)) queue->stop();
 }
@@ -349,6 +232,13 @@ Place place(Stream stream, const openreg_site& site) {
   if (launch_mode() == LaunchMode::kAsync) return Place::kQueue;
   if (launch_mode() == LaunchMode::kSync) detail::finish_stream(stream);
   return stream_idle(stream) ? Place::kHere : Place::kQueue;
+}
+
+void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part = false) {
+  if (detail::held_turn)
+    ++detail::held_turn->taken; // queued work may use memory that the running work has allocated: see Pool::give_back
+  queue_of(stream).push(std::move(task), site, /*kernel=*/true);
+  if (detail::scheduled()) detail::schedule_item(stream, site, /*kernel=*/!part);
 }
 
 // Counts a launch; returns what it must take care of.
@@ -399,8 +289,7 @@ void detail::launch_graph(Stream stream, const openreg_site& site, const openreg
     }
     if (launch_mode() == LaunchMode::kSync) finish_stream(stream);
     if (launch_mode() == LaunchMode::kAsync || !stream_idle(stream)) {
-      if (held_turn) ++held_turn->taken;
-      return queue_of(stream).push(Task(work, context), site, /*kernel=*/true);
+      return push_kernel(stream, Task(work, context), site);
     }
   }
   const Turn turn(turn_of(stream.device, stream.id));
@@ -423,14 +312,10 @@ void detail::enqueue(Stream stream, const openreg_site& site, const openreg_work
 void detail::run(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
   const auto attention = begin_launch(stream);
   if (!is_plain(attention)) [[unlikely]] {
-    if (captures(stream))
-      refuse_capture(stream,
-          site.name           ? site.name
-              : site.function ? site.function
-                              : "work",
-          "the host needs its result now. Move it out of the capture.");
+    const char* name = site.name ? site.name : site.function ? site.function : "work";
+    if (captures(stream)) refuse_capture(stream, name, "the host needs its result now. Move it out of the capture.");
     if (attention & kCaptureBit) capture(stream, site, work, context); // throws if the capture's mode forbids it
-    finish_stream(stream);
+    finish_stream(stream, name);
     // The work still runs, because its caller needs a result; the error says not to use it.
     if (detail::attention.load() & kFaultBit) {
       kernel_fails(stream, site);
@@ -441,14 +326,38 @@ void detail::run(Stream stream, const openreg_site& site, const openreg_work& wo
 }
 
 void detail::queue(Stream stream, Task task, const openreg_site& site) {
-  if (held_turn)
-    ++held_turn->taken; // queued work may use memory that the running work has allocated: see Pool::give_back
   if (profiling()) task = profiled(stream, site, std::move(task));
-  queue_of(stream).push(std::move(task), site, /*kernel=*/true);
+  push_kernel(stream, std::move(task), site);
+}
+
+void detail::queue_part(Stream stream, Task task, const openreg_site& site) {
+  push_kernel(stream, profiling() ? profiled(stream, site, std::move(task)) : std::move(task), site, /*part=*/true);
 }
 
 void detail::queue_wait(Stream stream, Task task, const openreg_site& site) {
+  queue_wait(stream, std::move(task), site, {});
+}
+
+void detail::queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after) {
   queue_of(stream).push(std::move(task), site);
+  if (scheduled()) schedule_item(stream, site, /*kernel=*/false, std::move(after));
+}
+
+Ticket detail::queue_collective(Stream stream, Task task, const openreg_site& site) {
+  const Stream own = collectives_of(stream.device);
+  queue_of(own).push(std::move(task), site);
+  const Ticket made = ticket(own);
+  schedule_item(own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream});
+  return made;
+}
+
+void detail::run_next(Stream stream) {
+  queue_of(stream).run_next();
+}
+
+void detail::release_workers() noexcept {
+  for (auto& each : queues)
+    if (Queue* queue = each.load(std::memory_order_acquire)) queue->release();
 }
 
 std::uint64_t launch_count() noexcept {

@@ -1,7 +1,9 @@
 // Streams: which is current, their queued work, and the implementation of openreg/launch.h.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <vector>
 
 #include "wait.h"
 #include "work.h"
@@ -34,6 +36,8 @@ void set_launch_mode(LaunchMode mode) noexcept;
 void synchronize_stream(Stream stream);
 void synchronize_device(int device);
 bool stream_idle(Stream stream) noexcept;
+// The same, when the program asks: see Note [Capture] and Note [Schedules].
+bool query_stream(Stream stream);
 
 // How much of a stream's work had been queued at some point; done() says whether all of that has run.
 struct Ticket {
@@ -52,6 +56,10 @@ std::uint64_t launch_count() noexcept;
 // Waits for all work and ends the worker threads; they start again when needed.
 void stop_workers() noexcept;
 
+// Where streams of the devices' pools begin again, so that a program gets the same streams in each order.
+std::vector<std::uint32_t> next_streams();
+void set_next_streams(const std::vector<std::uint32_t>& next);
+
 namespace detail {
 Stream thread_stream(int device) noexcept;
 // launch(), enqueue() and run() of openreg/launch.h, which throw on errors.
@@ -62,11 +70,23 @@ void run(Stream stream, const openreg_site& site, const openreg_work& work, void
 void launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 // The queueing half of launch().
 void queue(Stream stream, Task task, const openreg_site& site);
-// Queues work that touches no device memory: a wait, a sleep.
+// Queues work that touches no device memory: a wait, a sleep. `after`: what it waits for, if that is known.
+struct Awaited;
 void queue_wait(Stream stream, Task task, const openreg_site& site);
+void queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after);
+
+// For Note [Schedules]: queue(), for a kernel about which there is no choice; a collective, which begins and ends after
+// the work that `stream` has been given so far; and what a schedule does with the queues. run_next() runs the next item
+// on its worker and returns when it is done; a collective, for which other processes are needed, is left alone after
+// kCollective.
+void queue_part(Stream stream, Task task, const openreg_site& site);
+Ticket queue_collective(Stream stream, Task task, const openreg_site& site);
+void run_next(Stream stream);
+inline constexpr std::chrono::seconds kCollective{2};
+void release_workers() noexcept; // which go on without run_next()
 
 // synchronize_stream() for the runtime itself, to which Note [Capture] does not apply.
-void finish_stream(Stream stream);
+void finish_stream(Stream stream, const char* name = "wait");
 // Waits for the work given to a stream, or to all streams, without throwing its errors.
 void wait_for_queued(Stream stream);
 void wait_for_queued(Interrupt interrupt);

@@ -324,6 +324,8 @@ def reference_pages() -> tuple[str, str, str, str]:
     ):
         flat = [name for name in part.__all__ if hasattr(torch.openreg, name)]
         device += _section(title, *_automatic("torch.openreg", flat))
+    names = ["schedules", "Schedules", "Difference", "ScheduleError"]
+    device += _section("Orders of streams", *_automatic("openreg_ops.openreg.schedules", names))
     shown = {name for line in device for name in re.findall(r"torch\.openreg\.(\w+)$", line)}
     device += ["## Graphs, monitors and types", "", "| Name | What it is |", "|---|---|"]
     for name in sorted(set(torch.openreg.__all__) - shown):

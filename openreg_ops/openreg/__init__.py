@@ -11,6 +11,7 @@ tensor_types.py FloatTensor, FloatStorage and similar classes
 random.py      the generators' states and seeds
 amp.py         what torch.autocast needs
 faults.py      torch.openreg.faults
+schedules.py   torch.openreg.schedules; schedule_report.py says what it found, schedule_threads.py controls threads
 profiler.py    torch.openreg.profiler
 nvtx.py        torch.openreg.nvtx
 _gpu_trace.py  torch.openreg._gpu_trace
@@ -37,6 +38,7 @@ from openreg_ops.openreg import (
     nvtx,
     profiler,
     random,
+    schedules,
     streams,
     sync_debug,
     tensor_types,
@@ -61,6 +63,7 @@ def register() -> None:
         setattr(module, name, part)
         sys.modules[f"torch.openreg.{name}"] = part
     module.reset_device = faults.reset_device
+    module.schedules = schedules.schedules
     module.AcceleratorError = torch.AcceleratorError
     module.has_half, module.has_magma = True, False
     module._sleep = streams._sleep

@@ -1,0 +1,203 @@
+#include "scheduler.h"
+
+#include <algorithm>
+#include <array>
+
+namespace openreg {
+
+Scheduler::Scheduler(Order order) : order_(std::move(order)), random_(order_.seed) {
+  for (const auto& each : order_.late) late_[each.item] = each;
+  for (const auto& each : order_.switches) switches_[each.after] = each.to;
+  if (order_.random) {
+    static constexpr std::array kStyles{Style::kPriorities, Style::kLate, Style::kWalk, Style::kPriorities};
+    style_ = kStyles[random_.below(kStyles.size())];
+    host_share_ = std::uint64_t{2} << random_.below(4);
+    late_share_ = 1 + random_.below(4);
+    for (std::uint64_t i = random_.below(3); i; --i) changes_.push_back(1 + random_.below(order_.length));
+  }
+  threads_.push_back(host());
+}
+
+void Scheduler::settle(std::unique_lock<std::mutex>& lock) {
+  for (bool more = true; more;) {
+    more = false;
+    for (std::size_t i = 0; i < lines_.size(); ++i) // run() may add lines
+      while (!lines_[i]->items.empty() && !lines_[i]->items.front().kernel && lines_[i]->items.front().ready()) {
+        run(*lines_[i], lock);
+        more = true;
+      }
+  }
+}
+
+void Scheduler::run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock) {
+  const ScheduledItem item = std::move(line.items.front());
+  line.items.pop_front();
+  if (item.kernel) log(Action::kRun, item.step, line.stream, item.name);
+  runs_item = true;
+  lock.unlock();
+  detail::run_next(line.stream);
+  lock.lock();
+  runs_item = false;
+  moved = std::chrono::steady_clock::now();
+}
+
+void Scheduler::log(Action::What what, const Step& step, Stream stream, const std::string& name) {
+  const bool here = what != Action::kRun && order_.located;
+  const ScheduledQueue* known = find(stream);
+  actions.push_back({what, step, stream, known ? known->place : -1, name, here ? where_ : ""});
+}
+
+void Scheduler::push(Stream stream, ScheduledItem item) {
+  item.number = ++launches_;
+  if (order_.random && style_ == Style::kLate && item.kernel && random_.one_in(late_share_))
+    late_[item.step] = {item.step, item.step, random_.one_in(2), random_()},
+    release_[item.step] = picks_ + 1 + random_.below(8);
+  line(stream).items.push_back(std::move(item));
+}
+
+Step Scheduler::next_step(int number, bool poll) {
+  moved = std::chrono::steady_clock::now();
+  if (number == kUnknown) return {kUnknown, ++unknown_steps_, 0};
+  HostThread& me = thread(number);
+  if (poll) ++me.polls;
+  else ++me.steps, me.polls = 0;
+  me.yields = me.polls > 1;
+  return me.step(number);
+}
+
+ScheduledQueue* Scheduler::needed(Stream stream) {
+  if (stream.id < 0) {
+    for (const auto& each : lines_)
+      if ((stream.device == kAnyDevice || each->stream.device == stream.device) && !each->items.empty())
+        if (ScheduledQueue* found = needed(each->stream)) return found;
+    return nullptr;
+  }
+  for (int hops = 0; hops < 1000; ++hops) {
+    ScheduledQueue* line = find(stream);
+    if (!line || line->items.empty()) return nullptr;
+    if (line->items.front().ready()) return line;
+    stream = line->items.front().after.stream;
+  }
+  return nullptr;
+}
+
+bool Scheduler::quiet(int me) {
+  for (const auto& each : lines_)
+    if (!each->items.empty()) return false;
+  for (int i = 0; i < thread_count(); ++i)
+    if (i != me && thread(i).ready()) return false;
+  return true;
+}
+
+Scheduler::Choice Scheduler::choose(int me) {
+  ++picks_;
+  std::vector<ScheduledQueue*> lines;
+  for (const auto& each : lines_)
+    if (!each->items.empty() && each->items.front().kernel && each->items.front().ready()) lines.push_back(each.get());
+  std::vector<int> ready;
+  for (int i = 0; i < thread_count(); ++i)
+    if (thread(i).ready()) ready.push_back(i);
+  if (me != kUnknown && std::exchange(thread(me).yields, false) && (lines.size() || ready.size() > 1))
+    std::erase(ready, me);
+  if (lines.empty() && ready.empty()) return {};
+  if (!order_.random || style_ == Style::kLate) return by_rule(me, lines, ready);
+  return style_ == Style::kWalk ? by_chance(me, lines, ready) : by_priority(lines, ready);
+}
+
+HostThread Scheduler::host() {
+  HostThread made;
+  made.priority = draw_priority(/*host=*/true);
+  return made;
+}
+
+std::int64_t Scheduler::draw_priority(bool host) {
+  const auto draw = [&] { return static_cast<std::int64_t>(random_() >> 2); };
+  const auto one = draw(), other = draw();
+  return host ? std::max(one, other) : one; // most mistakes show when the host runs ahead
+}
+
+ScheduledQueue* Scheduler::find(Stream stream) {
+  for (const auto& each : lines_)
+    if (each->stream == stream) return each.get();
+  return nullptr;
+}
+
+ScheduledQueue& Scheduler::line(Stream stream) {
+  if (ScheduledQueue* known = find(stream)) return *known;
+  lines_.push_back(std::make_unique<ScheduledQueue>());
+  ScheduledQueue& made = *lines_.back();
+  made.stream = stream;
+  made.place = static_cast<int>(lines_.size()) - 1;
+  made.priority = draw_priority(/*host=*/false);
+  return made;
+}
+
+Scheduler::Choice Scheduler::by_rule(int me, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready) {
+  ScheduledQueue* best = nullptr;
+  std::pair<std::uint64_t, std::uint64_t> first;
+  for (ScheduledQueue* each : lines) {
+    const ScheduledItem& item = each->items.front();
+    const auto late = late_.find(item.step);
+    if (late != late_.end() && !may_run(late->second)) continue;
+    const auto at = late == late_.end() ? std::pair<std::uint64_t, std::uint64_t>(0, item.number)
+                                        : std::pair<std::uint64_t, std::uint64_t>(1, late->second.rank);
+    if (!best || at < first) best = each, first = at;
+  }
+  if (best) return {best};
+  const auto can = [&](int which) { return std::find(ready.begin(), ready.end(), which) != ready.end(); };
+  if (me != kUnknown) {
+    const HostThread& host = thread(me);
+    if (const auto found = switches_.find(host.step(me)); found != switches_.end()) {
+      const int to = found->second;
+      switches_.erase(found);
+      if (can(to)) return {nullptr, to};
+    }
+    if (order_.random && ready.size() > 1 && random_.one_in(4))
+      return {nullptr, ready[static_cast<std::size_t>(random_.below(ready.size()))]};
+    if (can(me)) return {nullptr, me};
+    if (host.wait && !host.parked)
+      if (ScheduledQueue* forced = needed(host.wait->stream)) return {forced};
+  }
+  if (!ready.empty()) return {nullptr, ready.front()};
+  return {*std::min_element(lines.begin(), lines.end(), [](const ScheduledQueue* a, const ScheduledQueue* b) {
+    return a->items.front().number < b->items.front().number;
+  })};
+}
+
+bool Scheduler::may_run(const Order::Late& late) const {
+  if (late.needed) return false;
+  if (const auto found = release_.find(late.item); found != release_.end()) return picks_ >= found->second;
+  const Step& after = late.after;
+  if (after.thread == kUnknown) return unknown_steps_ >= after.number;
+  if (after.thread >= thread_count()) return false;
+  const HostThread& host = threads_[static_cast<std::size_t>(after.thread)];
+  return host.step(after.thread) >= after || !host.alive;
+}
+
+Scheduler::Choice Scheduler::by_chance(
+    int me, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready) {
+  const bool host = lines.empty() || (!ready.empty() && !random_.one_in(host_share_));
+  if (!host) return {lines[static_cast<std::size_t>(random_.below(lines.size()))]};
+  if (ready.size() > 1 && random_.one_in(4))
+    return {nullptr, ready[static_cast<std::size_t>(random_.below(ready.size()))]};
+  return {nullptr, std::find(ready.begin(), ready.end(), me) != ready.end() ? me : ready.front()};
+}
+
+Scheduler::Choice Scheduler::by_priority(const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready) {
+  const auto highest = [&] {
+    Choice best;
+    std::int64_t priority = 0;
+    for (ScheduledQueue* each : lines)
+      if (!best || each->priority > priority) best = {each}, priority = each->priority;
+    for (const int each : ready)
+      if (!best || thread(each).priority > priority) best = {nullptr, each}, priority = thread(each).priority;
+    return best;
+  };
+  if (std::find(changes_.begin(), changes_.end(), picks_) != changes_.end()) {
+    const Choice best = highest();
+    (best.line ? best.line->priority : thread(best.thread).priority) = --lowest_;
+  }
+  return highest();
+}
+
+} // namespace openreg

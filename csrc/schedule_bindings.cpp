@@ -1,0 +1,68 @@
+#include "schedule_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "runtime/memory.h"
+#include "runtime/schedule.h"
+
+namespace openreg {
+namespace {
+
+namespace py = pybind11;
+
+using Numbers = std::tuple<int, std::uint32_t, std::uint32_t>;
+
+Step step_of(const Numbers& numbers) {
+  return {std::get<0>(numbers), std::get<1>(numbers), std::get<2>(numbers)};
+}
+
+} // namespace
+
+void bind_schedules(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> waits;
+  m.def(
+      "begin_order",
+      [](bool random, std::uint64_t seed, std::uint64_t length,
+          const std::vector<std::tuple<Numbers, Numbers, bool, std::uint64_t>>& late,
+          const std::vector<std::tuple<Numbers, int>>& switches, bool located) {
+        Order order{random, seed, length, {}, {}, located};
+        for (const auto& [item, after, needed, rank] : late)
+          order.late.push_back({step_of(item), step_of(after), needed, rank});
+        for (const auto& [after, to] : switches) order.switches.push_back({step_of(after), to});
+        const py::gil_scoped_release may_wait;
+        begin_schedule(order);
+      },
+      py::arg("random") = false, py::arg("seed") = 0, py::arg("length") = 1, py::arg("late") = py::list(),
+      py::arg("switches") = py::list(), py::arg("located") = false);
+  m.def("end_order", [] {
+    std::vector<Action> actions;
+    {
+      const py::gil_scoped_release may_wait;
+      actions = end_schedule();
+    }
+    static constexpr const char* kNames[] = {"launch", "run", "wait", "query"};
+    py::list out;
+    for (const Action& each : actions)
+      out.append(py::make_tuple(kNames[each.what], py::make_tuple(each.step.thread, each.step.number, each.step.poll),
+          py::make_tuple(each.stream.device, each.stream.id), each.place, each.name, each.where));
+    return out;
+  });
+  m.def("order_on", [] { return detail::scheduled(); });
+  m.def("next_streams", &next_streams);
+  m.def("set_next_streams", &set_next_streams);
+  m.def("order_thread", &this_thread);
+  m.def("live_threads", &live_threads);
+  py::class_<NewThread>(m, "NewThread");
+  m.def("add_thread", &add_thread);
+  m.def("pass_point", [](const std::string& name) { pass_point(name.c_str()); });
+  m.def("enter_thread", &enter_thread, waits);
+  m.def("leave_thread", &leave_thread, waits);
+  m.def("park_thread", [](bool times_out) { return static_cast<int>(park_thread(times_out)); }, waits);
+  m.def("wake_thread", &wake_thread);
+}
+
+} // namespace openreg

@@ -1,0 +1,217 @@
+"""What an order of streams (schedules.py) gave, how two results differ, and which wait is missing, in words."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+__all__ = ["RETURN", "Action", "Explanation", "Step", "difference_of", "heading", "pieces", "plain", "values_of"]
+
+
+class Step(NamedTuple):
+    """A step of a host thread: a launch, a wait or a query; see Note [Schedules]."""
+
+    thread: int  # -1: one that the schedule does not control
+    number: int
+    poll: int
+
+
+class Action(NamedTuple):
+    """Something that happened in an order."""
+
+    what: str  # launch, run, wait, query
+    step: Step  # of work that runs, the step that launched it
+    stream: tuple[int, int]  # device, id
+    place: int  # of the stream among those of the order
+    name: str
+    where: str  # in the program, "train.py:12"
+
+
+# ---- results ----
+
+
+def values_of(result: Any) -> dict[str, Any]:
+    """What a program returns, by where it is in it; read on the current stream and by the host, as a caller would."""
+    values = {}
+    for path, leaf in tree_flatten_with_path(result)[0]:
+        name = "result" + keystr(path)
+        if isinstance(leaf, torch.nn.Module):
+            values |= {f"{name}.{key}": _read(value) for key, value in leaf.state_dict().items()}
+        else:
+            values[name] = _read(leaf)
+    return values
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        x = value.detach()
+        return (x.to_dense() if x.layout != torch.strided else x).cpu().resolve_conj().resolve_neg().clone()
+    if type(value).__module__ == "numpy":
+        return str(value) if value.dtype.kind in "OSUV" else torch.as_tensor(value.copy())
+    plain = isinstance(value, int | float | complex | str | bytes | None | torch.dtype | torch.device)
+    return value if plain else type(value)
+
+
+def difference_of(values: dict[str, Any], expected: dict[str, Any], rtol: float, atol: float) -> str | None:
+    """Where two results first differ."""
+    if values.keys() != expected.keys():
+        return f"the result has the parts {', '.join(values) or 'none'}, and in the program's order {', '.join(expected) or 'none'}"
+    for name, value in values.items():
+        if said := _differs(value, expected[name], rtol, atol):
+            return f"{name}{said}"
+    return None
+
+
+def _differs(a: Any, b: Any, rtol: float, atol: float) -> str | None:
+    if type(a) is not type(b):
+        return f" is {a!r}, and in the program's order {b!r}"
+    if not isinstance(a, torch.Tensor):
+        return None if a == b or (a != a and b != b) else f" is {a!r}, and in the program's order {b!r}"
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f" is {a.dtype} of {list(a.shape)}, and in the program's order {b.dtype} of {list(b.shape)}"
+    if a.is_floating_point() or a.is_complex():
+        wrong = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+    else:
+        wrong = a != b
+    if not bool(wrong.any()):
+        return None
+    at = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f": {int(wrong.sum())} of {wrong.numel()} elements differ; at {list(at)} it is {a[at].item()}, "
+        f"and in the program's order {b[at].item()}"
+    )
+
+
+def pieces(count: int) -> str:
+    return f"{count} piece{'s' * (count != 1)} of work"
+
+
+def plain(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+# ---- words ----
+
+
+def _stream(action: Action) -> str:
+    device, id = action.stream
+    return f"stream {id} of openreg:{device}" if id else f"the default stream of openreg:{device}"
+
+
+COLLECTIVES = 65  # the id of the queue of a device's collectives: kStreams
+RETURN = "return"  # the name of the step at which the program has returned
+
+
+def heading(work: int, exceptions: int) -> str:
+    return (
+        f"The shortest order that shows it is the program's order of {pieces(work)}, with {exceptions} "
+        f"exception{'s' * (exceptions != 1)}:"
+    )
+
+
+class Explanation:
+    """An order with a few exceptions, told as what each late piece of work ran behind.
+
+    `at_host` has the late work that conflicts with what the host does between two steps, whatever runs meanwhile.
+    """
+
+    def __init__(self, log: list[Action], late: list[Step], at_host: set[Step]) -> None:
+        self.log = log
+        self.launches = {each.step: each for each in log if each.what == "launch"}
+        self.late = [self.launches[step] for step in late if step in self.launches]
+        self.host = [each for each in log if each.what != "run"]
+        self.at_host = at_host
+
+    def behind(self, item: Action) -> Action | None:
+        """The work of another stream that a late one ran just behind; None: the host went on."""
+        ran = next((i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step), 0)
+        for each in reversed(self.log[:ran]):
+            if each.what != "run":
+                break
+            if each.stream != item.stream and item.step not in self.at_host:
+                return self.launches.get(each.step)
+        return None
+
+    def between(self, item: Action) -> tuple[Action, Action]:
+        """The host's steps before and behind what it did too early."""
+        ran = next(i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step)
+        before = [each for each in self.log[:ran] if each.what != "run"]
+        return before[-2] if len(before) > 1 else before[-1], before[-1]
+
+    def work(self, launch: Action) -> str:
+        name = (
+            f"the collective {launch.name}"
+            if launch.stream[1] == COLLECTIVES
+            else f"{launch.name} on {_stream(launch)}"
+        )
+        return f"{name}, launched at {launch.where}" if launch.where else name
+
+    def names(self) -> list[str]:
+        return [each.name for each in self.late]
+
+    def order(self, threads: int) -> list[str]:
+        lines = []
+        for item in self.late:
+            if behind := self.behind(item):
+                then = f"runs only after {self.work(behind)}"
+            else:
+                then = f"runs only after {self.host_did(item)}"
+            lines += [f"  late: {self.work(item)}", f"        {then}"]
+        if threads:
+            lines.append(f"  another thread goes on in {threads} place{'s' * (threads != 1)}")
+        return lines
+
+    def host_did(self, item: Action) -> str:
+        before, after = self.between(item)
+        if self.returned(after):
+            return "the program has returned and its result is read"
+        if after.name == RETURN:
+            return f"the host has gone from {before.where} to the program's end"
+        if before.where == after.where:
+            return f"the host has gone past {after.where}"
+        return f"the host has gone from {before.where} to {after.where}"
+
+    def returned(self, step: Action) -> bool:
+        names = [each.name for each in self.host]
+        return RETURN in names and self.host.index(step) > names.index(RETURN)
+
+    def missing(self, races: list[Any]) -> str:
+        """The wait that would put the late work in order, from the race detector if it sees the same two accesses."""
+        if not self.late:
+            return "the program's threads need an order among them: a lock, an event or a join"
+        item = self.late[0]
+        behind = self.behind(item)
+        late = _stream(item)
+        if not behind and self.returned(self.between(item)[1]) and item.stream[1] != COLLECTIVES:
+            return (
+                f"the program does not wait for {late} before it returns. Let the current stream wait_stream() for it, or "
+                f"for a result in host memory call synchronize() on an event recorded there after {item.where}"
+            )
+        places = [behind.where] if behind else [each.where for each in self.between(item)]
+        for race in sorted(races, key=lambda race: race.previous_access.freed is not None):
+            if _at(race.previous_access, [item.where]) and (place := _at(race.current_access, places)):
+                return race._remedy() + f" This access is at {place}." * ("this access" in race._remedy())
+        if item.stream[1] == COLLECTIVES:
+            return f"call wait() on the Work of {item.name}, launched at {item.where}, before its tensors are used"
+        if behind:
+            return (
+                f"{_stream(behind)} does not wait for {late} between {item.where} and {behind.where}. Call its "
+                f"wait_stream() with {late}, or its wait_event() with an event recorded there after {item.where}. If the "
+                "tensor that the late work uses was freed, call its record_stream() first"
+            )
+        return (
+            f"the host does not wait for {late}. Before it uses the result, call synchronize() on {late}, or on an event "
+            f"recorded there after {item.where}"
+        )
+
+
+def _at(access: Any, places: list[str]) -> str | None:
+    """The one of these places where an access of the race detector is made."""
+    trace = "".join(access.stack_trace.format())
+    for place in filter(None, places):
+        path, _, line = place.rpartition(":")
+        if f'"{path}", line {line},' in trace:
+            return place
+    return None

@@ -1,0 +1,481 @@
+"""``torch.openreg.schedules``: runs a program in many orders of its streams, and finds the order that makes it wrong.
+
+The runtime (csrc/runtime/schedule.h) runs one order: a seed's, or the program's own with exceptions. This module
+chooses the orders, compares what they return, and shrinks an order that makes a difference; schedule_report.py says
+what is missing in it, and schedule_threads.py brings the program's threads under the runtime's control.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from openreg_ops import _C
+from openreg_ops.openreg import schedule_report, schedule_threads
+from openreg_ops.openreg.random import get_rng_state_all, set_rng_state_all
+from openreg_ops.openreg.schedule_report import (
+    RETURN,
+    Action,
+    Explanation,
+    Step,
+    difference_of,
+    pieces,
+    plain,
+    values_of,
+)
+
+__all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
+
+RANDOM = 32  # seeds below this one are random orders; the next ones make exceptions to the program's order, one by one
+TRIALS = 150  # most orders that are run to shrink one
+
+
+class ScheduleError(AssertionError):
+    """An order of its streams gives the program another result. Its text is the report."""
+
+
+class Late(NamedTuple):
+    """A piece of work that runs after a later step than the one that launched it."""
+
+    item: Step
+    after: Step
+    needed: bool  # only when the host waits for it
+    rank: int  # among those that are late until the same step
+
+
+class Switch(NamedTuple):
+    """A point where another thread goes on."""
+
+    after: Step
+    to: int
+
+
+class Deviation(NamedTuple):
+    """An exception to the program's order."""
+
+    rank: int  # of torch.distributed
+    what: Late | Switch
+
+
+@dataclass
+class Outcome:
+    """What one order gave."""
+
+    values: dict[str, Any]
+    error: Exception | None
+    log: list[Action]
+
+    def differs(self, other: Outcome, rtol: float, atol: float) -> str | None:
+        """How this outcome differs from the program's own, if it does."""
+        if (self.error is None) != (other.error is None) or type(self.error) is not type(other.error):
+            here, there = (f"{type(e).__name__}: {plain(e)}" if e else "nothing" for e in (self.error, other.error))
+            return f"the program raises {here}; in its own order it raises {there}"
+        if self.error is not None:
+            return None
+        return difference_of(self.values, other.values, rtol, atol)
+
+
+@dataclass
+class Difference:
+    """An order that gives another result."""
+
+    seed: int
+    what: str  #: how the result differs
+    order: list[str]  #: the shortest order that shows it, in words
+    missing: str  #: the wait that is missing, as far as the order says
+    late: list[str] = field(default_factory=list)  #: the names of the work that is late in it
+    orders: int = 0  #: orders that were run to find it
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *self.order, self.missing])
+
+
+@dataclass
+class Schedules:
+    """What `schedules` found. Printing it gives the report."""
+
+    seeds: Sequence[int]
+    orders: int = 0  #: orders that were run and compared
+    work: int = 0  #: pieces of work in the program's order
+    difference: Difference | None = None
+    again: str = "torch.openreg.schedules(program, seeds=[{seed}])"  #: how to run the order of a seed
+    fingerprints: dict[int, str] = field(default_factory=dict)  #: of each order, by seed: equal if the orders are
+
+    @property
+    def passed(self) -> bool:
+        """Whether every order gave the same result."""
+        return self.difference is None
+
+    def raise_if_failed(self) -> None:
+        """Raise `ScheduleError`, with the report, if an order made a difference."""
+        if not self.passed:
+            raise ScheduleError("\n" + str(self))
+
+    def __enter__(self) -> Schedules:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.raise_if_failed()
+
+    def __str__(self) -> str:
+        if (found := self.difference) is None:
+            return f"schedules: {self.orders} orders of {pieces(self.work)} give the same result"
+        return "\n".join(
+            [
+                f"schedules: order {found.orders} of {len(self.seeds)}, seed {found.seed}, gives another result",
+                f"  {found.what}",
+                *found.order,
+                f"Missing: {found.missing}",
+                f"The same order again: {self.again.format(seed=found.seed)}",
+            ]
+        )
+
+
+def schedules(
+    program: Callable[..., Any],
+    *args: Any,
+    seeds: int | Iterable[int] = 200,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> Schedules:
+    """Run ``program(*args)`` in many orders of its streams, and report the first one that changes the result.
+
+    In an order the device's scheduler decides which stream runs next, when a copy or a collective lands and how long
+    each takes, and which of the program's threads goes on. It allows every order that the program's waits allow, as
+    hardware does. An order is a function of its seed and the program alone: a seed gives the same order every time and
+    on every machine. Seeds below 32 are random orders. The next ones are the program's own order with one piece of work
+    as late as possible, then with two.
+
+    The results are compared with those of the program's own order, in which work runs as soon as it is launched: the
+    tensors, numbers and strings that the program returns, in any nesting, and what it raises. They are read the way a
+    caller would: on the current stream, and on the host at once. So a program that returns the output of a side stream
+    has to wait for it. A program that asserts needs to return nothing.
+
+    The function runs the program many times and therefore takes a callable: the body of a ``with`` block runs once.
+    ``with torch.openreg.schedules(program, seeds=200) as found:`` raises at the end of its body if an order made a
+    difference, and without ``with`` the caller looks at the report.
+
+    Args:
+        program: creates its tensors and streams itself, and gives the same result each time it runs in one order. The
+            generators of PyTorch, Python and NumPy are in the same state at the start of each order.
+        args: its arguments.
+        seeds: how many orders, or which seeds.
+        rtol, atol: how much floating-point results may differ; nothing unless given.
+    Returns:
+        The report, with `difference`, `passed` and `raise_if_failed()`.
+    Raises:
+        TypeError: `program` cannot be called.
+        ValueError: `seeds` names no order, the program queues no work, or it gives two results in one order.
+        RuntimeError: inside another call's program, inside a capture, or while the launch mode cannot change.
+
+    What the program raises in its own order is raised as it is.
+    """
+    return Exploration(program, args, _seeds(seeds), rtol, atol).run()
+
+
+def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
+    wanted = "schedules: expected seeds as a number of orders above 0, or as a list of seeds"
+    if isinstance(seeds, bool) or not isinstance(seeds, int | Iterable) or isinstance(seeds, str):
+        raise TypeError(f"{wanted}, but got {seeds!r}")
+    found = range(seeds) if isinstance(seeds, int) else list(seeds)
+    for each in found if isinstance(found, list) else ():
+        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**64:
+            raise ValueError(f"{wanted}, each from 0 to 2**64 - 1, but got {each!r}")
+    if not found:
+        raise ValueError(f"{wanted}, but got {seeds!r}")
+    return found
+
+
+class Exploration:
+    """One call of `schedules`; with several ranks, that of this rank, which all take in lockstep."""
+
+    def __init__(self, program: Callable[..., Any], args: Any, seeds: Sequence[int], rtol: float, atol: float) -> None:
+        if not callable(program):
+            raise TypeError(
+                f"schedules: expected a program to call, but got {program!r}; pass the function itself, as in "
+                "schedules(program, seeds=200), not its result"
+            )
+        if _C.order_on():
+            raise RuntimeError(
+                "schedules: a program whose orders are being tried calls it again; call it outside of the program"
+            )
+        if _C.is_current_stream_capturing():
+            raise RuntimeError("schedules: the current stream is being captured; call it outside of the capture")
+        self.program, self.args, self.seeds, self.rtol, self.atol = program, args, seeds, rtol, atol
+        self.state, self.ranks = _State(), _Ranks()
+
+    def run(self) -> Schedules:
+        report = Schedules(self.seeds)
+        with _poison():
+            self.base = self.one()
+            self.ranks.raise_first(self.base.error)
+            first, self.base = self.base, self.one(located=True)
+            if what := self.differs(first):
+                raise ValueError(
+                    "schedules: the program gives two results in the same order, so no order can be compared with it: "
+                    f"{what}. Seed what it draws, start it from the same state each time, or allow for it with rtol and "
+                    "atol"
+                )
+            self.logs = self.ranks.gather([each for each in self.base.log if each.what != "run"])  # by rank
+            report.work = sum(each.what == "launch" for log in self.logs for each in log)
+            if not report.work:
+                raise ValueError(
+                    "schedules: the program queues no work on openreg, so it has only one order; create its tensors on "
+                    "the device, in the program"
+                )
+            for seed in self.seeds:
+                outcome = self.one(**self.order(seed))
+                report.orders += 1
+                report.fingerprints[seed] = _fingerprint(outcome.log)
+                if what := self.differs(outcome):
+                    report.difference = self.explain(seed, what, outcome)
+                    report.difference.orders = report.orders
+                    break
+        return report
+
+    # ---- one order ----
+
+    def one(self, exceptions: Sequence[Deviation] = (), **order: Any) -> Outcome:
+        """Run the program in the order of a seed, or in its own with exceptions."""
+        own = [each.what for each in exceptions if each.rank == self.ranks.rank]
+        order["late"] = [each for each in own if isinstance(each, Late)]
+        order["switches"] = [each for each in own if isinstance(each, Switch)]
+        self.state.restore()
+        values: dict[str, Any] = {}
+        error: Exception | None = None
+        log: list[Any] = []
+        _C.begin_order(**order)
+        try:
+            with schedule_threads.controlled(), torch.autograd.set_multithreading_enabled(False):
+                try:
+                    result = self.program(*self.args)
+                    _C.pass_point(RETURN)
+                    values = values_of(result)
+                except Exception as raised:
+                    error = raised
+                finally:
+                    log = _C.end_order()
+        finally:
+            for device in range(torch.openreg.device_count()):
+                try:
+                    torch.openreg.synchronize(device)  # raises what queued work has raised
+                except torch.AcceleratorError as raised:
+                    error = error or raised
+            self.state.restore()
+        return Outcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
+
+    def differs(self, outcome: Outcome) -> str | None:
+        """How an outcome differs from the program's own, on the first rank where it does."""
+        what = outcome.differs(self.base, self.rtol, self.atol)
+        if outcome.error:
+            outcome.error.with_traceback(None)  # which keeps the order's tensors
+        return self.ranks.first(what)
+
+    def order(self, seed: int) -> dict[str, Any]:
+        if seed >= RANDOM and (exceptions := self.bounded(seed - RANDOM)):
+            return {"exceptions": exceptions}
+        own = (seed + self.ranks.rank * 0x9E3779B97F4A7C15) % 2**64
+        return {"random": True, "seed": own, "length": len(self.base.log)}
+
+    def bounded(self, number: int) -> list[Deviation]:
+        """The exceptions of one of the orders with one, then with two of them; none after the last."""
+        single: list[Deviation] = []
+        for rank, log in enumerate(self.logs):
+            single += [Deviation(rank, Late(e.step, e.step, True, 0)) for e in log if e.what == "launch"]
+        for rank, log in enumerate(self.logs):
+            steps = [each.step for each in log if each.step.thread >= 0]
+            threads = sorted({step.thread for step in steps})
+            single += [Deviation(rank, Switch(s, to)) for s in steps for to in threads if to != s.thread]
+        if number < len(single):
+            return [single[number]]
+        pairs = itertools.combinations(single, 2)
+        return list(next(itertools.islice(pairs, number - len(single), None), ()))
+
+    # ---- a shorter order ----
+
+    def explain(self, seed: int, what: str, outcome: Outcome) -> Difference:
+        self.trials = 0
+        exceptions = [
+            Deviation(rank, each)
+            for rank, some in enumerate(self.ranks.gather(_exceptions(outcome.log)))
+            for each in some
+        ]
+        if self.fails(exceptions):
+            exceptions = self.sooner(self.nearer(self.fewer(exceptions)))
+        at_host = {each for each in exceptions if isinstance(each.what, Late) and self.is_at_host(each, exceptions)}
+        shown = self.one(exceptions, located=True)
+        what = self.differs(shown) or what
+        races = self.races()
+        own = [each for each in exceptions if each.rank == self.ranks.rank]
+        late = [each.what.item for each in own if isinstance(each.what, Late)]
+        told = Explanation(shown.log, late, {each.what.item for each in own if each in at_host})  # type: ignore[union-attr]
+        parts = self.ranks.gather((told.order(len(own) - len(late)), told.missing(races) if own else "", told.names()))
+        order = [
+            schedule_report.heading(sum(each.what == "launch" for log in self.logs for each in log), len(exceptions))
+        ]
+        for rank, (lines, _, _) in enumerate(parts):
+            order += [f"  on rank {rank}:"] * (self.ranks.size > 1 and bool(lines)) + lines
+        missing = next((text for _, text, _ in parts if text), told.missing(races))
+        return Difference(seed, what, order, missing, [name for _, _, names in parts for name in names])
+
+    def fails(self, exceptions: Sequence[Deviation]) -> bool:
+        self.trials += 1
+        return self.differs(self.one(exceptions)) is not None
+
+    def fewer(self, exceptions: list[Deviation]) -> list[Deviation]:
+        """Delta debugging: drop the exceptions that the difference does not need."""
+        parts = 2
+        while len(exceptions) > 1 and self.trials < TRIALS:
+            size = -(-len(exceptions) // parts)
+            chunks = [exceptions[i : i + size] for i in range(0, len(exceptions), size)]
+            rests = [[each for each in exceptions if each not in chunk] for chunk in chunks]
+            for smaller in (*chunks, *rests) if parts > 2 else chunks:
+                if len(smaller) < len(exceptions) and self.fails(smaller):
+                    exceptions, parts = smaller, max(2, parts - 1 if smaller in rests else 2)
+                    break
+            else:
+                if size == 1:
+                    break
+                parts = min(len(exceptions), 2 * parts)
+        return exceptions
+
+    def nearer(self, exceptions: list[Deviation]) -> list[Deviation]:
+        """Of the late work, choose what is launched last: what waits for late work is late too, but is not the cause."""
+        for i, (rank, late) in enumerate(exceptions):
+            launches = [each.step for each in self.logs[rank] if each.what == "launch"]
+            if not isinstance(late, Late) or late.item not in launches:
+                continue
+            for item in reversed(launches[launches.index(late.item) + 1 :]):
+                tried = [*exceptions[:i], Deviation(rank, Late(item, item, True, late.rank)), *exceptions[i + 1 :]]
+                if self.trials >= TRIALS:
+                    break
+                if self.fails(tried):
+                    exceptions = tried
+                    break
+        return exceptions
+
+    def sooner(self, exceptions: list[Deviation]) -> list[Deviation]:
+        """Let each late piece of work run as early as the difference allows, just behind what it conflicts with."""
+        for i, (rank, late) in enumerate(exceptions):
+            steps = [each.step for each in self.logs[rank] if each.what != "query"]
+            if not isinstance(late, Late) or late.item not in steps:
+                continue
+            steps = steps[steps.index(late.item) :]
+            low, high = 0, len(steps)  # before the first that fails, and one that does; none of `steps` may
+            while low < high and self.trials < 2 * TRIALS:
+                middle = (low + high) // 2
+                tried = Deviation(rank, Late(late.item, steps[middle], False, late.rank))
+                if self.fails([*exceptions[:i], tried, *exceptions[i + 1 :]]):
+                    high, exceptions = middle, [*exceptions[:i], tried, *exceptions[i + 1 :]]
+                else:
+                    low = middle + 1
+        return exceptions
+
+    def is_at_host(self, one: Deviation, exceptions: list[Deviation]) -> bool:
+        """Whether late work conflicts with the host, not with what is launched at the step that it waits for."""
+        rank, late = one
+        assert isinstance(late, Late)
+        if late.needed or not any(each.what == "launch" and each.step == late.after for each in self.logs[rank]):
+            return False
+        others = [e for e in exceptions if e.rank != rank or not isinstance(e.what, Late) or e.what.item != late.after]
+        return self.fails([*others, Deviation(rank, Late(late.after, late.after, False, late.rank + 1))])
+
+    def races(self) -> list[Any]:
+        """What the race detector says of the program's own order."""
+        from openreg_ops.openreg import _sanitizer
+
+        found: list[Any] = []
+        with _sanitizer.sanitize(found.extend):
+            self.one()
+        return found
+
+
+class _Ranks:
+    """The processes of the default group, all of which call `schedules` with the same arguments."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(every, value)
+        return every
+
+    def first(self, what: str | None) -> str | None:
+        """What the first rank says that says something."""
+        every = self.gather(what)
+        return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
+
+    def raise_first(self, error: Exception | None) -> None:
+        if error is None and (what := self.first(None)):
+            raise RuntimeError(f"schedules: the program fails in its own order {what}")
+        if error is not None:
+            if self.size > 1:
+                self.first(f"{type(error).__name__}: {plain(error)}")
+            raise error
+
+
+def _exceptions(log: list[Action]) -> list[Late | Switch]:
+    """The exceptions to the program's order that make this one."""
+    found: list[Late | Switch] = []
+    last: Step | None = None
+    for i, action in enumerate(log):
+        if action.what == "run":
+            if last is not None and (log[i - 1].what != "launch" or log[i - 1].step != action.step):
+                found.append(Late(action.step, last, False, i))
+            continue
+        if last is not None and action.step.thread != last.thread and min(action.step.thread, last.thread) >= 0:
+            found.append(Switch(last, action.step.thread))
+        last = action.step
+    return found
+
+
+def _fingerprint(log: list[Action]) -> str:
+    text = "\n".join(f"{each.what} {tuple(each.step)} {each.place} {each.name}" for each in log)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _State:
+    """What a program may change and finds again in the next order: generators, the current device and streams."""
+
+    def __init__(self) -> None:
+        self.python, self.host, self.devices = random.getstate(), torch.get_rng_state(), get_rng_state_all()
+        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self.device = torch.openreg.current_device()
+        self.streams = [torch.openreg.current_stream(i) for i in range(torch.openreg.device_count())]
+        self.next = _C.next_streams()
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        torch.set_rng_state(self.host)
+        set_rng_state_all(self.devices)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for stream in self.streams:
+            torch.openreg.set_stream(stream)
+        torch.openreg.set_device(self.device)
+        _C.set_next_streams(self.next)
+
+
+@contextlib.contextmanager
+def _poison() -> Iterator[None]:
+    """Fill new memory: what an order reads too early must not be the right result of the order before."""
+    before = _C.poison()
+    _C.set_poison(True)
+    try:
+        yield
+    finally:
+        _C.set_poison(before)

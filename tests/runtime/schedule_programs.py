@@ -1,0 +1,561 @@
+"""Programs whose streams lack one wait, for test_schedules.py; each is right with `fixed`.
+
+The first ones are those of the race detector's tests. The race detector does not see the ones in UNSEEN.
+"""
+
+import ctypes
+import io
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+DEVICE = "openreg"
+N = 64
+current = torch.openreg.current_stream
+
+PROGRAMS, UNSEEN = {}, set()
+
+
+def program(function):
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def unseen(function):
+    UNSEEN.add(function.__name__)
+    return program(function)
+
+
+# ---- between streams ----
+
+
+@program
+def use_on_another_stream(fixed):
+    x = torch.ones(N, device=DEVICE)
+    side = torch.openreg.Stream()
+    y = torch.ops.openreg.custom_abs(x)
+    if fixed:
+        side.wait_stream(current())
+    with side:
+        z = y + 1
+    current().wait_stream(side)
+    return z
+
+
+@program
+def write_while_another_stream_reads(fixed):
+    x = torch.ones(N, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        y = x * 2
+    if fixed:
+        current().wait_stream(side)
+    x.zero_()
+    current().wait_stream(side)
+    return y
+
+
+@program
+def wait_for_what_was_recorded_earlier(fixed):
+    x = torch.ones(N, device=DEVICE)
+    side, event = torch.openreg.Stream(), current().record_event()
+    x.add_(1)
+    if fixed:
+        event.record(current())
+    side.wait_event(event)
+    with side:
+        x.mul_(3)
+    current().wait_stream(side)
+    return x
+
+
+@program
+def transitive_waits(fixed):
+    a, b, c = (torch.openreg.Stream() for _ in range(3))
+    with a:
+        x = torch.ones(N, device=DEVICE)
+    b.wait_stream(a)
+    c.wait_stream(b)
+    with c:
+        x.add_(1)
+    if fixed:
+        b.wait_stream(c)
+    with b:
+        x.mul_(2)
+    b.synchronize(), c.synchronize()
+    return x
+
+
+@program
+def wait_for_an_event_that_was_never_recorded(fixed):
+    x = torch.ones(N, device=DEVICE)
+    side, event = torch.openreg.Stream(), torch.openreg.Event()
+    if fixed:
+        event.record(current())
+    side.wait_event(event)
+    with side:
+        x.add_(1)
+    current().wait_stream(side)
+    return x
+
+
+@program
+def synchronize_the_other_device(fixed):
+    x = torch.ones(4, device="openreg:1")
+    torch.openreg.synchronize(1 if fixed else 0)
+    side = torch.openreg.Stream(device="openreg:1")
+    with side:
+        x.add_(1)
+    torch.openreg.set_device(0)
+    current(1).wait_stream(side)
+    return x
+
+
+@program
+def copy_between_devices(fixed):
+    x = torch.ones(N, device="openreg:0")
+    y = x.to("openreg:1", non_blocking=True)
+    side = torch.openreg.Stream(device="openreg:1")
+    if fixed:
+        side.wait_stream(current(1))
+    with side:
+        y.add_(1)
+    torch.openreg.set_device(0)
+    current(1).wait_stream(side)
+    return y
+
+
+@program
+def overlapping_views(fixed):
+    x = torch.ones(8, 8, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    x[2:5].zero_()
+    if fixed:
+        side.wait_stream(current())
+    with side:
+        x[4:].add_(1)
+    current().wait_stream(side)
+    return x
+
+
+@program
+def lists_of_tensors(fixed):
+    xs = [torch.ones(4, device=DEVICE) for _ in range(3)]
+    side = torch.openreg.Stream()
+    if fixed:
+        side.wait_stream(current())
+    with side:
+        torch._foreach_add_(xs, 1)
+    current().wait_stream(side)
+    return xs
+
+
+@program
+def backward_without_a_wait(fixed):
+    w = torch.ones(N, device=DEVICE)
+    x = torch.ones(N, device=DEVICE, requires_grad=True)
+    loss = (x * w).sum()
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    if fixed:
+        loss.backward()
+        side.wait_stream(current())
+    with side:
+        w.data.mul_(2)
+    if not fixed:
+        loss.backward()
+    return x.grad
+
+
+@program
+def output_of_a_side_stream(fixed):
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        y = torch.full((N,), 3.0, device=DEVICE)
+    if fixed:
+        current().wait_stream(side)
+    return y
+
+
+@program
+def graph_replayed_on_a_stream_that_does_not_wait(fixed):
+    graph, x = torch.openreg.Graph(), torch.ones(N, device=DEVICE)
+    with torch.openreg.graph(graph):
+        y = x * 2
+    side = torch.openreg.Stream()
+    x.fill_(5)
+    if fixed:
+        side.wait_stream(current())
+    with side:
+        graph.replay()
+    current().wait_stream(side)
+    return y
+
+
+# ---- memory that is used again ----
+
+
+def freed_too_early(fixed, keep):
+    side = torch.openreg.Stream()
+    x = torch.ones(N, device=DEVICE)
+    side.wait_stream(current())
+    with side:
+        y = torch.ops.openreg.custom_abs(x)
+    keep(x, side)
+    del x
+    again = torch.empty(N, device=DEVICE).fill_(2)
+    current().wait_stream(side)
+    return y, again
+
+
+@program
+def reuse_without_record_stream(fixed):
+    return freed_too_early(fixed, lambda x, side: x.record_stream(side) if fixed else None)
+
+
+@program
+def reuse_without_a_wait(fixed):
+    return freed_too_early(fixed, lambda x, side: current().wait_stream(side) if fixed else None)
+
+
+class Prefetcher:
+    """The loader of NVIDIA's examples: copies the next batch on a stream of its own."""
+
+    def __init__(self, batches, record):
+        self.batches, self.record = iter(batches), record
+        self.stream = torch.openreg.Stream()
+        self.preload()
+
+    def preload(self):
+        self.next = next(self.batches, None)
+        if self.next is not None:
+            with self.stream:
+                self.next = self.next.to(DEVICE, non_blocking=True).sub_(0.5)
+
+    def __iter__(self):
+        while self.next is not None:
+            current().wait_stream(self.stream)
+            batch = self.next
+            if self.record:
+                batch.record_stream(current())
+            self.preload()
+            yield batch
+
+
+@program
+def prefetcher_without_record_stream(fixed):
+    sums = []
+    for x in Prefetcher([torch.full((N,), float(i)).pin_memory() for i in range(4)], record=fixed):
+        sums.append(x.square().sum())
+        del x
+    return torch.stack(sums)
+
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(DEVICE)
+
+
+def bucketed(wait_before, wait_after):
+    """DDP's overlap: as each gradient is ready, a side stream reduces it in a bucket."""
+    net = model()
+    side = torch.openreg.Stream()
+    bucket = torch.zeros(sum(p.numel() for p in net.parameters()), device=DEVICE)
+    parts = bucket.split([p.numel() for p in net.parameters()])
+
+    def ready(parameter, part):
+        event = current().record_event()
+        if wait_before:
+            side.wait_event(event)
+        with side:
+            part.copy_(parameter.grad.view(-1), non_blocking=True)
+            part.div_(2)
+        parameter.grad.record_stream(side)
+
+    for parameter, part in zip(net.parameters(), parts, strict=True):
+        parameter.register_post_accumulate_grad_hook(lambda parameter, part=part: ready(parameter, part))
+    side.wait_stream(current())
+    net(torch.randn(8, 8, device=DEVICE)).square().mean().backward()
+    if wait_after:
+        current().wait_stream(side)
+    for parameter, part in zip(net.parameters(), parts, strict=True):
+        parameter.grad.view(-1).copy_(part)
+    current().wait_stream(side)
+    return [p.grad for p in net.parameters()]
+
+
+@program
+def bucket_without_a_wait_before(fixed):
+    return bucketed(fixed, True)
+
+
+@program
+def bucket_without_a_wait_after(fixed):
+    return bucketed(True, fixed)
+
+
+@program
+def offload_without_a_wait(fixed):
+    """Saved tensors wait in pinned memory, copied on a side stream."""
+    side = torch.openreg.Stream()
+
+    def pack(x):
+        side.wait_stream(current())
+        with side:
+            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            host.copy_(x, non_blocking=True)
+        x.record_stream(side)
+        return host
+
+    def unpack(host):
+        with side:
+            x = host.to(DEVICE, non_blocking=True)
+        if fixed:
+            current().wait_stream(side)
+        x.record_stream(current())
+        return x
+
+    net = model()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = net(torch.randn(8, 8, device=DEVICE)).square().mean()
+    loss.backward()
+    return [p.grad for p in net.parameters()]
+
+
+# ---- the host ----
+
+
+def copied(fixed):
+    host = torch.zeros(N, pin_memory=True)
+    host.copy_(torch.ones(N, device=DEVICE), non_blocking=True)
+    if fixed:
+        current().synchronize()
+    return host
+
+
+for name, read in {
+    "item": lambda host: host[3].item(),
+    "sum": lambda host: host.sum(),
+    "to_device": lambda host: host.clone().to(DEVICE),
+    "numpy": lambda host: host.numpy().copy(),
+    "tolist": lambda host: host[:3].tolist(),
+    "save": lambda host: (torch.save(host.clone(), data := io.BytesIO()), torch.load(io.BytesIO(data.getvalue())))[1],
+}.items():
+
+    def reads(fixed, read=read):
+        return read(copied(fixed))
+
+    reads.__name__ = f"host_reads_{name}_too_early"
+    program(reads)
+
+
+@program
+def host_writes_what_a_copy_reads(fixed):
+    host = torch.ones(N, pin_memory=True)
+    x = host.to(DEVICE, non_blocking=True)
+    if fixed:
+        current().synchronize()
+    host.zero_()
+    return x
+
+
+@program
+def a_new_pinned_tensor_read_too_early(fixed):
+    host = torch.ones(N, device=DEVICE).to("cpu", non_blocking=True)
+    if fixed:
+        current().record_event().synchronize()
+    return float(host.sum())
+
+
+# ---- collectives, of a group of one process ----
+
+
+def group():
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("occl", store=store, rank=0, world_size=1)
+
+
+@program
+def collective_read_before_its_wait(fixed):
+    group()
+    y, x = torch.zeros(1, N, device=DEVICE), torch.ones(N, device=DEVICE)
+    work = torch.distributed.all_gather_into_tensor(y.view(-1), x, async_op=True)
+    if fixed:
+        work.wait()
+    z = y * 2
+    work.wait()
+    return z
+
+
+@program
+def collective_whose_input_is_written_before_its_wait(fixed):
+    group()
+    y, x = torch.zeros(1, N, device=DEVICE), torch.ones(N, device=DEVICE)
+    work = torch.distributed.all_gather_into_tensor(y.view(-1), x, async_op=True)
+    if fixed:
+        work.wait()
+    x.zero_()
+    work.wait()
+    return y
+
+
+@program
+def collective_before_a_side_streams_input(fixed):
+    group()
+    x, side = torch.zeros(N, device=DEVICE), torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        x.add_(3)
+    if fixed:
+        current().wait_stream(side)
+    out = [torch.zeros(N, device=DEVICE)]
+    torch.distributed.all_gather(out, x)
+    return out
+
+
+# ---- what the race detector does not see ----
+
+
+@unseen
+def numpy_view_made_before_the_copy(fixed):
+    host = torch.zeros(N, pin_memory=True)
+    view = host.numpy()
+    host.copy_(torch.ones(N, device=DEVICE), non_blocking=True)
+    if fixed:
+        current().synchronize()
+    return float(view.sum())
+
+
+@unseen
+def numpy_fills_the_buffer_of_a_copy(fixed):
+    buffer, batches = torch.empty(N, pin_memory=True), []
+    view = buffer.numpy()
+    for i in range(3):
+        view[:] = i
+        batches.append(buffer.to(DEVICE, non_blocking=True))
+        if fixed:
+            current().synchronize()
+    return batches
+
+
+@unseen
+def memory_read_by_address(fixed):
+    host = copied(fixed)
+    return ctypes.c_float.from_address(host.data_ptr()).value
+
+
+@unseen
+def sleep_in_place_of_a_wait(fixed):
+    host = torch.zeros(N, pin_memory=True)
+    view = host.numpy()
+    host.copy_(torch.ones(N, device=DEVICE), non_blocking=True)
+    current().synchronize() if fixed else time.sleep(1e-4)
+    return view.tolist()
+
+
+@unseen
+def thread_hands_over_a_tensor(fixed):
+    tensors = queue.Queue()
+
+    def produce():
+        stream = torch.openreg.Stream()
+        with stream:
+            x = torch.arange(N, device=DEVICE) * 2
+            tensors.put((x, stream.record_event()))
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    x, event = tensors.get()
+    if fixed:
+        current().wait_event(event)
+    y = x + 1
+    thread.join()
+    torch.openreg.synchronize()
+    return y
+
+
+@unseen
+def pool_of_threads_without_a_wait(fixed):
+    streams = [torch.openreg.Stream() for _ in range(2)]
+
+    def work(i):
+        with streams[i]:
+            return torch.full((N,), float(i), device=DEVICE).exp()
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(work, range(2)))
+    if fixed:
+        for stream in streams:
+            current().wait_stream(stream)
+    total = parts[0] + parts[1]
+    torch.openreg.synchronize()
+    return total
+
+
+@unseen
+def threads_that_share_a_buffer(fixed):
+    """Two threads use one scratch buffer: a lock around the launches and the wait makes it right."""
+    scratch, lock, out = torch.zeros(N, device=DEVICE), threading.Lock(), {}
+    torch.openreg.synchronize()
+
+    def work(i):
+        with torch.openreg.Stream() as stream, lock:
+            scratch.fill_(i)
+            out[i] = scratch * 2
+            if fixed:
+                stream.synchronize()
+        stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [out[0], out[1]]
+
+
+@torch.library.custom_op("schedule_programs::undeclared", mutates_args=())
+def undeclared(x: torch.Tensor, hidden: int) -> torch.Tensor:
+    _hidden[hidden].add_(x)
+    return x.clone()
+
+
+_hidden = {}
+
+
+@unseen
+def an_operator_writes_what_its_schema_does_not_say(fixed):
+    _hidden[0] = total = torch.zeros(N, device=DEVICE)
+    x = torch.ones(N, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        undeclared(x, 0)
+    if fixed:
+        current().wait_stream(side)
+    y = total * 2
+    torch.openreg.synchronize()
+    return y
+
+
+@unseen
+def control_flow_that_skips_the_wait(fixed):
+    """Whether the wait is needed is decided too early: the value is that of an earlier copy."""
+    flag = torch.zeros(1, pin_memory=True)
+    flags = flag.numpy()
+    x = torch.ones(N, device=DEVICE)
+    side = torch.openreg.Stream()
+    flag.copy_(x[:1], non_blocking=True)
+    if fixed:
+        current().synchronize()
+    y = x * 5 if flags[0] else x * 7
+    side.wait_stream(current())
+    torch.openreg.synchronize()
+    return y

@@ -1,0 +1,414 @@
+"""Orders of streams: programs with a missing wait are found, right ones are not, and a seed gives one order."""
+
+import os
+import random
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.openreg._sanitizer as sanitizer
+from processes import python
+from schedule_programs import PROGRAMS, UNSEEN
+
+from openreg_ops import _C
+
+DEVICE = "openreg"
+ORDERS = int(os.environ.get("OPENREG_SCHEDULE_ORDERS", "40"))  # of each right program
+current = torch.openreg.current_stream
+schedules = torch.openreg.schedules
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group():
+    yield
+    if torch.distributed.is_initialized():  # some programs make one
+        torch.distributed.destroy_process_group()
+
+
+def found(program, *args, seeds=50):
+    report = schedules(program, *args, seeds=seeds)
+    assert not report.passed, f"{program.__name__} gives the same result in {report.orders} orders"
+    return report.difference
+
+
+# ---- the programs ----
+
+
+def test_there_are_enough_programs():
+    assert len(PROGRAMS) >= 30 and len(UNSEEN) >= 9
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_missing_wait_is_found(name):
+    difference = found(PROGRAMS[name], False)
+    assert difference.late or "another thread" in str(difference), "the order has no exception"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_with_the_wait_every_order_gives_the_same(name):
+    report = schedules(PROGRAMS[name], True, seeds=ORDERS)
+    assert report.passed, report
+    assert report.orders == ORDERS and report.work > 0
+
+
+@pytest.mark.parametrize("name", sorted(UNSEEN))
+def test_what_the_race_detector_does_not_see(name):
+    told = []
+    with sanitizer.sanitize(told.extend):
+        PROGRAMS[name](False)
+        torch.openreg.synchronize()
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    "name, late, missing",
+    [
+        ("use_on_another_stream", "abs_into", "have stream 1 of openreg:0 wait: call its wait_stream()"),
+        ("reuse_without_record_stream", "abs_into", "Call its record_stream() with stream 1 of openreg:0"),
+        ("output_of_a_side_stream", "fill_", "does not wait for stream 1 of openreg:0 before it returns"),
+        ("numpy_view_made_before_the_copy", "Memcpy DtoH", "call synchronize() on the default stream of openreg:0"),
+        ("host_writes_what_a_copy_reads", "Memcpy HtoD", "call synchronize() on the default stream of openreg:0"),
+        ("collective_read_before_its_wait", "allgather_base", "call wait() on the Work"),
+        ("thread_hands_over_a_tensor", "aten::mul", "does not wait for stream"),
+        ("synchronize_the_other_device", "fill_", "of openreg:1 wait: call its wait_stream()"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_the_missing_wait_is_named(name, late, missing):
+    _C.set_next_streams([0] * len(_C.next_streams()))  # the first stream of the program is number 1
+    difference = found(PROGRAMS[name], False)
+    assert len(difference.late) == 1 and late in difference.late[0]
+    assert missing in difference.missing
+    assert f"with {1} exception:" in difference.order[0]
+    assert "schedule_programs.py:" in difference.order[1], "the line that launches the late work"
+
+
+def test_the_report():
+    def program():
+        x = torch.ones(4, device=DEVICE)
+        with torch.openreg.Stream():
+            y = x * 2
+        return {"sums": [y.sum()]}
+
+    report = schedules(program)
+    lines = str(report).splitlines()
+    seed = report.difference.seed
+    assert lines[0] == f"schedules: order {report.orders} of 200, seed {seed}, gives another result"
+    assert (
+        "result['sums'][0]: 1 of 1 elements differ; at [] it is" in lines[1] and "the program's order 8.0" in lines[1]
+    )
+    assert lines[-1] == f"The same order again: torch.openreg.schedules(program, seeds=[{seed}])"
+    again = schedules(program, seeds=[seed])
+    assert again.fingerprints[seed] == report.fingerprints[seed]
+    assert again.difference.late == report.difference.late
+    assert str(schedules(lambda: torch.ones(4, device=DEVICE), seeds=3)).endswith(
+        "3 orders of 1 piece of work give the same result"
+    )
+
+
+def test_the_report_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs/streams.md").read_text().partition("## Orders of streams")[2]
+    _, code, _, report, _ = text.split("```", 4)
+    names = {}
+    exec(compile(code.removeprefix("python\n").replace("print(", "report = ("), "example.py", "exec"), names)
+    assert " ".join(str(names["report"]).split()) == " ".join(report.split())
+
+
+def test_as_a_context():
+    program = PROGRAMS["write_while_another_stream_reads"]
+    with schedules(program, True, seeds=10) as report:
+        assert report.passed
+    with pytest.raises(AssertionError, match="gives another result"), schedules(program, False) as report:
+        assert not report.passed
+    with pytest.raises(KeyError), schedules(program, False):  # what the body raises
+        raise KeyError
+
+
+# ---- what an order is ----
+
+ORDER = """
+import sys; sys.path.insert(0, {folder!r})
+import torch
+from schedule_programs import PROGRAMS
+for name in ("bucket_without_a_wait_after", "pool_of_threads_without_a_wait", "copy_between_devices"):
+    print(name, sorted(torch.openreg.schedules(PROGRAMS[name], True, seeds=60).fingerprints.items()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_seed_gives_the_same_order_in_two_processes():
+    code = ORDER.format(folder=os.path.dirname(__file__))
+    first, second = (python("-c", code, OMP_NUM_THREADS=threads) for threads in ("1", "2"))
+    assert first.stdout and first.stdout == second.stdout, first.stderr + second.stderr
+
+
+def test_seeds_give_different_orders():
+    report = schedules(PROGRAMS["bucket_without_a_wait_after"], True, seeds=40)
+    assert len({*report.fingerprints.values()}) > 25
+    some = schedules(PROGRAMS["bucket_without_a_wait_after"], True, seeds=[3, 39, 12])
+    assert some.fingerprints == {seed: report.fingerprints[seed] for seed in (3, 39, 12)}
+
+
+def test_work_is_delayed_one_piece_at_a_time_after_the_random_orders():
+    """The last seeds are small exceptions to the program's order: one piece of work that is late, then two."""
+    from openreg_ops.openreg.schedules import RANDOM
+
+    report = schedules(lambda: [torch.ones(4, device=DEVICE) for i in range(3)], seeds=range(RANDOM, RANDOM + 6))
+    assert report.passed and report.orders == 6
+    difference = found(PROGRAMS["use_on_another_stream"], False, seeds=range(RANDOM, RANDOM + 9))
+    assert difference.seed - RANDOM < 3, "the program has three pieces of work"
+
+
+def test_nothing_is_left_behind():
+    """The modes, the generators, the current device and streams, and what is queued."""
+    side = torch.openreg.Stream()
+
+    def program():
+        random.random(), torch.rand(3)
+        torch.openreg.set_device(1)
+        torch.openreg.set_stream(torch.openreg.Stream(0))
+        torch.openreg.set_device(1)
+        return torch.rand(4, device=DEVICE) + 1
+
+    before = random.getstate(), torch.get_rng_state().tolist(), torch.openreg.get_rng_state(1).tolist()
+    with side:
+        assert schedules(program, seeds=20).passed
+        assert current() == side
+    assert (random.getstate(), torch.get_rng_state().tolist(), torch.openreg.get_rng_state(1).tolist()) == before
+    assert torch.openreg.current_device() == 0 and torch.openreg.get_launch_mode() == "inline"
+    assert not _C.order_on() and threading.Lock is _thread_lock and current().query()
+    assert torch.autograd.is_multithreading_enabled()
+
+
+_thread_lock = threading.Lock
+
+
+def test_waits_of_every_kind_are_kept():
+    """Polling, timeouts, conditions, barriers and daemons: none hangs, and none makes a difference."""
+
+    def program():
+        x, side = torch.ones(8, device=DEVICE), torch.openreg.Stream()
+        event = current().record_event()
+        while not event.query():
+            pass
+        barrier, condition, total = threading.Barrier(2), threading.Condition(), []
+
+        def work():
+            with torch.openreg.Stream() as stream:
+                stream.wait_event(event)
+                total.append((x * 3).cpu())
+            barrier.wait()
+            with condition:
+                condition.notify()
+
+        thread = threading.Thread(target=work)
+        with condition:
+            thread.start()
+            assert not thread.join(timeout=0.01)
+        barrier.wait()
+        thread.join()
+        assert not threading.Event().wait(0.001)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        side.wait_stream(current())
+        with side:
+            x.mul_(2)
+        while not side.query():
+            pass
+        return total, x
+
+    report = schedules(program, seeds=60)
+    assert report.passed, report
+
+
+@pytest.mark.slow
+def test_a_thread_that_waits_for_what_the_scheduler_does_not_see():
+    def program():
+        x, (read, write) = torch.ones(2, device=DEVICE), os.pipe()
+        thread = threading.Thread(target=os.read, args=(read, 1))
+        thread.start()
+        x.add_(1)
+        threading.Event().wait(0)  # the other thread may go on here
+        torch.openreg.synchronize()
+        os.write(write, b"x")
+        thread.join()
+        return x
+
+    from openreg_ops.openreg.schedules import RANDOM
+
+    assert schedules(program, seeds=range(RANDOM, RANDOM + 4)).passed
+
+
+def test_a_deadlock_is_an_order_that_raises():
+    def program():
+        one, other = threading.Lock(), threading.Lock()
+        x = torch.ones(2, device=DEVICE)
+
+        def work(first, second):
+            with first:
+                x.add_(1)
+                with second:
+                    x.add_(1)
+
+        threads = [threading.Thread(target=work, args=locks) for locks in ((one, other), (other, one))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return x.cpu()
+
+    difference = found(program)
+    assert "raises RuntimeError: openreg: this order of the program's work ends in a deadlock" in difference.what
+    assert threading.active_count() == 1
+
+
+def test_what_the_program_raises_is_compared():
+    def program(fixed):
+        index = torch.full((4,), 9.0, pin_memory=True)
+        index.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
+        if fixed:
+            current().synchronize()
+        return [1, 2, 3][int(index.numpy()[0])]
+
+    assert schedules(program, True, seeds=20).passed
+    assert "the program raises IndexError" in found(program, False).what
+
+
+def test_results_of_other_kinds():
+    net = torch.nn.Linear(2, 2, device=DEVICE)
+
+    def program():
+        return (
+            net,
+            torch.ones(2, device=DEVICE),
+            "text",
+            1.5,
+            float("nan"),
+            None,
+            {"a": (True, torch.eye(2, device=DEVICE).to_sparse())},
+            object(),
+        )
+
+    assert schedules(program, seeds=10).passed
+
+
+def test_tolerances():
+    state = []
+
+    def program():
+        state.append(0)
+        return torch.ones(2, device=DEVICE) + 1e-7 * len(state)
+
+    with pytest.raises(ValueError, match="gives two results in the same order"):
+        schedules(program)
+    assert schedules(program, seeds=5, rtol=1e-4).passed
+
+
+# ---- bad use ----
+
+
+def test_what_is_no_program():
+    with pytest.raises(TypeError, match="schedules: expected a program to call, but got tensor"):
+        schedules(torch.ones(1))
+    for seeds, error in ((0, ValueError), (-3, ValueError), ([], ValueError), ([-1], ValueError), ([2**64], ValueError),
+                         ("20", TypeError), (2.5, TypeError), (True, TypeError), ([0.5], ValueError)):  # fmt: skip
+        with pytest.raises(error, match="schedules: expected seeds as a number of orders above 0, or as a list"):
+            schedules(lambda: None, seeds=seeds)
+    with pytest.raises(ValueError, match="queues no work on openreg, so it has only one order"):
+        schedules(lambda: torch.ones(2) + 1)
+
+
+def test_what_the_program_raises_in_its_own_order():
+    def program():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        schedules(program)
+    assert not _C.order_on()
+
+
+def test_inside_itself_and_inside_a_capture():
+    with pytest.raises(RuntimeError, match="schedules: a program whose orders are being tried calls it again"):
+        schedules(lambda: schedules(lambda: torch.ones(1, device=DEVICE)))
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        y = torch.ones(1, device=DEVICE)
+        with pytest.raises(RuntimeError, match="schedules: the current stream is being captured"):
+            schedules(lambda: torch.ones(1, device=DEVICE))
+    graph.replay()
+    assert y.item() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("isolation", ["strict", "auto"])
+def test_isolated_memory(isolation):
+    code = ORDER.format(folder=os.path.dirname(__file__)).replace("seeds=60", "seeds=5")
+    done = python("-c", code, OPENREG_ISOLATION=isolation)
+    assert done.returncode == 0 and done.stdout.count("(4, ") == 3, done.stderr
+
+
+# ---- pytest ----
+
+SUITE = """
+import pytest, torch
+
+@pytest.fixture
+def x(device):
+    return torch.ones(8, device=device)
+
+def test_right(x):
+    assert x.mul_(2).sum() == 16
+
+def test_wrong(x):
+    host = torch.zeros(8, pin_memory=True)
+    host.copy_(x.mul_(2), non_blocking=True)
+    assert host.numpy().sum() == 16
+
+def test_fails(x):
+    assert x.sum() == 9
+
+def test_is_skipped(x):
+    pytest.skip("not today")
+
+def test_without_work():
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_suite(tmp_path):
+    (tmp_path / "test_suite.py").write_text(textwrap.dedent(SUITE))
+
+    def run(*options):
+        return python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *options, cwd=tmp_path)
+
+    out = run("--device", "openreg", "--device-schedules", "20").stdout
+    assert "2 failed, 2 passed, 1 skipped" in out, out
+    assert "2 tests in" in out and "the result depends on the order in 1" in out
+    assert "without work on the device: 1 test" in out
+    assert "late: Memcpy DtoH (Device -> Pinned) on the default stream of openreg:0, launched at" in out
+    again = out.partition("The same order again: ")[2].splitlines()[0].split()
+    assert "2 failed" in run("--device", "openreg", *again, "-k", "wrong or fails").stdout
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "5:5", "7:3", "-1:3", "many", "1:2:3", ""])
+def test_a_suite_with_bad_options(text):
+    from openreg_ops.testing.schedules import SchedulesPlugin
+
+    with pytest.raises(pytest.UsageError, match="expected a number of orders above 0, or seeds as in 17:18, but got"):
+        SchedulesPlugin(text)
+
+
+def test_a_suite_on_another_device(pytestconfig, monkeypatch):
+    import pytest_openreg_ops
+
+    monkeypatch.setattr(pytestconfig.option, "device_schedules", "9")
+    monkeypatch.setattr(pytestconfig.option, "on_device", "cpu", raising=False)
+    with pytest.raises(pytest.UsageError, match="--device-schedules needs --device openreg"):
+        pytest_openreg_ops.pytest_configure(pytestconfig)
