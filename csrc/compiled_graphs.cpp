@@ -77,6 +77,13 @@ struct Result {
   Dims sizes, strides;
   int64_t offset = 0; // from the input's, in bytes, or in the memory, in elements
   at::ScalarType type{};
+  bool conj = false, neg = false; // lazily
+
+  at::Tensor marked(at::Tensor x) const {
+    if (conj) x._set_conj(true);
+    if (neg) x._set_neg(true);
+    return x;
+  }
 };
 
 // Memory of the graph with results.
@@ -106,7 +113,7 @@ at::Tensor tensor_on(const c10::Storage& storage, const Result& like) {
   auto x = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(like.type));
   x.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes, like.strides, like.offset);
-  return x;
+  return like.marked(std::move(x));
 }
 
 const int kMisfits = 16; // calls that find saved results still alive, before all results are copied
@@ -141,6 +148,7 @@ class CompiledGraph {
       input.address = address_of(x);
       if (!input.fixed) {
         input.buffer = x;
+        graph_->kept.push_back(std::make_shared<c10::Storage>(x.storage())); // until the last queued replay is done
         if (span_of(x) <= 2 * without_expanded(x).nbytes()) input.bytes = span_of(x);
       }
       if (!backward) of_inputs.emplace(x.storage().unsafeGetStorageImpl(), i);
@@ -162,6 +170,8 @@ class CompiledGraph {
       result.sizes = x.sizes();
       result.strides = x.strides();
       result.type = x.scalar_type();
+      result.conj = x.is_conj();
+      result.neg = x.is_neg();
       const auto* storage = x.storage().unsafeGetStorageImpl();
       if (const auto input = of_inputs.find(storage); input != of_inputs.end()) {
         result.index = input->second;
@@ -288,10 +298,11 @@ class CompiledGraph {
     const int64_t bytes = given.storage_offset() * static_cast<int64_t>(given.itemsize()) + of.offset;
     const int64_t offset = bytes / static_cast<int64_t>(c10::elementSize(of.type));
     if (given.scalar_type() == of.type)
-      return py::reinterpret_steal<py::object>(THPVariable_Wrap(at::as_strided(given, of.sizes, of.strides, offset)));
+      return py::reinterpret_steal<py::object>(
+          THPVariable_Wrap(of.marked(at::as_strided(given, of.sizes, of.strides, offset))));
     auto view = at::empty({0}, given.options().dtype(of.type));
     return py::reinterpret_steal<py::object>(
-        THPVariable_Wrap(view.set_(given.storage(), offset, of.sizes, of.strides)));
+        THPVariable_Wrap(of.marked(view.set_(given.storage(), offset, of.sizes, of.strides))));
   }
 
   const std::shared_ptr<Graph> graph_;
@@ -307,9 +318,10 @@ class CompiledGraph {
 // The captured calls of one compiled graph, the one used last in front.
 class CompiledGraphs {
  public:
+  explicit CompiledGraphs(int device) : device_(device) {}
   // A list of results; False: run the compiled code for this call; None: there is no graph for these inputs.
   py::object call(const py::list& inputs) {
-    if (c10::impl::TorchDispatchModeTLS::any_modes_set() || capturing(current_device())) return py::bool_(false);
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set() || capturing(device_)) return py::bool_(false);
     for (size_t i = 0; i < graphs_.size(); ++i) {
       if (!graphs_[i]->fits(inputs.ptr()) || !graphs_[i]->none_moved(inputs.ptr())) continue;
       const auto graph = graphs_[i]; // another thread may change the list meanwhile
@@ -322,12 +334,12 @@ class CompiledGraphs {
     return py::none();
   }
   void add(std::shared_ptr<CompiledGraph> graph) { graphs_.insert(graphs_.begin(), std::move(graph)); }
-  // Drops the graph for inputs of these shapes. Returns which inputs have moved; None without such a graph.
+  // Drops the graph for inputs of these shapes if some have moved. Returns which; None without such a graph.
   std::optional<std::vector<size_t>> drop(const py::list& inputs) {
     for (size_t i = 0; i < graphs_.size(); ++i) {
       if (!graphs_[i]->fits(inputs.ptr())) continue;
       auto moved = graphs_[i]->moved(inputs.ptr());
-      graphs_.erase(graphs_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (!moved.empty()) graphs_.erase(graphs_.begin() + static_cast<std::ptrdiff_t>(i));
       return moved;
     }
     return std::nullopt;
@@ -335,6 +347,7 @@ class CompiledGraphs {
   void clear() { graphs_.clear(); }
 
  private:
+  const int device_;
   std::vector<std::shared_ptr<CompiledGraph>> graphs_;
 };
 
@@ -344,7 +357,7 @@ void bind_compiled_graphs(py::module_& m) {
   py::class_<CompiledGraph, std::shared_ptr<CompiledGraph>>(m, "CompiledGraph")
       .def(py::init<const DeviceGraph&, const py::list&, const std::set<size_t>&, const py::list&, size_t, bool>());
   py::class_<CompiledGraphs>(m, "CompiledGraphs")
-      .def(py::init<>())
+      .def(py::init<int>())
       .def("__call__", &CompiledGraphs::call)
       .def("add", &CompiledGraphs::add)
       .def("drop", &CompiledGraphs::drop)

@@ -250,11 +250,17 @@ class DeviceWork final : public c10d::Work {
         }
         if (ended) break;
         if (detail::dropping()) throw std::runtime_error("the process was interrupted");
-        signals = signals && detail::check_signals();
+        try {
+          signals = signals && detail::check_signals();
+        } catch (const std::exception& interrupt) {
+          throw NodeError(interrupt.what(), std::current_exception());
+        }
       }
       if (const auto error = failure()) std::rethrow_exception(error);
       if (!engine_future_) engine_->wait(kNoTimeout);
       else if (engine_future_->hasError()) std::rethrow_exception(engine_future_->exception_ptr());
+    } catch (const NodeError&) {
+      throw;
     } catch (...) {
       const auto error = explained(std::current_exception());
       try {

@@ -80,7 +80,7 @@ class _Graphed:
         self.backward, self.saved = backward, saved
         self.moves = 0
         self.called: set[Any] = set()  # the `key` of the calls so far
-        self.graphs = _C.CompiledGraphs()
+        self.graphs = _C.CompiledGraphs(device)
         self.lock = threading.RLock()
         self.refused = False
         self.check_mutation()
@@ -123,9 +123,14 @@ class _Graphed:
     def prepare(self, inputs: list[Any]) -> bool:
         """Capture a call with these inputs, unless it is the first of its kind. Whether there is a graph now."""
         with self.lock, torch.openreg.device(self.device):
-            if self.is_first(inputs):
+            if self.refused or self.is_first(inputs):
+                return False
+            if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in inputs):
+                self.refuse("a lazy conjugate or negation among the inputs")
                 return False
             moved = self.graphs.drop(inputs)  # which frees the memory of the old graph
+            if moved == []:  # another thread captured it meanwhile
+                return True
             if moved is not None:
                 self.moves += 1
                 if self.moves > LIMIT:

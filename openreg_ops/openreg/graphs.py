@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,14 +54,14 @@ class Graph(_C.Graph):
             or the first `replay` makes it executable.
     """
 
-    _hook: Any = None  # of optimizers, during a capture
+    _hook: Callable[[], Any] | None = None  # removes the hook of optimizers, during a capture
 
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
 
     def _unhook(self) -> None:
         if self._hook is not None:
-            self._hook.remove()
+            self._hook()
             self._hook = None
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
@@ -76,7 +77,8 @@ class Graph(_C.Graph):
             ValueError: another mode. torch.AcceleratorError: the current stream is the default one, or is captured.
         """
         super().capture_begin(pool, capture_error_mode)
-        self._hook = register_optimizer_step_pre_hook(_check_capturable)
+        # Also if the graph is dropped during the capture.
+        self._hook = weakref.finalize(self, register_optimizer_step_pre_hook(_check_capturable).remove)
 
     def capture_end(self) -> None:
         """End the capture, on its stream.

@@ -1,5 +1,7 @@
 """Collectives in graphs: each replay makes the calls again, on every process of the group."""
 
+import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -273,3 +275,23 @@ def check_sanitized():
 @PLAIN
 def test_sanitized(group):
     group.run(check_sanitized)
+
+
+def check_interrupted():
+    """Ctrl-C in a replay that waits for another process is a KeyboardInterrupt, as in eager mode."""
+    x = torch.ones(2, device="openreg")
+    graph, _ = captured(lambda: all_reduce(x))
+    if dist.get_rank() == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            graph.replay()
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(1)
+        graph.replay()
+
+
+def test_interrupted():
+    with Workers(2) as workers:
+        workers.run(check_interrupted)

@@ -330,3 +330,103 @@ def test_graphs_go_with_the_compiled_function(said):
         torch.openreg.synchronize()
         assert torch.openreg.memory_allocated() == before
     assert len(said[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: (x @ x).mH, lambda x: x.conj(), lambda x: (x * 2).conj().imag, lambda x: (x * x.conj()).sum()],
+)
+def test_lazily_conjugated_and_negated_results(function, said):
+    def calls():
+        for i in range(3):
+            x = torch.arange(4.0).view(2, 2) + 1j * i
+            yield lambda x=x: (x.to("openreg"),)
+
+    expected, found = both(function, list(calls()))
+    equal(found, expected)
+    assert [x.is_conj() or x.is_neg() for x in found] == [x.is_conj() or x.is_neg() for x in expected]
+    assert len(said[0]) == 1
+
+
+def test_gradients_of_complex_inputs(said):
+    def gradients(mode):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, w: ((x * w).conj(), x.conj() * w), mode=mode)
+        found = []
+        for i in range(3):
+            x, w = (
+                torch.complex(torch.ones(3) * i, torch.arange(3.0) + k).to("openreg").requires_grad_() for k in (1, 2)
+            )
+            a, b = compiled(x, w)
+            (a * b).real.sum().backward()
+            found += [a.detach(), b.detach(), x.grad, w.grad]
+        return found
+
+    equal(gradients("reduce-overhead"), gradients("default"))
+
+
+def test_lazily_conjugated_inputs_run_as_before(said):
+    compiled = torch.compile(lambda x: x * 2, mode="reduce-overhead")
+    x = torch.tensor([1 + 2j, 3 - 1j]).to("openreg").conj()
+    for _ in range(4):
+        equal(compiled(x).resolve_conj(), (x * 2).resolve_conj())
+    captures, sentences = said
+    assert not captures and ["lazy conjugate" in each for each in sentences] == [True]
+
+
+def test_buffers_stay_until_a_queued_replay_is_done():
+    """Although the compiled function is gone, and with it whatever else holds them."""
+    compiled = torch.compile(lambda x: x * 2, mode="reduce-overhead")
+    x = torch.full((1 << 18,), 3.0, device="openreg")
+    for _ in range(2):
+        compiled(x)
+    torch.openreg.synchronize()
+    first, second = torch.openreg.Stream(), torch.openreg.Stream()
+    with torch.openreg.launch_mode("async"), first:
+        torch.openreg._sleep(200_000_000)
+        second.wait_stream(first)
+    with second:
+        y = compiled(x)
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    others = [torch.full_like(x, -1.0) for _ in range(3)]
+    torch.openreg.synchronize()
+    assert all((each == -1).all() for each in others) and (y == 6).all()
+
+
+def test_threads_that_meet_at_the_first_capture(said):
+    compiled = torch.compile(lambda x: (x * 2).sin() + 1, mode="reduce-overhead")
+    x = torch.ones(8, device="openreg")
+    compiled(x)
+    barrier, found = threading.Barrier(20), []
+
+    def run():
+        barrier.wait()
+        found.extend(compiled(x) for _ in range(3))
+
+    threads = [threading.Thread(target=run) for _ in range(20)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    expected = (x * 2).sin() + 1
+    assert len(found) == 60 and all(torch.allclose(each, expected) for each in found)
+    captures, sentences = said
+    assert len(captures) == 1 and not sentences
+
+
+def test_a_capture_of_the_caller_on_another_device_than_the_current_one(said):
+    compiled = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
+    x = torch.ones(4, device="openreg:1")
+    compiled(x)
+    with torch.openreg.device(1):
+        graph = torch.openreg.Graph()
+        with torch.openreg.graph(graph), torch.openreg.device(0):
+            y = compiled(x)
+        graph.replay()
+    assert y.tolist() == [3.0] * 4
+    for _ in range(2):
+        compiled(x)
+    captures, sentences = said
+    assert len(captures) == 1 and not sentences

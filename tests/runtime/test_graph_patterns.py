@@ -529,3 +529,16 @@ def test_optimizers_that_are_not_capturable_say_so():
     optimizer.step()
     with pytest.raises(RuntimeError, match="capturable"):
         captured(optimizer.step)
+
+
+def test_a_graph_that_is_dropped_during_its_capture_leaves_no_hook():
+    from torch.optim import optimizer
+
+    before = len(optimizer._global_optimizer_pre_hooks)
+    with torch.openreg.stream(torch.openreg.Stream()):
+        graph = torch.openreg.Graph()
+        graph.capture_begin()
+        assert len(optimizer._global_optimizer_pre_hooks) == before + 1
+        del graph
+        gc.collect()
+    assert len(optimizer._global_optimizer_pre_hooks) == before
