@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from openreg_tools import dispatch
 from openreg_tools.places import Places, relative
+from openreg_tools.samples import dtype_name
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
 
@@ -410,14 +411,9 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0
 
 
-@functools.cache
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _input(tensor: torch.Tensor, device: str) -> str:
     shape = " nested" if tensor.is_nested else list(tensor.shape)
-    return f"{_dtype(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"
+    return f"{dtype_name(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"
 
 
 def _program_line() -> str:
