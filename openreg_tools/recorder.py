@@ -189,7 +189,6 @@ class Recorder(TorchDispatchMode):
         self._numbers = itertools.count()
         self._seen: set[tuple[Any, ...]] = set()
         self._stacks: dict[tuple[Any, ...], int] = {}
-        self._origins: dict[int, tuple[torch.Event, float]] = {}  # by device, an event and when it was recorded
         self._record = torch.Event.record  # `trace` replaces it, to see the program's
         self._module = None if self.type in ("cpu", "meta") else getattr(torch, self.type, None)
         self._uncompiled: Any = None  # `_call`, which torch.compile does not enter
@@ -301,7 +300,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_first(self, call: Call, tensors: list[torch.Tensor]) -> bool:
         """Whether no call of the operator with these dtypes came before; it may load code."""
-        kind = (call.name, call.has, *{(t.dtype, t.device.type) for t in tensors})
+        kind = (call.name, call.has, frozenset((t.dtype, t.device.type) for t in tensors))
         new = kind not in self._seen
         self._seen.add(kind)
         return new
@@ -354,20 +353,30 @@ class Recorder(TorchDispatchMode):
             return None
         event = torch.Event(on.device, enable_timing=True)
         self._record(event, on)
-        if on.device.index not in self._origins:
-            self._origins[on.device.index] = (event, self.now())
         return event
 
     def finish(self) -> None:
         """Read the events' times."""
+        anchors: dict[int, tuple[torch.Event, float]] = {}  # by device, an event and when it ran
         for call, begin, end, children in self._pairs:  # children before their parents
             end.synchronize()
-            origin, at = self._origins[begin.device.index]
-            call.begins = at + origin.elapsed_time(begin) / 1e3
+            device = begin.device.index
+            if device not in anchors:
+                anchors[device] = self._anchor(device)
+            anchor, at = anchors[device]
+            call.begins = at - begin.elapsed_time(anchor) / 1e3
             call.seconds = begin.elapsed_time(end) / 1e3
             call.own = max(0.0, call.seconds - sum(child.seconds for child in children))
             call.part = _part(children)
         self._pairs.clear()
+
+    def _anchor(self, device: int) -> tuple[torch.Event, float]:
+        """An event that runs as soon as it is recorded, because nothing is queued before it, and that time."""
+        stream = self._module.current_stream(device)
+        self._event(stream).synchronize()
+        event = self._event(stream)
+        event.synchronize()
+        return event, self.now()
 
     def _waits(self, func: OpOverload, call: Call, args: tuple, kwargs: dict) -> str:
         """Why the host waits for the device in this call, or an empty string."""

@@ -51,7 +51,8 @@ class Waits:
                    "wait_event": self._wait_event, "wait_stream": self._wait_stream}  # fmt: skip
         events = {"synchronize": self._event_synchronize, "record": self._record, "wait": self._event_wait}
         for name, methods in (("Stream", streams), ("Event", events)):
-            for owner in {getattr(torch, name), getattr(module, name, torch.Stream)}:
+            general = getattr(torch, name)
+            for owner in {general, getattr(module, name, general)}:
                 places += [(owner, method, notice) for method, notice in methods.items()]
         if self.type != "cpu":
             places.append((torch.Tensor, "__repr__", self._print))

@@ -1,6 +1,7 @@
 """`python -m openreg_ops trace`: it counts what ran, where the host waited, and ranks what a kernel would save."""
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import torch
 from processes import python
 
 import openreg_ops
+from openreg_tools import dispatch
 from openreg_tools.forms import Wrong
-from openreg_tools.recorder import Recorder
+from openreg_tools.recorder import Call, Recorder
 from openreg_tools.trace import Candidate, Row, Trace, add_arguments, main
+from openreg_tools.waits import Waits
 
 
 @pytest.fixture(scope="module")
@@ -217,13 +220,42 @@ def test_times_of_events_are_seconds(monkeypatch):
     recorded = Trace("openreg")
     x = torch.ones(4, device="openreg")
     with recorded:
-        recorded._recorder._origins[0] = (Event(), 0.5)
         monkeypatch.setattr(Recorder, "_event", lambda self, on: Event())
+        monkeypatch.setattr(Recorder, "now", lambda self: 1.0)
         x.abs()
     (call,) = [call for call in recorded.calls if call.name == "aten::abs.out"]
     assert call.begins == 0.75
     found = rows(recorded)
     assert found["aten::abs.out"].seconds == 0.25 and found["aten::abs"].total == 0.25
+
+
+def test_calls_begin_after_work_that_was_queued_before_the_recording():
+    x = torch.ones(4, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        torch.openreg.synchronize()
+        recorded = Trace("openreg")
+        before = time.perf_counter()
+        torch.openreg._sleep(200_000_000)
+        with recorded:
+            x.abs()
+    (call,) = [call for call in recorded.calls if call.name == "aten::abs.out"]
+    assert call.begins >= before + 0.2 - recorded._recorder.origin
+
+
+def test_a_module_without_streams_and_events_uses_those_of_torch(monkeypatch):
+    for name in ("Stream", "Event"):
+        monkeypatch.delattr(torch.openreg, name)
+    places = [(owner, method) for owner, method, _ in Waits(Recorder(dispatch.target("openreg", None)))._places]
+    assert (torch.Event, "wait") in places and (torch.Stream, "wait_event") in places
+    assert (torch.Stream, "wait") not in places and len(set(places)) == len(places)
+
+
+def test_first_calls_do_not_depend_on_an_order():
+    recorder = Recorder(dispatch.target("openreg", None))
+    call = Call("aten::where", "own", [], 0, 0, 0.0)
+    dtypes = [torch.bool, torch.float32, torch.int64, torch.float16, torch.complex64]
+    tensors = [torch.ones(1, dtype=dtype) for dtype in dtypes]
+    assert sum(recorder._is_first(call, each) for each in itertools.permutations(tensors)) == 1
 
 
 def test_an_error_passes_and_is_recorded():
