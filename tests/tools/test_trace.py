@@ -175,8 +175,20 @@ def test_first_calls_are_not_ranked(library):
     assert firsts == [("test_trace::slow", True)] * 2 + [("test_trace::twice", True), ("test_trace::twice", False)]
     assert "test_trace::slow" not in {candidate.operator for candidate in recorded.candidates}
     said = " ".join(recorded.text().split())
-    assert re.search(r"Not ranked, because only first calls were recorded, .*: .*test_trace::slow", said)
+    assert re.search(
+        r"Not ranked: .*test_trace::slow.*\. Only first calls were recorded, and those may load code", said
+    )
     assert "test_trace::slow" in rows(recorded), "its time is in the table all the same"
+
+
+def test_that_every_operator_has_a_kernel_is_said_only_if_all_were_ranked(library):
+    x = torch.ones(4, device="openreg")
+    for operator, every in ((torch.ops.test_trace.slow, False), (torch.Tensor.neg_, True)):
+        with openreg_ops.trace() as recorded:
+            operator(x)
+        assert not recorded.candidates
+        said = " ".join(recorded.text().split())
+        assert ("Every operator that takes time has a kernel." in said) == every == ("Not ranked" not in said)
 
 
 def test_calls_are_nested_as_in_the_dispatch_trace(library):
@@ -386,9 +398,10 @@ def test_chrome_has_streams_and_waits(mode):
 
 
 def test_ranks_have_processes_of_their_own(monkeypatch):
-    documents = []
+    documents, times = [], []
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
+        times.append(time.time_ns())
         monkeypatch.setenv("WORLD_SIZE", "2")
         with Trace("openreg", name="program") as recorded:
             torch.ones(3, device="openreg").sum().item()
@@ -396,7 +409,12 @@ def test_ranks_have_processes_of_their_own(monkeypatch):
         documents.append(recorded.chrome())
     both = documents[0] | {"traceEvents": documents[0]["traceEvents"] + documents[1]["traceEvents"]}
     tracks, _ = check_events(both)
-    assert {"rank 0: program, MainThread", "rank 1: program, MainThread"} <= set(tracks)
+    names = [f"rank {rank}: program, MainThread" for rank in "01"]
+    assert set(names) <= set(tracks)
+    assert documents[0]["baseTimeNanoseconds"] == documents[1]["baseTimeNanoseconds"]
+    since = [time - both["baseTimeNanoseconds"] for time in times]
+    starts = [tracks[name][0][0] for name in names]
+    assert since[0] < starts[0] < max(end for _, end, _ in tracks[names[0]]) < since[1] < starts[1]
 
 
 @pytest.mark.parametrize("cpu", [False, True])
@@ -482,6 +500,17 @@ def test_every_rank_writes_its_own_files(script, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command("--html", tmp_path / "a.html", "--chrome", tmp_path / "a.json", script) == 3
     assert {path.name for path in tmp_path.glob("a.*")} == {"a.rank1.html", "a.rank1.json"}
+
+
+def test_the_rank_is_remembered_when_the_program_destroys_its_process_group(tmp_path):
+    """Without torchrun, only the process group has it."""
+    before = torch.distributed.destroy_process_group
+    with Trace("openreg") as recorded:
+        torch.distributed.init_process_group("fake", rank=1, world_size=2)
+        torch.ones(2, device="openreg").add_(1)
+        torch.distributed.destroy_process_group()
+    assert (recorded.rank, recorded.ranks) == (1, 2) and not torch.distributed.is_initialized()
+    assert torch.distributed.destroy_process_group is before
 
 
 def test_json_has_stdout_to_itself(tmp_path):
