@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 import sys
 import threading
 import time
@@ -16,8 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from openreg_tools import dispatch
-from openreg_tools.places import Places, relative
+from openreg_tools import dispatch, places
 from openreg_tools.samples import dtype_name
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
@@ -143,7 +141,6 @@ class Call:
     after: tuple[int, ...] = ()  # the numbers of the calls that it, or its stream, waited for
 
 
-_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
 _FRAMES = 16  # of a stack at most
 _COMPOSITES = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 # Copies, and which arguments are the source and the target.
@@ -183,7 +180,7 @@ class Recorder(TorchDispatchMode):
         self.threads: list[str] = []  # their names
         self.last: dict[tuple[int, int], int] = {}  # by stream, the number of the last call with work there
         self.pending: dict[tuple[int, int], set[int]] = {}  # by stream, the calls that its next work waits for
-        self.places = Places(self._stack) if details else None
+        self.places = places.Places(self._stack) if details else None
         self._local, self._lock = threading.local(), threading.Lock()
         self._threads: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -236,7 +233,7 @@ class Recorder(TorchDispatchMode):
         call.first = self._is_first(call, tensors)
         call.wait = self._waits(func, call, args, kwargs)
         if call.wait:
-            call.where = _program_line()
+            call.where = places.line()
         enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
         on = None if self._module is None else self._stream(tensors, device)
         if self.places is not None:
@@ -334,18 +331,13 @@ class Recorder(TorchDispatchMode):
 
     def _stack(self) -> int:
         """The program's frames outside torch and these tools, as an index of `stacks`."""
-        frames, frame = [], sys._getframe(1)
-        while frame is not None and len(frames) < _FRAMES:
-            code = frame.f_code
-            if code.co_filename == "<frozen runpy>":
-                break  # below it is what runs the program
-            if not code.co_filename.startswith(_OURS):
-                frames.append((code, frame.f_lineno))
-            frame = frame.f_back
-        number = self._stacks.get(key := tuple(frames))
+        found = tuple((frame.f_code, frame.f_lineno) for frame in itertools.islice(places.frames(), _FRAMES))
+        number = self._stacks.get(found)
         if number is None:
-            number = self._stacks[key] = len(self.stacks)
-            self.stacks.append(tuple(f"{relative(c.co_filename)}:{line} in {c.co_qualname}" for c, line in frames))
+            number = self._stacks[found] = len(self.stacks)
+            self.stacks.append(
+                tuple(f"{places.relative(code.co_filename)}:{line} in {code.co_qualname}" for code, line in found)
+            )
         return number
 
     def _event(self, on: torch.Stream | None) -> torch.Event | None:
@@ -423,11 +415,3 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _input(tensor: torch.Tensor, device: str) -> str:
     shape = " nested" if tensor.is_nested else list(tensor.shape)
     return f"{dtype_name(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"
-
-
-def _program_line() -> str:
-    """The program's current line: the innermost frame outside torch and these tools."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "backward"
