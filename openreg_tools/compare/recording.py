@@ -145,13 +145,15 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         if of.view or of.skipped:
             return out
-        here = _from(args, self.type)
-        results = [t for t in tensors_of((out,)) if t.device.type == self.type or (here and t.device.type != "meta")]
+        kinds = [(t, t.device.type) for t in tensors_of((out,))]
+        results = [t for t, kind in kinds if kind == self.type or (kind != "meta" and _from(args, self.type))]
         written = [] if not any(of.written) and not of.collective else [
             t for i, v in [*enumerate(args), *kwargs.items()] if of.writes(i) for t in tensors_of((v,))
         ]  # fmt: skip
         unique = {id(t): t for t in (*written, *results)}
-        numbers = [] if unique or not here else [v for v in (out,) if isinstance(v, (bool, int, float))]
+        numbers = (
+            [] if unique or not _from(args, self.type) else [v for v in (out,) if isinstance(v, (bool, int, float))]
+        )
         if not any(t.device.type == self.type for t in (*unique.values(), *tensors_of(args))):
             return out
         if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
