@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import linecache
 import os
 import sys
 import tempfile
 import threading
-import traceback
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Place", "Places", "relative", "site", "stack"]
+__all__ = ["Place", "Places", "frames", "line", "relative", "site", "stack"]
 
 _TOOLS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
-_OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, "<frozen")
+_OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, "<frozen", "<eval_with_key>")
 _MOST = 200_000  # forward calls whose place is kept for backward
 
 
@@ -160,17 +161,30 @@ def _number(node: Any) -> int:
         return -1
 
 
-def site() -> tuple[str, int] | None:
-    """The file and line of the innermost frame outside PyTorch and these tools."""
+def frames() -> Iterator[FrameType]:
+    """The program's frames, those outside PyTorch and these tools, the innermost first."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename != "<frozen runpy>":  # which a command runs the program by
+        if not frame.f_code.co_filename.startswith(_OURS):
+            yield frame
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def site() -> tuple[str, int] | None:
+    """The file and line of the program."""
+    frame = next(frames(), None)
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def line() -> str:
+    """The file and line of the program, as text; "backward" on a thread that runs none of it."""
+    found = site()
+    return "backward" if found is None else f"{relative(found[0])}:{found[1]}"
 
 
 def stack() -> list[str]:
     """The program's frames, as Python prints them, the innermost last."""
-    frames = list(traceback.extract_stack())
-    start = max((i for i, frame in enumerate(frames) if frame.filename == "<frozen runpy>"), default=-1)  # of a command
-    frames = [frame for frame in frames[start + 1 :] if not frame.filename.startswith(_OURS)]
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+    found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames()]
+    return [
+        f"{file}:{number} in {name}: {linecache.getline(file, number).strip()}" for file, number, name in found[::-1]
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 import sys
 import threading
 import time
@@ -16,8 +15,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from openreg_tools import dispatch
-from openreg_tools.places import Places, relative
+from openreg_tools import dispatch, places
+from openreg_tools.samples import dtype_name
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
 
@@ -142,7 +141,6 @@ class Call:
     after: tuple[int, ...] = ()  # the numbers of the calls that it, or its stream, waited for
 
 
-_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
 _FRAMES = 16  # of a stack at most
 _COMPOSITES = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 # Copies, and which arguments are the source and the target.
@@ -182,13 +180,12 @@ class Recorder(TorchDispatchMode):
         self.threads: list[str] = []  # their names
         self.last: dict[tuple[int, int], int] = {}  # by stream, the number of the last call with work there
         self.pending: dict[tuple[int, int], set[int]] = {}  # by stream, the calls that its next work waits for
-        self.places = Places(self._stack) if details else None
+        self.places = places.Places(self._stack) if details else None
         self._local, self._lock = threading.local(), threading.Lock()
         self._threads: dict[int, int] = {}
         self._numbers = itertools.count()
         self._seen: set[tuple[Any, ...]] = set()
         self._stacks: dict[tuple[Any, ...], int] = {}
-        self._origins: dict[int, tuple[torch.Event, float]] = {}  # by device, an event and when it was recorded
         self._record = torch.Event.record  # `trace` replaces it, to see the program's
         self._module = None if self.type in ("cpu", "meta") else getattr(torch, self.type, None)
         self._uncompiled: Any = None  # `_call`, which torch.compile does not enter
@@ -236,7 +233,7 @@ class Recorder(TorchDispatchMode):
         call.first = self._is_first(call, tensors)
         call.wait = self._waits(func, call, args, kwargs)
         if call.wait:
-            call.where = _program_line()
+            call.where = places.line()
         enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
         on = None if self._module is None else self._stream(tensors, device)
         if self.places is not None:
@@ -300,7 +297,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_first(self, call: Call, tensors: list[torch.Tensor]) -> bool:
         """Whether no call of the operator with these dtypes came before; it may load code."""
-        kind = (call.name, call.has, *{(t.dtype, t.device.type) for t in tensors})
+        kind = (call.name, call.has, frozenset((t.dtype, t.device.type) for t in tensors))
         new = kind not in self._seen
         self._seen.add(kind)
         return new
@@ -334,18 +331,13 @@ class Recorder(TorchDispatchMode):
 
     def _stack(self) -> int:
         """The program's frames outside torch and these tools, as an index of `stacks`."""
-        frames, frame = [], sys._getframe(1)
-        while frame is not None and len(frames) < _FRAMES:
-            code = frame.f_code
-            if code.co_filename == "<frozen runpy>":
-                break  # below it is what runs the program
-            if not code.co_filename.startswith(_OURS):
-                frames.append((code, frame.f_lineno))
-            frame = frame.f_back
-        number = self._stacks.get(key := tuple(frames))
+        found = tuple((frame.f_code, frame.f_lineno) for frame in itertools.islice(places.frames(), _FRAMES))
+        number = self._stacks.get(found)
         if number is None:
-            number = self._stacks[key] = len(self.stacks)
-            self.stacks.append(tuple(f"{relative(c.co_filename)}:{line} in {c.co_qualname}" for c, line in frames))
+            number = self._stacks[found] = len(self.stacks)
+            self.stacks.append(
+                tuple(f"{places.relative(code.co_filename)}:{line} in {code.co_qualname}" for code, line in found)
+            )
         return number
 
     def _event(self, on: torch.Stream | None) -> torch.Event | None:
@@ -353,20 +345,30 @@ class Recorder(TorchDispatchMode):
             return None
         event = torch.Event(on.device, enable_timing=True)
         self._record(event, on)
-        if on.device.index not in self._origins:
-            self._origins[on.device.index] = (event, self.now())
         return event
 
     def finish(self) -> None:
         """Read the events' times."""
+        anchors: dict[int, tuple[torch.Event, float]] = {}  # by device, an event and when it ran
         for call, begin, end, children in self._pairs:  # children before their parents
             end.synchronize()
-            origin, at = self._origins[begin.device.index]
-            call.begins = at + origin.elapsed_time(begin) / 1e3
+            device = begin.device.index
+            if device not in anchors:
+                anchors[device] = self._anchor(device)
+            anchor, at = anchors[device]
+            call.begins = at - begin.elapsed_time(anchor) / 1e3
             call.seconds = begin.elapsed_time(end) / 1e3
             call.own = max(0.0, call.seconds - sum(child.seconds for child in children))
             call.part = _part(children)
         self._pairs.clear()
+
+    def _anchor(self, device: int) -> tuple[torch.Event, float]:
+        """An event that runs as soon as it is recorded, because nothing is queued before it, and that time."""
+        stream = self._module.current_stream(device)
+        self._event(stream).synchronize()
+        event = self._event(stream)
+        event.synchronize()
+        return event, self.now()
 
     def _waits(self, func: OpOverload, call: Call, args: tuple, kwargs: dict) -> str:
         """Why the host waits for the device in this call, or an empty string."""
@@ -410,19 +412,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0
 
 
-@functools.cache
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _input(tensor: torch.Tensor, device: str) -> str:
     shape = " nested" if tensor.is_nested else list(tensor.shape)
-    return f"{_dtype(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"
-
-
-def _program_line() -> str:
-    """The program's current line: the innermost frame outside torch and these tools."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "backward"
+    return f"{dtype_name(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"

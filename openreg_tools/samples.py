@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from openreg_tools import dispatch
 from openreg_tools.forms import Wrong
 
-__all__ = ["Sample", "dtype_of", "parse", "sample_of", "shown"]
+__all__ = ["Sample", "dtype_name", "dtype_of", "parse", "sample_of", "shape_of", "shown"]
 
 
 class Sample:
@@ -26,11 +27,21 @@ class Sample:
         return ", ".join([*words, *(f"{name}={shown(value)}" for name, value in self.kwargs.items())])
 
 
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shape_of(x: Tensor) -> list[int]:
+    """The shape, with -1 for what may differ among the parts of a nested tensor."""
+    return [x.size(0)] + [-1] * (x.dim() - 1) if x.is_nested else list(x.shape)
+
+
 def shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
         strides = "" if value.layout != torch.strided or value.is_contiguous() else f" strides {list(value.stride())}"
-        return f"{dtype}{list(value.shape)}{strides}"
+        return f"{dtype_name(value.dtype)}{shape_of(value)}{strides}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(shown, value))}]"
     return repr(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import runpy
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from openreg_tools.forms import Wrong
 
-__all__ = ["apart", "of_rank", "rank", "run"]
+__all__ = ["Rank", "apart", "of_rank", "rank", "run"]
 
 
 @contextlib.contextmanager
@@ -61,6 +62,36 @@ def rank() -> tuple[int, int]:
     with contextlib.suppress(KeyError, ValueError):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1
+
+
+class Rank:
+    """A context that knows `rank()` also after the program has destroyed its process group."""
+
+    def __enter__(self) -> Rank:
+        self._seen: tuple[int, int] | None = None
+        if torch.distributed.is_available():
+            before = self._destroy = torch.distributed.destroy_process_group
+
+            @functools.wraps(before)
+            def destroy(*args: Any, **kwargs: Any) -> None:
+                self._seen = rank()
+                before(*args, **kwargs)
+
+            self._replace(destroy)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if torch.distributed.is_available():
+            self._replace(self._destroy)
+
+    def _replace(self, function: Any) -> None:
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            module.destroy_process_group = function
+
+    def last(self) -> tuple[int, int]:
+        """The rank now, or when the process group was destroyed."""
+        now = rank()
+        return now if now[1] > 1 else self._seen or now
 
 
 def of_rank(file: str | None, rank: int, ranks: int) -> str | None:

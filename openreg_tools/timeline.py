@@ -27,6 +27,9 @@ KINDS = {
 }
 MOST = 100_000  # slices on a page
 _PROCESSES = 1000  # process ids of a rank, in Chrome's format
+# Chrome's times count from the last multiple of 30 days since 1970, which ranks share. Microseconds in a float64 are
+# then exact to a nanosecond.
+_BASE = 30 * 24 * 3600 * 10**9
 
 
 @dataclasses.dataclass
@@ -160,8 +163,14 @@ class Timeline:
     # ---- Chrome's format ----
 
     def chrome(self) -> dict[str, Any]:
-        """The Trace Event Format's JSON object. Process ids of several ranks differ, so their events can be joined."""
+        """The Trace Event Format's JSON object. The events of several ranks can be joined: process ids differ, and
+        times count from the same base."""
         first = _PROCESSES * (self.rank or 0)
+        since = self.time % _BASE
+
+        def at(time: int) -> float:
+            return (since + time) / 1e3
+
         rank = "" if self.rank is None else f"rank {self.rank}: "
         events: list[dict[str, Any]] = []
         threads: list[tuple[int, int]] = []
@@ -172,14 +181,14 @@ class Timeline:
             names = {"process_name": {"name": name}, "process_sort_index": {"sort_index": process},
                      "thread_name": {"name": track.name}, "thread_sort_index": {"sort_index": thread}}  # fmt: skip
             events += [
-                {"ph": "M", "pid": process, "tid": thread, "ts": 0, "name": name, "args": args}
+                {"ph": "M", "pid": process, "tid": thread, "ts": at(0), "name": name, "args": args}
                 for name, args in names.items()
             ]
         for track in self.tracks:
             for s in track.slices:
                 process, thread = threads[s.track]
                 events.append({
-                    "ph": "X", "pid": process, "tid": thread, "ts": s.start / 1e3, "dur": (s.end - s.start) / 1e3,
+                    "ph": "X", "pid": process, "tid": thread, "ts": at(s.start), "dur": (s.end - s.start) / 1e3,
                     "name": _name(s.of), "cat": _kind(s.of), "args": self._arguments(s.of),
                 })  # fmt: skip
         for number, (a, b) in enumerate(self.arrows):
@@ -191,11 +200,11 @@ class Timeline:
             if end < start:
                 continue  # the clocks of host and device disagree
             flow = {"cat": "wait", "name": "waited for", "id": first * 1_000_000 + number}
-            for kind, s, at in (("s", a, start), ("f", b, end)):
+            for kind, s, time in (("s", a, start), ("f", b, end)):
                 process, thread = threads[s.track]
-                events.append({"ph": kind, "pid": process, "tid": thread, "ts": at / 1e3, **flow})
+                events.append({"ph": kind, "pid": process, "tid": thread, "ts": at(time), **flow})
             events[-1]["bp"] = "e"
-        return {"traceEvents": events, "displayTimeUnit": "ns", "baseTimeNanoseconds": self.time}
+        return {"traceEvents": events, "displayTimeUnit": "ns", "baseTimeNanoseconds": self.time - since}
 
     def _arguments(self, of: Call | Wait) -> dict[str, Any]:
         stack = list(self.recorder.stacks[of.stack]) if of.stack >= 0 else []

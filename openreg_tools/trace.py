@@ -25,7 +25,7 @@ from openreg_tools import backends, dispatch, forms, pages
 from openreg_tools.explain import trace_lines
 from openreg_tools.forms import Wrong
 from openreg_tools.recorder import Call, Recorder
-from openreg_tools.script import apart, of_rank, rank, run
+from openreg_tools.script import Rank, apart, of_rank, run
 from openreg_tools.timeline import Timeline
 from openreg_tools.waits import Waits
 
@@ -76,22 +76,24 @@ class Trace:
 
     def __enter__(self) -> Trace:
         self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target), details=True)
-        self._waits = Waits(self._recorder)
+        self._waits, self._rank = Waits(self._recorder), Rank()
         self._recorder.places.__enter__()
         self._recorder.__enter__()
         self._waits.__enter__()
+        self._rank.__enter__()
         self._started = time.perf_counter()
         self.time = time.time_ns() - int(self._recorder.now() * 1e9)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.seconds = time.perf_counter() - self._started
+        self._rank.__exit__()
         self._waits.__exit__()
         self._recorder.__exit__(*exception)
         self._recorder.places.__exit__()
         self._recorder.finish()
         self.calls, self.elsewhere = self._recorder.calls, self._recorder.elsewhere
-        self.rank, self.ranks = rank()
+        self.rank, self.ranks = self._rank.last()
         ranked = _rows([call for call in self.calls if not call.first])
         self.candidates = _candidates(ranked, self.target, sum(self._recorder.overhead))
 
@@ -155,7 +157,7 @@ class Trace:
 
     def _next(self, top: int) -> list[str]:
         if not self.candidates:
-            return forms.wrapped([f"Every operator that takes time has a kernel. {self._unranked()}".strip()], 0)
+            return forms.wrapped([self._unranked() or "Every operator that takes time has a kernel."], 0)
         rows = [["write these kernels next", "by", "calls", "now", "kernel", "saves"]]
         rows += [
             [c.operator, c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))]
@@ -171,7 +173,7 @@ class Trace:
         if not once:
             return ""
         shown = ", ".join(once[:4]) + (f" and {len(once) - 4} more" if len(once) > 4 else "")
-        return f"Not ranked, because only first calls were recorded, which may load code: {shown}."
+        return f"Not ranked: {shown}. Only first calls were recorded, and those may load code."
 
     def dict(self) -> dict[str, Any]:
         """What ``--json`` writes; seconds and bytes."""

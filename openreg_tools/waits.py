@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from openreg_tools.recorder import Recorder, _program_line
+from openreg_tools import places
+from openreg_tools.recorder import Recorder
 
 __all__ = ["Wait", "Waits"]
 
@@ -46,16 +47,16 @@ class Waits:
         self._events: dict[int, set[int]] = {}  # by event, the calls before its last record
         self._inside, self._undo = threading.local(), contextlib.ExitStack()
         module = getattr(torch, self.type, None)
-        places = [(each, "synchronize", self._synchronize) for each in (torch.accelerator, module)]
+        self._places = [(each, "synchronize", self._synchronize) for each in (torch.accelerator, module)]
         streams = {"synchronize": self._stream_synchronize, "record_event": self._record_event,
                    "wait_event": self._wait_event, "wait_stream": self._wait_stream}  # fmt: skip
         events = {"synchronize": self._event_synchronize, "record": self._record, "wait": self._event_wait}
         for name, methods in (("Stream", streams), ("Event", events)):
-            for owner in {getattr(torch, name), getattr(module, name, torch.Stream)}:
-                places += [(owner, method, notice) for method, notice in methods.items()]
+            general = getattr(torch, name)
+            for owner in {general, getattr(module, name, general)}:
+                self._places += [(owner, method, notice) for method, notice in methods.items()]
         if self.type != "cpu":
-            places.append((torch.Tensor, "__repr__", self._print))
-        self._places = places
+            self._places.append((torch.Tensor, "__repr__", self._print))
 
     def __enter__(self) -> Waits:
         for owner, name, notice in self._places:
@@ -98,7 +99,7 @@ class Waits:
 
     def _wait(self, why: str, after: Any) -> Any:
         recorder = self.recorder
-        wait = Wait(why, _program_line(), recorder.thread(), recorder.now(), 0.0, recorder._stack())
+        wait = Wait(why, places.line(), recorder.thread(), recorder.now(), 0.0, recorder._stack())
         wait.after = tuple(sorted(after))
         self.found.append(wait)
         try:

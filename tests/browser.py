@@ -1,6 +1,6 @@
 """Opens pages in headless Chromium, through its DevTools protocol on a pipe; the standard library is enough.
 
-A machine without Chromium skips the tests that ask for it: `apt-get install chromium`, or set CHROMIUM to its program.
+A machine without Chromium skips these tests: `apt-get install chromium`, or set CHROMIUM to its program.
 """
 
 from __future__ import annotations

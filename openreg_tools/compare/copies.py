@@ -219,14 +219,15 @@ class Copies:
         kept = self.kept.get(cdata) if here else None
         if len(group) == 1 and kept is not None and _whole(tensor := group[0][0]):
             copy = copies[id(tensor)] = tensor.to(self.reference, copy=True)
-            before[id(copy)] = functools.partial(_view, kept.storage, tensor, 0)
+            before[id(copy)] = functools.partial(_view, kept.storage, tensor.detach(), 0)
             return
         low, high = _span([tensor for tensor, _ in group])
         own = _bytes(group[0][0], low, high).to(self.reference, copy=True).untyped_storage()
-        earlier = None if kept else own.clone()
+        earlier, start = (kept.storage, 0) if kept else (own.clone(), low)
         for tensor, _ in group:
             copy = copies[id(tensor)] = _view(own, tensor, low)
-            before[id(copy)] = functools.partial(_view, kept.storage if kept else earlier, tensor, 0 if kept else low)
+            # The call may resize or transpose the tensor, but not its detached alias.
+            before[id(copy)] = functools.partial(_view, earlier, tensor.detach(), start)
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()

@@ -416,7 +416,10 @@ class Lockstep(TorchDispatchMode):
         what: str, error: Error | None, tolerance: Tolerance | None, got: Tensor | None, want: Tensor | None,
         found: str = "",
     ) -> None:  # fmt: skip
-        inputs = [shown(value) for value in args] + [f"{name}={shown(value)}" for name, value in kwargs.items()]
+        before, words = (args, kwargs) if arguments is None else arguments.before()  # the call may have resized `args`
+        given = [v if isinstance(v, torch.device) else b for v, b in zip(args, before, strict=True)]
+        named = {name: v if isinstance(v, torch.device) else words[name] for name, v in kwargs.items()}
+        inputs = [shown(value) for value in given] + [f"{name}={shown(value)}" for name, value in named.items()]
         difference = Difference(
             index, of.name, what, place, inputs, error, tolerance, found, str(self.type), str(self.reference),
             result=shown(got) if got is not None else "",
@@ -425,7 +428,6 @@ class Lockstep(TorchDispatchMode):
         if self.result.first is None:
             difference.stack = stack() if place.phase != "backward" else []
             if arguments is not None:
-                before, words = arguments.before()
                 difference.call = (func, [cloned(v) for v in before], {k: cloned(v) for k, v in words.items()})
         self.result.add(difference)
 

@@ -6,13 +6,14 @@ order. It also has numbers that are close if the values are close: the sum, the 
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import itertools
 import json
 import math
 import os
 import sys
 import time
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ from openreg_tools.compare.copies import Quiet, facts, tensors_of
 from openreg_tools.compare.lockstep import subclasses, tracing, wait
 from openreg_tools.forms import Wrong
 from openreg_tools.places import Places
+from openreg_tools.samples import dtype_name, shape_of
 
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 
 KIND = "openreg_tools.compare"  # at the start of every trace
-VERSION = 2  # of the fingerprints
+VERSION = 3  # of the fingerprints
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
 _labels: dict[str, Any] = {}
 
@@ -93,6 +95,7 @@ class Recording(TorchDispatchMode):
         self.places = Places()
         self._file: Any = None
         self._names: dict[str, int] = {}
+        self._unread: set[str] = set()  # operators whose results could not be read
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -142,7 +145,8 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         if of.view or of.skipped:
             return out
-        results = [t for t in tensors_of((out,)) if t.device.type == self.type or _from(args, self.type)]
+        kinds = [(t, t.device.type) for t in tensors_of((out,))]
+        results = [t for t, kind in kinds if kind == self.type or (kind != "meta" and _from(args, self.type))]
         written = [] if not any(of.written) and not of.collective else [
             t for i, v in [*enumerate(args), *kwargs.items()] if of.writes(i) for t in tensors_of((v,))
         ]  # fmt: skip
@@ -162,20 +166,22 @@ class Recording(TorchDispatchMode):
 
     def _write(self, name: str, args: tuple, kwargs: dict, results: list[Tensor], numbers: list[Any]) -> None:
         file, place = self._open(), self.places.now()
-        prints = [
-            [str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []]
-            for v in numbers
-        ]
-        if len(results) > 4 and not numbers and (joined := _joined(results)) is not None:
-            flat, copies = joined
-            prints = [_of_list(flat, copies)]
-        else:
-            copies = [_on_host(t) for t in results]
-            prints += [fingerprint(t) for t in copies]
-            if len(prints) > 4:
-                prints = [_folded(prints)]
+        try:
+            prints, copies = _prints(results, numbers)
+        except torch.AcceleratorError:
+            raise  # of the program's kernels
+        except Exception as error:  # of a tensor that this cannot read; it must not end the program
+            if name not in self._unread:
+                self._unread.add(name)
+                found = (str(error).splitlines() or [""])[0]
+                warnings.warn(
+                    f"record: the trace has no line for {name}, whose result cannot be read: "
+                    f"{type(error).__name__}: {found}",
+                    stacklevel=2,
+                )
+            return
         shown = itertools.islice(tensors_of((*args, *kwargs.values())), 6)
-        inputs = [f'["{_dtype(t.dtype)}",{[*t.shape]}]' for t in shown]
+        inputs = [f'["{dtype_name(t.dtype)}",{shape_of(t)}]' for t in shown]
         label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items())) if _labels else ""
         words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label}
         parts = [f'"{key}":{self._number(text)}' for key, text in words.items() if text]
@@ -211,9 +217,24 @@ def _from(args: tuple, kind: str) -> bool:
     return any(t.device.type == kind for t in tensors_of(args))
 
 
+def _prints(results: list[Tensor], numbers: list[Any]) -> tuple[list[list[Any]], list[Tensor]]:
+    """The fingerprints of what an operator returned, and host copies of its tensors."""
+    if len(results) > 4 and not numbers and (joined := _joined(results)) is not None:
+        flat, copies = joined
+        return [_of_list(flat, copies)], copies
+    prints = [
+        [str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []] for v in numbers
+    ]
+    copies = [_on_host(t) for t in results]
+    prints += [fingerprint(t) for t in copies]
+    return [_folded(prints)] if len(prints) > 4 else prints, copies
+
+
 def _on_host(x: Tensor) -> Tensor:
     x = x.detach()
-    if x.is_quantized:
+    if x.is_nested:
+        x = x.contiguous().values()
+    elif x.is_quantized:
         x = x.dequantize()
     elif x.layout != torch.strided:
         x = x.to_dense()
@@ -235,21 +256,17 @@ def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
     return flat, copies
 
 
-@functools.cache
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # ---- fingerprints ----
 
 _SMALL = 1 << 14  # elements of a tensor whose numbers are added in float64, by numpy
-_COLUMNS = 257  # a prime, so that patterns that repeat at a power of two are not summed in one column
+_ROW = 2048  # bytes that one sum of a hash is over
+_WEIGHTS = np.frombuffer(hashlib.shake_128(b"openreg_tools").digest(_ROW), "<u8") | np.uint64(1)
 
 
 def fingerprint(x: Tensor) -> list[Any]:
     """The fingerprint of a contiguous host tensor: dtype, shape, hash, sum, norm, largest, NaNs, infinities,
     samples."""
-    dtype, shape, count = _dtype(x.dtype), list(x.shape), x.numel()
+    dtype, shape, count = dtype_name(x.dtype), list(x.shape), x.numel()
     if not count:
         return [dtype, shape, 0, 0.0, 0.0, 0.0, 0, 0, []]
     digest = _hash(x)
@@ -278,7 +295,7 @@ def _numbers(flat: Tensor, values: np.ndarray) -> tuple[float, float, float]:
         many = values.size > 1 << 12
         total = float(flat.sum() if many else np.add.reduce(values))
         squares = float(torch.dot(flat, flat) if many else np.dot(values, values))
-        largest = max(-float(np.minimum.reduce(values)), float(np.maximum.reduce(values)))
+        largest = max(abs(float(np.minimum.reduce(values))), abs(float(np.maximum.reduce(values))))
         return total, math.sqrt(squares), largest
 
 
@@ -296,15 +313,20 @@ def _json(found: list[Any]) -> str:
 
 
 def _hash(x: Tensor) -> int:
-    """A hash of the bytes in order; for large tensors, of the sums of their words over rows and columns."""
-    data = x.view(-1).view(torch.uint8).numpy()
+    """A hash of the bytes in order; for large tensors, of the sums of their rows of words, weighted by column.
+
+    The words are mixed before: a difference in the highest bit times the difference of two odd weights is 0.
+    """
+    data = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
     if data.nbytes <= 1 << 15:
         return zlib.crc32(data)
-    whole = data.nbytes // (8 * _COLUMNS) * (8 * _COLUMNS)
-    words = data[:whole].view(np.uint64).reshape(-1, _COLUMNS)
-    digest = zlib.crc32(np.add.reduce(words, axis=0), x.dim())
-    digest = zlib.crc32(np.add.reduce(words, axis=1), digest)
-    return zlib.crc32(data[whole:], digest)
+    whole = data.nbytes // _ROW * _ROW
+    digest = zlib.crc32(data[whole:])
+    words = data[:whole].view("<u8").reshape(-1, len(_WEIGHTS))
+    for start in range(0, len(words), 256):  # rows that fit the processor's cache
+        rows = words[start : start + 256]
+        digest = zlib.crc32(np.einsum("ij,j->i", rows ^ (rows >> np.uint64(29)), _WEIGHTS), digest)
+    return digest
 
 
 def _of_list(flat: Tensor, copies: list[Tensor]) -> list[Any]:

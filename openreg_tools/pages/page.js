@@ -66,12 +66,21 @@ document.addEventListener("scroll", () => (hint.hidden = true), true);
 
 const UNITS = { ns: 1e-9, us: 1e-6, ms: 1e-3, s: 1, B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40 };
 
+// Classes of cells that a reader looks for, which sort before other text.
+const URGENT = ["fail", "fixed", "warn", "known", "refused"];
+
+function urgencyOf(cell) {
+  const place = URGENT.indexOf(cell.className);
+  return place < 0 ? URGENT.length : place;
+}
+
 // A cell's number, in its unit, or its text.
 function valueOf(cell) {
   const words = cell.textContent.trim();
-  const found = /^([-+]?[\d.,]+(?:e[-+]?\d+)?|inf|nan)(?: (\w+))?$/.exec(words);
+  const found = /^([-+]?(?:\d[\d.,]*(?:e[-+]?\d+)?|inf))(?: (\w+))?$/.exec(words);
   if (!found || (found[2] && !(found[2] in UNITS))) return words;
-  return (found[1] === "inf" ? Infinity : Number(found[1].replaceAll(",", ""))) * (UNITS[found[2]] ?? 1);
+  const number = Number(found[1].replaceAll(",", "").replace("inf", "Infinity"));
+  return Number.isNaN(number) ? words : number * (UNITS[found[2]] ?? 1);
 }
 
 function sort(table, column, head) {
@@ -79,14 +88,15 @@ function sort(table, column, head) {
   const numeric = rows.some((row) => typeof valueOf(row.cells[column]) === "number");
   const before = head.getAttribute("aria-sort");
   const sign = before ? (before === "ascending" ? -1 : 1) : numeric ? -1 : 1;
-  const keyed = rows.map((row) => [valueOf(row.cells[column]), row]);
-  keyed.sort(([a], [b]) => {
+  const keyed = rows.map((row) => [valueOf(row.cells[column]), urgencyOf(row.cells[column]), row]);
+  keyed.sort(([a, urgencyA], [b, urgencyB]) => {
     if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1; // text, such as an empty cell, comes last
-    return sign * (typeof a === "number" ? a - b : a.localeCompare(b));
+    if (typeof a === "number") return a === b ? 0 : sign * (a - b); // two infinities
+    return sign * (urgencyA - urgencyB || a.localeCompare(b));
   });
   for (const each of head.parentNode.cells) each.removeAttribute("aria-sort");
   head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
-  table.tBodies[0].append(...keyed.map(([, row]) => row));
+  table.tBodies[0].append(...keyed.map(([, , row]) => row));
 }
 
 for (const table of document.querySelectorAll("table")) {

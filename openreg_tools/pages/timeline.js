@@ -353,7 +353,7 @@
     const own = slices.own[i], all = slices.length[i];
     node.append(
       make("b", { textContent: texts[slices.name[i]] }),
-      make("i", { textContent: `${format(all)}${own && Math.abs(own - all) > 0.1 * all ? `, ${format(own)} its own` : ""}, at ${format(slices.start[i])}` }),
+      make("i", { textContent: `${format(all)}${own && Math.abs(own - all) > 0.1 * all ? `, ${format(own)} without its parts` : ""}, at ${format(slices.start[i])}` }),
       make("div", { textContent: title }),
     );
     for (const line of lines)

@@ -1,5 +1,6 @@
 """`compare`: the first operator that differs from the reference is found, and nothing is reported where none does."""
 
+import functools
 import json
 import os
 import subprocess
@@ -18,13 +19,17 @@ from openreg_tools.forms import Wrong
 DEVICE = "openreg"
 SCHEMAS = (
     "scale(Tensor x, float by=2.0) -> Tensor", "scale_(Tensor(a!) x) -> Tensor(a!)", "rows(Tensor x, Tensor y) -> (Tensor, Tensor)",
-    "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor",
+    "resized(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", "turned_(Tensor(a!) x) -> Tensor(a!)", "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor",
 )  # fmt: skip
 
 
 def wrong_scale_(x):
     x.mul_(2).select(0, -1).add_(0.5)
     return x
+
+
+def resized(x, *, out, more=0.0):
+    return out.resize_(x.shape).copy_(x * 2 + more)
 
 
 def raises(x):
@@ -41,6 +46,8 @@ def library():
         ("scale", lambda x, by=2.0: x * by, lambda x, by=2.0: torch.where(x > 100, x * by + 1, x * by)),
         ("scale_", lambda x: x.mul_(2), wrong_scale_),
         ("rows", lambda x, y: (x + y, x.sum(0)), lambda x, y: (x + y, x[1:].sum(0))),
+        ("resized", resized, functools.partial(resized, more=1.0)),
+        ("turned_", lambda x: x.transpose_(0, 1), lambda x: x.transpose_(0, 1).add_(1)),
         ("shape", lambda x: x.clone(), lambda x: x[None].clone()),
         ("only_device_raises", lambda x: x.clone(), raises),
         ("nan", lambda x: x / x, lambda x: torch.ones_like(x)),
@@ -167,6 +174,26 @@ def test_the_first_difference_by_hand(library):
 def test_what_was_written_in_place(library):
     first = first_of(lambda x: library.scale_(x[1:]), torch.arange(5.0))
     assert (first.operator, first.what, first.error.at) == ("test_compare::scale_", "x", (3,))
+
+
+def test_a_result_that_the_call_resizes(library):
+    """Memory that the call adds to an argument is not part of what it had before."""
+    x, out = torch.ones(3000, device=DEVICE), torch.empty(0, device=DEVICE)
+    junk = [torch.full((3000,), 1e30) for _ in range(16)]
+    del junk
+    with compare() as result:
+        library.resized(x, out=out)
+    first = result.first
+    assert (first.what, first.error.got, first.error.expected) == ("out", 3.0, 2.0)
+    assert first.inputs == ["float32[3000]", "out=float32[0]"] and first.call[2]["out"].shape == (0,)
+
+
+def test_an_argument_that_the_call_transposes(library):
+    first = first_of(lambda x: library.turned_(x[1:]), torch.arange(9.0).view(3, 3))
+    assert (first.what, first.error.got, first.error.expected) == ("x", 4.0, 3.0)
+    assert first.inputs == ["float32[2, 3]"] and first.call[1][0].stride() == (3, 1)
+    whole = first_of(lambda x: library.turned_(x + 0), torch.arange(6.0).view(2, 3))
+    assert whole.inputs == ["float32[2, 3]"] and whole.call[1][0].stride() == (3, 1)
 
 
 def test_the_second_result(library):

@@ -8,7 +8,7 @@ import torch
 from processes import python
 from torch import nn
 
-from openreg_tools.compare import compare, mark, record
+from openreg_tools.compare import compare, mark, record, recording
 from openreg_tools.compare.parting import Op, align, read
 from openreg_tools.compare.recording import fingerprint
 from openreg_tools.forms import Wrong
@@ -70,6 +70,77 @@ def test_large_fingerprints_depend_on_every_element_and_its_place():
         y[place] += 1
         assert fingerprint(y)[2] != before
     assert fingerprint(x.roll(1))[2] != before and fingerprint(x.flip(0))[2] != before
+
+
+@pytest.mark.parametrize("columns", [256, 257, 512, 514])
+def test_two_exchanges_in_large_tensors_do_not_cancel(columns):
+    def with_ones_at(*places, sign):
+        x = torch.full((40, columns), float(sign))
+        for place in places:
+            x[place] = 1.0
+        return fingerprint(x)[2]
+
+    for a, b, c in ((5, 9, (10, 100)), (5, 9, (11, 101)), (0, 39, (0, 255))):
+        for sign in (-1, 3):
+            aligned = with_ones_at((a, c[0]), (b, c[1]), sign=sign)
+            assert aligned != with_ones_at((a, c[1]), (b, c[0]), sign=sign)
+
+
+ODD = {
+    "0-dim": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.ones(2, 0, 3),
+    "one element of a column": lambda: torch.arange(2.0, 7.0).view(1, 5)[:, 0],
+    "one element of any strides": lambda: torch.arange(2.0, 52.0).as_strided((1, 1), (7, 5)),
+    "sizes of 1 with any stride": lambda: torch.arange(500.0).as_strided((3, 1, 2), (2, 100, 1), 4),
+    "expanded": lambda: torch.ones(1).expand(3),
+    "complex": lambda: torch.tensor([1 + 2j, 3 - 4j]),
+    "complex half": lambda: torch.ones(3, dtype=torch.complex32),
+    "conj": lambda: torch.tensor([[1 + 2j, 3 - 4j]])[:, 0].conj(),
+    "neg": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "bool": lambda: torch.tensor([True, False]),
+    "uint64": lambda: torch.tensor([2**63 + 1, 0], dtype=torch.uint64),
+    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "nan and infinite": lambda: torch.tensor([float("nan"), float("inf")]),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.5, 1, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors|quantized|ComplexHalf)")
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_odd_tensors_do_not_end_the_program(tmp_path, make):
+    """On the device and the host there is a line for each, with equal fingerprints."""
+    lines = []
+    for device in (DEVICE, "cpu"):
+        with torch.device(device):
+            try:
+                x = make()
+            except RuntimeError:
+                continue  # the device does not have such tensors
+            with record(tmp_path / device, device=device) as trace:
+                x.clone()
+        lines.append([op.prints for op in read(trace.path).ops if op.name == "aten::clone"])
+    assert lines[0] and lines[0] == lines[-1]
+
+
+def test_results_on_meta_are_not_read(tmp_path):
+    x = torch.ones(3, device=DEVICE)
+    with record(tmp_path / "a") as trace:
+        x.to("meta")
+    assert [op.prints for op in read(trace.path).ops] == [[]]
+
+
+def test_what_cannot_be_read_is_left_out_with_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "fingerprint", lambda x: x.no_such_thing)
+    with pytest.warns(UserWarning, match="the trace has no line for") as found:
+        with record(tmp_path / "a"):
+            y = torch.ones(3, device=DEVICE)
+            assert (y + y + y).tolist() == [3.0] * 3
+    (said,) = [str(each.message) for each in found if "aten::add" in str(each.message)]
+    assert "aten::add.Tensor, whose result cannot be read: AttributeError: " in said and "no_such_thing" in said
 
 
 # ---- traces ----

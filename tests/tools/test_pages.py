@@ -348,6 +348,31 @@ class TestInBrowser:
         shown = f"[...{cells.format(1)}].filter((row) => !row.hidden).map((row) => row.cells[0].textContent)"
         assert set(opened.run(shown)) >= {"aten::mm.out"} and all("::mm." in each for each in opened.run(shown))
 
+    def test_tables_sort_numbers_infinities_and_statuses(self, tmp_path, browser):
+        """What is not a number, such as "." or nan, is text and comes last; of statuses the failures come first."""
+        cells = [".", "-inf", "1,000", "nan", "2.5 ms", "inf", "1.2.3", "", "-3e-2"]
+        marks = [
+            (".", {"class": "pass"}),
+            ("FAIL", {"class": "fail"}),
+            ("-", {"class": "skip"}),
+            ("warn", {"class": "warn"}),
+        ]
+        tables = [pages.table([["value"], *([each] for each in column)], left=0) for column in (cells, marks)]
+        (tmp_path / "sorted.html").write_text(pages.page("sorted", "sorted", "".join(tables)))
+        page = browser.open(tmp_path / "sorted.html")
+        page.run("document.querySelectorAll('thead th').forEach((each) => each.click())")
+        values, statuses = page.run(
+            "[...document.querySelectorAll('table')].map((t) => [...t.tBodies[0].rows].map((row) => row.innerText))"
+        )
+        assert values[:5] == ["inf", "1,000", "2.5 ms", "-3e-2", "-inf"] and set(values[5:]) == {
+            ".",
+            "nan",
+            "1.2.3",
+            "",
+        }
+        assert statuses[:2] == ["FAIL", "warn"] and not page.errors()
+        page.close()
+
     @opens("conformance")
     def test_hints_and_the_theme(self, opened):
         x, y, *_ = opened.area("td.fail")

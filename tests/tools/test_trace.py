@@ -1,6 +1,7 @@
 """`python -m openreg_ops trace`: it counts what ran, where the host waited, and ranks what a kernel would save."""
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import torch
 from processes import python
 
 import openreg_ops
+from openreg_tools import dispatch
 from openreg_tools.forms import Wrong
-from openreg_tools.recorder import Recorder
+from openreg_tools.recorder import Call, Recorder
 from openreg_tools.trace import Candidate, Row, Trace, add_arguments, main
+from openreg_tools.waits import Waits
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +175,20 @@ def test_first_calls_are_not_ranked(library):
     assert firsts == [("test_trace::slow", True)] * 2 + [("test_trace::twice", True), ("test_trace::twice", False)]
     assert "test_trace::slow" not in {candidate.operator for candidate in recorded.candidates}
     said = " ".join(recorded.text().split())
-    assert re.search(r"Not ranked, because only first calls were recorded, .*: .*test_trace::slow", said)
+    assert re.search(
+        r"Not ranked: .*test_trace::slow.*\. Only first calls were recorded, and those may load code", said
+    )
     assert "test_trace::slow" in rows(recorded), "its time is in the table all the same"
+
+
+def test_that_every_operator_has_a_kernel_is_said_only_if_all_were_ranked(library):
+    x = torch.ones(4, device="openreg")
+    for operator, every in ((torch.ops.test_trace.slow, False), (torch.Tensor.neg_, True)):
+        with openreg_ops.trace() as recorded:
+            operator(x)
+        assert not recorded.candidates
+        said = " ".join(recorded.text().split())
+        assert ("Every operator that takes time has a kernel." in said) == every == ("Not ranked" not in said)
 
 
 def test_calls_are_nested_as_in_the_dispatch_trace(library):
@@ -217,13 +232,42 @@ def test_times_of_events_are_seconds(monkeypatch):
     recorded = Trace("openreg")
     x = torch.ones(4, device="openreg")
     with recorded:
-        recorded._recorder._origins[0] = (Event(), 0.5)
         monkeypatch.setattr(Recorder, "_event", lambda self, on: Event())
+        monkeypatch.setattr(Recorder, "now", lambda self: 1.0)
         x.abs()
     (call,) = [call for call in recorded.calls if call.name == "aten::abs.out"]
     assert call.begins == 0.75
     found = rows(recorded)
     assert found["aten::abs.out"].seconds == 0.25 and found["aten::abs"].total == 0.25
+
+
+def test_calls_begin_after_work_that_was_queued_before_the_recording():
+    x = torch.ones(4, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        torch.openreg.synchronize()
+        recorded = Trace("openreg")
+        before = time.perf_counter()
+        torch.openreg._sleep(200_000_000)
+        with recorded:
+            x.abs()
+    (call,) = [call for call in recorded.calls if call.name == "aten::abs.out"]
+    assert call.begins >= before + 0.2 - recorded._recorder.origin
+
+
+def test_a_module_without_streams_and_events_uses_those_of_torch(monkeypatch):
+    for name in ("Stream", "Event"):
+        monkeypatch.delattr(torch.openreg, name)
+    places = [(owner, method) for owner, method, _ in Waits(Recorder(dispatch.target("openreg", None)))._places]
+    assert (torch.Event, "wait") in places and (torch.Stream, "wait_event") in places
+    assert (torch.Stream, "wait") not in places and len(set(places)) == len(places)
+
+
+def test_first_calls_do_not_depend_on_an_order():
+    recorder = Recorder(dispatch.target("openreg", None))
+    call = Call("aten::where", "own", [], 0, 0, 0.0)
+    dtypes = [torch.bool, torch.float32, torch.int64, torch.float16, torch.complex64]
+    tensors = [torch.ones(1, dtype=dtype) for dtype in dtypes]
+    assert sum(recorder._is_first(call, each) for each in itertools.permutations(tensors)) == 1
 
 
 def test_an_error_passes_and_is_recorded():
@@ -354,9 +398,10 @@ def test_chrome_has_streams_and_waits(mode):
 
 
 def test_ranks_have_processes_of_their_own(monkeypatch):
-    documents = []
+    documents, times = [], []
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
+        times.append(time.time_ns())
         monkeypatch.setenv("WORLD_SIZE", "2")
         with Trace("openreg", name="program") as recorded:
             torch.ones(3, device="openreg").sum().item()
@@ -364,7 +409,12 @@ def test_ranks_have_processes_of_their_own(monkeypatch):
         documents.append(recorded.chrome())
     both = documents[0] | {"traceEvents": documents[0]["traceEvents"] + documents[1]["traceEvents"]}
     tracks, _ = check_events(both)
-    assert {"rank 0: program, MainThread", "rank 1: program, MainThread"} <= set(tracks)
+    names = [f"rank {rank}: program, MainThread" for rank in "01"]
+    assert set(names) <= set(tracks)
+    assert documents[0]["baseTimeNanoseconds"] == documents[1]["baseTimeNanoseconds"]
+    since = [time - both["baseTimeNanoseconds"] for time in times]
+    starts = [tracks[name][0][0] for name in names]
+    assert since[0] < starts[0] < max(end for _, end, _ in tracks[names[0]]) < since[1] < starts[1]
 
 
 @pytest.mark.parametrize("cpu", [False, True])
@@ -450,6 +500,17 @@ def test_every_rank_writes_its_own_files(script, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command("--html", tmp_path / "a.html", "--chrome", tmp_path / "a.json", script) == 3
     assert {path.name for path in tmp_path.glob("a.*")} == {"a.rank1.html", "a.rank1.json"}
+
+
+def test_the_rank_is_remembered_when_the_program_destroys_its_process_group(tmp_path):
+    """Without torchrun, only the process group has it."""
+    before = torch.distributed.destroy_process_group
+    with Trace("openreg") as recorded:
+        torch.distributed.init_process_group("fake", rank=1, world_size=2)
+        torch.ones(2, device="openreg").add_(1)
+        torch.distributed.destroy_process_group()
+    assert (recorded.rank, recorded.ranks) == (1, 2) and not torch.distributed.is_initialized()
+    assert torch.distributed.destroy_process_group is before
 
 
 def test_json_has_stdout_to_itself(tmp_path):
