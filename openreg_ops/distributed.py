@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import os
 import sys
 from typing import Any
 
@@ -28,10 +29,7 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
             "leave them out for the defaults"
         )
     arguments = group.store, group.group_rank, group.group_size
-    if options is None:
-        engine = ProcessGroupGloo(*arguments, timeout=group.timeout)
-    else:
-        engine = ProcessGroupGloo(*arguments, options)
+    engine = ProcessGroupGloo(*arguments, options or _default_options(ProcessGroupGloo, group.timeout))
     engine.options.global_ranks_in_group = group.global_ranks_in_group
     engine.options.group_name = group.group_id
     if torch.__version__ < (2, 15):  # where it is the engine's affair
@@ -42,6 +40,17 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
     if torch.__version__ < (2, 15) and (caller := sys._getframe(1).f_locals.get("pg")) is not None:
         caller._set_default_backend(ProcessGroup.BackendType.CUSTOM)
     return _C.DistributedBackend(engine)
+
+
+def _default_options(engine: Any, timeout: datetime.timedelta) -> Any:
+    """Gloo's own defaults, but one thread: two assign the status's names of collectives, strings, without a lock, which
+    corrupts memory when two collectives of a group end together."""
+    options = engine._Options()
+    names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    options._devices = [engine.create_device(interface=name) for name in names] or [engine.create_default_device()]
+    options._timeout = timeout
+    options._threads = 1
+    return options
 
 
 def _register_monitored_barrier() -> None:
