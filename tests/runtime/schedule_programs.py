@@ -1,6 +1,6 @@
 """Programs whose streams lack one wait, for test_schedules.py; each is right with `fixed`.
 
-The first ones are those of the race detector's tests. The race detector does not see the ones in UNSEEN.
+The first ones come from the race detector's tests. The race detector does not see the ones in UNSEEN.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import nn
+from patterns import Buckets, Offload, Prefetcher, model
 
 DEVICE = "openreg"
 N = 64
@@ -225,69 +225,20 @@ def reuse_without_a_wait(fixed):
     return freed_too_early(fixed, lambda x, side: current().wait_stream(side) if fixed else None)
 
 
-class Prefetcher:
-    """The loader of NVIDIA's examples: copies the next batch on a stream of its own."""
-
-    def __init__(self, batches, record):
-        self.batches, self.record = iter(batches), record
-        self.stream = torch.openreg.Stream()
-        self.preload()
-
-    def preload(self):
-        self.next = next(self.batches, None)
-        if self.next is not None:
-            with self.stream:
-                self.next = self.next.to(DEVICE, non_blocking=True).sub_(0.5)
-
-    def __iter__(self):
-        while self.next is not None:
-            current().wait_stream(self.stream)
-            batch = self.next
-            if self.record:
-                batch.record_stream(current())
-            self.preload()
-            yield batch
-
-
 @program
 def prefetcher_without_record_stream(fixed):
     sums = []
-    for x in Prefetcher([torch.full((N,), float(i)).pin_memory() for i in range(4)], record=fixed):
+    for (x,) in Prefetcher([[torch.full((N,), float(i)).pin_memory()] for i in range(4)], record=fixed):
         sums.append(x.square().sum())
         del x
     return torch.stack(sums)
 
 
-def model():
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(DEVICE)
-
-
 def bucketed(wait_before, wait_after):
-    """DDP's overlap: as each gradient is ready, a side stream reduces it in a bucket."""
-    net = model()
-    side = torch.openreg.Stream()
-    bucket = torch.zeros(sum(p.numel() for p in net.parameters()), device=DEVICE)
-    parts = bucket.split([p.numel() for p in net.parameters()])
-
-    def ready(parameter, part):
-        event = current().record_event()
-        if wait_before:
-            side.wait_event(event)
-        with side:
-            part.copy_(parameter.grad.view(-1), non_blocking=True)
-            part.div_(2)
-        parameter.grad.record_stream(side)
-
-    for parameter, part in zip(net.parameters(), parts, strict=True):
-        parameter.register_post_accumulate_grad_hook(lambda parameter, part=part: ready(parameter, part))
-    side.wait_stream(current())
-    net(torch.randn(8, 8, device=DEVICE)).square().mean().backward()
-    if wait_after:
-        current().wait_stream(side)
-    for parameter, part in zip(net.parameters(), parts, strict=True):
-        parameter.grad.view(-1).copy_(part)
-    current().wait_stream(side)
-    return [p.grad for p in net.parameters()]
+    buckets = Buckets(model(), wait_before, wait_after)
+    buckets.backward()
+    current().wait_stream(buckets.side)
+    return [p.grad for p in buckets.net.parameters()]
 
 
 @program
@@ -302,28 +253,9 @@ def bucket_without_a_wait_after(fixed):
 
 @program
 def offload_without_a_wait(fixed):
-    """Saved tensors wait in pinned memory, copied on a side stream."""
-    side = torch.openreg.Stream()
-
-    def pack(x):
-        side.wait_stream(current())
-        with side:
-            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            host.copy_(x, non_blocking=True)
-        x.record_stream(side)
-        return host
-
-    def unpack(host):
-        with side:
-            x = host.to(DEVICE, non_blocking=True)
-        if fixed:
-            current().wait_stream(side)
-        x.record_stream(current())
-        return x
-
     net = model()
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        loss = net(torch.randn(8, 8, device=DEVICE)).square().mean()
+    with Offload(waited=fixed):
+        loss = net(torch.randn(8, 16, device=DEVICE)).square().mean()
     loss.backward()
     return [p.grad for p in net.parameters()]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.openreg._sanitizer as sanitizer
+from patterns import Buckets, Offload, Prefetcher, model
 from processes import python
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -511,36 +512,6 @@ def test_errors_are_those_of_cudas_sanitizer():
 # ---- PyTorch's own patterns, without a report ----
 
 
-def model():
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).to(DEVICE)
-
-
-class Prefetcher:
-    """The loader of NVIDIA's examples: copies the next batch on a stream of its own."""
-
-    def __init__(self, loader, record=True):
-        self.batches, self.record = iter(loader), record
-        self.stream = torch.openreg.Stream()
-        self.preload()
-
-    def preload(self):
-        self.next = next(self.batches, None)
-        if self.next is None:
-            return
-        with self.stream:
-            self.next = [x.to(DEVICE, non_blocking=True) for x in self.next]
-            self.next[0] = self.next[0].float().sub_(0.5)
-
-    def __iter__(self):
-        while self.next is not None:
-            current().wait_stream(self.stream)
-            batch = self.next
-            for x in batch if self.record else ():
-                x.record_stream(current())
-            self.preload()
-            yield batch
-
-
 def loader(**options):
     data = torch.utils.data.TensorDataset(torch.rand(48, 16, dtype=torch.float64), torch.randint(4, (48,)))
     return torch.utils.data.DataLoader(data, batch_size=8, pin_memory=True, **options)
@@ -571,31 +542,11 @@ def test_a_prefetcher_that_forgets_record_stream():
 
 
 def bucketed(wait_before, wait_after):
-    """DDP's overlap: as each gradient is ready, a side stream reduces it in a bucket."""
     net = model()
-    side = torch.openreg.Stream()
-    bucket = torch.zeros(sum(p.numel() for p in net.parameters()), device=DEVICE)
-    parts = bucket.split([p.numel() for p in net.parameters()])
-
-    def ready(parameter, part):
-        event = current().record_event()
-        if wait_before:
-            side.wait_event(event)
-        with side:
-            part.copy_(parameter.grad.view(-1), non_blocking=True)
-            part.div_(2)
-        parameter.grad.record_stream(side)
-
-    for parameter, part in zip(net.parameters(), parts, strict=True):
-        parameter.register_post_accumulate_grad_hook(lambda parameter, part=part: ready(parameter, part))
+    buckets = Buckets(net, wait_before, wait_after)
     optimizer = torch.optim.AdamW(net.parameters())
     for _ in range(3):
-        side.wait_stream(current())
-        net(torch.randn(8, 16, device=DEVICE)).square().mean().backward()
-        if wait_after:
-            current().wait_stream(side)
-        for parameter, part in zip(net.parameters(), parts, strict=True):
-            parameter.grad.view(-1).copy_(part)
+        buckets.backward()
         optimizer.step()
         optimizer.zero_grad()
     return net
@@ -618,32 +569,6 @@ def test_activation_checkpointing(use_reentrant):
     for _ in range(2):
         checkpoint(lambda x: nn.functional.dropout(net(x), 0.5), x, use_reentrant=use_reentrant).sum().backward()
     assert x.grad.isfinite().all()
-
-
-class Offload(torch.autograd.graph.saved_tensors_hooks):
-    """Saved tensors wait in pinned memory, copied on a side stream; `recorded` and `waited` are what that needs."""
-
-    def __init__(self, recorded=True, waited=True):
-        side = torch.openreg.Stream()
-
-        def pack(x):
-            side.wait_stream(current())
-            with side:
-                host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-                host.copy_(x, non_blocking=True)
-            if recorded:
-                x.record_stream(side)
-            return host
-
-        def unpack(host):
-            with side:
-                x = host.to(DEVICE, non_blocking=True)
-            if waited:
-                current().wait_stream(side)
-            x.record_stream(current())
-            return x
-
-        super().__init__(pack, unpack)
 
 
 def test_cpu_offload():

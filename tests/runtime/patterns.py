@@ -1,0 +1,93 @@
+"""Patterns with several streams, from PyTorch's and NVIDIA's examples, each right unless told otherwise."""
+
+import torch
+from torch import nn
+
+DEVICE = "openreg"
+current = torch.openreg.current_stream
+
+
+def model():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).to(DEVICE)
+
+
+class Prefetcher:
+    """The loader of NVIDIA's examples: copies the next batch on its own stream."""
+
+    def __init__(self, loader, record=True):
+        self.batches, self.record = iter(loader), record
+        self.stream = torch.openreg.Stream()
+        self.preload()
+
+    def preload(self):
+        self.next = next(self.batches, None)
+        if self.next is None:
+            return
+        with self.stream:
+            self.next = [x.to(DEVICE, non_blocking=True) for x in self.next]
+            self.next[0] = self.next[0].float().sub_(0.5)
+
+    def __iter__(self):
+        while self.next is not None:
+            current().wait_stream(self.stream)
+            batch = self.next
+            for x in batch if self.record else ():
+                x.record_stream(current())
+            self.preload()
+            yield batch
+
+
+class Buckets:
+    """DDP's overlap: as each gradient is ready, a side stream reduces it in a bucket."""
+
+    def __init__(self, net, wait_before=True, wait_after=True):
+        self.net, self.wait_before, self.wait_after = net, wait_before, wait_after
+        self.side = torch.openreg.Stream()
+        sizes = [p.numel() for p in net.parameters()]
+        self.parts = torch.zeros(sum(sizes), device=DEVICE).split(sizes)
+        for parameter, part in zip(net.parameters(), self.parts, strict=True):
+            parameter.register_post_accumulate_grad_hook(lambda parameter, part=part: self.ready(parameter, part))
+
+    def ready(self, parameter, part):
+        event = current().record_event()
+        if self.wait_before:
+            self.side.wait_event(event)
+        with self.side:
+            part.copy_(parameter.grad.view(-1), non_blocking=True)
+            part.div_(2)
+        parameter.grad.record_stream(self.side)
+
+    def backward(self):
+        """Forward and backward of one batch, and the reduced gradients."""
+        self.side.wait_stream(current())
+        self.net(torch.randn(8, 16, device=DEVICE)).square().mean().backward()
+        if self.wait_after:
+            current().wait_stream(self.side)
+        for parameter, part in zip(self.net.parameters(), self.parts, strict=True):
+            parameter.grad.view(-1).copy_(part)
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """Saved tensors wait in pinned memory, copied on a side stream; `recorded` and `waited` are what that needs."""
+
+    def __init__(self, recorded=True, waited=True):
+        side = torch.openreg.Stream()
+
+        def pack(x):
+            side.wait_stream(current())
+            with side:
+                host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                host.copy_(x, non_blocking=True)
+            if recorded:
+                x.record_stream(side)
+            return host
+
+        def unpack(host):
+            with side:
+                x = host.to(DEVICE, non_blocking=True)
+            if waited:
+                current().wait_stream(side)
+            x.record_stream(current())
+            return x
+
+        super().__init__(pack, unpack)
