@@ -36,7 +36,7 @@ class Place:
     """Where one call was made."""
 
     module: str  # "Transformer.layers.0.norm", or "" outside
-    site: Any  # what `Places` asked `locate` for: file and line of the program; in backward, those of the forward
+    site: Any  # what `Places` asked `locate` for: file and line of the program; in backward, where the forward call was made
     phase: str  # "forward", "backward", "optimizer"
     node: str = ""  # the backward node: "MmBackward0"
 

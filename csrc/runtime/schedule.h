@@ -58,7 +58,7 @@ struct Action {
   What what;
   Step step; // of an item that runs, the step that launched it
   Stream stream; // that it was launched on, or is waited for
-  int place; // of that stream among those of the order, by first launch; -1 if it has had no work
+  int place; // the stream's index in the order, by first launch; -1 if it has had no work
   std::string name, where;
 };
 

@@ -24,7 +24,7 @@ class Action(NamedTuple):
     what: str  # launch, run, wait, query
     step: Step  # of work that runs, the step that launched it
     stream: tuple[int, int]  # device, id
-    place: int  # of the stream among those of the order
+    place: int  # the stream's index in the order
     name: str
     where: str  # in the program, "train.py:12"
 

@@ -155,8 +155,8 @@ def schedules(
     on every machine. Seeds below 32 are random orders. The next ones are the program's own order with one piece of work
     as late as possible, then with two.
 
-    The results are compared with those of the program's own order, in which work runs as soon as it is launched: the
-    tensors, numbers and strings that the program returns, in any nesting, and what it raises. They are read the way a
+    Every order must give what the program's own order gives, in which work runs as soon as it is launched. That is the
+    tensors, numbers and strings that the program returns, in any nesting, and what it raises. Results are read the way a
     caller would: on the current stream, and on the host at once. So a program that returns the output of a side stream
     has to wait for it. A program that asserts needs to return nothing.
 

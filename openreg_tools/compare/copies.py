@@ -168,13 +168,13 @@ class Copies:
             named[name] = self._argument(name, value, of.writes(name), copies, before, written, read)
 
         def earlier() -> tuple[list[Any], dict[str, Any]]:
-            swap = lambda value: before[id(value)]() if id(value) in before else value  # noqa: E731
-            again = [[swap(v) for v in value] if isinstance(value, (list, tuple)) else swap(value) for value in out]
-            words = {
-                name: [swap(v) for v in value] if isinstance(value, (list, tuple)) else swap(value)
-                for name, value in named.items()
-            }
-            return again, words
+            def at_the_call(value: Any) -> Any:
+                return before[id(value)]() if id(value) in before else value
+
+            def argument(value: Any) -> Any:
+                return [*map(at_the_call, value)] if isinstance(value, (list, tuple)) else at_the_call(value)
+
+            return [*map(argument, out)], {name: argument(value) for name, value in named.items()}
 
         return Arguments(out, named, written, earlier, read)
 

@@ -231,7 +231,7 @@ class _Case:
             self.fail(kind, opinfo._one_line(error))
 
     def inplace(self, forward: list[torch.Tensor]) -> None:
-        """In place, the values must equal those of the forward call, bit for bit."""
+        """In place, the values must equal the forward call's, bit for bit."""
         function, input_ = self.op.get_inplace(), self.sample.input
         if function is None or self.sample.broadcasts_input or not isinstance(input_, torch.Tensor) or not forward:
             return

@@ -426,7 +426,7 @@ def test_chrome_without_calls(cpu):
 
 
 def test_compiled_functions(recwarn):
-    """Dynamo does not compile the recorder, of which it would warn, and the calls are those of the eager function."""
+    """Dynamo does not compile the recorder, which would cause warnings. The calls match the eager function's."""
     torch.compiler.reset()
     function = torch.compile(lambda x: (x @ x).relu(), backend="eager")
     with openreg_ops.trace() as recorded:
