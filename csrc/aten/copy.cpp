@@ -97,15 +97,8 @@ std::shared_ptr<const at::Tensor> stage(const at::Tensor& from, const at::Tensor
   return staged;
 }
 
-// See Note [Captured operators]. Only memory of devices and pinned memory has an address that a replay can use. A
-// single value of the host, as torch.tensor(2.0, device=...) copies, is a constant.
+// See Note [Captured operators]. Only memory of devices and pinned memory has an address that a replay can use.
 void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool non_blocking, Stream stream) {
-  if (self.is_cpu() && !self.dim() && self.layout() == at::kStrided && !self.is_quantized() && self.has_storage() &&
-      !is_pinned(self.storage().data())) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    destination.fill_(self.to(destination.scalar_type()).item());
-    return;
-  }
   for (const at::Tensor& x : {self, destination}) {
     if (x.is_privateuseone()) continue;
     if (!x.is_cpu() || x.layout() != at::kStrided || !is_pinned(x.storage().data()))

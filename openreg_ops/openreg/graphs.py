@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,11 +34,16 @@ def graph_pool_handle() -> tuple[int, int]:
 
 def _check_capturable(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """In a capture, the step count of an optimizer that is not capturable would be a constant; CUDA refuses it too."""
+    if torch.compiler.is_compiling():
+        return
     if any(group.get("capturable") is False for group in optimizer.param_groups) and is_current_stream_capturing():
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected capturable=True in all param_groups for a step() in a capture, but got "
             "False; make the optimizer with capturable=True"
         )
+
+
+register_optimizer_step_pre_hook(_check_capturable)
 
 
 class Graph(_C.Graph):
@@ -54,15 +58,8 @@ class Graph(_C.Graph):
             or the first `replay` makes it executable.
     """
 
-    _hook: Callable[[], Any] | None = None  # removes the hook of optimizers, during a capture
-
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
-
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook()
-            self._hook = None
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         """Capture the work of the current stream from now on.
@@ -77,8 +74,6 @@ class Graph(_C.Graph):
             ValueError: another mode. torch.AcceleratorError: the current stream is the default one, or is captured.
         """
         super().capture_begin(pool, capture_error_mode)
-        # Also if the graph is dropped during the capture.
-        self._hook = weakref.finalize(self, register_optimizer_step_pre_hook(_check_capturable).remove)
 
     def capture_end(self) -> None:
         """End the capture, on its stream.
@@ -87,7 +82,6 @@ class Graph(_C.Graph):
             torch.AcceleratorError: something was not permitted during the capture, or a stream that joined it was not
                 joined back. The capture is over then, its memory is free, and the graph can capture again.
         """
-        self._unhook()
         super().capture_end()
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -104,7 +98,6 @@ class Graph(_C.Graph):
 
     def reset(self) -> None:
         """Drop the graph, and its hold on the memory pool; the object can capture again."""
-        self._unhook()
         super().reset()
 
     def pool(self) -> tuple[int, int]:

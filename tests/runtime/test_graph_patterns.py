@@ -522,23 +522,19 @@ def test_param_groups_of_which_one_is_capturable(fused):
     assert_close([x.detach().cpu(), y.detach().cpu()], [p.detach() for p in expected])
 
 
-def test_optimizers_that_are_not_capturable_say_so():
+@pytest.mark.parametrize("graph", [
+    lambda: torch.openreg.graph(torch.openreg.Graph()),
+    lambda: torch.accelerator.Graph(),
+], ids=["openreg", "accelerator"])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False}], ids=str)
+def test_optimizers_that_are_not_capturable_say_so(graph, options):
     x = torch.ones(3, device=DEVICE, requires_grad=True)
     x.grad = torch.ones_like(x)
-    optimizer = torch.optim.Adam([x], lr=0.1)
+    optimizer = torch.optim.Adam([x], lr=0.1, **options)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="capturable"):
-        captured(optimizer.step)
-
-
-def test_a_graph_that_is_dropped_during_its_capture_leaves_no_hook():
-    from torch.optim import optimizer
-
-    before = len(optimizer._global_optimizer_pre_hooks)
-    with torch.openreg.stream(torch.openreg.Stream()):
-        graph = torch.openreg.Graph()
-        graph.capture_begin()
-        assert len(optimizer._global_optimizer_pre_hooks) == before + 1
-        del graph
-        gc.collect()
-    assert len(optimizer._global_optimizer_pre_hooks) == before
+    with pytest.raises(RuntimeError, match="Adam: expected capturable=True"), torch.openreg.stream(torch.openreg.Stream()), graph():  # fmt: skip
+        optimizer.step()
+    optimizer.step()
+    compiled = torch.compile(optimizer.step, backend="eager")
+    compiled()
+    assert optimizer.state[x]["step"] == 3
