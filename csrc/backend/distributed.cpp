@@ -85,13 +85,29 @@ using Work = DistributedBackend::Work;
 DistributedBackend::DistributedBackend(Engine engine)
     : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)), queue_(engine_) {}
 
+struct DistributedBackend::Coalesced {
+  std::vector<Work> works;
+  std::vector<CapturedCall> exchanges; // captured sends and receives
+};
+
 // Passes a collective to the queue, after the current stream's work.
 template <class Start>
 Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call call, bool async, Start&& start) {
   const Site site(arguments.name.operation);
   if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
   const auto stream = current_stream(arguments.device);
-  if (detail::captures(stream)) return coalesce(capture(std::move(arguments), type, std::move(call), start), async);
+  if (detail::captures(stream)) {
+    if (type == OpType::BARRIER)
+      detail::refuse_capture(
+          stream, arguments.name.operation, "the host waits for the other processes. Move it out of the capture.");
+    const auto begin = [this, call = std::move(call), start](const auto& work) mutable {
+      ++sequence_number_;
+      queue_.push(
+          call, [work, start]() mutable { work->begin(start()); },
+          [work](const std::exception_ptr& error) { work->fail(error); });
+    };
+    return coalesce(capture({{std::move(arguments), type, stream, begin}}), async);
+  }
   const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, ++sequence_number_);
   if (detail::scheduled()) {
     work->set_scheduled(detail::queue_collective(
@@ -116,25 +132,32 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
   return coalesce(work, async);
 }
 
-template <class Start>
-Work DistributedBackend::capture(Arguments&& arguments, OpType type, Call call, Start&& start) {
-  const Name name = arguments.name;
-  const auto stream = current_stream(arguments.device);
-  if (type == OpType::BARRIER)
-    detail::refuse_capture(
-        stream, name.operation, "the host waits for the other processes. Move it out of the capture.");
-  auto outputs = std::move(arguments.outputs);
-  auto uses = std::move(arguments.uses);
-  auto node = [backend = c10::intrusive_ptr<DistributedBackend>::reclaim_copy(this), arguments = std::move(arguments),
-                  type, call = std::move(call), start = std::decay_t<Start>(start)] {
-    arguments.copy_to_hosts();
-    const auto work = c10::make_intrusive<DeviceWork>(
-        Arguments(arguments.name), type, ++backend->sequence_number_, /*noticed=*/false);
-    backend->queue_.push(
-        call, [work, start]() mutable { work->begin(start()); },
-        [work](const std::exception_ptr& error) { work->fail(error); });
-    work->wait_in_replay();
-    arguments.copy_from_hosts();
+// Makes the calls a node of the graph. They all begin before one is waited for.
+Work DistributedBackend::capture(std::vector<CapturedCall> calls) {
+  const Name name = calls.front().arguments.name;
+  const OpType type = calls.size() == 1 ? calls.front().type : OpType::COALESCED;
+  const Stream stream = calls.front().stream;
+  Tensors outputs;
+  std::vector<MemoryUse> uses;
+  for (CapturedCall& each : calls) {
+    if (each.stream != stream)
+      detail::refuse_capture(each.stream, each.arguments.name.operation,
+          "it is coalesced with one of another stream. Make all of them on one stream.");
+    std::ranges::move(std::exchange(each.arguments.outputs, {}), std::back_inserter(outputs));
+    std::ranges::move(std::exchange(each.arguments.uses, {}), std::back_inserter(uses));
+  }
+  auto node = [backend = c10::intrusive_ptr<DistributedBackend>::reclaim_copy(this), calls = std::move(calls)] {
+    std::vector<c10::intrusive_ptr<DeviceWork>> works;
+    for (const CapturedCall& each : calls) {
+      each.arguments.copy_to_hosts();
+      works.push_back(c10::make_intrusive<DeviceWork>(
+          Arguments(each.arguments.name), each.type, backend->sequence_number_, /*noticed=*/false));
+      each.begin(works.back());
+    }
+    for (size_t i = 0; i < calls.size(); ++i) {
+      works[i]->wait_in_replay();
+      calls[i].arguments.copy_from_hosts();
+    }
   };
   detail::capture(stream, Site(name.operation), detail::Task(std::move(node)), std::move(uses));
   return c10::make_intrusive<CapturedWork>(name, type, stream, std::move(outputs));
@@ -146,9 +169,16 @@ Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Star
   const Site site(arguments.name.operation);
   if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
   const auto stream = current_stream(arguments.device);
-  if (detail::captures(stream))
-    detail::refuse_capture(stream, arguments.name.operation,
-        "graphs capture collectives, but not sends and receives. Move it out of the capture, or use all_to_all().");
+  if (detail::captures(stream)) {
+    if (type == OpType::RECVANYSOURCE)
+      detail::refuse_capture(
+          stream, arguments.name.operation, "the host would read which process has sent. Pass recv() its src.");
+    CapturedCall call{std::move(arguments), type, stream, [start](const auto& work) mutable { work->begin(start()); }};
+    std::lock_guard lock(coalescing_);
+    if (!coalesced_) return capture({std::move(call)});
+    coalesced_->exchanges.push_back(std::move(call)); // a receive before a send must not wait for it
+    return {};
+  }
   const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, sequence_number_);
   openreg::run(stream, [&] { work->begin(start()); }, site);
   return coalesce(work, false);
@@ -159,16 +189,19 @@ Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Star
 Work DistributedBackend::coalesce(const Work& work, bool async) {
   std::lock_guard lock(coalescing_);
   if (!coalesced_) return work;
-  coalesced_->push_back(work);
+  coalesced_->works.push_back(work);
   return async ? work : Work();
 }
 void DistributedBackend::startCoalescing() {
   std::lock_guard lock(coalescing_);
-  coalesced_.emplace();
+  coalesced_ = std::make_shared<Coalesced>();
 }
 Work DistributedBackend::endCoalescing() {
   std::lock_guard lock(coalescing_);
-  auto works = std::exchange(coalesced_, std::nullopt).value_or(std::vector<c10::intrusive_ptr<c10d::Work>>());
+  const auto calls = std::exchange(coalesced_, nullptr);
+  if (!calls) return {};
+  auto& [works, exchanges] = *calls;
+  if (!exchanges.empty()) works.push_back(capture(std::move(exchanges)));
   if (works.empty()) return {};
   return c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
 }
@@ -317,18 +350,20 @@ Work DistributedBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d:
 Work DistributedBackend::send(Tensors& tensors, int to, int tag) {
   Arguments arguments({"send", rank_, size_});
   auto hosts = arguments.input(tensors);
-  return point_to_point(std::move(arguments), OpType::SEND, [&] { return engine_->send(hosts, to, tag); });
+  return point_to_point(std::move(arguments), OpType::SEND,
+      [engine = engine_, hosts, to, tag]() mutable { return engine->send(hosts, to, tag); });
 }
 Work DistributedBackend::recv(Tensors& tensors, int from, int tag) {
   Arguments arguments({"recv", rank_, size_});
   auto hosts = arguments.output(tensors);
-  return point_to_point(std::move(arguments), OpType::RECV, [&] { return engine_->recv(hosts, from, tag); });
+  return point_to_point(std::move(arguments), OpType::RECV,
+      [engine = engine_, hosts, from, tag]() mutable { return engine->recv(hosts, from, tag); });
 }
 Work DistributedBackend::recvAnysource(Tensors& tensors, int tag) {
   Arguments arguments({"recvAnysource", rank_, size_});
   auto hosts = arguments.output(tensors);
-  return point_to_point(
-      std::move(arguments), OpType::RECVANYSOURCE, [&] { return engine_->recvAnysource(hosts, tag); });
+  return point_to_point(std::move(arguments), OpType::RECVANYSOURCE,
+      [engine = engine_, hosts, tag]() mutable { return engine->recvAnysource(hosts, tag); });
 }
 // With a device: waits for the current stream of the named device, or of the current one.
 Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {

@@ -5,8 +5,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +15,7 @@
 namespace openreg {
 
 class Arguments;
+struct CapturedCall;
 
 // Note [Distributed]
 // Device memory is host memory, so an engine for CPU tensors can work in it: it gets CPU tensors over the same memory.
@@ -81,8 +82,7 @@ class DistributedBackend final : public c10d::Backend {
  private:
   template <class Start>
   Work collective(Arguments&& arguments, c10d::OpType type, Call call, bool async, Start&& start);
-  template <class Start>
-  Work capture(Arguments&& arguments, c10d::OpType type, Call call, Start&& start);
+  Work capture(std::vector<CapturedCall> calls);
   template <class Start>
   Work point_to_point(Arguments&& arguments, c10d::OpType type, Start&& start);
   Work coalesce(const Work& work, bool async);
@@ -91,7 +91,8 @@ class DistributedBackend final : public c10d::Backend {
   CallQueue queue_;
   std::atomic<uint64_t> sequence_number_{0}; // collectives so far
   std::mutex coalescing_;
-  std::optional<std::vector<Work>> coalesced_; // while calls are coalesced
+  struct Coalesced;
+  std::shared_ptr<Coalesced> coalesced_; // while calls are coalesced
 };
 
 } // namespace openreg

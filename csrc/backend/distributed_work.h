@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -428,7 +429,15 @@ class DeviceWork final : public c10d::Work {
   std::atomic<bool> finished_{false};
 };
 
-// The Work of a captured call, which is a node of a graph.
+// A call in a node of a graph. `begin` passes it to the engine.
+struct CapturedCall {
+  Arguments arguments;
+  c10d::OpType type;
+  Stream stream;
+  std::function<void(const c10::intrusive_ptr<DeviceWork>&)> begin;
+};
+
+// The Work of captured calls, which are a node of a graph.
 class CapturedWork final : public c10d::Work {
  public:
   CapturedWork(const Name& name, c10d::OpType type, Stream stream, Tensors outputs)

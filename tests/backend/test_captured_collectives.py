@@ -115,6 +115,30 @@ def all_to_all_single(x):
     return out
 
 
+def send_and_receive(x):
+    """One process sends first, and the other receives first."""
+    other = torch.empty_like(x)
+    if dist.get_rank():
+        dist.recv(other, 0)
+        dist.send(x, 0)
+    else:
+        dist.send(x, 1)
+        dist.recv(other, 1)
+    return x - other
+
+
+def exchange(x):
+    """Both processes name the receive first, so it must not wait before the send begins."""
+    peer, other, again = 1 - dist.get_rank(), torch.empty_like(x), torch.empty_like(x)
+    work = dist.batch_isend_irecv([
+        dist.P2POp(dist.irecv, other, peer), dist.P2POp(dist.isend, x * 2, peer),
+        dist.P2POp(dist.irecv, again, peer), dist.P2POp(dist.isend, x + 1, peer),
+    ])  # fmt: skip
+    for each in work:
+        each.wait()
+    return other - again
+
+
 BODIES = [
     all_reduce,
     all_reduce_and_wait,
@@ -130,6 +154,8 @@ BODIES = [
     reduce_scatter_tensor,
     all_to_all,
     all_to_all_single,
+    send_and_receive,
+    exchange,
 ]
 
 
@@ -193,14 +219,23 @@ def test_a_step(group):
     assert first == second
 
 
+def two_streams(x):
+    side = torch.openreg.Stream()
+    side.wait_stream(torch.openreg.current_stream())
+    with dist._coalescing_manager(device=x.device):
+        dist.irecv(torch.empty_like(x), 1 - dist.get_rank())
+        with side:
+            dist.isend(x, 1 - dist.get_rank())
+
+
 def check_refused():
     x = torch.ones(2, device="openreg")
     sparse = x.to_sparse()
     for call, name in (
         (dist.barrier, "barrier"),
         (dist.monitored_barrier, "monitored_barrier"),
-        (lambda: dist.send(x, 1 - dist.get_rank()), "send"),
-        (lambda: dist.recv(x, 1 - dist.get_rank()), "recv"),
+        (lambda: dist.recv(x), "recvAnysource.*Pass recv.. its src"),
+        (lambda: two_streams(x), "send.*coalesced with one of another stream"),
         (lambda: dist.all_reduce(x, async_op=True).is_completed(), "query"),
         (lambda: dist.all_reduce(sparse), "allreduce.*sparse"),
     ):
