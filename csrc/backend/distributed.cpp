@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <iterator>
 #include <utility>
 
@@ -78,6 +79,14 @@ std::vector<int64_t> parts(const Name& name, const char* argument, const Tensors
 }
 
 } // namespace
+
+// A call in a node of a graph. `begin` passes it to the engine.
+struct CapturedCall {
+  Arguments arguments;
+  c10d::OpType type;
+  Stream stream;
+  std::function<void(const c10::intrusive_ptr<DeviceWork>&)> begin;
+};
 
 using c10d::OpType;
 using Work = DistributedBackend::Work;

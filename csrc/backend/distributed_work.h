@@ -9,7 +9,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -427,14 +426,6 @@ class DeviceWork final : public c10d::Work {
   std::atomic<bool> engine_waited_{false};
   std::once_flag copied_, followed_;
   std::atomic<bool> finished_{false};
-};
-
-// A call in a node of a graph. `begin` passes it to the engine.
-struct CapturedCall {
-  Arguments arguments;
-  c10d::OpType type;
-  Stream stream;
-  std::function<void(const c10::intrusive_ptr<DeviceWork>&)> begin;
 };
 
 // The Work of captured calls, which are a node of a graph.
