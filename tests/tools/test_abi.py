@@ -133,7 +133,7 @@ def test_unstable_library(unstable):
 
 @pytest.mark.compiles
 def test_library_without_torch(tmp_path):
-    source = "struct o; extern \"C\" long PyList_Size(o*); extern \"C\" long f(o* x) { return PyList_Size(x); }"
+    source = 'struct o; extern "C" long PyList_Size(o*); extern "C" long f(o* x) { return PyList_Size(x); }'
     report = audit(compiled(tmp_path, "of_python", source))
     assert report.python_stable == {"PyList_Size": "3.2"} and report.is_stable and not report.torch
     assert "torch: not used by this library" in report.text()
