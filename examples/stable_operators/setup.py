@@ -20,7 +20,7 @@ if device is None:
     )
 
 # One library for CPython 3.11 and later and torch 2.13 and later: it calls only stable interfaces.
-STABLE = ["-DTORCH_TARGET_VERSION=0x020d000000000000", "-DPy_LIMITED_API=0x030b0000"]
+STABLE = "-DTORCH_TARGET_VERSION=0x020d000000000000"
 setup(
     ext_modules=[
         CppExtension(
@@ -33,7 +33,7 @@ setup(
                 "-O3",
                 "-std=c++20",
                 "-fvisibility=hidden",
-                *STABLE,
+                STABLE,
                 "-fno-trapping-math",
                 "-fno-math-errno",
             ],

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from openreg_ops import _build
+from openreg_tools import dispatch
 from openreg_tools.forms import Wrong
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -81,8 +82,14 @@ def new_package(package: str, style: str, operators: list[str], root: Path) -> l
         _check_word(name)
         if keyword.iskeyword(name) or name in CPP_WORDS:
             raise Wrong(f"{name} is a word of Python or C++; choose another name")
-    if len({package, *operators}) <= len(operators):
-        raise Wrong("the package and its operators need names of their own")
+    if hidden := _names_in_code().intersection(operators):
+        raise Wrong(f"{min(hidden)} already has a meaning in the code of a package; choose another name")
+    defined = [package, *operators, *(f"{name}_backward" for name in operators)]
+    for name in defined:
+        if defined.count(name) > 1:
+            raise Wrong(f"{name} is needed twice, for the package, an operator or a backward; choose another name")
+    if any(name.startswith(f"{package}::") for name in dispatch.names()):
+        raise Wrong(f"there are operators in the namespace {package} already; choose another name")
     if importlib.util.find_spec(package):
         raise Wrong(f"there is a Python package {package} already; choose another name")
     if folder.exists():
@@ -98,6 +105,13 @@ def new_package(package: str, style: str, operators: list[str], root: Path) -> l
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     return list(written)
+
+
+def _names_in_code() -> set[str]:
+    """The names that a package's code uses without a prefix, which an operator of the same name would hide."""
+    code = "".join((TEMPLATES / "package" / template).read_text() for template in PACKAGE_FILES if "NAME" in template)
+    code = re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|(?://|#).*', "", code)
+    return set(re.findall(r"(?<![\w.:>])[a-z]\w*", code))
 
 
 def _check_word(name: str) -> None:
@@ -127,7 +141,10 @@ def _check_name(name: str, root: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="of the operator: lower case, underscores between words")
     parser.add_argument(
-        "--style", choices=STYLES, required=True, help="; ".join(f"{s}: {t}" for s, t in STYLES.items())
+        "--style",
+        choices=STYLES,
+        default="separate",
+        help="; ".join(f"{s}: {t}" for s, t in STYLES.items()) + " (default: separate)",
     )
     parser.add_argument("--package", action="store_true", help="write a package of operators, which pip installs")
     parser.add_argument("--ops", metavar="A,B", help="of a package: its operators (default: weigh)")
@@ -140,9 +157,9 @@ def main(arguments: argparse.Namespace) -> int:
     """0 if the files are written, 2 if the request is wrong."""
     try:
         if arguments.package:
-            operators = (arguments.ops or "weigh").split(",")
+            operators = ("weigh" if arguments.ops is None else arguments.ops).split(",")
             written = new_package(arguments.name, arguments.style, operators, arguments.root)
-        elif arguments.style == "stable" or arguments.ops:
+        elif arguments.style == "stable" or arguments.ops is not None:
             raise Wrong("--style stable and --ops are for packages: add --package")
         else:
             written = new(arguments.name, arguments.style, arguments.root)

@@ -77,7 +77,8 @@ class Report:
         lines = [f"{self.path}, looked up in torch {self.installed}"]
         of_torch = [each for each in self.unstable if each.library != "CPython"]
         of_python = [each for each in self.unstable if each.library == "CPython"]
-        lines += ["", f"torch: {_count(of_torch, 'unstable symbol')}"]
+        used = _count(of_torch, "unstable symbol") if of_torch or self.stable else "not used by this library"
+        lines += ["", f"torch: {used}"]
         for library in dict.fromkeys(each.library for each in of_torch):
             here = [each for each in of_torch if each.library == library]
             lines.append(
@@ -196,9 +197,9 @@ def audit(path: str | Path) -> Report:
                 of_python[name] = ".".join(map(str, limited[name]))
             else:
                 unstable[name] = "CPython"
-    if not stable and all(library == "CPython" for library in unstable.values()):
+    if not (stable or unstable or of_python):
         raise Wrong(
-            f"{path} uses no symbol of libtorch or libc10: name the library of the package that has the kernels"
+            f"{path} uses no symbol of libtorch, libc10 or CPython: name the library of the package that has the kernels"
         )
     return Report(
         path=str(path),

@@ -132,6 +132,14 @@ def test_unstable_library(unstable):
 
 
 @pytest.mark.compiles
+def test_library_without_torch(tmp_path):
+    source = 'struct o; extern "C" long PyList_Size(o*); extern "C" long f(o* x) { return PyList_Size(x); }'
+    report = audit(compiled(tmp_path, "of_python", source))
+    assert report.python_stable == {"PyList_Size": "3.2"} and report.is_stable and not report.torch
+    assert "torch: not used by this library" in report.text()
+
+
+@pytest.mark.compiles
 def test_lowest_torch(tmp_path):
     report = audit(compiled(tmp_path, "later", SHIMS, "-DLATER=torch_list_size"))
     assert report.stable == {
@@ -246,7 +254,7 @@ def files(tmp_path_factory):
         (".", "is a folder: expected a library such as _C.so"),
         (
             openreg_ops.library_paths()[0] + "/libopenreg_ops.so",
-            "uses no symbol of libtorch or libc10: name the library",
+            "uses no symbol of libtorch, libc10 or CPython: name the library",
         ),
         ("archive", "is a static library: expected a shared library"),
     ],

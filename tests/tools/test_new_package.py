@@ -10,7 +10,7 @@ import pytest
 from processes import python
 
 import openreg_ops
-from openreg_ops.tools.new import PACKAGE_FILES, main, new_package
+from openreg_ops.tools.new import PACKAGE_FILES, add_arguments, main, new_package
 from openreg_tools.forms import Wrong
 
 STYLES = ["forward-only", "separate", "function", "stable"]
@@ -79,7 +79,7 @@ def fails(package):
 def install(style, folder):
     """A package, installed: its style, name, folder, and where it is installed."""
     name = f"trial_{style.replace('-', '_')}"
-    operators = ["weigh", "tilt"] if style == "stable" else ["weigh"]
+    operators = ["weigh", "a"] if style == "stable" else ["weigh"]
     assert len(new_package(name, style, operators, folder)) == len(PACKAGE_FILES) + 3 * (len(operators) - 1)
     command = [
         sys.executable,
@@ -165,8 +165,13 @@ def test_right_whatever_the_device_does(packages, case):
         ("Mine", ["weigh"], "expected a name of lower-case words"),
         ("mine", ["weigh", "a-b"], "expected a name of lower-case words"),
         ("mine", ["weigh", "class"], "class is a word of Python or C++"),
-        ("mine", ["mine"], "need names of their own"),
-        ("mine", ["weigh", "weigh"], "need names of their own"),
+        ("mine", ["mine"], "mine is needed twice"),
+        ("mine", ["weigh", "weigh"], "weigh is needed twice"),
+        ("mine", ["weigh_backward", "weigh"], "weigh_backward is needed twice"),
+        ("mine", ["weigh", ""], "expected a name of lower-case words .* got ''"),
+        ("mine", ["check"], "check already has a meaning in the code of a package"),
+        ("mine", ["torch"], "torch already has a meaning"),
+        ("aten", ["weigh"], "there are operators in the namespace aten already"),
         ("torch", ["weigh"], "there is a Python package torch already"),
         ("taken", ["weigh"], "exists already"),
     ],
@@ -178,12 +183,22 @@ def test_refused(tmp_path, name, operators, message):
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_no_operators_is_refused(tmp_path, capsys):
+    assert main(arguments("mine", "--package", "--ops", "", "--root", str(tmp_path))) == 2
+    assert "new: expected a name of lower-case words" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("root, path", [(".", "./mine"), ("below", "./below/mine"), ("/there", "/there/mine")])
 def test_the_command_says_how_to_go_on(root, path, tmp_path, monkeypatch, capsys):
     """With a path that pip does not take for the name of a package on PyPI."""
     monkeypatch.chdir(tmp_path)
     root = Path(str(tmp_path) + root if root.startswith("/") else root)
-    arguments = argparse.Namespace(package=True, name="mine", style="separate", ops=None, root=root)
-    assert main(arguments) == 0
+    assert main(arguments("mine", "--package", "--root", str(root))) == 0
     path = str(root / "mine") if root.is_absolute() else path
     assert f"pip install --no-build-isolation {path}`, `pytest {path}`" in capsys.readouterr().out

@@ -4,10 +4,9 @@
 
 #include <openreg/openreg.h>
 
-#include <torch/csrc/stable/library.h>
+#include "tensor.h"
+
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/stableivalue_conversions.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -20,10 +19,15 @@
 namespace stable_operators {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 constexpr int64_t kGrain = 4096; // elements that justify another thread
+
+// Compiles a loop for several generations of processors; the one that fits is chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define VECTORIZED __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define VECTORIZED
+#endif
 
 // The type that kernels compute in: float for the half types, else T.
 template <class T>
@@ -84,11 +88,7 @@ inline std::string shape_of(Sizes sizes) {
 // The dtype and device of x, as PyTorch's own numbers; ask once in each call. Translating them to ScalarType and Device
 // takes ten calls each, which matters in an operator of two microseconds, so we translate them only for messages.
 struct Kind {
-  explicit Kind(const Tensor& x) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device));
-  }
+  explicit Kind(const Tensor& x) : dtype(x.dtype()), device_type(x.device_type()), device(x.device_index()) {}
   bool on_same_device(const Kind& other) const { return device_type == other.device_type && device == other.device; }
   bool on_cpu() const { return device_type == aoti_torch_device_type_cpu(); }
   int32_t dtype, device_type, device;
@@ -144,9 +144,18 @@ inline void check_like(
 
 // ---- memory and work ----
 
-// A call of aten::contiguous through the dispatcher costs as much as a small kernel.
-inline Tensor dense(const Tensor& x) {
-  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+// Replaces each tensor that is not contiguous by a copy that is. Calling aten::contiguous through the dispatcher costs
+// as much as a small kernel, so ask first.
+template <class... Tensors>
+void make_contiguous(Tensors&... tensors) {
+  const auto make = [](Tensor& x) {
+    if (x.is_contiguous()) return;
+    StableIValue stack[] = {torch::stable::detail::from(x.release()),
+        torch::stable::detail::from(aoti_torch_memory_format_contiguous_format())};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION));
+    x = Tensor(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+  };
+  (make(tensors), ...);
 }
 
 // Contiguous memory on the device of x. torch::stable::new_empty() would box six arguments.
@@ -186,16 +195,6 @@ void dispatch(const Kind& x, const F& f) {
   else if (x.dtype == aoti_torch_dtype_float64()) f(static_cast<double*>(nullptr));
   else if (x.dtype == aoti_torch_dtype_float16()) f(static_cast<torch::headeronly::Half*>(nullptr));
   else f(static_cast<torch::headeronly::BFloat16*>(nullptr));
-}
-
-// The pointer that a kernel of T reads or writes: the dtype has already been dispatched on, so it is not checked again.
-template <class T>
-const T* read(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
-template <class T>
-T* write(const Tensor& x) {
-  return static_cast<T*>(x.mutable_data_ptr());
 }
 
 } // namespace stable_operators

@@ -60,14 +60,14 @@ Sizes rows_of(const Tensor& x) {
   return x.sizes().slice(0, x.dim() - 1);
 }
 
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, double eps) {
-  const Kind kind = check_row("rms_norm", x_, weight_);
-  const Tensor x = dense(x_), weight = dense(weight_);
+std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
+  const Kind kind = check_row("rms_norm", x, weight);
+  make_contiguous(x, weight);
   Tensor y = memory(x.sizes(), kind.dtype, kind), rstd = memory(rows_of(x), wide_dtype(kind.dtype), kind);
   dispatch(kind, [&]<class T>(T*) {
     run(kind, "stable_operators::rms_norm",
-        [=, n = weight.numel(), rows = rstd.numel(), x = read<T>(x), w = read<T>(weight), y = write<T>(y),
-            r = write<Wide<T>>(rstd)] {
+        [=, n = weight.numel(), rows = rstd.numel(), x = x.read<T>(), w = weight.read<T>(), y = y.write<T>(),
+            r = rstd.write<Wide<T>>()] {
           parallel(rows, n, [=](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) r[i] = rms_norm_row(x + i * n, w, y + i * n, n, eps);
           });
@@ -76,15 +76,14 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, dou
   return {std::move(y), std::move(rstd)};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_backward(
-    const Tensor& grad_y_, const Tensor& x_, const Tensor& weight_, const Tensor& rstd_) {
+std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rstd) {
   constexpr const char* op = "rms_norm_backward";
-  const Kind kind = check_row(op, x_, weight_);
-  check_like(op, "grad_y", grad_y_, "x", x_, kind);
-  check_kind(op, "rstd", rstd_, wide_dtype(kind.dtype), "its rms_norm output", "x", kind);
-  check_shape(op, "rstd", rstd_, rows_of(x_), "that of x without its last dimension");
+  const Kind kind = check_row(op, x, weight);
+  check_like(op, "grad_y", grad_y, "x", x, kind);
+  check_kind(op, "rstd", rstd, wide_dtype(kind.dtype), "its rms_norm output", "x", kind);
+  check_shape(op, "rstd", rstd, rows_of(x), "that of x without its last dimension");
 
-  const Tensor grad_y = dense(grad_y_), x = dense(x_), weight = dense(weight_), rstd = dense(rstd_);
+  make_contiguous(grad_y, x, weight, rstd);
   Tensor grad_x = memory(x.sizes(), kind.dtype, kind), grad_weight = memory(weight.sizes(), kind.dtype, kind);
   // Rows go to a fixed number of parts, each with its own sum, so that grad_weight does not depend on the number
   // of threads.
@@ -93,8 +92,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
   Tensor partial = memory(Sizes(shape.data(), shape.size()), wide_dtype(kind.dtype), kind);
   dispatch(kind, [&]<class T>(T*) {
     run(kind, "stable_operators::rms_norm_backward",
-        [=, g = read<T>(grad_y), x = read<T>(x), w = read<T>(weight), r = read<Wide<T>>(rstd), dx = write<T>(grad_x),
-            dw = write<T>(grad_weight), sums = write<Wide<T>>(partial)] {
+        [=, g = grad_y.read<T>(), x = x.read<T>(), w = weight.read<T>(), r = rstd.read<Wide<T>>(),
+            dx = grad_x.write<T>(), dw = grad_weight.write<T>(), sums = partial.write<Wide<T>>()] {
           parallel(parts, n * rows / (parts + 1), [=](int64_t begin, int64_t end) {
             for (int64_t p = begin; p < end; ++p) {
               std::fill_n(sums + p * n, n, Wide<T>(0));
@@ -120,12 +119,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(stable_operators, m) {
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor grad_weight)");
 }
 STABLE_TORCH_LIBRARY_IMPL(stable_operators, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  m.impl("rms_norm", boxed<rms_norm>);
+  m.impl("rms_norm_backward", boxed<rms_norm_backward>);
 }
 STABLE_TORCH_LIBRARY_IMPL(stable_operators, PrivateUse1, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  m.impl("rms_norm", boxed<rms_norm>);
+  m.impl("rms_norm_backward", boxed<rms_norm_backward>);
 }
 
 } // namespace stable_operators

@@ -38,7 +38,7 @@ T sigmoid(T x) {
 }
 
 template <class T>
-void swiglu_loop(const T* __restrict gate, const T* __restrict up, T* __restrict y, int64_t n) {
+VECTORIZED void swiglu_loop(const T* __restrict gate, const T* __restrict up, T* __restrict y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const Wide<T> g = gate[i], u = up[i];
     y[i] = static_cast<T>(g * sigmoid(g) * u);
@@ -47,7 +47,7 @@ void swiglu_loop(const T* __restrict gate, const T* __restrict up, T* __restrict
 
 // dg = dy * u * s * (1 + g * (1 - s)), du = dy * g * s with s = sigmoid(g).
 template <class T>
-void swiglu_backward_loop(const T* __restrict grad_y, const T* __restrict gate, const T* __restrict up,
+VECTORIZED void swiglu_backward_loop(const T* __restrict grad_y, const T* __restrict gate, const T* __restrict up,
     T* __restrict grad_gate, T* __restrict grad_up, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const Wide<T> dy = grad_y[i], g = gate[i], u = up[i], s = sigmoid(g);
@@ -62,29 +62,29 @@ Kind check_gate_up(const char* op, const Tensor& gate, const Tensor& up) {
   return kind;
 }
 
-Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
-  const Kind kind = check_gate_up("swiglu", gate_, up_);
-  const Tensor gate = dense(gate_), up = dense(up_);
+std::tuple<Tensor> swiglu(Tensor gate, Tensor up) {
+  const Kind kind = check_gate_up("swiglu", gate, up);
+  make_contiguous(gate, up);
   Tensor y = memory(gate.sizes(), kind.dtype, kind);
   dispatch(kind, [&]<class T>(T*) {
-    run(kind, "stable_operators::swiglu", [g = read<T>(gate), u = read<T>(up), y = write<T>(y), n = gate.numel()] {
+    run(kind, "stable_operators::swiglu", [g = gate.read<T>(), u = up.read<T>(), y = y.write<T>(), n = gate.numel()] {
       parallel(n, 1, [=](int64_t begin, int64_t end) { swiglu_loop(g + begin, u + begin, y + begin, end - begin); });
     });
   });
-  return y;
+  return {std::move(y)};
 }
 
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& gate_, const Tensor& up_) {
+std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) {
   constexpr const char* op = "swiglu_backward";
-  const Kind kind = check_gate_up(op, gate_, up_);
-  check_like(op, "grad_y", grad_y_, "gate", gate_, kind);
-  const Tensor grad_y = dense(grad_y_), gate = dense(gate_), up = dense(up_);
+  const Kind kind = check_gate_up(op, gate, up);
+  check_like(op, "grad_y", grad_y, "gate", gate, kind);
+  make_contiguous(grad_y, gate, up);
   Tensor grad_gate = memory(gate.sizes(), kind.dtype, kind);
   Tensor grad_up = memory(gate.sizes(), kind.dtype, kind);
   dispatch(kind, [&]<class T>(T*) {
     run(kind, "stable_operators::swiglu_backward",
-        [dy = read<T>(grad_y), g = read<T>(gate), u = read<T>(up), dg = write<T>(grad_gate), du = write<T>(grad_up),
-            n = gate.numel()] {
+        [dy = grad_y.read<T>(), g = gate.read<T>(), u = up.read<T>(), dg = grad_gate.write<T>(),
+            du = grad_up.write<T>(), n = gate.numel()] {
           parallel(n, 1, [=](int64_t begin, int64_t end) {
             swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin);
           });
@@ -101,12 +101,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(stable_operators, m) {
   m.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
 }
 STABLE_TORCH_LIBRARY_IMPL(stable_operators, CPU, m) {
-  m.impl("swiglu", TORCH_BOX(&swiglu));
-  m.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
+  m.impl("swiglu", boxed<swiglu>);
+  m.impl("swiglu_backward", boxed<swiglu_backward>);
 }
 STABLE_TORCH_LIBRARY_IMPL(stable_operators, PrivateUse1, m) {
-  m.impl("swiglu", TORCH_BOX(&swiglu));
-  m.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
+  m.impl("swiglu", boxed<swiglu>);
+  m.impl("swiglu_backward", boxed<swiglu_backward>);
 }
 
 } // namespace stable_operators

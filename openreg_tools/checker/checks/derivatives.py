@@ -325,7 +325,7 @@ _FUNC = (
     "write the derivative as a torch.autograd.Function with forward(x, …), setup_context(ctx, inputs, output) and "
     "backward(ctx, grad), let its forward call the operator, and have programs call its apply. "
     "torch.library.register_autograd takes a setup_context, but before PyTorch has fixed pytorch/pytorch#168393 the Function "
-    "that it makes has none. In C++, a torch::autograd::Function at the Autograd key works as it is"
+    "that it makes has none. PyTorch refuses a C++ torch::autograd::Function under torch.func"
 )
 
 
