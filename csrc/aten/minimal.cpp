@@ -77,8 +77,8 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  return filled(empty_strided_on(
-      checked_options("empty_strided", layout, device, pin_memory), size, stride, checked_dtype("empty_strided", dtype)));
+  return filled(empty_strided_on(checked_options("empty_strided", layout, device, pin_memory), size, stride,
+      checked_dtype("empty_strided", dtype)));
 }
 
 // Grows `storage` to hold this geometry. Call it before setting the geometry: if memory runs out, the tensor must stay

@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import importlib
 import json
+import mmap
 import os
 import re
 import sys
@@ -52,11 +53,15 @@ WITHOUT_VALUES: dict[str, str] = {
     },
 }
 
-# Operators that check more on the CPU than on any other device.
-CHECKED_ON_CPU: dict[str, str] = {
-    f"aten::{name}{which}": "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
-    for name in ("quantile", "nanquantile")
-    for which in ("", ".out", ".scalar", ".scalar_out")
+# Operators that PyTorch checks differently on different devices.
+CHECKED_BY_DEVICE: dict[str, str] = {
+    "aten::quantize_per_channel.out": "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses "
+    "tensors quantized by channel",
+    **{
+        f"aten::{name}{which}": "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
+        for name in ("quantile", "nanquantile")
+        for which in ("", ".out", ".scalar", ".scalar_out")
+    },
 }
 
 # Operators whose results depend on the strides of their arguments, or that take a storage.
@@ -261,7 +266,7 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         return None
     if "INTERNAL ASSERT" in str(there.error) and "INTERNAL ASSERT" not in str(cpu.error):
         return _failed("internal", ours, call)
-    differs = {**CHECKED_ON_CPU, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
+    differs = {**CHECKED_BY_DEVICE, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
     note = ""
     if alone:
         note = "refuses a layout"
@@ -476,7 +481,7 @@ def serve(device: str, threads: int, given: Record) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)  # a pool of threads does not survive the fork
     _Given.samples = _given(given)
-    _infos()
+    has_infos = mmap.mmap(-1, 1)  # shared with the forked processes
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
@@ -485,25 +490,27 @@ def serve(device: str, threads: int, given: Record) -> None:
     while code:
         pid = os.fork()
         if not pid:
-            _work(device, threads, answer)
+            _work(device, threads, answer, has_infos)
         answer(ready=True, pid=pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code:
             answer(died=code)
+            if has_infos[0]:
+                _infos()  # once here, instead of once in each that follows
 
 
-def _work(device: str, threads: int, answer: Callable[..., None]) -> None:
+def _work(device: str, threads: int, answer: Callable[..., None], has_infos: mmap.mmap) -> None:
     """The forked process. It does not return."""
     try:
         torch.set_num_threads(threads)
-        _serve(device, answer)
+        _serve(device, answer, has_infos)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def _serve(device: str, answer: Callable[..., None]) -> None:
+def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> None:
     def at(where: str) -> None:
         answer(at=where)
 
@@ -512,6 +519,7 @@ def _serve(device: str, answer: Callable[..., None]) -> None:
         if "bases" in request:
             at("making arguments")
             calls, valid = bases(request["bases"])
+            has_infos[0] = bool(_infos.cache_info().currsize)
             profiles = [changes.profile(request["bases"], call) for call in calls]
             answer(done=True, valid=valid, bases=profiles)
         elif "source" in request:
