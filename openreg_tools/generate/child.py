@@ -7,7 +7,6 @@ starts forks the one that works, and forks another when that one dies.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import faulthandler
 import functools
@@ -15,7 +14,6 @@ import importlib
 import json
 import mmap
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -26,64 +24,16 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import generated, layouts, opinfo, schemas, survey
-from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, StorageOf, stays_within
+from openreg_tools.conformance import generated, layouts, opinfo, schemas
+from openreg_tools.conformance.calls import Call, Move
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import changes, snippet
+from openreg_tools.generate import allowed, changes, snippet
 
 __all__ = ["Record", "bases", "listed", "run", "serve"]
 
 Record = dict[str, Any]
 BASES = 6  # calls that the CPU accepts, per operator: of up to four dimensions. OpInfo adds up to four
 REFUSED = 8  # calls that the CPU refuses, if it accepts none
-
-# Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
-# ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
-WITHOUT_VALUES: dict[str, str] = {
-    **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
-    "aten::set_": "makes a tensor without memory",
-    **{
-        f"aten::{name}": "grows a storage that is too small: the new part is uninitialized"
-        for name in (
-            "set_.source_Storage_storage_offset",
-            "set_.source_Tensor_storage_offset",
-            "set.source_Storage_storage_offset",
-            "set.source_Storage_storage_offset_out",
-        )
-    },
-}
-
-# Operators that PyTorch checks differently on different devices.
-CHECKED_BY_DEVICE: dict[str, str] = {
-    "aten::quantize_per_channel.out": "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses "
-    "tensors quantized by channel",
-    **{
-        f"aten::{name}{which}": "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
-        for name in ("quantile", "nanquantile")
-        for which in ("", ".out", ".scalar", ".scalar_out")
-    },
-}
-
-# Operators whose results depend on the strides of their arguments, or that take a storage.
-ABOUT_MEMORY = re.compile(
-    r"aten::(as_strided|set|resize|_resize|_reshape_alias|slice_inverse|is_set_to|is_contiguous|stride|to_padded)"
-)
-
-# Operators whose CPU kernels ignore the strides of an argument, which PyTorch makes contiguous before it calls them.
-IGNORES_STRIDES: dict[str, str] = {
-    "aten::native_group_norm_backward": "the derivative of native_group_norm passes contiguous gradients",
-}
-
-# Errors about memory, whose types and limits differ between devices.
-_MEMORY = re.compile(
-    r"allocat|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
-)
-
-
-_OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds")
-OVERFLOWS = "an intermediate result overflows on one side"
-ELSEWHERE = "an argument is on another device, or has no memory, or none is on a device"
-
 
 # ---- what there is ----
 
@@ -168,24 +118,6 @@ def call_of(case: Record) -> Call:
 # ---- one case ----
 
 
-class _Plain(Move):
-    """Copies in contiguous memory of their own: what a kernel would receive if layouts did not matter."""
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            return super().copy(tensor)
-        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def _called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
-    """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
-    with survey.at_most(4 << 30):
-        out, written = schemas._call(name, call, move)
-        if move.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(move.device)
-    return (out, written), move
-
-
 def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
     """Run a case on both sides.
 
@@ -209,24 +141,24 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
 def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> Record:
     if not schemas._on_cpu(name):
         at("device")
-        there = opinfo.run(functools.partial(_called, name, call, Move(device)), device)
+        there = opinfo.run(functools.partial(allowed.called, name, call, Move(device)), device)
         if there.error is not None and "INTERNAL ASSERT" in str(there.error):
             return _failed("internal", opinfo.first_line(there.error), call)
         return {"end": "alone" if there.error is None else "refused alone"}
     alone = torch.device(device).type == "cpu"
     at("cpu")
-    reference = _Plain("cpu") if alone else Move("cpu")
-    cpu = opinfo.run(functools.partial(_called, name, call, reference), "cpu")
+    reference = allowed.Plain("cpu") if alone else Move("cpu")
+    cpu = opinfo.run(functools.partial(allowed.called, name, call, reference), "cpu")
     at("device")
-    there = opinfo.run(functools.partial(_called, name, call, Move(device)), device)
+    there = opinfo.run(functools.partial(allowed.called, name, call, Move(device)), device)
     raised = _raised(name, call, cpu, there, alone)
     if raised is not None:
         return raised
     at("comparison")
     for outcome in (cpu, there):
         outcome.value, outcome.mover = outcome.value
-    uncompared = _is_uncompared(name)
-    values = not (schemas.is_uninitialized(name) or name in WITHOUT_VALUES or uncompared)
+    uncompared = allowed.is_uncompared(name)
+    values = not (schemas.is_uninitialized(name) or name in allowed.WITHOUT_VALUES or uncompared)
     report = opinfo.Report()
     if not uncompared:
         comparison = opinfo.Comparison(report, "generated", -1, device, values)
@@ -236,20 +168,20 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     plain = None
     if values and not alone:
         at("contiguous memory")
-        plain = _in_plain_memory(name, call, cpu)
+        plain = allowed.in_plain_memory(name, call, cpu)
     if plain is not None:
         report.failures = [each for each in report.failures if each.kind not in ("value", "shape", "guard")]
-        report.failures += _differences(plain, there, device)
+        report.failures += allowed.differences(plain, there, device)
     if not report.failures:
         return {"end": "equal", "notes": dict(report.notes)}
     failure = report.failures[0]
-    if failure.kind in ("device", "alias", "rng") and _is_elsewhere(call):
-        return {"end": "allowed", "note": ELSEWHERE, "reached": True}
-    if failure.kind == "value" and schemas.is_own(name, device) and _overflows(call, comparison.unequal):
-        return {"end": "allowed", "note": OVERFLOWS, "reached": True}
+    if failure.kind in ("device", "alias", "rng") and allowed.is_elsewhere(name, call):
+        return {"end": "allowed", "note": allowed.ELSEWHERE, "reached": True}
+    if failure.kind == "value" and schemas.is_own(name, device) and allowed.overflows(call, comparison.unequal):
+        return {"end": "allowed", "note": allowed.OVERFLOWS, "reached": True}
     if failure.kind in ("value", "shape", "guard", "rng", "structure"):
         at("confirmation")
-        if note := _doubtful(name, call, is_plain=plain is not None):
+        if note := allowed.doubtful(name, call, is_plain=plain is not None):
             return {"end": "allowed", "note": note, "reached": True}
     return _failed(failure.kind, failure.message, call)
 
@@ -266,19 +198,19 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         return None
     if "INTERNAL ASSERT" in str(there.error) and "INTERNAL ASSERT" not in str(cpu.error):
         return _failed("internal", ours, call)
-    differs = {**CHECKED_BY_DEVICE, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
+    differs = {**allowed.CHECKED_BY_DEVICE, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
     note = ""
     if alone:
         note = "refuses a layout"
-    elif _is_elsewhere(call):
-        note = ELSEWHERE
-    elif _is_uncompared(name):
+    elif allowed.is_elsewhere(name, call):
+        note = allowed.ELSEWHERE
+    elif allowed.is_uncompared(name):
         note = "results and errors of this operator are not compared"
-    elif _OUT_OF_BOUNDS.search(theirs) and isinstance(there.error, IndexError):
+    elif allowed.OUT_OF_BOUNDS.search(theirs) and isinstance(there.error, IndexError):
         note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
     elif name in differs:
         note = "this operator's errors differ between devices"
-    elif _MEMORY.search(theirs) or _MEMORY.search(ours):
+    elif allowed.MEMORY.search(theirs) or allowed.MEMORY.search(ours):
         note = "memory"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):
         note = "a dtype that the CPU lacks"
@@ -286,11 +218,11 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         note = "the CPU fails an internal assertion"
     elif layouts._OVERLAP.search(ours):
         note = "the device refuses to write to memory that overlaps"
-    elif theirs and not ours and _takes_it_plain(name, call):
+    elif theirs and not ours and allowed.takes_it_plain(name, call):
         note = "the device takes a layout or alias that the CPU refuses"
-    elif not theirs and _lacks_tensor(name, call):
+    elif not theirs and allowed.lacks_tensor(name, call):
         note = "None for a tensor that is not optional"
-    if theirs and ours and (type(cpu.error) is type(there.error) or note):
+    if theirs and ours and (isinstance(there.error, type(cpu.error)) or note):
         return {"end": "both raised"}
     if note:
         return {"end": "allowed", "note": note, "reached": not ours}
@@ -299,56 +231,6 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
     if not ours:
         return _failed("no error", f"the CPU raised {theirs}", call)
     return _failed("error type", f"the CPU raised {theirs}; the device {ours}", call)
-
-
-def _is_uncompared(name: str) -> bool:
-    """Whether an operator asks for the device type, or belongs to a CPU library, which takes only CPU tensors."""
-    return (
-        name in schemas.UNCOMPARED
-        or name.startswith("aten::_autocast_to_")
-        or name.startswith(("mkldnn::", "mkldnn_prepacked::", "onednn::"))
-    )
-
-
-def _is_elsewhere(call: Call) -> bool:
-    """Whether an argument is on the host, on the meta device, or without memory, or none is on a device."""
-    leaves = tree_leaves((call.args, call.kwargs))
-    if not any(isinstance(each, (torch.Tensor, torch.device, StorageOf, RequiresGrad)) for each in leaves):
-        return True  # a factory that was not told where
-    stays = any(isinstance(each, Stays) or isinstance(each, torch.device) and each.type != "cpu" for each in leaves)
-    return call.alone or stays
-
-
-def _lacks_tensor(name: str, call: Call) -> bool:
-    """Whether a Tensor argument is None, which the dispatcher passes on as an undefined tensor."""
-    arguments = {argument.name: argument for argument in dispatch.schema(name).arguments}
-    given = [*zip(arguments.values(), call.args, strict=False), *((arguments[k], v) for k, v in call.kwargs.items())]
-    return any(value is None and argument.real_type.kind() == "TensorType" for argument, value in given)
-
-
-def _takes_it_plain(name: str, call: Call) -> bool:
-    """Whether the CPU accepts the same arguments if each is contiguous and has its own memory."""
-    return opinfo.run(functools.partial(_called, name, call, _Plain("cpu")), "cpu").error is None
-
-
-def _overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether results differ only where one is not finite, and a sum or product of arguments may have overflowed.
-
-    Another order of operations, or a fused multiplication and addition, then gives inf or nan where the other is finite.
-    """
-
-    def is_large(x: Any) -> bool:
-        if not isinstance(x, torch.Tensor) or not changes._is_plain(x) or not (x.is_floating_point() or x.is_complex()):
-            return False
-        x = _widened(x.resolve_conj().resolve_neg()).abs()
-        return bool((x.isfinite() & (x > torch.finfo(x.dtype).max ** 0.5)).any())
-
-    if not unequal or not any(map(is_large, tree_leaves((call.args, call.kwargs)))):
-        return False
-    return all(
-        not (expected.isfinite() & actual.isfinite() & ~torch.isclose(expected, actual)).any()
-        for expected, actual in ((_widened(e), _widened(a)) for e, a in unequal)
-    )
 
 
 def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome) -> None:
@@ -366,109 +248,12 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
         a, was = there.mover.storages.get(key), before.get(key)
         if a is None or was is None or not e.untyped_storage().nbytes() or not a.untyped_storage().nbytes():
             continue
-        a, e, was = _widened(a.cpu()), _widened(e), _widened(was)
+        a, e, was = allowed.widened(a.cpu()), allowed.widened(e), allowed.widened(was)
         differ = ~torch.isclose(a, e, equal_nan=True)
         if not torch.equal(a[differ].nan_to_num(), was[differ].nan_to_num()):
             comparison.fail(
                 "guard", f"memory of an argument: expected {e[differ][:8].tolist()}, got {a[differ][:8].tolist()}"
             )
-
-
-def _widened(t: torch.Tensor) -> torch.Tensor:
-    """In a dtype that has every operator."""
-    if t.dtype == torch.complex32:
-        return t.to(torch.complex64)
-    return t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t
-
-
-def _doubtful(name: str, call: Call, is_plain: bool) -> str:
-    """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary from call to call.
-
-    Args:
-        is_plain: whether the expected results are those in contiguous memory.
-    """
-    within = functools.partial(schemas._call, name, call)
-    if not is_plain and _differs_plain(name, call):
-        return "the CPU's kernel gives other results in contiguous memory"
-    (_, outcome), *_ = survey.survey(1, lambda _: _checked(within)) or [(0, survey.Outcome("crashed"))]
-    if outcome.kind == "returned":
-        return ""
-    return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
-
-
-def _is_memory_separate(name: str, call: Call) -> bool:
-    """Whether every tensor argument is a plain one, and what is written shares its storage with no other argument."""
-    written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
-    tensors = {
-        id(leaf): (leaf, i in written)
-        for i, leaf in enumerate(tree_leaves((call.args, call.kwargs)))
-        if isinstance(leaf, torch.Tensor)
-    }
-    if not all(changes._is_plain(leaf) for leaf, _ in tensors.values()):
-        return False
-    storages = collections.Counter(leaf.untyped_storage()._cdata for leaf, _ in tensors.values())
-    return all(storages[leaf.untyped_storage()._cdata] == 1 for leaf, is_written in tensors.values() if is_written)
-
-
-def _differs_plain(name: str, call: Call) -> bool:
-    """Whether the CPU's results change if the same values are in contiguous memory of their own."""
-    if not _is_memory_separate(name, call):
-        return False
-    as_is, plain = (
-        opinfo.run(functools.partial(_called, name, call, move), "cpu") for move in (Move("cpu"), _Plain("cpu"))
-    )
-    if as_is.error or plain.error:
-        return False
-    as_is.value, as_is.mover = as_is.value
-    return bool(_differences(plain, as_is, "cpu"))
-
-
-def _differences(plain: opinfo.Outcome, other: opinfo.Outcome, device: str) -> list[opinfo.Failure]:
-    """How the values and shapes of `other` differ from those of a call in contiguous memory."""
-    report = opinfo.Report()
-    opinfo.Comparison(report, "generated", -1, device, True).results(
-        opinfo.Outcome(plain.value[0], mover=plain.value[1]), other
-    )
-    found = [failure for failure in report.failures if failure.kind in ("value", "shape", "rng")]
-    for failure in found:
-        failure.message = f"as the CPU computes in contiguous memory, {failure.message}"
-    return found
-
-
-def _in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcome | None:
-    """The CPU's results in contiguous memory, if they should be those of the call, and are not.
-
-    Some of the CPU's kernels ignore strides; a device that shares such a kernel gives the same wrong results.
-    """
-    tensors = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
-    if all(not changes._is_plain(each) or each.is_contiguous() for each in tensors) or ABOUT_MEMORY.match(name):
-        return None
-    if name.partition(".")[0] in IGNORES_STRIDES:
-        return None
-    if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
-        return None  # random numbers are drawn in the order of the memory
-    if not _is_memory_separate(name, call) or not all(map(_is_ordinary, tensors)):
-        return None
-    plain = opinfo.run(functools.partial(_called, name, call, _Plain("cpu")), "cpu")
-    return plain if plain.error is None and _differences(plain, cpu, "cpu") else None
-
-
-def _is_ordinary(t: torch.Tensor) -> bool:
-    """Whether no two elements share memory, and sums of elements are finite in any order."""
-    if not t.numel():
-        return True
-    where = torch.arange(t.untyped_storage().nbytes() // t.element_size()).as_strided(
-        t.shape, t.stride(), t.storage_offset()
-    )
-    if where.unique().numel() < t.numel():
-        return False
-    x = _widened(t.detach().resolve_conj().resolve_neg())
-    return not (x.is_floating_point() or x.is_complex()) or bool((x.abs() < 1e4).all())
-
-
-def _checked(within: Callable[[Move], Any]) -> None:
-    if not stays_within(within, resizes=True):
-        raise ValueError
 
 
 # ---- the protocol ----
