@@ -42,6 +42,7 @@ WITHOUT_VALUES: dict[str, str] = {
 
 # Operators that PyTorch checks differently on different devices.
 CHECKED_BY_DEVICE: dict[str, str] = {
+    "aten::_empty_per_channel_affine_quantized.out": "as quantize_per_channel.out",
     "aten::quantize_per_channel.out": "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses "
     "tensors quantized by channel",
     **{
@@ -60,6 +61,11 @@ ABOUT_MEMORY = re.compile(
 IGNORES_STRIDES: dict[str, str] = {
     "aten::native_group_norm_backward": "the derivative of native_group_norm passes contiguous gradients",
     "aten::_dyn_quant_matmul_4bit": "quantized linear layers pass contiguous rows",
+    "aten::_weight_norm_interface_backward": "its derivative passes contiguous tensors",
+    "aten::_embedding_bag": "a result for backward is empty where a fast path for these strides does not need it",
+    "aten::_linalg_det": "the factors are those of the transpose where that is contiguous",
+    "aten::_linalg_slogdet": "as _linalg_det",
+    "aten::mkldnn_rnn_layer": "oneDNN takes contiguous weights",
     **{
         f"aten::_fused_{optimizer}{which}": "torch.optim passes parameters, gradients and states of one layout"
         for optimizer in ("adagrad", "adam", "adamw", "sgd")
@@ -107,7 +113,7 @@ def is_uncompared(name: str) -> bool:
     return (
         name in schemas.UNCOMPARED
         or name.startswith("aten::_autocast_to_")
-        or name.startswith(("mkldnn::", "mkldnn_prepacked::", "onednn::"))
+        or name.startswith(("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::"))
     )
 
 
