@@ -31,6 +31,14 @@ c10::DeviceIndex checked_options(const char* name, std::optional<c10::Layout> la
   return checked_index(device);
 }
 
+// A number from Python may stand for no dtype.
+c10::ScalarType checked_dtype(const char* name, std::optional<at::ScalarType> dtype) {
+  const auto type = c10::dtype_or_default(dtype);
+  TORCH_CHECK(type >= static_cast<c10::ScalarType>(0) && type < c10::ScalarType::Undefined, name,
+      ": expected a dtype, but got the number ", static_cast<int>(type));
+  return type;
+}
+
 // Allocates on one device, whichever is current.
 struct OnDevice final : c10::Allocator {
   explicit OnDevice(c10::DeviceIndex device) : device(device) {}
@@ -63,14 +71,14 @@ at::Tensor filled(at::Tensor tensor) {
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
   return filled(make_on(checked_options("empty", layout, device, pin_memory), [&](c10::Allocator* allocator) {
-    return at::Tensor(at::detail::empty_generic(size, allocator, kDevice, c10::dtype_or_default(dtype), format));
+    return at::Tensor(at::detail::empty_generic(size, allocator, kDevice, checked_dtype("empty", dtype), format));
   }));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
-  return filled(empty_strided_on(
-      checked_options("empty_strided", layout, device, pin_memory), size, stride, c10::dtype_or_default(dtype)));
+  return filled(empty_strided_on(checked_options("empty_strided", layout, device, pin_memory), size, stride,
+      checked_dtype("empty_strided", dtype)));
 }
 
 // Grows `storage` to hold this geometry. Call it before setting the geometry: if memory runs out, the tensor must stay

@@ -52,6 +52,7 @@ class NativeKernel final : public c10::OperatorKernel {
  public:
   NativeKernel(const c10::OperatorHandle& op, DispatchKey target) : target_(target) {
     const c10::FunctionSchema& schema = op.schema();
+    const auto kSizes = c10::OptionalType::create(c10::ListType::create(c10::SymIntType::get()));
     for (const auto& argument : schema.arguments()) {
       const auto* info = argument.alias_info();
       write_.push_back(info && info->isWrite());
@@ -59,6 +60,7 @@ class NativeKernel final : public c10::OperatorKernel {
       generator_.push_back(type->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())));
       takes_generator_ |= generator_.back();
       takes_device_ |= type->isSubtypeOf(*c10::OptionalType::create(c10::DeviceObjType::get()));
+      takes_sizes_ |= argument.real_type()->isSubtypeOf(*kSizes);
     }
     // The flash kernel has the tag but refuses dropout, so it never draws.
     draws_ = !takes_generator_ && op.hasTag(at::Tag::nondeterministic_seeded) &&
@@ -81,6 +83,7 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
+    if (takes_sizes_) plain_sizes(stack);
     if (C10_UNLIKELY(synchronizes_ != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); synchronizes_(arguments))
         synchronizes(op.operator_name().name.c_str(), stream_of(*arguments));
@@ -184,6 +187,17 @@ class NativeKernel final : public c10::OperatorKernel {
   }
 
  private:
+  // A list with an integer below -2^62, which SymInt keeps on the heap, is boxed as one of SymInts. Kernels that take
+  // int64_t fail an internal assertion for it.
+  void plain_sizes(torch::jit::Stack* stack) const {
+    for (size_t i = stack->size() - write_.size(); i < stack->size(); ++i) {
+      c10::IValue& value = (*stack)[i];
+      if (C10_LIKELY(!value.isSymIntList())) continue;
+      c10::List<int64_t> sizes;
+      for (const c10::SymInt& each : value.toSymIntVector()) sizes.push_back(each.guard_int(__FILE__, __LINE__));
+      value = std::move(sizes);
+    }
+  }
   // Whether the calling thread captures, or its launches on the current device are captured.
   static bool here_is_captured() { return detail::in_capture() || capturing(current_device()); }
   // In a capture, the CPU's foreach kernel calls the operator for each element, so each element gets a node.
@@ -222,7 +236,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   DispatchKey target_;
   std::vector<bool> write_, generator_;
-  bool takes_generator_ = false, takes_device_ = false, takes_results_ = false;
+  bool takes_generator_ = false, takes_device_ = false, takes_results_ = false, takes_sizes_ = false;
   bool draws_ = false; // random numbers, without a Generator argument
   bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);

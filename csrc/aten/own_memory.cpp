@@ -27,11 +27,13 @@ namespace {
 
 using c10::DispatchKey;
 
-const std::unordered_set<std::string> kIgnoresStrides = {"aten::_log_softmax", "aten::_log_softmax_backward_data",
+const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices_from_coo_to_csr",
+    "aten::_convert_indices_from_csr_to_coo", "aten::_log_softmax", "aten::_log_softmax_backward_data",
     "aten::_softmax", "aten::_softmax_backward_data", "aten::adaptive_max_pool3d", "aten::avg_pool3d",
-    "aten::fractional_max_pool2d", "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward",
-    "aten::linalg_lu", "aten::lu_unpack", "aten::reflection_pad3d", "aten::replication_pad2d",
-    "aten::replication_pad3d", "aten::tril", "aten::triu"};
+    "aten::avg_pool3d_backward", "aten::fractional_max_pool2d", "aten::fractional_max_pool2d_backward",
+    "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward", "aten::linalg_lu", "aten::lu_unpack",
+    "aten::reflection_pad3d", "aten::replication_pad2d", "aten::replication_pad3d", "aten::tril",
+    "aten::slow_conv_transpose2d", "aten::triu"};
 
 bool is_result(const c10::Argument& argument) {
   return argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite() &&

@@ -193,14 +193,14 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         dispatch.load(arguments.modules)
         arguments.device = dispatch.target(arguments.device).device
-        dispatch.usable(arguments.device)
-        if arguments.against and not arguments.against.is_file():
-            raise Wrong(f"there is no results file {arguments.against}")
         if arguments.worker and arguments.generate:
             from openreg_tools.generate import child
 
-            child.serve(arguments.device, arguments.threads, arguments.given)
+            child.serve(arguments.device, arguments.threads, arguments.given)  # forks before it uses the device
             return 0
+        dispatch.usable(arguments.device)
+        if arguments.against and not arguments.against.is_file():
+            raise Wrong(f"there is no results file {arguments.against}")
         if arguments.worker:
             work(arguments.device, arguments.suites, arguments.samples, tuple(arguments.checks), arguments.threads)
             return 0

@@ -211,7 +211,11 @@ def accepted(name: str, most: int) -> list[Call]:
         torch.manual_seed(opinfo.SEED)
         return [RECIPES[name]() for _ in range(most)]
     if _of_package(name):
-        return _samples(name)[:most]
+        return (
+            _derived(name, most)
+            if any(each.is_out for each in dispatch.schema(name).arguments)
+            else _samples(name)[:most]
+        )
     return _tried(name, most, "returned") or _derived(name, most)
 
 

@@ -20,6 +20,11 @@ from openreg_tools import backends
 from openreg_tools.conformance.report import Record
 
 
+def shown_code(code: int) -> str:
+    """How a process ended, from what `Popen.wait` returns."""
+    return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
 class Worker:
     """A worker process, restarted after it dies."""
 
@@ -79,9 +84,10 @@ class Worker:
             while answer := self.read(start + self.arguments.timeout):
                 if last in answer:
                     return answer, "", "", where
-                where = answer["at"]
-            code = self.process.wait()
-            kind, message = "crash", f"{f'signal {-code}' if code < 0 else f'exit {code}'}: {self.last_words()}"
+                if "died" in answer:  # a process that this one forked; the next line goes to another
+                    return None, "crash", f"{shown_code(answer['died'])}: {self.last_words()}", where
+                where = answer.get("at", where)
+            kind, message = "crash", f"{shown_code(self.process.wait())}: {self.last_words()}"
         except TimeoutError:
             kind, message = "timeout", f"no result after {self.arguments.timeout} s"
         self.stop()
@@ -103,6 +109,8 @@ class Worker:
         """What the process said before it died: its error, or the fault that ended it."""
         self.stderr.seek(0)
         lines = [line.strip() for line in self.stderr.read().decode(errors="replace").splitlines() if line.strip()]
+        self.stderr.seek(0)  # a forked process that follows writes its own
+        self.stderr.truncate()
         for i, line in enumerate(lines):
             if line.startswith(("Fatal Python error", "Traceback")):
                 return lines[i if line.startswith("Fatal") else -1]

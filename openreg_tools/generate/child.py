@@ -1,7 +1,8 @@
 """The child process: makes an operator's base calls, and runs one case on the CPU and on the device.
 
 It reads JSON lines from stdin and answers with JSON lines. It announces each step that may end the process, so that the
-parent knows on which side a crash happened.
+parent knows on which side a crash happened. What takes seconds to import is imported once: the process that the parent
+starts forks the one that works, and forks another when that one dies.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import faulthandler
 import functools
 import importlib
 import json
+import mmap
 import os
-import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,39 +24,16 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import generated, layouts, opinfo, schemas, survey
-from openreg_tools.conformance.calls import Call, Move, Stays, stays_within
+from openreg_tools.conformance import generated, layouts, opinfo, schemas
+from openreg_tools.conformance.calls import Call, Move
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import changes, snippet
+from openreg_tools.generate import allowed, changes, snippet
 
 __all__ = ["Record", "bases", "listed", "run", "serve"]
 
 Record = dict[str, Any]
-BASES = 4  # calls that the CPU accepts, per operator, and the same number from OpInfo
+BASES = 6  # calls that the CPU accepts, per operator: of up to four dimensions. OpInfo adds up to four
 REFUSED = 8  # calls that the CPU refuses, if it accepts none
-
-# Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
-# ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
-WITHOUT_VALUES: dict[str, str] = {
-    **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
-    "aten::set_": "makes a tensor without memory",
-}
-
-# Operators that check more on the CPU than on any other device.
-CHECKED_ON_CPU: dict[str, str] = {
-    f"aten::{name}{which}": "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
-    for name in ("quantile", "nanquantile")
-    for which in ("", ".out", ".scalar", ".scalar_out")
-}
-
-# Errors about memory, whose types and limits differ between devices.
-_MEMORY = re.compile(
-    r"allocat|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
-)
-
-
-ELSEWHERE = "an argument is on another device, or has no memory"
-
 
 # ---- what there is ----
 
@@ -139,24 +118,6 @@ def call_of(case: Record) -> Call:
 # ---- one case ----
 
 
-class _Plain(Move):
-    """Copies in contiguous memory of their own: what a kernel would receive if layouts did not matter."""
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            return super().copy(tensor)
-        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def _called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
-    """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
-    with survey.at_most(4 << 30):
-        out, written = schemas._call(name, call, move)
-        if move.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(move.device)
-    return (out, written), move
-
-
 def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
     """Run a case on both sides.
 
@@ -180,38 +141,47 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
 def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> Record:
     if not schemas._on_cpu(name):
         at("device")
-        there = opinfo.run(functools.partial(_called, name, call, Move(device)), device)
+        there = opinfo.run(functools.partial(allowed.called, name, call, Move(device)), device)
         if there.error is not None and "INTERNAL ASSERT" in str(there.error):
             return _failed("internal", opinfo.first_line(there.error), call)
         return {"end": "alone" if there.error is None else "refused alone"}
     alone = torch.device(device).type == "cpu"
     at("cpu")
-    reference = _Plain("cpu") if alone else Move("cpu")
-    cpu = opinfo.run(functools.partial(_called, name, call, reference), "cpu")
+    reference = allowed.Plain("cpu") if alone else Move("cpu")
+    cpu = opinfo.run(functools.partial(allowed.called, name, call, reference), "cpu")
     at("device")
-    there = opinfo.run(functools.partial(_called, name, call, Move(device)), device)
+    there = opinfo.run(functools.partial(allowed.called, name, call, Move(device)), device)
     raised = _raised(name, call, cpu, there, alone)
     if raised is not None:
         return raised
     at("comparison")
     for outcome in (cpu, there):
         outcome.value, outcome.mover = outcome.value
-    uncompared = _is_uncompared(name)
-    values = not (schemas.is_uninitialized(name) or name in WITHOUT_VALUES or uncompared)
+    uncompared = allowed.is_uncompared(name)
+    values = not (schemas.is_uninitialized(name) or name in allowed.WITHOUT_VALUES or uncompared)
     report = opinfo.Report()
     if not uncompared:
         comparison = opinfo.Comparison(report, "generated", -1, device, values)
         comparison.outcomes(cpu, there)
         if values and not report.failures and not alone and not report.notes["strides"]:
             _memory(comparison, call, cpu, there)
+    plain = None
+    if values and not alone:
+        at("contiguous memory")
+        plain = allowed.in_plain_memory(name, call, cpu)
+    if plain is not None:
+        report.failures = [each for each in report.failures if each.kind not in ("value", "shape", "guard")]
+        report.failures += allowed.differences(plain, there, device)
     if not report.failures:
         return {"end": "equal", "notes": dict(report.notes)}
     failure = report.failures[0]
-    if failure.kind in ("device", "alias") and _is_elsewhere(call):
-        return {"end": "allowed", "note": ELSEWHERE, "reached": True}
+    if failure.kind in ("device", "alias", "rng") and allowed.is_elsewhere(name, call):
+        return {"end": "allowed", "note": allowed.ELSEWHERE, "reached": True}
+    if failure.kind == "value" and schemas.is_own(name, device) and allowed.overflows(call, comparison.unequal):
+        return {"end": "allowed", "note": allowed.OVERFLOWS, "reached": True}
     if failure.kind in ("value", "shape", "guard", "rng", "structure"):
         at("confirmation")
-        if note := _doubtful(name, call):
+        if note := allowed.doubtful(name, call, is_plain=plain is not None):
             return {"end": "allowed", "note": note, "reached": True}
     return _failed(failure.kind, failure.message, call)
 
@@ -228,27 +198,31 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         return None
     if "INTERNAL ASSERT" in str(there.error) and "INTERNAL ASSERT" not in str(cpu.error):
         return _failed("internal", ours, call)
-    differs = {**CHECKED_ON_CPU, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
+    differs = {**allowed.CHECKED_BY_DEVICE, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
     note = ""
     if alone:
         note = "refuses a layout"
-    elif _is_elsewhere(call):
-        note = ELSEWHERE
-    elif _is_uncompared(name):
+    elif allowed.is_elsewhere(name, call):
+        note = allowed.ELSEWHERE
+    elif allowed.is_uncompared(name):
         note = "results and errors of this operator are not compared"
+    elif allowed.OUT_OF_BOUNDS.search(theirs) and isinstance(there.error, IndexError):
+        note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
     elif name in differs:
         note = "this operator's errors differ between devices"
-    elif _MEMORY.search(theirs) or _MEMORY.search(ours):
+    elif allowed.MEMORY.search(theirs) or allowed.MEMORY.search(ours):
         note = "memory"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):
         note = "a dtype that the CPU lacks"
     elif "INTERNAL ASSERT" in theirs:
         note = "the CPU fails an internal assertion"
-    elif not theirs and layouts._OVERLAP.search(ours):
+    elif layouts._OVERLAP.search(ours):
         note = "the device refuses to write to memory that overlaps"
-    elif theirs and not ours and _takes_it_plain(name, call):
+    elif theirs and not ours and allowed.takes_it_plain(name, call):
         note = "the device takes a layout or alias that the CPU refuses"
-    if theirs and ours and (type(cpu.error) is type(there.error) or note):
+    elif not theirs and allowed.lacks_tensor(name, call):
+        note = "None for a tensor that is not optional"
+    if theirs and ours and (isinstance(there.error, type(cpu.error)) or note):
         return {"end": "both raised"}
     if note:
         return {"end": "allowed", "note": note, "reached": not ours}
@@ -257,27 +231,6 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
     if not ours:
         return _failed("no error", f"the CPU raised {theirs}", call)
     return _failed("error type", f"the CPU raised {theirs}; the device {ours}", call)
-
-
-def _is_uncompared(name: str) -> bool:
-    """Whether an operator asks for the device type, or belongs to a CPU library, which takes only CPU tensors."""
-    return (
-        name in schemas.UNCOMPARED
-        or name.startswith("aten::_autocast_to_")
-        or name.startswith(("mkldnn::", "mkldnn_prepacked::", "onednn::"))
-    )
-
-
-def _is_elsewhere(call: Call) -> bool:
-    """Whether an argument is on the host, on the meta device, or without memory. Devices accept different ones."""
-    leaves = tree_leaves((call.args, call.kwargs))
-    stays = any(isinstance(each, Stays) or isinstance(each, torch.device) and each.type != "cpu" for each in leaves)
-    return call.alone or stays
-
-
-def _takes_it_plain(name: str, call: Call) -> bool:
-    """Whether the CPU accepts the same arguments if each is contiguous and has its own memory."""
-    return opinfo.run(functools.partial(_called, name, call, _Plain("cpu")), "cpu").error is None
 
 
 def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome) -> None:
@@ -295,7 +248,7 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
         a, was = there.mover.storages.get(key), before.get(key)
         if a is None or was is None or not e.untyped_storage().nbytes() or not a.untyped_storage().nbytes():
             continue
-        a = a.cpu()
+        a, e, was = allowed.widened(a.cpu()), allowed.widened(e), allowed.widened(was)
         differ = ~torch.isclose(a, e, equal_nan=True)
         if not torch.equal(a[differ].nan_to_num(), was[differ].nan_to_num()):
             comparison.fail(
@@ -303,64 +256,55 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
             )
 
 
-def _doubtful(name: str, call: Call) -> str:
-    """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary from call to call."""
-    within = functools.partial(schemas._call, name, call)
-    torch.manual_seed(opinfo.SEED)
-    if _differs_plain(name, call):
-        return "the CPU's kernel gives other results in contiguous memory"
-    (_, outcome), *_ = survey.survey(1, lambda _: _checked(within)) or [(0, survey.Outcome("crashed"))]
-    if outcome.kind == "returned":
-        return ""
-    return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
-
-
-def _differs_plain(name: str, call: Call) -> bool:
-    """Whether the CPU's results change if the same values are in contiguous memory that no two arguments share."""
-    leaves = {id(each): each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)}
-    storages = [each.untyped_storage()._cdata for each in leaves.values() if changes._is_plain(each)]
-    if len(storages) != len(leaves) or len(set(storages)) != len(storages):
-        return False
-    as_is, plain = (
-        opinfo.run(functools.partial(_called, name, call, move), "cpu") for move in (Move("cpu"), _Plain("cpu"))
-    )
-    if as_is.error or plain.error:
-        return False
-    report = opinfo.Report()
-    opinfo.Comparison(report, "generated", -1, "cpu", True).results(
-        *(opinfo.Outcome(each.value[0], mover=each.value[1]) for each in (as_is, plain))
-    )
-    return any(failure.kind in ("value", "shape", "rng") for failure in report.failures)
-
-
-def _checked(within: Callable[[Move], Any]) -> None:
-    if not stays_within(within, resizes=True):
-        raise ValueError
-
-
 # ---- the protocol ----
 
 
 def serve(device: str, threads: int, given: Record) -> None:
-    """Serve requests from stdin until it closes. What operators print goes to stderr."""
+    """Serve requests from stdin until it closes, in forked processes. What operators print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)  # a pool of threads does not survive the fork
     _Given.samples = _given(given)
+    has_infos = mmap.mmap(-1, 1)  # shared with the forked processes
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
 
+    code = -1
+    while code:
+        pid = os.fork()
+        if not pid:
+            _work(device, threads, answer, has_infos)
+        answer(ready=True, pid=pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            answer(died=code)
+            if has_infos[0]:
+                _infos()  # once here, instead of once in each that follows
+
+
+def _work(device: str, threads: int, answer: Callable[..., None], has_infos: mmap.mmap) -> None:
+    """The forked process. It does not return."""
+    try:
+        torch.set_num_threads(threads)
+        _serve(device, answer, has_infos)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> None:
     def at(where: str) -> None:
         answer(at=where)
 
-    answer(ready=True)
     for line in sys.stdin:
         request = json.loads(line)
         if "bases" in request:
             at("making arguments")
             calls, valid = bases(request["bases"])
+            has_infos[0] = bool(_infos.cache_info().currsize)
             profiles = [changes.profile(request["bases"], call) for call in calls]
             answer(done=True, valid=valid, bases=profiles)
         elif "source" in request:

@@ -24,6 +24,10 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "bool": (False, True),
     "str": ("", "garbage", "sum", "mean"),
 }
+# What is drawn first would be undone by what comes later: a tensor that shares memory is given its layout before.
+_ORDER = (
+    "number", "sizes", "shape", "dtypes", "dtype", "values", "out", "layout", "offset", "bit", "alias", "host", "garbage"
+)  # fmt: skip
 _FLOATS = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 
 
@@ -55,7 +59,8 @@ def cases(name: str, bases: list[list[dict[str, Any]]], aliases: bool = True) ->
     def case(draw: Any) -> dict[str, Any]:
         base = draw(st.integers(0, len(bases) - 1))
         count = draw(st.sampled_from(_COUNTS))
-        return {"op": name, "base": base, "changes": [list(draw(changes[base])) for _ in range(count)]}
+        drawn = [list(draw(changes[base])) for _ in range(count)]
+        return {"op": name, "base": base, "changes": sorted(drawn, key=lambda change: _ORDER.index(change[0]))}
 
     return case()
 
@@ -65,9 +70,9 @@ def _changes(profile: list[dict[str, Any]], aliases: bool) -> Any:
     of = st.sampled_from
     options = []
 
-    def each(kind: str, leaves: list[dict[str, Any]], *how: Any) -> None:
+    def each(kind: str, leaves: list[dict[str, Any]], *how: Any, often: int = 1) -> None:
         if leaves:
-            options.append(st.tuples(st.just(kind), of([leaf["at"] for leaf in leaves]), *how))
+            options.extend([st.tuples(st.just(kind), of([leaf["at"] for leaf in leaves]), *how)] * often)
 
     def is_wide(leaf: dict[str, Any]) -> bool:
         return len([size for size in leaf["shape"] if size > 1]) > 1
@@ -75,7 +80,7 @@ def _changes(profile: list[dict[str, Any]], aliases: bool) -> Any:
     inputs = [leaf for leaf in tensors if not leaf["out"]]
     outs = [leaf for leaf in tensors if leaf["out"]]
     floats = [leaf for leaf in inputs if leaf["dtype"] in _FLOATS]
-    each("layout", [leaf for leaf in tensors if is_wide(leaf)], of(list(LAYOUTS)))
+    each("layout", [leaf for leaf in tensors if is_wide(leaf)], of(list(LAYOUTS)), often=2)
     each("layout", [leaf for leaf in tensors if leaf["shape"]], of(["sliced", "expanded"]))
     each("offset", tensors, of([1, 3]))
     if sizes := sorted({size for leaf in tensors for size in leaf["shape"]}):
@@ -89,11 +94,17 @@ def _changes(profile: list[dict[str, Any]], aliases: bool) -> Any:
     each("bit", floats, of(["neg", "conj"]))
     if aliases and len(inputs) > 1:
         firsts = [leaf for leaf in inputs if leaf["written"]] or inputs[:1]
-        each("alias", [leaf for leaf in inputs if leaf not in firsts], of([leaf["at"] for leaf in firsts]), of(ALIASES))
+        each(
+            "alias",
+            [leaf for leaf in inputs if leaf not in firsts],
+            of([leaf["at"] for leaf in firsts]),
+            of(ALIASES),
+            often=2,
+        )
     if aliases and inputs:
-        each("alias", outs, of([leaf["at"] for leaf in inputs]), of(ALIASES))
+        each("alias", outs, of([leaf["at"] for leaf in inputs]), of(ALIASES), often=2)
     each("out", outs, st.just("empty"))
-    each("layout", outs, of(["reversed", "sliced", "expanded", "padded"]))
+    each("layout", outs, of(["reversed", "sliced", "expanded", "padded"]), often=2)
     each("dtype", outs, of(DTYPES))
     each("shape", outs, of(["last longer", "one dimension more", "first of size 1"]))
     for kind, values in _NUMBERS.items():

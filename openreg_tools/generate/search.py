@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -26,12 +28,27 @@ __all__ = ["Child", "replay", "search"]
 BATCH = 8  # cases of an operator at the least, where there are any
 OWN = 3  # times as many for a kernel that the device's package wrote
 SHRINKING = 400  # runs at most to shrink one failure
-CRASHES = 12  # cases of an operator that may end the child, whose start takes seconds
+CRASHES = 40  # cases of an operator that may end the child
 WAITS = 3  # those that may hang
 
 
 class Child(Worker):
-    """A child process that runs cases; started again after it dies."""
+    """A child process that runs cases; another is forked after it dies."""
+
+    pid = 0  # of the process that works, which the one that was started has forked
+
+    def read(self, deadline: float) -> dict[str, Any] | None:
+        answer = super().read(deadline)
+        if answer and "pid" in answer:
+            self.pid = answer["pid"]
+        return answer
+
+    def stop(self) -> None:
+        if self.process and self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.pid = 0
+        super().stop()
 
     def words(self) -> list[str]:
         given = json.dumps(getattr(self.arguments, "given", {}))
@@ -61,6 +78,10 @@ class Child(Worker):
 
 class Found(Exception):  # noqa: N818 -- hypothesis shrinks what raises
     """A case that fails."""
+
+
+class EnoughError(BaseException):
+    """Ends the search of one operator; hypothesis passes on what is not an Exception."""
 
 
 def _kind(kind: str) -> type[Found]:
@@ -121,7 +142,7 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
         end = ends.get(text)
         if end is None:
             if hung >= WAITS or crashed >= CRASHES or len(ends) >= (count + SHRINKING if best else count):
-                return
+                raise EnoughError
             ends[text] = end = worker.case(case)
             of.shrinking += bool(best)
             crashed += end.get("kind") == "crash" or "ends the process" in end.get("note", "")
@@ -144,8 +165,8 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
     test = hypothesis.seed(number)(settings(hypothesis.given(draw.cases(name, profiles, aliases))(attempt)))
     try:
         test()
-    except (Found, errors.Flaky):
-        pass  # `best` has it; a failure that does not repeat is one too
+    except (Found, errors.Flaky, EnoughError):
+        pass  # `best` has what failed, also a failure that does not repeat
     of.digest = digest.hexdigest()
     for kind, (_, case, end) in sorted(best.items()):
         case, end = _smaller(case, end, worker)

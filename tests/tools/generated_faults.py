@@ -1,4 +1,7 @@
-"""Operators with one fault each on the device, and one without: test_generated.py holds the search to find them."""
+"""Operators with one fault each, and one without: test_generated.py holds the search to find them.
+
+The fault is the device's alone, except for `shared_out`, which has one kernel for both.
+"""
 
 from __future__ import annotations
 
@@ -88,4 +91,5 @@ _define("nan(Tensor x) -> Tensor", _copied, _for_nan)
 _define("host_scalar(Tensor x, Tensor y) -> Tensor", _times, _for_host_scalar)
 _define("alias_(Tensor(a!) x, Tensor y) -> Tensor(a!)", _assigned_, _for_alias_)
 _define("permuted_out.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _negated_out, _for_permuted_out)
+_define("shared_out.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _for_permuted_out, _for_permuted_out)
 _define("crash(Tensor x) -> Tensor", _negated, _aborting)

@@ -13,7 +13,7 @@ import torch
 
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import changes, child, report, search, snippet
+from openreg_tools.generate import allowed, changes, child, report, search, snippet
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ def generate(pattern: str, count: int, path: Path, *words: str) -> tuple[dict, s
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
     """The report of every operator of generated_faults.py."""
-    found, done = generate("^faulty::", 9 * CASES, tmp_path_factory.mktemp("generated") / "faulty.json")
+    found, done = generate("^faulty::", 10 * CASES, tmp_path_factory.mktemp("generated") / "faulty.json")
     assert done.returncode == 1
     return found
 
@@ -50,6 +50,7 @@ FAULTS = {
     "host_scalar": ({"host"}, "value"),
     "alias_": ({"alias"}, "value"),
     "permuted_out.out": ({"layout"}, "value"),
+    "shared_out.out": ({"layout"}, "value"),
     "crash": ({"dtypes", "dtype"}, "crash"),
 }
 
@@ -154,6 +155,14 @@ def test_every_kind_of_change_is_drawn():
     assert of.ends.total() == len({json.dumps(case) for case in stub.seen}) == 400
 
 
+def test_a_tensor_gets_its_layout_before_it_is_shared():
+    stub = Stub()
+    search.explore("x::y", 400, 0, stub, "own", aliases=True)
+    kinds = [[change[0] for change in case["changes"]] for case in stub.seen]
+    assert any("layout" in each and "alias" in each for each in kinds)
+    assert not [each for each in kinds if "layout" in each[each.index("alias") if "alias" in each else len(each) :]]
+
+
 def test_each_kind_of_failure_is_shrunk_by_itself():
     def fails(case):
         kinds = {change[0] for change in case["changes"]}
@@ -247,6 +256,33 @@ def test_how_cases_end():
     )
     assert end("aten::add.Tensor", ("shape", 1, "last longer")) == "both raised"
     assert end("aten::tril.out", ("layout", 2, "reversed")) == "equal"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("aten::upsample_trilinear3d_backward", ("number", 1, -(2**63))),  # a SymInt on the heap, in a list
+        ("aten::_softmax", ("number", 1, 2**62)),
+    ],
+)
+def test_both_sides_raise(name, change):
+    assert end(name, change) == "both raised"
+
+
+def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
+    with pytest.raises(RuntimeError, match="empty: expected a dtype, but got the number -2"):
+        torch.ops.aten.empty.memory_format([2], dtype=-2, device="openreg")
+
+
+def test_a_result_beyond_its_storage_is_not_read():
+    assert end("aten::_reshape_alias", ("shape", 0, "first of size 0")) == "equal"
+
+
+def test_differences_after_an_overflow_are_allowed():
+    large, nan = Call([torch.tensor([3e38])], {}), torch.tensor([torch.nan])
+    assert allowed.overflows(large, [(nan, torch.ones(1))])
+    assert not allowed.overflows(large, [(torch.zeros(2), torch.tensor([torch.nan, 1.0]))])
+    assert not allowed.overflows(Call([torch.ones(1)], {}), [(nan, torch.ones(1))]) and not allowed.overflows(large, [])
 
 
 def test_what_is_listed_reaches_the_device():

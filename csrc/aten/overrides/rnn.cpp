@@ -306,6 +306,8 @@ void check_devices(const Tensor& input, TensorList hidden, TensorList params) {
 
 // The host reads the batch sizes while it records the steps.
 RnnSequence packed_sequence(const char* op, const Tensor& data, const Tensor& batch_sizes) {
+  TORCH_CHECK_INDEX(!batch_sizes.defined() || batch_sizes.dim() > 0, op,
+      ": expected batch_sizes to have one dimension, but it has none");
   TORCH_CHECK(batch_sizes.defined() && batch_sizes.is_cpu() && batch_sizes.scalar_type() == at::kLong &&
           batch_sizes.dim() == 1 && batch_sizes.numel() > 0 && batch_sizes.is_contiguous(),
       op, ": expected batch_sizes to be a contiguous int64 tensor of one dimension, on the CPU and not empty");

@@ -1,5 +1,6 @@
 // softmax and log_softmax of Half with a Float result (half_to_float), which CUDA supports and the CPU rejects, are
 // computed in float32. So are their derivatives, for a Half input. Everything else is the CPU's kernel.
+#include <ATen/WrapDimUtils.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
 #include <ATen/ops/_log_softmax_ops.h>
@@ -14,7 +15,8 @@ namespace {
 
 using torch::jit::Stack;
 
-void check_half(const at::Tensor& self) {
+void check_half(const at::Tensor& self, int64_t dim) {
+  at::maybe_wrap_dim(dim, self.dim()); // checked first, as on CUDA
   TORCH_CHECK(self.scalar_type() == at::kHalf, "conversion is supported for Half type only");
 }
 
@@ -25,7 +27,7 @@ bool is_wider(const at::Tensor& grad, at::ScalarType input_dtype) {
 template <class Op>
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
   if (C10_LIKELY(!half_to_float)) return native<Op>(self, dim, false);
-  check_half(self);
+  check_half(self, dim);
   return Op::call(self.to(at::kFloat), dim, false);
 }
 
@@ -40,7 +42,7 @@ void softmax_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
   auto arguments = torch::jit::last(*stack, 4);
   if (!arguments[2].toBool()) return native_kernel().callBoxed(op, keys, stack);
   c10::IValue& self = (*stack)[stack->size() - 4];
-  check_half(self.toTensor());
+  check_half(self.toTensor(), arguments[1].toInt());
   self = self.toTensor().to(at::kFloat);
   (*stack)[stack->size() - 2] = false;
   op.callBoxed(stack);

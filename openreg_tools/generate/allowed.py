@@ -1,0 +1,266 @@
+"""Differences between a device and the CPU that say nothing about the device: the tables and rules that allow them.
+
+A rule is as narrow as its reason. A difference that no rule allows is a finding.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from openreg_tools import dispatch
+from openreg_tools.conformance import generated, layouts, opinfo, schemas, survey
+from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, StorageOf, stays_within
+from openreg_tools.generate import changes
+
+__all__ = [
+    "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "WITHOUT_VALUES", "Plain", "called", "differences",
+    "doubtful", "in_plain_memory", "is_elsewhere", "is_uncompared", "lacks_tensor", "overflows", "takes_it_plain", "widened",
+]  # fmt: skip
+
+# Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
+# ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
+WITHOUT_VALUES: dict[str, str] = {
+    **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
+    "aten::set_": "makes a tensor without memory",
+    **{
+        f"aten::{name}": "grows a storage that is too small: the new part is uninitialized"
+        for name in (
+            "set_.source_Storage_storage_offset",
+            "set_.source_Tensor_storage_offset",
+            "set.source_Storage_storage_offset",
+            "set.source_Storage_storage_offset_out",
+        )
+    },
+}
+
+# Operators that PyTorch checks differently on different devices.
+CHECKED_BY_DEVICE: dict[str, str] = {
+    "aten::_empty_per_channel_affine_quantized.out": "as quantize_per_channel.out",
+    "aten::quantize_per_channel.out": "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses "
+    "tensors quantized by channel",
+    **{
+        f"aten::{name}{which}": "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
+        for name in ("quantile", "nanquantile")
+        for which in ("", ".out", ".scalar", ".scalar_out")
+    },
+}
+
+# Operators whose results depend on the strides of their arguments, or that take a storage.
+ABOUT_MEMORY = re.compile(
+    r"aten::(as_strided|set|resize|_resize|_reshape_alias|slice_inverse|_nested_view_from|is_set_to|is_contiguous|stride|to_padded)"
+)
+
+# Operators whose CPU kernels ignore the strides of an argument, which PyTorch makes contiguous before it calls them.
+IGNORES_STRIDES: dict[str, str] = {
+    "aten::native_group_norm_backward": "the derivative of native_group_norm passes contiguous gradients",
+    "aten::_dyn_quant_matmul_4bit": "quantized linear layers pass contiguous rows",
+    "aten::_weight_norm_interface_backward": "its derivative passes contiguous tensors",
+    "aten::_embedding_bag": "a result for backward is empty where a fast path for these strides does not need it",
+    "aten::_linalg_det": "the factors are those of the transpose where that is contiguous",
+    "aten::_linalg_slogdet": "as _linalg_det",
+    "aten::mkldnn_rnn_layer": "oneDNN takes contiguous weights",
+    **{
+        f"aten::_fused_{optimizer}{which}": "torch.optim passes parameters, gradients and states of one layout"
+        for optimizer in ("adagrad", "adam", "adamw", "sgd")
+        for which in ("", "_")
+    },
+}
+
+# Errors about memory, whose types and limits differ between devices.
+MEMORY = re.compile(
+    r"allocat|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
+)
+
+
+OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds")
+OVERFLOWS = "an intermediate result overflows on one side"
+ELSEWHERE = "an argument is on another device or has no memory, or the call does not name the device"
+
+
+# ---- calls ----
+
+
+class Plain(Move):
+    """Copies in contiguous memory of their own: what a kernel would receive if layouts did not matter."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            return super().copy(tensor)
+        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
+    """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
+    with survey.at_most(4 << 30):
+        out, written = schemas._call(name, call, move)
+        if move.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(move.device)
+    return (out, written), move
+
+
+# ---- arguments ----
+
+
+def is_uncompared(name: str) -> bool:
+    """Whether an operator asks for the device type, or belongs to a CPU library, which takes only CPU tensors."""
+    return (
+        name in schemas.UNCOMPARED
+        or name.startswith("aten::_autocast_to_")
+        or name.startswith(("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::"))
+    )
+
+
+def is_elsewhere(name: str, call: Call) -> bool:
+    """Whether an argument is on the host, on the meta device, or without memory, or the call does not say where to work."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    if not any(isinstance(each, (torch.Tensor, torch.device, StorageOf, RequiresGrad)) for each in leaves):
+        return True
+    if any(
+        value is None and "Device" in argument.real_type.annotation_str for argument, value in _given_to(name, call)
+    ):
+        return True  # some operators then use the CPU, others the device of an argument
+    stays = any(isinstance(each, Stays) or isinstance(each, torch.device) and each.type != "cpu" for each in leaves)
+    return call.alone or stays
+
+
+def lacks_tensor(name: str, call: Call) -> bool:
+    """Whether a Tensor argument is None, which the dispatcher passes on as an undefined tensor."""
+    return any(value is None and argument.real_type.kind() == "TensorType" for argument, value in _given_to(name, call))
+
+
+def _given_to(name: str, call: Call) -> list[tuple[Any, Any]]:
+    """Arguments of the schema, and their values."""
+    arguments = {argument.name: argument for argument in dispatch.schema(name).arguments}
+    return [*zip(arguments.values(), call.args, strict=False), *((arguments[k], v) for k, v in call.kwargs.items())]
+
+
+def takes_it_plain(name: str, call: Call) -> bool:
+    """Whether the CPU accepts the same arguments if each is contiguous and has its own memory."""
+    return opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu").error is None
+
+
+# ---- values ----
+
+
+def overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether results differ only where one is not finite, and a sum or product of arguments may have overflowed.
+
+    Another order of operations, or a fused multiplication and addition, then gives inf or nan where the other is finite.
+    """
+
+    def is_large(x: Any) -> bool:
+        if not isinstance(x, torch.Tensor) or not changes._is_plain(x) or not (x.is_floating_point() or x.is_complex()):
+            return False
+        x = widened(x.resolve_conj().resolve_neg()).abs()
+        return bool((x.isfinite() & (x > torch.finfo(x.dtype).max ** 0.5)).any())
+
+    if not unequal or not any(map(is_large, tree_leaves((call.args, call.kwargs)))):
+        return False
+    return all(
+        not (expected.isfinite() & actual.isfinite() & ~torch.isclose(expected, actual)).any()
+        for expected, actual in ((widened(e), widened(a)) for e, a in unequal)
+    )
+
+
+def widened(t: torch.Tensor) -> torch.Tensor:
+    """In a dtype that has every operator."""
+    if t.dtype == torch.complex32:
+        return t.to(torch.complex64)
+    return t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t
+
+
+def doubtful(name: str, call: Call, is_plain: bool) -> str:
+    """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary from call to call.
+
+    Args:
+        is_plain: whether the expected results are those in contiguous memory.
+    """
+    within = functools.partial(schemas._call, name, call)
+    if not is_plain and _differs_plain(name, call):
+        return "the CPU's kernel gives other results in contiguous memory"
+    (_, outcome), *_ = survey.survey(1, lambda _: _checked(within)) or [(0, survey.Outcome("crashed"))]
+    if outcome.kind == "returned":
+        return ""
+    return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
+
+
+def _is_memory_separate(name: str, call: Call) -> bool:
+    """Whether every tensor argument is a plain one, and what is written shares its storage with no other argument."""
+    written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
+    tensors = {
+        id(leaf): (leaf, i in written)
+        for i, leaf in enumerate(tree_leaves((call.args, call.kwargs)))
+        if isinstance(leaf, torch.Tensor)
+    }
+    if not all(changes._is_plain(leaf) for leaf, _ in tensors.values()):
+        return False
+    storages = collections.Counter(leaf.untyped_storage()._cdata for leaf, _ in tensors.values())
+    return all(storages[leaf.untyped_storage()._cdata] == 1 for leaf, is_written in tensors.values() if is_written)
+
+
+def _differs_plain(name: str, call: Call) -> bool:
+    """Whether the CPU's results change if the same values are in contiguous memory of their own."""
+    if not _is_memory_separate(name, call):
+        return False
+    as_is, plain = (
+        opinfo.run(functools.partial(called, name, call, move), "cpu") for move in (Move("cpu"), Plain("cpu"))
+    )
+    if as_is.error or plain.error:
+        return False
+    as_is.value, as_is.mover = as_is.value
+    return bool(differences(plain, as_is, "cpu"))
+
+
+def differences(plain: opinfo.Outcome, other: opinfo.Outcome, device: str) -> list[opinfo.Failure]:
+    """How the values and shapes of `other` differ from those of a call in contiguous memory."""
+    report = opinfo.Report()
+    opinfo.Comparison(report, "generated", -1, device, True).results(
+        opinfo.Outcome(plain.value[0], mover=plain.value[1]), other
+    )
+    found = [failure for failure in report.failures if failure.kind in ("value", "shape", "rng")]
+    for failure in found:
+        failure.message = f"as the CPU computes in contiguous memory, {failure.message}"
+    return found
+
+
+def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcome | None:
+    """The CPU's results in contiguous memory, if they should be those of the call, and are not.
+
+    Some of the CPU's kernels ignore strides; a device that shares such a kernel gives the same wrong results.
+    """
+    tensors = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
+    if all(not changes._is_plain(each) or each.is_contiguous() for each in tensors) or ABOUT_MEMORY.match(name):
+        return None
+    if name.partition(".")[0] in IGNORES_STRIDES:
+        return None
+    if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
+        return None  # random numbers are drawn in the order of the memory
+    if not _is_memory_separate(name, call) or not all(map(_is_ordinary, tensors)):
+        return None
+    plain = opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
+    return plain if plain.error is None and differences(plain, cpu, "cpu") else None
+
+
+def _is_ordinary(t: torch.Tensor) -> bool:
+    """Whether no two elements share memory, and sums of elements are finite in any order."""
+    if not t.numel():
+        return True
+    where = torch.arange(t.untyped_storage().nbytes() // t.element_size()).as_strided(
+        t.shape, t.stride(), t.storage_offset()
+    )
+    if where.unique().numel() < t.numel():
+        return False
+    x = widened(t.detach().resolve_conj().resolve_neg())
+    return not (x.is_floating_point() or x.is_complex()) or bool((x.abs() < 1e4).all())
+
+
+def _checked(within: Callable[[Move], Any]) -> None:
+    if not stays_within(within, resizes=True):
+        raise ValueError
