@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -79,6 +80,7 @@ def _serve() -> dict | None:
     """Fork for each request, and tell its process and then its status. In a fork, return the request."""
     import torch  # noqa: F401
 
+    gc.freeze()  # a scan in a fork, as at its end, would copy the pages: half a second
     for line in sys.stdin:
         process = os.fork()
         if process == 0:

@@ -57,8 +57,20 @@ def full(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
+def here(x, whole):
+    """What this process holds of x, and of `whole`, as x is placed; where x is a sum, all of both."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not all(at is None or isinstance(at, int) for at in at_of(x)):
+        return x.full_tensor(), whole
+    assert x.shape == whole.shape
+    shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return x.to_local(), whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
 def cotangent(out):
-    return torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7).reshape(out.shape).to(out)
+    numbers = torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7).reshape(out.shape)
+    return numbers.to(out.device, out.dtype)
 
 
 def run(function, sample, grads, place=None):
@@ -75,7 +87,7 @@ def run(function, sample, grads, place=None):
     if not grads:
         return outs, [x for x in values if isinstance(x, Tensor)], []
     attached = [x for x in outs if x.requires_grad]
-    given = [cotangent(full(x).detach()) for x in attached]
+    given = [cotangent(x) for x in attached]
     if place:
         mesh = outs[0].device_mesh
         at = [[d if isinstance(d, int) else None for d in at_of(x)] for x in attached]
@@ -144,7 +156,7 @@ def check_operator(name):
                     for a, b in zip(got, plain, strict=True):
                         wrong = f"{name} of {sample}, placed {choice} on {mesh.shape}"
                         assert_close(
-                            full(a.detach()), b, equal_nan=True, msg=lambda text, wrong=wrong: f"{wrong}: {text}"
+                            *here(a.detach(), b), equal_nan=True, msg=lambda text, wrong=wrong: f"{wrong}: {text}"
                         )
     return ran
 

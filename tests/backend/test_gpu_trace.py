@@ -1,8 +1,8 @@
 """`torch.openreg._gpu_trace`: the callbacks of `torch.cuda._gpu_trace`, in a process of their own, which keeps them."""
 
 import json
-import subprocess
-import sys
+
+from processes import python
 
 PROGRAM = """
 import json, threading, torch
@@ -49,7 +49,7 @@ print(json.dumps(parts))
 
 
 def test_callbacks():
-    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, timeout=200)
+    done = python("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     parts = json.loads(done.stdout)
     log = {name: entries for name, (entries, _) in parts.items()}
@@ -83,5 +83,5 @@ except RuntimeError as error:
     assert "single memory location" in str(error) and freed
     print("raised")
 """
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=100)
+    done = python("-c", code)
     assert done.stdout == "raised\n", done.stderr

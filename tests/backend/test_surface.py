@@ -4,13 +4,12 @@ file."""
 import importlib
 import inspect
 import os
-import subprocess
-import sys
 import types
 import uuid
 
 import pytest
 import torch
+from processes import python
 
 RUNTIME = "the runtime of CUDA itself, which this device does not have"
 TOOLS = "drives libraries or compilers of NVIDIA's"
@@ -89,7 +88,7 @@ def test_properties():
 
 def test_the_uuid_is_that_of_every_process():
     code = "import torch; print(torch.openreg.get_device_properties(1).uuid)"
-    other = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    other = python("-c", code)
     assert other.stdout.strip() == str(torch.openreg.get_device_properties(1).uuid)
 
 

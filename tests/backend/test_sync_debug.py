@@ -1,12 +1,10 @@
 """`torch.openreg.set_sync_debug_mode`: what CUDA reports, and nothing else; the operator and the line."""
 
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from processes import python
 
 
 @pytest.fixture(autouse=True)
@@ -183,5 +181,5 @@ for call in (z.item, y.nonzero, y.cpu):
     else:
         raise AssertionError(call)
 """
-    environment = os.environ | {"OPENREG_ISOLATION": "strict"}
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=100, env=environment)
+    done = python("-c", code, OPENREG_ISOLATION="strict")
+    assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import tempfile
 import traceback
@@ -26,6 +27,7 @@ _CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "torch.testing"])
 
 
 def _work(rank: int, size: int, store: str, environment: dict[str, str], pipe: Connection) -> None:
+    gc.freeze()  # what the server imported: a scan would copy its pages
     os.environ.clear()
     os.environ.update(environment)
     dist.set_debug_level_from_env()

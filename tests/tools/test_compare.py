@@ -2,13 +2,11 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -386,11 +384,10 @@ def test_compiled_graphs_are_compared_at_their_boundaries(library, monkeypatch):
 # ---- the test that it writes ----
 
 
-def run_test(path, code="", **environment):
+def run_test(path, code):
     """Run a written test where a file defines the operators."""
     (path.parent / "conftest.py").write_text(code)
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=path.parent, env=os.environ | environment)
+    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", path, cwd=path.parent)
 
 
 CONFTEST = """

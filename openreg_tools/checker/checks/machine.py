@@ -175,15 +175,15 @@ def overhead(case: Case) -> str | None:
 
 
 def _nanoseconds(call: Callable[[], Any]) -> float:
-    """The fastest of several batches, 40 ms in total."""
+    """The fastest of several batches, 10 ms in total."""
     call()
     best, count = float("inf"), 1
-    end = time.perf_counter_ns() + 40_000_000
+    end = time.perf_counter_ns() + 10_000_000
     while (begin := time.perf_counter_ns()) < end:
         for _ in range(count):
             call()
         took = time.perf_counter_ns() - begin
         best = min(best, took / count)
-        if took < 1_000_000:
+        if took < 500_000:
             count *= 2
     return best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import SEED, Case, last_line
+from openreg_tools.checker.case import SEED, Case, Operator, last_line
 from openreg_tools.checker.checks.common import differs, fail, needs_tensors, skip
 from openreg_tools.checker.checks.fakes import program, unlike_eager
 
@@ -27,12 +28,19 @@ class _Program(torch.nn.Module):
         return self.function(*tensors)
 
 
+@functools.lru_cache(maxsize=1)
+def _decompositions(op: Operator, count: int) -> dict[Operator, Callable[..., Any]]:
+    """The default decompositions while there are `count` operators; PyTorch reads the registrations of all for them."""
+    return torch.export.default_decompositions().materialize()
+
+
 def export(case: Case) -> str | None:
     """torch.export traces it; the program, its decompositions, and a saved copy run."""
     needs_tensors(case)
     if case.seeded:
         skip("its numbers are random")
     remedy = "fix the fake kernel: export runs nothing else"
+    table = _decompositions(case.op, len(torch._C._dispatch_get_all_op_names()))
     try:
         exported = torch.export.export(_Program(program(case)), tuple(case.fresh()), strict=False)
         file = io.BytesIO()
@@ -40,7 +48,7 @@ def export(case: Case) -> str | None:
         file.seek(0)
         forms = {
             "exported": exported,
-            "decomposed": exported.run_decompositions(),
+            "decomposed": exported.run_decompositions(table),
             "saved and loaded": torch.export.load(file),
         }
     except Exception as error:
