@@ -35,7 +35,7 @@ using Clock = std::chrono::steady_clock;
 // without a step: it may wait for memory to change.
 constexpr std::chrono::milliseconds kLook{10};
 constexpr int kLooks = 5;
-constexpr std::chrono::seconds kComputes{5};
+constexpr std::chrono::seconds kComputes{2};
 // How long threads may go on after the program has returned.
 constexpr std::chrono::seconds kLeftBehind{10};
 

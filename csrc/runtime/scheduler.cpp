@@ -13,7 +13,7 @@ using Clock = std::chrono::steady_clock;
 // How long nothing may happen before the program counts as deadlocked, because a thread of C++ may still do something;
 // and where the process has other threads of Python, which may sleep meanwhile.
 constexpr std::chrono::milliseconds kStuck{200}, kStuckWithOthers{2000};
-constexpr std::uint32_t kPatience = 1 << 14; // choices for which somebody may be passed over
+constexpr std::uint32_t kPatience = 1 << 12; // choices for which somebody may be passed over
 constexpr std::uint32_t kRounds = 100'000;   // in which everybody only asks, before that is a deadlock
 constexpr std::chrono::seconds kAsked{10};   // and how long they have to take
 

@@ -131,6 +131,8 @@ class _Lock:
             self._waiters.pop(0).wake()
 
     def locked(self) -> bool:
+        if self._lock.locked() and _takes_part():
+            _C.ask_point("locked")
         return self._lock.locked()
 
     def _at_fork_reinit(self) -> None:
@@ -233,8 +235,6 @@ def _is_alive(thread: threading.Thread) -> bool:
     ended = getattr(thread, "_openreg_ended", None)
     if not ended or not _takes_part() or thread is threading.current_thread():
         return _native_is_alive(thread)
-    if ended.locked():
-        _C.ask_point("is_alive")
     return ended.locked()
 
 
