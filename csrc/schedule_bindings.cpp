@@ -28,8 +28,9 @@ void bind_schedules(py::module_& m) {
       "begin_order",
       [](bool random, std::uint64_t seed, std::uint64_t length,
           const std::vector<std::tuple<Numbers, Numbers, bool, std::uint64_t>>& late,
-          const std::vector<std::tuple<Numbers, int>>& switches, bool located, bool others) {
-        Order order{random, seed, length, {}, {}, located, others};
+          const std::vector<std::tuple<Numbers, int>>& switches, bool located, bool others, double patience) {
+        Order order{random, seed, length, {}, {}, located, others,
+            std::chrono::milliseconds(static_cast<std::int64_t>(patience * 1000))};
         for (const auto& [item, after, needed, rank] : late)
           order.late.push_back({step_of(item), step_of(after), needed, rank});
         for (const auto& [after, to] : switches) order.switches.push_back({step_of(after), to});
@@ -37,7 +38,8 @@ void bind_schedules(py::module_& m) {
         begin_schedule(order);
       },
       py::arg("random") = false, py::arg("seed") = 0, py::arg("length") = 1, py::arg("late") = py::list(),
-      py::arg("switches") = py::list(), py::arg("located") = false, py::arg("others") = false);
+      py::arg("switches") = py::list(), py::arg("located") = false, py::arg("others") = false,
+      py::arg("patience") = 30.0);
   m.def("end_order", [] {
     std::vector<Action> actions;
     {

@@ -117,9 +117,10 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
   std::unique_lock lock(s.mutex);
   while (s.on) {
     if (s.running == kUnknown) {
+      const bool stuck = s.stuck(); // first: what somebody waits for may come at any time
       choose(s, lock, kUnknown, Clock::time_point::max());
       if (s.running != kUnknown) continue;
-      if (s.stuck()) {
+      if (stuck) {
         s.deadlocked = s.raises = true;
         s.pass_to(0);
       } else s.free.wait_for(lock, std::chrono::milliseconds(1));
@@ -335,7 +336,7 @@ bool ask_about(const char* name, Stream stream, Question what) {
   }
   give_way(*s, nullptr);
   std::lock_guard lock(s->mutex);
-  return std::exchange(s->thread(my_thread).alone, false) && s->acts_elsewhere();
+  return std::exchange(s->thread(my_thread).alone, false);
 }
 
 } // namespace

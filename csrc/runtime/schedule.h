@@ -56,6 +56,7 @@ struct Order {
   std::vector<Switch> switches;
   bool located = false; // whether actions say where in the program they are
   bool others = false;  // whether the process has threads that take no part and may wake those that do
+  std::chrono::milliseconds patience{30'000}; // how long all threads may wait for what they do not do themselves
 };
 
 // What happened, in order.
@@ -90,7 +91,7 @@ inline constexpr int kUnknown = -1;
 // A step at which others may go on.
 void pass_point(const char* name);
 // A question: a step after which others go on first, if the thread has asked before and done nothing else since.
-// Returns whether nobody else can go on here, so that real time has to pass.
+// Returns whether nobody else could go on.
 enum class Question : std::uint32_t { kLock = 1, kAsks = 64 }; // how much they count
 bool ask(const char* name, Question what);
 // Lets others go on until wake_thread() is called for the calling thread; with a timeout of 0 or more seconds: or until

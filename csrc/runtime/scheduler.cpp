@@ -11,11 +11,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How long nothing may happen before the program counts as deadlocked, because a thread of C++ may still do something;
-// and where the process has other threads of Python, which may sleep meanwhile.
-constexpr std::chrono::milliseconds kStuck{200}, kStuckWithOthers{2000};
+// Order::patience where another thread of Python or a process may, and sleep until then.
+constexpr std::chrono::milliseconds kStuck{200};
+constexpr std::chrono::seconds kOthers{2}; // after which a timeout passes, although another thread might act before
 constexpr std::uint32_t kPatience = 1 << 12; // choices for which somebody may be passed over
-constexpr std::uint32_t kRounds = 100'000;   // in which everybody only asks, before that is a deadlock
-constexpr std::chrono::seconds kAsked{10};   // and how long they have to take
+constexpr std::uint32_t kRounds = 1000;      // in which everybody has to ask in vain, before that is a deadlock
 
 std::chrono::nanoseconds computed() {
   timespec time{};
@@ -128,11 +128,10 @@ bool Scheduler::quiet(int me) {
 }
 
 bool Scheduler::acts_outside() {
-  const auto elsewhere = [](const detail::Awaited& each) { return each.elsewhere && !each.done(); };
   for (const auto& each : lines_)
-    if (!each->items.empty() && elsewhere(each->items.front().after)) return true;
-  return std::any_of(threads_.begin(), threads_.end(), [&](const HostThread& each) {
-    return each.alive && (each.outside || (each.wait && elsewhere(*each.wait)));
+    if (!each->items.empty() && each->items.front().after.elsewhere) return true;
+  return std::any_of(threads_.begin(), threads_.end(), [](const HostThread& each) {
+    return each.alive && (each.outside || (each.wait && each.wait->elsewhere));
   });
 }
 
@@ -140,7 +139,7 @@ bool Scheduler::stuck() {
   if (acts_outside()) return false;
   const auto now = Clock::now();
   const auto idle = now - idle_since_.value_or(now);
-  if (idle < (order_.others ? kStuckWithOthers : kStuck)) return false;
+  if (idle < (order_.others ? order_.patience : kStuck)) return false;
   if (computed() - computed_ < idle / 10) return true;
   idle_since_.reset(); // another thread computes
   return false;
@@ -149,7 +148,7 @@ bool Scheduler::stuck() {
 int Scheduler::times_out() {
   const auto now = Clock::now();
   const bool outside = acts_outside();
-  const bool passes = !outside && (!order_.others || now - *idle_since_ > kStuckWithOthers);
+  const bool passes = !outside && (!order_.others || now - *idle_since_ > kOthers);
   int found = kUnknown;
   for (int i = 0; i < thread_count(); ++i) {
     const HostThread& each = thread(i);
@@ -171,7 +170,7 @@ Scheduler::Choice Scheduler::choose(int me) {
   if (lines.empty() && ready.empty()) {
     if (!idle_since_) idle_since_ = Clock::now(), computed_ = computed();
     if (!rounds_) first_round_ = Clock::now();
-    const bool livelock = rounds_ > kRounds && Clock::now() - first_round_ > kAsked && !acts_outside();
+    const bool livelock = rounds_ > kRounds && Clock::now() - first_round_ > order_.patience && !acts_outside();
     const int timed = livelock ? kUnknown : times_out();
     if (timed == kUnknown && (livelock || asking.empty())) return {};
     ++rounds_;

@@ -124,7 +124,6 @@ class Scheduler {
 
   // Whether somebody may act whom the schedule does not see: a thread that blocks outside, another process.
   bool acts_outside();
-  bool acts_elsewhere() { return order_.others || acts_outside(); }
 
   // While nobody can go on: whether that is a deadlock.
   bool stuck();

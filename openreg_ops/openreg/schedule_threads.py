@@ -7,7 +7,6 @@ import itertools
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ TIMED_OUT, WOKEN, OVER, DEADLOCKED = range(4)  # what _C.park_thread returns
 SLICE = 0.5  # seconds after which a thread that waits behind its order looks whether the process ends
 
 _native_lock, _native_rlock = threading.Lock, threading.RLock
-_left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that wait behind their order
 
 
 class _Local(threading.local):
@@ -34,7 +32,8 @@ _thread = _Local()
 
 def others() -> bool:
     """Whether the process has threads that take no part in an order that begins here, and may wake those that do."""
-    return any(each is not threading.current_thread() and each not in _left_behind for each in threading.enumerate())
+    me = threading.current_thread()
+    return any(each is not me and not hasattr(each, "_openreg_waits") for each in threading.enumerate())
 
 
 def _takes_part() -> bool:
@@ -81,14 +80,14 @@ class _Waiter:
         """The order is over, and the thread waits as it would without one."""
         thread, until = threading.current_thread(), time.monotonic() + timeout
         torch.autograd.set_multithreading_enabled(True)
-        _left_behind.add(thread)
+        thread._openreg_waits = True  # type: ignore[attr-defined]
         while timeout < 0 or time.monotonic() < until:
             if self.woken.acquire(True, SLICE if timeout < 0 else max(0, min(SLICE, until - time.monotonic()))):
                 self.woken.release()
                 break
             if not thread.daemon and not threading.main_thread().is_alive():
                 raise _Over
-        _left_behind.discard(thread)
+        del thread._openreg_waits  # type: ignore[attr-defined]
 
     def leave(self, waiters: list[_Waiter]) -> bool:
         if self in waiters:  # which only one thread at a time changes, as it has Python's lock
@@ -260,9 +259,8 @@ def _sleep(seconds: float) -> None:
     if not _takes_part() or not seconds >= 0:
         return _native_sleep(seconds)
     if _C.ask_point("sleep"):
-        _native_sleep(min(seconds, 1e-3))
-    else:
-        _Clock.skipped += seconds
+        _native_sleep(min(seconds, 1e-3))  # nobody else can go on, and it may wait for a process
+    _Clock.skipped += seconds
 
 
 def _numbered(numbers: Iterator[int]) -> Callable[..., None]:

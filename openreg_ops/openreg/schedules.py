@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -204,13 +205,16 @@ class Exploration:
             )
         if _C.is_current_stream_capturing():
             raise RuntimeError("schedules: the current stream is being captured; call it outside of the capture")
+        self.patience = 30.0  # seconds that an order may wait for what its threads do not do themselves
         self.program, self.args, self.seeds, self.rtol, self.atol = program, args, seeds, rtol, atol
 
     def run(self) -> Schedules:
         report = Schedules(self.seeds)
         with alone():
             self.state, self.ranks = State(), Ranks()
+            begun = time.monotonic()
             self.base = self.one()
+            self.patience = max(2.0, 5 * (time.monotonic() - begun))
             self.ranks.raise_first(self.base.error)
             first, self.base = self.base, self.one(located=True)
             if what := self.differs(first):
@@ -244,7 +248,7 @@ class Exploration:
         values: dict[str, Any] = {}
         error: Exception | None = None
         log: list[Any] = []
-        _C.begin_order(**order, others=schedule_threads.others())
+        _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
         try:
             with schedule_threads.controlled(), torch.autograd.set_multithreading_enabled(False):
                 try:

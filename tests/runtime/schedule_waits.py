@@ -111,6 +111,15 @@ def asyncio_to_thread():
 
 
 @into(BLOCKED)
+def another_process_that_is_asked():
+    x = ones()
+    with subprocess.Popen(["sleep", "0.3"]) as process:
+        while process.poll() is None:
+            time.sleep(0.01)
+    return x + 1
+
+
+@into(BLOCKED)
 def another_process():
     x = ones()
     thread = in_thread(lambda: x.add_(1).cpu())
@@ -340,7 +349,7 @@ def long_timeouts():
 
 @into(TIMED)
 def until_a_time():
-    x, end = ones(), time.time() + 1000
+    x, end = ones(), time.time() + 50
     while time.time() < end:
         time.sleep(0.5)
     return x + 1
@@ -397,6 +406,25 @@ def worker_that_is_kept():
         threading.Thread(target=work).start()  # which does not end with the process by itself
     _jobs["in"].put(ones())
     return _jobs["out"].get()
+
+
+# ---- for ever ----
+
+
+def threads_that_deadlock():
+    """Two threads that take two locks in different orders."""
+    one, other, x = threading.Lock(), threading.Lock(), torch.ones(2, device=DEVICE)
+
+    def work(first, second):
+        with first:
+            x.add_(1)
+            with second:
+                x.add_(1)
+
+    threads = [threading.Thread(target=work, args=locks) for locks in ((one, other), (other, one))]
+    for thread in threads:
+        thread.start()
+    return x, threads
 
 
 SEEDS = {"BLOCKED": [0, 33], "POLLED": [0, 1, 2, 3, 32, 33], "TIMED": [0, 1, 2, 33], "KEPT": [0, 1, 2, 3, 32, 33]}
