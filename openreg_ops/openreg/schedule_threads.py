@@ -33,7 +33,9 @@ _thread = _Local()
 def others() -> bool:
     """Whether the process has threads that take no part in an order that begins here, and may wake those that do."""
     me = threading.current_thread()
-    return any(each is not me and not hasattr(each, "_openreg_waits") for each in threading.enumerate())
+    return any(
+        each is not me and each.is_alive() and not hasattr(each, "_openreg_waits") for each in threading.enumerate()
+    )
 
 
 def _takes_part() -> bool:

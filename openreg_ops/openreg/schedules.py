@@ -214,7 +214,7 @@ class Exploration:
             self.state, self.ranks = State(), Ranks()
             begun = time.monotonic()
             self.base = self.one()
-            self.patience = max(2.0, 5 * (time.monotonic() - begun))
+            self.patience = max(1.0, 5 * (time.monotonic() - begun))
             self.ranks.raise_first(self.base.error)
             first, self.base = self.base, self.one(located=True)
             if what := self.differs(first):

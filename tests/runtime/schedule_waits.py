@@ -1,6 +1,6 @@
 """Right programs whose threads wait in every way that Python has, for test_schedule_threads.py.
 
-As a program, ``schedule_waits.py GROUP [NAME …]`` tries the orders of a group's programs, and prints each that passes.
+As a program, ``schedule_waits.py GROUP …`` tries the orders of the programs of groups, and prints each that passes.
 """
 
 import asyncio
@@ -430,15 +430,15 @@ def threads_that_deadlock():
 SEEDS = {"BLOCKED": [0, 33], "POLLED": [0, 1, 2, 3, 32, 33], "TIMED": [0, 1, 2, 33], "KEPT": [0, 1, 2, 3, 32, 33]}
 
 
-def main(group, *names):
-    programs = globals()[group]
-    for name in names or programs:
-        faulthandler.dump_traceback_later(60, exit=True)
-        print(name, end=" ", flush=True)
-        begun = time.monotonic()
-        report = torch.openreg.schedules(programs[name], seeds=SEEDS[group])
-        print("passed" if report.passed else report, *report.fingerprints.values(), flush=True)
-        print(f"{time.monotonic() - begun:.2f} s", file=sys.stderr, flush=True)
+def main(*groups):
+    for group in groups:
+        for name, program in globals()[group].items():
+            faulthandler.dump_traceback_later(60, exit=True)
+            begun = time.monotonic()
+            print(name, end=" ", flush=True)
+            report = torch.openreg.schedules(program, seeds=SEEDS[group])
+            print("passed" if report.passed else report, *report.fingerprints.values(), flush=True)
+            print(f"{time.monotonic() - begun:.2f} s", file=sys.stderr, flush=True)
     over.append(1)
     faulthandler.dump_traceback_later(20, exit=True)
 

@@ -392,7 +392,7 @@ def test_a_suite_with_state(tmp_path):
         }
     )
     assert failed == ["test_fails", "test_with_subtests", "test_wrong"], out + done.stderr
-    assert out.count("printed once") == 1 and "UserWarning: warned once" in out and "1 warning " in out, out
+    assert out.count("printed once") == 1 and "UserWarning: warned once" in out and "1 warning," in out, out
     assert xml.count('<property name="key" value="1"') == 1, xml
     assert "6 tests in" in out and "the result depends on the order in 2" in out
     assert "without work on the device: 1 test" in out
