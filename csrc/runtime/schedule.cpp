@@ -67,8 +67,8 @@ struct Deadlock : std::runtime_error {
             "queued work can run. Look for a wait for an event or a thread that nothing releases.") {}
 };
 
-// The holder of the turn, `me` or nobody, lets the schedule choose until a thread goes on, or nobody can. False if it is
-// not done by `until`.
+// The holder of the turn, `me` or nobody, lets the schedule choose until a thread goes on, or nobody can. False if it
+// is not done by `until`.
 bool choose(Scheduler& s, std::unique_lock<std::mutex>& lock, int me, Clock::time_point until) {
   for (s.settle(lock); s.on; s.settle(lock)) {
     const auto choice = s.choose(me);

@@ -25,10 +25,10 @@ namespace openreg {
 // Steps are counted for each thread, so an item has the same name in every order until a result changes what the
 // program does. A question counts apart, because a loop of questions is as long as the work that it waits for: a query,
 // a sleep, a try of a lock. A thread that only asks lets everybody else go on first.
-// The thread that goes on has the turn. It gives it up and gets it back in turn_comes(), at its next step. A thread that
-// blocks in what the schedule does not see (a pipe, a lock from outside of the program) takes no step, so a watcher takes
-// the turn from it, and others go on without it until it comes to turn_comes() again. The watcher also has the turn while
-// nobody can go on: it lets a wait with a timeout end, and finds deadlocks.
+// The thread that goes on has the turn. It gives it up and gets it back in turn_comes(), at its next step. A thread
+// that blocks in what the schedule does not see (a pipe, a lock from outside of the program) takes no step, so a
+// watcher takes the turn from it, and others go on without it until it comes to turn_comes() again. The watcher also
+// has the turn while nobody can go on: it lets a wait with a timeout end, and finds deadlocks.
 struct Step {
   int thread; // kUnknown: of a thread that the schedule does not control, such as one of Gloo
   std::uint32_t number, poll;

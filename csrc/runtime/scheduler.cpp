@@ -99,8 +99,8 @@ void Scheduler::park(int number, double timeout) {
   me.parked_at = picks_;
   me.timeout.reset();
   if (timeout >= 0)
-    me.timeout = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-        std::chrono::duration<double>(std::min(timeout, 1e9)));
+    me.timeout = Clock::now() +
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout, 1e9)));
 }
 
 ScheduledQueue* Scheduler::needed(Stream stream) {
@@ -130,9 +130,8 @@ bool Scheduler::quiet(int me) {
 bool Scheduler::acts_outside() {
   for (const auto& each : lines_)
     if (!each->items.empty() && each->items.front().after.elsewhere) return true;
-  return std::any_of(threads_.begin(), threads_.end(), [](const HostThread& each) {
-    return each.alive && (each.outside || (each.wait && each.wait->elsewhere));
-  });
+  return std::any_of(threads_.begin(), threads_.end(),
+      [](const HostThread& each) { return each.alive && (each.outside || (each.wait && each.wait->elsewhere)); });
 }
 
 bool Scheduler::stuck() {
