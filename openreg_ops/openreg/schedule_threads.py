@@ -31,10 +31,10 @@ _thread = _Local()
 
 
 def others() -> bool:
-    """Whether the process has threads that take no part in an order that begins here, and may wake those that do."""
+    """Whether the process has threads that no order has started, and that may wake those that take part in one."""
     me = threading.current_thread()
     return any(
-        each is not me and each.is_alive() and not hasattr(each, "_openreg_waits") for each in threading.enumerate()
+        each is not me and each.is_alive() and not hasattr(each, "_openreg_ended") for each in threading.enumerate()
     )
 
 
@@ -82,14 +82,12 @@ class _Waiter:
         """The order is over, and the thread waits as it would without one."""
         thread, until = threading.current_thread(), time.monotonic() + timeout
         torch.autograd.set_multithreading_enabled(True)
-        thread._openreg_waits = True  # type: ignore[attr-defined]
         while timeout < 0 or time.monotonic() < until:
             if self.woken.acquire(True, SLICE if timeout < 0 else max(0, min(SLICE, until - time.monotonic()))):
                 self.woken.release()
                 break
             if not thread.daemon and not threading.main_thread().is_alive():
                 raise _Over
-        del thread._openreg_waits  # type: ignore[attr-defined]
 
     def leave(self, waiters: list[_Waiter]) -> bool:
         if self in waiters:  # which only one thread at a time changes, as it has Python's lock

@@ -397,10 +397,7 @@ def test_a_suite_with_state(tmp_path):
     assert "6 tests in" in out and "the result depends on the order in 2" in out
     assert "without work on the device: 1 test" in out
     assert "test_third[openreg]: fails when its orders are tried: " in out
-    assert (
-        "test_mode[openreg]: fails when its orders are tried: RuntimeError: set_launch_mode: torch.openreg."
-        in out
-    )
+    assert "test_mode[openreg]: fails when its orders are tried: RuntimeError: set_launch_mode: torch.openreg." in out
     assert "SUBFAIL" not in out, "a subtest that fails in an order alone"
 
 
