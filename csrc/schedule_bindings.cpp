@@ -28,8 +28,9 @@ void bind_schedules(py::module_& m) {
       "begin_order",
       [](bool random, std::uint64_t seed, std::uint64_t length,
           const std::vector<std::tuple<Numbers, Numbers, bool, std::uint64_t>>& late,
-          const std::vector<std::tuple<Numbers, int>>& switches, bool located) {
-        Order order{random, seed, length, {}, {}, located};
+          const std::vector<std::tuple<Numbers, int>>& switches, bool located, bool others, double patience) {
+        Order order{random, seed, length, {}, {}, located, others,
+            std::chrono::milliseconds(static_cast<std::int64_t>(patience * 1000))};
         for (const auto& [item, after, needed, rank] : late)
           order.late.push_back({step_of(item), step_of(after), needed, rank});
         for (const auto& [after, to] : switches) order.switches.push_back({step_of(after), to});
@@ -37,7 +38,8 @@ void bind_schedules(py::module_& m) {
         begin_schedule(order);
       },
       py::arg("random") = false, py::arg("seed") = 0, py::arg("length") = 1, py::arg("late") = py::list(),
-      py::arg("switches") = py::list(), py::arg("located") = false);
+      py::arg("switches") = py::list(), py::arg("located") = false, py::arg("others") = false,
+      py::arg("patience") = 30.0);
   m.def("end_order", [] {
     std::vector<Action> actions;
     {
@@ -54,14 +56,17 @@ void bind_schedules(py::module_& m) {
   m.def("order_on", [] { return detail::scheduled(); });
   m.def("next_streams", &next_streams);
   m.def("set_next_streams", &set_next_streams);
-  m.def("order_thread", &this_thread);
+  m.def("order_thread", &number_in_order);
   m.def("live_threads", &live_threads);
-  py::class_<NewThread>(m, "NewThread");
+  py::class_<ThreadOfOrder>(m, "ThreadOfOrder");
+  m.def("this_thread", &this_thread);
   m.def("add_thread", &add_thread);
-  m.def("pass_point", [](const std::string& name) { pass_point(name.c_str()); });
   m.def("enter_thread", &enter_thread, waits);
   m.def("leave_thread", &leave_thread, waits);
-  m.def("park_thread", [](bool times_out) { return static_cast<int>(park_thread(times_out)); }, waits);
+  m.def("pass_point", [](const std::string& name) { pass_point(name.c_str()); });
+  m.def("try_point", [](const std::string& name) { ask(name.c_str(), Question::kLock); });
+  m.def("ask_point", [](const std::string& name) { return ask(name.c_str(), Question::kAsks); });
+  m.def("park_thread", [](double timeout) { return static_cast<int>(park_thread(timeout)); }, waits);
   m.def("wake_thread", &wake_thread);
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <utility>
 
 #include "error.h"
 #include "fault.h"
@@ -70,7 +71,9 @@ void Event::block(Stream stream) const {
         "capture, or let its stream join the capture first, with other.wait_stream(capture_stream).");
   if (!point || point->reached.load(std::memory_order_acquire) || point->stream == stream) return;
   const Site site("wait for an event", Site::kWait);
-  detail::queue_wait(stream, detail::profiled(stream, site, [point] { point->wait_unless_dropping(); }), site,
+  auto wait = detail::profiled(stream, site, [point] { point->wait_unless_dropping(); });
+  if (!detail::scheduled()) return detail::queue_wait(stream, std::move(wait), site);
+  detail::queue_wait(stream, std::move(wait), site,
       {[point] { return point->reached.load(std::memory_order_acquire); }, point->stream});
 }
 

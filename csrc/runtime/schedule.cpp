@@ -1,7 +1,14 @@
 #include "schedule.h"
 
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -24,11 +31,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long nothing may happen before the program counts as deadlocked: a thread that the schedule does not control may
-// still do something.
-constexpr std::chrono::milliseconds kStuck{200};
-// How long a thread may block in what the schedule does not see before others go on without it: reading from a process.
-constexpr std::chrono::seconds kOutside{1};
+// The turn is taken from a thread that has slept whenever the watcher has looked, and from one that computes for long
+// without a step: it may wait for memory to change.
+constexpr std::chrono::milliseconds kLook{10};
+constexpr int kLooks = 5;
+constexpr std::chrono::seconds kComputes{2};
 // How long threads may go on after the program has returned.
 constexpr std::chrono::seconds kLeftBehind{10};
 
@@ -49,68 +56,90 @@ std::shared_ptr<Scheduler> the_schedule() {
 }
 LaunchMode mode_before = LaunchMode::kInline;
 
-[[noreturn]] void stuck() {
-  throw std::runtime_error(
-      "openreg: this order of the program's work ends in a deadlock: every thread of the program waits, and no queued "
-      "work can run. Look for a wait for an event or a thread that nothing releases.");
+int native_number() {
+  return static_cast<int>(syscall(SYS_gettid));
 }
 
-// Lets others go on until it is the calling thread's turn. False if that took longer than `most`.
+struct Deadlock : std::runtime_error {
+  Deadlock()
+      : std::runtime_error(
+            "openreg: this order of the program's work ends in a deadlock: every thread of the program waits, and no "
+            "queued work can run. Look for a wait for an event or a thread that nothing releases.") {}
+};
+
+// The holder of the turn, `me` or nobody, lets the schedule choose until a thread goes on, or nobody can. False if it
+// is not done by `until`.
+bool choose(Scheduler& s, std::unique_lock<std::mutex>& lock, int me, Clock::time_point until) {
+  for (s.settle(lock); s.on; s.settle(lock)) {
+    const auto choice = s.choose(me);
+    if (!choice.line) {
+      s.pass_to(choice.thread);
+      return true;
+    }
+    s.run(*choice.line, lock);
+    if (Clock::now() > until) return false;
+  }
+  return true;
+}
+
+// A thread gives up the turn, if it has it, and waits until it has it again. False if that took longer than `most`.
 bool turn_comes(Scheduler& s, std::chrono::nanoseconds most) {
   std::unique_lock lock(s.mutex);
   const int me = my_thread;
-  const auto begun = Clock::now(), until = begun + std::min<std::chrono::nanoseconds>(most, std::chrono::hours(1));
-  s.thread(me).outside = false;
-  for (;;) {
-    if (!s.on) return true;
-    if (s.running != me) {
-      const auto next = std::min(until, Clock::now() + kOutside);
-      if (s.changed.wait_until(lock, next, [&] { return s.running == me || !s.on; })) {
-        if (!s.on || std::exchange(s.thread(me).chosen, false)) return true;
-      } else if (!s.runs_item && Clock::now() - s.moved > kOutside) {
-        s.thread(s.running).outside = true;
-        s.running = me;
-      } else {
-        if (Clock::now() > until) return false;
-        continue;
-      }
-    }
-    s.settle(lock);
-    const auto choice = s.choose(me);
-    if (choice) s.idle_since.reset();
-    if (choice.thread == me) return true;
-    if (choice.line) s.run(*choice.line, lock);
-    else if (choice) {
-      s.pass_to(choice.thread, /*chosen=*/true);
-      continue;
-    } else {
-      int timed = kUnknown;
-      bool outside = false;
-      for (int i = 0; i < s.thread_count(); ++i) {
-        const HostThread& each = s.thread(i);
-        if (timed == kUnknown && each.alive && each.parked && each.times_out) timed = i;
-        outside |= each.alive && each.outside;
-      }
-      if (!s.idle_since) s.idle_since = Clock::now();
-      const bool idle = Clock::now() - *s.idle_since > kStuck;
-      if (timed != kUnknown && (idle || !outside)) {
-        s.idle_since.reset();
-        if (timed == me) return true; // and was not woken
-        s.pass_to(timed, /*chosen=*/true);
-        continue;
-      }
-      if (idle && !outside) {
-        if (me == 0) stuck();
-        s.pass_to(0, /*chosen=*/false); // whose exception ends the program
-        continue;
-      }
-      lock.unlock();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      lock.lock();
-      if (Clock::now() > until) return false;
+  HostThread& host = s.thread(me);
+  const auto until = Clock::now() + std::min<std::chrono::nanoseconds>(most, std::chrono::hours(1));
+  host.outside = false;
+  if (s.running == me && !host.chosen && !choose(s, lock, me, until)) return false;
+  if (!s.changed.wait_until(lock, until, [&] { return !s.on || (s.running == me && host.chosen); })) return false;
+  host.chosen = false;
+  if (me == 0 && std::exchange(s.raises, false)) throw Deadlock();
+  return true;
+}
+
+// How often the operating system has put a thread to sleep, in its words, if it sleeps; otherwise nothing.
+std::string sleeps_of(int native) {
+  std::ifstream status("/proc/self/task/" + std::to_string(native) + "/status");
+  bool sleeps = false;
+  for (std::string line; std::getline(status, line);) {
+    sleeps |= line.starts_with("State:\tS");
+    if (line.starts_with("voluntary_ctxt_switches")) return sleeps ? line : "";
+  }
+  return "";
+}
+
+// The watcher's thread: see Note [Schedules].
+void watch(const std::shared_ptr<Scheduler>& schedule) {
+  pthread_setname_np(pthread_self(), "openreg_order");
+  Scheduler& s = *schedule;
+  int looks = 0;
+  std::string slept;
+  Clock::time_point seen;
+  std::unique_lock lock(s.mutex);
+  while (s.on) {
+    if (s.running == kUnknown) {
+      const bool stuck = s.stuck(); // first: what somebody waits for may come at any time
+      choose(s, lock, kUnknown, Clock::time_point::max());
+      if (s.running != kUnknown) continue;
+      if (stuck) {
+        s.deadlocked = s.raises = true;
+        s.pass_to(0);
+      } else s.free.wait_for(lock, std::chrono::milliseconds(1));
       continue;
     }
-    if (Clock::now() > until) return false;
+    s.free.wait_for(lock, kLook, [&] { return !s.on || s.running == kUnknown; });
+    const int holder = s.running;
+    const auto moved = s.moved;
+    if (holder == kUnknown || s.runs_item || Clock::now() - moved < kLook) continue;
+    const int native = s.thread(holder).native;
+    lock.unlock();
+    const std::string sleeps = sleeps_of(native);
+    lock.lock();
+    if (s.running != holder || s.moved != moved || s.runs_item) continue;
+    looks = seen == moved && !sleeps.empty() && sleeps == slept ? looks + 1 : 0;
+    seen = moved, slept = sleeps;
+    if (looks < kLooks && Clock::now() - moved < kComputes) continue;
+    s.thread(holder).outside = true;
+    s.pass_to(kUnknown);
   }
 }
 
@@ -160,7 +189,15 @@ class Waiting {
 
 void give_way(Scheduler& s, const detail::Awaited* wait) {
   const Waiting waiting(s, wait);
-  detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return turn_comes(s, most); });
+  try {
+    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return turn_comes(s, most); });
+  } catch (...) { // it goes on, whosever turn it is
+    std::lock_guard lock(s.mutex);
+    HostThread& me = s.thread(my_thread);
+    me.chosen = false;
+    me.outside = s.running != my_thread;
+    throw;
+  }
 }
 
 // The place in the program of a step, which may take Python's lock, so before ours.
@@ -189,28 +226,34 @@ void begin_schedule(const Order& order) {
     my_schedule = last_schedule() = std::make_shared<Scheduler>(order);
   }
   my_thread = 0;
+  my_schedule->thread(0).native = native_number();
+  my_schedule->moved = Clock::now();
   mode_before = launch_mode();
   set_launch_mode(LaunchMode::kAsync);
   detail::schedule_on.store(true);
+  std::thread([s = my_schedule] { watch(s); }).detach();
 }
 
-std::vector<Action> end_schedule() noexcept {
+std::vector<Action> end_schedule() {
   const auto s = the_schedule();
   if (!s || !detail::scheduled()) return {};
+  const auto until = Clock::now() + kLeftBehind;
   {
     std::lock_guard lock(s->mutex);
     // What runs from here on ran too late.
-    s->log(Action::kWait, s->next_step(my_thread, /*poll=*/false), {0, -1}, "end");
+    s->log(Action::kWait, s->next_step(my_thread), {0, -1}, "end");
   }
-  const detail::Awaited rest{[&s, me = my_thread] { return s->quiet(me); }, {kAnyDevice, -1}};
+  const detail::Awaited rest{
+      [&s, until, me = my_thread] { return s->quiet(me) || Clock::now() > until; }, {kAnyDevice, -1}};
+  std::exception_ptr interrupt;
   try {
-    const auto until = Clock::now() + kLeftBehind;
-    const Waiting waiting(*s, &rest);
-    detail::wait_freely(
-        detail::Interrupt::kThrows, [&](auto most) { return turn_comes(*s, most) || Clock::now() > until; });
-  } catch (...) { // an interrupt, or a deadlock of the other threads: they are left behind
+    give_way(*s, &rest);
+  } catch (const Deadlock&) { // of the other threads, which are left behind
+  } catch (...) {
+    interrupt = std::current_exception();
   }
   detail::abandon_schedule();
+  if (interrupt) std::rethrow_exception(interrupt);
   std::lock_guard lock(s->mutex);
   return std::move(s->actions);
 }
@@ -225,50 +268,46 @@ void detail::abandon_schedule() noexcept {
     std::lock_guard lock(s->mutex);
     s->on = false;
     s->changed.notify_all();
+    s->free.notify_all();
   }
   release_workers();
 }
 
-int this_thread() noexcept {
+int number_in_order() noexcept {
   if (!detail::scheduled()) return kUnknown;
   the_schedule();
   return my_thread;
 }
 
-NewThread add_thread() {
+ThreadOfOrder this_thread() {
+  the_schedule();
+  return {my_schedule, my_thread};
+}
+
+ThreadOfOrder add_thread() {
   const auto s = the_schedule();
   std::lock_guard lock(s->mutex);
   return {s, s->add_thread()};
 }
 
-bool enter_thread(const NewThread& made) {
-  const auto& [s, thread] = made;
-  my_schedule = s;
-  my_thread = thread;
-  detail::wait_freely(detail::Interrupt::kNever, [&](auto most) {
-    std::unique_lock lock(s->mutex);
-    return s->changed.wait_for(lock, most, [&] { return s->running == thread || !s->on; });
-  });
-  std::lock_guard lock(s->mutex);
-  s->thread(thread).chosen = false;
-  return s->on;
+void enter_thread(const ThreadOfOrder& made) {
+  my_schedule = made.schedule;
+  my_thread = made.number;
+  {
+    std::lock_guard lock(my_schedule->mutex);
+    my_schedule->thread(my_thread).native = native_number();
+  }
+  give_way(*made.schedule, nullptr);
 }
 
 void leave_thread() noexcept {
   const auto s = std::exchange(my_schedule, nullptr);
   const int me = std::exchange(my_thread, kUnknown);
   if (!s || me == kUnknown) return;
-  std::unique_lock lock(s->mutex);
+  std::lock_guard lock(s->mutex);
   s->thread(me).alive = false;
-  while (s->on && s->running == me) {
-    s->settle(lock);
-    const auto choice = s->choose(kUnknown);
-    if (choice.line) {
-      s->run(*choice.line, lock);
-      continue;
-    }
-    s->pass_to(choice ? choice.thread : 0, bool(choice)); // thread 0 finds out that nothing can happen
-  }
+  s->progress();
+  if (s->on && s->running == me) s->pass_to(kUnknown);
 }
 
 void pass_point(const char* name) {
@@ -277,41 +316,65 @@ void pass_point(const char* name) {
   locate(*s);
   {
     std::lock_guard lock(s->mutex);
-    s->log(Action::kWait, s->next_step(my_thread, /*poll=*/false), {0, 0}, name);
+    s->log(Action::kWait, s->next_step(my_thread), {0, 0}, name);
   }
   give_way(*s, nullptr);
 }
 
-Parked park_thread(bool times_out) {
-  const auto s = my_schedule;
-  const int number = my_thread;
+namespace {
+
+constexpr std::uint32_t kLogged = 1000; // questions in a row
+
+bool ask_about(const char* name, Stream stream, Question what) {
+  const auto s = the_schedule();
+  if (!controlled()) return false;
+  locate(*s);
   {
     std::lock_guard lock(s->mutex);
-    s->log(Action::kWait, s->next_step(my_thread, /*poll=*/false), {0, 0}, "lock");
+    const Step step = s->next_step(my_thread, static_cast<std::uint32_t>(what));
+    if (step.poll < kLogged) s->log(Action::kQuery, step, stream, name);
   }
-  const auto set = [&](bool parked) {
-    std::lock_guard lock(s->mutex);
-    HostThread& me = s->thread(number);
-    me.parked = parked;
-    me.times_out = parked && times_out;
-    return !parked && std::exchange(me.woken, false);
-  };
-  set(true);
-  try {
-    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return turn_comes(*s, most); });
-  } catch (...) {
-    set(false);
-    throw;
-  }
-  if (set(false)) return Parked::kWoken;
+  give_way(*s, nullptr);
   std::lock_guard lock(s->mutex);
-  return s->on ? Parked::kTimedOut : Parked::kOver;
+  return std::exchange(s->thread(my_thread).alone, false);
 }
 
-void wake_thread(int thread) {
+} // namespace
+
+bool ask(const char* name, Question what) {
+  return ask_about(name, {0, 0}, what);
+}
+
+Parked park_thread(double timeout) {
   const auto s = the_schedule();
+  if (my_thread == kUnknown) return Parked::kOver;
+  HostThread& me = s->thread(my_thread);
+  {
+    std::lock_guard lock(s->mutex);
+    s->log(Action::kWait, s->next_step(my_thread), {0, 0}, "lock");
+    s->park(my_thread, timeout);
+  }
+  const auto unpark = [&] {
+    std::lock_guard lock(s->mutex);
+    me.parked = false;
+    return std::exchange(me.woken, false);
+  };
+  try {
+    give_way(*s, nullptr);
+  } catch (...) {
+    unpark();
+    throw;
+  }
+  if (unpark()) return Parked::kWoken;
   std::lock_guard lock(s->mutex);
-  if (thread < s->thread_count()) s->thread(thread).woken = true; // else it waited in an earlier order
+  return s->on ? Parked::kTimedOut : s->deadlocked ? Parked::kDeadlocked : Parked::kOver;
+}
+
+bool wake_thread(const ThreadOfOrder& thread) {
+  if (thread.number == kUnknown || !detail::scheduled()) return false;
+  std::lock_guard lock(thread.schedule->mutex);
+  thread.schedule->thread(thread.number).woken = true;
+  return thread.schedule->on;
 }
 
 int live_threads() noexcept {
@@ -329,7 +392,7 @@ void detail::schedule_item(Stream stream, const openreg_site& site, bool kernel,
   if (steps) locate(*s);
   {
     std::lock_guard lock(s->mutex);
-    const Step step = kernel ? s->next_step(my_thread, /*poll=*/false) : s->this_step(my_thread);
+    const Step step = kernel ? s->next_step(my_thread) : s->this_step(my_thread);
     s->push(stream, {step, 0, name, kernel, std::move(after)});
     if (kernel) s->log(Action::kLaunch, step, stream, name);
   }
@@ -345,20 +408,13 @@ void detail::schedule_wait(const char* name, const Awaited& until) {
   if (name) {
     locate(*s);
     std::lock_guard lock(s->mutex);
-    s->log(Action::kWait, s->next_step(my_thread, /*poll=*/false), until.stream, name);
+    s->log(Action::kWait, s->next_step(my_thread), until.stream, name);
   }
   give_way(*s, &until);
 }
 
 void detail::schedule_query(const char* name, Stream stream) {
-  const auto s = the_schedule();
-  if (!controlled()) return;
-  locate(*s);
-  {
-    std::lock_guard lock(s->mutex);
-    s->log(Action::kQuery, s->next_step(my_thread, /*poll=*/true), stream, name);
-  }
-  give_way(*s, nullptr);
+  ask_about(name, stream, Question::kAsks);
 }
 
 } // namespace openreg

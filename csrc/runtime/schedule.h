@@ -23,7 +23,12 @@ namespace openreg {
 // as soon as it is launched, and another thread goes on only when the running one waits or ends. Records of events,
 // waits for them and sleeps take no time: they run as soon as they can, and no choice is about them.
 // Steps are counted for each thread, so an item has the same name in every order until a result changes what the
-// program does. A query counts apart, because a loop of queries is as long as the work that it waits for.
+// program does. A question counts apart, because a loop of questions is as long as the work that it waits for: a query,
+// a sleep, a try of a lock. A thread that only asks lets everybody else go on first.
+// The thread that goes on has the turn. It gives it up and gets it back in turn_comes(), at its next step. A thread
+// that blocks in what the schedule does not see (a pipe, a lock from outside of the program) takes no step, so a
+// watcher takes the turn from it, and others go on without it until it comes to turn_comes() again. The watcher also
+// has the turn while nobody can go on: it lets a wait with a timeout end, and finds deadlocks.
 struct Step {
   int thread; // kUnknown: of a thread that the schedule does not control, such as one of Gloo
   std::uint32_t number, poll;
@@ -50,6 +55,8 @@ struct Order {
   std::vector<Late> late;
   std::vector<Switch> switches;
   bool located = false; // whether actions say where in the program they are
+  bool others = false;  // whether the process has threads that take no part and may wake those that do
+  std::chrono::milliseconds patience{30'000}; // how long all threads may wait for what they do not do themselves
 };
 
 // What happened, in order.
@@ -65,28 +72,34 @@ struct Action {
 // Makes the calling thread the schedule's thread 0. Throws if a schedule is on, or where the calling thread is captured
 // or runs work.
 void begin_schedule(const Order& order);
-// Runs what is queued, and ends the schedule. Throws nothing of the work.
-std::vector<Action> end_schedule() noexcept;
+// Runs what is queued, and ends the schedule. Throws nothing of the work, but what the handler of a signal raises.
+std::vector<Action> end_schedule();
 
 // The threads that take part. The thread that starts another calls add_thread() before; the new one calls
-// enter_thread(), which returns when it may go on, or false when the schedule is over, and leave_thread() at its end.
-struct NewThread {
+// enter_thread(), which returns when it may go on, and leave_thread() at its end.
+struct ThreadOfOrder {
   std::shared_ptr<Scheduler> schedule;
   int number;
 };
-NewThread add_thread();
-bool enter_thread(const NewThread& thread);
+ThreadOfOrder add_thread();
+void enter_thread(const ThreadOfOrder& thread);
 void leave_thread() noexcept;
+// The calling thread, and its number; kUnknown if it takes no part.
+ThreadOfOrder this_thread();
+int number_in_order() noexcept;
+inline constexpr int kUnknown = -1;
 // A step at which others may go on.
 void pass_point(const char* name);
-// The calling thread's number, or kUnknown.
-int this_thread() noexcept;
-inline constexpr int kUnknown = -1;
-// Lets others go on until wake_thread() is called for the calling thread; `times_out`: or until nothing else can
-// happen; or until the schedule is over. Throws if nothing can happen.
-enum class Parked { kTimedOut, kWoken, kOver };
-Parked park_thread(bool times_out);
-void wake_thread(int thread);
+// A question: a step after which others go on first, if the thread has asked before and done nothing else since.
+// Returns whether nobody else could go on.
+enum class Question : std::uint32_t { kLock = 1, kAsks = 64 }; // how much they count
+bool ask(const char* name, Question what);
+// Lets others go on until wake_thread() is called for the calling thread; with a timeout of 0 or more seconds: or until
+// nothing else can happen; or until the schedule is over, or ends in a deadlock. Throws if nothing can happen.
+enum class Parked { kTimedOut, kWoken, kOver, kDeadlocked };
+Parked park_thread(double timeout);
+// False if its order is over.
+bool wake_thread(const ThreadOfOrder& thread);
 // How many threads have entered and not left.
 int live_threads() noexcept;
 
@@ -103,7 +116,8 @@ inline bool scheduled() noexcept {
 using Condition = std::function<bool()>;
 struct Awaited {
   Condition done;
-  Stream stream{}; // an id below 0: all of the device's, or of kAnyDevice
+  Stream stream{};        // an id below 0: all of the device's, or of kAnyDevice
+  bool elsewhere = false; // another process may make it true
 };
 
 // Names an item that has just been queued on a stream; `kernel`: a choice is about it, and it is a step. `after`: it

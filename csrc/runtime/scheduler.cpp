@@ -2,8 +2,28 @@
 
 #include <algorithm>
 #include <array>
+#include <ctime>
 
 namespace openreg {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long nothing may happen before the program counts as deadlocked, because a thread of C++ may still do something;
+// Order::patience where another thread of Python or a process may, and sleep until then.
+constexpr std::chrono::milliseconds kStuck{200};
+constexpr std::chrono::seconds kOthers{2}; // after which a timeout passes, although another thread might act before
+constexpr std::uint32_t kPatience = 1 << 12; // choices for which somebody may be passed over
+constexpr std::uint32_t kRounds = 1000;      // in which everybody has to ask in vain, before that is a deadlock
+
+std::chrono::nanoseconds computed() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
+} // namespace
 
 Scheduler::Scheduler(Order order) : order_(std::move(order)), random_(order_.seed) {
   for (const auto& each : order_.late) late_[each.item] = each;
@@ -38,7 +58,14 @@ void Scheduler::run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock) {
   detail::run_next(line.stream);
   lock.lock();
   runs_item = false;
-  moved = std::chrono::steady_clock::now();
+  moved = Clock::now();
+  progress();
+}
+
+void Scheduler::progress() {
+  for (HostThread& each : threads_) each.yields = false;
+  rounds_ = 0;
+  idle_since_.reset();
 }
 
 void Scheduler::log(Action::What what, const Step& step, Stream stream, const std::string& name) {
@@ -55,14 +82,25 @@ void Scheduler::push(Stream stream, ScheduledItem item) {
   line(stream).items.push_back(std::move(item));
 }
 
-Step Scheduler::next_step(int number, bool poll) {
-  moved = std::chrono::steady_clock::now();
+Step Scheduler::next_step(int number, std::uint32_t asked) {
+  moved = Clock::now();
   if (number == kUnknown) return {kUnknown, ++unknown_steps_, 0};
   HostThread& me = thread(number);
-  if (poll) ++me.polls;
-  else ++me.steps, me.polls = 0;
-  me.yields = me.polls > 1;
+  if (asked) ++me.polls;
+  else ++me.steps, me.polls = 0, idle_since_.reset();
+  me.asked = asked ? std::min(me.asked + asked, 1u << 30) : 0;
+  me.yields = me.asked >= 2 * static_cast<std::uint32_t>(Question::kAsks);
   return me.step(number);
+}
+
+void Scheduler::park(int number, double timeout) {
+  HostThread& me = thread(number);
+  me.parked = true;
+  me.parked_at = picks_;
+  me.timeout.reset();
+  if (timeout >= 0)
+    me.timeout = Clock::now() +
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout, 1e9)));
 }
 
 ScheduledQueue* Scheduler::needed(Stream stream) {
@@ -85,8 +123,39 @@ bool Scheduler::quiet(int me) {
   for (const auto& each : lines_)
     if (!each->items.empty()) return false;
   for (int i = 0; i < thread_count(); ++i)
-    if (i != me && thread(i).ready()) return false;
+    if (i != me && thread(i).ready() && !thread(i).yields) return false;
   return true;
+}
+
+bool Scheduler::acts_outside() {
+  for (const auto& each : lines_)
+    if (!each->items.empty() && each->items.front().after.elsewhere) return true;
+  return std::any_of(threads_.begin(), threads_.end(),
+      [](const HostThread& each) { return each.alive && (each.outside || (each.wait && each.wait->elsewhere)); });
+}
+
+bool Scheduler::stuck() {
+  if (acts_outside()) return false;
+  const auto now = Clock::now();
+  const auto idle = now - idle_since_.value_or(now);
+  if (idle < (order_.others ? order_.patience : kStuck)) return false;
+  if (computed() - computed_ < idle / 10) return true;
+  idle_since_.reset(); // another thread computes
+  return false;
+}
+
+int Scheduler::times_out() {
+  const auto now = Clock::now();
+  const bool outside = acts_outside();
+  const bool passes = !outside && (!order_.others || now - *idle_since_ > kOthers);
+  int found = kUnknown;
+  for (int i = 0; i < thread_count(); ++i) {
+    const HostThread& each = thread(i);
+    if (each.alive && each.parked && each.timeout && (passes || now >= *each.timeout) &&
+        (found == kUnknown || each.parked_at < thread(found).parked_at))
+      found = i;
+  }
+  return found;
 }
 
 Scheduler::Choice Scheduler::choose(int me) {
@@ -94,14 +163,43 @@ Scheduler::Choice Scheduler::choose(int me) {
   std::vector<ScheduledQueue*> lines;
   for (const auto& each : lines_)
     if (!each->items.empty() && each->items.front().kernel && each->items.front().ready()) lines.push_back(each.get());
-  std::vector<int> ready;
+  std::vector<int> ready, asking;
   for (int i = 0; i < thread_count(); ++i)
-    if (thread(i).ready()) ready.push_back(i);
-  if (me != kUnknown && std::exchange(thread(me).yields, false) && (lines.size() || ready.size() > 1))
-    std::erase(ready, me);
-  if (lines.empty() && ready.empty()) return {};
+    if (thread(i).ready()) (thread(i).yields ? asking : ready).push_back(i);
+  if (lines.empty() && ready.empty()) {
+    if (!idle_since_) idle_since_ = Clock::now(), computed_ = computed();
+    if (!rounds_) first_round_ = Clock::now();
+    const bool livelock = rounds_ > kRounds && Clock::now() - first_round_ > order_.patience && !acts_outside();
+    const int timed = livelock ? kUnknown : times_out();
+    if (timed == kUnknown && (livelock || asking.empty())) return {};
+    ++rounds_;
+    if (timed != kUnknown) return {nullptr, timed};
+    for (const int each : asking) thread(each).yields = false, thread(each).alone = true;
+    ready = std::move(asking);
+  }
+  return overdue(by_style(me, lines, ready), lines, ready);
+}
+
+Scheduler::Choice Scheduler::by_style(
+    int me, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready) {
   if (!order_.random || style_ == Style::kLate) return by_rule(me, lines, ready);
   return style_ == Style::kWalk ? by_chance(me, lines, ready) : by_priority(lines, ready);
+}
+
+Scheduler::Choice Scheduler::overdue(
+    Choice choice, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready) {
+  const Choice chosen = choice;
+  const auto look = [&](const Choice& other) {
+    if (++actor(other).passed_over > kPatience && &actor(choice) == &actor(chosen)) choice = other;
+  };
+  actor(chosen).passed_over = 0;
+  for (ScheduledQueue* each : lines)
+    if (each != chosen.line) look({each});
+  for (const int each : ready)
+    if (chosen.line || each != chosen.thread) look({nullptr, each});
+  if (&actor(choice) != &actor(chosen)) actor(chosen).priority = --lowest_;
+  actor(choice).passed_over = 0;
+  return choice;
 }
 
 HostThread Scheduler::host() {

@@ -47,6 +47,7 @@ struct ScheduledItem {
 // Somebody who can go on: a queue or a host thread.
 struct Actor {
   std::int64_t priority = 0;
+  std::uint32_t passed_over = 0; // how often others have gone on in its place
 };
 struct ScheduledQueue : Actor {
   Stream stream{};
@@ -55,10 +56,15 @@ struct ScheduledQueue : Actor {
 };
 struct HostThread : Actor {
   std::uint32_t steps = 0, polls = 0;
-  bool alive = true, parked = false, times_out = false, woken = false;
-  bool yields = false; // it asks again and again
-  bool chosen = false;  // it may go on
-  bool outside = false; // others go on without it
+  std::uint32_t asked = 0; // since its last step: see Question
+  bool yields = false;     // it only asks, and nothing has happened since
+  bool alone = false;      // it asks, and nobody else can go on
+  bool alive = true, parked = false, woken = false;
+  std::optional<std::chrono::steady_clock::time_point> timeout; // of a parked one
+  std::uint64_t parked_at = 0;                                  // in choices
+  bool chosen = false;                                          // it may go on
+  bool outside = false;                                         // others go on without it
+  int native = 0;                                               // its number in the operating system
   const detail::Awaited* wait = nullptr;
   Step step(int thread) const { return {thread, steps, polls}; }
   bool ready() const { return alive && !outside && (parked ? woken : !wait || wait->done()); }
@@ -70,20 +76,21 @@ class Scheduler {
 
   // Everything below is called with the lock, which run() gives up meanwhile.
   std::mutex mutex;
-  std::condition_variable changed;
+  std::condition_variable changed, free; // `free`: for the watcher, when nobody has the turn
   std::vector<Action> actions;
-  bool on = true;
-  int running = 0; // the thread that goes on
-  std::optional<std::chrono::steady_clock::time_point> idle_since; // while nobody can go on
+  bool on = true, deadlocked = false;
+  bool raises = false; // thread 0, whose exception ends the program
+  int running = 0; // the thread that goes on; kUnknown: nobody
+  bool runs_item = false;
+  std::chrono::steady_clock::time_point moved; // when something last happened
 
   HostThread& thread(int number) { return threads_[static_cast<std::size_t>(number)]; }
   int thread_count() const { return static_cast<int>(threads_.size()); }
-  std::chrono::steady_clock::time_point moved; // when something last happened
-  bool runs_item = false;
-  void pass_to(int number, bool chosen) {
+  void pass_to(int number) {
     running = number;
     moved = std::chrono::steady_clock::now();
-    thread(number).chosen = chosen;
+    if (number == kUnknown) return free.notify_one();
+    thread(number).chosen = true;
     changed.notify_all();
   }
   int add_thread() {
@@ -91,10 +98,15 @@ class Scheduler {
     return thread_count() - 1;
   }
 
-  Step next_step(int thread, bool poll);
+  void park(int number, double timeout);
+
+  // A thread's next step, and the last one. A question counts as much as `asked`.
+  Step next_step(int thread, std::uint32_t asked = 0);
   Step this_step(int number) {
     return number == kUnknown ? Step{kUnknown, unknown_steps_, 0} : thread(number).step(number);
   }
+  // Something has happened, so that whoever asks may get another answer.
+  void progress();
 
   void log(Action::What what, const Step& step, Stream stream, const std::string& name);
   bool located() const { return order_.located; }
@@ -107,8 +119,14 @@ class Scheduler {
 
   void run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock);
 
-  // Whether nothing is queued and no other thread can go on.
+  // Whether nothing is queued and no other thread can go on and do more than ask.
   bool quiet(int me);
+
+  // Whether somebody may act whom the schedule does not see: a thread that blocks outside, another process.
+  bool acts_outside();
+
+  // While nobody can go on: whether that is a deadlock.
+  bool stuck();
 
   // The queue that has to run next so that a stream's work gets done.
   ScheduledQueue* needed(Stream stream);
@@ -127,6 +145,18 @@ class Scheduler {
 
   HostThread host();
   std::int64_t draw_priority(bool host);
+
+  Choice by_style(int me, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
+
+  // Whoever has been passed over for too long goes on in place of the chosen one, as in a loop that launches until
+  // another thread has gone on.
+  Choice overdue(Choice choice, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
+  Actor& actor(const Choice& choice) {
+    return choice.line ? static_cast<Actor&>(*choice.line) : static_cast<Actor&>(thread(choice.thread));
+  }
+
+  // The thread whose wait times out now, where nobody can go on.
+  int times_out();
 
   ScheduledQueue* find(Stream stream);
   ScheduledQueue& line(Stream stream);
@@ -153,6 +183,10 @@ class Scheduler {
   std::deque<HostThread> threads_; // which never move
   std::vector<std::unique_ptr<ScheduledQueue>> lines_; // which never move
   std::uint64_t picks_ = 0, launches_ = 0;
+  std::uint32_t rounds_ = 0; // in which everybody has only asked, or waited in vain, without progress
+  std::chrono::steady_clock::time_point first_round_;
+  std::optional<std::chrono::steady_clock::time_point> idle_since_; // nobody has done more than ask
+  std::chrono::nanoseconds computed_{};                             // by the process, until then
   std::uint32_t unknown_steps_ = 0;
   std::string where_;
 };

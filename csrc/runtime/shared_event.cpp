@@ -15,11 +15,13 @@
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
+#include <utility>
 
 #include "error.h"
 #include "fault.h"
 #include "graph.h"
 #include "profile.h"
+#include "schedule.h"
 #include "stream.h"
 #include "wait.h"
 
@@ -94,6 +96,17 @@ struct SharedEvent::File {
     slot(point).reached.store(point, std::memory_order_release);
     syscall(SYS_futex, &slot(point).reached, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
+  // Whether the point was reached, or never will be, because the process that recorded it has ended.
+  bool decided(Generation point) const {
+    if (reached(point)) return true;
+    const int process = slot(point).process.load();
+    return process != getpid() && !is_running(process);
+  }
+  // The same, for a schedule.
+  static detail::Awaited awaited(const std::shared_ptr<File>& file, Generation point) {
+    return {
+        [file, point] { return file->decided(point); }, {kAnyDevice, -1}, file->slot(point).process.load() != getpid()};
+  }
   // Whether the point was reached within `most`; may return early. Throws if it never will be.
   bool wait_for(Generation point, std::chrono::nanoseconds most) const {
     auto& word = slot(point).reached;
@@ -102,10 +115,9 @@ struct SharedEvent::File {
     most = std::min<std::chrono::nanoseconds>(most, detail::kSlice);
     const timespec time{0, static_cast<long>(most.count())};
     syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
+    if (!decided(point)) return false;
     if (reached(point)) return true;
-    const int process = slot(point).process.load();
-    if (process == getpid() || is_running(process) || reached(point)) return false;
-    throw std::runtime_error("openreg: process " + std::to_string(process) +
+    throw std::runtime_error("openreg: process " + std::to_string(slot(point).process.load()) +
         " recorded an event and ended before its stream reached it; synchronize there before the process ends");
   }
   void wait(Generation point, detail::Interrupt interrupt) const {
@@ -213,11 +225,14 @@ void SharedEvent::block(Stream stream) const {
     while (!file->wait_for(point, detail::kSlice) && !detail::dropping()) {
     }
   };
-  detail::queue_wait(stream, detail::profiled(stream, site, wait), site);
+  auto task = detail::profiled(stream, site, wait);
+  if (!detail::scheduled()) return detail::queue_wait(stream, std::move(task), site);
+  detail::queue_wait(stream, std::move(task), site, File::awaited(file_, point));
 }
 
 bool SharedEvent::query() const {
   detail::check_host_call("an event's query");
+  if (detail::scheduled()) detail::schedule_query("Event.query", {device(), -1});
   return file_->reached(file_->page->latest.load());
 }
 
@@ -225,7 +240,10 @@ void SharedEvent::synchronize() const {
   detail::check_host_call("an event's synchronize");
   const HostCall call("openregEventSynchronize");
   check_usable(device());
-  file_->wait(file_->page->latest.load(), detail::Interrupt::kThrows);
+  const Generation point = file_->page->latest.load();
+  if (detail::scheduled() && !file_->reached(point))
+    detail::schedule_wait("Event.synchronize", File::awaited(file_, point));
+  file_->wait(point, detail::Interrupt::kThrows);
   throw_kept_error(device());
 }
 

@@ -11,7 +11,8 @@ tensor_types.py FloatTensor, FloatStorage and similar classes
 random.py      the generators' states and seeds
 amp.py         what torch.autocast needs
 faults.py      torch.openreg.faults
-schedules.py   torch.openreg.schedules; schedule_report.py says what it found, schedule_threads.py controls threads
+schedules.py   torch.openreg.schedules; schedule_results.py reads results, schedule_report.py says what is missing,
+               schedule_threads.py controls threads, schedule_state.py has what every order starts from
 profiler.py    torch.openreg.profiler
 nvtx.py        torch.openreg.nvtx
 _gpu_trace.py  torch.openreg._gpu_trace

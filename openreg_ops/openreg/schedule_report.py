@@ -1,13 +1,10 @@
-"""What an order of streams (schedules.py) gave, how two results differ, and which wait is missing, in words."""
+"""An order of streams (schedules.py) and the wait that is missing in it, in words."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
-
-__all__ = ["RETURN", "Action", "Explanation", "Step", "difference_of", "heading", "pieces", "plain", "values_of"]
+__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain"]
 
 
 class Step(NamedTuple):
@@ -29,70 +26,12 @@ class Action(NamedTuple):
     where: str  # in the program, "train.py:12"
 
 
-# ---- results ----
-
-
-def values_of(result: Any) -> dict[str, Any]:
-    """What a program returns, by where it is in it; read on the current stream and by the host, as a caller would."""
-    values = {}
-    for path, leaf in tree_flatten_with_path(result)[0]:
-        name = "result" + keystr(path)
-        if isinstance(leaf, torch.nn.Module):
-            values |= {f"{name}.{key}": _read(value) for key, value in leaf.state_dict().items()}
-        else:
-            values[name] = _read(leaf)
-    return values
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        x = value.detach()
-        return (x.to_dense() if x.layout != torch.strided else x).cpu().resolve_conj().resolve_neg().clone()
-    if type(value).__module__ == "numpy":
-        return str(value) if value.dtype.kind in "OSUV" else torch.as_tensor(value.copy())
-    plain = isinstance(value, int | float | complex | str | bytes | None | torch.dtype | torch.device)
-    return value if plain else type(value)
-
-
-def difference_of(values: dict[str, Any], expected: dict[str, Any], rtol: float, atol: float) -> str | None:
-    """Where two results first differ."""
-    if values.keys() != expected.keys():
-        return f"the result has the parts {', '.join(values) or 'none'}, and in the program's order {', '.join(expected) or 'none'}"
-    for name, value in values.items():
-        if said := _differs(value, expected[name], rtol, atol):
-            return f"{name}{said}"
-    return None
-
-
-def _differs(a: Any, b: Any, rtol: float, atol: float) -> str | None:
-    if type(a) is not type(b):
-        return f" is {a!r}, and in the program's order {b!r}"
-    if not isinstance(a, torch.Tensor):
-        return None if a == b or (a != a and b != b) else f" is {a!r}, and in the program's order {b!r}"
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return f" is {a.dtype} of {list(a.shape)}, and in the program's order {b.dtype} of {list(b.shape)}"
-    if a.is_floating_point() or a.is_complex():
-        wrong = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
-    else:
-        wrong = a != b
-    if not bool(wrong.any()):
-        return None
-    at = tuple(wrong.nonzero()[0].tolist())
-    return (
-        f": {int(wrong.sum())} of {wrong.numel()} elements differ; at {list(at)} it is {a[at].item()}, "
-        f"and in the program's order {b[at].item()}"
-    )
-
-
 def pieces(count: int) -> str:
     return f"{count} piece{'s' * (count != 1)} of work"
 
 
 def plain(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-# ---- words ----
 
 
 def _stream(action: Action) -> str:

@@ -10,22 +10,93 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from openreg_ops import _C
 
-__all__ = ["controlled"]
+__all__ = ["controlled", "others"]
 
-TIMED_OUT, WOKEN, OVER = range(3)  # what _C.park_thread returns
+TIMED_OUT, WOKEN, OVER, DEADLOCKED = range(4)  # what _C.park_thread returns
+SLICE = 0.5  # seconds after which a thread that waits behind its order looks whether the process ends
 
 _native_lock, _native_rlock = threading.Lock, threading.RLock
-_thread = threading.local()  # .native: inside PyTorch's or Python's own start of a thread
+
+
+class _Local(threading.local):
+    native = False  # inside Python's own start of a thread
+    adopted = False  # it takes part in an order that did not start it
+
+
+_thread = _Local()
+
+
+def others() -> bool:
+    """Whether the process has threads that no order has started, and that may wake those that take part in one."""
+    me = threading.current_thread()
+    return any(
+        each is not me and each.is_alive() and not hasattr(each, "_openreg_ended") for each in threading.enumerate()
+    )
 
 
 def _takes_part() -> bool:
-    return not getattr(_thread, "native", False) and _C.order_thread() >= 0
+    return not _thread.native and _C.order_thread() >= 0
+
+
+def _enter(place: Any, adopted: bool = False) -> None:
+    """The calling thread takes part from here on."""
+    _thread.adopted = adopted
+    torch.autograd.set_multithreading_enabled(False)  # backward() runs here, not on threads that nothing orders
+    _C.enter_thread(place)
 
 
 class _Over(BaseException):
-    """Ends a thread that still waits when the program has returned."""
+    """Ends a thread that has waited since a deadlock, or that waits when the process ends."""
+
+
+class _Waiter:
+    """A thread that waits for a lock: as the schedule says, and when the order is over, as without one."""
+
+    def __init__(self) -> None:
+        self.place = _C.this_thread()
+        self.joins: Any = None  # its place in a later order, to which the thread that wakes it belongs
+        self.woken = _native_lock()
+        self.woken.acquire()
+
+    def wake(self) -> None:
+        if not _C.wake_thread(self.place) and _takes_part():
+            self.joins = _C.add_thread()
+        self.woken.release()
+
+    def wait(self, waiters: list[_Waiter], timeout: float) -> bool:
+        """Whether another thread has taken it out of the waiters and woken it, before the timeout."""
+        parked = _C.park_thread(timeout)
+        if parked == DEADLOCKED and not _thread.adopted:
+            raise _Over
+        if parked >= OVER:
+            self.outlive(timeout)
+        elif parked == TIMED_OUT:
+            _Clock.skipped += timeout
+        return self.leave(waiters)
+
+    def outlive(self, timeout: float) -> None:
+        """The order is over, and the thread waits as it would without one."""
+        thread, until = threading.current_thread(), time.monotonic() + timeout
+        torch.autograd.set_multithreading_enabled(True)
+        while timeout < 0 or time.monotonic() < until:
+            if self.woken.acquire(True, SLICE if timeout < 0 else max(0, min(SLICE, until - time.monotonic()))):
+                self.woken.release()
+                break
+            if not thread.daemon and not threading.main_thread().is_alive():
+                raise _Over
+
+    def leave(self, waiters: list[_Waiter]) -> bool:
+        if self in waiters:  # which only one thread at a time changes, as it has Python's lock
+            waiters.remove(self)
+            return False
+        self.woken.acquire()  # by a thread that has taken it out
+        if self.joins:
+            _enter(self.joins, adopted=True)
+        return True
 
 
 class _Lock:
@@ -33,33 +104,34 @@ class _Lock:
 
     def __init__(self) -> None:
         self._lock = _native_lock()
-        self._waiters: list[int] = []
+        self._waiters: list[_Waiter] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not _takes_part():
             return self._lock.acquire(blocking, timeout)
+        _native_lock().acquire(blocking, timeout)  # refuses what Python refuses
         if _C.live_threads() > 1:
-            _C.pass_point("lock")
+            _C.try_point("lock")
         while not self._lock.acquire(False):
             if not blocking:
                 return False
-            me = _C.order_thread()
-            self._waiters.append(me)
-            parked = _C.park_thread(timeout >= 0)
-            if parked != WOKEN:
-                self._waiters.remove(me)
-            if parked == OVER:
-                raise _Over
-            if parked == TIMED_OUT:  # nothing else could happen
+            waiter = _Waiter()
+            self._waiters.append(waiter)
+            if self._lock.acquire(False):  # a thread that takes no part has released it meanwhile
+                waiter.leave(self._waiters)
+                return True
+            if not waiter.wait(self._waiters, timeout):
                 return self._lock.acquire(False)
         return True
 
     def release(self) -> None:
         self._lock.release()
-        if self._waiters and _C.order_on():
-            _C.wake_thread(self._waiters.pop(0))
+        if self._waiters:
+            self._waiters.pop(0).wake()
 
     def locked(self) -> bool:
+        if self._lock.locked() and _takes_part():
+            _C.ask_point("locked")
         return self._lock.locked()
 
     def _at_fork_reinit(self) -> None:
@@ -119,7 +191,7 @@ def _allocate_lock() -> Any:
 
 @contextlib.contextmanager
 def _natively() -> Iterator[None]:
-    before, _thread.native = getattr(_thread, "native", False), True
+    before, _thread.native = _thread.native, True
     try:
         yield
     finally:
@@ -127,14 +199,14 @@ def _natively() -> Iterator[None]:
 
 
 def _start(thread: threading.Thread) -> None:
-    if not _takes_part():
-        return _native_start(thread)
-    number, run, ended = _C.add_thread(), thread.run, _Lock()
+    if not _takes_part() or thread.ident is not None or not getattr(thread, "_initialized", False):
+        return _native_start(thread)  # which refuses a second start
+    place, run, ended = _C.add_thread(), thread.run, _Lock()
 
     def controlled_run() -> None:
         try:
-            if _C.enter_thread(number):
-                run()
+            _enter(place)
+            run()
         except _Over:
             pass
         finally:
@@ -149,20 +221,46 @@ def _start(thread: threading.Thread) -> None:
 
 
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:
-    if _takes_part() and hasattr(thread, "_openreg_ended"):
-        if not thread._openreg_ended.acquire(timeout=-1 if timeout is None else timeout):
+    ended = getattr(thread, "_openreg_ended", None)
+    if ended and _takes_part() and thread is not threading.current_thread():
+        if not (ended.acquire() if timeout is None else ended.acquire(timeout=max(0, timeout))):
             return
-        thread._openreg_ended.release()
+        ended.release()
     with _natively():
         _native_join(thread, timeout)
 
 
+def _is_alive(thread: threading.Thread) -> bool:
+    ended = getattr(thread, "_openreg_ended", None)
+    if not ended or not _takes_part() or thread is threading.current_thread():
+        return _native_is_alive(thread)
+    return ended.locked()
+
+
+def _is_set(event: threading.Event) -> bool:
+    if not _native_is_set(event) and _takes_part():
+        _C.ask_point("is_set")
+    return _native_is_set(event)
+
+
+class _Clock:
+    """The time in an order, in which waits and sleeps pass without taking any."""
+
+    skipped = 0.0  # seconds
+
+    def __init__(self, native: Callable[[], float]) -> None:
+        self.native = native
+
+    def __call__(self) -> float:
+        return self.native() + (_Clock.skipped if _takes_part() else 0)
+
+
 def _sleep(seconds: float) -> None:
-    """A thread that sleeps lets others go on, and takes no time."""
-    if _takes_part() and _C.live_threads() > 1:
-        _C.pass_point("sleep")
-    else:
-        _native_sleep(seconds)
+    if not _takes_part() or not seconds >= 0:
+        return _native_sleep(seconds)
+    if _C.ask_point("sleep"):
+        _native_sleep(min(seconds, 1e-3))  # nobody else can go on, and it may wait for a process
+    _Clock.skipped += seconds
 
 
 def _numbered(numbers: Iterator[int]) -> Callable[..., None]:
@@ -179,16 +277,18 @@ def _hash(thread: threading.Thread) -> int:
     return thread.__dict__.get("_openreg_hash") or object.__hash__(thread)
 
 
-_native_init = threading.Thread.__init__
-_native_start, _native_join, _native_sleep = threading.Thread.start, threading.Thread.join, time.sleep
+_native_init, _native_start, _native_join = threading.Thread.__init__, threading.Thread.start, threading.Thread.join
+_native_is_alive, _native_is_set, _native_sleep = threading.Thread.is_alive, threading.Event.is_set, time.sleep
 
 
 @contextlib.contextmanager
 def controlled() -> Iterator[None]:
-    """In the body, threads that the program starts take part: with their start, their end, and their locks.
+    """In the body, threads that the program starts take part: with their start, their end, their locks and their sleep.
 
     Everything that Python's `threading`, `queue` and `concurrent.futures` make of locks follows.
     """
+    _Clock.skipped = 0.0
+    monotonic = _Clock(time.monotonic)
     replaced = [
         (threading, "Lock", _allocate_lock),
         (threading, "RLock", lambda: _RLock() if _takes_part() else _native_rlock()),
@@ -197,7 +297,14 @@ def controlled() -> Iterator[None]:
         (threading.Thread, "__hash__", _hash),
         (threading.Thread, "start", _start),
         (threading.Thread, "join", _join),
+        (threading.Thread, "is_alive", _is_alive),
+        (threading.Event, "is_set", _is_set),
         (time, "sleep", _sleep),
+        (time, "monotonic", monotonic),
+        (time, "time", _Clock(time.time)),
+        (time, "perf_counter", _Clock(time.perf_counter)),
+        (threading, "_time", monotonic),
+        (queue, "time", monotonic),
         (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]

@@ -1,18 +1,17 @@
 """``torch.openreg.schedules``: runs a program in many orders of its streams, and finds the order that makes it wrong.
 
 The runtime (csrc/runtime/schedule.h) runs one order: a seed's, or the program's own with exceptions. This module
-chooses the orders, compares what they return, and shrinks an order that makes a difference; schedule_report.py says
-what is missing in it, and schedule_threads.py brings the program's threads under the runtime's control.
+chooses the orders, compares what they return, and shrinks an order that makes a difference. schedule_results.py reads
+what they return, schedule_report.py says what is missing in an order, schedule_threads.py brings the program's threads
+under the runtime's control, and schedule_state.py has what every order starts from.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,17 +19,16 @@ import torch
 
 from openreg_ops import _C
 from openreg_ops.openreg import schedule_report, schedule_threads
-from openreg_ops.openreg.random import get_rng_state_all, set_rng_state_all
 from openreg_ops.openreg.schedule_report import (
     RETURN,
     Action,
     Explanation,
     Step,
-    difference_of,
     pieces,
     plain,
-    values_of,
 )
+from openreg_ops.openreg.schedule_results import difference_of, values_of
+from openreg_ops.openreg.schedule_state import Ranks, State, alone
 
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
@@ -156,9 +154,10 @@ def schedules(
     as late as possible, then with two.
 
     Every order must give what the program's own order gives, in which work runs as soon as it is launched. That is the
-    tensors, numbers and strings that the program returns, in any nesting, and what it raises. Results are read the way a
-    caller would: on the current stream, and on the host at once. So a program that returns the output of a side stream
-    has to wait for it. A program that asserts needs to return nothing.
+    tensors, arrays, numbers and strings that the program returns, in any nesting of containers, dataclasses and objects
+    of your own classes, and what it raises. Results are read the way a caller would: on the current stream, and on the
+    host at once. So a program that returns the output of a side stream has to wait for it. A program that asserts needs
+    to return nothing. An order that gives another result runs again, as does the program's own, before it is reported.
 
     The function runs the program many times and therefore takes a callable: the body of a ``with`` block runs once.
     ``with torch.openreg.schedules(program, seeds=200) as found:`` raises at the end of its body if an order made a
@@ -175,7 +174,7 @@ def schedules(
     Raises:
         TypeError: `program` cannot be called.
         ValueError: `seeds` names no order, the program queues no work, or it gives two results in one order.
-        RuntimeError: inside another call's program, inside a capture, or while the launch mode cannot change.
+        RuntimeError: inside another call's program, while another thread tries orders, or inside a capture.
 
     What the program raises in its own order is raised as it is.
     """
@@ -204,27 +203,22 @@ class Exploration:
                 f"schedules: expected a program to call, but got {program!r}; pass the function itself, as in "
                 "schedules(program, seeds=200), not its result"
             )
-        if _C.order_on():
-            raise RuntimeError(
-                "schedules: a program whose orders are being tried calls it again; call it outside of the program"
-            )
         if _C.is_current_stream_capturing():
             raise RuntimeError("schedules: the current stream is being captured; call it outside of the capture")
+        self.patience = 30.0  # seconds that an order may wait for what its threads do not do themselves
         self.program, self.args, self.seeds, self.rtol, self.atol = program, args, seeds, rtol, atol
-        self.state, self.ranks = _State(), _Ranks()
 
     def run(self) -> Schedules:
         report = Schedules(self.seeds)
-        with _poison():
+        with alone():
+            self.state, self.ranks = State(), Ranks()
+            begun = time.monotonic()
             self.base = self.one()
+            self.patience = max(1.0, 5 * (time.monotonic() - begun))
             self.ranks.raise_first(self.base.error)
             first, self.base = self.base, self.one(located=True)
             if what := self.differs(first):
-                raise ValueError(
-                    "schedules: the program gives two results in the same order, so no order can be compared with it: "
-                    f"{what}. Seed what it draws, start it from the same state each time, or allow for it with rtol and "
-                    "atol"
-                )
+                raise ValueError(_two_results(what))
             self.logs = self.ranks.gather([each for each in self.base.log if each.what != "run"])  # by rank
             report.work = sum(each.what == "launch" for log in self.logs for each in log)
             if not report.work:
@@ -237,6 +231,7 @@ class Exploration:
                 report.orders += 1
                 report.fingerprints[seed] = _fingerprint(outcome.log)
                 if what := self.differs(outcome):
+                    self.confirm(seed, outcome)
                     report.difference = self.explain(seed, what, outcome)
                     report.difference.orders = report.orders
                     break
@@ -253,7 +248,7 @@ class Exploration:
         values: dict[str, Any] = {}
         error: Exception | None = None
         log: list[Any] = []
-        _C.begin_order(**order)
+        _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
         try:
             with schedule_threads.controlled(), torch.autograd.set_multithreading_enabled(False):
                 try:
@@ -273,12 +268,17 @@ class Exploration:
             self.state.restore()
         return Outcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
 
-    def differs(self, outcome: Outcome) -> str | None:
-        """How an outcome differs from the program's own, on the first rank where it does."""
-        what = outcome.differs(self.base, self.rtol, self.atol)
+    def differs(self, outcome: Outcome, other: Outcome | None = None) -> str | None:
+        """How an outcome differs from the program's own, or from another, on the first rank where it does."""
+        what = outcome.differs(other or self.base, self.rtol, self.atol)
         if outcome.error:
             outcome.error.with_traceback(None)  # which keeps the order's tensors
         return self.ranks.first(what)
+
+    def confirm(self, seed: int, outcome: Outcome) -> None:
+        """Raise unless both the program's own order and that of this seed give again what they have given."""
+        if what := self.differs(self.one()) or self.differs(self.one(**self.order(seed)), outcome):
+            raise ValueError(_two_results(what))
 
     def order(self, seed: int) -> dict[str, Any]:
         if seed >= RANDOM and (exceptions := self.bounded(seed - RANDOM)):
@@ -309,6 +309,8 @@ class Exploration:
             for rank, some in enumerate(self.ranks.gather(_exceptions(outcome.log)))
             for each in some
         ]
+        if not exceptions:
+            raise ValueError(_two_results(what))
         if self.fails(exceptions):
             exceptions = self.sooner(self.nearer(self.fewer(exceptions)))
         at_host = {each for each in exceptions if isinstance(each.what, Late) and self.is_at_host(each, exceptions)}
@@ -328,8 +330,9 @@ class Exploration:
         return Difference(seed, what, order, missing, [name for _, _, names in parts for name in names])
 
     def fails(self, exceptions: Sequence[Deviation]) -> bool:
-        self.trials += 1
-        return self.differs(self.one(exceptions)) is not None
+        outcome = self.one(exceptions)
+        self.trials += 10 if "ends in a deadlock" in str(outcome.error) else 1  # which takes time to find
+        return self.differs(outcome) is not None
 
     def fewer(self, exceptions: list[Deviation]) -> list[Deviation]:
         """Delta debugging: drop the exceptions that the difference does not need."""
@@ -399,33 +402,11 @@ class Exploration:
         return found
 
 
-class _Ranks:
-    """The processes of the default group, all of which call `schedules` with the same arguments."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    def gather(self, value: Any) -> list[Any]:
-        if self.size == 1:
-            return [value]
-        every: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(every, value)
-        return every
-
-    def first(self, what: str | None) -> str | None:
-        """What the first rank says that says something."""
-        every = self.gather(what)
-        return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
-
-    def raise_first(self, error: Exception | None) -> None:
-        if error is None and (what := self.first(None)):
-            raise RuntimeError(f"schedules: the program fails in its own order {what}")
-        if error is not None:
-            if self.size > 1:
-                self.first(f"{type(error).__name__}: {plain(error)}")
-            raise error
+def _two_results(what: str) -> str:
+    return (
+        "schedules: the program gives two results in the same order, so no order can be compared with it: "
+        f"{what}. Seed what it draws, start it from the same state each time, or allow for it with rtol and atol"
+    )
 
 
 def _exceptions(log: list[Action]) -> list[Late | Switch]:
@@ -446,36 +427,3 @@ def _exceptions(log: list[Action]) -> list[Late | Switch]:
 def _fingerprint(log: list[Action]) -> str:
     text = "\n".join(f"{each.what} {tuple(each.step)} {each.place} {each.name}" for each in log)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-class _State:
-    """What a program may change and finds again in the next order: generators, the current device and streams."""
-
-    def __init__(self) -> None:
-        self.python, self.host, self.devices = random.getstate(), torch.get_rng_state(), get_rng_state_all()
-        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self.device = torch.openreg.current_device()
-        self.streams = [torch.openreg.current_stream(i) for i in range(torch.openreg.device_count())]
-        self.next = _C.next_streams()
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        torch.set_rng_state(self.host)
-        set_rng_state_all(self.devices)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-        for stream in self.streams:
-            torch.openreg.set_stream(stream)
-        torch.openreg.set_device(self.device)
-        _C.set_next_streams(self.next)
-
-
-@contextlib.contextmanager
-def _poison() -> Iterator[None]:
-    """Fill new memory: what an order reads too early must not be the right result of the order before."""
-    before = _C.poison()
-    _C.set_poison(True)
-    try:
-        yield
-    finally:
-        _C.set_poison(before)

@@ -203,9 +203,15 @@ def set_launch_mode(mode: str) -> None:
             startup.
     Raises:
         ValueError: an unknown mode.
+        RuntimeError: another mode than "async" in a program whose orders `torch.openreg.schedules` tries.
     """
     if mode not in _MODES:
         raise ValueError(f"set_launch_mode: expected 'inline', 'async' or 'sync', but got {mode!r}")
+    if _C.order_on() and mode != get_launch_mode():
+        raise RuntimeError(
+            f"set_launch_mode: torch.openreg.schedules needs mode {get_launch_mode()!r} while it tries the orders of a "
+            f"program, but got {mode!r}; choose the mode outside of the program"
+        )
     _C.set_launch_mode(_MODES.index(mode))
 
 

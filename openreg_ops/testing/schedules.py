@@ -1,11 +1,15 @@
 """``pytest --device openreg --device-schedules N``: each test in N orders of its streams. See `torch.openreg.schedules`.
 
-An order includes the test's fixtures of function scope, which are set up anew for it.
+An order includes the test's fixtures of function and class scope, which are set up anew for it. The tests of a class are
+tried before the first of them runs, while its class has no fixtures. Then they run as they do without the option.
 """
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,11 @@ from _pytest.runner import runtestprotocol
 from openreg_ops import _C
 from openreg_ops.openreg.schedule_report import RETURN
 from openreg_ops.openreg.schedules import Schedules
+
+try:
+    from _pytest.subtests import failed_subtests_key
+except ImportError:  # before pytest 9
+    failed_subtests_key = None
 
 __all__ = ["SchedulesPlugin"]
 
@@ -40,13 +49,49 @@ def _tests(count: int) -> str:
     return f"{count} test{'s' * (count != 1)}"
 
 
+class _Aside:
+    """A test's hooks while its orders run: nobody hears of their reports."""
+
+    def __init__(self, hooks: Any) -> None:
+        self.hooks, self.reports = hooks, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.hooks, name)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reports.append(report)  # of a subtest
+
+    def pytest_exception_interact(self, **_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _aside(item: pytest.Item) -> Iterator[_Aside]:
+    """In the body, the test runs without leaving anything in its own report."""
+    lists = item._report_sections, item.user_properties, item.own_markers
+    before, quiet = [[*each] for each in lists], _Aside(item.ihook)
+    item.session.gethookproxy = lambda path: quiet  # type: ignore[method-assign, assignment]  # what item.ihook returns
+    try:
+        with warnings.catch_warnings(record=True):
+            yield quiet
+    finally:
+        del item.session.gethookproxy
+        for each, content in zip(lists, before, strict=True):
+            each[:] = content  # type: ignore[index]
+        if failed_subtests_key:
+            item.config.stash[failed_subtests_key].pop(item.nodeid, None)
+
+
 class SchedulesPlugin:
     """The plugin object of a run with --device-schedules."""
 
     def __init__(self, seeds: str) -> None:
         self.seeds = _seeds(seeds)
         self.found: dict[str, Schedules] = {}
+        self.fails: dict[str, str] = {}  # tests that fail in their own order
+        self.tried: dict[str, tuple[int, bool]] = {}  # orders, and whether one makes a difference; of all processes
         self.untried: dict[str, str] = {}  # tests, and why
+        self.classes: set[pytest.Class] = set()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
@@ -56,6 +101,8 @@ class SchedulesPlugin:
         self.explore(item)
         found = self.found.get(item.nodeid)
         for report in runtestprotocol(item, nextitem=nextitem, log=False):
+            if report.when == "call" and report.passed and item.nodeid in self.fails:
+                self.untried[item.nodeid] = f"fails when its orders are tried: {self.fails[item.nodeid]}"
             if report.when == "call" and report.passed and found and not found.passed:
                 report.outcome = "failed"
                 found.again = f"--device-schedules {found.difference.seed}:{found.difference.seed + 1}"
@@ -65,16 +112,33 @@ class SchedulesPlugin:
         return True
 
     def explore(self, item: pytest.Function) -> None:
+        """Try the orders of a test; of the first one of a class, those of all its tests."""
+        whole = next((each for each in item.listchain() if isinstance(each, pytest.Class)), None)
+        if whole is None:
+            self.try_orders(item, item.parent)
+        elif whole not in self.classes:
+            self.classes.add(whole)
+            for each in item.session.items:
+                if isinstance(each, pytest.Function) and whole in each.listchain():
+                    self.try_orders(each, whole.parent)
+
+    def try_orders(self, item: pytest.Function, kept: Any) -> None:
+        """Try the orders of a test, each with all fixtures but those of `kept`, the collector around it."""
+
         def program() -> None:
-            for report in runtestprotocol(item, nextitem=item.parent, log=False):  # type: ignore[arg-type]
+            with _aside(item) as quiet:
+                for report in runtestprotocol(item, nextitem=kept, log=False):
+                    quiet.reports.append(report)
+            for report in quiet.reports:
                 if not report.passed:
                     crash = getattr(report.longrepr, "reprcrash", None)
                     raise _Failed(crash.message if crash else str(report.longrepr))
 
         try:
-            self.found[item.nodeid] = torch.openreg.schedules(program, seeds=self.seeds)
-        except _Failed:
-            pass  # it fails or is skipped without us
+            found = self.found[item.nodeid] = torch.openreg.schedules(program, seeds=self.seeds)
+            self.tried[item.nodeid] = (found.orders, not found.passed)
+        except _Failed as failed:
+            self.fails[item.nodeid] = (str(failed).splitlines() or [""])[0]  # perhaps also without us
         except (RuntimeError, ValueError) as error:
             self.untried[item.nodeid] = str(error).splitlines()[0]
 
@@ -86,13 +150,22 @@ class SchedulesPlugin:
             if _C.order_on():
                 _C.pass_point(RETURN)  # what pytest reads for its report comes after the program
 
+    # With pytest-xdist, tests run in workers, and the main process writes the summary.
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["openreg_schedules"] = (self.tried, self.untried)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        tried, untried = getattr(node, "workeroutput", {}).get("openreg_schedules", ({}, {}))
+        self.tried |= tried
+        self.untried |= untried
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("orders of streams")
-        differ = [name for name, found in self.found.items() if not found.passed]
-        orders = sum(found.orders for found in self.found.values())
-        line = (
-            f"{_tests(len(self.found))} in {orders} orders; the result depends on the order in {len(differ) or 'none'}"
-        )
+        differ = sum(differs for _, differs in self.tried.values())
+        orders = sum(orders for orders, _ in self.tried.values())
+        line = f"{_tests(len(self.tried))} in {orders} orders; the result depends on the order in {differ or 'none'}"
         terminalreporter.line(line, red=bool(differ))
         quiet = [name for name, why in self.untried.items() if "queues no work" in why]
         if quiet:

@@ -188,85 +188,6 @@ def test_nothing_is_left_behind():
 _thread_lock = threading.Lock
 
 
-def test_waits_of_every_kind_are_kept():
-    """Polling, timeouts, conditions, barriers and daemons: none hangs, and none makes a difference."""
-
-    def program():
-        x, side = torch.ones(8, device=DEVICE), torch.openreg.Stream()
-        event = current().record_event()
-        while not event.query():
-            pass
-        barrier, condition, total = threading.Barrier(2), threading.Condition(), []
-
-        def work():
-            with torch.openreg.Stream() as stream:
-                stream.wait_event(event)
-                total.append((x * 3).cpu())
-            barrier.wait()
-            with condition:
-                condition.notify()
-
-        thread = threading.Thread(target=work)
-        with condition:
-            thread.start()
-            assert not thread.join(timeout=0.01)
-        barrier.wait()
-        thread.join()
-        assert not threading.Event().wait(0.001)
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        side.wait_stream(current())
-        with side:
-            x.mul_(2)
-        while not side.query():
-            pass
-        return total, x
-
-    report = schedules(program, seeds=60)
-    assert report.passed, report
-
-
-@pytest.mark.slow
-def test_a_thread_that_waits_for_what_the_scheduler_does_not_see():
-    def program():
-        x, (read, write) = torch.ones(2, device=DEVICE), os.pipe()
-        thread = threading.Thread(target=os.read, args=(read, 1))
-        thread.start()
-        x.add_(1)
-        threading.Event().wait(0)  # the other thread may go on here
-        torch.openreg.synchronize()
-        os.write(write, b"x")
-        thread.join()
-        return x
-
-    from openreg_ops.openreg.schedules import RANDOM
-
-    assert schedules(program, seeds=range(RANDOM, RANDOM + 4)).passed
-
-
-def test_a_deadlock_is_an_order_that_raises():
-    def program():
-        one, other = threading.Lock(), threading.Lock()
-        x = torch.ones(2, device=DEVICE)
-
-        def work(first, second):
-            with first:
-                x.add_(1)
-                with second:
-                    x.add_(1)
-
-        threads = [threading.Thread(target=work, args=locks) for locks in ((one, other), (other, one))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return x.cpu()
-
-    before = threading.active_count()
-    difference = found(program)
-    assert "raises RuntimeError: openreg: this order of the program's work ends in a deadlock" in difference.what
-    assert threading.active_count() == before
-
-
 def test_what_the_program_raises_is_compared():
     def program(fixed):
         index = torch.full((4,), 9.0, pin_memory=True)
@@ -279,22 +200,30 @@ def test_what_the_program_raises_is_compared():
     assert "the program raises IndexError" in found(program, False).what
 
 
-def test_results_of_other_kinds():
-    net = torch.nn.Linear(2, 2, device=DEVICE)
+@pytest.mark.parametrize("changes", ["by its runs", "by an address", "in one run"])
+def test_what_differs_without_an_order_is_no_difference(changes):
+    runs, kept = [], []
 
     def program():
-        return (
-            net,
-            torch.ones(2, device=DEVICE),
-            "text",
-            1.5,
-            float("nan"),
-            None,
-            {"a": (True, torch.eye(2, device=DEVICE).to_sparse())},
-            object(),
-        )
+        x = torch.ones(2, device=DEVICE)
+        runs.append(0)
+        if changes == "by an address":
+            kept.append(object())
+            return x, id(kept[-1]) if len(runs) > 2 else 0
+        return x * (len(runs) > 4 if changes == "by its runs" else len(runs) == 5)
 
-    assert schedules(program, seeds=10).passed
+    with pytest.raises(ValueError, match="gives two results in the same order"):
+        schedules(program, seeds=10)
+
+
+def test_the_launch_mode_in_an_order():
+    def program(mode):
+        with torch.openreg.launch_mode(mode):
+            return torch.ones(2, device=DEVICE)
+
+    assert schedules(program, "async", seeds=3).passed
+    with pytest.raises(RuntimeError, match="set_launch_mode: torch.openreg.schedules needs mode 'async'"):
+        schedules(program, "inline")
 
 
 def test_tolerances():
@@ -380,6 +309,54 @@ def test_without_work():
     pass
 """
 
+STATE = """
+import pytest, torch, unittest, warnings
+
+@pytest.fixture(scope="class")
+def state():
+    warnings.warn("warned once")
+    return {"x": torch.ones(4, device="openreg"), "runs": []}
+
+@pytest.mark.usefixtures("device")
+class TestState:
+    @classmethod
+    def setup_class(cls):
+        cls.own = []
+
+    def test_first(self, state, record_property, device):
+        print("printed once")
+        record_property("key", 1)
+        state["runs"].append(1)
+        self.own.append(1)
+        assert state["x"].add_(1).sum() == 8 and state["runs"] == self.own == [1]
+
+    def test_second(self, state):
+        state["runs"].append(2)
+        assert state["x"].add_(1).sum() == 8 + 4 * (state["runs"] == [1, 2])
+
+    def test_third(self, state):
+        assert state["runs"] == [1, 2] and state["x"].sum() == 12
+
+def test_with_subtests(subtests, device):
+    x = torch.ones(4, device=device)
+    for i in range(2):
+        with subtests.test(i=i):
+            host = torch.zeros(4, pin_memory=True)
+            host.copy_(x.mul_(2), non_blocking=True)
+            torch.openreg.synchronize() if i else None
+            assert host.numpy().sum() == 4 * 2 ** (i + 1)
+
+class Case(unittest.TestCase):
+    def test_case(self):
+        for i in range(2):
+            with self.subTest(i=i):
+                assert torch.ones(4, device="openreg").sum() == 4
+
+def test_mode(device):
+    with torch.openreg.launch_mode("sync"):
+        torch.ones(4, device=device)
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.processes
@@ -396,6 +373,32 @@ def test_a_suite(tmp_path):
     assert "late: Memcpy DtoH (Device -> Pinned) on the default stream of openreg:0, launched at" in out
     again = out.partition("The same order again: ")[2].splitlines()[0].split()
     assert "2 failed" in run("--device", "openreg", *again, "-k", "wrong or fails").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_suite_with_state(tmp_path):
+    """Classes keep their state, reports their content, subtests are seen, and processes report together."""
+    (tmp_path / "test_state.py").write_text(textwrap.dedent(STATE))
+    (tmp_path / "test_suite.py").write_text(textwrap.dedent(SUITE))
+    done = python("-m", "pytest", "-v", "-rA", "-p", "no:cacheprovider", "-p", "no:randomly", "-n2", "--dist=loadfile",
+                  "--device", "openreg", "--device-schedules", "10", "--junitxml=out.xml", cwd=tmp_path, timeout=200)  # fmt: skip
+    out, xml = done.stdout, (tmp_path / "out.xml").read_text()
+    failed = sorted(
+        {
+            line.split()[1].partition("::")[2].partition("[")[0]
+            for line in out.splitlines()
+            if line.startswith("FAILED ")
+        }
+    )
+    assert failed == ["test_fails", "test_with_subtests", "test_wrong"], out + done.stderr
+    assert out.count("printed once") == 1 and "UserWarning: warned once" in out and "1 warning," in out, out
+    assert xml.count('<property name="key" value="1"') == 1, xml
+    assert "6 tests in" in out and "the result depends on the order in 2" in out
+    assert "without work on the device: 1 test" in out
+    assert "test_third[openreg]: fails when its orders are tried: " in out
+    assert "test_mode[openreg]: fails when its orders are tried: RuntimeError: set_launch_mode: torch.openreg." in out
+    assert "SUBFAIL" not in out, "a subtest that fails in an order alone"
 
 
 @pytest.mark.parametrize("text", ["0", "-2", "5:5", "7:3", "-1:3", "many", "1:2:3", ""])

@@ -1,0 +1,95 @@
+"""What a call of `schedules` holds while it tries orders: the process, its ranks, and what every order starts from."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from openreg_ops import _C
+from openreg_ops.openreg.random import get_rng_state_all, set_rng_state_all
+from openreg_ops.openreg.schedule_report import plain
+
+__all__ = ["Ranks", "State", "alone"]
+
+_exploring = threading.Lock()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In the body, no other thread tries orders, and new memory is filled.
+
+    What an order reads too early must not be the right result of the order before.
+    """
+    if _C.order_thread() >= 0:
+        raise RuntimeError(
+            "schedules: a program whose orders are being tried calls it again; call it outside of the program"
+        )
+    if not _exploring.acquire(blocking=False):
+        raise RuntimeError(
+            "schedules: another thread is trying orders, and a process can try those of one program at a time; call it "
+            "when the other call has returned"
+        )
+    before = _C.poison()
+    _C.set_poison(True)
+    try:
+        yield
+    finally:
+        _C.set_poison(before)
+        _exploring.release()
+
+
+class Ranks:
+    """The processes of the default group, all of which call `schedules` with the same arguments."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(every, value)
+        return every
+
+    def first(self, what: str | None) -> str | None:
+        """What the first rank says that says something."""
+        every = self.gather(what)
+        return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
+
+    def raise_first(self, error: Exception | None) -> None:
+        if error is None and (what := self.first(None)):
+            raise RuntimeError(f"schedules: the program fails in its own order {what}")
+        if error is not None:
+            if self.size > 1:
+                self.first(f"{type(error).__name__}: {plain(error)}")
+            raise error
+
+
+class State:
+    """What a program may change and finds again in the next order: generators, the current device and streams."""
+
+    def __init__(self) -> None:
+        self.python, self.host, self.devices = random.getstate(), torch.get_rng_state(), get_rng_state_all()
+        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self.device = torch.openreg.current_device()
+        self.streams = [torch.openreg.current_stream(i) for i in range(torch.openreg.device_count())]
+        self.next = _C.next_streams()
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        torch.set_rng_state(self.host)
+        set_rng_state_all(self.devices)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for stream in self.streams:
+            torch.openreg.set_stream(stream)
+        torch.openreg.set_device(self.device)
+        _C.set_next_streams(self.next)

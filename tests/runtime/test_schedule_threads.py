@@ -1,0 +1,303 @@
+"""Threads of a program whose orders are tried: they wait in every way, outlive an order, deadlock, and keep Python's rules."""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import schedule_waits
+import torch
+from processes import python
+from schedule_waits import threads_that_deadlock
+
+from openreg_ops import _C
+
+DEVICE = "openreg"
+current = torch.openreg.current_stream
+schedules = torch.openreg.schedules
+WAITS = Path(__file__).parent / "schedule_waits.py"
+
+
+@pytest.fixture(autouse=True)
+def never_hangs():
+    faulthandler.dump_traceback_later(300, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("groups", [["BLOCKED"], ["POLLED", "TIMED", "KEPT"]], ids=["blocked", "seen"])
+def test_every_way_to_wait(groups):
+    """None hangs or makes a difference, and where the scheduler sees the wait, a seed gives one order.
+
+    The threads that outlive an order let the process end.
+    """
+    first = python(WAITS, *groups, timeout=120)
+    passed = [line.split()[0] for line in first.stdout.splitlines() if " passed " in line]
+    wanted = [name for group in groups for name in getattr(schedule_waits, group)]
+    assert passed == wanted and first.returncode == 0, first.stdout + first.stderr
+    if groups != ["BLOCKED"]:
+        assert python(WAITS, *groups, timeout=120).stdout == first.stdout
+
+
+def test_waits_of_every_kind_are_kept():
+    """Polling, timeouts, conditions, barriers and daemons: none hangs, and none makes a difference."""
+
+    def program():
+        x, side = torch.ones(8, device=DEVICE), torch.openreg.Stream()
+        event = current().record_event()
+        while not event.query():
+            pass
+        barrier, condition, total = threading.Barrier(2), threading.Condition(), []
+
+        def work():
+            with torch.openreg.Stream() as stream:
+                stream.wait_event(event)
+                total.append((x * 3).cpu())
+            barrier.wait()
+            with condition:
+                condition.notify()
+
+        thread = threading.Thread(target=work)
+        with condition:
+            thread.start()
+            assert not thread.join(timeout=0.01)
+        barrier.wait()
+        thread.join()
+        assert not threading.Event().wait(0.001)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        side.wait_stream(current())
+        with side:
+            x.mul_(2)
+        while not side.query():
+            pass
+        return total, x
+
+    report = schedules(program, seeds=60)
+    assert report.passed, report
+
+
+def test_a_deadlock_is_an_order_that_raises():
+    def program():
+        x, threads = threads_that_deadlock()
+        for thread in threads:
+            thread.join()
+        return x.cpu()
+
+    before = threading.active_count()
+    difference = schedules(program, seeds=50).difference
+    assert "raises RuntimeError: openreg: this order of the program's work ends in a deadlock" in difference.what
+    assert threading.active_count() == before
+
+
+EXITS = """
+import sys; sys.path.insert(0, {folder!r})
+import faulthandler, threading, torch
+from schedule_waits import threads_that_deadlock
+faulthandler.dump_traceback_later(60, exit=True)
+print([torch.openreg.schedules(lambda: threads_that_deadlock()[0].cpu().shape, seeds=20).passed])
+print(threading.active_count() > 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_threads_that_are_left_in_a_deadlock_let_the_process_end():
+    done = python("-c", EXITS.format(folder=os.path.dirname(__file__)), timeout=90)
+    assert done.returncode == 0 and done.stdout.splitlines() == ["[True]", "True"], done.stderr
+
+
+@pytest.mark.slow
+def test_a_deadlock_of_threads_that_ask():
+    """Where a thread asks in a loop for what never comes, which takes some seconds to find."""
+
+    def program():
+        x, flag = torch.zeros(1, device=DEVICE), threading.Event()
+        side = torch.openreg.Stream()
+        with side:
+            x.add_(1)
+        if int(x):
+            flag.set()
+        while not flag.is_set():
+            time.sleep(100)
+
+    assert "deadlock" in schedules(program, seeds=[33]).difference.what
+
+
+def test_what_python_refuses():
+    def program():
+        thread = threading.Thread(target=lambda: None)
+        with pytest.raises(RuntimeError, match="cannot join thread before it is started"):
+            thread.join()
+        thread.start()
+        thread.join(-0.5)
+        thread.join()
+        thread.join(-1)
+        with pytest.raises(RuntimeError, match="threads can only be started once"):
+            thread.start()
+        with pytest.raises(RuntimeError, match="cannot join current thread"):
+            threading.current_thread().join()
+        for make in (threading.Lock, threading.RLock):
+            for arguments in ((True, -5), (False, 1), (True, 1e20)):
+                with pytest.raises((ValueError, OverflowError)):
+                    make().acquire(*arguments)
+        with pytest.raises(ValueError):
+            time.sleep(-1)
+        return torch.ones(1, device=DEVICE)
+
+    assert schedules(program, seeds=5).passed
+
+
+def test_backward_in_threads():
+    """Also in a thread that is kept from an order to the next: backward() runs on the thread that calls it."""
+    ran, kept = [], {}
+
+    def loss():
+        x = torch.ones(4, device=DEVICE, requires_grad=True)
+        x.register_hook(lambda grad: ran.append(threading.get_ident() == caller[0]))
+        caller = [threading.get_ident()]
+        (x * 2).sum().backward()
+        return x.grad
+
+    def work():
+        while True:
+            kept["in"].acquire()
+            kept["grad"] = loss()
+            kept["out"].release()
+
+    def program():
+        if not kept:
+            kept.update({"in": threading.Semaphore(0), "out": threading.Semaphore(0)})
+            threading.Thread(target=work, daemon=True).start()
+        grads = []
+        thread = threading.Thread(target=lambda: grads.append(loss()))
+        thread.start()
+        kept["in"].release(), kept["out"].acquire()
+        thread.join()
+        torch.openreg.synchronize()
+        return grads, kept["grad"]
+
+    assert schedules(program, seeds=10).passed
+    assert len(ran) == 24 and all(ran)
+
+
+def test_interprocess_events_of_one_process():
+    """The handle names an event of this process: its record is late in some orders, and its waits ask the schedule."""
+
+    def program(fixed):
+        x, side = torch.ones(8, device=DEVICE), torch.openreg.Stream()
+        event = torch.openreg.Event(interprocess=True)
+        torch.openreg.synchronize()
+        with side:
+            x.mul_(3)
+            event.record()
+        opened = torch.openreg.Event.from_ipc_handle(0, event.ipc_handle())
+        if fixed == "stream":
+            opened.wait()
+        elif fixed == "host":
+            opened.synchronize()
+        elif fixed == "query":
+            while not opened.query():
+                time.sleep(0.001)
+        return x + 1
+
+    for fixed in ("stream", "host", "query"):
+        assert schedules(program, fixed, seeds=40).passed
+    assert not schedules(program, "", seeds=40).passed
+
+
+OTHER_PROCESS = """
+import faulthandler, os, sys, torch
+faulthandler.dump_traceback_later(90, exit=True)
+event = torch.openreg.Event.from_ipc_handle(0, bytes.fromhex(sys.argv[1]))
+for line in sys.stdin:
+    torch.openreg._sleep(4 * 10**8)
+    event.record()
+    print("recorded", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_interprocess_events_of_another_process():
+    """A wait takes real time, which is not a deadlock, and ends if the other process does."""
+    event = torch.openreg.Event(interprocess=True)
+    command = [sys.executable, "-P", "-c", OTHER_PROCESS, event.ipc_handle().hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+
+        def program(wait):
+            print("go", file=other.stdin, flush=True)
+            assert other.stdout.readline() == "recorded\n"
+            x = torch.ones(2, device=DEVICE)
+            wait()
+            return x.add_(1), event.query()
+
+        def asks():
+            while not event.query():
+                time.sleep(0.01)
+
+        try:
+            for wait in (event.wait, event.synchronize, asks):
+                assert schedules(program, wait, seeds=[33]).passed
+
+            def unfinished():
+                x = torch.ones(2, device=DEVICE)
+                with pytest.raises(RuntimeError, match="ended before its stream reached it"):
+                    event.synchronize()
+                return x
+
+            print("go", file=other.stdin, flush=True)
+            assert other.stdout.readline() == "recorded\n"
+            other.stdin.close()
+            assert schedules(unfinished, seeds=[33]).passed
+        finally:
+            other.kill()
+
+
+def test_one_thread_tries_orders_at_a_time():
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        goes_on.wait()
+        return torch.ones(1, device=DEVICE)
+
+    thread = threading.Thread(target=schedules, args=(slow,), kwargs={"seeds": 1})
+    before = _C.poison()
+    thread.start()
+    begun.wait()
+    try:
+        with pytest.raises(RuntimeError, match="schedules: another thread is trying orders"):
+            schedules(lambda: torch.ones(1, device=DEVICE))
+    finally:
+        goes_on.set()
+        thread.join()
+    assert _C.poison() == before
+    assert schedules(lambda: torch.ones(1, device=DEVICE), seeds=1).passed
+
+
+def test_ctrl_c_while_an_order_ends():
+    """The program has returned, and another of its threads is still at work."""
+
+    def work():
+        time.sleep(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            torch.ones(1, device=DEVICE)
+
+    def program():
+        threading.Thread(target=work).start()
+        return torch.ones(1, device=DEVICE)
+
+    before = _C.poison()
+    with pytest.raises(KeyboardInterrupt):
+        schedules(program, seeds=50)
+    assert not _C.order_on() and _C.poison() == before
+    assert schedules(lambda: torch.ones(1, device=DEVICE), seeds=1).passed
