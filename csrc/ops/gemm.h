@@ -202,9 +202,124 @@ inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, 
   at::native::cpublas::brgemm(m, n, k, a_row, b_row, c_row, add, a, b, c, /*is_vnni=*/true);
 }
 
+// Packs B, of k by n elements at b[i * row + j * col], in pairs of rows, 2 * to_row apart; zeros complete an odd k.
+inline void pack_pairs(
+    const c10::BFloat16* b, int64_t row, int64_t col, int64_t k, int64_t n, c10::BFloat16* to, int64_t to_row) {
+  int64_t i = 0;
+  if (row == 1 && col % 2 == 0) { // transposes the pairs, each as large as a float
+    i = k / 2 * 2;
+    at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(b), col / 2, reinterpret_cast<float*>(to), to_row,
+        static_cast<int>(n), static_cast<int>(k / 2));
+  }
+  const auto rest = [&](auto step) { // of elements; 1 if that is known
+    for (; i < k; i += 2) {
+      for (int64_t j = 0; j < n; ++j) {
+        const c10::BFloat16* from = b + i * row + j * step;
+        const uint32_t pair = from->x | (i + 1 < k ? static_cast<uint32_t>(from[row].x) << 16 : 0);
+        std::memcpy(to + i * to_row + 2 * j, &pair, sizeof pair);
+      }
+    }
+  };
+  if (col == 1) rest(std::integral_constant<int64_t, 1>());
+  else rest(col);
+}
+
+// to = x transposed: m rows of n elements become n rows.
+inline void transpose(const c10::BFloat16* x, int64_t row, int64_t m, int64_t n, c10::BFloat16* to, int64_t to_row) {
+  constexpr int64_t block = 32;
+  for (int64_t i = 0; i < m; i += block)
+    for (int64_t j = 0; j < n; j += block)
+      at::vec::transpose_mxn<c10::BFloat16>(x + i * row + j, row, to + j * to_row + i, to_row,
+          static_cast<int>(std::min(block, m - i)), static_cast<int>(std::min(block, n - j)));
+}
+
 // Releases the state that the processor's matrix unit holds for this thread.
 struct Pairs {
   ~Pairs() { at::native::cpublas::brgemm_release(true); }
 };
+
+// ---- both, for loops over blocks ----
+// A right factor of k by n elements takes columns(n) * its stride; the stride is terms(k), or depth(k) if k may be
+// multiplied in parts. Part of it begins at column j, a multiple of 128, or at row i, a multiple of 2: j * stride or i
+// * kPanel elements further. A left factor has depth(m) rows in memory, and so has the result if m is part of it.
+
+// m by k elements of a left factor, at data[i * row + p * col].
+template <class Element>
+struct Left {
+  const Element* data;
+  int64_t row, col, k;
+};
+
+// Products in Acc<T>.
+template <class T>
+struct Wide {
+  using Element = Acc<T>;
+  static constexpr int64_t kPanel = openreg::ops::kPanel<Element>, kRounded = 0;
+  static int64_t columns(int64_t n) { return padded<Element>(n); }
+  static int64_t terms(int64_t k) { return k; }
+  static int64_t depth(int64_t k) { return k; }
+  static void take(const T* x, int64_t col, int64_t n, Element* to) { widen(x, col, n, to); }
+  static void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
+    openreg::ops::pack(b, row, col, k, n, to, stride);
+  }
+  // x, a block of numbers that a loop has computed, as a left factor. `to` has room for kRounded such blocks.
+  static Left<Element> rounded(const Element* x, int64_t row, int64_t /*m*/, int64_t k, Element* /*to*/) {
+    return {x, row, 1, k};
+  }
+  static Left<Element> transposed(const Left<Element>& x, int64_t m, Element* /*to*/) { return {x.data, 1, x.row, m}; }
+  static void multiply(int64_t m, int64_t n, const Left<Element>& a, const Element* b, int64_t stride, Element* c,
+      int64_t c_row, bool add) {
+    gemm<Element>(m, n, a.k, a.data, a.row, a.col, b, stride, c, c_row, add);
+  }
+};
+
+// Products of pairs of bfloat16. Sizes are rounded up to whole kStep, because oneDNN generates code for each and there
+// should be few; what this adds to factors is 0 where it could reach results.
+struct Paired {
+  using Element = c10::BFloat16;
+  static constexpr int64_t kPanel = 128, kRounded = 1, kStep = 32;
+  static int64_t whole(int64_t n) { return at::divup(n, kStep) * kStep; }
+  static int64_t columns(int64_t n) { return at::divup(n, kPanel) * kPanel; }
+  static int64_t terms(int64_t k) { return at::divup(k, 2) * 2; }
+  static int64_t depth(int64_t k) { return whole(k) + kStep; } // a part may begin anywhere
+  static void take(const Element* x, int64_t col, int64_t n, Element* to) {
+    for (int64_t i = 0; i < n; ++i) to[i] = x[i * col];
+    std::fill(to + n, to + terms(n), Element(0.f));
+  }
+  static void pack(const Element* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
+    for (int64_t j = 0; j < n; j += kPanel, to += stride * kPanel) {
+      pack_pairs(b + j * col, row, col, k, std::min(kPanel, n - j), to, kPanel);
+      std::fill(to + terms(k) * kPanel, to + stride * kPanel, Element(0.f));
+    }
+  }
+  static Left<Element> rounded(const float* x, int64_t row, int64_t m, int64_t k, Element* to) {
+    for (int64_t i = 0; i < m; ++i) {
+      narrow(x + i * row, 1.f, k, to + i * row, 1);
+      std::fill(to + i * row + k, to + i * row + whole(k), Element(0.f));
+    }
+    for (int64_t i = m; i < whole(m); ++i) std::fill_n(to + i * row, whole(k), Element(0.f));
+    return {to, row, 1, whole(k)};
+  }
+  static Left<Element> transposed(const Left<Element>& x, int64_t m, Element* to) {
+    transpose(x.data, x.row, whole(m), x.k, to, x.row);
+    return {to, x.row, 1, whole(m)};
+  }
+  static void multiply(int64_t m, int64_t n, const Left<Element>& a, const Element* b, int64_t stride, float* c,
+      int64_t c_row, bool add) {
+    for (int64_t j = 0; j < n; j += kPanel, b += stride * kPanel)
+      gemm_pairs(whole(m), std::min(kPanel, whole(n - j)), a.k, a.data, a.row, b, kPanel, c + j, c_row, add);
+  }
+  Pairs release;
+};
+
+// f(products): Paired if T is bfloat16 and the processor has it, else Wide<T>.
+template <class T, class F>
+void with_products(bool paired, F f) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, c10::BFloat16>)
+    if (paired && has_bfloat16_products()) return f(std::type_identity<Paired>());
+#endif
+  f(std::type_identity<Wide<T>>());
+}
 
 } // namespace openreg::ops
