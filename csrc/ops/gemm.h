@@ -102,6 +102,14 @@ void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Acc<T>* to
     constexpr int64_t block = 16; // rows at a time, so that source and destination stay in cache
     for (int64_t i = 0; i < k; i += block) {
       const int64_t end = std::min(k, i + block);
+      if constexpr (sizeof(T) < sizeof(double)) {
+        if (row == 1) { // transposes in registers
+          T rows[block * panel];
+          at::vec::transpose_mxn<T>(from + i, col, rows, panel, static_cast<int>(columns), static_cast<int>(end - i));
+          for (int64_t r = i; r < end; ++r) widen(rows + (r - i) * panel, 1, columns, to + r * panel);
+          continue;
+        }
+      }
       for (int64_t l = 0; l < columns; ++l)
         for (int64_t r = i; r < end; ++r) to[r * panel + l] = static_cast<Acc<T>>(from[r * row + l * col]);
     }
@@ -199,7 +207,10 @@ inline bool has_bfloat16_products() {
 // those of C `c_row`.
 inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
     int64_t b_row, float* c, int64_t c_row, bool add) {
-  at::native::cpublas::brgemm(m, n, k, a_row, b_row, c_row, add, a, b, c, /*is_vnni=*/true);
+  constexpr int64_t columns = 512; // at a time, which stay in cache with their part of B
+  for (int64_t j = 0; j < n; j += columns)
+    at::native::cpublas::brgemm(m, std::min(columns, n - j), k, a_row, b_row, c_row, add, a, b + 2 * j, c + j,
+        /*is_vnni=*/true);
 }
 
 // Packs B, of k by n elements at b[i * row + j * col], in pairs of rows, 2 * to_row apart; zeros complete an odd k.
