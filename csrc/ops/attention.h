@@ -102,6 +102,8 @@ struct Scores {
   const T* bias_at(int64_t b, int64_t h, int64_t query, int64_t j) const {
     return bias.data == nullptr ? nullptr : bias.at(b, h, query) + j * bias.col;
   }
+  // Whether products of pairs pay.
+  bool paired() const { return width > 0 && value_width > 0; }
   // Blocks of queries by keys that justify another thread.
   int64_t grain(int64_t rows, int64_t columns) const {
     return at::divup(kGrain, std::max<int64_t>(rows * columns, 1) * std::max<int64_t>(width + value_width, 1));
@@ -193,16 +195,18 @@ inline int64_t block_of(int64_t task, int64_t blocks, bool causal) {
 }
 
 // One thread's blocks of queries. A head's k and v stay packed until another head comes.
-template <class T>
+template <class T, class P>
 class Forward {
   using A = Acc<T>;
+  using E = typename P::Element;
   static constexpr A inf = std::numeric_limits<A>::infinity();
   static constexpr int64_t kRow = kKeys + kPanel<A>; // not a power of 2, to avoid cache conflicts
 
  public:
   explicit Forward(const Scores<T>& s)
-      : s_(s), out_row_(padded<A>(s.value_width)), k_(padded<A>(s.keys) * s.width), v_(out_row_ * s.keys),
-        q_(kQueries * s.width), scores_(kQueries * kRow), out_(kQueries * out_row_) {}
+      : s_(s), out_row_(padded<A>(s.value_width)), k_(P::columns(s.keys) * P::terms(s.width)),
+        v_(P::columns(s.value_width) * P::depth(s.keys)), q_(kQueries * P::terms(s.width)), scores_(kQueries * kRow),
+        rounded_(P::kRounded * kQueries * kRow), out_(kQueries * out_row_) {}
 
   // logsumexp is that of the first query, or null.
   void block(int64_t b, int64_t h, int64_t begin, const Heads<T>& out, A* logsumexp) {
@@ -212,12 +216,14 @@ class Forward {
     std::fill_n(max_.data(), rows, -inf);
     std::fill_n(sum_.data(), rows, A(0));
     std::fill_n(static_cast<A*>(out_), rows * out_row_, A(0));
-    for (int64_t i = 0; i < rows; ++i) widen(s_.q.at(b, h, begin + i), s_.q.col, s_.width, q_ + i * s_.width);
+    const int64_t width = P::terms(s_.width);
+    for (int64_t i = 0; i < rows; ++i) P::take(s_.q.at(b, h, begin + i), s_.q.col, s_.width, q_ + i * width);
     for (int64_t j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
       const int64_t keys = std::min(kKeys, seen.end - j);
-      gemm<A>(rows, keys, s_.width, q_, s_.width, 1, k_ + j * s_.width, s_.width, scores_, kRow, false);
+      P::multiply(rows, keys, Left<E>{q_, width, 1, width}, k_ + j * width, width, scores_, kRow, false);
       for (int64_t i = 0; i < rows; ++i) softmax(b, h, begin + i, i, j, keys);
-      gemm<A>(rows, s_.value_width, keys, scores_, kRow, 1, v_ + j * kPanel<A>, s_.keys, out_, out_row_, true);
+      P::multiply(rows, s_.value_width, P::rounded(scores_, kRow, rows, keys, rounded_), v_ + j * P::kPanel,
+          P::depth(s_.keys), out_, out_row_, true);
     }
     for (int64_t i = 0; i < rows; ++i) {
       // A maximum of -inf is a row that sees no key; a row with a maximum of inf or NaN has no softmax, and exp_u20 has
@@ -238,8 +244,8 @@ class Forward {
  private:
   void take_head(int64_t b, int64_t h) {
     if (b == batch_ && h == head_) return;
-    pack(s_.k.at(b, h), s_.k.col, s_.k.row, s_.width, s_.keys, k_, s_.width);
-    pack(s_.v.at(b, h), s_.v.row, s_.v.col, s_.keys, s_.value_width, v_, s_.keys);
+    P::pack(s_.k.at(b, h), s_.k.col, s_.k.row, s_.width, s_.keys, k_, P::terms(s_.width));
+    P::pack(s_.v.at(b, h), s_.v.row, s_.v.col, s_.keys, s_.value_width, v_, P::depth(s_.keys));
     batch_ = b;
     head_ = h;
   }
@@ -274,21 +280,30 @@ class Forward {
 
   const Scores<T>& s_;
   int64_t out_row_, batch_ = -1, head_ = -1;
-  Scratch<A> k_, v_, q_, scores_, out_;
+  const P products_{};
+  Scratch<E> k_, v_, q_;
+  Scratch<A> scores_;
+  Scratch<E> rounded_;
+  Scratch<A> out_;
   std::array<A, kQueries> max_, sum_;
 };
 
-template <class T>
-void forward_loop(const Scores<T>& s, const Heads<T>& out, const Rows<Acc<T>>& logsumexp) {
+template <class T, class P>
+void forward_loop_by(const Scores<T>& s, const Heads<T>& out, const Rows<Acc<T>>& logsumexp) {
   const int64_t blocks = at::divup(s.queries, kQueries);
   at::parallel_for(0, s.batch * s.heads * blocks, s.grain(kQueries, s.keys), [&](int64_t begin, int64_t end) {
-    Forward<T> forward(s);
+    Forward<T, P> forward(s);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t head = task / blocks, b = head / s.heads, h = head % s.heads,
                     first = block_of(task % blocks, blocks, s.causal()) * kQueries;
       forward.block(b, h, first, out, logsumexp.data == nullptr ? nullptr : logsumexp.at(b, h, first));
     }
   });
+}
+
+template <class T>
+void forward_loop(const Scores<T>& s, const Heads<T>& out, const Rows<Acc<T>>& logsumexp) {
+  with_products<T>(s.paired(), [&]<class P>(std::type_identity<P>) { forward_loop_by<T, P>(s, out, logsumexp); });
 }
 
 // ---- backward ----
@@ -306,27 +321,30 @@ struct Gradients {
 //   dv = p^T grad_out,  dq = scale * ds k,  dk = scale * ds^T q,  dbias = ds
 // and with dropout, which makes m * p of p: ds = p * (m * grad_out v^T - delta),  dv = (m * p)^T grad_out.
 // One thread's blocks of p and ds, for a range of keys and a range of queries that it has packed.
-template <class T>
+template <class T, class P>
 class Backward {
   using A = Acc<T>;
+  using E = typename P::Element;
   static constexpr A inf = std::numeric_limits<A>::infinity();
   static constexpr int64_t kRow = kBackwardKeys + kPanel<A>;
 
  public:
   Backward(const Scores<T>& s, const Gradients<T>& g, int64_t keys, int64_t queries)
-      : s_(s), g_(g), width_(padded<A>(s.width)), value_width_(padded<A>(s.value_width)),
-        k_columns_(padded<A>(keys) * s.width), k_rows_(width_ * keys), v_columns_(padded<A>(keys) * s.value_width),
-        q_(queries * s.width), q_rows_(width_ * queries), grad_out_(queries * s.value_width),
-        grad_out_rows_(value_width_ * queries), out_(s.value_width), delta_(queries), logsumexp_(queries),
-        p_(kQueries * kRow), ds_(kQueries * kRow), dq_(queries * width_), dk_(keys * width_), dv_(keys * value_width_) {
-  }
+      : s_(s), g_(g), width_(padded<A>(s.width)), value_width_(padded<A>(s.value_width)), terms_(P::terms(s.width)),
+        value_terms_(P::terms(s.value_width)), k_columns_(P::columns(keys) * terms_),
+        k_rows_(P::columns(s.width) * P::depth(keys)), v_columns_(P::columns(keys) * value_terms_),
+        q_(P::depth(queries) * terms_), q_rows_(P::columns(s.width) * P::depth(queries)),
+        grad_out_(P::depth(queries) * value_terms_), grad_out_rows_(P::columns(s.value_width) * P::depth(queries)),
+        out_(value_terms_), rounded_(P::kRounded * kQueries * kRow), transposed_(P::kRounded * kBackwardKeys * kRow),
+        delta_(queries), logsumexp_(queries), p_(kQueries * kRow), ds_(kQueries * kRow),
+        dq_(P::depth(queries) * width_), dk_(P::depth(keys) * width_), dv_(P::depth(keys) * value_width_) {}
 
   void take_keys(int64_t b, int64_t h, Range keys) {
     if (b == batch_ && h == head_ && keys.begin == keys_.begin && keys.end == keys_.end) return;
     const T *k = s_.k.at(b, h, keys.begin), *v = s_.v.at(b, h, keys.begin);
-    pack(k, s_.k.col, s_.k.row, s_.width, keys.size(), k_columns_, s_.width);
-    pack(k, s_.k.row, s_.k.col, keys.size(), s_.width, k_rows_, keys.size());
-    pack(v, s_.v.col, s_.v.row, s_.value_width, keys.size(), v_columns_, s_.value_width);
+    P::pack(k, s_.k.col, s_.k.row, s_.width, keys.size(), k_columns_, terms_);
+    P::pack(k, s_.k.row, s_.k.col, keys.size(), s_.width, k_rows_, P::depth(keys.size()));
+    P::pack(v, s_.v.col, s_.v.row, s_.value_width, keys.size(), v_columns_, value_terms_);
     batch_ = b;
     head_ = h;
     keys_ = keys;
@@ -336,15 +354,16 @@ class Backward {
     const int64_t n = queries.size();
     const A* logsumexp = g_.logsumexp.at(b, h, queries.begin);
     const A* grad_logsumexp = g_.grad_logsumexp.data == nullptr ? nullptr : g_.grad_logsumexp.at(b, h, queries.begin);
-    pack(s_.q.at(b, h, queries.begin), s_.q.row, s_.q.col, n, s_.width, q_rows_, n);
-    pack(g_.grad_out.at(b, h, queries.begin), g_.grad_out.row, g_.grad_out.col, n, s_.value_width, grad_out_rows_, n);
+    const Heads<const T>& grad = g_.grad_out;
+    P::pack(s_.q.at(b, h, queries.begin), s_.q.row, s_.q.col, n, s_.width, q_rows_, P::depth(n));
+    P::pack(grad.at(b, h, queries.begin), grad.row, grad.col, n, s_.value_width, grad_out_rows_, P::depth(n));
     for (int64_t i = 0; i < n; ++i) {
-      A* grad_out = grad_out_ + i * s_.value_width;
-      widen(s_.q.at(b, h, queries.begin + i), s_.q.col, s_.width, q_ + i * s_.width);
-      widen(g_.grad_out.at(b, h, queries.begin + i), g_.grad_out.col, s_.value_width, grad_out);
-      widen(g_.out.at(b, h, queries.begin + i), g_.out.col, s_.value_width, static_cast<A*>(out_));
+      E *grad_out = grad_out_ + i * value_terms_, *out = out_;
+      P::take(s_.q.at(b, h, queries.begin + i), s_.q.col, s_.width, q_ + i * terms_);
+      P::take(grad.at(b, h, queries.begin + i), grad.col, s_.value_width, grad_out);
+      P::take(g_.out.at(b, h, queries.begin + i), g_.out.col, s_.value_width, out);
       const A l = logsumexp[i];
-      const double dot = sum<A>(s_.value_width, [](V<A> a, V<A> b) { return a * b; }, grad_out, static_cast<A*>(out_));
+      const double dot = sum<E>(s_.value_width, [](V<A> a, V<A> b) { return a * b; }, grad_out, out);
       delta_[i] = static_cast<A>(dot - (grad_logsumexp == nullptr ? 0 : grad_logsumexp[i]));
       logsumexp_[i] = l == inf ? std::numeric_limits<A>::quiet_NaN() : l;
       if (l == s_.nothing) { // the row sees no key: exp(score - inf) is 0, and so is its product with any finite delta
@@ -379,21 +398,25 @@ class Backward {
       for (int64_t i = queries_.begin; i < queries_.end; i += kQueries) {
         // The window leaves the queries that see a key from j on, or before the block's end, and the keys that they
         // see.
-        const int64_t key_end = std::min(j + kBackwardKeys, keys_.end), first = std::max(i, j - s_.right);
+        const int64_t key_end = std::min(j + kBackwardKeys, keys_.end),
+                      first = std::max(i, i + (j - s_.right - i) / 2 * 2); // even, for pairs of rows
         const int64_t end = std::min({i + kQueries, queries_.end, key_end + s_.left});
         const int64_t rows = end - first, keys = std::min(key_end, s_.keys_of(first, end).end) - j;
         if (rows <= 0 || keys <= 0) continue;
         probabilities(first, rows, j, keys);
         const int64_t row = first - queries_.begin, key = j - keys_.begin;
-        if (wanted & kOfKeys) {
-          gemm<A>(keys, s_.value_width, rows, p_, 1, kRow, grad_out_rows_ + row * kPanel<A>, queries_.size(),
-              dv_ + key * value_width_, value_width_, true);
-          gemm<A>(keys, s_.width, rows, ds_, 1, kRow, q_rows_ + row * kPanel<A>, queries_.size(), dk_ + key * width_,
-              width_, true);
-        }
+        const auto add = [&](int64_t m, int64_t n, const Left<E>& a, const E* b, int64_t stride, A* to,
+                             int64_t to_row) { P::multiply(m, n, a, b, stride, to, to_row, true); };
+        const int64_t queries_depth = P::depth(queries_.size()), keys_depth = P::depth(keys_.size());
+        if (wanted & kOfKeys)
+          add(keys, s_.value_width, P::transposed(P::rounded(p_, kRow, rows, keys, rounded_), rows, transposed_),
+              grad_out_rows_ + row * P::kPanel, queries_depth, dv_ + key * value_width_, value_width_);
+        const Left<E> ds = P::rounded(ds_, kRow, rows, keys, rounded_);
+        if (wanted & kOfKeys)
+          add(keys, s_.width, P::transposed(ds, rows, transposed_), q_rows_ + row * P::kPanel, queries_depth,
+              dk_ + key * width_, width_);
         if (wanted & kOfQueries)
-          gemm<A>(rows, s_.width, keys, ds_, kRow, 1, k_rows_ + key * kPanel<A>, keys_.size(), dq_ + row * width_,
-              width_, true);
+          add(rows, s_.width, ds, k_rows_ + key * P::kPanel, keys_depth, dq_ + row * width_, width_);
         if (wanted & kOfBias) add_to_bias(first, rows, j, keys);
       }
     }
@@ -402,10 +425,10 @@ class Backward {
  private:
   void probabilities(int64_t query, int64_t rows, int64_t j, int64_t keys) {
     const int64_t row = query - queries_.begin, key = j - keys_.begin;
-    gemm<A>(
-        rows, keys, s_.width, q_ + row * s_.width, s_.width, 1, k_columns_ + key * s_.width, s_.width, p_, kRow, false);
-    gemm<A>(rows, keys, s_.value_width, grad_out_ + row * s_.value_width, s_.value_width, 1,
-        v_columns_ + key * s_.value_width, s_.value_width, ds_, kRow, false);
+    P::multiply(
+        rows, keys, Left<E>{q_ + row * terms_, terms_, 1, terms_}, k_columns_ + key * terms_, terms_, p_, kRow, false);
+    P::multiply(rows, keys, Left<E>{grad_out_ + row * value_terms_, value_terms_, 1, value_terms_},
+        v_columns_ + key * value_terms_, value_terms_, ds_, kRow, false);
     for (int64_t i = 0; i < rows; ++i) {
       A *p = p_ + i * kRow, *ds = ds_ + i * kRow, l = logsumexp_[row + i];
       const Range range = s_.seen(query + i, j, keys);
@@ -452,21 +475,23 @@ class Backward {
 
   const Scores<T>& s_;
   const Gradients<T>& g_;
-  const int64_t width_, value_width_; // of a row, padded
+  const P products_{};
+  const int64_t width_, value_width_; // of a row of a gradient, padded
+  const int64_t terms_, value_terms_; // of a product over the width
   int64_t batch_ = -1, head_ = -1, query_head_ = -1;
   Range keys_{0, 0}, queries_{0, 0};
   // As right factors, packed: columns to multiply with q or grad_out, rows to multiply with p or ds.
-  Scratch<A> k_columns_, k_rows_, v_columns_, q_, q_rows_, grad_out_, grad_out_rows_, out_, delta_, logsumexp_;
-  Scratch<A> p_, ds_, dq_, dk_, dv_;
+  Scratch<E> k_columns_, k_rows_, v_columns_, q_, q_rows_, grad_out_, grad_out_rows_, out_, rounded_, transposed_;
+  Scratch<A> delta_, logsumexp_, p_, ds_, dq_, dk_, dv_;
   std::array<A, kBackwardKeys> kept_;
 };
 
 // If there are enough heads of k and v, a thread takes entire heads, with all their queries. Otherwise it takes blocks
 // of keys for dk and dv, and then blocks of queries for dq, which computes p twice. Either way, a gradient is one sum
 // in one order.
-template <class T>
-void backward_loop(const Scores<T>& s, const Gradients<T>& g) {
-  using Work = Backward<T>;
+template <class T, class P>
+void backward_loop_by(const Scores<T>& s, const Gradients<T>& g) {
+  using Work = Backward<T, P>;
   const int64_t kv_heads = s.heads / std::max<int64_t>(s.group, 1), pairs = s.batch * kv_heads;
   const Range all_keys{0, s.keys}, all_queries{0, s.queries};
   const auto heads_of = [&](int64_t head) { return Range{head * s.group, (head + 1) * s.group}; };
@@ -522,10 +547,15 @@ void backward_loop(const Scores<T>& s, const Gradients<T>& g) {
   }
 }
 
+template <class T>
+void backward_loop(const Scores<T>& s, const Gradients<T>& g) {
+  with_products<T>(s.paired(), [&]<class P>(std::type_identity<P>) { backward_loop_by<T, P>(s, g); });
+}
+
 // Only dbias. One thread computes each block of a bias, from all the blocks of scores that share it in turn.
 template <class T>
 void bias_loop(const Scores<T>& s, const Gradients<T>& g, std::array<int64_t, 4> shape) {
-  using Work = Backward<T>;
+  using Work = Backward<T, Wide<T>>;
   const auto ranges = [](int64_t size, int64_t own, int64_t block) {
     return own == 1 ? std::max<int64_t>(size, 1) : block;
   };

@@ -1,4 +1,4 @@
-// Products of matrix blocks, on the calling thread, for attention and linear_cross_entropy.
+// Products of matrix blocks, on the calling thread, for attention, linear_cross_entropy and grouped_linear.
 // torch does not export its BLAS (at::native::cpublas::gemm), and calling at::mm costs as much as the smallest of these
 // blocks. The scheme is from BLIS (Van Zee & van de Geijn 2015): the right
 // factor is packed once into panels of kPanel columns, [panel][k][kPanel], and a tile of C of kTile rows by one
@@ -102,6 +102,14 @@ void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Acc<T>* to
     constexpr int64_t block = 16; // rows at a time, so that source and destination stay in cache
     for (int64_t i = 0; i < k; i += block) {
       const int64_t end = std::min(k, i + block);
+      if constexpr (sizeof(T) < sizeof(double)) {
+        if (row == 1) { // transposes in registers
+          T rows[block * panel];
+          at::vec::transpose_mxn<T>(from + i, col, rows, panel, static_cast<int>(columns), static_cast<int>(end - i));
+          for (int64_t r = i; r < end; ++r) widen(rows + (r - i) * panel, 1, columns, to + r * panel);
+          continue;
+        }
+      }
       for (int64_t l = 0; l < columns; ++l)
         for (int64_t r = i; r < end; ++r) to[r * panel + l] = static_cast<Acc<T>>(from[r * row + l * col]);
     }
@@ -171,7 +179,9 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
 // ---- bfloat16 with oneDNN ----
 // Processors with AVX-512 BF16 or AMX multiply pairs of bfloat16 and accumulate in float32, at twice the rate of
 // float32 products or more. at::native::cpublas::brgemm uses this if the right factor is stored in pairs of rows: [k /
-// 2][n][2]. Float16 has such instructions only with AMX-FP16, and the code above is equally fast for float32 products.
+// 2][n][2]. Blocks of the sizes that attention and linear_cross_entropy multiply decided to use it for bfloat16 alone.
+// GFLOP/s on a core of an AMD EPYC (Zen 5, AVX-512, no AMX): the code above 226 to 246; brgemm 366 to 483 in bfloat16,
+// 188 to 242 in float32, 35 to 70 in float16, for which there are instructions only with AMX-FP16.
 
 // Whether the processor has these instructions, and oneDNN uses them.
 inline bool has_bfloat16_products() {
@@ -199,12 +209,133 @@ inline bool has_bfloat16_products() {
 // those of C `c_row`.
 inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
     int64_t b_row, float* c, int64_t c_row, bool add) {
-  at::native::cpublas::brgemm(m, n, k, a_row, b_row, c_row, add, a, b, c, /*is_vnni=*/true);
+  constexpr int64_t columns = 512; // at a time, which stay in cache with their part of B
+  for (int64_t j = 0; j < n; j += columns)
+    at::native::cpublas::brgemm(m, std::min(columns, n - j), k, a_row, b_row, c_row, add, a, b + 2 * j, c + j,
+        /*is_vnni=*/true);
+}
+
+// Packs B, of k by n elements at b[i * row + j * col], in pairs of rows, 2 * to_row apart; zeros complete an odd k.
+inline void pack_pairs(
+    const c10::BFloat16* b, int64_t row, int64_t col, int64_t k, int64_t n, c10::BFloat16* to, int64_t to_row) {
+  int64_t i = 0;
+  if (row == 1 && col % 2 == 0) { // transposes the pairs, each as large as a float
+    i = k / 2 * 2;
+    at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(b), col / 2, reinterpret_cast<float*>(to), to_row,
+        static_cast<int>(n), static_cast<int>(k / 2));
+  }
+  const auto rest = [&](auto step) { // of elements; 1 if that is known
+    for (; i < k; i += 2) {
+      for (int64_t j = 0; j < n; ++j) {
+        const c10::BFloat16* from = b + i * row + j * step;
+        const uint32_t pair = from->x | (i + 1 < k ? static_cast<uint32_t>(from[row].x) << 16 : 0);
+        std::memcpy(to + i * to_row + 2 * j, &pair, sizeof pair);
+      }
+    }
+  };
+  if (col == 1) rest(std::integral_constant<int64_t, 1>());
+  else rest(col);
+}
+
+// to = x transposed: m rows of n elements become n rows.
+inline void transpose(const c10::BFloat16* x, int64_t row, int64_t m, int64_t n, c10::BFloat16* to, int64_t to_row) {
+  constexpr int64_t block = 32;
+  for (int64_t i = 0; i < m; i += block)
+    for (int64_t j = 0; j < n; j += block)
+      at::vec::transpose_mxn<c10::BFloat16>(x + i * row + j, row, to + j * to_row + i, to_row,
+          static_cast<int>(std::min(block, m - i)), static_cast<int>(std::min(block, n - j)));
 }
 
 // Releases the state that the processor's matrix unit holds for this thread.
 struct Pairs {
   ~Pairs() { at::native::cpublas::brgemm_release(true); }
 };
+
+// ---- either, for loops over blocks ----
+// A packed right factor of k by n elements takes columns(n) * stride elements. Its stride is terms(k), or depth(k) if
+// products use some of its rows. Column j, a multiple of 128, begins j * stride elements after the first, and row i, a
+// multiple of 2, i * kPanel elements. Where products use some rows of a left factor or of a result, it has memory for
+// depth(m) rows.
+
+// m by k elements of a left factor, at data[i * row + p * col]; row or col is 1.
+template <class Element>
+struct Left {
+  const Element* data;
+  int64_t row, col, k;
+};
+
+// Products in Acc<T>.
+template <class T>
+struct Wide {
+  using Element = Acc<T>;
+  static constexpr int64_t kPanel = openreg::ops::kPanel<Element>, kRounded = 0;
+  static int64_t columns(int64_t n) { return padded<Element>(n); }
+  static int64_t terms(int64_t k) { return k; }
+  static int64_t depth(int64_t k) { return k; }
+  static void take(const T* x, int64_t col, int64_t n, Element* to) { widen(x, col, n, to); }
+  static void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
+    openreg::ops::pack(b, row, col, k, n, to, stride);
+  }
+  // x, a block of numbers that a loop has computed, as a left factor. `to` has room for kRounded such blocks.
+  static Left<Element> rounded(const Element* x, int64_t row, int64_t /*m*/, int64_t k, Element* /*to*/) {
+    return {x, row, 1, k};
+  }
+  static Left<Element> transposed(const Left<Element>& x, int64_t m, Element* /*to*/) { return {x.data, 1, x.row, m}; }
+  static void multiply(int64_t m, int64_t n, const Left<Element>& a, const Element* b, int64_t stride, Element* c,
+      int64_t c_row, bool add) {
+    // Strides of 1 as constants save a few percent.
+    if (a.col == 1) gemm<Element>(m, n, a.k, a.data, a.row, 1, b, stride, c, c_row, add);
+    else gemm<Element>(m, n, a.k, a.data, 1, a.col, b, stride, c, c_row, add);
+  }
+};
+
+// Products of pairs of bfloat16. Sizes are rounded up to multiples of kStep, because oneDNN generates code for each
+// size and there should be few. The elements that this adds to a factor are 0 where they could change a result.
+struct Paired {
+  using Element = c10::BFloat16;
+  static constexpr int64_t kPanel = 128, kRounded = 1, kStep = 32;
+  static int64_t whole(int64_t n) { return at::divup(n, kStep) * kStep; }
+  static int64_t columns(int64_t n) { return at::divup(n, kPanel) * kPanel; }
+  static int64_t terms(int64_t k) { return at::divup(k, 2) * 2; }
+  static int64_t depth(int64_t k) { return whole(k) + kStep; } // a part may begin anywhere
+  static void take(const Element* x, int64_t col, int64_t n, Element* to) {
+    for (int64_t i = 0; i < n; ++i) to[i] = x[i * col];
+    std::fill(to + n, to + terms(n), Element(0.f));
+  }
+  static void pack(const Element* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
+    for (int64_t j = 0; j < n; j += kPanel, to += stride * kPanel) {
+      pack_pairs(b + j * col, row, col, k, std::min(kPanel, n - j), to, kPanel);
+      std::fill(to + terms(k) * kPanel, to + stride * kPanel, Element(0.f));
+    }
+  }
+  static Left<Element> rounded(const float* x, int64_t row, int64_t m, int64_t k, Element* to) {
+    for (int64_t i = 0; i < m; ++i) {
+      narrow(x + i * row, 1.f, k, to + i * row, 1);
+      std::fill(to + i * row + k, to + i * row + whole(k), Element(0.f));
+    }
+    for (int64_t i = m; i < whole(m); ++i) std::fill_n(to + i * row, whole(k), Element(0.f));
+    return {to, row, 1, whole(k)};
+  }
+  static Left<Element> transposed(const Left<Element>& x, int64_t m, Element* to) {
+    transpose(x.data, x.row, whole(m), x.k, to, x.row);
+    return {to, x.row, 1, whole(m)};
+  }
+  static void multiply(int64_t m, int64_t n, const Left<Element>& a, const Element* b, int64_t stride, float* c,
+      int64_t c_row, bool add) {
+    for (int64_t j = 0; j < n; j += kPanel, b += stride * kPanel)
+      gemm_pairs(whole(m), std::min(kPanel, whole(n - j)), a.k, a.data, a.row, b, kPanel, c + j, c_row, add);
+  }
+  Pairs release;
+};
+
+// f(products): Paired if T is bfloat16 and the processor has it, else Wide<T>.
+template <class T, class F>
+void with_products(bool paired, F f) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, c10::BFloat16>)
+    if (paired && has_bfloat16_products()) return f(std::type_identity<Paired>());
+#endif
+  f(std::type_identity<Wide<T>>());
+}
 
 } // namespace openreg::ops

@@ -3,8 +3,8 @@
 // are needed, immediately turns them in place into the logits' gradient, and that into its part of the gradients.
 // Backward only multiplies by the gradient of the loss. A separate operator does this, so that compilers see it.
 // Rows with ignore_index are left out of all products.
-// bfloat16 logits use products of pairs if the processor has them (gemm.h). The gradients' products do not, because
-// their left factor, the logits' gradient, is kept in float32.
+// bfloat16 uses products of pairs if the processor has them (gemm.h); the logits' gradient is then rounded to bfloat16,
+// as it is in eager mode.
 #include "../aten/transforms.h"
 #include "autograd.h"
 #include "cross_entropy.h"
@@ -20,6 +20,7 @@ constexpr int64_t kRows = 512, kClasses = 96, kClassBlock = 16 * kClasses;
 template <class A>
 constexpr int64_t kColumns = 4 * kPanel<A>;
 constexpr int64_t kDepth = 256;
+constexpr int64_t kBlockRow = kClassBlock + 32; // not a power of 2
 
 // The type that gradients are rounded to: T, but float for float16, because gradients of a mean over rows may be out of
 // its range.
@@ -50,6 +51,7 @@ class Chunk {
   using A = Acc<T>;
   using V = at::vec::Vectorized<A>;
   using Pair = c10::BFloat16;
+  static constexpr bool kHasPairs = std::is_same_v<T, Pair>;
 
  public:
   Chunk(const Arguments<T>& in, const Results<T>& out, bool gradients, A* memory)
@@ -97,12 +99,12 @@ class Chunk {
       size_ += at::divup(n, kPanel<A>) * kPanel<A>;
       return at;
     };
-    x_ = take(most * in_.width);
+    x_ = take(padded<A>(most) * in_.width);
     x_columns_ = take(padded<A>(most) * in_.width);
-    pairs_of_columns_ = reinterpret_cast<Pair*>(x_columns_); // whichever the work uses when it runs
-    x_rows_ = take(gradients_ ? most * padded<A>(in_.width) : 0);
-    grad_x_ = take(gradients_ ? most * in_.width : 0);
+    x_rows_ = take(gradients_ ? padded<A>(most) * padded<A>(in_.width) : 0);
+    grad_x_ = take(gradients_ ? padded<A>(most) * in_.width : 0);
     logits_ = take(gradients_ ? in_.classes * row_ : 0);
+    by_row_ = take(gradients_ && pairs_ ? row_ * kBlockRow / 2 : 0);
     for (A** each : {&tile_max_, &tile_sum_, &tile_total_}) *each = take(tiles_ * row_);
     for (A** each : {&max_, &sum_, &total_, &logsumexp_, &at_target_, &factor_, &least_, &of_target_})
       *each = take(row_);
@@ -114,33 +116,39 @@ class Chunk {
     at::parallel_for(0, tasks, at::divup(kGrain, work + 1), f);
   }
 
-  // x as right factor, in pairs of its columns; rows of zeros complete a panel, because oneDNN generates code for each
-  // size and there should be few.
+  // The memory of numbers, for half as many that are kept in bfloat16.
+  static Pair* halves(A* memory) { return reinterpret_cast<Pair*>(memory); }
+
+  // x, and x as right factor in pairs of columns and of rows. Rows of zeros complete a panel, because oneDNN generates
+  // code for each size and there should be few.
   void take_pairs() {
-    const int64_t width = in_.width, rows = padded<A>(n_);
-    split(rows, width, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) {
-        Pair* to = pairs_of_columns_ + 2 * t;
-        for (int64_t i = 0; i < width; i += 2, to += 2 * rows) {
-          if (t < n_) std::copy_n(reinterpret_cast<const Pair*>(in_.x) + rows_[t] * width + i, 2, to);
-          else std::fill_n(to, 2, Pair(0.f));
-        }
+    const int64_t width = in_.width, rows = padded<A>(n_), panel = kPanel<A>;
+    Pair* x = halves(x_);
+    split(rows / panel, panel * width, [&](int64_t first, int64_t last) {
+      for (int64_t t = first * panel; t < last * panel; ++t) {
+        if (t < n_) std::copy_n(in_.x + rows_[t] * width, width, x + t * width);
+        else std::fill_n(x + t * width, width, Pair(0.f));
+      }
+      for (int64_t t = first * panel; t < last * panel; t += panel) {
+        pack_pairs(x + t * width, 1, width, width, panel, halves(x_columns_) + 2 * t, rows);
+        if (out_.weight != nullptr)
+          pack_pairs(x + t * width, width, 1, panel, width, halves(x_rows_) + t * width, width);
       }
     });
   }
 
   void take_rows() {
     constexpr int64_t panel = kPanel<A>;
+    if constexpr (kHasPairs)
+      if (pairs_) return take_pairs();
     split(n_, in_.width, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) widen(in_.x + rows_[t] * in_.width, 1, in_.width, x_ + t * in_.width);
     });
-    if (pairs_) take_pairs();
-    else
-      split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
-        for (int64_t p = begin * panel; p < end * panel; p += panel)
-          pack(x_ + p * in_.width, 1, in_.width, in_.width, std::min(panel, n_ - p), x_columns_ + p * in_.width,
-              in_.width);
-      });
+    split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin * panel; p < end * panel; p += panel)
+        pack(x_ + p * in_.width, 1, in_.width, in_.width, std::min(panel, n_ - p), x_columns_ + p * in_.width,
+            in_.width);
+    });
     if (out_.weight == nullptr) return;
     split(at::divup(in_.width, panel), panel * n_, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin * panel; p < end * panel; p += panel)
@@ -168,8 +176,8 @@ class Chunk {
       A* logits = gradients_ ? logits_ + begin * row_ : static_cast<A*>(own);
       A *max = tile_max_ + tile * row_, *sum = tile_sum_ + tile * row_, *total = tile_total_ + tile * row_;
       if (pairs_) {
-        if constexpr (std::is_same_v<T, Pair>)
-          gemm_pairs(m, padded<A>(n_), in_.width, in_.weight + begin * in_.width, in_.width, pairs_of_columns_,
+        if constexpr (kHasPairs)
+          gemm_pairs(m, padded<A>(n_), in_.width, in_.weight + begin * in_.width, in_.width, halves(x_columns_),
               padded<A>(n_), logits, row_, false);
       } else {
         for (int64_t c = 0; c < m; ++c)
@@ -237,6 +245,9 @@ class Chunk {
   // Turns the tiles' exponentials into the gradients of their logits, and computes the gradients of weight and bias.
   void gradients_of_logits(int64_t first, int64_t last) {
     Scratch<A> by(row_);
+    Scratch<Pair> rounded(pairs_ ? kClasses * row_ : 0);
+    std::optional<Pairs> pairs;
+    if (pairs_) pairs.emplace();
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t begin = tile * kClasses, end = std::min(begin + kClasses, in_.classes), m = end - begin;
       A *logits = logits_ + begin * row_, *max = tile_max_ + tile * row_;
@@ -248,7 +259,9 @@ class Chunk {
           at::vec::fmsub(V::loadu(row + t), V::loadu(by + t), V::loadu(least_ + t)).store(row + t);
       }
       each_target(begin, end, [&](int64_t t, int64_t c) { logits[c * row_ + t] -= of_target_[t]; });
-      if (out_.weight != nullptr)
+      if constexpr (kHasPairs)
+        if (pairs_) multiply_pairs_by_x(begin, m, rounded);
+      if (out_.weight != nullptr && !pairs_)
         gemm<A>(m, in_.width, n_, logits, row_, 1, x_rows_, n_, out_.weight + begin * in_.width, in_.width, !first_);
       for (int64_t c = 0; out_.bias != nullptr && c < m; ++c) {
         const double total = sum<A>(n_, [](V x) { return x; }, logits + c * row_);
@@ -257,8 +270,43 @@ class Chunk {
     }
   }
 
+  // grad_weight (+)= gradients of the logits of m classes from `begin` on, rounded, times x. Keeps them for grad_x too.
+  void multiply_pairs_by_x(int64_t begin, int64_t m, Pair* rounded) {
+    const int64_t rows = padded<A>(n_), block = begin % kClassBlock;
+    for (int64_t c = 0; c < m; ++c) {
+      narrow(logits_ + (begin + c) * row_, A(1), n_, rounded + c * row_, 1);
+      std::fill(rounded + c * row_ + n_, rounded + c * row_ + rows, Pair(0.f));
+    }
+    if (m % 2 == 1) std::fill_n(rounded + m * row_, rows, Pair(0.f)); // completes a pair
+    if (out_.x != nullptr) transpose(rounded, row_, at::divup(m, 2) * 2, rows, halves(by_row_) + block, kBlockRow);
+    if (out_.weight != nullptr)
+      gemm_pairs(m, in_.width, rows, rounded, row_, halves(x_rows_), in_.width, out_.weight + begin * in_.width,
+          in_.width, !first_);
+  }
+
+  // multiply_by_weight() of pairs.
+  void multiply_by_pairs_of_weight(int64_t begin, int64_t end) {
+    const int64_t blocks = at::divup(in_.width, kColumns<A>), panels = padded<A>(n_) / kPanel<A>;
+    const int64_t parts = std::min(at::divup(at::get_num_threads(), blocks), panels),
+                  depth = at::divup(end - begin, 2) * 2;
+    split(blocks * parts, kColumns<A> * n_ / parts * depth, [&](int64_t first, int64_t last) {
+      Scratch<Pair> weight(depth * kColumns<A>);
+      const Pairs pairs;
+      for (int64_t task = first; task < last; ++task) {
+        const int64_t column = task / parts * kColumns<A>, columns = std::min(kColumns<A>, in_.width - column);
+        const int64_t row = task % parts * panels / parts * kPanel<A>,
+                      rows = (task % parts + 1) * panels / parts * kPanel<A> - row;
+        pack_pairs(in_.weight + begin * in_.width + column, in_.width, 1, end - begin, columns, weight, columns);
+        gemm_pairs(rows, columns, depth, halves(by_row_) + row * kBlockRow, kBlockRow, weight, columns,
+            grad_x_ + row * in_.width + column, in_.width, begin > 0);
+      }
+    });
+  }
+
   // grad_x (+)= gradients of the logits of classes [begin, end) times their weights.
   void multiply_by_weight(int64_t begin, int64_t end) {
+    if constexpr (kHasPairs)
+      if (pairs_) return multiply_by_pairs_of_weight(begin, end);
     const int64_t blocks = at::divup(in_.width, kColumns<A>);
     const int64_t parts = std::min(at::divup(at::get_num_threads(), blocks), at::divup(n_, kTile));
     split(blocks * parts, kColumns<A> * n_ / parts * (end - begin), [&](int64_t first, int64_t last) {
@@ -279,12 +327,12 @@ class Chunk {
   const Arguments<T> in_;
   const Results<T> out_;
   const bool gradients_;
-  const bool pairs_ = std::is_same_v<T, Pair> && in_.width > 0 && in_.width % 2 == 0 && has_bfloat16_products();
+  const bool pairs_ = kHasPairs && in_.width > 0 && in_.width % 2 == 0 && has_bfloat16_products();
   const int64_t* rows_ = nullptr;
   int64_t n_ = 0, row_ = 0, tiles_ = 0, size_ = 0; // rows in this chunk, elements from one class to the next
   bool first_ = true;
   A *x_, *x_columns_, *x_rows_, *grad_x_, *logits_; // x itself, and packed as right factors
-  Pair* pairs_of_columns_; // x as right factor, by pairs
+  A* by_row_; // with pairs: a block's gradients of the logits, one row of memory per row
   A *tile_max_, *tile_sum_, *tile_total_; // [tile][row_]
   A *max_, *sum_, *total_, *logsumexp_, *at_target_, *factor_, *least_, *of_target_;
 };

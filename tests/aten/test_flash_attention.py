@@ -124,18 +124,24 @@ def test_efficient_window(mask):
     close(out, torch.stack([out for out, _ in expected]), torch.float32)
 
 
-def test_efficient_window_in_backward():
-    q, k, v = (torch.randn(1, 9, 2, 8, device=DEVICE) for _ in range(3))
-    forward = (0.0, 1)
-    out, logsumexp, seed, offset, *_ = efficient(q, k, v, None, None, None, None, None, *forward, True, window_size=3)
-    weights = torch.randn_like(out)
+# The second has blocks of which the window leaves an odd number of rows.
+@pytest.mark.parametrize(("queries", "keys", "mask", "window"), [(9, 9, 1, 3), (300, 433, 2, 120)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_efficient_window_in_backward(queries, keys, mask, window, dtype):
+    q, k, v = (torch.randn(1, n, 2, 8, device=DEVICE, dtype=dtype) for n in (queries, keys, keys))
+    forward = (0.0, mask)
+    out, logsumexp, seed, offset, *_ = efficient(
+        q, k, v, None, None, None, None, None, *forward, True, window_size=window
+    )
+    weights, last = torch.randn_like(out), (logsumexp, 0.0, seed, offset, mask, False)
     got = torch.ops.aten._efficient_attention_backward(
-        weights, q, k, v, None, out, None, None, 9, 9, logsumexp, 0.0, seed, offset, 1, False, window_size=3
+        weights, q, k, v, None, out, None, None, queries, keys, *last, window_size=window
     )[:3]
     rows = [x[0].cpu().double().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(attend(*rows, left=2, right=0)[0], rows, weights[0].cpu().double())
-    for g, e in zip(got, expected, strict=True):
-        close(g[0], e, torch.float32)
+    expected_out, _ = attend(*rows, left=window - 1, right=0, from_end=mask == 2)
+    close(out[0], expected_out, dtype)
+    for g, e in zip(got, torch.autograd.grad(expected_out, rows, weights[0].cpu().double()), strict=True):
+        close(g[0], e, dtype, 2)
 
 
 def test_efficient_shares_the_storage_of_gradients():

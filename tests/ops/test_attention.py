@@ -232,22 +232,35 @@ def test_second_derivative_of_half_types(dtype):
     kit.check_against(penalty(attention), penalty(reference), *qkv(1, 2, 1, 3, 4, 8, 8, dtype=dtype), scale=8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_results_do_not_depend_on_threads(causal):
+def test_results_do_not_depend_on_threads(causal, dtype):
     """The result does not depend on a thread's share or on which of its two backward paths runs."""
-    q, k, v = (x.requires_grad_() for x in qkv(1, 4, 2, 300, 400, 16, 16))
-    bias = random(300, 1, grad=True)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3, 7):
-            torch.set_num_threads(count)
-            out, logsumexp = attention(q, k, v, bias, causal=causal)
-            results.append((out, logsumexp, *torch.autograd.grad((out.sin().sum() + logsumexp.sum()), (q, k, v, bias))))
-    finally:
-        torch.set_num_threads(threads)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    q, k, v = (x.requires_grad_() for x in qkv(1, 4, 2, 300, 400, 16, 16, dtype=dtype))
+    bias = random(300, 1, dtype=dtype, grad=True)
+
+    def run():
+        out, logsumexp = attention(q, k, v, bias, causal=causal)
+        return out, logsumexp, *torch.autograd.grad(out.sin().sum() + logsumexp.sum(), (q, k, v, bias))
+
+    first, *others = kit.with_threads(run, (1, 2, 3, 7))
+    for result in others:
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
+
+
+# Products of pairs have remainders of queries, keys and widths, and panels of 128 columns.
+PAIRS = [(1, 2, 1, 33, 129, 40, 24), (1, 1, 1, 97, 31, 130, 257), (1, 1, 1, 1, 257, 2, 1), (1, 2, 2, 1, 1, 1, 3)]
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["oneDNN", "without oneDNN"])
+@pytest.mark.parametrize("sizes", PAIRS, ids=str)
+def test_bfloat16_products(sizes, enabled):
+    q, k, v = qkv(*sizes, dtype=torch.bfloat16)
+    bias = random(*sizes[3:5], dtype=torch.bfloat16)
+    with torch.backends.mkldnn.flags(enabled=enabled):
+        check(q, k, v, scale_tolerance=4)
+        check(q.mT.contiguous().mT, k[..., :1, :].expand_as(k), v.mT.contiguous().mT, causal=True, scale_tolerance=4)
+        check(q, k, v, bias, causal=True, scale_tolerance=8)
 
 
 @pytest.mark.slow

@@ -119,6 +119,24 @@ def test_half_types_accumulate_in_float32(dtype):
     assert (grad_weight == 4096).all() and (grad_bias == 4096).all()
 
 
+@pytest.mark.parametrize("enabled", [True, False], ids=["oneDNN", "without oneDNN"])
+@pytest.mark.parametrize("features", [(1, 300), (33, 257), (1100, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_remainders_of_products(features, dtype, enabled):
+    """Of tiles, of the terms added at a time, and of vectors; also with operands that are transposed or strided."""
+    numbers, (inside, out) = (13, 0, 260), features
+    x, weights, bias, _ = inputs_of(numbers, features, dtype=dtype)
+    scale = max(features[0], features[1], *numbers) ** 0.5
+    operands = [
+        (x, weights),
+        (x.mT.contiguous().mT, [w.mT.contiguous().mT for w in weights]),
+        (random(273, 2 * inside, dtype=dtype)[:, ::2], [random(out, 2 * inside, dtype=dtype)[:, ::2]] * 3),
+    ]
+    with torch.backends.mkldnn.flags(enabled=enabled):
+        for left, right in operands:
+            kit.check_against(flat(grouped_linear, numbers), flat(reference, numbers), left, *right, *bias, scale=scale)
+
+
 @pytest.mark.parametrize("numbers", [(300, 5, 200), (40,)], ids=["tiles", "one tile each"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_does_not_depend_on_threads(dtype, numbers):

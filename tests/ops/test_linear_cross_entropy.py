@@ -85,6 +85,22 @@ def test_matches_torch(shape, classes, dtype):
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+# Products of pairs have remainders of rows, classes and columns; an odd width has no pairs.
+PAIRS = [((1, 2), 1), ((33, 6), 97), ((515, 18), 193), ((40, 300), 1600), ((2, 65), 3)]
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["oneDNN", "without oneDNN"])
+@pytest.mark.parametrize(("shape", "classes"), PAIRS, ids=str)
+def test_bfloat16_products(shape, classes, enabled):
+    target = targets(*shape[:-1], classes=classes)
+    if len(target) > 1:
+        target[::7] = -100
+    x, weight, bias = inputs(*shape, classes=classes, dtype=torch.bfloat16)
+    with torch.backends.mkldnn.flags(enabled=enabled):
+        check(target, x, weight, bias, scale=2)
+        check(target, x.mT.contiguous().mT, weight, scale=20, reduction="none", label_smoothing=0.1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
     x, weight, bias = (LAYOUTS[layout](x) for x in inputs(3, 4, 6, classes=10))
@@ -214,20 +230,18 @@ def test_gradients_of_float16_do_not_underflow():
     assert_close(grad.cpu().double(), torch.full((rows, 4), gradient * 2**16, dtype=torch.float64), rtol=0.01, atol=0)
 
 
-def test_results_do_not_depend_on_threads():
-    x, weight, bias = (t.requires_grad_() for t in inputs(600, 70, classes=1700))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_do_not_depend_on_threads(dtype):
+    x, weight, bias = (t.requires_grad_() for t in inputs(600, 70, classes=1700, dtype=dtype))
     target = targets(600, classes=1700)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3, 7):
-            torch.set_num_threads(count)
-            loss = linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, z_loss=0.1)
-            results.append((loss, *torch.autograd.grad(loss, (x, weight, bias))))
-    finally:
-        torch.set_num_threads(threads)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+    def run():
+        loss = linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, z_loss=0.1)
+        return loss, *torch.autograd.grad(loss, (x, weight, bias))
+
+    first, *others = kit.with_threads(run, (1, 2, 3, 7))
+    for result in others:
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
 
 
 def test_memory():
