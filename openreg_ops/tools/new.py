@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import keyword
+import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -40,10 +42,13 @@ PACKAGE_FILES = {
     "test_NAME.py.in": "tests/test_{name}.py",
 }
 HEADERS = ("csrc/ops/autograd.h", "csrc/ops/checks.h", "csrc/ops/loops.h")
-# Words that are reserved in C++ but not in Python, and that these headers do not define.
-CPP_WORDS = """asm catch char char8_t char16_t char32_t concept const_cast consteval constinit default delete do
-dynamic_cast extern friend goto long mutable new protected register requires restrict short signed switch this
-throw try typeid union unsigned virtual volatile wchar_t xor""".split()
+# Words that are reserved in C++ but not in Python.
+CPP_WORDS = """alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await
+co_return co_yield compl concept const const_cast consteval constexpr constinit decltype default delete do double
+dynamic_cast enum explicit export extern false float friend goto inline int long mutable namespace new noexcept not_eq
+nullptr operator or_eq private protected public register reinterpret_cast requires restrict short signed sizeof static
+static_assert static_cast struct switch template this thread_local throw true typedef typeid typename union unsigned
+using virtual void volatile wchar_t xor xor_eq""".split()
 
 
 def render(template: str, style: str, name: str, package: str = "") -> str:
@@ -55,8 +60,7 @@ def render(template: str, style: str, name: str, package: str = "") -> str:
             wanted = styles == ["end"] or style in styles
         elif wanted:
             lines.append(line)
-    class_name = "".join(part.capitalize() for part in name.split("_"))
-    text = "".join(lines).replace("ClassName", class_name).replace("PKG", package).replace("STYLE", style)
+    text = "".join(lines).replace("ClassName", _class_name(name)).replace("PKG", package).replace("STYLE", style)
     return text.replace("TORCH==VERSION", f"torch=={_build.TORCH_VERSION.split('+')[0]}").replace("NAME", name)
 
 
@@ -82,18 +86,20 @@ def new_package(package: str, style: str, operators: list[str], root: Path) -> l
         _check_word(name)
         if keyword.iskeyword(name) or name in CPP_WORDS:
             raise Wrong(f"{name} is a word of Python or C++; choose another name")
-    if hidden := _names_in_code().intersection(operators):
-        raise Wrong(f"{min(hidden)} already has a meaning in the code of a package; choose another name")
+    used = _names_in_code()
+    for name in operators:
+        if name in used or _class_name(name) in used:
+            raise Wrong(f"{name} already has a meaning in the code of a package; choose another name")
     defined = [package, *operators, *(f"{name}_backward" for name in operators)]
     for name in defined:
         if defined.count(name) > 1:
             raise Wrong(f"{name} is needed twice, for the package, an operator or a backward; choose another name")
     if any(name.startswith(f"{package}::") for name in dispatch.names()):
         raise Wrong(f"there are operators in the namespace {package} already; choose another name")
+    if os.path.lexists(folder):
+        raise Wrong(f"{folder} exists already; choose another name, or remove it")
     if importlib.util.find_spec(package):
         raise Wrong(f"there is a Python package {package} already; choose another name")
-    if folder.exists():
-        raise Wrong(f"{folder} exists already; choose another name, or remove it")
     written = {}
     for name in operators:
         for template, where in PACKAGE_FILES.items():
@@ -111,7 +117,11 @@ def _names_in_code() -> set[str]:
     """The names that a package's code uses without a prefix, which an operator of the same name would hide."""
     code = "".join((TEMPLATES / "package" / template).read_text() for template in PACKAGE_FILES if "NAME" in template)
     code = re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|(?://|#).*', "", code)
-    return set(re.findall(r"(?<![\w.:>])[a-z]\w*", code))
+    return set(re.findall(r"(?<![\w.:>])[a-zA-Z]\w*", code))
+
+
+def _class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
 
 
 def _check_word(name: str) -> None:
@@ -166,11 +176,15 @@ def main(arguments: argparse.Namespace) -> int:
     except Wrong as error:
         print(f"new: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"new: cannot write {error.filename}: {error.strerror}; choose another --root or name", file=sys.stderr)
+        return 2
     for path in written:
         print(path)
     if arguments.package:
         folder = arguments.root / arguments.name
-        path = folder if folder.is_absolute() else f"./{folder}"  # without it, pip takes a name for one of PyPI's
+        # Without ./, pip takes a name for one of PyPI's.
+        path = shlex.quote(str(folder) if folder.is_absolute() else f"./{folder}")
         print(
             f"Run `pip install --no-build-isolation {path}`, `pytest {path}`, and `python -m openreg_ops check "
             f"{arguments.name}:{operators[0]}`. docs/packages.md says what each part is for."

@@ -79,7 +79,7 @@ def fails(package):
 def install(style, folder):
     """A package, installed: its style, name, folder, and where it is installed."""
     name = f"trial_{style.replace('-', '_')}"
-    operators = ["weigh", "a"] if style == "stable" else ["weigh"]
+    operators = ["weigh", "exp"] if style == "stable" else ["weigh"]
     assert len(new_package(name, style, operators, folder)) == len(PACKAGE_FILES) + 3 * (len(operators) - 1)
     command = [
         sys.executable,
@@ -172,6 +172,8 @@ def test_right_whatever_the_device_does(packages, case):
         ("mine", ["weigh", ""], "expected a name of lower-case words .* got ''"),
         ("mine", ["check"], "check already has a meaning in the code of a package"),
         ("mine", ["torch"], "torch already has a meaning"),
+        ("mine", ["tensor"], "tensor already has a meaning"),
+        ("double", ["weigh"], "double is a word of Python or C++"),
         ("aten", ["weigh"], "there are operators in the namespace aten already"),
         ("torch", ["weigh"], "there is a Python package torch already"),
         ("taken", ["weigh"], "exists already"),
@@ -195,7 +197,14 @@ def test_no_operators_is_refused(tmp_path, capsys):
     assert "new: expected a name of lower-case words" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("root, path", [(".", "./mine"), ("below", "./below/mine"), ("/there", "/there/mine")])
+@pytest.mark.parametrize("root", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written(root, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(arguments("mine", "--package", "--root", str(tmp_path / root))) == 2
+    assert f"new: cannot write {tmp_path}/file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("root, path", [(".", "./mine"), ("a b", "'./a b/mine'"), ("/there", "/there/mine")])
 def test_the_command_says_how_to_go_on(root, path, tmp_path, monkeypatch, capsys):
     """With a path that pip does not take for the name of a package on PyPI."""
     monkeypatch.chdir(tmp_path)

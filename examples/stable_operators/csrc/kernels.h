@@ -11,10 +11,11 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include <vector>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
+#include <vector>
 
 namespace stable_operators {
 
@@ -44,7 +45,7 @@ template <class... Words>
 }
 
 // The name that Python gives a dtype: "float32".
-inline const char* dtype_name(ScalarType type) {
+inline std::string dtype_name(ScalarType type) {
   switch (type) {
     case ScalarType::Bool:
       return "bool";
@@ -66,16 +67,22 @@ inline const char* dtype_name(ScalarType type) {
       return "float32";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::ComplexHalf:
+      return "complex32";
     case ScalarType::ComplexFloat:
       return "complex64";
     case ScalarType::ComplexDouble:
       return "complex128";
-    default:
-      return torch::headeronly::toString(type);
+    default: { // UInt16 and Float8_e5m2, for example, in lower case
+      std::string name = torch::headeronly::toString(type);
+      for (char& c : name)
+        if (c >= 'A' && c <= 'Z') c += 'a' - 'A';
+      return name;
+    }
   }
 }
 
-inline const char* dtype_name(int32_t dtype) {
+inline std::string dtype_name(int32_t dtype) {
   return dtype_name(torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype)));
 }
 

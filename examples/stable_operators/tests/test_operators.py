@@ -37,6 +37,16 @@ def test_matches_pytorch(name, shape, dtype, device):
         assert_close(actual.detach().cpu().double(), wanted.detach(), **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint16, torch.float8_e5m2, torch.complex32], ids=str)
+def test_other_dtypes_are_refused(dtype, device):
+    """By the kernels, with Python's name of the dtype."""
+    x = torch.empty(3, dtype=dtype, device=device)
+    with pytest.raises(
+        RuntimeError, match=f"expected gate of float32, .* but got {str(dtype)[6:]}; convert it with .to"
+    ):
+        stable_operators.swiglu(x, x)
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_checker(name, device):
     samples = list(SAMPLES[name](device, torch.float32))
