@@ -264,6 +264,33 @@ void detail::keep_in_capture(Stream stream, std::shared_ptr<void> kept) {
   }
 }
 
+bool detail::is_kept_in_capture(Stream stream, const void* kept) noexcept {
+  const auto capture = capture_of(stream);
+  if (!capture) return false;
+  std::lock_guard lock(capture->mutex);
+  return capture->graph && std::any_of(capture->graph->kept.begin(), capture->graph->kept.end(), [&](const auto& each) {
+    return each.get() == kept;
+  });
+}
+
+void detail::draw_in_capture(Stream stream, const std::shared_ptr<ReplayedDraws>& draws) {
+  const auto capture = capture_of(stream);
+  if (!capture) return;
+  std::lock_guard lock(capture->mutex);
+  if (!capture->graph) return;
+  auto& all = capture->graph->draws;
+  if (std::find(all.begin(), all.end(), draws) == all.end()) all.push_back(draws);
+}
+
+bool detail::draws_in_capture(Stream stream, const ReplayedDraws* draws) noexcept {
+  const auto capture = capture_of(stream);
+  if (!capture) return false;
+  std::lock_guard lock(capture->mutex);
+  return capture->graph &&
+      std::any_of(capture->graph->draws.begin(), capture->graph->draws.end(),
+          [&](const auto& each) { return each.get() == draws; });
+}
+
 bool detail::has_generator(Stream stream, const void* generator) noexcept {
   const auto capture = capture_of(stream);
   return capture &&
@@ -402,10 +429,41 @@ struct Walk {
 
 } // namespace
 
+std::vector<Ticket> ReplayedDraws::unfinished() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(replays_, [](const Ticket& each) { return done(each); });
+  pending_.store(!replays_.empty(), std::memory_order_release);
+  return replays_;
+}
+
+void ReplayedDraws::wait() {
+  for (const Ticket& each : unfinished()) detail::wait_for(each);
+  unfinished();
+}
+
+void ReplayedDraws::come_before(Stream stream) {
+  if (!pending()) return;
+  for (const Ticket& each : unfinished())
+    if (each.stream != stream) detail::queue_wait(stream, each, Site("wait for random numbers", Site::kWait));
+}
+
+void ReplayedDraws::launched(Stream stream) {
+  if (stream_idle(stream)) return;
+  std::lock_guard lock(mutex_);
+  std::erase_if(replays_, [&](const Ticket& each) { return each.stream == stream || done(each); });
+  replays_.push_back(ticket(stream));
+  pending_.store(true, std::memory_order_release);
+}
+
 void replay(
     std::shared_ptr<const Graph> graph, Stream stream, std::vector<MemoryCopy> before, std::vector<MemoryCopy> after) {
   const HostCall call("openregGraphLaunch");
   check_usable(stream.device);
+  const auto draws = graph->draws;
+  const bool captured = !draws.empty() && detail::captures(stream);
+  for (const auto& each : draws)
+    if (captured) detail::draw_in_capture(stream, each);
+    else if (!detail::in_work()) each->come_before(stream);
   Walk walk{std::move(graph), stream, std::move(before), std::move(after)};
   try {
     detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk);
@@ -415,6 +473,8 @@ void replay(
     if (is_device_error(error)) throw;
     throw_device_error(error.what());
   }
+  for (const auto& each : draws)
+    if (!captured) each->launched(stream);
 }
 
 std::string to_dot(const Graph& graph) {

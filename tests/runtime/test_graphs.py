@@ -494,26 +494,68 @@ def test_capture_on_the_second_device():
 # ---- the second of everything ----
 
 
-def test_the_state_of_a_generator_cannot_be_asked_or_set():
-    """A replay draws new numbers, so that activation checkpointing would not repeat those of forward."""
-    x = torch.ones(64, device=DEVICE, requires_grad=True)
+def test_what_a_capture_cannot_do_with_a_generator():
+    """A replay decides from which state it draws."""
+    generator = torch.openreg.default_generators[0]
+    before = torch.openreg.get_rng_state(DEVICE)
+    own = torch.Generator(DEVICE)
+    _, of_another = captured(lambda: torch.openreg.get_rng_state(DEVICE))
 
-    def recomputed(preserve):
-        def f(x):
-            return torch.nn.functional.dropout(x, 0.5) * x
-
-        return torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False, preserve_rng_state=preserve)
+    def rewound():
+        torch.rand(3, device=DEVICE)
+        torch.openreg.set_rng_state(before, DEVICE)
 
     for call in (
-        lambda: torch.openreg.manual_seed(3),
-        lambda: torch.openreg.get_rng_state(DEVICE),
-        lambda: torch.openreg.initial_seed(),
-        lambda: torch.autograd.grad(recomputed(True).sum(), x),
+        lambda: torch.openreg.manual_seed(torch.openreg.initial_seed() + 1),
+        torch.openreg.seed,
+        generator.get_offset,
+        lambda: generator.set_offset(0),
+        generator.clone_state,
+        own.get_state,
+        lambda: torch.openreg.set_rng_state(of_another, DEVICE),
+        rewound,
     ):
         graph = torch.openreg.Graph()
         with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing.*Generator"):  # noqa: SIM117
             with torch.openreg.graph(graph):
                 call()
+    captured(lambda: torch.openreg.set_rng_state(before, DEVICE))  # as it is
+    torch.openreg.set_rng_state(of_another, DEVICE)  # an ordinary state outside
+    assert torch.equal(torch.openreg.get_rng_state(DEVICE), before)
+
+
+def test_threads_ask_for_the_state_while_a_replay_draws():
+    """A wait for the replay holds neither Python's lock nor the generator's."""
+    graph, _ = captured(lambda: torch.rand(8, device=DEVICE))
+    generator = torch.openreg.default_generators[0]
+    torch.openreg.manual_seed(1)
+    torch.rand(8, device=DEVICE)
+    expected, states = generator.get_state(), []
+    with torch.openreg.launch_mode("async"):
+        torch.openreg.manual_seed(1)
+        torch.openreg._sleep(50_000_000)
+        graph.replay()
+        threads = [threading.Thread(target=lambda: states.append(generator.get_state())) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        torch.openreg.synchronize()
+    assert len(states) == 4 and all(torch.equal(state, expected) for state in states)
+
+
+def test_a_replay_in_another_graph_draws_in_its_order():
+    inner, y = captured(lambda: torch.rand(8, device=DEVICE))
+    outer, _ = captured(inner.replay)
+    torch.openreg.manual_seed(1)
+    expected = [torch.rand(8, device=DEVICE) for _ in range(2)]
+    with torch.openreg.launch_mode("async"):
+        torch.openreg.manual_seed(1)
+        torch.openreg._sleep(20_000_000)
+        outer.replay()
+        z = torch.rand(8, device=DEVICE)
+        torch.openreg.synchronize()
+    assert torch.equal(y, expected[0]) and torch.equal(z, expected[1])
 
 
 def test_a_generators_state_is_that_of_the_capture():
