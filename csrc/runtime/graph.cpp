@@ -264,6 +264,15 @@ void detail::keep_in_capture(Stream stream, std::shared_ptr<void> kept) {
   }
 }
 
+std::size_t detail::add_replay_point(Stream stream, ReplayPoint point) {
+  const auto capture = capture_of(stream);
+  if (!capture) throw std::logic_error("openreg: expected a stream that is captured");
+  std::lock_guard lock(capture->mutex);
+  if (!capture->graph) return 0; // it has just ended
+  capture->graph->points.push_back(std::move(point));
+  return capture->graph->points.size() - 1;
+}
+
 bool detail::is_kept_in_capture(Stream stream, const void* kept) noexcept {
   const auto capture = capture_of(stream);
   if (!capture) return false;
@@ -382,11 +391,14 @@ void set_around_replay(AroundReplay around) noexcept {
 
 namespace {
 
+thread_local const std::vector<std::shared_ptr<void>>* walked_points = nullptr;
+
 // One replay of a graph, as work.
 struct Walk {
   std::shared_ptr<const Graph> graph;
   Stream stream;
   std::vector<MemoryCopy> before, after;
+  std::vector<std::shared_ptr<void>> points; // by their numbers
 
   void operator()() const {
     copy(before);
@@ -405,6 +417,10 @@ struct Walk {
   }
 
   void walk() const {
+    struct Restore {
+      const std::vector<std::shared_ptr<void>>* before;
+      ~Restore() { walked_points = before; }
+    } restore{std::exchange(walked_points, &points)};
     const GraphNode* at = nullptr;
     try {
       for (const GraphNode& node : graph->nodes) {
@@ -428,6 +444,10 @@ struct Walk {
 };
 
 } // namespace
+
+const std::shared_ptr<void>* detail::replay_point(std::size_t number) noexcept {
+  return walked_points && number < walked_points->size() ? &(*walked_points)[number] : nullptr;
+}
 
 std::vector<Ticket> ReplayedDraws::unfinished() {
   std::lock_guard lock(mutex_);
@@ -460,11 +480,13 @@ void replay(
   const HostCall call("openregGraphLaunch");
   check_usable(stream.device);
   const auto draws = graph->draws;
-  const bool captured = !draws.empty() && detail::captures(stream);
+  const bool captured = detail::captures(stream);
   for (const auto& each : draws)
     if (captured) detail::draw_in_capture(stream, each);
     else if (!detail::in_work()) each->come_before(stream);
-  Walk walk{std::move(graph), stream, std::move(before), std::move(after)};
+  Walk walk{std::move(graph), stream, std::move(before), std::move(after), {}};
+  if (!captured)
+    for (const ReplayPoint& each : walk.graph->points) walk.points.push_back(each(stream));
   try {
     detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk);
   } catch (const NodeError& error) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -36,6 +37,10 @@ struct MemoryUse {
   std::size_t bytes;
   bool written;
 };
+
+// Gives what a replay needs that is decided when it is launched on a stream, and lives as long as the replay: see Note
+// [External events].
+using ReplayPoint = std::function<std::shared_ptr<void>(Stream)>;
 
 struct GraphNode {
   detail::Task work;
@@ -81,6 +86,7 @@ class Graph {
   std::vector<GraphNode> nodes;
   std::vector<std::shared_ptr<void>> kept; // what the nodes need, and goes with the graph
   std::vector<int> devices;                // on which it has memory
+  std::vector<ReplayPoint> points;
   std::vector<std::shared_ptr<ReplayedDraws>> draws; // of the generators that it draws from
 };
 
@@ -141,6 +147,10 @@ bool capture(Stream stream, const openreg_site& site, const openreg_work& work, 
 void capture(Stream stream, const openreg_site& site, Task work, std::vector<MemoryUse> uses);
 // Keeps something as long as the graph.
 void keep_in_capture(Stream stream, std::shared_ptr<void> kept);
+// Adds a point to the graph and returns its number, with which its node gets what the point gave at the launch; null in
+// a replay that is a node of another one.
+std::size_t add_replay_point(Stream stream, ReplayPoint point);
+const std::shared_ptr<void>* replay_point(std::size_t number) noexcept;
 bool is_kept_in_capture(Stream stream, const void* kept) noexcept;
 // Notes that the graph draws from a generator, and whether it does so far.
 void draw_in_capture(Stream stream, const std::shared_ptr<ReplayedDraws>& draws);
