@@ -103,7 +103,7 @@ void bind_graphs(py::module_& m) {
       .def("debug_dump",
           torch::wrap_pybind_function([](DeviceGraph& self, const std::string& path) { self.debug_dump(path); }))
       .def("_nodes", &nodes_of);
-  m.def("graph_pool_handle", [] { return new_pool(PoolUser::kGraph); });
+  m.def("graph_pool_handle", [] { return new_pool(PoolUser::kPool); }); // as CUDA numbers them
   m.def("is_current_stream_capturing", [] { return !forked() && is_capturing(current_stream(current_device())); });
   py::class_<MemPool>(m, "MemPool")
       .def(py::init<int64_t>())

@@ -307,6 +307,8 @@ PYBIND11_MODULE(_C, m) {
   add_priority();
   m.def("make_interprocess",
       [](const py::object& event) { event_of(event) = c10::Event(c10::kPrivateUse1, openreg::kInterprocess); });
+  m.def("make_external",
+      [](const py::object& event) { openreg::open_event(event_of(event), openreg::checked_index(-1), ""); });
   m.def("open_event", [](const py::object& event, int64_t device, const py::bytes& handle) {
     openreg::open_event(event_of(event), openreg::checked_index(device), handle);
   });

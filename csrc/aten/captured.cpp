@@ -218,7 +218,7 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
   for (size_t i = stack.size() - count; i < stack.size(); ++i)
     scratch.push_back(
         map_tensors(stack[i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->scratch : x; }));
-  for (const auto& [i, generator] : captured.generators) scratch[i] = inner_generator(generator).clone();
+  for (const auto& [i, _] : captured.generators) scratch[i] = at::detail::createCPUGenerator();
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
   return scratch;
 }
@@ -259,7 +259,7 @@ struct Node {
   DispatchKey target;
   Stack arguments;
   std::vector<Fixed> results;
-  std::vector<std::pair<size_t, at::Generator>> generators; // the inner ones, in their state at capture
+  std::vector<std::pair<size_t, at::Generator>> generators; // the inner ones
   at::Generator lent; // the device's, for an operator without such an argument
   bool copies;
   Stream stream;
@@ -342,10 +342,8 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
     detail::refuse_capture(captured.stream, name,
         "graphs capture operators on strided tensors, and this is one for another layout. Move it out of the capture, "
         "or convert the tensor before.");
-  for (const auto& [i, generator] : captured.generators) check_captured_generator(name, captured.stream, generator);
-  if (captured.draws)
-    check_captured_generator(
-        name, captured.stream, default_generator(static_cast<c10::DeviceIndex>(captured.stream.device)));
+  for (const auto& [i, generator] : captured.generators)
+    check_captured_generator(name, captured.stream, generator.unsafeGetGeneratorImpl());
 
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   CallArguments arguments(captured, *stack);

@@ -6,53 +6,128 @@
 #include <c10/core/GeneratorImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 #include "../runtime/device.h"
+#include "../runtime/fork.h"
 #include "../runtime/graph.h"
+#include "../runtime/turn.h"
 #include "allocator.h"
 
 namespace openreg {
 namespace {
 
-// A replay draws new numbers, starting at the generator's state at that time.
-void refuse_in_capture(int device, const char* what) {
-  if (capturing(device)) [[unlikely]]
-    detail::refuse_capture(current_stream(device), what,
-        "a replay draws new numbers, and the host can neither know nor set the state of the generator then. Do it "
-        "before "
-        "the capture; torch.utils.checkpoint takes preserve_rng_state=False.");
+// Note [Generators in captures]
+// A replay draws new numbers, from the state that a generator has when it is launched. The host cannot know that state
+// during the capture. So get_state() captures a node that saves the state at each replay, and returns the state of the
+// host with the number of that node. set_state() with such a number captures a node that restores what was saved. The
+// number is in the upper half of an entry of the engine's state: these are 64-bit, of which the engine takes 32.
+// Everywhere else, what get_state() returned is an ordinary state.
+struct SavedState {
+  c10::intrusive_ptr<c10::TensorImpl> value;
+};
+constexpr size_t kNumberAt = 28; // seed (8 bytes), left (4), seeded (4), next (8), half of the first entry (4)
+
+std::mutex saved_states_mutex;
+std::unordered_map<uint32_t, std::weak_ptr<SavedState>>& saved_states() {
+  static auto* all = new std::unordered_map<uint32_t, std::weak_ptr<SavedState>>;
+  return *all;
 }
 
+void mark(c10::TensorImpl& state, const std::shared_ptr<SavedState>& saved) {
+  static uint32_t last = 0;
+  std::lock_guard lock(saved_states_mutex);
+  std::erase_if(saved_states(), [](const auto& each) { return each.second.expired(); });
+  do ++last;
+  while (!last || saved_states().contains(last));
+  saved_states()[last] = saved;
+  std::memcpy(static_cast<char*>(state.mutable_data()) + kNumberAt, &last, sizeof last);
+}
+
+std::shared_ptr<SavedState> find_saved(const c10::TensorImpl& state) {
+  uint32_t number;
+  std::memcpy(&number, static_cast<const char*>(state.data()) + kNumberAt, sizeof number);
+  std::lock_guard lock(saved_states_mutex);
+  const auto known = saved_states().find(number);
+  return known == saved_states().end() ? nullptr : known->second.lock();
+}
+
+// Gives up a mutex that the calling thread has locked, while it lives. Python's functions lock a generator's with
+// Python's lock held. A wait gives up the latter, and must not take it again while another thread has it and waits for
+// the generator's.
+class Unlocked {
+ public:
+  explicit Unlocked(std::mutex& mutex)
+      : mutex_(mutex.native_handle()->__data.__owner == syscall(SYS_gettid) ? &mutex : nullptr) {
+    if (mutex_) mutex_->unlock();
+  }
+  ~Unlocked() {
+    if (mutex_) mutex_->lock();
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  std::mutex* const mutex_;
+};
+
 struct DeviceGenerator final : c10::GeneratorImpl {
-  DeviceGenerator(c10::DeviceIndex device, at::Generator inner)
+  DeviceGenerator(c10::DeviceIndex device, at::Generator inner,
+      std::shared_ptr<ReplayedDraws> draws = std::make_shared<ReplayedDraws>())
       : GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        inner(std::move(inner)) {}
+        inner_(std::move(inner)), draws_(std::move(draws)) {}
+
+  // See Note [Replayed draws]. Work does not wait: it may be what comes before the replay.
+  const at::Generator& inner() const {
+    if (draws_->pending() && !detail::in_work() && !forked()) [[unlikely]] {
+      const auto draws = draws_;
+      const Unlocked unlocked(const_cast<DeviceGenerator*>(this)->mutex_);
+      draws->wait();
+    }
+    return inner_;
+  }
+  const at::Generator& captured() const {
+    detail::draw_in_capture(current_stream(device().index()), draws_);
+    return inner_;
+  }
 
   // Python locks this generator; kernels lock the inner one.
   void set_current_seed(uint64_t seed) override {
-    refuse_in_capture(device().index(), "Generator.manual_seed");
-    std::lock_guard lock(engine_mutex());
-    inner.set_current_seed(seed);
+    if (capturing(device().index())) [[unlikely]] {
+      if (seed == current_seed()) return;
+      refuse("Generator.manual_seed",
+          "a replay draws from the seed that is set when it is launched. Seed before the replay.");
+    }
+    at::Generator used = inner();
+    std::lock_guard lock(used.mutex());
+    used.set_current_seed(seed);
   }
   uint64_t current_seed() const override {
-    refuse_in_capture(device().index(), "Generator.initial_seed");
-    std::lock_guard lock(engine_mutex());
-    return inner.current_seed();
+    at::Generator used = inner();
+    std::lock_guard lock(used.mutex());
+    return used.current_seed();
   }
   uint64_t seed() override {
-    refuse_in_capture(device().index(), "Generator.seed");
-    std::lock_guard lock(engine_mutex());
-    return inner.seed();
+    refuse_in_capture("Generator.seed");
+    at::Generator used = inner();
+    std::lock_guard lock(used.mutex());
+    return used.seed();
   }
   // The offset is the number of 32-bit numbers drawn since seeding. A Mersenne Twister does not keep it, so both
   // functions replay the engine from its seed, at one second per billion numbers.
   void set_offset(uint64_t offset) override {
-    refuse_in_capture(device().index(), "Generator.set_offset");
+    refuse_in_capture("Generator.set_offset");
     TORCH_CHECK(offset <= kMostDraws, "openreg: Generator.set_offset() takes at most ", kMostDraws, ", but got ",
         offset, "; use set_state()");
-    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
+    at::Generator used = inner();
+    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(used);
     std::lock_guard lock(cpu->mutex_);
     at::mt19937 engine(cpu->current_seed());
     while (offset--) engine();
@@ -63,8 +138,9 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     cpu->set_next_double_normal_sample(std::nullopt);
   }
   uint64_t get_offset() const override {
-    refuse_in_capture(device().index(), "Generator.get_offset");
-    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(inner);
+    refuse_in_capture("Generator.get_offset");
+    at::Generator used = inner();
+    auto* cpu = at::check_generator<at::CPUGeneratorImpl>(used);
     const auto now = [&] {
       std::lock_guard lock(cpu->mutex_);
       return cpu->engine().data();
@@ -72,33 +148,37 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     return offset_of(now);
   }
   void set_state(const c10::TensorImpl& state) override {
-    refuse_in_capture(device().index(), "Generator.set_state");
-    std::lock_guard lock(engine_mutex());
-    try {
-      inner.unsafeGetGeneratorImpl()->set_state(state);
-    } catch (const c10::Error&) { // which speaks of the CPU's generator
-      const auto bytes = inner.unsafeGetGeneratorImpl()->get_state()->numel();
-      TORCH_CHECK(state.numel() == bytes, "openreg: Generator.set_state() expected the ", bytes,
-          " bytes that get_state() gives, but got ", state.numel());
-      throw;
-    }
+    at::Generator used = inner();
+    const auto before = state_of(used);
+    TORCH_CHECK(state.numel() == before->numel(), "openreg: Generator.set_state() expected the ", before->numel(),
+        " bytes that get_state() gives, but got ", state.numel());
+    if (capturing(device().index())) [[unlikely]]
+      return capture_set_state(state, *before);
+    std::lock_guard lock(used.mutex());
+    used.unsafeGetGeneratorImpl()->set_state(state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    refuse_in_capture(device().index(), "Generator.get_state");
-    std::lock_guard lock(engine_mutex());
-    return inner.unsafeGetGeneratorImpl()->get_state();
+    auto state = state_of(inner());
+    if (capturing(device().index())) [[unlikely]] {
+      const Stream stream = checked_stream("Generator.get_state");
+      const auto saved = std::make_shared<SavedState>();
+      const auto save = [from = captured(), saved] { saved->value = state_of(from); };
+      detail::keep_in_capture(stream, saved);
+      detail::capture(stream, Site("Generator.get_state"), detail::Task(save), {});
+      mark(*state, saved);
+    }
+    return state;
   }
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
     auto* other = dynamic_cast<DeviceGenerator*>(state.get());
     TORCH_CHECK(
         other, "openreg: graphsafe_set_state() expected an openreg Generator, but got one of ", state->device());
-    inner = other->inner;
+    inner_ = other->inner_;
+    draws_ = other->draws_;
   }
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
-    return c10::make_intrusive<DeviceGenerator>(device().index(), inner);
+    return c10::make_intrusive<DeviceGenerator>(device().index(), inner_, draws_);
   }
-
-  at::Generator inner;
 
  private:
   static constexpr uint64_t kMostDraws = uint64_t{1} << 33;
@@ -115,9 +195,50 @@ struct DeviceGenerator final : c10::GeneratorImpl {
         " at which the seed gives the generator's state; use get_state()");
   }
 
-  std::mutex& engine_mutex() const { return inner.unsafeGetGeneratorImpl()->mutex_; }
+  static c10::intrusive_ptr<c10::TensorImpl> state_of(const at::Generator& inner) {
+    std::lock_guard lock(inner.unsafeGetGeneratorImpl()->mutex_);
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
 
-  DeviceGenerator* clone_impl() const override { return new DeviceGenerator(device().index(), inner.clone()); }
+  [[noreturn]] void refuse(const char* what, const char* why) const {
+    detail::refuse_capture(current_stream(device().index()), what, why);
+  }
+  void refuse_in_capture(const char* what) const {
+    if (capturing(device().index())) [[unlikely]]
+      refuse(what,
+          "a replay draws new numbers, and the host cannot know the state of the generator then. Do it before the "
+          "capture, or use get_state() and set_state(), which a replay repeats.");
+  }
+  // The stream that is captured, if its graph may draw from this generator.
+  Stream checked_stream(const char* what) const {
+    const Stream stream = current_stream(device().index());
+    check_captured_generator(what, stream, this);
+    return stream;
+  }
+  void capture_set_state(const c10::TensorImpl& state, const c10::TensorImpl& now) {
+    const Stream stream = checked_stream("Generator.set_state");
+    const auto saved = find_saved(state);
+    if (!saved || !detail::is_kept_in_capture(stream, saved.get())) {
+      const bool same = !std::memcmp(state.data(), now.data(), static_cast<size_t>(now.numel()));
+      if (same && !detail::draws_in_capture(stream, draws_.get())) return;
+      refuse("Generator.set_state",
+          "the state was not taken in this capture, and a replay draws from the seed and state that are set when it is "
+          "launched. Set them before the replay, or take the state with get_state() in this capture.");
+    }
+    const auto restore = [to = captured(), saved] {
+      std::lock_guard lock(to.unsafeGetGeneratorImpl()->mutex_);
+      if (saved->value) to.unsafeGetGeneratorImpl()->set_state(*saved->value);
+    };
+    detail::capture(stream, Site("Generator.set_state"), detail::Task(restore), {});
+  }
+
+  DeviceGenerator* clone_impl() const override {
+    refuse_in_capture("Generator.clone_state");
+    return new DeviceGenerator(device().index(), inner().clone());
+  }
+
+  at::Generator inner_;
+  std::shared_ptr<ReplayedDraws> draws_;
 };
 
 } // namespace
@@ -141,13 +262,13 @@ at::Generator new_generator(c10::DeviceIndex device) {
 const at::Generator& inner_generator(const at::Generator& generator) {
   TORCH_CHECK(generator.device().is_privateuseone(), "Expected a 'openreg' device type for generator but found '",
       generator.device().type(), "'");
-  return static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())->inner;
+  const auto& ours = *static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl());
+  return capturing(generator.device().index()) ? ours.captured() : ours.inner();
 }
 
-void check_captured_generator(const char* name, Stream stream, const at::Generator& generator) {
-  if (generator.unsafeGetGeneratorImpl() ==
-          default_generator(static_cast<c10::DeviceIndex>(stream.device)).unsafeGetGeneratorImpl() ||
-      detail::has_generator(stream, generator.unsafeGetGeneratorImpl()))
+void check_captured_generator(const char* name, Stream stream, const c10::GeneratorImpl* generator) {
+  if (generator == default_generator(static_cast<c10::DeviceIndex>(stream.device)).unsafeGetGeneratorImpl() ||
+      detail::has_generator(stream, generator))
     return;
   detail::refuse_capture(stream, name,
       "it draws from a torch.Generator that the graph does not know. Call graph.register_generator_state(generator) of "

@@ -17,12 +17,13 @@ __attribute__((visibility("default"))) const at::Generator& default_generator(c1
 // A new generator for `device`, with the default seed.
 at::Generator new_generator(c10::DeviceIndex device);
 
-// The CPU generator that holds a device generator's state. ATen's CPU kernels draw from it.
+// The CPU generator that holds a device generator's state. ATen's CPU kernels draw from it. Every use begins here: see
+// Note [Replayed draws].
 __attribute__((visibility("default"))) const at::Generator& inner_generator(const at::Generator& generator);
 
 // Throws unless random operators may draw from the generator while this stream is captured: see Note [Capture].
 __attribute__((visibility("default"))) void check_captured_generator(
-    const char* name, Stream stream, const at::Generator& generator);
+    const char* name, Stream stream, const c10::GeneratorImpl* generator);
 
 // A random operator without a Generator argument draws from the CPU's default generator. While this object lives, that
 // generator has the state of the device's generator; afterwards, its own state again. A host thread that draws

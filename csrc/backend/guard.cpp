@@ -11,6 +11,7 @@
 #include "../runtime/device.h"
 #include "../runtime/error.h"
 #include "../runtime/event.h"
+#include "../runtime/external_event.h"
 #include "../runtime/fault.h"
 #include "../runtime/fork.h"
 #include "../runtime/graph.h"
@@ -52,12 +53,15 @@ void trace_new_stream(Stream stream) {
     trace_gpu(&Trace::trace_gpu_stream_creation, static_cast<std::uintptr_t>(stream.id));
 }
 
-// What open_event() creates: another process's event, from its handle, or a new event that is not recorded.
+// What open_event() creates: another process's event, from its handle, or a new event that is not recorded and is
+// shared or external.
 thread_local const std::string* opening_event = nullptr;
 
 std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
   std::unique_ptr<Event> event;
-  if (flag != kInterprocess) event = std::make_unique<Event>(device, flag == c10::EventFlag::BACKEND_DEFAULT);
+  const bool timed = flag == c10::EventFlag::BACKEND_DEFAULT;
+  if (flag != kInterprocess && opening_event) event = std::make_unique<ExternalEvent>(device, timed);
+  else if (flag != kInterprocess) event = std::make_unique<Event>(device, timed);
   else if (opening_event && !opening_event->empty()) event = std::make_unique<SharedEvent>(device, *opening_event);
   else event = std::make_unique<SharedEvent>(device);
   trace_gpu(&Trace::trace_gpu_event_creation, trace_address(event.get()));

@@ -18,7 +18,8 @@ Stream checked_stream(const c10::Stream& stream);
 // has no flag for this, passes flags to the guard unchanged, and never creates an event with this one.
 inline constexpr c10::EventFlag kInterprocess = c10::EventFlag::INVALID;
 
-// Creates the backend's part of an event with kInterprocess: the event that `handle` names, or a new one.
+// Creates the backend's part of an event: with kInterprocess, the event that `handle` names, or a new one; otherwise a
+// new one for graphs, see Note [External events] in csrc/runtime/external_event.h.
 void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& handle);
 // Opens the event on the current device if it has no backend part yet.
 std::string event_handle(c10::Event& event);

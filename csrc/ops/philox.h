@@ -47,7 +47,7 @@ inline Drawn draw(const char* op, const at::Tensor& x, const std::optional<at::G
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(x.get_device());
   check_generator(op, x, used);
   const bool captured = capturing(x.get_device());
-  if (captured) check_captured_generator(op, current_stream(x.get_device()), used);
+  if (captured) check_captured_generator(op, current_stream(x.get_device()), used.unsafeGetGeneratorImpl());
   return Drawn(used, captured);
 }
 

@@ -264,6 +264,42 @@ void detail::keep_in_capture(Stream stream, std::shared_ptr<void> kept) {
   }
 }
 
+std::size_t detail::add_replay_point(Stream stream, ReplayPoint point) {
+  const auto capture = capture_of(stream);
+  if (!capture) throw std::logic_error("openreg: expected a stream that is captured");
+  std::lock_guard lock(capture->mutex);
+  if (!capture->graph) return 0; // it has just ended
+  capture->graph->points.push_back(std::move(point));
+  return capture->graph->points.size() - 1;
+}
+
+bool detail::is_kept_in_capture(Stream stream, const void* kept) noexcept {
+  const auto capture = capture_of(stream);
+  if (!capture) return false;
+  std::lock_guard lock(capture->mutex);
+  return capture->graph && std::any_of(capture->graph->kept.begin(), capture->graph->kept.end(), [&](const auto& each) {
+    return each.get() == kept;
+  });
+}
+
+void detail::draw_in_capture(Stream stream, const std::shared_ptr<ReplayedDraws>& draws) {
+  const auto capture = capture_of(stream);
+  if (!capture) return;
+  std::lock_guard lock(capture->mutex);
+  if (!capture->graph) return;
+  auto& all = capture->graph->draws;
+  if (std::find(all.begin(), all.end(), draws) == all.end()) all.push_back(draws);
+}
+
+bool detail::draws_in_capture(Stream stream, const ReplayedDraws* draws) noexcept {
+  const auto capture = capture_of(stream);
+  if (!capture) return false;
+  std::lock_guard lock(capture->mutex);
+  return capture->graph &&
+      std::any_of(capture->graph->draws.begin(), capture->graph->draws.end(),
+          [&](const auto& each) { return each.get() == draws; });
+}
+
 bool detail::has_generator(Stream stream, const void* generator) noexcept {
   const auto capture = capture_of(stream);
   return capture &&
@@ -355,11 +391,14 @@ void set_around_replay(AroundReplay around) noexcept {
 
 namespace {
 
+thread_local const std::vector<std::shared_ptr<void>>* walked_points = nullptr;
+
 // One replay of a graph, as work.
 struct Walk {
   std::shared_ptr<const Graph> graph;
   Stream stream;
   std::vector<MemoryCopy> before, after;
+  std::vector<std::shared_ptr<void>> points; // by their numbers
 
   void operator()() const {
     copy(before);
@@ -378,6 +417,10 @@ struct Walk {
   }
 
   void walk() const {
+    struct Restore {
+      const std::vector<std::shared_ptr<void>>* before;
+      ~Restore() { walked_points = before; }
+    } restore{std::exchange(walked_points, &points)};
     const GraphNode* at = nullptr;
     try {
       for (const GraphNode& node : graph->nodes) {
@@ -402,11 +445,48 @@ struct Walk {
 
 } // namespace
 
+const std::shared_ptr<void>* detail::replay_point(std::size_t number) noexcept {
+  return walked_points && number < walked_points->size() ? &(*walked_points)[number] : nullptr;
+}
+
+std::vector<Ticket> ReplayedDraws::unfinished() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(replays_, [](const Ticket& each) { return done(each); });
+  pending_.store(!replays_.empty(), std::memory_order_release);
+  return replays_;
+}
+
+void ReplayedDraws::wait() {
+  for (const Ticket& each : unfinished()) detail::wait_for(each);
+  unfinished();
+}
+
+void ReplayedDraws::come_before(Stream stream) {
+  if (!pending()) return;
+  for (const Ticket& each : unfinished())
+    if (each.stream != stream) detail::queue_wait(stream, each, Site("wait for random numbers", Site::kWait));
+}
+
+void ReplayedDraws::launched(Stream stream) {
+  if (stream_idle(stream)) return;
+  std::lock_guard lock(mutex_);
+  std::erase_if(replays_, [&](const Ticket& each) { return each.stream == stream || done(each); });
+  replays_.push_back(ticket(stream));
+  pending_.store(true, std::memory_order_release);
+}
+
 void replay(
     std::shared_ptr<const Graph> graph, Stream stream, std::vector<MemoryCopy> before, std::vector<MemoryCopy> after) {
   const HostCall call("openregGraphLaunch");
   check_usable(stream.device);
-  Walk walk{std::move(graph), stream, std::move(before), std::move(after)};
+  const auto draws = graph->draws;
+  const bool captured = detail::captures(stream);
+  for (const auto& each : draws)
+    if (captured) detail::draw_in_capture(stream, each);
+    else if (!detail::in_work()) each->come_before(stream);
+  Walk walk{std::move(graph), stream, std::move(before), std::move(after), {}};
+  if (!captured)
+    for (const ReplayPoint& each : walk.graph->points) walk.points.push_back(each(stream));
   try {
     detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk);
   } catch (const NodeError& error) {
@@ -415,6 +495,8 @@ void replay(
     if (is_device_error(error)) throw;
     throw_device_error(error.what());
   }
+  for (const auto& each : draws)
+    if (!captured) each->launched(stream);
 }
 
 std::string to_dot(const Graph& graph) {

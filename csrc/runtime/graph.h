@@ -1,9 +1,12 @@
 // Graphs: the work of streams, recorded once and replayed without the host.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -35,6 +38,10 @@ struct MemoryUse {
   bool written;
 };
 
+// Gives what a replay needs that is decided when it is launched on a stream, and lives as long as the replay: see Note
+// [External events].
+using ReplayPoint = std::function<std::shared_ptr<void>(Stream)>;
+
 struct GraphNode {
   detail::Task work;
   openreg_site site;
@@ -43,6 +50,26 @@ struct GraphNode {
   std::vector<std::uint32_t> after; // nodes that come first
   std::vector<MemoryUse> uses;      // what is known of it
   bool declared = false;            // whether that is all
+};
+
+// Note [Replayed draws]
+// A replay draws random numbers as if it drew them when it was launched. The state in which it leaves a generator is
+// known only when it has run. So each generator has one of these: before the host uses the generator, it waits for the
+// replays that draw from it, and a replay on another stream comes after them. Two threads that launch such replays at
+// once have no order, and their draws mix.
+class ReplayedDraws {
+ public:
+  bool pending() const noexcept { return pending_.load(std::memory_order_acquire); }
+  void wait(); // until all have run; throws what signal handlers raise, and no errors of the device
+  // Called before and after a replay is launched on `stream`.
+  void come_before(Stream stream);
+  void launched(Stream stream);
+
+ private:
+  std::vector<Ticket> unfinished();
+  std::mutex mutex_;
+  std::atomic<bool> pending_{false};
+  std::vector<Ticket> replays_; // at most one per stream
 };
 
 class Graph {
@@ -59,6 +86,8 @@ class Graph {
   std::vector<GraphNode> nodes;
   std::vector<std::shared_ptr<void>> kept; // what the nodes need, and goes with the graph
   std::vector<int> devices;                // on which it has memory
+  std::vector<ReplayPoint> points;
+  std::vector<std::shared_ptr<ReplayedDraws>> draws; // of the generators that it draws from
 };
 
 // Begins to capture `stream`. `generators`: those that its random operators may draw from, but for the default ones.
@@ -118,6 +147,14 @@ bool capture(Stream stream, const openreg_site& site, const openreg_work& work, 
 void capture(Stream stream, const openreg_site& site, Task work, std::vector<MemoryUse> uses);
 // Keeps something as long as the graph.
 void keep_in_capture(Stream stream, std::shared_ptr<void> kept);
+// Adds a point to the graph and returns its number, with which its node gets what the point gave at the launch; null in
+// a replay that is a node of another one.
+std::size_t add_replay_point(Stream stream, ReplayPoint point);
+const std::shared_ptr<void>* replay_point(std::size_t number) noexcept;
+bool is_kept_in_capture(Stream stream, const void* kept) noexcept;
+// Notes that the graph draws from a generator, and whether it does so far.
+void draw_in_capture(Stream stream, const std::shared_ptr<ReplayedDraws>& draws);
+bool draws_in_capture(Stream stream, const ReplayedDraws* draws) noexcept;
 bool has_generator(Stream stream, const void* generator) noexcept;
 
 // Throws that a capture does not permit `what`, as "aten::nonzero" or "synchronize", and makes it void.

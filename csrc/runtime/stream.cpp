@@ -166,6 +166,10 @@ bool detail::any_queue() noexcept {
   return std::any_of(queues.begin(), queues.end(), [](auto& each) { return each.load(); });
 }
 
+void detail::wait_for(const Ticket& ticket) {
+  if (Queue* queue = find_queue(ticket.stream)) queue->wait(ticket.number);
+}
+
 void detail::wait_for_queued(Stream stream) {
   if (Queue* queue = find_queue(stream)) queue->wait(queue->submitted());
 }
@@ -341,6 +345,13 @@ void detail::queue_wait(Stream stream, Task task, const openreg_site& site) {
 void detail::queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after) {
   queue_of(stream).push(std::move(task), site);
   if (scheduled()) schedule_item(stream, site, /*kernel=*/false, std::move(after));
+}
+
+void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& site) {
+  auto wait = [after] {
+    if (Queue* queue = find_queue(after.stream)) queue->wait(after.number, Interrupt::kNever);
+  };
+  queue_wait(stream, profiled(stream, site, wait), site, {[after] { return done(after); }, after.stream});
 }
 
 Ticket detail::queue_collective(Stream stream, Task task, const openreg_site& site) {

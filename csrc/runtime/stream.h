@@ -74,6 +74,8 @@ void queue(Stream stream, Task task, const openreg_site& site);
 struct Awaited;
 void queue_wait(Stream stream, Task task, const openreg_site& site);
 void queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after);
+// Makes the work that `stream` gets next run after what another stream had been given.
+void queue_wait(Stream stream, const Ticket& after, const openreg_site& site);
 
 // For Note [Schedules]: queue(), for a kernel about which there is no choice; a collective, which begins and ends after
 // the work that `stream` has been given so far; and what a schedule does with the queues. run_next() runs the next item
@@ -87,7 +89,8 @@ void release_workers() noexcept; // which go on without run_next()
 
 // synchronize_stream() for the runtime itself, to which Note [Capture] does not apply.
 void finish_stream(Stream stream, const char* name = "wait");
-// Waits for the work given to a stream, or to all streams, without throwing its errors.
+// Waits for the work given to a stream, by a point or so far, or to all streams, without throwing its errors.
+void wait_for(const Ticket& ticket);
 void wait_for_queued(Stream stream);
 void wait_for_queued(Interrupt interrupt);
 // Whether any stream has ever had queued work.

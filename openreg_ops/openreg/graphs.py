@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from openreg_ops import _C
 from openreg_ops.openreg import devices, memory, streams
+from openreg_ops.openreg.liveness import InputLiveness
 
 __all__ = [
     "Graph",
@@ -60,8 +61,14 @@ class Graph(_C.Graph):
 
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
+        self._liveness: InputLiveness | None = None
 
-    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(
+        self,
+        pool: tuple[int, int] | None = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+    ) -> None:
         """Capture the work of the current stream from now on.
 
         Args:
@@ -70,10 +77,15 @@ class Graph(_C.Graph):
             capture_error_mode: "global" forbids every thread what can break the capture (waiting for the device, asking
                 for events, and in other threads launching work elsewhere), "thread_local" the calling thread, "relaxed"
                 none. Work of the captured streams themselves can never be waited for.
+            check_input_liveness: whether `replay` raises RuntimeError if a tensor that was made before the capture, and
+                that an operator in it takes, has been freed or moved since. The sanitizer tells more.
         Raises:
             ValueError: another mode. torch.AcceleratorError: the current stream is the default one, or is captured.
         """
         super().capture_begin(pool, capture_error_mode)
+        self._liveness = InputLiveness() if check_input_liveness else None
+        if self._liveness:
+            self._liveness.begin()
 
     def capture_end(self) -> None:
         """End the capture, on its stream.
@@ -82,7 +94,11 @@ class Graph(_C.Graph):
             torch.AcceleratorError: something was not permitted during the capture, or a stream that joined it was not
                 joined back. The capture is over then, its memory is free, and the graph can capture again.
         """
+        if self._liveness:
+            self._liveness.end()
         super().capture_end()
+        if self._liveness:
+            self._liveness.keep_inputs(self)
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         """Let the next capture draw from `generator`, which is not the default one of its device."""
@@ -94,10 +110,15 @@ class Graph(_C.Graph):
 
     def replay(self) -> None:
         """Launch the graph on the current stream of its device. Random operators draw new numbers."""
+        if self._liveness:
+            self._liveness.check()
         super().replay()
 
     def reset(self) -> None:
         """Drop the graph, and its hold on the memory pool; the object can capture again."""
+        if self._liveness:
+            self._liveness.end()
+            self._liveness = None
         super().reset()
 
     def pool(self) -> tuple[int, int]:
@@ -116,33 +137,46 @@ class Graph(_C.Graph):
         super().debug_dump(debug_path)
 
 
+def _refuse_annotations(function: str, enable_annotations: bool) -> None:
+    if enable_annotations:
+        raise NotImplementedError(
+            f"{function}: expected enable_annotations=False, but got True; this device has no annotations of kernels in "
+            "graphs"
+        )
+
+
 class graph:
     """``with torch.openreg.graph(g):`` captures the body's work on the current device into `g`.
 
     Args:
-        graph: a `Graph`. (CUDA's argument is called cuda_graph.)
-        pool, capture_error_mode: as in `Graph.capture_begin`.
+        cuda_graph: a `Graph`; the name is that of ``torch.cuda.graph``.
+        pool, capture_error_mode, check_input_liveness: as in `Graph.capture_begin`.
         stream: the stream to capture; unless given, one for all captures on its device.
+        enable_annotations: must be False; annotations of kernels belong to CUDA.
     """
 
     _streams: dict[int, torch.Stream] = {}
 
     def __init__(
         self,
-        graph: Graph,
+        cuda_graph: Graph,
         pool: tuple[int, int] | None = None,
         stream: torch.Stream | None = None,
         capture_error_mode: str = "global",
+        enable_annotations: bool = False,
+        check_input_liveness: bool = False,
     ) -> None:
+        _refuse_annotations("graph", enable_annotations)
         if stream is None:
             index = _C.current_device()
             stream = self._streams.get(index)
             if stream is None:
                 stream = self._streams[index] = streams.Stream(index)
-        self.graph = graph
+        self.cuda_graph = cuda_graph
         self.pool = pool
         self.capture_stream = stream
         self.capture_error_mode = capture_error_mode
+        self.check_input_liveness = check_input_liveness
 
     def __enter__(self) -> None:
         devices.synchronize()
@@ -151,14 +185,14 @@ class graph:
         memory.empty_cache()
         self.capture_stream.__enter__()
         try:
-            self.graph.capture_begin(self.pool, self.capture_error_mode)
+            self.cuda_graph.capture_begin(self.pool, self.capture_error_mode, self.check_input_liveness)
         except BaseException:
             self.capture_stream.__exit__(None, None, None)
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         try:
-            self.graph.capture_end()
+            self.cuda_graph.capture_end()
         except torch.AcceleratorError:
             if kind is None:
                 raise
@@ -196,11 +230,7 @@ def make_graphed_callables(
         capture_error_mode: as in `Graph.capture_begin`.
         enable_annotations: must be False; annotations of kernels belong to CUDA.
     """
-    if enable_annotations:
-        raise NotImplementedError(
-            "make_graphed_callables: expected enable_annotations=False, but got True; this device has no annotations of "
-            "kernels in graphs"
-        )
+    _refuse_annotations("make_graphed_callables", enable_annotations)
 
     def capture(captured: Graph, enable_annotations: bool = False, **options: Any) -> graph:
         return graph(captured, **{"capture_error_mode": capture_error_mode, **options})

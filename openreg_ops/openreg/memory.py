@@ -394,9 +394,9 @@ class MemPool(_C.MemPool):
         """How many objects use the pool: this one, graphs, and active `use_mem_pool` contexts."""
         return super().use_count()
 
-    def snapshot(self) -> list[dict[str, Any]]:
-        """The segments of the pool, as `memory_snapshot` gives them."""
-        return memory_snapshot(mempool_id=self.id)
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+        """The segments of the pool, as `memory_snapshot` gives them; `include_traces` is its argument."""
+        return memory_snapshot(self.id, include_traces)
 
 
 @contextlib.contextmanager

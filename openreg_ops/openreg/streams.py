@@ -72,13 +72,24 @@ class Event(metaclass=_OfDevice):
         blocking: has no effect, because a waiting thread always sleeps.
         interprocess: whether other processes may use it, through `ipc_handle()` and `from_ipc_handle()`, or by sending
             it through ``torch.multiprocessing``. Keep the event alive until they have opened it.
+        external: whether `record` and `wait` on a captured stream become nodes of the graph, so that each replay records
+            the event, or waits for what was recorded last when it is launched. The event belongs to the device that is
+            current now.
     Raises:
-        ValueError: an interprocess event with timing, which CUDA does not support either.
+        ValueError: an interprocess event that is external or has timing, which CUDA does not support either.
     """
 
     _base = torch.Event
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> torch.Event:
+        if external:
+            if interprocess:
+                raise ValueError("Event: expected external=False with interprocess=True, but both are True")
+            event = torch.Event("openreg", enable_timing=enable_timing, blocking=blocking)
+            _C.make_external(event)
+            return event
         if interprocess:
             if enable_timing:
                 raise ValueError("Event: expected enable_timing=False with interprocess=True, but both are True")

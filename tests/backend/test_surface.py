@@ -73,6 +73,29 @@ def test_every_parameter_of_cuda():
     assert checked > 50
 
 
+def test_every_parameter_of_the_classes_of_cuda():
+    """The same of constructors and methods."""
+
+    def constructor(kind):
+        return next(f for f in (kind.__new__, kind.__init__) if inspect.isfunction(f))
+
+    missing, checked = {}, 0
+    pairs = {name: name for name in ("Event", "ExternalStream", "MemPool", "Stream", "StreamContext", "graph")}
+    for mine, theirs in (pairs | {"Graph": "CUDAGraph"}).items():
+        ours, cuda = getattr(torch.openreg, mine), getattr(torch.cuda, theirs)
+        functions = {mine: (constructor(ours), constructor(cuda))}
+        for name in dir(cuda):
+            both = getattr(ours, name, None), getattr(cuda, name)
+            if not name.startswith("_") and all(map(inspect.isfunction, both)):
+                functions[f"{mine}.{name}"] = both
+        for name, (ours, cuda) in functions.items():
+            checked += 1
+            left = set(inspect.signature(cuda).parameters) - set(inspect.signature(ours).parameters)
+            if left := left - {"args", "kwargs", "obj", "cls"}:
+                missing[name] = left
+    assert not missing and checked > 15
+
+
 def test_properties():
     first, second = (torch.openreg.get_device_properties(i) for i in range(2))
     assert first.name == torch.openreg.get_device_name(0) and second.index == 1

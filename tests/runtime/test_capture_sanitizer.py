@@ -663,7 +663,7 @@ def test_graphs_have_their_own_methods_while_it_is_off():
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["inline"], indirect=True)  # the program chooses its own
 def test_the_tests_of_graphs_give_no_report(mode):
-    path = Path(__file__).with_name("test_graphs.py")
+    paths = [Path(__file__).with_name(f"{name}.py") for name in ("test_graphs", "test_graph_random")]
     wrong = "not test_generators_are_registered"  # which makes the mistake, and expects the error of a capture
-    done = python("-m", "pytest", "-q", path, "-k", wrong, cwd=path.parents[2], OPENREG_SANITIZER="1")
+    done = python("-m", "pytest", "-q", *paths, "-k", wrong, cwd=paths[0].parents[2], OPENREG_SANITIZER="1")
     assert done.returncode == 0, done.stdout

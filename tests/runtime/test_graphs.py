@@ -5,10 +5,9 @@ import threading
 
 import pytest
 import torch
+from graph_kit import DEVICE, captured
 
 from openreg_ops import _C
-
-DEVICE = "openreg:0"
 
 
 @pytest.fixture
@@ -22,14 +21,6 @@ def unpoisoned():
 
 def device(values, **options):
     return torch.tensor(values, device=DEVICE, **options)
-
-
-def captured(f, **options):
-    """A graph of f(), and what f returned."""
-    g = torch.openreg.Graph()
-    with torch.openreg.graph(g, **options):
-        out = f()
-    return g, out
 
 
 def test_by_hand():
@@ -98,50 +89,6 @@ def test_is_capturing():
         torch.zeros(1, device=DEVICE)
     assert seen == [True, True]
     assert not torch.openreg.is_current_stream_capturing()
-
-
-# ---- random numbers ----
-
-
-def test_random_numbers_are_those_of_eager_mode():
-    x = torch.ones(100, device=DEVICE)
-
-    def f():
-        return (
-            torch.rand(7, device=DEVICE),
-            torch.nn.functional.dropout(x, 0.3),
-            torch.randn(5, device=DEVICE),
-            torch.ops.openreg.dropout_add(x, x, 0.5)[0],
-        )
-
-    g, out = captured(f)
-    torch.openreg.manual_seed(3)
-    expected = [[y.cpu() for y in f()] for _ in range(3)]
-    torch.openreg.manual_seed(3)
-    for each in expected:
-        g.replay()
-        for y, e in zip(out, each, strict=True):
-            assert torch.equal(y.cpu(), e)
-    assert not torch.equal(expected[0][0], expected[1][0])
-
-
-def test_generators_are_registered():
-    generator = torch.Generator(DEVICE)
-    g = torch.openreg.Graph()
-    with (
-        pytest.raises(torch.AcceleratorError, match="register_generator_state"),
-        torch.openreg.graph(g),
-    ):
-        torch.rand(3, device=DEVICE, generator=generator)
-    g = torch.openreg.Graph()
-    g.register_generator_state(generator)
-    with torch.openreg.graph(g):
-        y = torch.rand(3, device=DEVICE, generator=generator)
-    generator.manual_seed(5)
-    g.replay()
-    first = y.cpu()
-    generator.manual_seed(5)
-    assert torch.equal(first, torch.rand(3, device=DEVICE, generator=generator).cpu())
 
 
 # ---- streams ----
@@ -492,46 +439,6 @@ def test_capture_on_the_second_device():
 
 
 # ---- the second of everything ----
-
-
-def test_the_state_of_a_generator_cannot_be_asked_or_set():
-    """A replay draws new numbers, so that activation checkpointing would not repeat those of forward."""
-    x = torch.ones(64, device=DEVICE, requires_grad=True)
-
-    def recomputed(preserve):
-        def f(x):
-            return torch.nn.functional.dropout(x, 0.5) * x
-
-        return torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False, preserve_rng_state=preserve)
-
-    for call in (
-        lambda: torch.openreg.manual_seed(3),
-        lambda: torch.openreg.get_rng_state(DEVICE),
-        lambda: torch.openreg.initial_seed(),
-        lambda: torch.autograd.grad(recomputed(True).sum(), x),
-    ):
-        graph = torch.openreg.Graph()
-        with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing.*Generator"):  # noqa: SIM117
-            with torch.openreg.graph(graph):
-                call()
-
-
-def test_a_generators_state_is_that_of_the_capture():
-    """graphsafe_set_state() in a capture decides what the operators behind it draw from."""
-    generator = torch.openreg.default_generators[0]
-    own = generator.graphsafe_get_state()
-    other = generator.clone_state()
-
-    def draw():
-        first = torch.rand(4, device=DEVICE)
-        generator.graphsafe_set_state(other)
-        second = torch.rand(4, device=DEVICE)
-        generator.graphsafe_set_state(own)
-        return first, second
-
-    graph, (first, second) = captured(draw)
-    graph.replay()
-    assert torch.equal(first, second) and first.abs().sum() > 0
 
 
 @pytest.mark.parametrize("joined", [True, False])

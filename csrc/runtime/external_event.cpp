@@ -1,0 +1,137 @@
+#include "external_event.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "error.h"
+#include "fault.h"
+#include "graph.h"
+#include "profile.h"
+#include "schedule.h"
+#include "stream.h"
+#include "wait.h"
+
+namespace openreg {
+
+struct ExternalEvent::Point {
+  explicit Point(Stream stream) : stream(stream) {}
+  const Stream stream; // whose work reaches it
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<bool> reached{false};
+  Clock::time_point time;
+
+  bool is_reached() const { return reached.load(std::memory_order_acquire); }
+  void reach() {
+    std::lock_guard lock(mutex);
+    if (is_reached()) return;
+    time = Clock::now();
+    reached.store(true, std::memory_order_release);
+    changed.notify_all();
+  }
+  bool wait_for(std::chrono::nanoseconds most) {
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, most, [&] { return is_reached(); });
+  }
+  // By work of a stream.
+  void wait_in_work() {
+    if (is_reached()) return;
+    detail::wait_freely(
+        detail::Interrupt::kThrows, [&](auto) { return wait_for(detail::kSlice) || detail::dropping(); });
+  }
+};
+
+struct ExternalEvent::Latest {
+  std::shared_ptr<Point> get() const { return std::atomic_load(&point); }
+  std::shared_ptr<Point> renew(Stream stream) {
+    auto made = std::make_shared<Point>(stream);
+    std::atomic_store(&point, made);
+    return made;
+  }
+  std::shared_ptr<Point> point;
+};
+
+ExternalEvent::ExternalEvent(int device, bool timed) : Event(device, timed), latest_(std::make_shared<Latest>()) {}
+
+std::shared_ptr<ExternalEvent::Point> ExternalEvent::latest() const {
+  return latest_->get();
+}
+
+void ExternalEvent::capture(Stream stream, bool records) const {
+  ReplayPoint launch = [latest = latest_, records](Stream replayed_on) -> std::shared_ptr<void> {
+    if (!records) return latest->get();
+    const auto point = latest->renew(replayed_on);
+    return {point.get(), [point](void*) { point->reach(); }}; // at the latest when the replay is over
+  };
+  const std::size_t number = detail::add_replay_point(stream, std::move(launch));
+  const auto work = [latest = latest_, records, number, stream] {
+    const auto launched = detail::replay_point(number);
+    const auto now = launched ? nullptr : records ? latest->renew(stream) : latest->get();
+    auto* point = launched ? static_cast<Point*>(launched->get()) : now.get();
+    if (records) point->reach();
+    else if (point) point->wait_in_work();
+  };
+  const Site site = records ? Site("record an event") : Site("wait for an event", Site::kWait);
+  detail::capture(stream, site, detail::Task(work), {});
+}
+
+void ExternalEvent::record(Stream stream) {
+  const HostCall call("openregEventRecord");
+  check_usable(stream.device);
+  if (detail::captures(stream)) return capture(stream, /*records=*/true);
+  auto point = latest_->renew(stream);
+  if (stream_idle(stream)) point->reach();
+  else detail::queue_wait(stream, [point] { point->reach(); }, Site("record an event"));
+}
+
+void ExternalEvent::block(Stream stream) const {
+  const HostCall call("openregStreamWaitEvent");
+  check_usable(stream.device);
+  if (detail::captures(stream)) return capture(stream, /*records=*/false);
+  const auto point = latest();
+  if (!point || point->is_reached() || point->stream == stream) return;
+  const Site site("wait for an event", Site::kWait);
+  const auto wait = [point] { // on a worker, which holds no turn and handles no signals
+    while (!point->wait_for(detail::kSlice) && !detail::dropping()) {
+    }
+  };
+  detail::queue_wait(
+      stream, detail::profiled(stream, site, wait), site, {[point] { return point->is_reached(); }, point->stream});
+}
+
+bool ExternalEvent::query() const {
+  detail::check_host_call("an event's query");
+  const auto point = latest();
+  if (point && detail::scheduled()) detail::schedule_query("Event.query", point->stream);
+  return !point || point->is_reached();
+}
+
+void ExternalEvent::synchronize() const {
+  const HostCall call("openregEventSynchronize");
+  detail::check_host_call("an event's synchronize");
+  const auto point = latest();
+  if (!point) return;
+  check_usable(point->stream.device);
+  if (detail::scheduled())
+    detail::schedule_wait("Event.synchronize", {[point] { return point->is_reached(); }, point->stream});
+  if (!point->is_reached())
+    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return point->wait_for(most); });
+  throw_kept_error(point->stream.device);
+}
+
+Event::Clock::time_point ExternalEvent::time() const {
+  detail::check_host_call("an event's elapsed_time");
+  const auto point = latest();
+  if (!point)
+    throw std::logic_error(
+        "openreg: elapsed_time() needs events that have been recorded; replay the graphs that record them before");
+  check_usable(point->stream.device);
+  if (!point->is_reached())
+    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return point->wait_for(most); });
+  return point->time;
+}
+
+} // namespace openreg

@@ -1,0 +1,34 @@
+// Events that graphs record and wait for, like CUDA's external events.
+#pragma once
+
+#include <memory>
+
+#include "event.h"
+
+namespace openreg {
+
+// Note [External events]
+// On a captured stream, record() and block() of an external event become nodes of the graph, and give no order to the
+// capture. When a replay is launched, its nodes that record get new points, which are the event's latest from then on,
+// and its nodes that wait take the point that is the latest then. A replay that fails, or is dropped, reaches its
+// points too, so that nobody waits forever. A graph that is a node of another one takes its points when it runs. On a
+// stream that is not captured, the event is an ordinary one.
+class ExternalEvent final : public Event {
+ public:
+  ExternalEvent(int device, bool timed);
+
+  void record(Stream stream) override;
+  void block(Stream stream) const override;
+  bool query() const override;
+  void synchronize() const override;
+  Clock::time_point time() const override;
+
+ private:
+  struct Point;
+  struct Latest;
+  std::shared_ptr<Point> latest() const;
+  void capture(Stream stream, bool records) const;
+  std::shared_ptr<Latest> latest_; // nodes hold it too
+};
+
+} // namespace openreg

@@ -1,0 +1,466 @@
+"""Random numbers in graphs: those of eager mode, as if drawn at the launch of a replay."""
+
+import threading
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from graph_kit import DEVICE, captured, settled, warmed_up
+from torch import nn
+
+
+def test_random_numbers_are_those_of_eager_mode():
+    x = torch.ones(100, device=DEVICE)
+
+    def f():
+        return (
+            torch.rand(7, device=DEVICE),
+            torch.nn.functional.dropout(x, 0.3),
+            torch.randn(5, device=DEVICE),
+            torch.ops.openreg.dropout_add(x, x, 0.5)[0],
+        )
+
+    g, out = captured(f)
+    torch.openreg.manual_seed(3)
+    expected = [[y.cpu() for y in f()] for _ in range(3)]
+    torch.openreg.manual_seed(3)
+    for each in expected:
+        g.replay()
+        for y, e in zip(out, each, strict=True):
+            assert torch.equal(y.cpu(), e)
+    assert not torch.equal(expected[0][0], expected[1][0])
+
+
+def test_generators_are_registered():
+    generator = torch.Generator(DEVICE)
+    g = torch.openreg.Graph()
+    with (
+        pytest.raises(torch.AcceleratorError, match="register_generator_state"),
+        torch.openreg.graph(g),
+    ):
+        torch.rand(3, device=DEVICE, generator=generator)
+    g = torch.openreg.Graph()
+    g.register_generator_state(generator)
+    with torch.openreg.graph(g):
+        y = torch.rand(3, device=DEVICE, generator=generator)
+    generator.manual_seed(5)
+    g.replay()
+    first = y.cpu()
+    generator.manual_seed(5)
+    assert torch.equal(first, torch.rand(3, device=DEVICE, generator=generator).cpu())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: nn.functional.dropout(x, 0.4),
+        lambda x: nn.functional.rrelu(x - 0.5, training=True),
+        lambda x: nn.functional.alpha_dropout(x, 0.3, training=True),
+    ],
+    ids=["dropout", "rrelu", "alpha_dropout"],
+)
+def test_replays_draw_between_eager_calls(draw):
+    """The sequence of numbers goes on, whoever draws from it."""
+    x = torch.rand(200, device=DEVICE)
+    graph, y = captured(lambda: draw(draw(x)))
+    torch.openreg.manual_seed(5)
+    expected = [draw(draw(x)) for _ in range(5)]
+    torch.openreg.manual_seed(5)
+    for i, each in enumerate(expected):
+        if i % 2:
+            graph.replay()
+            assert torch.equal(y, each)
+        else:
+            assert torch.equal(draw(draw(x)), each)
+
+
+@pytest.mark.parametrize(
+    ("draw", "options"),
+    [
+        ("normal_", {}),
+        ("uniform_", {"from": -2, "to": 3}),
+        ("exponential_", {"lambd": 2.0}),
+        ("cauchy_", {}),
+        ("log_normal_", {}),
+        ("geometric_", {"p": 0.3}),
+        ("random_", {"from": 0, "to": 1000}),
+        ("bernoulli_", {"p": 0.3}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_distributions(draw, options):
+    x = torch.zeros(100, device=DEVICE)
+    graph, _ = captured(lambda: getattr(x, draw)(**options))
+    torch.openreg.manual_seed(7)
+    expected = [getattr(torch.empty_like(x), draw)(**options) for _ in range(3)]
+    torch.openreg.manual_seed(7)
+    for each in expected:
+        graph.replay()
+        assert torch.equal(x, each)
+    assert not torch.equal(expected[0], expected[1])
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda p: torch.bernoulli(p),
+        lambda p: torch.normal(p + 1, 1.0),
+        lambda p: torch.normal(p, p + 1),
+        lambda p: torch.poisson(p * 5),
+        lambda p: torch.rand(50, device=DEVICE),
+        lambda p: torch.randint(0, 30, (50,), device=DEVICE, dtype=torch.float32),
+        lambda p: torch.randn(50, device=DEVICE),
+        lambda p: torch.multinomial(p, 20, replacement=True),
+        lambda p: torch.randperm(50, device=DEVICE),
+    ],
+    ids=[
+        "bernoulli",
+        "normal",
+        "normal of two tensors",
+        "poisson",
+        "rand",
+        "randint",
+        "randn",
+        "multinomial",
+        "randperm",
+    ],
+)
+def test_functions_that_draw(draw):
+    """Two calls in a graph draw what the second and third call of eager mode draw, from whichever seed."""
+    p = torch.rand(50, device=DEVICE)
+    graph, out = captured(lambda: (draw(p), draw(p)))
+    for seed in (6, 314):
+        torch.openreg.manual_seed(seed)
+        first, *expected = (draw(p) for _ in range(3))
+        torch.openreg.manual_seed(seed)
+        assert torch.equal(draw(p), first)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+
+
+def test_graphs_with_two_generators():
+    """Each draws on from where it is, in whichever graph; freeing the graphs frees their memory."""
+    settled()
+    before = torch.openreg.memory_allocated(DEVICE)
+    own = torch.Generator(DEVICE)
+
+    def draw():
+        return torch.rand(9, device=DEVICE), torch.rand(9, device=DEVICE, generator=own)
+
+    def both():
+        graph = torch.openreg.Graph()
+        graph.register_generator_state(own)
+        with torch.openreg.graph(graph):
+            return graph, draw()
+
+    def seeded():
+        torch.openreg.manual_seed(1)
+        own.manual_seed(2)
+
+    seeded()
+    expected = [draw() for _ in range(4)]
+    graphs = [both(), both()]
+    seeded()
+    for i in range(4):
+        graph, out = graphs[i % 2]
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, expected[i], strict=True))
+    del graphs, graph, out, expected
+    settled()
+    assert torch.openreg.memory_allocated(DEVICE) == before
+
+
+def test_states_of_one_generator_go_on_as_in_eager_mode():
+    """A graph that switches between two registered states moves the offset of each as eager mode does."""
+
+    def states(generator):
+        generator.manual_seed(3)
+        return generator, generator.graphsafe_get_state(), generator.clone_state()
+
+    def draw(generator, own, other):
+        out = []
+        for state, times in ((other, 1), (own, 2)):
+            generator.graphsafe_set_state(state)
+            out += [torch.rand(5, device=DEVICE, generator=generator) for _ in range(times)]
+        return out
+
+    eager, graphed = states(torch.Generator(DEVICE)), states(torch.openreg.default_generators[0])
+    graph = torch.openreg.Graph()
+    for state in graphed[1:]:
+        graph.register_generator_state(state)
+    with torch.openreg.graph(graph):
+        out = draw(*graphed)
+    for _ in range(3):
+        expected = draw(*eager)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+        assert [s.get_offset() for s in graphed[1:]] == [s.get_offset() for s in eager[1:]]
+
+
+@pytest.mark.parametrize(("graphs", "generators"), [(1, 1), (3, 2), (5, 8)])
+def test_memory_of_graphs_and_their_generators(graphs, generators):
+    """What graphs and generators hold on the device is free when they are gone."""
+
+    def held():
+        settled()
+        stats = torch.openreg.memory_stats(DEVICE)
+        return stats["active.all.current"], stats["active_bytes.all.current"]
+
+    before, default = held(), torch.openreg.default_generators[0]
+    states = [default.graphsafe_get_state(), *(default.clone_state() for _ in range(generators - 1))]
+    made = [torch.openreg.Graph() for _ in range(graphs)]
+    for graph in made:
+        for state in states:
+            graph.register_generator_state(state)
+        with torch.openreg.graph(graph):
+            torch.rand(1, device=DEVICE)
+        graph.replay()
+    during = held()
+    assert during[0] - before[0] <= 2 * generators, "none for each graph"
+    made.clear()
+    del graph, state, states
+    assert held() == before
+
+
+def test_generators_are_registered_in_inference_mode():
+    generator, graph = torch.Generator(DEVICE), torch.openreg.Graph()
+    with torch.inference_mode():
+        graph.register_generator_state(generator)
+    with torch.openreg.graph(graph):
+        y = torch.rand(8, device=DEVICE, generator=generator)
+    generator.manual_seed(4)
+    expected = torch.rand(8, device=DEVICE, generator=generator)
+    generator.manual_seed(4)
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_eager_mode_draws_after_a_void_capture():
+    torch.openreg.manual_seed(8)
+    expected = torch.randn(4, device=DEVICE)
+    torch.openreg.manual_seed(8)
+    with pytest.raises(torch.AcceleratorError, match="_local_scalar_dense"):
+        captured(lambda: torch.randn(4, device=DEVICE).sum().item())
+    assert torch.equal(torch.randn(4, device=DEVICE), expected)
+    graph, y = captured(lambda: torch.randn(4, device=DEVICE))
+    torch.openreg.manual_seed(8)
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_recurrent_networks_in_turns_with_and_without_a_graph():
+    """Dropout between layers, in eager mode before and after each replay, on streams of their own."""
+    torch.manual_seed(0)
+    model = nn.LSTM(6, 6, 2, dropout=0.5).to(DEVICE)
+    x = torch.ones(4, 3, 6, device=DEVICE)
+    model(x)
+    graph, (y, _) = captured(lambda: model(x))
+    torch.openreg.manual_seed(2)
+    expected = [model(x)[0].detach() for _ in range(4)]
+    torch.openreg.manual_seed(2)
+    for i, each in enumerate(expected):
+        if i % 2:
+            graph.replay()
+        assert torch.equal(y.detach() if i % 2 else model(x)[0].detach(), each)
+
+
+# ---- the state at the launch ----
+
+
+def test_two_graphs_that_draw_run_at_once():
+    """Which numbers a replay draws is decided when it is launched, not when it runs."""
+    graphs = [captured(lambda: torch.randn(64, device=DEVICE)) for _ in range(2)]
+    torch.openreg.manual_seed(12)
+    expected = [torch.randn(64, device=DEVICE) for _ in range(2)]
+    torch.openreg.manual_seed(12)
+    streams = [torch.openreg.Stream() for _ in range(2)]
+    with torch.openreg.launch_mode("async"):
+        with streams[0]:
+            torch.openreg._sleep(50_000_000)
+        for (graph, _), stream in zip(graphs, streams, strict=True):
+            with stream:
+                graph.replay()
+        torch.openreg.synchronize()
+    assert all(torch.equal(y, e) for (_, y), e in zip(graphs, expected, strict=True))
+
+
+@pytest.mark.parametrize("launch_mode", ["inline", "async", "sync"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_replay_draws_from_the_state_at_its_launch(launch_mode, busy):
+    """As an operator of eager mode, and as on CUDA, where replay() itself takes the seed and moves the offset."""
+    graph, y = captured(lambda: torch.rand(64, device=DEVICE))
+    generator, stream = torch.openreg.default_generators[0], torch.openreg.Stream()
+    torch.openreg.manual_seed(1)
+    first, second = (torch.rand(64, device=DEVICE) for _ in range(2))
+    offset = generator.get_offset() // 2
+    torch.openreg.synchronize()
+    with torch.openreg.launch_mode(launch_mode):
+
+        def launch():
+            torch.openreg.manual_seed(1)
+            with stream:
+                if busy:
+                    torch.openreg._sleep(50_000_000)
+                graph.replay()
+
+        launch()
+        assert generator.get_offset() == offset
+        z = torch.rand(64, device=DEVICE)
+        torch.openreg.synchronize()
+        assert torch.equal(y, first) and torch.equal(z, second)
+        launch()
+        torch.openreg.manual_seed(99)
+        torch.openreg.synchronize()
+        assert torch.equal(y, first) and generator.get_offset() == 0
+
+
+def test_threads_ask_for_the_state_while_a_replay_draws():
+    """A wait for the replay holds neither Python's lock nor the generator's."""
+    graph, _ = captured(lambda: torch.rand(8, device=DEVICE))
+    generator = torch.openreg.default_generators[0]
+    torch.openreg.manual_seed(1)
+    torch.rand(8, device=DEVICE)
+    expected, states = generator.get_state(), []
+    with torch.openreg.launch_mode("async"):
+        torch.openreg.manual_seed(1)
+        torch.openreg._sleep(50_000_000)
+        graph.replay()
+        threads = [threading.Thread(target=lambda: states.append(generator.get_state())) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        torch.openreg.synchronize()
+    assert len(states) == 4 and all(torch.equal(state, expected) for state in states)
+
+
+def test_a_replay_in_another_graph_draws_in_its_order():
+    inner, y = captured(lambda: torch.rand(8, device=DEVICE))
+    outer, _ = captured(inner.replay)
+    torch.openreg.manual_seed(1)
+    expected = [torch.rand(8, device=DEVICE) for _ in range(2)]
+    with torch.openreg.launch_mode("async"):
+        torch.openreg.manual_seed(1)
+        torch.openreg._sleep(20_000_000)
+        outer.replay()
+        z = torch.rand(8, device=DEVICE)
+        torch.openreg.synchronize()
+    assert torch.equal(y, expected[0]) and torch.equal(z, expected[1])
+
+
+# ---- the state in a capture ----
+
+
+def test_a_generators_state_is_that_of_the_capture():
+    """graphsafe_set_state() in a capture decides what the operators behind it draw from."""
+    generator = torch.openreg.default_generators[0]
+    own = generator.graphsafe_get_state()
+    other = generator.clone_state()
+
+    def draw():
+        first = torch.rand(4, device=DEVICE)
+        generator.graphsafe_set_state(other)
+        second = torch.rand(4, device=DEVICE)
+        generator.graphsafe_set_state(own)
+        return first, second
+
+    graph, (first, second) = captured(draw)
+    graph.replay()
+    assert torch.equal(first, second) and first.abs().sum() > 0
+
+
+def test_a_capture_rewinds_a_generator():
+    """From torch 2.10 on, CUDA reads and sets the state in a capture: the offset relative to the replay's."""
+
+    def draw():
+        first = torch.rand(8, device=DEVICE)
+        state = torch.openreg.get_rng_state(DEVICE)
+        second = torch.rand(8, device=DEVICE)
+        torch.openreg.set_rng_state(state, DEVICE)
+        return first, second, torch.rand(8, device=DEVICE)
+
+    torch.openreg.manual_seed(5)
+    graph, out = captured(draw)
+    for seed in (5, 6):
+        torch.openreg.manual_seed(seed)
+        expected, after = draw(), torch.rand(8, device=DEVICE)
+        torch.openreg.manual_seed(seed)
+        graph.replay()
+        assert torch.equal(out[1], out[2]) and not torch.equal(out[0], out[1])
+        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+        assert torch.equal(torch.rand(8, device=DEVICE), after)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_the_numbers_of_forward(reentrant):
+    x = torch.ones(64, device=DEVICE, requires_grad=True)
+
+    def f(x):
+        return nn.functional.dropout(x, 0.5) * torch.randn(64, device=DEVICE)
+
+    def step():
+        y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=reentrant, preserve_rng_state=True)
+        if reentrant:
+            x.grad = None
+            y.sum().backward()
+            return y, x.grad
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    warmed_up(step)
+    torch.openreg.manual_seed(42)
+    graph, (y, grad) = captured(step)
+    for seed in (42, 43):
+        torch.openreg.manual_seed(seed)
+        expected = [t.detach().clone() for t in step()]
+        torch.openreg.manual_seed(seed)
+        graph.replay()
+        assert torch.equal(grad, y.detach()), "x is 1, so the gradient is the result"
+        assert torch.equal(y.detach(), expected[0]) and torch.equal(grad, expected[1])
+
+
+def test_a_capture_can_only_set_the_seed_that_is_set():
+    torch.openreg.manual_seed(0)
+    graph, (_, seed, y) = captured(
+        lambda: (torch.openreg.manual_seed(0), torch.openreg.initial_seed(), torch.rand(3, device=DEVICE))
+    )
+    graph.replay()
+    assert seed == 0
+    with pytest.raises(RuntimeError, match="seed"):
+        captured(lambda: torch.openreg.manual_seed(1))
+    state = torch.openreg.get_rng_state(DEVICE)
+    torch.openreg.manual_seed(1)
+    other = torch.openreg.get_rng_state(DEVICE)
+    torch.openreg.set_rng_state(state, DEVICE)
+    with pytest.raises(RuntimeError, match="seed"):
+        captured(lambda: torch.openreg.set_rng_state(other, DEVICE))
+    assert torch.openreg.initial_seed() == 0
+
+
+def test_what_a_capture_cannot_do_with_a_generator():
+    """A replay decides from which state it draws."""
+    generator = torch.openreg.default_generators[0]
+    before = torch.openreg.get_rng_state(DEVICE)
+    own = torch.Generator(DEVICE)
+    _, of_another = captured(lambda: torch.openreg.get_rng_state(DEVICE))
+
+    def rewound():
+        torch.rand(3, device=DEVICE)
+        torch.openreg.set_rng_state(before, DEVICE)
+
+    for call in (
+        lambda: torch.openreg.manual_seed(torch.openreg.initial_seed() + 1),
+        torch.openreg.seed,
+        generator.get_offset,
+        lambda: generator.set_offset(0),
+        generator.clone_state,
+        own.get_state,
+        lambda: torch.openreg.set_rng_state(of_another, DEVICE),
+        rewound,
+    ):
+        graph = torch.openreg.Graph()
+        with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing.*Generator"):  # noqa: SIM117
+            with torch.openreg.graph(graph):
+                call()
+    captured(lambda: torch.openreg.set_rng_state(before, DEVICE))  # as it is
+    torch.openreg.set_rng_state(of_another, DEVICE)  # an ordinary state outside
+    assert torch.equal(torch.openreg.get_rng_state(DEVICE), before)

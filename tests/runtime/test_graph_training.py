@@ -1,0 +1,396 @@
+"""Training with graphs: callables, optimizers and gradient scalers, equal to eager mode."""
+
+import copy
+
+import pytest
+import torch
+from graph_kit import DEVICE, captured, warmed_up
+from torch import nn
+from torch.testing import assert_close
+
+# ---- callables ----
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4)).to(DEVICE)
+
+
+@pytest.mark.parametrize("cache_enabled", [True, False])
+def test_graphed_callables_under_autocast(cache_enabled):
+    """Two modules and a loss, forward and backward as without graphs."""
+
+    def train(graphed):
+        first, second = network(), nn.Linear(4, 2).to(DEVICE)
+        loss_of = nn.functional.mse_loss
+        x = torch.zeros(5, 6, device=DEVICE)
+        h, out, target = (torch.zeros(5, n, device=DEVICE) for n in (4, 2, 2))
+        h, out = (t.bfloat16().requires_grad_() for t in (h, out))
+        with torch.autocast("openreg", torch.bfloat16, cache_enabled=cache_enabled):
+            if graphed:
+                first, second, loss_of = torch.openreg.make_graphed_callables(
+                    (first, second, loss_of), ((x,), (h,), (out, target))
+                )
+        parameters = [*first.parameters(), *second.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        torch.openreg.manual_seed(4)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            batch = torch.randn(5, 6, generator=generator).to(DEVICE)
+            with torch.autocast("openreg", torch.bfloat16, cache_enabled=cache_enabled):
+                loss = loss_of(second(first(batch)), batch[:, :2].contiguous())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, parameters
+
+    if cache_enabled:
+        with pytest.raises(RuntimeError, match="autocast caching"):
+            train(True)
+        return
+    (losses, parameters), (expected, ones) = train(True), train(False)
+    assert losses == expected
+    assert_close(parameters, ones, rtol=0, atol=0)
+
+
+def test_graphed_callables_without_parameters_and_gradients():
+    class Halves(nn.Module):
+        def forward(self, x, scale):
+            return x / 2 * scale
+
+    x, scale = torch.zeros(4, device=DEVICE, requires_grad=True), torch.ones(4, device=DEVICE)
+    graphed = torch.openreg.make_graphed_callables(Halves(), (x, scale))
+    y = torch.full((4,), 6.0, device=DEVICE, requires_grad=True)
+    out = graphed(y, scale * 3)
+    out.sum().backward()
+    assert out.tolist() == [9.0] * 4 and y.grad.tolist() == [1.5] * 4
+
+
+class OfDict(nn.Module):
+    """Takes a dictionary, of which it uses one entry."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch):
+        return {"output": self.inner(batch["x"])}
+
+
+class Picks(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, x):
+        rows = torch.arange(x.size(0), device=x.device).view(-1, 1).expand(-1, x.size(1))
+        return x.gather(0, rows) * 2
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_graphed_callables_of_every_kind(autocast):
+    """Dictionaries, an unused input, modules without parameters, functions; evaluation runs without graphs."""
+
+    def context():
+        return torch.autocast("openreg", torch.bfloat16, enabled=autocast, cache_enabled=False)
+
+    def models():
+        torch.manual_seed(0)
+        parts = [
+            OfDict(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1))),
+            nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.2)),
+            Picks(),
+        ]
+        return [part.to(DEVICE) for part in parts], nn.functional.relu, nn.functional.mse_loss
+
+    def sample(columns, grad=True):
+        return torch.randn(5, columns, device=DEVICE, requires_grad=grad)
+
+    def train(parts, relu, loss_of, unused, batches):
+        parameters = [p for part in parts for p in part.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        torch.openreg.manual_seed(5)
+        losses = []
+        for x, target in batches:
+            optimizer.zero_grad(set_to_none=True)
+            with context():
+                h = parts[0]({"x": x, "unused": unused})["output"]
+                loss = loss_of(relu(parts[2](parts[1](h)).float()), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, parameters
+
+    unused, batches = sample(3), [(sample(6, False), sample(4, False)) for _ in range(4)]
+    dtype = torch.bfloat16 if autocast else torch.float32
+    half = lambda t: t.detach().to(dtype).requires_grad_()  # noqa: E731
+    parts, relu, loss_of = models()
+    with context():
+        *graphed, relu, loss_of = torch.openreg.make_graphed_callables(
+            (*parts, relu, loss_of),
+            (
+                ({"x": sample(6, False), "unused": unused},),
+                (half(sample(8)),),
+                (half(sample(4)),),
+                (sample(4),),
+                (sample(4), sample(4, False)),
+            ),
+            allow_unused_input=True,
+        )
+    losses, parameters = train(graphed, relu, loss_of, unused, batches)
+    eager = models()
+    expected, ones = train(*eager, unused, batches)
+    assert losses == expected
+    assert_close(parameters, ones, rtol=0, atol=0)
+    for mine, theirs in zip(graphed, eager[0], strict=True):
+        mine.eval(), theirs.eval()
+    x = torch.randn(3, 6, device=DEVICE)  # another size, which no graph takes
+    mine, theirs = (parts[2](parts[1](parts[0]({"x": x})["output"])) for parts in (graphed, eager[0]))
+    assert torch.equal(mine, theirs)
+
+
+def test_graphed_callables_refuse_an_unused_input():
+    x, unused = (torch.randn(5, n, device=DEVICE, requires_grad=True) for n in (6, 3))
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.openreg.make_graphed_callables(OfDict(nn.Linear(6, 8).to(DEVICE)), ({"x": x, "unused": unused},))
+    assert torch.ones(2, device=DEVICE).tolist() == [1.0] * 2
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("allow_unused_input", [False, True])
+def test_graphed_callables_without_anything_to_differentiate(autocast, allow_unused_input):
+    with torch.autocast("openreg", torch.bfloat16, enabled=autocast, cache_enabled=False):
+        module = OfDict(Picks())
+        graphed = torch.openreg.make_graphed_callables(
+            module,
+            ({"x": torch.zeros(5, 6, device=DEVICE), "unused": torch.zeros(5, 3, device=DEVICE)},),
+            allow_unused_input=allow_unused_input,
+        )
+        for _ in range(3):
+            x = torch.randn(5, 6, device=DEVICE, requires_grad=True)
+            out = graphed({"x": x, "unused": torch.ones(5, 3, device=DEVICE)})["output"]
+            assert torch.equal(out, x * 2)
+    graphed.eval()
+    assert torch.equal(graphed({"x": x[:2]})["output"], x[:2] * 2)
+
+
+def test_graphed_callables_of_one_pool():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)).to(DEVICE) for _ in range(3)]
+    pool = torch.openreg.graph_pool_handle()
+    graphed = [
+        torch.openreg.make_graphed_callables(copy.deepcopy(m), (torch.randn(4, 8, device=DEVICE),), pool=pool)
+        for m in models
+    ]
+    assert torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool)
+    for one, other in zip(models, graphed, strict=True):
+        x = torch.randn(4, 8, device=DEVICE)
+        y, z = one(x), other(x)
+        assert torch.equal(y, z)
+        y.norm().backward(), z.norm().backward()
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
+            assert a.data_ptr() != b.data_ptr() and a.grad.data_ptr() != b.grad.data_ptr()
+
+
+# ---- optimizers ----
+
+
+OPTIMIZERS = ["Adam", "AdamW", "ASGD", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "Rprop"]
+
+
+@pytest.mark.parametrize("second", [True, False], ids=["both capturable", "one capturable"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_group_of_parameters_must_be_capturable(name, second):
+    def parameters():
+        return [torch.ones(2, device=DEVICE, requires_grad=True) for _ in range(2)]
+
+    def groups(parameters, *capturable):
+        return [{"params": [p], "capturable": c} for p, c in zip(parameters, capturable, strict=True)]
+
+    grads = torch.randn(5, 2, 2, device=DEVICE)
+    mine, theirs = parameters(), parameters()
+    for p in (*mine, *theirs):
+        p.grad = torch.zeros_like(p)
+    optimizer = getattr(torch.optim, name)(groups(mine, True, second))
+    other = getattr(torch.optim, name)(groups(theirs, False, False))
+
+    def step(optimizer, parameters, i):
+        for p, grad in zip(parameters, grads[i], strict=True):
+            p.grad.copy_(grad)
+        optimizer.step()
+
+    for i in range(5):
+        step(other, theirs, i)
+    for i in range(3):
+        step(optimizer, mine, i)
+    if not second:
+        with pytest.raises(RuntimeError, match="expected capturable=True"):
+            captured(optimizer.step)
+        return
+    graph, _ = captured(optimizer.step)
+    for i in (3, 4):
+        for p, grad in zip(mine, grads[i], strict=True):
+            p.grad.copy_(grad)
+        graph.replay()
+    assert_close([p.detach() for p in mine], [p.detach() for p in theirs])
+
+
+@pytest.mark.parametrize("graph", [
+    lambda: torch.openreg.graph(torch.openreg.Graph()),
+    lambda: torch.accelerator.Graph(),
+], ids=["openreg", "accelerator"])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False}], ids=str)
+def test_optimizers_that_are_not_capturable_say_so(graph, options):
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    x.grad = torch.ones_like(x)
+    optimizer = torch.optim.Adam([x], lr=0.1, **options)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="Adam: expected capturable=True"), torch.openreg.stream(torch.openreg.Stream()), graph():  # fmt: skip
+        optimizer.step()
+    optimizer.step()
+    compiled = torch.compile(optimizer.step, backend="eager")
+    compiled()
+    assert optimizer.state[x]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"weight_decay": 0.1}, {"maximize": True}], ids=str
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_captured_step_is_that_of_an_optimizer_that_is_not_capturable(name, options):
+    if name == "Rprop":
+        options = {key: value for key, value in options.items() if key != "weight_decay"}  # it has none
+    torch.manual_seed(0)
+    shapes = [(5, 5), (6, 6), ()]
+    start = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    grads = [[torch.randn(shape, device=DEVICE) for shape in shapes] for _ in range(5)]
+
+    def made(capturable):
+        parameters = [p.clone().requires_grad_() for p in start]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        return parameters, getattr(torch.optim, name)(parameters, lr=0.1, capturable=capturable, **options)
+
+    def give(parameters, i):
+        for p, grad in zip(parameters, grads[i], strict=True):
+            p.grad.copy_(grad)
+
+    theirs, other = made(False)
+    for i in range(5):
+        give(theirs, i)
+        other.step()
+    mine, optimizer = made(True)
+    for i in range(3):
+        give(mine, i)
+        optimizer.step()
+    graph, _ = captured(optimizer.step)
+    for i in (3, 4):
+        give(mine, i)
+        graph.replay()
+    assert_close([p.detach() for p in mine], [p.detach() for p in theirs])
+
+
+# ---- scaled gradients ----
+
+
+def test_scaled_gradients():
+    """GradScaler scales inside the graph; the inner loop sees overflows and goes on."""
+    model = nn.Linear(4, 1, bias=False).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0, growth_interval=100)
+    x = torch.ones(2, 4, device=DEVICE)
+    scaler.scale(torch.ones(1, device=DEVICE))  # creates the scale
+
+    def step():
+        model.weight.grad = None
+        scaler.scale(model(x).sum()).backward()
+
+    warmed_up(step)
+    graph, _ = captured(step)
+    for value, scale, moved in ((1.0, 4.0, True), (float("inf"), 4.0, False), (1.0, 2.0, True)):
+        before = model.weight.detach().clone()
+        x.fill_(value)
+        graph.replay()
+        assert_close(model.weight.grad, torch.full_like(before, 2 * value * scale))
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.weight, before - 0.5 * 2 * value if moved else before)
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Adam", {"capturable": True}), ("Adam", {"capturable": True, "amsgrad": True}), ("AdamW", {"capturable": True}),
+     ("SGD", {"momentum": 0.9}), ("SGD", {})],
+    ids=str,
+)  # fmt: skip
+def test_a_scaler_and_a_fused_optimizer_in_a_graph(name, options):
+    """step() and update() of a GradScaler are captured: no value goes to the host, also when a gradient overflows."""
+    start = [torch.randn(n, n, device=DEVICE) for n in (5, 6)]
+    grads = [[torch.randn_like(p) for p in start] for _ in range(7)]
+    grads[5][1][0, 0] = float("inf")
+
+    def made(**more):
+        parameters = [p.clone().requires_grad_() for p in start]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0, growth_interval=2)
+        scaler.scale(torch.ones(1, device=DEVICE))  # creates the scale
+        return parameters, getattr(torch.optim, name)(parameters, lr=0.1, fused=True, **{**options, **more}), scaler
+
+    def give(parameters, i):
+        for p, grad in zip(parameters, grads[i], strict=True):
+            p.grad.copy_(grad)
+
+    theirs, other, scaler = made(**({"capturable": False} if "capturable" in options else {}))
+    expected = []
+    for i in range(7):
+        give(theirs, i)
+        scaler.step(other)
+        scaler.update()
+        expected.append([*(p.detach().clone() for p in theirs), scaler._scale.clone()])
+    mine, optimizer, scaler = made()
+    for i in range(3):
+        give(mine, i)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def step():
+        scaler.step(optimizer)
+        scaler.update()
+
+    graph, _ = captured(step)
+    for i in range(3, 7):
+        give(mine, i)
+        graph.replay()
+        assert_close([*(p.detach() for p in mine), scaler._scale], expected[i])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
+def test_the_scale_grows_and_shrinks_with_captured_gradients(name, implementation):
+    """float16 overflows, which halves the scale and skips the step."""
+    weight = torch.ones(100, device=DEVICE, requires_grad=True)
+    optimizer = getattr(torch.optim, name)(
+        [weight], lr=0.1, foreach=implementation == "foreach", fused=implementation == "fused"
+    )
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
+    x = torch.ones(100, device=DEVICE)
+
+    def backward():
+        scaler.scale((weight.half() * x).sum()).backward()
+
+    warmed_up(backward)
+    optimizer.zero_grad(set_to_none=True)
+    graph, _ = captured(backward)
+    inf = float("inf")
+    for value, scale, tracker, grad in ((5, 4, 1, 20), (20000, 2, 0, inf), (5, 2, 1, 10), (40000, 1, 0, inf)):
+        x.fill_(value)
+        before = weight.detach().clone()
+        graph.replay()
+        assert weight.grad.unique().tolist() == [grad]
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler._scale.item(), scaler._growth_tracker.item()) == (scale, tracker)
+        assert torch.equal(weight, before) == (grad == inf)
