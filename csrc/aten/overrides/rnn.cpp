@@ -434,6 +434,7 @@ std::tuple<Tensor, Tensor> rnn_packed(const Tensor& data, const Tensor& batch_si
 
 // PyTorch's single-step composites check their arguments; only the arithmetic is the CPU's.
 void check_step(const char* op, int64_t count, const Tensor& input, TensorList hx, const Weights& w) {
+  TORCH_CHECK_INDEX(input.dim() >= 2, op, ": expected input of two dimensions, but got shape ", input.sizes());
   check_two_dimensions(op, "input", input);
   check_two_dimensions(op, "w_ih", w.ih);
   check_two_dimensions(op, "w_hh", w.hh);
