@@ -380,7 +380,11 @@ def _is_beyond_storage(x: torch.Tensor) -> bool:
 
 def _rounding(expected: torch.Tensor) -> dict[str, float]:
     """Tolerances for half types: terms that cancel were rounded at the size of the largest."""
-    if expected.dtype not in (torch.float16, torch.bfloat16) or expected.layout != torch.strided or not expected.numel():
+    if (
+        expected.dtype not in (torch.float16, torch.bfloat16)
+        or expected.layout != torch.strided
+        or not expected.numel()
+    ):
         return {}
     eps = torch.finfo(expected.dtype).eps
     return {"rtol": 2 * eps, "atol": 1e-5 + eps * expected.float().nan_to_num(0, 0, 0).abs().max().item()}
