@@ -28,7 +28,7 @@ from openreg_ops.openreg.schedule_report import (
     plain,
 )
 from openreg_ops.openreg.schedule_results import difference_of, values_of
-from openreg_ops.openreg.schedule_state import Ranks, State, alone
+from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone
 
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
@@ -248,24 +248,38 @@ class Exploration:
         values: dict[str, Any] = {}
         error: Exception | None = None
         log: list[Any] = []
-        _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
+        interrupts = Interrupts()
+        interrupts.wait()
         try:
+            _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
             with schedule_threads.controlled(), torch.autograd.set_multithreading_enabled(False):
                 try:
-                    result = self.program(*self.args)
-                    _C.pass_point(RETURN)
-                    values = values_of(result)
-                except Exception as raised:
-                    error = raised
-                finally:
+                    try:
+                        interrupts.handle()
+                        result = self.program(*self.args)
+                        _C.pass_point(RETURN)
+                        values = values_of(result)
+                    except Exception as raised:
+                        error = raised
                     log = _C.end_order()
+                finally:
+                    try:
+                        interrupts.wait()
+                    finally:  # Ctrl-C may have come before
+                        interrupts.wait()
+                        _C.abandon_order()
         finally:
-            for device in range(torch.openreg.device_count()):
-                try:
-                    torch.openreg.synchronize(device)  # raises what queued work has raised
-                except torch.AcceleratorError as raised:
-                    error = error or raised
-            self.state.restore()
+            try:
+                interrupts.handle()
+                for device in range(torch.openreg.device_count()):
+                    try:
+                        torch.openreg.synchronize(device)  # raises what queued work has raised
+                    except torch.AcceleratorError as raised:
+                        error = error or raised
+            finally:
+                interrupts.wait()
+                self.state.restore()
+                interrupts.handle()
         return Outcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
 
     def differs(self, outcome: Outcome, other: Outcome | None = None) -> str | None:
