@@ -67,8 +67,7 @@ void bind_schedules(py::module_& m) {
   m.def("pass_point", [](const std::string& name) { pass_point(name.c_str()); });
   m.def("try_point", [](const std::string& name) { ask(name.c_str(), Question::kLock); });
   m.def(
-      "ask_point",
-      [](const std::string& name, double seconds) { return ask(name.c_str(), Question::kAsks, seconds); },
+      "ask_point", [](const std::string& name, double seconds) { return ask(name.c_str(), Question::kAsks, seconds); },
       py::arg("name"), py::arg("seconds") = 0.0);
   m.def("skipped_seconds", &skipped_seconds);
   m.def("park_thread", [](double timeout) { return static_cast<int>(park_thread(timeout)); }, waits);

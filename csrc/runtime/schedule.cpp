@@ -247,9 +247,7 @@ std::vector<Action> end_schedule() {
     s->log(Action::kWait, s->next_step(my_thread), {0, -1}, "end");
   }
   const detail::Awaited rest{
-      [&s, until, last, me = my_thread] {
-        return s->quiet(me) || s->choices() > last || Clock::now() > until;
-      },
+      [&s, until, last, me = my_thread] { return s->quiet(me) || s->choices() > last || Clock::now() > until; },
       {kAnyDevice, -1}};
   std::exception_ptr interrupt;
   try {

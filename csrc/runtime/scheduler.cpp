@@ -154,7 +154,7 @@ int Scheduler::times_out(bool asking) {
     const HostThread& each = thread(i);
     if (!each.alive || !each.parked || !each.timeout) continue;
     const bool first = !asking || each.times_out_at <= skipped || all_rounds_ - each.parked_in > kRounds;
-    if (((passes && first) || now >= *each.timeout) &&
+    if ((passes ? first : now >= *each.timeout) &&
         (found == kUnknown || each.times_out_at < thread(found).times_out_at))
       found = i;
   }

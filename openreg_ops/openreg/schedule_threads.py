@@ -186,8 +186,15 @@ class _RLock(_Lock):
         return count
 
     def _acquire_restore(self, count: int) -> None:
-        self.acquire()
+        interrupt = None
+        while not self._is_owned():  # also after Ctrl-C, because the caller releases it
+            try:
+                self.acquire()
+            except KeyboardInterrupt as raised:
+                interrupt = raised
         self._count = count
+        if interrupt:
+            raise interrupt
 
 
 def _allocate_lock() -> Any:
@@ -289,13 +296,13 @@ def controlled() -> Iterator[None]:
 
     Everything that Python's `threading`, `queue` and `concurrent.futures` make of locks follows.
     """
+    threading.Thread.__hash__ = _hash  # type: ignore[method-assign]  # for good: a thread may still start when an order ends
     monotonic = _Clock(time.monotonic)
     replaced = [
         (threading, "Lock", _allocate_lock),
         (threading, "RLock", lambda: _RLock() if _takes_part() else _native_rlock()),
         (threading, "_allocate_lock", _allocate_lock),
         (threading.Thread, "__init__", _numbered(itertools.count(1))),
-        (threading.Thread, "__hash__", _hash),
         (threading.Thread, "start", _start),
         (threading.Thread, "join", _join),
         (threading.Thread, "is_alive", _is_alive),

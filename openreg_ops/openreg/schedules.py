@@ -33,6 +33,7 @@ from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
 RANDOM = 32  # seeds below this one are random orders; the next ones make exceptions to the program's order, one by one
+PATIENCE = 1.0  # seconds at least that an order may wait for what its threads do not do themselves
 TRIALS = 150  # most orders that are run to shrink one
 
 
@@ -214,7 +215,7 @@ class Exploration:
             self.state, self.ranks = State(), Ranks()
             begun = time.monotonic()
             self.base = self.one()
-            self.patience = max(1.0, 5 * (time.monotonic() - begun))
+            self.patience = max(PATIENCE, 5 * (time.monotonic() - begun))
             self.ranks.raise_first(self.base.error)
             first, self.base = self.base, self.one(located=True)
             if what := self.differs(first):
