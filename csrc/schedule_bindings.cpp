@@ -53,6 +53,7 @@ void bind_schedules(py::module_& m) {
           py::make_tuple(each.stream.device, each.stream.id), each.place, each.name, each.where));
     return out;
   });
+  m.def("abandon_order", &detail::abandon_schedule, waits);
   m.def("order_on", [] { return detail::scheduled(); });
   m.def("next_streams", &next_streams);
   m.def("set_next_streams", &set_next_streams);
@@ -65,7 +66,10 @@ void bind_schedules(py::module_& m) {
   m.def("leave_thread", &leave_thread, waits);
   m.def("pass_point", [](const std::string& name) { pass_point(name.c_str()); });
   m.def("try_point", [](const std::string& name) { ask(name.c_str(), Question::kLock); });
-  m.def("ask_point", [](const std::string& name) { return ask(name.c_str(), Question::kAsks); });
+  m.def(
+      "ask_point", [](const std::string& name, double seconds) { return ask(name.c_str(), Question::kAsks, seconds); },
+      py::arg("name"), py::arg("seconds") = 0.0);
+  m.def("skipped_seconds", &skipped_seconds);
   m.def("park_thread", [](double timeout) { return static_cast<int>(park_thread(timeout)); }, waits);
   m.def("wake_thread", &wake_thread);
 }

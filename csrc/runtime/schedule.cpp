@@ -36,8 +36,9 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kLook{10};
 constexpr int kLooks = 5;
 constexpr std::chrono::seconds kComputes{2};
-// How long threads may go on after the program has returned.
+// How long threads may go on after the program has returned, and for how many choices.
 constexpr std::chrono::seconds kLeftBehind{10};
+constexpr std::uint64_t kChoicesBehind = 1 << 12;
 
 thread_local int my_thread = kUnknown;
 
@@ -238,13 +239,16 @@ std::vector<Action> end_schedule() {
   const auto s = the_schedule();
   if (!s || !detail::scheduled()) return {};
   const auto until = Clock::now() + kLeftBehind;
+  std::uint64_t last = kChoicesBehind;
   {
     std::lock_guard lock(s->mutex);
+    last += s->choices();
     // What runs from here on ran too late.
     s->log(Action::kWait, s->next_step(my_thread), {0, -1}, "end");
   }
   const detail::Awaited rest{
-      [&s, until, me = my_thread] { return s->quiet(me) || Clock::now() > until; }, {kAnyDevice, -1}};
+      [&s, until, last, me = my_thread] { return s->quiet(me) || s->choices() > last || Clock::now() > until; },
+      {kAnyDevice, -1}};
   std::exception_ptr interrupt;
   try {
     give_way(*s, &rest);
@@ -325,7 +329,7 @@ namespace {
 
 constexpr std::uint32_t kLogged = 1000; // questions in a row
 
-bool ask_about(const char* name, Stream stream, Question what) {
+bool ask_about(const char* name, Stream stream, Question what, double seconds = 0) {
   const auto s = the_schedule();
   if (!controlled()) return false;
   locate(*s);
@@ -333,16 +337,25 @@ bool ask_about(const char* name, Stream stream, Question what) {
     std::lock_guard lock(s->mutex);
     const Step step = s->next_step(my_thread, static_cast<std::uint32_t>(what));
     if (step.poll < kLogged) s->log(Action::kQuery, step, stream, name);
+    seconds += s->skipped;
   }
   give_way(*s, nullptr);
   std::lock_guard lock(s->mutex);
+  s->skipped = std::max(s->skipped, seconds);
   return std::exchange(s->thread(my_thread).alone, false);
 }
 
 } // namespace
 
-bool ask(const char* name, Question what) {
-  return ask_about(name, {0, 0}, what);
+bool ask(const char* name, Question what, double seconds) {
+  return ask_about(name, {0, 0}, what, seconds);
+}
+
+double skipped_seconds() noexcept {
+  const auto s = the_schedule();
+  if (!s || my_thread == kUnknown) return 0;
+  std::lock_guard lock(s->mutex);
+  return s->skipped;
 }
 
 Parked park_thread(double timeout) {
@@ -367,7 +380,9 @@ Parked park_thread(double timeout) {
   }
   if (unpark()) return Parked::kWoken;
   std::lock_guard lock(s->mutex);
-  return s->on ? Parked::kTimedOut : s->deadlocked ? Parked::kDeadlocked : Parked::kOver;
+  if (!s->on) return s->deadlocked ? Parked::kDeadlocked : Parked::kOver;
+  s->skipped = std::max(s->skipped, me.times_out_at);
+  return Parked::kTimedOut;
 }
 
 bool wake_thread(const ThreadOfOrder& thread) {

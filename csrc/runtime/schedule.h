@@ -93,7 +93,10 @@ void pass_point(const char* name);
 // A question: a step after which others go on first, if the thread has asked before and done nothing else since.
 // Returns whether nobody else could go on.
 enum class Question : std::uint32_t { kLock = 1, kAsks = 64 }; // how much they count
-bool ask(const char* name, Question what);
+// `seconds`: that it sleeps, which are skipped.
+bool ask(const char* name, Question what, double seconds = 0);
+// The seconds that sleeps and timeouts would have taken until now; 0 for a thread that takes no part.
+double skipped_seconds() noexcept;
 // Lets others go on until wake_thread() is called for the calling thread; with a timeout of 0 or more seconds: or until
 // nothing else can happen; or until the schedule is over, or ends in a deadlock. Throws if nothing can happen.
 enum class Parked { kTimedOut, kWoken, kOver, kDeadlocked };

@@ -96,8 +96,9 @@ Step Scheduler::next_step(int number, std::uint32_t asked) {
 void Scheduler::park(int number, double timeout) {
   HostThread& me = thread(number);
   me.parked = true;
-  me.parked_at = picks_;
+  me.parked_in = all_rounds_;
   me.timeout.reset();
+  me.times_out_at = skipped + timeout;
   if (timeout >= 0)
     me.timeout = Clock::now() +
         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout, 1e9)));
@@ -144,15 +145,17 @@ bool Scheduler::stuck() {
   return false;
 }
 
-int Scheduler::times_out() {
+int Scheduler::times_out(bool asking) {
   const auto now = Clock::now();
   const bool outside = acts_outside();
   const bool passes = !outside && (!order_.others || now - *idle_since_ > kOthers);
   int found = kUnknown;
   for (int i = 0; i < thread_count(); ++i) {
     const HostThread& each = thread(i);
-    if (each.alive && each.parked && each.timeout && (passes || now >= *each.timeout) &&
-        (found == kUnknown || each.parked_at < thread(found).parked_at))
+    if (!each.alive || !each.parked || !each.timeout) continue;
+    const bool first = !asking || each.times_out_at <= skipped || all_rounds_ - each.parked_in > kRounds;
+    if ((passes ? first : now >= *each.timeout) &&
+        (found == kUnknown || each.times_out_at < thread(found).times_out_at))
       found = i;
   }
   return found;
@@ -170,9 +173,9 @@ Scheduler::Choice Scheduler::choose(int me) {
     if (!idle_since_) idle_since_ = Clock::now(), computed_ = computed();
     if (!rounds_) first_round_ = Clock::now();
     const bool livelock = rounds_ > kRounds && Clock::now() - first_round_ > order_.patience && !acts_outside();
-    const int timed = livelock ? kUnknown : times_out();
+    const int timed = livelock ? kUnknown : times_out(!asking.empty());
     if (timed == kUnknown && (livelock || asking.empty())) return {};
-    ++rounds_;
+    ++rounds_, ++all_rounds_;
     if (timed != kUnknown) return {nullptr, timed};
     for (const int each : asking) thread(each).yields = false, thread(each).alone = true;
     ready = std::move(asking);

@@ -61,7 +61,8 @@ struct HostThread : Actor {
   bool alone = false;      // it asks, and nobody else can go on
   bool alive = true, parked = false, woken = false;
   std::optional<std::chrono::steady_clock::time_point> timeout; // of a parked one
-  std::uint64_t parked_at = 0;                                  // in choices
+  double times_out_at = 0;                                      // the same, in skipped seconds
+  std::uint64_t parked_in = 0;                                  // which round
   bool chosen = false;                                          // it may go on
   bool outside = false;                                         // others go on without it
   int native = 0;                                               // its number in the operating system
@@ -83,6 +84,7 @@ class Scheduler {
   int running = 0; // the thread that goes on; kUnknown: nobody
   bool runs_item = false;
   std::chrono::steady_clock::time_point moved; // when something last happened
+  double skipped = 0; // seconds that sleeps and timeouts would have taken
 
   HostThread& thread(int number) { return threads_[static_cast<std::size_t>(number)]; }
   int thread_count() const { return static_cast<int>(threads_.size()); }
@@ -110,6 +112,7 @@ class Scheduler {
 
   void log(Action::What what, const Step& step, Stream stream, const std::string& name);
   bool located() const { return order_.located; }
+  std::uint64_t choices() const { return picks_; }
   void set_where(std::string where) { where_ = std::move(where); }
 
   void push(Stream stream, ScheduledItem item);
@@ -155,8 +158,9 @@ class Scheduler {
     return choice.line ? static_cast<Actor&>(*choice.line) : static_cast<Actor&>(thread(choice.thread));
   }
 
-  // The thread whose wait times out now, where nobody can go on.
-  int times_out();
+  // The thread whose wait times out now, where nobody can go on, or only threads that ask: these go first until the
+  // skipped time has reached the timeout, or for many rounds.
+  int times_out(bool asking);
 
   ScheduledQueue* find(Stream stream);
   ScheduledQueue& line(Stream stream);
@@ -182,7 +186,7 @@ class Scheduler {
   std::map<Step, int> switches_;
   std::deque<HostThread> threads_; // which never move
   std::vector<std::unique_ptr<ScheduledQueue>> lines_; // which never move
-  std::uint64_t picks_ = 0, launches_ = 0;
+  std::uint64_t picks_ = 0, launches_ = 0, all_rounds_ = 0;
   std::uint32_t rounds_ = 0; // in which everybody has only asked, or waited in vain, without progress
   std::chrono::steady_clock::time_point first_round_;
   std::optional<std::chrono::steady_clock::time_point> idle_since_; // nobody has done more than ask

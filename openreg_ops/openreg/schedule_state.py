@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from openreg_ops import _C
 from openreg_ops.openreg.random import get_rng_state_all, set_rng_state_all
 from openreg_ops.openreg.schedule_report import plain
 
-__all__ = ["Ranks", "State", "alone"]
+__all__ = ["Interrupts", "Ranks", "State", "alone"]
 
 _exploring = threading.Lock()
 
@@ -42,6 +43,31 @@ def alone() -> Iterator[None]:
     finally:
         _C.set_poison(before)
         _exploring.release()
+
+
+class Interrupts:
+    """Ctrl-C: it waits while an order begins and ends, so that nothing of the order is left behind."""
+
+    def __init__(self) -> None:
+        self.handler: Any = None  # of the program, while it waits
+        self.came: Any = None
+
+    def wait(self) -> None:
+        """Let Ctrl-C wait from here on; again has no effect."""
+        if self.handler is None and threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self.handler = handler
+                signal.signal(signal.SIGINT, lambda *arguments: setattr(self, "came", arguments))
+
+    def handle(self) -> None:
+        """Let the program handle Ctrl-C again, and what has come meanwhile."""
+        if self.handler is not None:
+            handler, self.handler = self.handler, None
+            signal.signal(signal.SIGINT, handler)
+            if self.came:
+                came, self.came = self.came, None
+                handler(*came)
 
 
 class Ranks:

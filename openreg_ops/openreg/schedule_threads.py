@@ -69,13 +69,18 @@ class _Waiter:
 
     def wait(self, waiters: list[_Waiter], timeout: float) -> bool:
         """Whether another thread has taken it out of the waiters and woken it, before the timeout."""
-        parked = _C.park_thread(timeout)
+        try:
+            parked = _C.park_thread(timeout)
+        except BaseException:  # Ctrl-C, or a deadlock
+            if self in waiters:
+                waiters.remove(self)
+            elif waiters:
+                waiters.pop(0).wake()
+            raise
         if parked == DEADLOCKED and not _thread.adopted:
             raise _Over
         if parked >= OVER:
             self.outlive(timeout)
-        elif parked == TIMED_OUT:
-            _Clock.skipped += timeout
         return self.leave(waiters)
 
     def outlive(self, timeout: float) -> None:
@@ -181,8 +186,15 @@ class _RLock(_Lock):
         return count
 
     def _acquire_restore(self, count: int) -> None:
-        self.acquire()
+        interrupt = None
+        while not self._is_owned():  # also after Ctrl-C, because the caller releases it
+            try:
+                self.acquire()
+            except KeyboardInterrupt as raised:
+                interrupt = raised
         self._count = count
+        if interrupt:
+            raise interrupt
 
 
 def _allocate_lock() -> Any:
@@ -246,21 +258,18 @@ def _is_set(event: threading.Event) -> bool:
 class _Clock:
     """The time in an order, in which waits and sleeps pass without taking any."""
 
-    skipped = 0.0  # seconds
-
     def __init__(self, native: Callable[[], float]) -> None:
         self.native = native
 
     def __call__(self) -> float:
-        return self.native() + (_Clock.skipped if _takes_part() else 0)
+        return self.native() + (_C.skipped_seconds() if _takes_part() else 0)
 
 
 def _sleep(seconds: float) -> None:
     if not _takes_part() or not seconds >= 0:
         return _native_sleep(seconds)
-    if _C.ask_point("sleep"):
+    if _C.ask_point("sleep", seconds):
         _native_sleep(min(seconds, 1e-3))  # nobody else can go on, and it may wait for a process
-    _Clock.skipped += seconds
 
 
 def _numbered(numbers: Iterator[int]) -> Callable[..., None]:
@@ -287,14 +296,13 @@ def controlled() -> Iterator[None]:
 
     Everything that Python's `threading`, `queue` and `concurrent.futures` make of locks follows.
     """
-    _Clock.skipped = 0.0
+    threading.Thread.__hash__ = _hash  # type: ignore[method-assign]  # for good: a thread may still start when an order ends
     monotonic = _Clock(time.monotonic)
     replaced = [
         (threading, "Lock", _allocate_lock),
         (threading, "RLock", lambda: _RLock() if _takes_part() else _native_rlock()),
         (threading, "_allocate_lock", _allocate_lock),
         (threading.Thread, "__init__", _numbered(itertools.count(1))),
-        (threading.Thread, "__hash__", _hash),
         (threading.Thread, "start", _start),
         (threading.Thread, "join", _join),
         (threading.Thread, "is_alive", _is_alive),

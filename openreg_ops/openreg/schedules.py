@@ -28,11 +28,12 @@ from openreg_ops.openreg.schedule_report import (
     plain,
 )
 from openreg_ops.openreg.schedule_results import difference_of, values_of
-from openreg_ops.openreg.schedule_state import Ranks, State, alone
+from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone
 
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
 RANDOM = 32  # seeds below this one are random orders; the next ones make exceptions to the program's order, one by one
+PATIENCE = 1.0  # seconds at least that an order may wait for what its threads do not do themselves
 TRIALS = 150  # most orders that are run to shrink one
 
 
@@ -214,7 +215,7 @@ class Exploration:
             self.state, self.ranks = State(), Ranks()
             begun = time.monotonic()
             self.base = self.one()
-            self.patience = max(1.0, 5 * (time.monotonic() - begun))
+            self.patience = max(PATIENCE, 5 * (time.monotonic() - begun))
             self.ranks.raise_first(self.base.error)
             first, self.base = self.base, self.one(located=True)
             if what := self.differs(first):
@@ -248,24 +249,38 @@ class Exploration:
         values: dict[str, Any] = {}
         error: Exception | None = None
         log: list[Any] = []
-        _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
+        interrupts = Interrupts()
+        interrupts.wait()
         try:
+            _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
             with schedule_threads.controlled(), torch.autograd.set_multithreading_enabled(False):
                 try:
-                    result = self.program(*self.args)
-                    _C.pass_point(RETURN)
-                    values = values_of(result)
-                except Exception as raised:
-                    error = raised
-                finally:
+                    try:
+                        interrupts.handle()
+                        result = self.program(*self.args)
+                        _C.pass_point(RETURN)
+                        values = values_of(result)
+                    except Exception as raised:
+                        error = raised
                     log = _C.end_order()
+                finally:
+                    try:
+                        interrupts.wait()
+                    finally:  # Ctrl-C may have come before
+                        interrupts.wait()
+                        _C.abandon_order()
         finally:
-            for device in range(torch.openreg.device_count()):
-                try:
-                    torch.openreg.synchronize(device)  # raises what queued work has raised
-                except torch.AcceleratorError as raised:
-                    error = error or raised
-            self.state.restore()
+            try:
+                interrupts.handle()
+                for device in range(torch.openreg.device_count()):
+                    try:
+                        torch.openreg.synchronize(device)  # raises what queued work has raised
+                    except torch.AcceleratorError as raised:
+                        error = error or raised
+            finally:
+                interrupts.wait()
+                self.state.restore()
+                interrupts.handle()
         return Outcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
 
     def differs(self, outcome: Outcome, other: Outcome | None = None) -> str | None:

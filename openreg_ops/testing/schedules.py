@@ -104,7 +104,7 @@ class SchedulesPlugin:
             if report.when == "call" and report.passed and item.nodeid in self.fails:
                 self.untried[item.nodeid] = f"fails when its orders are tried: {self.fails[item.nodeid]}"
             if report.when == "call" and report.passed and found and not found.passed:
-                report.outcome = "failed"
+                report.outcome = "skipped" if hasattr(report, "wasxfail") else "failed"
                 found.again = f"--device-schedules {found.difference.seed}:{found.difference.seed + 1}"
                 report.longrepr = str(found)
             item.ihook.pytest_runtest_logreport(report=report)

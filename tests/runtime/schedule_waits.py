@@ -103,6 +103,14 @@ def data_loader():
 
 
 @into(BLOCKED)
+def data_loader_that_pins():
+    """Its thread asks, and blocks in a pipe; the program waits for it with a timeout."""
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    loader = torch.utils.data.DataLoader(data, num_workers=1, pin_memory=True, multiprocessing_context="fork")
+    return [batch.to(DEVICE) * 2 for (batch,) in loader]
+
+
+@into(BLOCKED)
 def asyncio_to_thread():
     async def main():
         return await asyncio.gather(*[asyncio.to_thread(lambda i=i: (ones() * i).cpu()) for i in range(2)])
@@ -123,7 +131,7 @@ def another_process_that_is_asked():
 def another_process():
     x = ones()
     thread = in_thread(lambda: x.add_(1).cpu())
-    subprocess.run(["sleep", "0.2"], check=True)
+    subprocess.run(["sleep", "0.1"], check=True)
     thread.join()
     return x
 
@@ -164,7 +172,7 @@ def warm_pool():
 @into(BLOCKED)
 def pool_from_outside():
     def work():
-        _native_sleep(0.3)
+        _native_sleep(0.25)
         return 5
 
     x = ones()
@@ -369,6 +377,34 @@ def two_timeouts():
         pass
     thread.join()
     return x
+
+
+@into(TIMED)
+def timeout_that_is_longer():
+    """Than what another thread does meanwhile: it sleeps, and waits with a shorter timeout."""
+    x, flag = ones(), threading.Event()
+
+    def work():
+        for _ in range(10):
+            time.sleep(0.01)
+        assert not threading.Event().wait(1)
+        x.add_(1).cpu()
+        flag.set()
+
+    thread = in_thread(work)
+    assert flag.wait(5)
+    thread.join()
+    return x
+
+
+@into(TIMED)
+def timeout_among_threads_that_ask():
+    x, flag = ones(), threading.Event()
+    thread = in_thread(until, flag.is_set)
+    assert not threading.Event().wait(0.1)
+    flag.set()
+    thread.join()
+    return x + 1
 
 
 # ---- in threads that outlive an order ----

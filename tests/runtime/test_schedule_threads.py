@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import schedule_waits
@@ -114,8 +115,9 @@ def test_threads_that_are_left_in_a_deadlock_let_the_process_end():
 
 
 @pytest.mark.slow
-def test_a_deadlock_of_threads_that_ask():
+def test_a_deadlock_of_threads_that_ask(monkeypatch):
     """Where a thread asks in a loop for what never comes, which takes some seconds to find."""
+    monkeypatch.setitem(schedules.__globals__, "PATIENCE", 0.1)
 
     def program():
         x, flag = torch.zeros(1, device=DEVICE), threading.Event()
@@ -217,7 +219,7 @@ import faulthandler, os, sys, torch
 faulthandler.dump_traceback_later(90, exit=True)
 event = torch.openreg.Event.from_ipc_handle(0, bytes.fromhex(sys.argv[1]))
 for line in sys.stdin:
-    torch.openreg._sleep(4 * 10**8)
+    torch.openreg._sleep(25 * 10**7)
     event.record()
     print("recorded", flush=True)
 os._exit(0)
@@ -281,6 +283,71 @@ def test_one_thread_tries_orders_at_a_time():
         thread.join()
     assert _C.poison() == before
     assert schedules(lambda: torch.ones(1, device=DEVICE), seeds=1).passed
+
+
+def test_a_thread_that_launches_for_ever():
+    """It is left after some thousand choices, not after a time."""
+    threads, over = [], []
+
+    def work():
+        y = torch.ones(1, device=DEVICE)
+        while not over:
+            y.mul_(1)
+            time.sleep(0.0001)
+
+    def program():
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        return torch.ones(1, device=DEVICE)
+
+    try:
+        report = schedules(program, seeds=1)
+    finally:
+        over.append(0)
+        for thread in threads:
+            thread.join()
+    assert report.passed and 1000 < report.work < 5000
+
+
+def test_ctrl_c_at_any_time():
+    """Also while an order begins, and ends: nothing is left behind, and the program finds it in time."""
+    over = []
+
+    def interrupts():
+        while not over:
+            _sleep(0.01 + 0.007 * (len(caught) % 5))
+            if not over:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def program():
+        x, queue = torch.ones(1, device=DEVICE), Queue()
+        thread = threading.Thread(target=lambda: queue.put(x.add_(1).cpu()), daemon=True)
+        thread.start()
+        return queue.get()
+
+    caught, handler, before = [], signal.getsignal(signal.SIGINT), _C.poison()
+    for _ in range(20):
+        over.clear()
+        thread = threading.Thread(target=interrupts)
+        try:
+            try:
+                thread.start()
+                schedules(program, seeds=300)
+            except KeyboardInterrupt:
+                caught.append(0)
+            over.append(0)
+            _sleep(0.05)
+        except KeyboardInterrupt:
+            over.append(0)
+        thread.join()
+        assert not _C.order_on() and torch.openreg.get_launch_mode() == "inline" and _C.poison() == before
+        assert signal.getsignal(signal.SIGINT) is handler and time.sleep is _sleep
+        assert torch.autograd.is_multithreading_enabled()
+    assert caught
+    assert schedules(program, seeds=1).passed
+
+
+_sleep = time.sleep
 
 
 def test_ctrl_c_while_an_order_ends():
