@@ -186,7 +186,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
 // Whether the processor has these instructions, and oneDNN uses them.
 inline bool has_bfloat16_products() {
 #if defined(CPU_CAPABILITY_AVX512)
-  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm checks at each call
+  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm would refuse
   static const bool has = [] {
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     try {
@@ -205,14 +205,32 @@ inline bool has_bfloat16_products() {
 #endif
 }
 
+// gemm_pairs() without oneDNN.
+inline void plain_gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row,
+    const c10::BFloat16* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+  for (int64_t i = 0; i < m; ++i, a += a_row, c += c_row) {
+    if (!add) std::fill_n(c, n, 0.f);
+    for (int64_t p = 0; p < k; p += 2) {
+      const float first = a[p], second = a[p + 1];
+      const c10::BFloat16* pair = b + p * b_row;
+      for (int64_t j = 0; j < n; ++j, pair += 2) c[j] += first * pair[0] + second * pair[1];
+    }
+  }
+}
+
 // C = A * B, or C += A * B: m by n from k terms, k even. Rows of A are `a_row` apart, those of pairs in B 2 * b_row and
 // those of C `c_row`.
 inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
     int64_t b_row, float* c, int64_t c_row, bool add) {
   constexpr int64_t columns = 512; // at a time, which stay in cache with their part of B
-  for (int64_t j = 0; j < n; j += columns)
-    at::native::cpublas::brgemm(m, std::min(columns, n - j), k, a_row, b_row, c_row, add, a, b + 2 * j, c + j,
-        /*is_vnni=*/true);
+  for (int64_t j = 0; j < n; j += columns) {
+    const int64_t count = std::min(columns, n - j);
+    try {
+      at::native::cpublas::brgemm(m, count, k, a_row, b_row, c_row, add, a, b + 2 * j, c + j, /*is_vnni=*/true);
+    } catch (const std::exception&) { // raised before it computes if the user has disabled oneDNN since the loop began
+      plain_gemm_pairs(m, count, k, a, a_row, b + 2 * j, b_row, c + j, c_row, add);
+    }
+  }
 }
 
 // Packs B, of k by n elements at b[i * row + j * col], in pairs of rows, 2 * to_row apart; zeros complete an odd k.
