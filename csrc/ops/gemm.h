@@ -186,7 +186,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
 // Whether the processor has these instructions, and oneDNN uses them.
 inline bool has_bfloat16_products() {
 #if defined(CPU_CAPABILITY_AVX512)
-  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm checks at each call
+  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm would refuse
   static const bool has = [] {
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     try {
@@ -205,14 +205,32 @@ inline bool has_bfloat16_products() {
 #endif
 }
 
+// gemm_pairs() without oneDNN.
+inline void plain_gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row,
+    const c10::BFloat16* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+  for (int64_t i = 0; i < m; ++i, a += a_row, c += c_row) {
+    if (!add) std::fill_n(c, n, 0.f);
+    for (int64_t p = 0; p < k; p += 2) {
+      const float first = a[p], second = a[p + 1];
+      const c10::BFloat16* pair = b + p * b_row;
+      for (int64_t j = 0; j < n; ++j, pair += 2) c[j] += first * pair[0] + second * pair[1];
+    }
+  }
+}
+
 // C = A * B, or C += A * B: m by n from k terms, k even. Rows of A are `a_row` apart, those of pairs in B 2 * b_row and
 // those of C `c_row`.
 inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
     int64_t b_row, float* c, int64_t c_row, bool add) {
   constexpr int64_t columns = 512; // at a time, which stay in cache with their part of B
-  for (int64_t j = 0; j < n; j += columns)
-    at::native::cpublas::brgemm(m, std::min(columns, n - j), k, a_row, b_row, c_row, add, a, b + 2 * j, c + j,
-        /*is_vnni=*/true);
+  for (int64_t j = 0; j < n; j += columns) {
+    const int64_t count = std::min(columns, n - j);
+    try {
+      at::native::cpublas::brgemm(m, count, k, a_row, b_row, c_row, add, a, b + 2 * j, c + j, /*is_vnni=*/true);
+    } catch (const std::exception&) { // raised before it computes if the user has disabled oneDNN since the loop began
+      plain_gemm_pairs(m, count, k, a, a_row, b + 2 * j, b_row, c + j, c_row, add);
+    }
+  }
 }
 
 // Packs B, of k by n elements at b[i * row + j * col], in pairs of rows, 2 * to_row apart; zeros complete an odd k.
@@ -257,8 +275,8 @@ struct Pairs {
 // multiple of 2, i * kPanel elements. Where products use some rows of a left factor or of a result, it has memory for
 // depth(m) rows.
 
-// m by k elements of a left factor, at data[i * row + p * col]; row or col is 1.
-template <class Element>
+// m by k elements of a left factor, at data[i * row + p * col]; row or col is 1. kRow is row if the compiler knows it.
+template <class Element, int64_t kRow = 0>
 struct Left {
   const Element* data;
   int64_t row, col, k;
@@ -277,14 +295,20 @@ struct Wide {
     openreg::ops::pack(b, row, col, k, n, to, stride);
   }
   // x, a block of numbers that a loop has computed, as a left factor. `to` has room for kRounded such blocks.
-  static Left<Element> rounded(const Element* x, int64_t row, int64_t /*m*/, int64_t k, Element* /*to*/) {
-    return {x, row, 1, k};
+  template <int64_t kRow>
+  static Left<Element, kRow> rounded(const Element* x, int64_t /*m*/, int64_t k, Element* /*to*/) {
+    return {x, kRow, 1, k};
   }
-  static Left<Element> transposed(const Left<Element>& x, int64_t m, Element* /*to*/) { return {x.data, 1, x.row, m}; }
-  static void multiply(int64_t m, int64_t n, const Left<Element>& a, const Element* b, int64_t stride, Element* c,
+  template <int64_t kRow>
+  static Left<Element> transposed(const Left<Element, kRow>& x, int64_t m, Element* /*to*/) {
+    return {x.data, 1, kRow, m};
+  }
+  template <int64_t kRow>
+  static void multiply(int64_t m, int64_t n, const Left<Element, kRow>& a, const Element* b, int64_t stride, Element* c,
       int64_t c_row, bool add) {
-    // Strides of 1 as constants save a few percent.
-    if (a.col == 1) gemm<Element>(m, n, a.k, a.data, a.row, 1, b, stride, c, c_row, add);
+    // Constant strides save a few percent.
+    if constexpr (kRow > 0) gemm<Element>(m, n, a.k, a.data, kRow, 1, b, stride, c, c_row, add);
+    else if (a.col == 1) gemm<Element>(m, n, a.k, a.data, a.row, 1, b, stride, c, c_row, add);
     else gemm<Element>(m, n, a.k, a.data, 1, a.col, b, stride, c, c_row, add);
   }
 };
@@ -308,7 +332,8 @@ struct Paired {
       std::fill(to + terms(k) * kPanel, to + stride * kPanel, Element(0.f));
     }
   }
-  static Left<Element> rounded(const float* x, int64_t row, int64_t m, int64_t k, Element* to) {
+  template <int64_t row>
+  static Left<Element, row> rounded(const float* x, int64_t m, int64_t k, Element* to) {
     for (int64_t i = 0; i < m; ++i) {
       narrow(x + i * row, 1.f, k, to + i * row, 1);
       std::fill(to + i * row + k, to + i * row + whole(k), Element(0.f));
@@ -316,11 +341,13 @@ struct Paired {
     for (int64_t i = m; i < whole(m); ++i) std::fill_n(to + i * row, whole(k), Element(0.f));
     return {to, row, 1, whole(k)};
   }
-  static Left<Element> transposed(const Left<Element>& x, int64_t m, Element* to) {
+  template <int64_t kRow>
+  static Left<Element> transposed(const Left<Element, kRow>& x, int64_t m, Element* to) {
     transpose(x.data, x.row, whole(m), x.k, to, x.row);
     return {to, x.row, 1, whole(m)};
   }
-  static void multiply(int64_t m, int64_t n, const Left<Element>& a, const Element* b, int64_t stride, float* c,
+  template <int64_t kRow>
+  static void multiply(int64_t m, int64_t n, const Left<Element, kRow>& a, const Element* b, int64_t stride, float* c,
       int64_t c_row, bool add) {
     for (int64_t j = 0; j < n; j += kPanel, b += stride * kPanel)
       gemm_pairs(whole(m), std::min(kPanel, whole(n - j)), a.k, a.data, a.row, b, kPanel, c + j, c_row, add);

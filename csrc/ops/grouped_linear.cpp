@@ -50,6 +50,7 @@ struct Tile {
   int64_t group, row, column, rows, columns;
 };
 constexpr int64_t kSide = 256, kDepth = 512; // of a tile, and how many terms it adds at a time
+constexpr int64_t kFew = 32; // rows
 
 // The tiles of a result with `columns` columns, where group e has rows [first[e], first[e + 1]).
 std::vector<Tile> tiles_of(const std::vector<int64_t>& first, int64_t columns) {
@@ -59,6 +60,44 @@ std::vector<Tile> tiles_of(const std::vector<int64_t>& first, int64_t columns) {
       for (int64_t column = 0; column < columns; column += kSide)
         out.push_back({e, row, column, std::min(kSide, first[e + 1] - row), std::min(kSide, columns - column)});
   return out;
+}
+
+// c += a * b for `rows` rows of a and `columns` columns of b, of k consecutive elements each.
+template <class A, int64_t rows, int64_t columns>
+void add_dots(int64_t k, const A* a, int64_t a_row, const A* b, int64_t b_col, A* c, int64_t c_row) {
+  constexpr int64_t lanes = at::vec::Vectorized<A>::size();
+  typedef A Vector __attribute__((vector_size(sizeof(A) * lanes)));
+  Vector sum[rows][columns] = {};
+  int64_t p = 0;
+  for (; p + lanes <= k; p += lanes) {
+    Vector x, y[columns];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < columns; ++j) std::memcpy(&y[j], b + j * b_col + p, sizeof x);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < rows; ++i) {
+      std::memcpy(&x, a + i * a_row + p, sizeof x);
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < columns; ++j) sum[i][j] += x * y[j];
+    }
+  }
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < rows; ++i)
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < columns; ++j) {
+      A total = 0;
+      for (int64_t l = 0; l < lanes; ++l) total += sum[i][j][l];
+      for (int64_t q = p; q < k; ++q) total += a[i * a_row + q] * b[j * b_col + q];
+      c[i * c_row + j] += total;
+    }
+}
+
+// The same for any number of rows.
+template <class A, int64_t columns>
+void add_rows_of_dots(int64_t m, int64_t k, const A* a, int64_t a_row, const A* b, int64_t b_col, A* c, int64_t c_row) {
+  for (; m >= 4; m -= 4, a += 4 * a_row, c += 4 * c_row) add_dots<A, 4, columns>(k, a, a_row, b, b_col, c, c_row);
+  if (m == 3) add_dots<A, 3, columns>(k, a, a_row, b, b_col, c, c_row);
+  if (m == 2) add_dots<A, 2, columns>(k, a, a_row, b, b_col, c, c_row);
+  if (m == 1) add_dots<A, 1, columns>(k, a, a_row, b, b_col, c, c_row);
 }
 
 // One thread's products: c = a @ b, or bias + a @ b, over the size of a tile. ATen's products of tiles took twice as
@@ -77,6 +116,10 @@ class Product {
     }
     for (int64_t p = 0; p < depth; p += kDepth, a = a.part(0, kDepth), b = b.part(kDepth, 0)) {
       const int64_t k = std::min(kDepth, depth - p);
+      if (tile.rows <= kFew && a.col == 1 && b.row == 1) {
+        add_few(tile, k, a, b);
+        continue;
+      }
       pack(b.data, b.row, b.col, k, tile.columns, b_, k);
       const auto add = [&](const A* left, int64_t row, int64_t col) {
         gemm<A>(tile.rows, tile.columns, k, left, row, col, b_, k, sums_, kRow, true);
@@ -95,6 +138,30 @@ class Product {
   }
 
  private:
+  // Packing b would take longer than the products of few rows: 10 times as long for one row.
+  void add_few(const Tile& tile, int64_t k, Matrix<const T> a, Matrix<const T> b) const {
+    constexpr int64_t columns = 4;
+    constexpr bool wide = std::is_same_v<T, A>;
+    for (int64_t i = 0; !wide && i < tile.rows; ++i) widen(a.data + i * a.row, 1, k, a_ + i * kDepth);
+    for (int64_t j = 0; j < tile.columns; j += columns) {
+      const int64_t count = std::min(columns, tile.columns - j);
+      const A *left = a_, *right = b_;
+      int64_t row = kDepth, col = kDepth;
+      if constexpr (wide) {
+        left = a.data;
+        right = b.data + j * b.col;
+        row = a.row;
+        col = b.col;
+      } else {
+        for (int64_t l = 0; l < count; ++l) widen(b.data + (j + l) * b.col, 1, k, b_ + l * kDepth);
+      }
+      if (count == columns) add_rows_of_dots<A, columns>(tile.rows, k, left, row, right, col, sums_ + j, kRow);
+      else
+        for (int64_t l = 0; l < count; ++l)
+          add_rows_of_dots<A, 1>(tile.rows, k, left, row, right + l * col, col, sums_ + j + l, kRow);
+    }
+  }
+
   Scratch<A> a_{std::is_same_v<T, A> ? 0 : kSide * kDepth}, b_{kSide * kDepth}, sums_{kSide * kRow};
 };
 

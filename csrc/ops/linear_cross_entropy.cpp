@@ -104,7 +104,8 @@ class Chunk {
     x_rows_ = take(gradients_ ? padded<A>(most) * padded<A>(in_.width) : 0);
     grad_x_ = take(gradients_ ? padded<A>(most) * in_.width : 0);
     logits_ = take(gradients_ ? in_.classes * row_ : 0);
-    by_row_ = take(gradients_ && pairs_ ? row_ * kBlockRow / 2 : 0);
+    // The same size with and without pairs, because the user may enable or disable oneDNN before the work runs.
+    by_row_ = take(gradients_ && kHasPairs ? row_ * kBlockRow / 2 : 0);
     for (A** each : {&tile_max_, &tile_sum_, &tile_total_}) *each = take(tiles_ * row_);
     for (A** each : {&max_, &sum_, &total_, &logsumexp_, &at_target_, &factor_, &least_, &of_target_})
       *each = take(row_);

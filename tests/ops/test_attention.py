@@ -248,8 +248,14 @@ def test_results_do_not_depend_on_threads(causal, dtype):
         assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
 
 
-# Products of pairs have remainders of queries, keys and widths, and panels of 128 columns.
-PAIRS = [(1, 2, 1, 33, 129, 40, 24), (1, 1, 1, 97, 31, 130, 257), (1, 1, 1, 1, 257, 2, 1), (1, 2, 2, 1, 1, 1, 3)]
+# Products of pairs have remainders of queries, keys and widths, and panels of 128 columns. The last has no pairs.
+PAIRS = [
+    (1, 2, 1, 33, 129, 40, 24),
+    (1, 1, 1, 97, 59, 130, 257),
+    (1, 1, 1, 17, 257, 2, 1),
+    (1, 2, 2, 18, 50, 1, 3),
+    (1, 2, 1, 1, 257, 34, 33),
+]
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["oneDNN", "without oneDNN"])

@@ -137,6 +137,16 @@ def test_remainders_of_products(features, dtype, enabled):
             kit.check_against(flat(grouped_linear, numbers), flat(reference, numbers), left, *right, *bias, scale=scale)
 
 
+@pytest.mark.parametrize("features", [(1, 1), (17, 6), (600, 259)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_groups_of_few_rows(features, dtype):
+    """Up to 32 rows are multiplied 4 at a time, by 4 columns, without packing the weights."""
+    numbers = (1, 2, 0, 3, 4, 7, 32, 33)
+    x, weights, bias, _ = inputs_of(numbers, features, dtype=dtype)
+    scale = max(features[0], features[1], *numbers) ** 0.5
+    kit.check_against(flat(grouped_linear, numbers), flat(reference, numbers), x, *weights, *bias, scale=scale)
+
+
 @pytest.mark.parametrize("numbers", [(300, 5, 200), (40,)], ids=["tiles", "one tile each"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_does_not_depend_on_threads(dtype, numbers):

@@ -1,6 +1,8 @@
 """linear_cross_entropy and linear_cross_entropy_gradients."""
 
 import math
+import threading
+import time
 
 import kit
 import pytest
@@ -99,6 +101,45 @@ def test_bfloat16_products(shape, classes, enabled):
     with torch.backends.mkldnn.flags(enabled=enabled):
         check(target, x, weight, bias, scale=2)
         check(target, x.mT.contiguous().mT, weight, scale=20, reduction="none", label_smoothing=0.1)
+
+
+def test_onednn_is_enabled_before_a_replay():
+    """A graph reserves the memory that pairs need even if it was captured without them."""
+    x, weight = inputs(512, 64, classes=2000, bias=False, dtype=torch.bfloat16)
+    target = targets(512, classes=2000)
+    graph = torch.openreg.Graph()
+    with torch.openreg.device(DEVICE), torch.backends.mkldnn.flags(enabled=False), torch.openreg.graph(graph):
+        got = linear_cross_entropy_gradients(x, weight, target, None, None, wanted=(True, True, False))
+    neighbors = [torch.ones(1 << 18, device=DEVICE) for _ in range(16)]
+    graph.replay()
+    expected = linear_cross_entropy_gradients(x, weight, target, None, None, wanted=(True, True, False))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(bool((each == 1).all()) for each in neighbors)
+
+
+def test_onednn_is_disabled_while_a_loop_runs():
+    """brgemm refuses then, so the rest of the loop does without it."""
+    x, weight = inputs(600, 64, classes=2000, bias=False, dtype=torch.bfloat16)
+    target = targets(600, classes=2000)
+    expected = linear_cross_entropy_gradients(x, weight, target, None, None, wanted=(True, True, False))
+    done = threading.Event()
+
+    def switch():
+        while not done.is_set():
+            with torch.backends.mkldnn.flags(enabled=False):
+                time.sleep(1e-4)
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=switch)
+    thread.start()
+    try:
+        for _ in range(12):
+            got = linear_cross_entropy_gradients(x, weight, target, None, None, wanted=(True, True, False))
+            for a, b in zip(got, expected, strict=True):
+                assert_close(a, b, rtol=0.05, atol=1e-4)
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
