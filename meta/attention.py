@@ -70,7 +70,9 @@ def attention(
             dtypes or devices differ.
 
     Differentiable any number of times in q, k, v and bias, through both out and logsumexp. Backward recomputes blocks
-    of scores, in linear memory; the second derivative holds all scores. The half types are computed in float32.
+    of scores, in linear memory; the second derivative holds all scores. The half types are computed in float32,
+    but where the processor multiplies bfloat16 (AVX-512 BF16, AMX), the probabilities and the gradients of scores are
+    rounded to bfloat16 before a product, as in PyTorch's fused attention.
     Autocast runs it in its lower precision. Results do not depend on the number of threads.
     Sources: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691; grouped heads: Ainslie et al. 2023,
     arXiv:2305.13245.

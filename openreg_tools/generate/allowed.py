@@ -20,8 +20,8 @@ from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, Sto
 from openreg_tools.generate import changes
 
 __all__ = [
-    "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "WITHOUT_VALUES", "Plain", "called", "differences",
-    "doubtful", "in_plain_memory", "is_elsewhere", "is_uncompared", "lacks_tensor", "overflows", "takes_it_plain", "widened",
+    "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "ROUNDS", "WITHOUT_VALUES", "Plain", "called", "differences",
+    "doubtful", "in_plain_memory", "is_elsewhere", "is_uncompared", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
 ]  # fmt: skip
 
 # Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
@@ -80,6 +80,7 @@ MEMORY = re.compile(
 
 
 OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds")
+ROUNDS = "terms of a half type that cancel are rounded at the size of the largest element"
 OVERFLOWS = "an intermediate result overflows on one side"
 ELSEWHERE = "an argument is on another device or has no memory, or the call does not name the device"
 
@@ -166,6 +167,16 @@ def overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> b
     return all(
         not (expected.isfinite() & actual.isfinite() & ~torch.isclose(expected, actual)).any()
         for expected, actual in ((widened(e), widened(a)) for e, a in unequal)
+    )
+
+
+def rounds(unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether results of half types differ by one rounding of the largest element: terms that cancel had its size."""
+    return bool(unequal) and all(
+        expected.dtype in (torch.float16, torch.bfloat16)
+        and (expected.float() - actual.float()).abs().max()
+        <= torch.finfo(expected.dtype).eps * expected.float().abs().max()
+        for expected, actual in unequal
     )
 
 

@@ -177,8 +177,13 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     failure = report.failures[0]
     if failure.kind in ("device", "alias", "rng") and allowed.is_elsewhere(name, call):
         return {"end": "allowed", "note": allowed.ELSEWHERE, "reached": True}
-    if failure.kind == "value" and schemas.is_own(name, device) and allowed.overflows(call, comparison.unequal):
-        return {"end": "allowed", "note": allowed.OVERFLOWS, "reached": True}
+    if failure.kind == "value" and schemas.is_own(name, device):
+        for is_allowed, note in (
+            (allowed.rounds(comparison.unequal), allowed.ROUNDS),
+            (allowed.overflows(call, comparison.unequal), allowed.OVERFLOWS),
+        ):
+            if is_allowed:
+                return {"end": "allowed", "note": note, "reached": True}
     if failure.kind in ("value", "shape", "guard", "rng", "structure"):
         at("confirmation")
         if note := allowed.doubtful(name, call, is_plain=plain is not None):

@@ -164,6 +164,9 @@ def test_half_types_are_computed_in_float32_and_rounded_once(name, device, dtype
         return torch.float32 if x == dtype else x
 
     function, outcomes = getattr(torch.ops.openreg, name).default, 0
+    # The docstring says so: the gradients of the logits are rounded before a product.
+    rounds_twice = (name, device, dtype) == ("linear_cross_entropy_gradients", DEVICE, torch.bfloat16)
+    near = kit.TOLERANCE[dtype] if rounds_twice else dict(rtol=0, atol=0)
     samples = samples_of(name, device, dtype)
     if name == "adamw_step_":
         samples += [_with(samples, dict(grad_scale=torch.tensor(3.0, device=device), maximize=True))]
@@ -180,7 +183,7 @@ def test_half_types_are_computed_in_float32_and_rounded_once(name, device, dtype
         for narrow, x in zip(*found, strict=True):
             if isinstance(narrow, torch.Tensor):
                 outcomes += narrow.dtype == dtype
-                torch.testing.assert_close(narrow, x.to(narrow.dtype), rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(narrow, x.to(narrow.dtype), equal_nan=True, **near)
     assert outcomes or not any(x.dtype == dtype for x in tree_leaves(samples[0].args) if isinstance(x, torch.Tensor))
 
 
