@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from openreg_ops import _C
 from openreg_ops.openreg import host_values
 from openreg_ops.openreg.capture_report import CapturedGraph, GraphError, HostTensor, Node, Use, line_of_the_program
-from openreg_ops.openreg.race_report import READ, WRITE, Access, Memory, Span, Stream, Trace, address_of
+from openreg_ops.openreg.memory import address_of
+from openreg_ops.openreg.race_report import READ, WRITE, Access, Memory, Span, Stream, Trace
 
 if TYPE_CHECKING:
     from openreg_ops.openreg.races import Races

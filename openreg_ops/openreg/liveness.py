@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from openreg_ops.openreg import memory
-from openreg_ops.openreg.race_report import address_of
 
 __all__ = ["InputLiveness"]
 
@@ -33,7 +32,7 @@ class InputLiveness(TorchDispatchMode):
                 and x.device.type == "openreg"
                 and x.layout == torch.strided
             ):
-                address = address_of(x)
+                address = memory.address_of(x)
                 if address and address not in self._storages:
                     storage = x.untyped_storage()
                     self._storages[address] = StorageWeakRef(storage), storage.nbytes()

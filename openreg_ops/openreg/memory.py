@@ -447,3 +447,8 @@ def caching_allocator_delete(mem_ptr: int) -> None:
         RuntimeError: the address is not from `caching_allocator_alloc`.
     """
     _C.caching_allocator_delete(mem_ptr)
+
+
+def address_of(x: torch.Tensor) -> int:
+    """The address of a tensor's storage; unlike data_ptr(), asking for it copies no memory that is copied on write."""
+    return 0 if x._is_zerotensor() else torch._C._data_address(x)

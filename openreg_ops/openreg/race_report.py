@@ -15,6 +15,7 @@ from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType
 from torch.utils._traceback import CapturedTraceback
 
+from openreg_ops.openreg.memory import address_of
 from openreg_ops.openreg.race_files import FILES
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "Stream",
     "Trace",
     "UnsynchronizedAccessError",
-    "address_of",
 ]
 
 READ, WRITE = AccessType.READ, AccessType.WRITE
@@ -54,11 +54,6 @@ def _stream_name(stream: Stream | Collective | None) -> str:
         return f"a collective that {_stream_name(stream.started_on)} started"
     device, id = stream
     return f"stream {id} of openreg:{device}" if id else f"the default stream of openreg:{device}"
-
-
-def address_of(x: torch.Tensor) -> int:
-    """The address of a tensor's storage; unlike data_ptr(), asking for it copies no memory that is copied on write."""
-    return 0 if x._is_zerotensor() else torch._C._data_address(x)
 
 
 class Trace:

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from openreg_ops import _C
 from openreg_ops.openreg.capture_report import GraphError
 from openreg_ops.openreg.captures import Captures
+from openreg_ops.openreg.memory import address_of
 from openreg_ops.openreg.race_report import (
     READ,
     WRITE,
@@ -35,7 +36,6 @@ from openreg_ops.openreg.race_report import (
     Stream,
     Trace,
     UnsynchronizedAccessError,
-    address_of,
 )
 
 __all__ = [
