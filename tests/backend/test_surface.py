@@ -91,7 +91,8 @@ def test_every_parameter_of_the_classes_of_cuda():
         for name, (ours, cuda) in functions.items():
             checked += 1
             left = set(inspect.signature(cuda).parameters) - set(inspect.signature(ours).parameters)
-            if left := left - {"args", "kwargs", "obj", "cls"}:
+            # torch 2.15: how annotations of CUDA's kernels are kept, and a flag of the CUDA runtime's own dump.
+            if left := left - {"args", "kwargs", "obj", "cls"} - {"annotation_config", "verbose"}:
                 missing[name] = left
     assert not missing and checked > 15
 

@@ -385,7 +385,7 @@ def test_a_suite(tmp_path):
         }
     )
     assert failed == ["test_fails", "test_with_subtests", "test_wrong"], out + done.stderr
-    assert out.count("printed once") == 1 and "UserWarning: warned once" in out and "2 warnings," in out, out
+    assert out.count("printed once") == 1 and out.count("UserWarning: warned once") == 1, out
     assert xml.count('<property name="key" value="1"') == 1, xml
     assert "3 failed, 7 passed, 1 skipped, 1 xfailed" in out and "XFAIL test_suite.py::test_wrong_as_expected" in out
     assert "7 tests in" in out and "the result depends on the order in 3" in out

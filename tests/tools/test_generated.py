@@ -84,7 +84,7 @@ def test_a_finding_can_be_run_again(faulty):
     assert done.returncode == 1 and "FAIL faulty::offset [value]" in done.stdout
     assert "--case" in offset["command"] and "offset" in offset["command"]
     ran = subprocess.run(
-        [sys.executable, "-c", offset["source"]], cwd=HERE, capture_output=True, text=True, timeout=100
+        [sys.executable, "-P", "-c", offset["source"]], cwd=HERE, capture_output=True, text=True, timeout=100
     )
     cpu, device = ran.stdout.split("tensor(")[1::2]
     assert "-7.0000" not in cpu and "-7.0000" in device  # the filler in front of the view
@@ -104,7 +104,7 @@ def test_without_hypothesis_the_command_says_what_to_install(tmp_path):
     (tmp_path / "hypothesis.py").write_text("raise ImportError('not here')")
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from openreg_tools.__main__ import main; sys.exit(main())"
     words = ["conformance", "--device", "openreg", "--generate", "5", "--ops", "aten::neg$"]
-    command = [sys.executable, "-c", code, str(tmp_path), *words]
+    command = [sys.executable, "-P", "-c", code, str(tmp_path), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "pip install 'openreg_tools[generate]'" in done.stderr
 
@@ -227,7 +227,7 @@ def test_sizes_and_aliases():
 def test_a_program_builds_the_arguments_again():
     call = Call([changed(("layout", 0, "sliced"), ("bit", 0, "neg"))[0], Stays(torch.tensor(2.0))], {"alpha": 3})
     source = snippet.source("aten::add.Tensor", call, "openreg", [])
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str((X + 6).tolist()[0][0])[0]) and done.stdout.count("device='openreg:0'") == 2
     assert "no short source" in snippet.source("aten::add.Tensor", Call([X.to_sparse(), X], {}), "openreg", [])
