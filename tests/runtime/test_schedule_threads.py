@@ -306,7 +306,7 @@ def test_a_thread_that_launches_for_ever():
         over.append(0)
         for thread in threads:
             thread.join()
-    assert report.passed and 1000 < report.work < 5000
+    assert report.passed and 1000 < report.work < 100_000  # it launches on until the order has ended
 
 
 def test_ctrl_c_at_any_time():
