@@ -58,9 +58,11 @@ def poisoned():
 
 @pytest.fixture(autouse=True)
 def restored():
-    """Every test starts on device 0, seeded, under the default policies."""
+    """Every test starts on device 0, seeded, under the default policies. The pool gives 32 streams in turns, so a
+    stream that captures for the tests before could be given to this one as a stream apart from the capture."""
     path, environment = sys.path[:], dict(os.environ)
     torch.openreg.set_device(0)
+    torch.openreg.graph._streams.clear()
     torch.manual_seed(0)
     yield
     sys.path[:] = path  # commands add "", by which new processes would find the checkout
