@@ -1,4 +1,4 @@
-"""What a call of `schedules` holds while it tries orders: the process, its ranks, and what every order starts from."""
+"""What `schedules` controls while it tries orders: the process, its ranks, and the state that every order starts from."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _exploring = threading.Lock()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In the body, no other thread tries orders, and new memory is filled.
+    """In the body, no other thread tries orders, and new memory is filled with NaN.
 
-    What an order reads too early must not be the right result of the order before.
+    Otherwise an order that reads too early could find the correct result of an earlier order.
     """
     if _C.order_thread() >= 0:
         raise RuntimeError(
@@ -33,8 +33,8 @@ def alone() -> Iterator[None]:
         )
     if not _exploring.acquire(blocking=False):
         raise RuntimeError(
-            "schedules: another thread is trying orders, and a process can try those of one program at a time; call it "
-            "when the other call has returned"
+            "schedules: another thread is trying orders, and a process can try the orders of only one program at a time; "
+            "call it after the other call has returned"
         )
     before = _C.poison()
     _C.set_poison(True)
@@ -46,14 +46,14 @@ def alone() -> Iterator[None]:
 
 
 class Interrupts:
-    """Ctrl-C: it waits while an order begins and ends, so that nothing of the order is left behind."""
+    """Delays Ctrl-C while an order begins and ends, so that the order leaves nothing behind."""
 
     def __init__(self) -> None:
         self.handler: Any = None  # of the program, while it waits
         self.came: Any = None
 
     def wait(self) -> None:
-        """Let Ctrl-C wait from here on; again has no effect."""
+        """Delay Ctrl-C from now on. A second call has no effect."""
         if self.handler is None and threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
@@ -61,7 +61,7 @@ class Interrupts:
                 signal.signal(signal.SIGINT, lambda *arguments: setattr(self, "came", arguments))
 
     def handle(self) -> None:
-        """Let the program handle Ctrl-C again, and what has come meanwhile."""
+        """Let the program handle Ctrl-C again, including one that was delayed."""
         if self.handler is not None:
             handler, self.handler = self.handler, None
             signal.signal(signal.SIGINT, handler)
@@ -86,7 +86,7 @@ class Ranks:
         return every
 
     def first(self, what: str | None) -> str | None:
-        """What the first rank says that says something."""
+        """The first rank's `what` that is not None, with the rank's number."""
         every = self.gather(what)
         return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
 
@@ -100,7 +100,7 @@ class Ranks:
 
 
 class State:
-    """What a program may change and finds again in the next order: generators, the current device and streams."""
+    """What a program may change and each order starts with: generators, the current device and streams."""
 
     def __init__(self) -> None:
         self.python, self.host, self.devices = random.getstate(), torch.get_rng_state(), get_rng_state_all()
