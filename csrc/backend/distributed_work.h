@@ -105,7 +105,7 @@ class Arguments {
         detail::refuse_capture(current_stream(device), name.operation,
             "it takes a sparse tensor, or a lazy conjugate or negation, which the host would have to copy. Move it out "
             "of "
-            "the capture, or make the tensor dense before.");
+            "the capture, or make the tensor dense first.");
       const auto memory = over_memory(tensor);
       uses.push_back({tensor.const_data_ptr(), tensor.nbytes(), written});
       if (isolation() == Isolation::kOff) return memory;
@@ -453,8 +453,7 @@ class CapturedWork final : public c10d::Work {
 
  private:
   [[noreturn]] void refuse() const {
-    detail::refuse_capture(
-        stream_, "a collective's query", "the collective is part of the capture, and nothing of it has run.");
+    detail::refuse_capture(stream_, "a collective's query", "the collective is part of the capture, and has not run.");
   }
 
   const Stream stream_;

@@ -594,9 +594,9 @@ class Pool {
     }
     if (page == kNone)
       fail(bytes,
-          ahead
-              ? "Queued work may still use what is free, and work that runs cannot wait for it: synchronize before it."
-              : nullptr);
+          ahead ? "Queued work may still use the free memory, and running work cannot wait for it: synchronize before "
+                  "you launch it."
+                : nullptr);
     if (page + length > high_water_) {
       ++stats_.extensions;
       high_water_ = page + length;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain"]
+__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain", "raised"]
 
 
 class Step(NamedTuple):
@@ -32,6 +32,14 @@ def pieces(count: int) -> str:
 
 def plain(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def raised(error: BaseException | None) -> str:
+    """The type and message of an exception; only the message if the type is private."""
+    if error is None:
+        return "nothing"
+    name = type(error).__name__
+    return plain(error) if name.startswith("_") else f"{name}: {plain(error)}"
 
 
 def _stream(action: Action) -> str:

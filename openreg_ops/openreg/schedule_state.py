@@ -14,7 +14,7 @@ import torch
 
 from openreg_ops import _C
 from openreg_ops.openreg.random import get_rng_state_all, set_rng_state_all
-from openreg_ops.openreg.schedule_report import plain
+from openreg_ops.openreg.schedule_report import raised
 
 __all__ = ["Interrupts", "Ranks", "State", "alone"]
 
@@ -95,7 +95,7 @@ class Ranks:
             raise RuntimeError(f"schedules: the program fails in its own order {what}")
         if error is not None:
             if self.size > 1:
-                self.first(f"{type(error).__name__}: {plain(error)}")
+                self.first(raised(error))
             raise error
 
 

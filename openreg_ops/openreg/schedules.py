@@ -25,7 +25,7 @@ from openreg_ops.openreg.schedule_report import (
     Explanation,
     Step,
     pieces,
-    plain,
+    raised,
 )
 from openreg_ops.openreg.schedule_results import difference_of, values_of
 from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone
@@ -75,8 +75,7 @@ class Outcome:
     def differs(self, other: Outcome, rtol: float, atol: float) -> str | None:
         """How this outcome differs from the program's own, if it does."""
         if (self.error is None) != (other.error is None) or type(self.error) is not type(other.error):
-            here, there = (f"{type(e).__name__}: {plain(e)}" if e else "nothing" for e in (self.error, other.error))
-            return f"the program raises {here}; in its own order it raises {there}"
+            return f"the program raises {raised(self.error)}; in its own order it raises {raised(other.error)}"
         if self.error is not None:
             return None
         return difference_of(self.values, other.values, rtol, atol)

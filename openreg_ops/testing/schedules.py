@@ -165,7 +165,10 @@ class SchedulesPlugin:
         terminalreporter.section("orders of streams")
         differ = sum(differs for _, differs in self.tried.values())
         orders = sum(orders for orders, _ in self.tried.values())
-        line = f"{_tests(len(self.tried))} in {orders} orders; the result depends on the order in {differ or 'none'}"
+        line = (
+            f"{_tests(len(self.tried))} in {orders} order{'s' * (orders != 1)}; the result depends on the order in "
+            f"{differ or 'none'}"
+        )
         terminalreporter.line(line, red=bool(differ))
         quiet = [name for name, why in self.untried.items() if "queues no work" in why]
         if quiet:

@@ -179,11 +179,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="list every operator, also those that pass")
     forms.add_arguments(parser)
     parser.add_argument("--generate", type=int, metavar="N",
-                        help="in place of the suites: N calls that hypothesis makes, of every operator that is listed")  # fmt: skip
+                        help="instead of the suites, make N calls with hypothesis, of every operator that the dispatcher lists")  # fmt: skip
     parser.add_argument(
         "--seed", type=int, default=0, help="of generated calls: equal seeds give equal calls (default 0)"
     )
-    parser.add_argument("--case", metavar="JSON", help="run one generated call again, as a finding prints it")
+    parser.add_argument(
+        "--case", metavar="JSON", help="run one generated call again, from the JSON that a finding prints"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--given", type=json.loads, default={}, help=argparse.SUPPRESS)  # samples, for a worker
 

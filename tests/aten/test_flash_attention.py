@@ -536,7 +536,7 @@ WRONG = {
     "no heads": (dict.fromkeys(["query", "key", "value"], lambda x: x[:, :0]), "at least one, but got 0 and 0"),
     "widths": ({"key": lambda x: x[..., :4]}, "expected query and key of one width above 0, but got 8 and 4"),
     "width": (dict.fromkeys(["query", "key", "value"], lambda x: x[..., :6]), "a multiple of 8 up to 256, but got 6"),
-    "value": ({"value": lambda x: x[:5]}, "expected value of the shape of key but for the width"),
+    "value": ({"value": lambda x: x[:5]}, "expected value of the shape of key except for the width"),
     "maximum": ({"max_q": 4}, "expected sequences of at most 4 queries, the maximum passed, but number 1 has 5"),
     "offsets that fall": ({"cum_seq_q": lambda x: x.flip(0)}, "expected cum_seq_q to rise from 0 to at most 20"),
     "offsets too far": ({"cum_seq_k": lambda x: x + 1}, "elements 2 and 3 are 9 and 21"),

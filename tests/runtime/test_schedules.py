@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import textwrap
 import threading
 import types
@@ -396,6 +397,7 @@ def test_a_suite(tmp_path):
     assert "test_mode[openreg]: fails when its orders are tried: RuntimeError: set_launch_mode: torch.openreg." in out
     assert "SUBFAIL" not in out, "a subtest that fails in an order alone"
     wrong = out.partition("__ test_wrong[openreg] __")[2]
+    assert "raises _" not in out and not re.search("runs only after .*/_pytest/", out), "internals of pytest or ours"
     again = wrong.partition("To run this order again: ")[2].splitlines()[0].split()
     assert "2 failed" in run_suite(tmp_path, *again, "-k", "test_wrong[ or fails").stdout
 
