@@ -31,7 +31,7 @@ struct detail::Capture {
   pthread_t thread;
   std::vector<const void*> generators;
   std::vector<std::pair<Stream, Frontier>> streams; // those captured, the origin first
-  std::string error;                                // why it is void
+  std::string error;                                // why it is invalid
 
   Frontier& frontier(Stream stream) {
     return std::find_if(streams.begin(), streams.end(), [&](const auto& each) { return each.first == stream; })->second;
@@ -84,14 +84,14 @@ constexpr const char* kNotPermitted = "openreg error: operation not permitted wh
     std::lock_guard lock(capture.mutex);
     if (capture.error.empty()) capture.error = message;
   }
-  throw_device_error(message + " The capture is void.");
+  throw_device_error(message + " The capture is now invalid.");
 }
 
 void check_valid(Capture& capture, const char* what) {
   std::lock_guard lock(capture.mutex);
   if (capture.error.empty()) return;
   throw_device_error(std::string("openreg error: operation failed due to a previous error during capture: ") + what +
-      " was launched on a stream whose capture is void. The error was: " + capture.error);
+      " was launched on a stream whose capture is invalid. The error was: " + capture.error);
 }
 
 std::string node_name(const openreg_site& site) {

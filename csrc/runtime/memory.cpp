@@ -793,7 +793,7 @@ void* allocate(Stream stream, std::size_t bytes) {
         const detail::Access access;
         fill();
       } else detail::queue_part(stream, fill, Site("fill"));
-    } catch (...) { // as in a capture that is void
+    } catch (...) { // as in an invalid capture
       deallocate(pointer);
       throw;
     }
