@@ -252,8 +252,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", metavar="ARGUMENTS",
                         help="call it, with for example 'f32[3,4]@openreg, f32[4], alpha=2'; a tensor that names no "
                         "device is on --device")  # fmt: skip
-    parser.add_argument("--grad", action="store_true", help="tensors of floating dtype require gradients")
-    parser.add_argument("--autocast", metavar="DTYPE", help="under torch.autocast to bfloat16, for example")
+    parser.add_argument("--grad", action="store_true", help="floating-point tensors require gradients")
+    parser.add_argument(
+        "--autocast", metavar="DTYPE", help="make the call under torch.autocast, for example to bfloat16"
+    )
     dispatch.add_arguments(parser)
     forms.add_arguments(parser, page=False)
 

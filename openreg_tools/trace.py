@@ -325,13 +325,13 @@ def _speeds(target: dispatch.Target, size: int = 1 << 22) -> tuple[float, float]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     dispatch.add_arguments(parser)
-    parser.add_argument("--calls", action="store_true", help="print every call, nested, as the dispatch trace does")
+    parser.add_argument("--calls", action="store_true", help="print every call, nested as in the dispatch trace")
     parser.add_argument("--top", type=int, default=25, metavar="N", help="lines of each table (default 25)")
     forms.add_arguments(parser)
     parser.add_argument(
         "--chrome", type=forms.file, metavar="FILE", help="write the timeline for Perfetto or chrome://tracing"
     )
-    parser.add_argument("script", metavar="SCRIPT.py", help="the program, and its own arguments")
+    parser.add_argument("script", metavar="SCRIPT.py", help="the program, followed by its own arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
