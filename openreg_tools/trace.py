@@ -153,7 +153,8 @@ class Trace:
     def _counts(self) -> str:
         by = Counter(call.has for call in self.calls)
         counts = ", ".join(f"{by[has]:,} {has}" for has in dispatch.HAS if by[has])
-        return f"{len(self.calls):,} calls ({counts}), {self.elsewhere:,} on other devices"
+        counts = f" ({counts})" if counts else ""
+        return f"{len(self.calls):,} calls{counts}, {self.elsewhere:,} on other devices"
 
     def _next(self, top: int) -> list[str]:
         if not self.candidates:

@@ -126,7 +126,7 @@ class Results:
         operators = {r["operator"] for r in self.records}
         bad = {r["operator"] for r in self.records if self.verdict(r) in ("fail", "fixed")}
         return (
-            f"{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} not; "
+            f"{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} bad; "
             f"{len(self.records)} cases: " + ", ".join(f"{judged[v]} {v}" for v in VERDICTS)
         )
 
