@@ -48,7 +48,7 @@ class Row:
 
 @dataclasses.dataclass
 class Candidate:
-    """An operator worth a kernel of its own."""
+    """An operator worth its own kernel."""
 
     operator: str
     has: str

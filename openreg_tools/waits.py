@@ -1,4 +1,4 @@
-"""Where a program waits for a device outside of operators, and how its streams wait for each other.
+"""Where a program waits for a device outside operators, and how its streams wait for each other.
 
 `trace` uses this beside the recorder, which sees operators only.
 """
@@ -23,7 +23,7 @@ __all__ = ["Wait", "Waits"]
 
 @dataclasses.dataclass(slots=True)
 class Wait:
-    """One wait of the host outside of operators."""
+    """One wait of the host outside operators."""
 
     why: str  # "synchronize", "Stream.synchronize", "Event.synchronize", "print"
     where: str  # the program's line

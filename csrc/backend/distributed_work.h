@@ -276,7 +276,7 @@ class DeviceWork final : public c10d::Work {
     if (begun()) engine_->abort();
   }
   c10::intrusive_ptr<Future> getFuture() override {
-    land("Work.get_future"); // whoever waits for a future does not ask the schedule
+    land("Work.get_future"); // a thread that waits for a future does not ask the schedule
     bool follow = false;
     {
       std::lock_guard lock(ending_);

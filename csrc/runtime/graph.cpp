@@ -47,8 +47,8 @@ namespace {
 
 using detail::Capture;
 
-// The captures of the process, each at the places of its streams. A reader holds a reference of its own, because
-// another thread may end the capture meanwhile.
+// The captures of the process, each at the places of its streams. A reader holds its own reference, because
+// another thread may end the capture in the meantime.
 std::mutex captures_mutex;
 struct Captures {
   std::vector<std::shared_ptr<Capture>> all;

@@ -29,7 +29,7 @@ def alone() -> Iterator[None]:
     """
     if _C.order_thread() >= 0:
         raise RuntimeError(
-            "schedules: a program whose orders are being tried calls it again; call it outside of the program"
+            "schedules: a program whose orders are being tried calls it again; call it outside the program"
         )
     if not _exploring.acquire(blocking=False):
         raise RuntimeError(

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="dtype of generated samples (default float32)")
     parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"checks to run, of {', '.join(CHECKS)}")
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="checks to leave out")
-    parser.add_argument("--abi", metavar="LIBRARY", help="in place of OP, a library such as mypkg/_C.abi3.so: which symbols "
+    parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
     parser.add_argument("--generate", type=int, default=0, metavar="N",

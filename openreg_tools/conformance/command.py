@@ -244,7 +244,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.retry:
         earlier = {case: record for case, record in earlier.items() if not record["failures"]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written anew, so that a record that is run again stands once.
+    # Written again, so that a record that was run again appears once.
     with path.open("w") as results:
         for line in (header, *earlier.values()):
             results.write(json.dumps(line) + "\n")
@@ -258,7 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             records = run(todo, arguments, results) if todo else []
         except KeyboardInterrupt:
-            print(f"\nstopped; the same command goes on from {path}", file=sys.stderr)
+            print(f"\nstopped; the same command continues from {path}", file=sys.stderr)
             return 130
     report = Results(
         header,

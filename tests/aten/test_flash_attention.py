@@ -532,7 +532,7 @@ WRONG = {
     "no offsets": ({"cum_seq_k": None, "cum_seq_q": None}, r"expected query of shape \[batch, length, heads, width\]"),
     "no offset": (dict.fromkeys(["cum_seq_q", "cum_seq_k"], lambda x: x[:0]), r"of shape \[batch \+ 1\], but got \[0"),
     "4 dimensions": ({"query": lambda x: x[None]}, r"expected query of shape \[total, heads, width\], because the seq"),
-    "heads": ({"query": lambda x: x.repeat(1, 2, 1)[:, :3]}, "expected heads of query a multiple of those of key"),
+    "heads": ({"query": lambda x: x.repeat(1, 2, 1)[:, :3]}, "expected the number of heads of query to be a positive multiple of the heads of key"),
     "no heads": (dict.fromkeys(["query", "key", "value"], lambda x: x[:, :0]), "at least one, but got 0 and 0"),
     "widths": ({"key": lambda x: x[..., :4]}, "expected query and key of one width above 0, but got 8 and 4"),
     "width": (dict.fromkeys(["query", "key", "value"], lambda x: x[..., :6]), "a multiple of 8 up to 256, but got 6"),

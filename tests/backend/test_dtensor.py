@@ -138,7 +138,7 @@ def choices(sample, mesh, name):
 
 
 def check_operator(name):
-    """However the arguments are placed, the results are those of plain tensors."""
+    """However the arguments are placed, the results equal the results for plain tensors."""
     function, ran = getattr(torch.ops.openreg, name).default, 0
     for sample in samples(name):
         grads = name in DIFFERENTIABLE

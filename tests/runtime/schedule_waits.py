@@ -381,7 +381,7 @@ def two_timeouts():
 
 @into(TIMED)
 def timeout_that_is_longer():
-    """Than what another thread does meanwhile: it sleeps, and waits with a shorter timeout."""
+    """The other thread meanwhile sleeps and waits with a shorter timeout."""
     x, flag = ones(), threading.Event()
 
     def work():

@@ -1,4 +1,4 @@
-"""Random numbers in graphs: those of eager mode, as if drawn at the launch of a replay."""
+"""Random numbers in graphs: the same as in eager mode, as if drawn at the launch of a replay."""
 
 import threading
 
@@ -60,7 +60,7 @@ def test_generators_are_registered():
     ids=["dropout", "rrelu", "alpha_dropout"],
 )
 def test_replays_draw_between_eager_calls(draw):
-    """The sequence of numbers goes on, whoever draws from it."""
+    """The sequence of numbers continues, whatever draws from it."""
     x = torch.rand(200, device=DEVICE)
     graph, y = captured(lambda: draw(draw(x)))
     torch.openreg.manual_seed(5)
@@ -249,7 +249,7 @@ def test_eager_mode_draws_after_a_void_capture():
 
 
 def test_recurrent_networks_in_turns_with_and_without_a_graph():
-    """Dropout between layers, in eager mode before and after each replay, on streams of their own."""
+    """Dropout between layers, in eager mode before and after each replay, each on its own stream."""
     torch.manual_seed(0)
     model = nn.LSTM(6, 6, 2, dropout=0.5).to(DEVICE)
     x = torch.ones(4, 3, 6, device=DEVICE)

@@ -408,7 +408,7 @@ def pixels(page):
 
 
 def test_every_command_uses_the_skeleton():
-    """No other module writes a page, or a style, of its own."""
+    """No other module writes its own page or style."""
     tools = Path(pages.__file__).parents[1]
     sources = [*tools.rglob("*.py"), *Path(openreg_ops.__file__).parent.rglob("*.py")]
     own = [path for path in sources if re.search(r"<html|<!DOCTYPE|<style|color-scheme", path.read_text(), re.I)]
