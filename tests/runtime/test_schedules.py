@@ -1,4 +1,4 @@
-"""Orders of streams: programs with a missing wait are found, right ones are not, and a seed gives one order."""
+"""Orders of streams: programs with a missing wait are found, correct ones are not, and a seed gives one order."""
 
 import os
 import random

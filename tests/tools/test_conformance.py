@@ -87,7 +87,7 @@ def results(*records, **options):
 
 
 def test_graphs_are_counted(tmp_path, capsys):
-    """What is captured in every dtype, what is not and why; not what has a shape that depends on values."""
+    """Reports what is captured in every dtype, and why the rest is not, except shapes that depend on values."""
     words = ["--ops", "^(neg|item|nonzero|narrow|linspace.tensor_overload)$", "--dtypes", "float32", "int64"]
     words += ["--suites", "operators", "--checks", "graph", "--samples", "3", "--out", str(tmp_path / "results.jsonl")]
     assert conformance.main(command(*words)) == 0
