@@ -42,7 +42,7 @@ def main() -> None:
         ):
             with mode:
                 x, y = (torch.randn(64, device="openreg", requires_grad=grad) for _ in range(2))
-                # Bound now, as the loop goes on to other tensors.
+                # Bound now, because the loop continues with other tensors.
                 a, b = medians([lambda op=op, x=x, y=y: op(x, y) for op in (twin, stable)], rounds)
             print(f"{name:<10} {what:<22} {a:8.2f} {b:8.2f} {b / a:6.2f}")
 

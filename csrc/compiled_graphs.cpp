@@ -324,7 +324,7 @@ class CompiledGraphs {
     if (c10::impl::TorchDispatchModeTLS::any_modes_set() || capturing(device_)) return py::bool_(false);
     for (size_t i = 0; i < graphs_.size(); ++i) {
       if (!graphs_[i]->fits(inputs.ptr()) || !graphs_[i]->none_moved(inputs.ptr())) continue;
-      const auto graph = graphs_[i]; // another thread may change the list meanwhile
+      const auto graph = graphs_[i]; // another thread may change the list in the meantime
       if (i)
         std::rotate(graphs_.begin(), graphs_.begin() + static_cast<std::ptrdiff_t>(i),
             graphs_.begin() + static_cast<std::ptrdiff_t>(i) + 1);

@@ -33,9 +33,11 @@ struct MemPool {
   const PoolId id;
 };
 
-constexpr std::array kNotTheProgram{"/torch/", "/openreg_ops/", "/typing_extensions.py"};
+constexpr std::array kNotTheProgram{
+    "/torch/", "/openreg_ops/", "/_pytest/", "/pluggy/", "/reprlib.py", "/typing_extensions.py"};
 
-// The Python line that the calling thread is executing, outside torch and this package; empty in a backward pass.
+// The Python line that the calling thread is executing, outside torch, pytest and this package; empty in a backward
+// pass.
 std::string python_line() {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
   const py::gil_scoped_acquire gil;

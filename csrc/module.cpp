@@ -261,7 +261,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("route_operator", &openreg::route_operator);
   m.def("set_autograd_fallback", &openreg::set_autograd_fallback);
   m.def("stop_autograd_threads", &stop_autograd_threads);
-  // At exit, when nobody can see the queued work any more: waits for it until a signal arrives, unless it is dropped.
+  // At exit, when no one can see the queued work any more: waits for it until a signal arrives, unless it is dropped.
   m.def(
       "stop_workers",
       [](bool drop) {

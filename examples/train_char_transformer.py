@@ -201,11 +201,19 @@ def save_picture(path: Path, run: Run, cpu: Run) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Train, compare and report; returns 1 if an operator fell back or the losses differ by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="openreg:0", help="compared with the CPU (default %(default)s)")
+    parser.add_argument(
+        "--device", default="openreg:0", help="the device to compare with the CPU (default %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16"])
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model on the device, not the CPU's")
-    parser.add_argument("--graph", action="store_true", help="capture the device's step once and replay it")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the model on the device with torch.compile, but not the model on the CPU",
+    )
+    parser.add_argument(
+        "--graph", action="store_true", help="capture a training step on the device once, then replay it"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the PNG (default %(default)s)")
     options = parser.parse_args(argv)
     dtype = getattr(torch, options.dtype)

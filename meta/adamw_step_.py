@@ -93,7 +93,7 @@ def _():
 @adamw_step_.batched
 def _(*_, **_options):
     raise RuntimeError(
-        "adamw_step_: expected no vmap, because samples share the steps and options; call it outside of vmap on tensors "
+        "adamw_step_: expected no vmap, because samples share the steps and options; call it outside vmap on tensors "
         "that hold all samples, which it updates element by element"
     )
 

@@ -54,7 +54,7 @@ def _(device, dtype):
         yield *op.normal(device, dtype, shape, shape, shape[-1:]), *eps
 
 
-@op.operator()  # vmap maps the reference: each sample has a grad_weight of its own
+@op.operator()  # vmap maps the reference: each sample has its own grad_weight
 def fused_add_rms_norm_backward(
     grad_y: Tensor, grad_sum: Tensor | None, sum: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,7 @@ def _(x, weights, output_mask):
     )
 
 
-# A sample's groups are groups of their own: B samples of E groups are B * E groups.
+# Each sample has its own groups: B samples of E groups are B * E groups.
 
 
 def _sizes_of_all(name: str, dim: int | None, group_sizes: Tensor, samples: int, rows: int) -> Tensor:

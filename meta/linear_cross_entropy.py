@@ -89,7 +89,7 @@ def samples(device, dtype):
         yield x, weight, target, *(torch.randn(classes, dtype=dtype, device=device) for _ in bias)
 
 
-@op.operator()  # vmap maps the reference: each sample has a grad_weight of its own
+@op.operator()  # vmap maps the reference: each sample has its own grad_weight
 def linear_cross_entropy_gradients(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, grad_loss: Tensor | None, *,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",

@@ -51,7 +51,7 @@ def _(device, dtype):
         yield *op.normal(device, dtype, shape, shape[-1:]), *eps
 
 
-@op.operator()  # vmap maps the reference: each sample has a grad_weight of its own
+@op.operator()  # vmap maps the reference: each sample has its own grad_weight
 def rms_norm_backward(grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients that `rms_norm` gives x and weight through y, as a function of four independent tensors.
 

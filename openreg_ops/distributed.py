@@ -43,8 +43,8 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
 
 
 def _default_options(engine: Any, timeout: datetime.timedelta) -> Any:
-    """Gloo's own defaults, but one thread: two assign the status's names of collectives, strings, without a lock, which
-    corrupts memory when two collectives of a group end together."""
+    """Gloo's defaults, but with one thread: two threads assign strings in the group's status without a lock, which
+    corrupts memory when two collectives of a group end at the same time."""
     options = engine._Options()
     names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     options._devices = [engine.create_device(interface=name) for name in names] or [engine.create_default_device()]

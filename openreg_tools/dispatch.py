@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser, default: bool = True) -> None
     """The options --device, --key and --import."""
     text = f" (default: {_HERE})" if default else ""
     parser.add_argument("--device", help=f"device, such as openreg or cuda{text}")
-    parser.add_argument("--key", help="dispatch key in the device's place, such as PrivateUse1 or SparseCPU")
+    parser.add_argument("--key", help="a dispatch key instead of a device, such as PrivateUse1 or SparseCPU")
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="import it first: another backend, or a library of operators")  # fmt: skip
+                        help="a module to import first: another backend, or a library of operators")  # fmt: skip
 
 
 def load(modules: list[str]) -> None:

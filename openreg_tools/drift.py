@@ -399,7 +399,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("new", metavar="NEW", nargs="?", help="the same")
     parser.add_argument("--sources", nargs="+", type=Path, metavar="FOLDER",
-                        help="search these for the backend's registrations and fallback; it need not be imported")  # fmt: skip
+                        help="folders to search for the backend's registrations and fallback, instead of importing it")  # fmt: skip
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the manifest of OLD, as .json or .json.gz")
     parser.add_argument("--verbose", action="store_true", help="show the derivatives that changed")
     dispatch.add_arguments(parser, default=False)

@@ -70,7 +70,7 @@ class Explanation:
         """Whether the operator runs, decomposes, falls back or raises, and what to write to change it."""
         name, key = self.operator, self.target.key
         if self.steps[-1].does.startswith("decomposes"):
-            return f"{name} decomposes at {self.steps[-1].key}: what it is made of is dispatched anew."
+            return f"{name} decomposes at {self.steps[-1].key}: its parts are dispatched again."
         end, has = self.end
         if has.kind == "composite" or end != name and has.kind in ("own", "shared"):
             return f"{name} has no kernel for {key}: it {self.has.why.replace('structured: ', '')}."
@@ -78,9 +78,9 @@ class Explanation:
             return f"{name} runs on {self.target.device}: {self.has.why}."
         what = "falls back" if has.kind == "fallback" else "raises NotImplementedError"
         namespace, _, short = end.partition("::")
-        runs, owner = ("", "its own") if end == name else (f"it runs {end}; ", end)
+        runs, operator = ("", "it") if end == name else (f"it runs {end}; ", end)
         return (
-            f"{name} {what}: {runs}{has.why}. A kernel of {owner} is registered by "
+            f"{name} {what}: {runs}{has.why}. Register a kernel for {operator}: "
             f'TORCH_LIBRARY_IMPL({namespace}, {key}, m) {{ m.impl("{short}", kernel); }}'
         )
 
@@ -252,8 +252,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", metavar="ARGUMENTS",
                         help="call it, with for example 'f32[3,4]@openreg, f32[4], alpha=2'; a tensor that names no "
                         "device is on --device")  # fmt: skip
-    parser.add_argument("--grad", action="store_true", help="tensors of floating dtype require gradients")
-    parser.add_argument("--autocast", metavar="DTYPE", help="under torch.autocast to bfloat16, for example")
+    parser.add_argument("--grad", action="store_true", help="floating-point tensors require gradients")
+    parser.add_argument(
+        "--autocast", metavar="DTYPE", help="make the call under torch.autocast, for example to bfloat16"
+    )
     dispatch.add_arguments(parser)
     forms.add_arguments(parser, page=False)
 

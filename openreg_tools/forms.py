@@ -96,7 +96,7 @@ def seconds(value: float) -> str:
 def add_arguments(parser: argparse.ArgumentParser, page: bool = True) -> None:
     """The options --json and --html."""
     parser.add_argument(
-        "--json", type=file, metavar="FILE", help="write the report as JSON; - is stdout, in the table's place"
+        "--json", type=file, metavar="FILE", help="write the report as JSON; - writes it to stdout instead of the table"
     )
     if page:
         parser.add_argument("--html", type=file, metavar="FILE", help="write the report as one HTML page")

@@ -201,7 +201,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", type=forms.regex, default="", metavar="REGEX", help="only operators whose name matches"
     )
-    parser.add_argument("--namespaces", nargs="+", default=["aten"], metavar="NS", help="or `all` (default aten)")
+    parser.add_argument(
+        "--namespaces",
+        nargs="+",
+        default=["aten"],
+        metavar="NS",
+        help="namespaces of operators, or `all` (default aten)",
+    )
     kinds = parser.add_argument_group("class; several: any of them")
     for name, text in CLASSES.items():
         kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, default=[], help=text)
@@ -217,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traits = parser.add_argument_group("traits; several: all of them")
     for name, text in TRAITS.items():
         traits.add_argument(f"--{name}", dest="traits", action="append_const", const=name, default=[], help=text)
-    parser.add_argument("--totals", action="store_true", help="print the totals alone")
+    parser.add_argument("--totals", action="store_true", help="print only the totals")
     forms.add_arguments(parser)
 
 

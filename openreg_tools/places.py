@@ -164,7 +164,7 @@ def _number(node: Any) -> int:
 def frames() -> Iterator[FrameType]:
     """The program's frames, those outside PyTorch and these tools, the innermost first."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != "<frozen runpy>":  # which a command runs the program by
+    while frame is not None and frame.f_code.co_filename != "<frozen runpy>":  # a command runs the program through it
         if not frame.f_code.co_filename.startswith(_OURS):
             yield frame
         frame = frame.f_back

@@ -136,12 +136,12 @@ class Call:
     inputs: tuple[str, ...] = ()  # dtypes and shapes
     module: str = ""  # "Transformer.layers.0.norm"
     phase: str = ""  # "forward", "backward of MmBackward0", "optimizer"
-    stack: int = -1  # which of `Recorder.stacks`; in backward, that of the forward
+    stack: int = -1  # index into `Recorder.stacks`; in backward, the stack of the forward call
     first: bool = False  # the first call of the operator with these dtypes, or it has such a call inside
     after: tuple[int, ...] = ()  # the numbers of the calls that it, or its stream, waited for
 
 
-_FRAMES = 16  # of a stack at most
+_FRAMES = 16  # the most frames of a stack
 _COMPOSITES = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 # Copies, and which arguments are the source and the target.
 _COPIES = {
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
         self._numbers = itertools.count()
         self._seen: set[tuple[Any, ...]] = set()
         self._stacks: dict[tuple[Any, ...], int] = {}
-        self._record = torch.Event.record  # `trace` replaces it, to see the program's
+        self._record = torch.Event.record  # the original; `trace` replaces it to see the program's records
         self._module = None if self.type in ("cpu", "meta") else getattr(torch, self.type, None)
         self._uncompiled: Any = None  # `_call`, which torch.compile does not enter
         self._pairs: list[tuple[Call, torch.Event, torch.Event, list[Call]]] = []
@@ -281,7 +281,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def thread(self) -> int:
-        """The number of the calling thread, which `threads` has the name of."""
+        """The number of the calling thread; `threads` has its name."""
         number = self._threads.get(threading.get_ident())
         if number is None:
             thread = threading.current_thread()

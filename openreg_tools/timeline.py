@@ -39,7 +39,7 @@ class Track:
     name: str  # "MainThread", "stream 0"
     group: str  # "host", or "openreg:0"
     device: int = -1  # its index
-    slices: list[Slice] = dataclasses.field(default_factory=list)  # by start, what is around others first
+    slices: list[Slice] = dataclasses.field(default_factory=list)  # by start; enclosing slices first
 
 
 @dataclasses.dataclass
@@ -50,16 +50,16 @@ class Slice:
     track: int
     start: int
     end: int
-    depth: int = 0  # inside other slices of the track
+    depth: int = 0  # how many slices of the track enclose it
 
 
 class Timeline:
     """The tracks of a recording that has ended, and the arrows from calls to what waited for them.
 
     Args:
-        recorder: has the calls.
-        waits: of the host, outside operators.
-        name: the program's.
+        recorder: the recorded calls.
+        waits: the host's waits outside operators.
+        name: the program's name.
         seconds: the length of the recording.
         time: nanoseconds since 1970 when the recording began.
         rank: of this process, if there are several.
@@ -115,7 +115,7 @@ class Timeline:
             note = f"The timeline shows the longest {most:,} of {len(slices):,} slices; --chrome FILE writes all. "
             shown.sort(key=lambda s: (s.track, s.start, s.depth))
         note += (
-            "Streams show when the device's events say that kernels ran."
+            "Streams show when kernels ran, according to the device's events."
             if self.recorder.events
             else "Kernels ran inside the calls, so a stream shows the times of the calls."
         )

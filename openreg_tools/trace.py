@@ -48,7 +48,7 @@ class Row:
 
 @dataclasses.dataclass
 class Candidate:
-    """An operator worth a kernel of its own."""
+    """An operator worth its own kernel."""
 
     operator: str
     has: str
@@ -153,7 +153,8 @@ class Trace:
     def _counts(self) -> str:
         by = Counter(call.has for call in self.calls)
         counts = ", ".join(f"{by[has]:,} {has}" for has in dispatch.HAS if by[has])
-        return f"{len(self.calls):,} calls ({counts}), {self.elsewhere:,} on other devices"
+        counts = f" ({counts})" if counts else ""
+        return f"{len(self.calls):,} calls{counts}, {self.elsewhere:,} on other devices"
 
     def _next(self, top: int) -> list[str]:
         if not self.candidates:
@@ -325,13 +326,13 @@ def _speeds(target: dispatch.Target, size: int = 1 << 22) -> tuple[float, float]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     dispatch.add_arguments(parser)
-    parser.add_argument("--calls", action="store_true", help="print every call, nested, as the dispatch trace does")
+    parser.add_argument("--calls", action="store_true", help="print every call, nested as in the dispatch trace")
     parser.add_argument("--top", type=int, default=25, metavar="N", help="lines of each table (default 25)")
     forms.add_arguments(parser)
     parser.add_argument(
         "--chrome", type=forms.file, metavar="FILE", help="write the timeline for Perfetto or chrome://tracing"
     )
-    parser.add_argument("script", metavar="SCRIPT.py", help="the program, and its own arguments")
+    parser.add_argument("script", metavar="SCRIPT.py", help="the program, followed by its own arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

@@ -1,4 +1,4 @@
-"""Where a program waits for a device outside of operators, and how its streams wait for each other.
+"""Where a program waits for a device outside operators, and how its streams wait for each other.
 
 `trace` uses this beside the recorder, which sees operators only.
 """
@@ -23,14 +23,14 @@ __all__ = ["Wait", "Waits"]
 
 @dataclasses.dataclass(slots=True)
 class Wait:
-    """One wait of the host outside of operators."""
+    """One wait of the host outside operators."""
 
     why: str  # "synchronize", "Stream.synchronize", "Event.synchronize", "print"
     where: str  # the program's line
     thread: int
     start: float  # seconds since the recording began
     seconds: float = 0.0
-    stack: int = -1  # which of `Recorder.stacks`
+    stack: int = -1  # index into `Recorder.stacks`
     after: tuple[int, ...] = ()  # the numbers of the calls that it waited for
 
 
@@ -70,7 +70,7 @@ class Waits:
         self._undo.close()
 
     def _noting(self, function: Any, notice: Any) -> Any:
-        """`function`, noticed by a generator that runs before it, and goes on with its result after it."""
+        """`function` with `notice` around it, a generator that yields once before the call and then gets the result."""
 
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class Waits:
         return stream.device.index, stream.stream_id
 
     def _holds(self, stream: torch.Stream | None, after: set[int]) -> None:
-        """The next call on `stream` waits for these."""
+        """Note that the next call on `stream` waits for these."""
         if self.type != "cpu" and after:
             self.recorder.pending.setdefault(self._key(stream), set()).update(after)
 

@@ -121,8 +121,8 @@ CpuCall::CpuCall(const char* name, Devices devices)
     : slots_(slots()), base_(slots_.top), devices_(devices), name_(name), lend_(LendDeviceMemory::lent()),
       below_autograd_(kAboveBackend) {}
 
-// Returns the slots. An alias that somebody kept (or that Python has) stays with its owner, with a copy of its memory
-// on the host, because CPU tensors are read there; the slot starts over.
+// Returns the slots. An alias that is still referenced (or that Python has) stays with its owner, with a copy of its
+// memory on the host, because CPU tensors are read there; the slot starts over.
 CpuCall::~CpuCall() {
   for (size_t i = base_; i < slots_.top; ++i)
     if (Slot& slot = *slots_.all[i]; C10_UNLIKELY(!slot.dense)) {

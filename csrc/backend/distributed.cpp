@@ -151,7 +151,7 @@ Work DistributedBackend::capture(std::vector<CapturedCall> calls) {
   for (CapturedCall& each : calls) {
     if (each.stream != stream)
       detail::refuse_capture(each.stream, each.arguments.name.operation,
-          "it is coalesced with one of another stream. Make all of them on one stream.");
+          "it is coalesced with one on another stream. Make all of them on one stream.");
     std::ranges::move(std::exchange(each.arguments.outputs, {}), std::back_inserter(outputs));
     std::ranges::move(std::exchange(each.arguments.uses, {}), std::back_inserter(uses));
   }
@@ -181,7 +181,7 @@ Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Star
   if (detail::captures(stream)) {
     if (type == OpType::RECVANYSOURCE)
       detail::refuse_capture(
-          stream, arguments.name.operation, "the host would read which process has sent. Pass recv() its src.");
+          stream, arguments.name.operation, "the host would read which process sent the message. Pass src to recv().");
     CapturedCall call{std::move(arguments), type, stream, [start](const auto& work) mutable { work->begin(start()); }};
     std::lock_guard lock(coalescing_);
     if (!coalesced_) return capture({std::move(call)});

@@ -105,7 +105,7 @@ class Arguments {
         detail::refuse_capture(current_stream(device), name.operation,
             "it takes a sparse tensor, or a lazy conjugate or negation, which the host would have to copy. Move it out "
             "of "
-            "the capture, or make the tensor dense before.");
+            "the capture, or make the tensor dense first.");
       const auto memory = over_memory(tensor);
       uses.push_back({tensor.const_data_ptr(), tensor.nbytes(), written});
       if (isolation() == Isolation::kOff) return memory;
@@ -276,7 +276,7 @@ class DeviceWork final : public c10d::Work {
     if (begun()) engine_->abort();
   }
   c10::intrusive_ptr<Future> getFuture() override {
-    land("Work.get_future"); // whoever waits for a future does not ask the schedule
+    land("Work.get_future"); // a thread that waits for a future does not ask the schedule
     bool follow = false;
     {
       std::lock_guard lock(ending_);
@@ -453,8 +453,7 @@ class CapturedWork final : public c10d::Work {
 
  private:
   [[noreturn]] void refuse() const {
-    detail::refuse_capture(
-        stream_, "a collective's query", "the collective is part of the capture, and nothing of it has run.");
+    detail::refuse_capture(stream_, "a collective's query", "the collective is part of the capture, and has not run.");
   }
 
   const Stream stream_;

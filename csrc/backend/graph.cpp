@@ -62,7 +62,7 @@ void DeviceGraph::capture_end() {
 void DeviceGraph::instantiate() {
   TORCH_CHECK(graph_, "instantiate: no graph has been captured; capture one first");
   TORCH_CHECK(keep_graph_,
-      "instantiate: expected a graph made with keep_graph=True; others are executable when the "
+      "instantiate: expected a graph created with keep_graph=True; others are executable when the "
       "capture ends");
 }
 
@@ -97,7 +97,7 @@ void DeviceGraph::debug_dump(const std::string& path) {
   TORCH_CHECK(graph_, "debug_dump: no graph has been captured; capture one first");
   if (!debug_ && !keep_graph_) {
     TORCH_WARN(
-        "debug_dump: the graph is not kept. Call enable_debug_mode() before the capture, or make the graph with "
+        "debug_dump: the graph is not kept. Call enable_debug_mode() before the capture, or create the graph with "
         "keep_graph=True.");
     return;
   }

@@ -205,7 +205,7 @@ void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& h
 std::string event_handle(c10::Event& event) {
   if (!event.eventId()) open_event(event, checked_index(-1), "");
   auto* shared = dynamic_cast<SharedEvent*>(static_cast<Event*>(event.eventId()));
-  TORCH_CHECK(shared, "ipc_handle: the event was made for this process alone; make it with interprocess=True");
+  TORCH_CHECK(shared, "ipc_handle: the event was created for this process only; create it with interprocess=True");
   return shared->handle();
 }
 

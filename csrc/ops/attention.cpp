@@ -26,12 +26,12 @@ void check_attention(
   }
   const auto of_q = q.sym_sizes(), of_k = k.sym_sizes(), of_v = v.sym_sizes();
   TORCH_CHECK(expect(of_k[0].sym_eq(of_q[0])) && expect(of_k[3].sym_eq(of_q[3])), op, ": expected k of batch ", of_q[0],
-      " and width ", of_q[3], ", those of q, but got shape ", of_k);
+      " and width ", of_q[3], ", like q, but got shape ", of_k);
   TORCH_CHECK(same(rows_of(v), rows_of(k)), op, ": expected v of batch, heads and length ", rows_of(k),
-      ", those of k, but got shape ", of_v);
+      ", like k, but got shape ", of_v);
   const SymInt &heads = of_q[1], &shared = of_k[1]; // `||` would read a size that may not be known yet
   TORCH_SYM_CHECK((heads % shared.max(1)).sym_eq(0).sym_and(shared.sym_ne(0).sym_or(heads.sym_eq(0))), op,
-      ": expected heads of q a multiple of ", shared, ", those of k and v, but got ", heads);
+      ": expected the number of heads of q to be a multiple of ", shared, ", the heads of k and v, but got ", heads);
   if (!bias) return;
   check_kind_like(op, "bias", *bias, "q", q);
   const std::array<SymInt, 4> scores{of_q[0], of_q[1], of_q[2], of_k[2]};

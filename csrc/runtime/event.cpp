@@ -85,7 +85,7 @@ void Event::check_host(const char* what) const {
   const auto point = std::atomic_load(&point_);
   if (point && point->captured) {
     if (detail::captures(point->stream))
-      detail::refuse_capture(point->stream, what, "the event is part of the capture, and nothing of it has run.");
+      detail::refuse_capture(point->stream, what, "the event is part of the capture, and has not happened.");
     throw_device_error(std::string("openreg error: ") + what +
         ": the event was recorded in a capture, and a replay does not record it. Record it after the replay.");
   }

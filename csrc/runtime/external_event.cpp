@@ -127,7 +127,7 @@ Event::Clock::time_point ExternalEvent::time() const {
   const auto point = latest();
   if (!point)
     throw std::logic_error(
-        "openreg: elapsed_time() needs events that have been recorded; replay the graphs that record them before");
+        "openreg: elapsed_time() needs events that have been recorded; replay the graphs that record them first");
   check_usable(point->stream.device);
   if (!point->is_reached())
     detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return point->wait_for(most); });

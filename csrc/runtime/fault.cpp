@@ -112,8 +112,8 @@ bool detail::allocation_fails(int device) {
 void detail::check_not_lost(int device) {
   if (lost(device))
     throw_device_error("openreg error: openreg:" + std::to_string(device) +
-        " is lost, and what is launched on it fails. Call torch.openreg.reset_device(" + std::to_string(device) +
-        ") to go on.");
+        " is lost, and work that is launched on it fails. Call torch.openreg.reset_device(" + std::to_string(device) +
+        ") to continue.");
 }
 
 bool detail::kernel_fails(Stream stream, const openreg_site& site, bool here) {

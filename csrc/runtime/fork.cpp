@@ -17,7 +17,7 @@ bool used_at_fork = false;
 const bool noticed = [] {
   pthread_atfork([] { used_at_fork = initialized || launch_count() != 0 || detail::any_queue(); }, nullptr,
       [] {
-        detail::schedule_on.store(false); // the child has no other thread that could go on
+        detail::schedule_on.store(false); // the child has no other thread that could continue
         if (used_at_fork) detail::attention.store(detail::kForkBit | (detail::attention & detail::kIsolationBit));
       });
   return true;

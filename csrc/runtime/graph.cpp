@@ -31,7 +31,7 @@ struct detail::Capture {
   pthread_t thread;
   std::vector<const void*> generators;
   std::vector<std::pair<Stream, Frontier>> streams; // those captured, the origin first
-  std::string error;                                // why it is void
+  std::string error;                                // why it is invalid
 
   Frontier& frontier(Stream stream) {
     return std::find_if(streams.begin(), streams.end(), [&](const auto& each) { return each.first == stream; })->second;
@@ -47,8 +47,8 @@ namespace {
 
 using detail::Capture;
 
-// The captures of the process, each at the places of its streams. A reader holds a reference of its own, because
-// another thread may end the capture meanwhile.
+// The captures of the process, each at the places of its streams. A reader holds its own reference, because
+// another thread may end the capture in the meantime.
 std::mutex captures_mutex;
 struct Captures {
   std::vector<std::shared_ptr<Capture>> all;
@@ -84,14 +84,14 @@ constexpr const char* kNotPermitted = "openreg error: operation not permitted wh
     std::lock_guard lock(capture.mutex);
     if (capture.error.empty()) capture.error = message;
   }
-  throw_device_error(message + " The capture is void.");
+  throw_device_error(message + " The capture is now invalid.");
 }
 
 void check_valid(Capture& capture, const char* what) {
   std::lock_guard lock(capture.mutex);
   if (capture.error.empty()) return;
   throw_device_error(std::string("openreg error: operation failed due to a previous error during capture: ") + what +
-      " was launched on a stream whose capture is void. The error was: " + capture.error);
+      " was launched on a stream whose capture is invalid. The error was: " + capture.error);
 }
 
 std::string node_name(const openreg_site& site) {
@@ -149,7 +149,7 @@ void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<con
   capture->graph = std::make_shared<Graph>(stream.device, pool); // before the lock: it takes the memory's
   std::lock_guard lock(captures_mutex);
   if (captured_at(stream))
-    throw_device_error("openreg error: the current stream is captured already; end that capture first");
+    throw_device_error("openreg error: the current stream is already being captured; end that capture first");
   for (const auto& each : all_captures().all)
     if (each->graph->pool == pool && each->graph->device == stream.device)
       throw_device_error("openreg error: a capture that has not ended uses this memory pool; use another pool");
@@ -245,7 +245,7 @@ bool detail::capture(Stream stream, const openreg_site& site, const openreg_work
 
 void detail::capture(Stream stream, const openreg_site& site, Task work, std::vector<MemoryUse> uses) {
   const auto capture = capture_of(stream);
-  if (!capture) throw std::logic_error("openreg: expected a stream that is captured");
+  if (!capture) throw std::logic_error("openreg: expected a stream that is being captured");
   check_valid(*capture, node_name(site).c_str());
   std::string line = where_is_caller();
   std::lock_guard lock(capture->mutex);
@@ -266,7 +266,7 @@ void detail::keep_in_capture(Stream stream, std::shared_ptr<void> kept) {
 
 std::size_t detail::add_replay_point(Stream stream, ReplayPoint point) {
   const auto capture = capture_of(stream);
-  if (!capture) throw std::logic_error("openreg: expected a stream that is captured");
+  if (!capture) throw std::logic_error("openreg: expected a stream that is being captured");
   std::lock_guard lock(capture->mutex);
   if (!capture->graph) return 0; // it has just ended
   capture->graph->points.push_back(std::move(point));
@@ -318,15 +318,16 @@ void detail::check_host_call(const char* what) {
   if (const auto capture = forbidding())
     refuse(*capture, what,
         pthread_equal(capture->thread, pthread_self())
-            ? "the host must not wait for the device, or ask it, while it captures a graph. Do it before or after the "
+            ? "the host must not wait for the device or query it while it captures a graph. Do it before or after the "
               "capture."
             : "another thread captures a graph in the mode \"global\", in which no thread may wait for the device or "
-              "ask it. Wait for the end of the capture, or capture with capture_error_mode=\"thread_local\".");
+              "query it. Wait for the end of the capture, or capture with capture_error_mode=\"thread_local\".");
 }
 
 void detail::check_host_call(const char* what, Stream stream) {
   if (const auto capture = capture_of(stream))
-    refuse(*capture, what, "the stream is captured, and nothing of it has run. Do it before or after the capture.");
+    refuse(*capture, what,
+        "the stream is being captured, and none of its work has run. Do it before or after the capture.");
   check_host_call(what);
 }
 
@@ -363,7 +364,7 @@ void detail::join_capture(const CapturedPoint& point, Stream stream) {
   const char* why = "the event was recorded in another capture. Record it again on a stream of this one.";
   if (own) refuse(*own, "a wait for an event", why);
   throw_device_error(
-      std::string("openreg error: cannot wait for an event of a capture that has ended: nothing of it has "
+      std::string("openreg error: cannot wait for an event of a capture that has ended: none of its work has "
                   "run. Record the event after the replay."));
 }
 

@@ -114,7 +114,7 @@ class Text {
     return (*this << "0x").digits(reinterpret_cast<std::uintptr_t>(address), 16);
   }
   void print() const {
-    if (write(STDERR_FILENO, text_, size_) < 0) return; // nobody is left to report to
+    if (write(STDERR_FILENO, text_, size_) < 0) return; // there is no one left to report to
   }
 
  private:

@@ -594,9 +594,9 @@ class Pool {
     }
     if (page == kNone)
       fail(bytes,
-          ahead
-              ? "Queued work may still use what is free, and work that runs cannot wait for it: synchronize before it."
-              : nullptr);
+          ahead ? "Queued work may still use the free memory, and running work cannot wait for it: synchronize before "
+                  "you launch it."
+                : nullptr);
     if (page + length > high_water_) {
       ++stats_.extensions;
       high_water_ = page + length;
@@ -793,7 +793,7 @@ void* allocate(Stream stream, std::size_t bytes) {
         const detail::Access access;
         fill();
       } else detail::queue_part(stream, fill, Site("fill"));
-    } catch (...) { // as in a capture that is void
+    } catch (...) { // as in an invalid capture
       deallocate(pointer);
       throw;
     }

@@ -31,24 +31,24 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The turn is taken from a thread that has slept whenever the watcher has looked, and from one that computes for long
-// without a step: it may wait for memory to change.
+// The watcher takes the turn from a thread that was asleep each time it looked, and from one that computes for long
+// without a step, because it may be waiting for memory to change.
 constexpr std::chrono::milliseconds kLook{10};
 constexpr int kLooks = 5;
 constexpr std::chrono::seconds kComputes{2};
-// How long threads may go on after the program has returned, and for how many choices.
+// How long threads may continue after the program has returned, and for how many choices.
 constexpr std::chrono::seconds kLeftBehind{10};
 constexpr std::uint64_t kChoicesBehind = 1 << 12;
 
 thread_local int my_thread = kUnknown;
 
-// The schedule that is on, or the last one: threads may still look at it.
+// The active schedule, or the last one, which threads may still read.
 std::mutex which;
 std::shared_ptr<Scheduler>& last_schedule() {
   static auto* schedule = new std::shared_ptr<Scheduler>;
   return *schedule;
 }
-// A thread that has outlived its order is one of the threads that no schedule controls.
+// A thread that has outlived its order is no longer controlled by a schedule.
 thread_local std::shared_ptr<Scheduler> my_schedule;
 std::shared_ptr<Scheduler> the_schedule() {
   std::lock_guard lock(which);
@@ -68,7 +68,7 @@ struct Deadlock : std::runtime_error {
             "queued work can run. Look for a wait for an event or a thread that nothing releases.") {}
 };
 
-// The holder of the turn, `me` or nobody, lets the schedule choose until a thread goes on, or nobody can. False if it
+// The holder of the turn (`me`, or none) lets the schedule choose until a thread continues, or none can. False if that
 // is not done by `until`.
 bool choose(Scheduler& s, std::unique_lock<std::mutex>& lock, int me, Clock::time_point until) {
   for (s.settle(lock); s.on; s.settle(lock)) {
@@ -97,7 +97,7 @@ bool turn_comes(Scheduler& s, std::chrono::nanoseconds most) {
   return true;
 }
 
-// How often the operating system has put a thread to sleep, in its words, if it sleeps; otherwise nothing.
+// How often the operating system has put a sleeping thread to sleep, as text; empty if the thread is not asleep.
 std::string sleeps_of(int native) {
   std::ifstream status("/proc/self/task/" + std::to_string(native) + "/status");
   bool sleeps = false;
@@ -118,7 +118,7 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
   std::unique_lock lock(s.mutex);
   while (s.on) {
     if (s.running == kUnknown) {
-      const bool stuck = s.stuck(); // first: what somebody waits for may come at any time
+      const bool stuck = s.stuck(); // first, because what a thread waits for may come at any time
       choose(s, lock, kUnknown, Clock::time_point::max());
       if (s.running != kUnknown) continue;
       if (stuck) {
@@ -192,7 +192,7 @@ void give_way(Scheduler& s, const detail::Awaited* wait) {
   const Waiting waiting(s, wait);
   try {
     detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return turn_comes(s, most); });
-  } catch (...) { // it goes on, whosever turn it is
+  } catch (...) { // the thread continues, whichever thread has the turn
     std::lock_guard lock(s.mutex);
     HostThread& me = s.thread(my_thread);
     me.chosen = false;
@@ -201,7 +201,7 @@ void give_way(Scheduler& s, const detail::Awaited* wait) {
   }
 }
 
-// The place in the program of a step, which may take Python's lock, so before ours.
+// The program's line at a step. Call it before taking our lock, because it may take Python's.
 void locate(Scheduler& s) {
   if (!s.located()) return;
   std::string where = where_is_caller();
@@ -214,12 +214,12 @@ void locate(Scheduler& s) {
 void begin_schedule(const Order& order) {
   check_not_forked();
   if (detail::scheduled())
-    throw std::logic_error("openreg: an order is being tried already; call schedules() outside of its program");
+    throw std::logic_error("openreg: an order is already being tried; call schedules() outside its program");
   if (detail::in_work())
     throw std::logic_error("openreg: work on a stream cannot try orders; call schedules() from the host");
   for (int device = 0; device < device_count(); ++device) {
     if (is_capturing(detail::thread_stream(device)))
-      throw std::logic_error("openreg: the current stream is being captured; call schedules() outside of the capture");
+      throw std::logic_error("openreg: the current stream is being captured; call schedules() outside the capture");
     synchronize_device(device);
   }
   {
@@ -243,7 +243,7 @@ std::vector<Action> end_schedule() {
   {
     std::lock_guard lock(s->mutex);
     last += s->choices();
-    // What runs from here on ran too late.
+    // Whatever runs from here on runs too late for the result.
     s->log(Action::kWait, s->next_step(my_thread), {0, -1}, "end");
   }
   const detail::Awaited rest{
@@ -252,7 +252,7 @@ std::vector<Action> end_schedule() {
   std::exception_ptr interrupt;
   try {
     give_way(*s, &rest);
-  } catch (const Deadlock&) { // of the other threads, which are left behind
+  } catch (const Deadlock&) { // among the other threads, which are abandoned
   } catch (...) {
     interrupt = std::current_exception();
   }

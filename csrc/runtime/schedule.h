@@ -16,21 +16,21 @@
 namespace openreg {
 
 // Note [Schedules]
-// In a schedule, every launch queues its work, as in async mode, and one thing happens at a time: a host thread goes on
-// to its next step, or one queue runs its next item on its worker while everybody else waits. A step is a launch, a
-// host's wait or a query. After each step the schedule chooses what happens next, so the order is a function of the
-// program and of the Order: a seed, or a list of exceptions to the program's order. In the program's order an item runs
-// as soon as it is launched, and another thread goes on only when the running one waits or ends. Records of events,
-// waits for them and sleeps take no time: they run as soon as they can, and no choice is about them.
-// Steps are counted for each thread, so an item has the same name in every order until a result changes what the
-// program does. A question counts apart, because a loop of questions is as long as the work that it waits for: a query,
-// a sleep, a try of a lock. A thread that only asks lets everybody else go on first.
-// The thread that goes on has the turn. It gives it up and gets it back in turn_comes(), at its next step. A thread
-// that blocks in what the schedule does not see (a pipe, a lock from outside of the program) takes no step, so a
-// watcher takes the turn from it, and others go on without it until it comes to turn_comes() again. The watcher also
-// has the turn while nobody can go on: it lets a wait with a timeout end, and finds deadlocks.
+// In a schedule, every launch queues its work, as in async mode, and one thing happens at a time: a host thread
+// continues to its next step, or one queue runs its next item on its worker while all others wait. A step is a launch,
+// a wait of the host, or a query. After each step the schedule chooses what happens next, so the order depends only on
+// the program and on the Order: a seed, or a list of exceptions to the program's order. In the program's order, an item
+// runs as soon as it is launched, and another thread continues only when the running one waits or ends. Records of
+// events, waits for them and sleeps take no time: they run as soon as they can, and the schedule does not choose among
+// them. Steps are counted for each thread, so an item has the same name in every order until a result changes what the
+// program does. Questions (a query, a sleep, a try of a lock) are counted separately, because a loop of questions is as
+// long as the work that it waits for. A thread that only asks lets all others continue first.
+// The thread that runs has the turn. It gives the turn up and gets it back in turn_comes(), at its next step. A thread
+// that blocks where the schedule cannot see it (a pipe, a lock from outside the program) takes no step. A watcher then
+// takes the turn from it, and the others continue without it until it reaches turn_comes() again. The watcher also
+// has the turn while no thread can continue: it lets a wait with a timeout end, and finds deadlocks.
 struct Step {
-  int thread; // kUnknown: of a thread that the schedule does not control, such as one of Gloo
+  int thread; // kUnknown: a thread that the schedule does not control, such as one of Gloo's
   std::uint32_t number, poll;
   auto operator<=>(const Step&) const = default;
 };
@@ -47,7 +47,7 @@ struct Order {
   };
   struct Switch {
     Step after;
-    int to; // the thread that goes on
+    int to; // the thread that continues
   };
   bool random = false; // from the seed; otherwise the program's order with these exceptions
   std::uint64_t seed = 0;
@@ -55,8 +55,8 @@ struct Order {
   std::vector<Late> late;
   std::vector<Switch> switches;
   bool located = false; // whether actions say where in the program they are
-  bool others = false;  // whether the process has threads that take no part and may wake those that do
-  std::chrono::milliseconds patience{30'000}; // how long all threads may wait for what they do not do themselves
+  bool others = false; // whether the process has threads that do not take part and may wake those that do
+  std::chrono::milliseconds patience{30'000}; // how long all threads may wait for something that none of them does
 };
 
 // What happened, in order.
@@ -72,11 +72,11 @@ struct Action {
 // Makes the calling thread the schedule's thread 0. Throws if a schedule is on, or where the calling thread is captured
 // or runs work.
 void begin_schedule(const Order& order);
-// Runs what is queued, and ends the schedule. Throws nothing of the work, but what the handler of a signal raises.
+// Runs what is queued, and ends the schedule. Passes on what a signal handler raises, but no errors of the work.
 std::vector<Action> end_schedule();
 
 // The threads that take part. The thread that starts another calls add_thread() before; the new one calls
-// enter_thread(), which returns when it may go on, and leave_thread() at its end.
+// enter_thread(), which returns when it may run, and leave_thread() at its end.
 struct ThreadOfOrder {
   std::shared_ptr<Scheduler> schedule;
   int number;
@@ -84,21 +84,21 @@ struct ThreadOfOrder {
 ThreadOfOrder add_thread();
 void enter_thread(const ThreadOfOrder& thread);
 void leave_thread() noexcept;
-// The calling thread, and its number; kUnknown if it takes no part.
+// The calling thread, and its number; kUnknown if it does not take part.
 ThreadOfOrder this_thread();
 int number_in_order() noexcept;
 inline constexpr int kUnknown = -1;
-// A step at which others may go on.
+// A step at which another thread may continue.
 void pass_point(const char* name);
-// A question: a step after which others go on first, if the thread has asked before and done nothing else since.
-// Returns whether nobody else could go on.
+// A question: a step after which others continue first, if the thread has asked before and done nothing else since.
+// Returns whether no other could continue.
 enum class Question : std::uint32_t { kLock = 1, kAsks = 64 }; // how much they count
 // `seconds`: that it sleeps, which are skipped.
 bool ask(const char* name, Question what, double seconds = 0);
-// The seconds that sleeps and timeouts would have taken until now; 0 for a thread that takes no part.
+// The seconds that sleeps and timeouts would have taken until now; 0 for a thread that does not take part.
 double skipped_seconds() noexcept;
-// Lets others go on until wake_thread() is called for the calling thread; with a timeout of 0 or more seconds: or until
-// nothing else can happen; or until the schedule is over, or ends in a deadlock. Throws if nothing can happen.
+// Lets others continue until wake_thread() is called for the calling thread, or the schedule ends, also in a deadlock.
+// With a timeout of 0 or more seconds, also until nothing else can happen. Throws if nothing can happen.
 enum class Parked { kTimedOut, kWoken, kOver, kDeadlocked };
 Parked park_thread(double timeout);
 // False if its order is over.
@@ -119,7 +119,7 @@ inline bool scheduled() noexcept {
 using Condition = std::function<bool()>;
 struct Awaited {
   Condition done;
-  Stream stream{};        // an id below 0: all of the device's, or of kAnyDevice
+  Stream stream{}; // an id below 0: all of the device's, or of kAnyDevice
   bool elsewhere = false; // another process may make it true
 };
 

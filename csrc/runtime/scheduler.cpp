@@ -10,12 +10,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long nothing may happen before the program counts as deadlocked, because a thread of C++ may still do something;
-// Order::patience where another thread of Python or a process may, and sleep until then.
+// How long nothing may happen before the program counts as deadlocked, because a C++ thread may still act. If another
+// Python thread or a process may act, Order::patience applies instead.
 constexpr std::chrono::milliseconds kStuck{200};
-constexpr std::chrono::seconds kOthers{2}; // after which a timeout passes, although another thread might act before
-constexpr std::uint32_t kPatience = 1 << 12; // choices for which somebody may be passed over
-constexpr std::uint32_t kRounds = 1000;      // in which everybody has to ask in vain, before that is a deadlock
+constexpr std::chrono::seconds kOthers{2}; // after which a timeout passes, although another thread might act first
+constexpr std::uint32_t kPatience = 1 << 12; // choices for which one may be passed over
+constexpr std::uint32_t kRounds = 1000;      // in which all threads ask in vain, before that counts as a deadlock
 
 std::chrono::nanoseconds computed() {
   timespec time{};

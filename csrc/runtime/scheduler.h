@@ -1,4 +1,4 @@
-// Who goes on next in a schedule: see Note [Schedules]. Used only by schedule.cpp.
+// Chooses what continues next in a schedule: see Note [Schedules]. Used only by schedule.cpp.
 #pragma once
 
 #include <algorithm>
@@ -44,10 +44,10 @@ struct ScheduledItem {
   bool ready() const { return !after.done || after.done(); }
 };
 
-// Somebody who can go on: a queue or a host thread.
+// What the schedule chooses among: a queue or a host thread.
 struct Actor {
   std::int64_t priority = 0;
-  std::uint32_t passed_over = 0; // how often others have gone on in its place
+  std::uint32_t passed_over = 0; // how often others were chosen instead
 };
 struct ScheduledQueue : Actor {
   Stream stream{};
@@ -58,13 +58,13 @@ struct HostThread : Actor {
   std::uint32_t steps = 0, polls = 0;
   std::uint32_t asked = 0; // since its last step: see Question
   bool yields = false;     // it only asks, and nothing has happened since
-  bool alone = false;      // it asks, and nobody else can go on
+  bool alone = false;      // it asks, and no other can continue
   bool alive = true, parked = false, woken = false;
   std::optional<std::chrono::steady_clock::time_point> timeout; // of a parked one
   double times_out_at = 0;                                      // the same, in skipped seconds
   std::uint64_t parked_in = 0;                                  // which round
-  bool chosen = false;                                          // it may go on
-  bool outside = false;                                         // others go on without it
+  bool chosen = false;                                          // it may run
+  bool outside = false;                                         // others continue without it
   int native = 0;                                               // its number in the operating system
   const detail::Awaited* wait = nullptr;
   Step step(int thread) const { return {thread, steps, polls}; }
@@ -75,13 +75,13 @@ class Scheduler {
  public:
   explicit Scheduler(Order order);
 
-  // Everything below is called with the lock, which run() gives up meanwhile.
+  // Everything below is called with the lock held; run() releases it while the item runs.
   std::mutex mutex;
-  std::condition_variable changed, free; // `free`: for the watcher, when nobody has the turn
+  std::condition_variable changed, free; // `free`: for the watcher, when no thread has the turn
   std::vector<Action> actions;
   bool on = true, deadlocked = false;
   bool raises = false; // thread 0, whose exception ends the program
-  int running = 0; // the thread that goes on; kUnknown: nobody
+  int running = 0; // the thread that has the turn; kUnknown: none
   bool runs_item = false;
   std::chrono::steady_clock::time_point moved; // when something last happened
   double skipped = 0; // seconds that sleeps and timeouts would have taken
@@ -107,7 +107,7 @@ class Scheduler {
   Step this_step(int number) {
     return number == kUnknown ? Step{kUnknown, unknown_steps_, 0} : thread(number).step(number);
   }
-  // Something has happened, so that whoever asks may get another answer.
+  // Something has happened, so a thread that asks may get another answer.
   void progress();
 
   void log(Action::What what, const Step& step, Stream stream, const std::string& name);
@@ -122,13 +122,13 @@ class Scheduler {
 
   void run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock);
 
-  // Whether nothing is queued and no other thread can go on and do more than ask.
+  // Whether nothing is queued and no other thread can do more than ask.
   bool quiet(int me);
 
-  // Whether somebody may act whom the schedule does not see: a thread that blocks outside, another process.
+  // Whether something that the schedule does not see may act: a thread that blocks outside, another process.
   bool acts_outside();
 
-  // While nobody can go on: whether that is a deadlock.
+  // While nothing can continue: whether that is a deadlock.
   bool stuck();
 
   // The queue that has to run next so that a stream's work gets done.
@@ -140,7 +140,7 @@ class Scheduler {
     explicit operator bool() const { return line || thread != kUnknown; }
   };
 
-  // What happens next, where `me` is the thread that has gone on until now; nothing if nothing can.
+  // What happens next, where `me` is the thread that ran until now; empty if nothing can happen.
   Choice choose(int me);
 
  private:
@@ -151,14 +151,14 @@ class Scheduler {
 
   Choice by_style(int me, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
 
-  // Whoever has been passed over for too long goes on in place of the chosen one, as in a loop that launches until
-  // another thread has gone on.
+  // Replaces the choice by one that has been passed over for too long, as in a loop that launches until another thread
+  // has run.
   Choice overdue(Choice choice, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
   Actor& actor(const Choice& choice) {
     return choice.line ? static_cast<Actor&>(*choice.line) : static_cast<Actor&>(thread(choice.thread));
   }
 
-  // The thread whose wait times out now, where nobody can go on, or only threads that ask: these go first until the
+  // The thread whose wait times out now, when nothing can continue except threads that ask. Those go first until the
   // skipped time has reached the timeout, or for many rounds.
   int times_out(bool asking);
 
@@ -172,7 +172,7 @@ class Scheduler {
   Choice by_chance(int me, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
 
   // Burckhardt et al. 2010, "A randomized scheduler with probabilistic guarantees of finding bugs": the highest
-  // priority goes on, and at a few random points whoever would go on gets the lowest.
+  // priority continues, and at a few random points the one that would continue gets the lowest priority.
   Choice by_priority(const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
 
   const Order order_;
@@ -187,9 +187,9 @@ class Scheduler {
   std::deque<HostThread> threads_; // which never move
   std::vector<std::unique_ptr<ScheduledQueue>> lines_; // which never move
   std::uint64_t picks_ = 0, launches_ = 0, all_rounds_ = 0;
-  std::uint32_t rounds_ = 0; // in which everybody has only asked, or waited in vain, without progress
+  std::uint32_t rounds_ = 0; // in which all threads only asked, or waited in vain, without progress
   std::chrono::steady_clock::time_point first_round_;
-  std::optional<std::chrono::steady_clock::time_point> idle_since_; // nobody has done more than ask
+  std::optional<std::chrono::steady_clock::time_point> idle_since_; // no thread has done more than ask
   std::chrono::nanoseconds computed_{};                             // by the process, until then
   std::uint32_t unknown_steps_ = 0;
   std::string where_;

@@ -19,7 +19,7 @@ def slug(title: str) -> str:
 
 
 def link_notes(app: Any, name: str, source: list[str]) -> None:
-    """``Note [Title]`` outside of code becomes a link to the page of notes."""
+    """``Note [Title]`` outside code becomes a link to the page of notes."""
     if name == "notes":
         return
     page = "../" * name.count("/") + "notes.md"

@@ -4,17 +4,17 @@ Note [Compiled graphs in device graphs]
 Inductor asks a policy how to wrap each compiled graph, forward and backward. Here the first call with some shapes
 runs as usual. The second is captured, and it and those after it are replays. So no call runs twice: mutations and
 random numbers match the default mode. A replay, in csrc/compiled_graphs.cpp, is one launch. It copies the inputs
-into buffers of the graph, but for those that keep their addresses, and copies the results out of the graph. So each
-result stays valid, where PyTorch's graph trees raise for one that a later call has overwritten. A result of
-forward that is an input, or a view of one, is one of the caller's input. Backward may write its results to the memory
-of inputs, so they are copied.
+into buffers of the graph, except those that keep their addresses, and copies the results out of the graph. So each
+result stays valid. PyTorch's graph trees raise for a result that a later call has overwritten. A result of forward
+that is an input, or a view of one, refers to the caller's input. Backward may write its results to the memory of
+inputs, so they are copied.
 What only the backward pass gets is not copied: the backward graph reads it in the memory of the forward graph. If any
 of it is still alive at the next forward call, as with two forward passes before a backward pass, that call runs the
 compiled code. After 16 such calls, these results are copied too.
-Parameters, buffers and what a forward graph saved keep their addresses. If another input should, but moves, it is
-copied from then on, or, if the graph writes to it, the graph is captured again. What cannot be captured runs as in the
-default mode, and one line of the log "cudagraphs" says why. So does a call inside a capture or under a mode of
-TorchDispatchMode, such as the sanitizer's.
+Parameters, buffers and what a forward graph saved keep their addresses. If another input should keep its address but
+moves, it is copied from then on, or, if the graph writes to it, the graph is captured again. A graph that cannot be
+captured runs as in the default mode, and one line of the log "cudagraphs" says why. A call inside a capture or under a
+TorchDispatchMode, such as the sanitizer's, also runs as in the default mode.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _capture(
                 pass  # the first error says why
             raise
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The graph is empty")  # as one is of empty tensors
+            warnings.filterwarnings("ignore", "The graph is empty")  # a graph of empty tensors is
             graph.capture_end()
     current.wait_stream(side)
     return _C.CompiledGraph(graph, buffers, fixed, list(results), saved, backward)
@@ -128,8 +128,8 @@ class _Graphed:
             if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in inputs):
                 self.refuse("a lazy conjugate or negation among the inputs")
                 return False
-            moved = self.graphs.drop(inputs)  # which frees the memory of the old graph
-            if moved == []:  # another thread captured it meanwhile
+            moved = self.graphs.drop(inputs)  # frees the memory of the old graph
+            if moved == []:  # another thread captured it in the meantime
                 return True
             if moved is not None:
                 self.moves += 1

@@ -57,7 +57,7 @@ def enable_openreg_sanitizer(report: Report | None = None) -> None:
     """Check the calling thread from now on, and the backward passes that it starts; twice is once.
 
     Other threads are checked once they call this too. For best results call it before the first tensor is made.
-    `report`, if given, is called with the `UnsynchronizedAccessError`s of an access, in place of raising; the first
+    `report`, if given, is called with the `UnsynchronizedAccessError`s of an access instead of raising; the first
     thread's holds for all.
     """
     global _races, _users
@@ -125,7 +125,7 @@ torch.serialization.register_package(-1, _saved, lambda storage, location: None)
 
 
 def _after_fork() -> None:
-    """A child made by fork() has its parent's modes and may not use the device: it goes on without."""
+    """A child made by fork() has its parent's modes and may not use the device: it continues without them."""
     if _races is not None:
         _races.on = False
 

@@ -144,7 +144,7 @@ def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
 
 @constant
 def get_device_properties(device: torch.types.Device = None) -> DeviceProperties:
-    """The properties of `device`: those of CUDA's fields that have a meaning here."""
+    """The properties of `device`: CUDA's fields that have a meaning here."""
     index = device_index(device)
     return DeviceProperties(
         name=get_device_name(index),

@@ -2,7 +2,7 @@
 
 Each fault surfaces with the type and at the time that it would on a real accelerator:
 
-- allocation: the n-th allocation raises ``torch.OutOfMemoryError``. Nothing is lost; the program can go on.
+- allocation: the n-th allocation raises ``torch.OutOfMemoryError``. Nothing is lost; the program can continue.
 - memory: the device shrinks to `fraction` of its memory. An allocation that does not fit raises the same error.
 - kernel: the n-th kernel fails asynchronously. The next call that waits for the device raises
   ``torch.AcceleratorError``: in launch mode "inline" the next kernel, in "sync" the call that launched it. Do not use

@@ -24,23 +24,23 @@ __all__ = [
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether work on the calling thread's current stream is captured into a graph."""
+    """Whether the calling thread's current stream is being captured into a graph."""
     return _C.is_current_stream_capturing()
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """A new number of a memory pool, for graphs that share one: ``graph(g, pool=handle)``."""
+    """A new memory pool for several graphs to share: ``graph(g, pool=handle)``."""
     return _C.graph_pool_handle()
 
 
 def _check_capturable(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """In a capture, the step count of an optimizer that is not capturable would be a constant; CUDA refuses it too."""
+    """A capture would keep the step count of an optimizer that is not capturable as a constant. CUDA refuses it too."""
     if torch.compiler.is_compiling():
         return
     if any(group.get("capturable") is False for group in optimizer.param_groups) and is_current_stream_capturing():
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected capturable=True in all param_groups for a step() in a capture, but got "
-            "False; make the optimizer with capturable=True"
+            "False; create the optimizer with capturable=True"
         )
 
 
@@ -51,12 +51,11 @@ class Graph(_C.Graph):
     """A graph of captured work: ``torch.cuda.CUDAGraph``.
 
     Capture with `graph`, or with `capture_begin` and `capture_end` on a stream other than the default one. A replay runs
-    the work again, at the same addresses: write new inputs into the tensors of the capture, and read its results from
-    the tensors that the capture made.
+    the work again, at the same addresses: write new inputs into the tensors that the capture read, and read the results
+    from the tensors that it created.
 
     Args:
-        keep_graph: leave the graph as it was captured at the end of the capture, for `debug_dump`, until `instantiate`
-            or the first `replay` makes it executable.
+        keep_graph: keep the captured graph for `debug_dump`. `instantiate` or the first `replay` makes it executable.
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -69,18 +68,20 @@ class Graph(_C.Graph):
         capture_error_mode: str = "global",
         check_input_liveness: bool = False,
     ) -> None:
-        """Capture the work of the current stream from now on.
+        """Start capturing the work of the current stream.
 
         Args:
             pool: the memory pool of the graph, from `graph_pool_handle`, another graph's `pool` or ``MemPool.id``; a new
-                one unless given.
-            capture_error_mode: "global" forbids every thread what can break the capture (waiting for the device, asking
-                for events, and in other threads launching work elsewhere), "thread_local" the calling thread, "relaxed"
-                none. Work of the captured streams themselves can never be waited for.
-            check_input_liveness: whether `replay` raises RuntimeError if a tensor that was made before the capture, and
-                that an operator in it takes, has been freed or moved since. The sanitizer tells more.
+                pool by default.
+            capture_error_mode: "global" forbids calls that can break the capture in every thread: waiting for the device,
+                querying events, and, in other threads, launching work on other streams. "thread_local" forbids them only
+                in the calling thread, and "relaxed" in none. No mode permits waiting for the work of the captured streams.
+            check_input_liveness: whether `replay` raises RuntimeError if an input has been freed or moved since the
+                capture. Inputs are tensors that existed before the capture and that its operators take. The sanitizer
+                reports more.
         Raises:
-            ValueError: another mode. torch.AcceleratorError: the current stream is the default one, or is captured.
+            ValueError: an unknown mode.
+            torch.AcceleratorError: the current stream is the default one, or is already being captured.
         """
         super().capture_begin(pool, capture_error_mode)
         self._liveness = InputLiveness() if check_input_liveness else None
@@ -92,7 +93,7 @@ class Graph(_C.Graph):
 
         Raises:
             torch.AcceleratorError: something was not permitted during the capture, or a stream that joined it was not
-                joined back. The capture is over then, its memory is free, and the graph can capture again.
+                joined back. The capture has then ended, its memory is freed, and the graph can capture again.
         """
         if self._liveness:
             self._liveness.end()
@@ -101,11 +102,11 @@ class Graph(_C.Graph):
             self._liveness.keep_inputs(self)
 
     def register_generator_state(self, generator: torch.Generator) -> None:
-        """Let the next capture draw from `generator`, which is not the default one of its device."""
+        """Let the next capture draw from `generator`. The device's default generator does not need this."""
         super().register_generator_state(generator)
 
     def instantiate(self) -> None:
-        """Make a graph with ``keep_graph=True`` executable; the first `replay` does it too."""
+        """Make a graph with ``keep_graph=True`` executable. Otherwise the first `replay` does it."""
         super().instantiate()
 
     def replay(self) -> None:
@@ -115,7 +116,7 @@ class Graph(_C.Graph):
         super().replay()
 
     def reset(self) -> None:
-        """Drop the graph, and its hold on the memory pool; the object can capture again."""
+        """Delete the captured work and release the memory pool. The object can capture again."""
         if self._liveness:
             self._liveness.end()
             self._liveness = None
@@ -126,13 +127,13 @@ class Graph(_C.Graph):
         return super().pool()
 
     def enable_debug_mode(self) -> None:
-        """Permit `debug_dump`."""
+        """Keep what `debug_dump` needs. Call it before the capture."""
         super().enable_debug_mode()
 
     def debug_dump(self, debug_path: str) -> None:
-        """Write the nodes, the lines that launched them, and their order to a file in the DOT language of Graphviz.
+        """Write the nodes, the lines that launched them, and their order to a file in Graphviz's DOT language.
 
-        It needs `enable_debug_mode`, or a graph made with ``keep_graph=True``; otherwise it warns.
+        Requires `enable_debug_mode` or a graph created with ``keep_graph=True``; otherwise it only warns.
         """
         super().debug_dump(debug_path)
 
@@ -140,8 +141,8 @@ class Graph(_C.Graph):
 def _refuse_annotations(function: str, enable_annotations: bool) -> None:
     if enable_annotations:
         raise NotImplementedError(
-            f"{function}: expected enable_annotations=False, but got True; this device has no annotations of kernels in "
-            "graphs"
+            f"{function}: expected enable_annotations=False, but got True; this device does not support kernel annotations "
+            "in graphs"
         )
 
 
@@ -149,10 +150,10 @@ class graph:
     """``with torch.openreg.graph(g):`` captures the body's work on the current device into `g`.
 
     Args:
-        cuda_graph: a `Graph`; the name is that of ``torch.cuda.graph``.
+        cuda_graph: a `Graph`. The argument has the same name as in ``torch.cuda.graph``.
         pool, capture_error_mode, check_input_liveness: as in `Graph.capture_begin`.
-        stream: the stream to capture; unless given, one for all captures on its device.
-        enable_annotations: must be False; annotations of kernels belong to CUDA.
+        stream: the stream to capture; by default, a stream that all captures on the device share.
+        enable_annotations: must be False; only CUDA has kernel annotations.
     """
 
     _streams: dict[int, torch.Stream] = {}
@@ -196,13 +197,13 @@ class graph:
         except torch.AcceleratorError:
             if kind is None:
                 raise
-            # Otherwise the exception that made the capture void goes on.
+            # Otherwise the exception that invalidated the capture propagates.
         finally:
             self.capture_stream.__exit__(kind, *rest)
 
 
 class _Torch(types.SimpleNamespace):
-    """``torch`` with this device in the place of CUDA, for the code of torch.cuda.graphs."""
+    """``torch`` with this device in place of CUDA, for the code of torch.cuda.graphs."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -217,18 +218,18 @@ def make_graphed_callables(
     capture_error_mode: str = "global",
     enable_annotations: bool = False,
 ) -> Any:
-    """Versions of functions or modules whose forward and backward are replays of graphs.
+    """Return versions of functions or modules whose forward and backward replay graphs.
 
-    It is ``torch.cuda.make_graphed_callables``, of this device.
+    This is ``torch.cuda.make_graphed_callables`` for this device.
 
     Args:
         callables: a function or module, or a tuple of them.
-        sample_args: the tensors that each is captured with: a tuple, or a tuple of tuples for several.
+        sample_args: the tensors to capture each one with: a tuple, or a tuple of tuples for several callables.
         num_warmup_iters: how often each runs before the capture.
         allow_unused_input: whether an input may have no gradient.
-        pool: `graph_pool_handle()` of the memory to share; one of its own unless given.
+        pool: the memory pool to share, from `graph_pool_handle()`; a new pool by default.
         capture_error_mode: as in `Graph.capture_begin`.
-        enable_annotations: must be False; annotations of kernels belong to CUDA.
+        enable_annotations: must be False; only CUDA has kernel annotations.
     """
     _refuse_annotations("make_graphed_callables", enable_annotations)
 

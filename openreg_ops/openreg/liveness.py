@@ -1,4 +1,4 @@
-"""Whether the tensors that a graph reads are still there: ``check_input_liveness`` of `torch.openreg.graph`."""
+"""Checks that the inputs of a graph still exist at a replay: ``check_input_liveness`` of `torch.openreg.graph`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["InputLiveness"]
 
 
 class InputLiveness(TorchDispatchMode):
-    """Remembers the storages that the operators of a capture take, without keeping them."""
+    """Remembers the storages that the operators of a capture take, without keeping them alive."""
 
     supports_higher_order_operators = True
 
@@ -39,18 +39,18 @@ class InputLiveness(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def begin(self) -> None:
-        """The capture has begun."""
+        """Start recording, at the beginning of the capture."""
         self.__enter__()
         self._entered = True
 
     def end(self) -> None:
-        """The capture is over."""
+        """Stop recording."""
         if self._entered:
             self._entered = False
             self.__exit__(None, None, None)
 
     def keep_inputs(self, graph: Any) -> None:
-        """Keep what the graph uses and its memory pool does not hold."""
+        """Keep the storages that the graph uses and that do not belong to its memory pool."""
         segments = [
             (each["address"], each["address"] + each["total_size"])
             for each in memory.memory_snapshot(mempool_id=graph.pool())
@@ -66,7 +66,7 @@ class InputLiveness(TorchDispatchMode):
         self._storages.clear()
 
     def check(self) -> None:
-        """Raise RuntimeError if an input is gone."""
+        """Raise RuntimeError if an input was freed or moved."""
         dead = []
         for ref, address, node in self._inputs:
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -75,6 +75,6 @@ class InputLiveness(TorchDispatchMode):
         if dead:
             raise RuntimeError(
                 f"replay: found {len(dead)} dead tensor(s): {'; '.join(dead)} since the capture, and the replay would "
-                "use its old memory. Keep the tensors that were captured as long as the graph, and write new values "
-                "into them with copy_(); or capture again."
+                "use its old memory. Keep captured tensors alive as long as the graph and write new values into them with "
+                "copy_(), or capture again."
             )

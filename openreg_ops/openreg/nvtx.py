@@ -23,7 +23,7 @@ def range_start(msg: str) -> int:
     """Open a range that any thread may close and that may overlap others; returns the handle for `range_end`.
 
     A profile shows it on this thread from here to `range_end`, and on each stream for as long as the work that any
-    thread launched meanwhile. A range that is still open when the profile stops is not shown.
+    thread launched in the meantime. A range that is still open when the profile stops is not shown.
     """
     return _C.range_start(msg)
 

@@ -1,4 +1,4 @@
-"""The race detector's files, which no stack trace of a report shows. Apart from them, so that this imports nothing."""
+"""The race detector's files, which stack traces of reports omit. Listed here, because this file imports nothing."""
 
 from pathlib import Path
 

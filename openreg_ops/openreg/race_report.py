@@ -37,7 +37,7 @@ Stream = tuple[int, int]  # device, id
 
 @dataclass(eq=False)
 class Collective:
-    """A collective of `torch.distributed` under way, a stream of its own: who waits for its work is behind it."""
+    """A collective of `torch.distributed` in progress, which is its own stream: what waits for its work comes after it."""
 
     started_on: Stream
     seq_num: int
@@ -103,7 +103,7 @@ class Span(NamedTuple):
             return False
         if self.holes is None and other.holes is None:
             return True
-        # Columns of one matrix may be used at the same time: mark the bytes of one and look at those of the other.
+        # Columns of one matrix may be used at the same time: mark the bytes of one and look at the bytes of the other.
         low = min(self.start, other.start)
         with torch._C._DisableTorchDispatch():
             bytes_ = torch.zeros(max(self.end, other.end) - low, dtype=torch.bool)

@@ -151,7 +151,7 @@ def traits_of(func: torch._ops.OpOverload) -> _Traits:
 class Races:
     """What the program has done so far, and the check of what it does next.
 
-    `report` is given the errors of an access in place of an exception.
+    `report` gets the errors of an access; otherwise they are raised.
     """
 
     def __init__(self, report: Callable[[list[UnsynchronizedAccessError]], None] | None = None) -> None:
@@ -335,7 +335,7 @@ class Races:
             raise OpenregSanitizerErrors(errors)
 
     def keep(self, memory: Memory, access: Access) -> None:
-        """Add an access, for those before it that it makes needless: whoever waits for it has waited for them."""
+        """Add an access and drop earlier ones that it covers: to wait for it is to wait for them."""
         memory.accesses = [
             each
             for each in memory.accesses
@@ -354,7 +354,7 @@ class Call:
 
     def __init__(self, races: Races, func: torch._ops.OpOverload, traits: _Traits, args: Any, kwargs: Any) -> None:
         self.races, self.func, self.traits, self.args, self.kwargs = races, func, traits, args, kwargs
-        self.streams: list[Stream] = []  # where it runs, and those of other devices that wait for it
+        self.streams: list[Stream] = []  # where it runs, and the streams of other devices that wait for it
         self.non_blocking = False
         if traits.copies:
             given = {argument.name: value for argument, value in csan.zip_arguments(func._schema, args, kwargs)}
@@ -440,7 +440,7 @@ class Call:
         return out
 
     def runs_on(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> None:
-        """The operator runs on the current stream of the first tensor's device; it waits for those of the others."""
+        """The operator runs on the current stream of the first tensor's device; it waits for the streams of the others."""
         for index in dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg"):
             stream = current_stream(index)
             if not self.streams:

@@ -1,16 +1,16 @@
-"""An order of streams (schedules.py) and the wait that is missing in it, in words."""
+"""Describes an order of streams (schedules.py) and the wait that is missing in it."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain"]
+__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain", "raised"]
 
 
 class Step(NamedTuple):
     """A step of a host thread: a launch, a wait or a query; see Note [Schedules]."""
 
-    thread: int  # -1: one that the schedule does not control
+    thread: int  # -1: a thread that the schedule does not control
     number: int
     poll: int
 
@@ -34,6 +34,14 @@ def plain(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
+def raised(error: BaseException | None) -> str:
+    """The type and message of an exception; only the message if the type is private."""
+    if error is None:
+        return "nothing"
+    name = type(error).__name__
+    return plain(error) if name.startswith("_") else f"{name}: {plain(error)}"
+
+
 def _stream(action: Action) -> str:
     device, id = action.stream
     return f"stream {id} of openreg:{device}" if id else f"the default stream of openreg:{device}"
@@ -51,9 +59,9 @@ def heading(work: int, exceptions: int) -> str:
 
 
 class Explanation:
-    """An order with a few exceptions, told as what each late piece of work ran behind.
+    """Describes an order with a few exceptions by what each late piece of work ran behind.
 
-    `at_host` has the late work that conflicts with what the host does between two steps, whatever runs meanwhile.
+    `at_host` is the late work that conflicts with what the host does between two steps, whatever runs in the meantime.
     """
 
     def __init__(self, log: list[Action], late: list[Step], at_host: set[Step]) -> None:
@@ -64,7 +72,7 @@ class Explanation:
         self.at_host = at_host
 
     def behind(self, item: Action) -> Action | None:
-        """The work of another stream that a late one ran just behind; None: the host went on."""
+        """The work of another stream that the late work `item` ran just behind, or None if the host continued instead."""
         ran = next((i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step), 0)
         for each in reversed(self.log[:ran]):
             if each.what != "run":
@@ -99,7 +107,7 @@ class Explanation:
                 then = f"runs only after {self.host_did(item)}"
             lines += [f"  late: {self.work(item)}", f"        {then}"]
         if threads:
-            lines.append(f"  another thread goes on in {threads} place{'s' * (threads != 1)}")
+            lines.append(f"  another thread continues in {threads} place{'s' * (threads != 1)}")
         return lines
 
     def host_did(self, item: Action) -> str:
@@ -117,16 +125,16 @@ class Explanation:
         return RETURN in names and self.host.index(step) > names.index(RETURN)
 
     def missing(self, races: list[Any]) -> str:
-        """The wait that would put the late work in order, from the race detector if it sees the same two accesses."""
+        """The wait that is missing; the race detector's remedy if it sees the same two accesses."""
         if not self.late:
-            return "the program's threads need an order among them: a lock, an event or a join"
+            return "nothing orders the program's threads; use a lock, an event or a join"
         item = self.late[0]
         behind = self.behind(item)
         late = _stream(item)
         if not behind and self.returned(self.between(item)[1]) and item.stream[1] != COLLECTIVES:
             return (
-                f"the program does not wait for {late} before it returns. Let the current stream wait_stream() for it, or "
-                f"for a result in host memory call synchronize() on an event recorded there after {item.where}"
+                f"the program does not wait for {late} before it returns. Call wait_stream() on the current stream with it. "
+                f"For a result in host memory, call synchronize() on an event recorded there after {item.where}"
             )
         places = [behind.where] if behind else [each.where for each in self.between(item)]
         for race in sorted(races, key=lambda race: race.previous_access.freed is not None):

@@ -1,4 +1,4 @@
-"""What a program returns in an order of its streams (schedules.py), and how two results differ."""
+"""Reads the result of a program (schedules.py), and says how two results differ."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ WIDER = {torch.complex32: torch.complex64}
 
 
 def values_of(result: Any) -> dict[str, Any]:
-    """What a program returns, by where it is in it; read on the current stream and by the host, as a caller would."""
+    """The values in a result, by their place in it. Read as a caller would: on the current stream, and by the host."""
     values: dict[str, Any] = {}
     _read("result", result, values, set())
     return values
 
 
 def _read(name: str, value: Any, values: dict[str, Any], inside: set[int]) -> None:
-    """Add the values in `value` to `values`; `inside` has the containers that it is in."""
+    """Add the values in `value` to `values`; `inside` has the ids of the containers around it."""
     if id(value) in inside:
-        values[name] = "a container that it is in"
+        values[name] = "a container around it"
         return
     inside.add(id(value))
     parts = _tensor(value) if isinstance(value, torch.Tensor) else _parts(value)
@@ -57,7 +57,7 @@ def _tensor(x: torch.Tensor) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """What a value consists of, each with its name in it, or what of it is compared."""
+    """The parts of a value with their names, or what is compared in place of a value without parts."""
     kind = type(value)
     module = kind.__module__.partition(".")[0]
     if isinstance(value, PLAIN):
@@ -115,16 +115,16 @@ def difference_of(values: dict[str, Any], expected: dict[str, Any], rtol: float,
     if values.keys() != expected.keys():
         here, there = ([*one.keys() - other.keys()] for one, other in ((values, expected), (expected, values)))
         here, there = (", ".join(sorted(each)[:3]) or "none" for each in (here, there))
-        return f"the result also has the parts {here}, and in the program's order {there}"
+        return f"the result has the extra parts {here}, and in the program's order it has the extra parts {there}"
     return None
 
 
 def _differs(a: Any, b: Any, rtol: float, atol: float) -> str | None:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         same = type(a) is type(b) and (a == b or (a != a and b != b))
-        return None if same else f" is {_said(a)}, and in the program's order {_said(b)}"
+        return None if same else f" is {_said(a)}, but {_said(b)} in the program's order"
     if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return f" is {a.dtype} of {list(a.shape)}, and in the program's order {b.dtype} of {list(b.shape)}"
+        return f" is {a.dtype} of {list(a.shape)}, but {b.dtype} of {list(b.shape)} in the program's order"
     x, y = _comparable(a), _comparable(b)
     if x.is_floating_point() or x.is_complex():
         wrong = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
@@ -135,7 +135,7 @@ def _differs(a: Any, b: Any, rtol: float, atol: float) -> str | None:
     at = tuple(wrong.nonzero()[0].tolist())
     return (
         f": {int(wrong.sum())} of {wrong.numel()} elements differ; at {list(at)} it is {a[at].item()}, "
-        f"and in the program's order {b[at].item()}"
+        f"but {b[at].item()} in the program's order"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a call of `schedules` holds while it tries orders: the process, its ranks, and what every order starts from."""
+"""What `schedules` controls while it tries orders: the process, its ranks, and the state that every order starts from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from openreg_ops import _C
 from openreg_ops.openreg.random import get_rng_state_all, set_rng_state_all
-from openreg_ops.openreg.schedule_report import plain
+from openreg_ops.openreg.schedule_report import raised
 
 __all__ = ["Interrupts", "Ranks", "State", "alone"]
 
@@ -23,18 +23,18 @@ _exploring = threading.Lock()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In the body, no other thread tries orders, and new memory is filled.
+    """In the body, no other thread tries orders, and new memory is filled with NaN.
 
-    What an order reads too early must not be the right result of the order before.
+    Otherwise an order that reads too early could find the correct result of an earlier order.
     """
     if _C.order_thread() >= 0:
         raise RuntimeError(
-            "schedules: a program whose orders are being tried calls it again; call it outside of the program"
+            "schedules: a program whose orders are being tried calls it again; call it outside the program"
         )
     if not _exploring.acquire(blocking=False):
         raise RuntimeError(
-            "schedules: another thread is trying orders, and a process can try those of one program at a time; call it "
-            "when the other call has returned"
+            "schedules: another thread is trying orders, and a process can try the orders of only one program at a time; "
+            "call it after the other call has returned"
         )
     before = _C.poison()
     _C.set_poison(True)
@@ -46,14 +46,14 @@ def alone() -> Iterator[None]:
 
 
 class Interrupts:
-    """Ctrl-C: it waits while an order begins and ends, so that nothing of the order is left behind."""
+    """Delays Ctrl-C while an order begins and ends, so that the order leaves nothing behind."""
 
     def __init__(self) -> None:
         self.handler: Any = None  # of the program, while it waits
         self.came: Any = None
 
     def wait(self) -> None:
-        """Let Ctrl-C wait from here on; again has no effect."""
+        """Delay Ctrl-C from now on. A second call has no effect."""
         if self.handler is None and threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
@@ -61,7 +61,7 @@ class Interrupts:
                 signal.signal(signal.SIGINT, lambda *arguments: setattr(self, "came", arguments))
 
     def handle(self) -> None:
-        """Let the program handle Ctrl-C again, and what has come meanwhile."""
+        """Let the program handle Ctrl-C again, including one that was delayed."""
         if self.handler is not None:
             handler, self.handler = self.handler, None
             signal.signal(signal.SIGINT, handler)
@@ -86,7 +86,7 @@ class Ranks:
         return every
 
     def first(self, what: str | None) -> str | None:
-        """What the first rank says that says something."""
+        """The first rank's `what` that is not None, with the rank's number."""
         every = self.gather(what)
         return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
 
@@ -95,12 +95,12 @@ class Ranks:
             raise RuntimeError(f"schedules: the program fails in its own order {what}")
         if error is not None:
             if self.size > 1:
-                self.first(f"{type(error).__name__}: {plain(error)}")
+                self.first(raised(error))
             raise error
 
 
 class State:
-    """What a program may change and finds again in the next order: generators, the current device and streams."""
+    """What a program may change and each order starts with: generators, the current device and streams."""
 
     def __init__(self) -> None:
         self.python, self.host, self.devices = random.getstate(), torch.get_rng_state(), get_rng_state_all()

@@ -1,4 +1,4 @@
-"""The threads of a program whose orders are tried (schedules.py): which of them goes on is the schedule's choice."""
+"""Puts the threads of a program whose orders are tried (schedules.py) under the schedule's control."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from openreg_ops import _C
 __all__ = ["controlled", "others"]
 
 TIMED_OUT, WOKEN, OVER, DEADLOCKED = range(4)  # what _C.park_thread returns
-SLICE = 0.5  # seconds after which a thread that waits behind its order looks whether the process ends
+SLICE = 0.5  # seconds after which a thread that outlives its order checks whether the process ends
 
 _native_lock, _native_rlock = threading.Lock, threading.RLock
 
 
 class _Local(threading.local):
     native = False  # inside Python's own start of a thread
-    adopted = False  # it takes part in an order that did not start it
+    adopted = False  # takes part in an order that did not start it
 
 
 _thread = _Local()
 
 
 def others() -> bool:
-    """Whether the process has threads that no order has started, and that may wake those that take part in one."""
+    """Whether the process has threads that no order started. They may wake threads that take part in an order."""
     me = threading.current_thread()
     return any(
         each is not me and each.is_alive() and not hasattr(each, "_openreg_ended") for each in threading.enumerate()
@@ -43,18 +43,18 @@ def _takes_part() -> bool:
 
 
 def _enter(place: Any, adopted: bool = False) -> None:
-    """The calling thread takes part from here on."""
+    """Make the calling thread take part from now on."""
     _thread.adopted = adopted
     torch.autograd.set_multithreading_enabled(False)  # backward() runs here, not on threads that nothing orders
     _C.enter_thread(place)
 
 
 class _Over(BaseException):
-    """Ends a thread that has waited since a deadlock, or that waits when the process ends."""
+    """Ends a thread that still waits after a deadlock, or when the process ends."""
 
 
 class _Waiter:
-    """A thread that waits for a lock: as the schedule says, and when the order is over, as without one."""
+    """A thread that waits for a lock, under the schedule's control, and after the order has ended, without it."""
 
     def __init__(self) -> None:
         self.place = _C.this_thread()
@@ -84,7 +84,7 @@ class _Waiter:
         return self.leave(waiters)
 
     def outlive(self, timeout: float) -> None:
-        """The order is over, and the thread waits as it would without one."""
+        """Wait without a schedule, because the order has ended."""
         thread, until = threading.current_thread(), time.monotonic() + timeout
         torch.autograd.set_multithreading_enabled(True)
         while timeout < 0 or time.monotonic() < until:
@@ -95,17 +95,17 @@ class _Waiter:
                 raise _Over
 
     def leave(self, waiters: list[_Waiter]) -> bool:
-        if self in waiters:  # which only one thread at a time changes, as it has Python's lock
+        if self in waiters:  # only one thread at a time changes the list, because it holds the GIL
             waiters.remove(self)
             return False
-        self.woken.acquire()  # by a thread that has taken it out
+        self.woken.acquire()  # released by the thread that took it out
         if self.joins:
             _enter(self.joins, adopted=True)
         return True
 
 
 class _Lock:
-    """A lock whose waiters let the schedule choose who goes on."""
+    """A lock for which the schedule chooses the waiter that continues."""
 
     def __init__(self) -> None:
         self._lock = _native_lock()
@@ -114,7 +114,7 @@ class _Lock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if not _takes_part():
             return self._lock.acquire(blocking, timeout)
-        _native_lock().acquire(blocking, timeout)  # refuses what Python refuses
+        _native_lock().acquire(blocking, timeout)  # raises for arguments that Python rejects
         if _C.live_threads() > 1:
             _C.try_point("lock")
         while not self._lock.acquire(False):
@@ -122,7 +122,7 @@ class _Lock:
                 return False
             waiter = _Waiter()
             self._waiters.append(waiter)
-            if self._lock.acquire(False):  # a thread that takes no part has released it meanwhile
+            if self._lock.acquire(False):  # a thread that does not take part released it in the meantime
                 waiter.leave(self._waiters)
                 return True
             if not waiter.wait(self._waiters, timeout):
@@ -176,7 +176,7 @@ class _RLock(_Lock):
 
     __enter__ = acquire
 
-    # What threading.Condition asks of a lock that its owner may hold several times.
+    # The methods that threading.Condition calls on a reentrant lock.
     def _is_owned(self) -> bool:
         return self._owner == threading.get_ident()
 
@@ -187,7 +187,7 @@ class _RLock(_Lock):
 
     def _acquire_restore(self, count: int) -> None:
         interrupt = None
-        while not self._is_owned():  # also after Ctrl-C, because the caller releases it
+        while not self._is_owned():  # even after Ctrl-C, because the caller releases the lock
             try:
                 self.acquire()
             except KeyboardInterrupt as raised:
@@ -212,7 +212,7 @@ def _natively() -> Iterator[None]:
 
 def _start(thread: threading.Thread) -> None:
     if not _takes_part() or thread.ident is not None or not getattr(thread, "_initialized", False):
-        return _native_start(thread)  # which refuses a second start
+        return _native_start(thread)  # raises for a second start
     place, run, ended = _C.add_thread(), thread.run, _Lock()
 
     def controlled_run() -> None:
@@ -256,7 +256,7 @@ def _is_set(event: threading.Event) -> bool:
 
 
 class _Clock:
-    """The time in an order, in which waits and sleeps pass without taking any."""
+    """The time in an order, including the waits and sleeps that were skipped."""
 
     def __init__(self, native: Callable[[], float]) -> None:
         self.native = native
@@ -269,11 +269,12 @@ def _sleep(seconds: float) -> None:
     if not _takes_part() or not seconds >= 0:
         return _native_sleep(seconds)
     if _C.ask_point("sleep", seconds):
-        _native_sleep(min(seconds, 1e-3))  # nobody else can go on, and it may wait for a process
+        _native_sleep(min(seconds, 1e-3))  # no other thread can continue; it may be waiting for another process
 
 
 def _numbered(numbers: Iterator[int]) -> Callable[..., None]:
-    """Thread.__init__, which gives threads a number in place of their address as hash: an executor has a set of them."""
+    """A Thread.__init__ that makes a number the thread's hash instead of its address, because executors keep sets of
+    threads."""
 
     def init(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
         thread.__dict__["_openreg_hash"] = next(numbers)
@@ -292,11 +293,11 @@ _native_is_alive, _native_is_set, _native_sleep = threading.Thread.is_alive, thr
 
 @contextlib.contextmanager
 def controlled() -> Iterator[None]:
-    """In the body, threads that the program starts take part: with their start, their end, their locks and their sleep.
+    """In the body, the schedule controls how threads that the program starts start, end, lock and sleep.
 
-    Everything that Python's `threading`, `queue` and `concurrent.futures` make of locks follows.
+    It thereby controls everything that Python's `threading`, `queue` and `concurrent.futures` build on locks.
     """
-    threading.Thread.__hash__ = _hash  # type: ignore[method-assign]  # for good: a thread may still start when an order ends
+    threading.Thread.__hash__ = _hash  # type: ignore[method-assign]  # stays: a thread may still start when an order ends
     monotonic = _Clock(time.monotonic)
     replaced = [
         (threading, "Lock", _allocate_lock),

@@ -25,7 +25,7 @@ from openreg_ops.openreg.schedule_report import (
     Explanation,
     Step,
     pieces,
-    plain,
+    raised,
 )
 from openreg_ops.openreg.schedule_results import difference_of, values_of
 from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone
@@ -33,12 +33,12 @@ from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
 RANDOM = 32  # seeds below this one are random orders; the next ones make exceptions to the program's order, one by one
-PATIENCE = 1.0  # seconds at least that an order may wait for what its threads do not do themselves
-TRIALS = 150  # most orders that are run to shrink one
+PATIENCE = 1.0  # the least number of seconds that an order may wait for something that its own threads do not do
+TRIALS = 150  # the most orders that are run to shrink one
 
 
 class ScheduleError(AssertionError):
-    """An order of its streams gives the program another result. Its text is the report."""
+    """A program's result depends on the order of its streams. The text is the report."""
 
 
 class Late(NamedTuple):
@@ -51,7 +51,7 @@ class Late(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """A point where another thread goes on."""
+    """A point where another thread continues."""
 
     after: Step
     to: int
@@ -66,7 +66,7 @@ class Deviation(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What one order gave."""
+    """The result of one order."""
 
     values: dict[str, Any]
     error: Exception | None
@@ -75,8 +75,7 @@ class Outcome:
     def differs(self, other: Outcome, rtol: float, atol: float) -> str | None:
         """How this outcome differs from the program's own, if it does."""
         if (self.error is None) != (other.error is None) or type(self.error) is not type(other.error):
-            here, there = (f"{type(e).__name__}: {plain(e)}" if e else "nothing" for e in (self.error, other.error))
-            return f"the program raises {here}; in its own order it raises {there}"
+            return f"the program raises {raised(self.error)}; in its own order it raises {raised(other.error)}"
         if self.error is not None:
             return None
         return difference_of(self.values, other.values, rtol, atol)
@@ -84,12 +83,12 @@ class Outcome:
 
 @dataclass
 class Difference:
-    """An order that gives another result."""
+    """An order that gives a different result."""
 
     seed: int
     what: str  #: how the result differs
     order: list[str]  #: the shortest order that shows it, in words
-    missing: str  #: the wait that is missing, as far as the order says
+    missing: str  #: the wait that is missing, as far as the order shows it
     late: list[str] = field(default_factory=list)  #: the names of the work that is late in it
     orders: int = 0  #: orders that were run to find it
 
@@ -106,7 +105,7 @@ class Schedules:
     work: int = 0  #: pieces of work in the program's order
     difference: Difference | None = None
     again: str = "torch.openreg.schedules(program, seeds=[{seed}])"  #: how to run the order of a seed
-    fingerprints: dict[int, str] = field(default_factory=dict)  #: of each order, by seed: equal if the orders are
+    fingerprints: dict[int, str] = field(default_factory=dict)  #: by seed; equal orders have equal fingerprints
 
     @property
     def passed(self) -> bool:
@@ -130,11 +129,11 @@ class Schedules:
             return f"schedules: {self.orders} orders of {pieces(self.work)} give the same result"
         return "\n".join(
             [
-                f"schedules: order {found.orders} of {len(self.seeds)}, seed {found.seed}, gives another result",
+                f"schedules: order {found.orders} of {len(self.seeds)}, seed {found.seed}, gives a different result",
                 f"  {found.what}",
                 *found.order,
                 f"Missing: {found.missing}",
-                f"The same order again: {self.again.format(seed=found.seed)}",
+                f"To run this order again: {self.again.format(seed=found.seed)}",
             ]
         )
 
@@ -148,42 +147,43 @@ def schedules(
 ) -> Schedules:
     """Run ``program(*args)`` in many orders of its streams, and report the first one that changes the result.
 
-    In an order the device's scheduler decides which stream runs next, when a copy or a collective lands and how long
-    each takes, and which of the program's threads goes on. It allows every order that the program's waits allow, as
-    hardware does. An order is a function of its seed and the program alone: a seed gives the same order every time and
-    on every machine. Seeds below 32 are random orders. The next ones are the program's own order with one piece of work
-    as late as possible, then with two.
+    In an order, the device's scheduler decides which stream runs next, when a copy or a collective lands and how long
+    each takes, and which of the program's threads continues. It allows every order that the program's waits allow, as
+    hardware does. An order depends only on its seed and the program: a seed gives the same order every time and on every
+    machine. Seeds below 32 are random orders. The next ones are the program's own order with one piece of work as late
+    as possible, then with two.
 
-    Every order must give what the program's own order gives, in which work runs as soon as it is launched. That is the
-    tensors, arrays, numbers and strings that the program returns, in any nesting of containers, dataclasses and objects
-    of your own classes, and what it raises. Results are read the way a caller would: on the current stream, and on the
-    host at once. So a program that returns the output of a side stream has to wait for it. A program that asserts needs
-    to return nothing. An order that gives another result runs again, as does the program's own, before it is reported.
+    Every order must give the result of the program's own order, in which work runs as soon as it is launched. The result
+    is what the program raises, and the tensors, arrays, numbers and strings that it returns, in any nesting of
+    containers, dataclasses and objects of your own classes. It is read the way a caller would read it: on the current
+    stream, and by the host immediately. A program that returns the output of a side stream must therefore wait for it. A
+    program that asserts does not need to return anything. Before a difference is reported, the program's own order and
+    the order that differs run again.
 
-    The function runs the program many times and therefore takes a callable: the body of a ``with`` block runs once.
-    ``with torch.openreg.schedules(program, seeds=200) as found:`` raises at the end of its body if an order made a
-    difference, and without ``with`` the caller looks at the report.
+    The program is passed as a function, because it runs many times. Used as
+    ``with torch.openreg.schedules(program, seeds=200) as found:``, it raises at the end of the body if an order made a
+    difference. Without ``with``, look at the report that it returns.
 
     Args:
-        program: creates its tensors and streams itself, and gives the same result each time it runs in one order. The
+        program: creates its own tensors and streams, and gives the same result each time it runs in the same order. The
             generators of PyTorch, Python and NumPy are in the same state at the start of each order.
-        args: its arguments.
-        seeds: how many orders, or which seeds.
-        rtol, atol: how much floating-point results may differ; nothing unless given.
+        args: passed to `program`.
+        seeds: how many orders to run, or which seeds.
+        rtol, atol: how much floating-point results may differ; 0 by default.
     Returns:
         The report, with `difference`, `passed` and `raise_if_failed()`.
     Raises:
         TypeError: `program` cannot be called.
         ValueError: `seeds` names no order, the program queues no work, or it gives two results in one order.
-        RuntimeError: inside another call's program, while another thread tries orders, or inside a capture.
+        RuntimeError: called inside another call's program, while another thread tries orders, or inside a capture.
 
-    What the program raises in its own order is raised as it is.
+    Exceptions that the program raises in its own order are passed on.
     """
     return Exploration(program, args, _seeds(seeds), rtol, atol).run()
 
 
 def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
-    wanted = "schedules: expected seeds as a number of orders above 0, or as a list of seeds"
+    wanted = "schedules: expected seeds to be a number of orders above 0, or a list of seeds"
     if isinstance(seeds, bool) or not isinstance(seeds, int | Iterable) or isinstance(seeds, str):
         raise TypeError(f"{wanted}, but got {seeds!r}")
     found = range(seeds) if isinstance(seeds, int) else list(seeds)
@@ -196,17 +196,17 @@ def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
 
 
 class Exploration:
-    """One call of `schedules`; with several ranks, that of this rank, which all take in lockstep."""
+    """One call of `schedules`. With several ranks, each makes the call, and they run the same orders in lockstep."""
 
     def __init__(self, program: Callable[..., Any], args: Any, seeds: Sequence[int], rtol: float, atol: float) -> None:
         if not callable(program):
             raise TypeError(
-                f"schedules: expected a program to call, but got {program!r}; pass the function itself, as in "
+                f"schedules: expected a function to call, but got {program!r}; pass the function itself, as in "
                 "schedules(program, seeds=200), not its result"
             )
         if _C.is_current_stream_capturing():
-            raise RuntimeError("schedules: the current stream is being captured; call it outside of the capture")
-        self.patience = 30.0  # seconds that an order may wait for what its threads do not do themselves
+            raise RuntimeError("schedules: the current stream is being captured; call it outside the capture")
+        self.patience = 30.0  # seconds that an order may wait for something that its own threads do not do
         self.program, self.args, self.seeds, self.rtol, self.atol = program, args, seeds, rtol, atol
 
     def run(self) -> Schedules:
@@ -225,7 +225,7 @@ class Exploration:
             if not report.work:
                 raise ValueError(
                     "schedules: the program queues no work on openreg, so it has only one order; create its tensors on "
-                    "the device, in the program"
+                    "the device, inside the program"
                 )
             for seed in self.seeds:
                 outcome = self.one(**self.order(seed))
@@ -241,7 +241,7 @@ class Exploration:
     # ---- one order ----
 
     def one(self, exceptions: Sequence[Deviation] = (), **order: Any) -> Outcome:
-        """Run the program in the order of a seed, or in its own with exceptions."""
+        """Run the program in the order of a seed, or in its own order with exceptions."""
         own = [each.what for each in exceptions if each.rank == self.ranks.rank]
         order["late"] = [each for each in own if isinstance(each, Late)]
         order["switches"] = [each for each in own if isinstance(each, Switch)]
@@ -287,11 +287,11 @@ class Exploration:
         """How an outcome differs from the program's own, or from another, on the first rank where it does."""
         what = outcome.differs(other or self.base, self.rtol, self.atol)
         if outcome.error:
-            outcome.error.with_traceback(None)  # which keeps the order's tensors
+            outcome.error.with_traceback(None)  # the traceback would keep the order's tensors alive
         return self.ranks.first(what)
 
     def confirm(self, seed: int, outcome: Outcome) -> None:
-        """Raise unless both the program's own order and that of this seed give again what they have given."""
+        """Run the program's own order and this seed's again; raise if either gives a different result this time."""
         if what := self.differs(self.one()) or self.differs(self.one(**self.order(seed)), outcome):
             raise ValueError(_two_results(what))
 
@@ -302,7 +302,7 @@ class Exploration:
         return {"random": True, "seed": own, "length": len(self.base.log)}
 
     def bounded(self, number: int) -> list[Deviation]:
-        """The exceptions of one of the orders with one, then with two of them; none after the last."""
+        """The exceptions of order `number`: the first orders have one exception, later ones two. Empty after the last."""
         single: list[Deviation] = []
         for rank, log in enumerate(self.logs):
             single += [Deviation(rank, Late(e.step, e.step, True, 0)) for e in log if e.what == "launch"]
@@ -346,7 +346,7 @@ class Exploration:
 
     def fails(self, exceptions: Sequence[Deviation]) -> bool:
         outcome = self.one(exceptions)
-        self.trials += 10 if "ends in a deadlock" in str(outcome.error) else 1  # which takes time to find
+        self.trials += 10 if "ends in a deadlock" in str(outcome.error) else 1  # a deadlock takes time to find
         return self.differs(outcome) is not None
 
     def fewer(self, exceptions: list[Deviation]) -> list[Deviation]:
@@ -367,7 +367,7 @@ class Exploration:
         return exceptions
 
     def nearer(self, exceptions: list[Deviation]) -> list[Deviation]:
-        """Of the late work, choose what is launched last: what waits for late work is late too, but is not the cause."""
+        """Choose the late work that is launched last. Work that waits for late work is late too, but is not the cause."""
         for i, (rank, late) in enumerate(exceptions):
             launches = [each.step for each in self.logs[rank] if each.what == "launch"]
             if not isinstance(late, Late) or late.item not in launches:
@@ -382,13 +382,13 @@ class Exploration:
         return exceptions
 
     def sooner(self, exceptions: list[Deviation]) -> list[Deviation]:
-        """Let each late piece of work run as early as the difference allows, just behind what it conflicts with."""
+        """Run each late piece of work as early as the difference allows, just behind the work that it conflicts with."""
         for i, (rank, late) in enumerate(exceptions):
             steps = [each.step for each in self.logs[rank] if each.what != "query"]
             if not isinstance(late, Late) or late.item not in steps:
                 continue
             steps = steps[steps.index(late.item) :]
-            low, high = 0, len(steps)  # before the first that fails, and one that does; none of `steps` may
+            low, high = 0, len(steps)  # the first that fails, from low to high; len(steps) if none does
             while low < high and self.trials < 2 * TRIALS:
                 middle = (low + high) // 2
                 tried = Deviation(rank, Late(late.item, steps[middle], False, late.rank))
@@ -399,7 +399,7 @@ class Exploration:
         return exceptions
 
     def is_at_host(self, one: Deviation, exceptions: list[Deviation]) -> bool:
-        """Whether late work conflicts with the host, not with what is launched at the step that it waits for."""
+        """Whether late work conflicts with the host rather than with the work launched at the step that it waits for."""
         rank, late = one
         assert isinstance(late, Late)
         if late.needed or not any(each.what == "launch" and each.step == late.after for each in self.logs[rank]):
@@ -408,7 +408,7 @@ class Exploration:
         return self.fails([*others, Deviation(rank, Late(late.after, late.after, False, late.rank + 1))])
 
     def races(self) -> list[Any]:
-        """What the race detector says of the program's own order."""
+        """What the race detector reports for the program's own order."""
         from openreg_ops.openreg import _sanitizer
 
         found: list[Any] = []
@@ -420,12 +420,13 @@ class Exploration:
 def _two_results(what: str) -> str:
     return (
         "schedules: the program gives two results in the same order, so no order can be compared with it: "
-        f"{what}. Seed what it draws, start it from the same state each time, or allow for it with rtol and atol"
+        f"{what}. Seed its random numbers, start it from the same state each time, or allow the difference with rtol and "
+        "atol"
     )
 
 
 def _exceptions(log: list[Action]) -> list[Late | Switch]:
-    """The exceptions to the program's order that make this one."""
+    """The exceptions that turn the program's order into this one."""
     found: list[Late | Switch] = []
     last: Step | None = None
     for i, action in enumerate(log):

@@ -221,7 +221,7 @@ def set_launch_mode(mode: str) -> None:
     if _C.order_on() and mode != get_launch_mode():
         raise RuntimeError(
             f"set_launch_mode: torch.openreg.schedules needs mode {get_launch_mode()!r} while it tries the orders of a "
-            f"program, but got {mode!r}; choose the mode outside of the program"
+            f"program, but got {mode!r}; choose the mode outside the program"
         )
     _C.set_launch_mode(_MODES.index(mode))
 

@@ -1,6 +1,6 @@
 """`check` for authors of custom operators, and what the conformance runs need to know about the openreg device.
 
-`check`, `Sample` and `Report` are those of `openreg_tools.checker`, imported on first use.
+`check`, `Sample` and `Report` come from `openreg_tools.checker` and are imported on first use.
 """
 
 from __future__ import annotations

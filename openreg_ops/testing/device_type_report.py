@@ -60,8 +60,10 @@ def run(file: Path, device: str, arguments: list[str]) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Print a line per file and device, then the tests that pass only on the CPU; 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m openreg_ops.testing.device_type_report", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="test files of PyTorch's test/ of the installed version")
-    parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="the rest is for pytest")
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="test files from PyTorch's test/ folder, of the installed version"
+    )
+    parser.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="pass the remaining arguments to pytest")
     options = parser.parse_args(arguments)
     lost = []
     for file in (path.resolve() for path in options.files):

@@ -1,7 +1,7 @@
 """``pytest --device openreg --device-schedules N``: each test in N orders of its streams. See `torch.openreg.schedules`.
 
-An order includes the test's fixtures of function and class scope, which are set up anew for it. The tests of a class are
-tried before the first of them runs, while its class has no fixtures. Then they run as they do without the option.
+Each order sets up the test's fixtures of function and class scope again. The tests of a class are tried before the first
+of them runs, while the fixtures of the class are not set up. Then they run as without the option.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["SchedulesPlugin"]
 
 
 def _seeds(text: str) -> range:
-    """From "200" or "17:18", the seeds from 17 on that are below 18."""
+    """The seeds that "200" (0 to 199) or "17:18" (17) names."""
     first, colon, end = text.rpartition(":")
     try:
         seeds = range(int(first) if colon else 0, int(end))
@@ -36,13 +36,13 @@ def _seeds(text: str) -> range:
         seeds = range(0)
     if not seeds or seeds.start < 0:
         raise pytest.UsageError(
-            f"--device-schedules: expected a number of orders above 0, or seeds as in 17:18, but got {text!r}"
+            f"--device-schedules: expected a number of orders above 0, or a range of seeds such as 17:18, but got {text!r}"
         )
     return seeds
 
 
 class _Failed(Exception):
-    """A test that does not pass in an order; its text is the crash."""
+    """A test does not pass in an order; the text is its crash message."""
 
 
 def _tests(count: int) -> str:
@@ -50,7 +50,7 @@ def _tests(count: int) -> str:
 
 
 class _Aside:
-    """A test's hooks while its orders run: nobody hears of their reports."""
+    """A test's hooks while its orders run: they keep the reports to themselves."""
 
     def __init__(self, hooks: Any) -> None:
         self.hooks, self.reports = hooks, []
@@ -89,7 +89,7 @@ class SchedulesPlugin:
         self.seeds = _seeds(seeds)
         self.found: dict[str, Schedules] = {}
         self.fails: dict[str, str] = {}  # tests that fail in their own order
-        self.tried: dict[str, tuple[int, bool]] = {}  # orders, and whether one makes a difference; of all processes
+        self.tried: dict[str, tuple[int, bool]] = {}  # orders, and whether one makes a difference; from all processes
         self.untried: dict[str, str] = {}  # tests, and why
         self.classes: set[pytest.Class] = set()
 
@@ -112,7 +112,7 @@ class SchedulesPlugin:
         return True
 
     def explore(self, item: pytest.Function) -> None:
-        """Try the orders of a test; of the first one of a class, those of all its tests."""
+        """Try the orders of a test. For the first test of a class, try the orders of all its tests."""
         whole = next((each for each in item.listchain() if isinstance(each, pytest.Class)), None)
         if whole is None:
             self.try_orders(item, item.parent)
@@ -123,7 +123,7 @@ class SchedulesPlugin:
                     self.try_orders(each, whole.parent)
 
     def try_orders(self, item: pytest.Function, kept: Any) -> None:
-        """Try the orders of a test, each with all fixtures but those of `kept`, the collector around it."""
+        """Try the orders of a test, each with all fixtures except those of the collector `kept`."""
 
         def program() -> None:
             with _aside(item) as quiet:
@@ -138,7 +138,7 @@ class SchedulesPlugin:
             found = self.found[item.nodeid] = torch.openreg.schedules(program, seeds=self.seeds)
             self.tried[item.nodeid] = (found.orders, not found.passed)
         except _Failed as failed:
-            self.fails[item.nodeid] = (str(failed).splitlines() or [""])[0]  # perhaps also without us
+            self.fails[item.nodeid] = (str(failed).splitlines() or [""])[0]  # perhaps without the option too
         except (RuntimeError, ValueError) as error:
             self.untried[item.nodeid] = str(error).splitlines()[0]
 
@@ -148,7 +148,7 @@ class SchedulesPlugin:
             return (yield)
         finally:
             if _C.order_on():
-                _C.pass_point(RETURN)  # what pytest reads for its report comes after the program
+                _C.pass_point(RETURN)  # pytest's reads for its report come after the program
 
     # With pytest-xdist, tests run in workers, and the main process writes the summary.
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -165,7 +165,10 @@ class SchedulesPlugin:
         terminalreporter.section("orders of streams")
         differ = sum(differs for _, differs in self.tried.values())
         orders = sum(orders for orders, _ in self.tried.values())
-        line = f"{_tests(len(self.tried))} in {orders} orders; the result depends on the order in {differ or 'none'}"
+        line = (
+            f"{_tests(len(self.tried))} in {orders} order{'s' * (orders != 1)}; the result depends on the order in "
+            f"{differ or 'none'}"
+        )
         terminalreporter.line(line, red=bool(differ))
         quiet = [name for name, why in self.untried.items() if "queues no work" in why]
         if quiet:

@@ -123,20 +123,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*CASES, "step", "import"]
     about = "; ".join(f"{name}: {suite.about}" for name, suite in SUITES.items())
     parser.add_argument("suite", nargs="?", choices=list(SUITES), default="device", help=f"{about} (default: device)")
-    parser.add_argument("--only", metavar="NAME", nargs="+", help=f"cases; of device: {', '.join(names)}")
+    parser.add_argument("--only", metavar="NAME", nargs="+", help=f"cases to run; of device: {', '.join(names)}")
     parser.add_argument(
-        "--rounds", type=int, default=101, help="batches for each side, but for operators (default %(default)s)"
+        "--rounds", type=int, default=101, help="batches for each side, except for operators (default %(default)s)"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="operators: for each case (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="operators: seconds for each case (default %(default)s)"
+    )
     parser.add_argument("--dtype", choices=["float32", "float64", "float16", "bfloat16"],
-                        help="operators: (default float32; with --against best float32, bfloat16 and float16)")  # fmt: skip
+                        help="operators: dtype (default float32; with --against best float32, bfloat16 and float16)")  # fmt: skip
     parser.add_argument("--against", metavar="best|FILE",
                         help='operators: "best", the fastest of eager PyTorch, torch.compile and ATen\'s fused operator; '
-                        "any suite: a file of --json, and exit with 1 if a figure is slower than there beyond the noise")  # fmt: skip
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads")
+                        "any suite: a file from --json; exits with 1 if a figure is slower than in the file by more than the noise")  # fmt: skip
+    parser.add_argument("--threads", type=int, help="number of threads, for torch.set_num_threads")
     parser.add_argument("--plot", metavar="FILE", default="out/scaling.png",
-                        help="scaling: the picture (default %(default)s)")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the results there too; - for standard output alone")
+                        help="scaling: the file for the plot (default %(default)s)")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="also write the results as JSON; - writes only JSON, to stdout")
 
 
 def main(options: argparse.Namespace) -> int:

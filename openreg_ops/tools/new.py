@@ -149,15 +149,15 @@ def _check_name(name: str, root: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="of the operator: lower case, underscores between words")
+    parser.add_argument("name", metavar="NAME", help="the operator's name: lower case, with underscores between words")
     parser.add_argument(
         "--style",
         choices=STYLES,
         default="separate",
         help="; ".join(f"{s}: {t}" for s, t in STYLES.items()) + " (default: separate)",
     )
-    parser.add_argument("--package", action="store_true", help="write a package of operators, which pip installs")
-    parser.add_argument("--ops", metavar="A,B", help="of a package: its operators (default: weigh)")
+    parser.add_argument("--package", action="store_true", help="create a package of operators to install with pip")
+    parser.add_argument("--ops", metavar="A,B", help="with --package: the names of its operators (default: weigh)")
     parser.add_argument(
         "--root", type=Path, default=Path("."), help="the checkout, or the package's parent folder (default: here)"
     )

@@ -27,7 +27,7 @@ _REPLACEMENTS = (
      "STABLE_TORCH_LIBRARY of torch/csrc/stable/library.h"),
     (r"torch::autograd::", "torch.library.register_autograd, in Python"),
     (r"THP|torch::(PyTypeError|utils|python)|pybind11",
-     "an operator, STABLE_TORCH_LIBRARY of torch/csrc/stable/library.h, in place of a function of Python"),
+     "an operator, STABLE_TORCH_LIBRARY of torch/csrc/stable/library.h, instead of a Python function"),
     (r"at::(internal::|parallel_for|get_num_threads)", "torch::stable::parallel_for of torch/csrc/stable/ops.h"),
     (r"(at::(Tensor|TensorBase)|c10::(TensorImpl|UndefinedTensorImpl|StorageImpl|intrusive_ptr))\b",
      "torch::stable::Tensor of torch/csrc/stable/tensor.h"),

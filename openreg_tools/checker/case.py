@@ -155,7 +155,7 @@ class Case:
         return [x.detach().requires_grad_(flag) for x, flag in zip(tensors, self.wanted, strict=True)]
 
     def arguments(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The sample's arguments with these tensors in place of its own."""
+        """The sample's arguments with its tensors replaced by these."""
         rest = iter(tensors)
         return tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (self.sample.args, self.sample.kwargs))
 

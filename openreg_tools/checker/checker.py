@@ -157,7 +157,7 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
             break
     if not found:
         raise ValueError(
-            f"{name_of(op)}: no inputs that were made up from its schema are accepted (the last error was: {refusal}); "
+            f"{name_of(op)}: it accepts none of the inputs that were generated from its schema (the last error was: {refusal}); "
             "give sample inputs"
         )
     return found
@@ -249,7 +249,7 @@ def check(
             sample_inputs = list(registered(target, dtype))
         else:
             sample_inputs = derived(op, target, dtype)
-            notes.append("These inputs were made up from the schema; your own sample inputs would test more.")
+            notes.append("These inputs were generated from the schema; your own sample inputs would test more.")
     elif callable(sample_inputs):
         target = target or "cpu"
         sample_inputs = sample_inputs(target, dtype)

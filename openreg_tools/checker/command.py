@@ -19,28 +19,30 @@ from openreg_tools.samples import dtype_of, parse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "op", metavar="OP", nargs="?", help="MODULE:NAME (an operator, or what custom_op returned), or ns::name"
+        "op", metavar="OP", nargs="?", help="MODULE:NAME (an operator, or the result of custom_op), or ns::name"
     )
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="import it first: for an operator given as ns::name")  # fmt: skip
-    parser.add_argument("--samples", metavar="MODULE:FUNCTION", help="a function of (device, dtype) that gives samples")
+                        help="a module to import first, for an operator given as ns::name")  # fmt: skip
+    parser.add_argument(
+        "--samples", metavar="MODULE:FUNCTION", help="a function of (device, dtype) that returns samples"
+    )
     parser.add_argument("--input", action="append", default=[], metavar="ARGUMENTS",
                         help="one sample, such as 'f32[3,4], f32[4], eps=1e-5'; may be repeated")  # fmt: skip
     parser.add_argument("--reference", metavar="MODULE:FUNCTION", help="a plain function of the same arguments")
     parser.add_argument("--device", help="where to run (default: where the samples are)")
-    parser.add_argument("--dtype", default="float32", help="of samples that are made (default float32)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="leave these checks out")
-    parser.add_argument("--abi", metavar="LIBRARY", help="in place of OP, a library such as mypkg/_C.abi3.so: which symbols "
+    parser.add_argument("--dtype", default="float32", help="dtype of generated samples (default float32)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"checks to run, of {', '.join(CHECKS)}")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="checks to leave out")
+    parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
     parser.add_argument("--generate", type=int, default=0, metavar="N",
-                        help="make N calls with hypothesis too, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
+                        help="also make N calls with hypothesis, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, help="of generated calls: equal seeds give equal calls (default 0)"
+        "--seed", type=int, default=0, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
     forms.add_arguments(parser)
-    parser.add_argument("--verbose", action="store_true", help="say too why checks were skipped, and what passed")
+    parser.add_argument("--verbose", action="store_true", help="also show why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 

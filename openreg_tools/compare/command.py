@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="the device under test (default: the accelerator of this process)")
     parser.add_argument("--against", default="cpu", metavar="DEVICE", help="the reference device (default cpu)")
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="import it first: another backend, or a library of operators")  # fmt: skip
+                        help="a module to import first: another backend, or a library of operators")  # fmt: skip
     parser.add_argument("--tolerance", type=_tolerance, action="append", default=[], metavar="OPERATOR=ULPS",
-                        help="allow so many ulps; the operator may be a pattern, such as 'aten::*softmax*'")  # fmt: skip
+                        help="allow this many ulps for an operator or a pattern such as 'aten::*softmax*'")  # fmt: skip
     parser.add_argument("--factor", type=float, default=1.0, help="multiply every default tolerance (default 1)")
     parser.add_argument("--test", type=forms.file, metavar="FILE",
-                        help="write a pytest test of the first operator that differs, its inputs shrunk")  # fmt: skip
+                        help="write a pytest test of the first operator that differs, with shrunk inputs")  # fmt: skip
     parser.add_argument("--top", type=int, default=15, metavar="N", help="lines of each table (default 15)")
     forms.add_arguments(parser)
     parser.add_argument("what", nargs="+", metavar="SCRIPT.py | A.trace B.trace",

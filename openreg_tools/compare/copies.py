@@ -79,7 +79,7 @@ def facts(func: OpOverload) -> Facts:
         tuple(write(a) for a in schema.arguments),
         tuple(a.name for a in schema.arguments),
         tuple(write(r) for r in schema.returns),
-        namespace == "c10d",  # which do not declare their writes
+        namespace == "c10d",  # its operators do not declare their writes
     )
 
 

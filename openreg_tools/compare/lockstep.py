@@ -315,7 +315,7 @@ class Lockstep(TorchDispatchMode):
             if changed := self.copies.refresh(arguments):
                 writer = max(changed)
                 self.result.note(
-                    f"{of.name} at {place.line()}: the memory of an input had changed outside of operators since call "
+                    f"{of.name} at {place.line()}: the memory of an input had changed outside operators since call "
                     f"{writer} wrote it: by host code, or a kernel that was launched directly"
                 )
                 if not arguments.written:
@@ -465,7 +465,7 @@ class Lockstep(TorchDispatchMode):
 
     @contextlib.contextmanager
     def inside_region(self) -> Iterator[None]:
-        """Active while compiled kernels run, which write memory outside of operators."""
+        """Active while compiled kernels run, which write memory outside operators."""
         before, self.copies.keeping = self.copies.keeping, False
         try:
             yield

@@ -15,7 +15,7 @@ from openreg_tools.script import run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="the device (default: the accelerator of this process)")
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="import it first: another backend, or a library of operators")  # fmt: skip
+                        help="a module to import first: another backend, or a library of operators")  # fmt: skip
     parser.add_argument("--out", type=forms.file, required=True, metavar="FILE", help="the trace to write")
     parser.add_argument("--values", action="store_true", help="also save the results, in the folder FILE.values")
     parser.add_argument("what", nargs="+", metavar="SCRIPT.py", help="the program, whose own arguments follow --")

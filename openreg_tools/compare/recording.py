@@ -73,7 +73,7 @@ def record(
         out: the file; in a process group of several ranks, ".rank0" and so on is added.
         values: also save the results, in the folder `out` + ".values".
         device: the accelerator of the process unless given.
-        name: of the program, for reports.
+        name: the program's name, for reports.
         progress: print a line to stderr every five seconds.
     Raises:
         Wrong: there is no such device, or the file cannot be written.
@@ -169,8 +169,8 @@ class Recording(TorchDispatchMode):
         try:
             prints, copies = _prints(results, numbers)
         except torch.AcceleratorError:
-            raise  # of the program's kernels
-        except Exception as error:  # of a tensor that this cannot read; it must not end the program
+            raise  # an error of the program's kernels
+        except Exception as error:  # a tensor that cannot be read; this must not end the program
             if name not in self._unread:
                 self._unread.add(name)
                 found = (str(error).splitlines() or [""])[0]
@@ -201,7 +201,7 @@ class Recording(TorchDispatchMode):
             print(f"record: {self.operators:,} operators in {seconds:.0f} s", file=sys.stderr)
 
     def _number(self, text: str) -> int:
-        """The number of a text, which is in the trace once."""
+        """The number of a text. The trace contains each text once."""
         number = self._names.get(text)
         if number is None:
             number = self._names[text] = len(self._names)
@@ -244,7 +244,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
-    """Plain tensors of one dtype copied to the host in one piece, and the copies; None if they are not like that."""
+    """Plain tensors of one dtype copied to the host in one piece, and the copies; None for other tensors."""
     dtype = tensors[0].dtype
     for x in tensors:
         if x.dtype != dtype or x.layout != torch.strided or x.is_nested or x.is_quantized or x.is_conj() or x.is_neg():
@@ -259,7 +259,7 @@ def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
 # ---- fingerprints ----
 
 _SMALL = 1 << 14  # elements of a tensor whose numbers are added in float64, by numpy
-_ROW = 2048  # bytes that one sum of a hash is over
+_ROW = 2048  # bytes that one sum of a hash covers
 _WEIGHTS = np.frombuffer(hashlib.shake_128(b"openreg_tools").digest(_ROW), "<u8") | np.uint64(1)
 
 
@@ -275,7 +275,7 @@ def fingerprint(x: Tensor) -> list[Any]:
     flat = x.view(-1)
     if flat.dtype != torch.float64 and (flat.dtype != torch.float32 or count <= _SMALL):
         flat = flat.to(torch.float64)
-    values = flat.numpy()  # whose functions start sooner than torch's
+    values = flat.numpy()  # NumPy's functions have less overhead than torch's
     numbers = _numbers(flat, values)
     nans = infinities = 0
     if not math.isfinite(numbers[0]) or not math.isfinite(numbers[1]):
@@ -291,7 +291,7 @@ def fingerprint(x: Tensor) -> list[Any]:
 def _numbers(flat: Tensor, values: np.ndarray) -> tuple[float, float, float]:
     """The sum, the Euclidean norm and the largest absolute value."""
     with np.errstate(all="ignore"):
-        # For many, torch's functions: numpy adds float32 less precisely, and its dot starts threads of its own.
+        # torch's functions for many elements: NumPy adds float32 less precisely, and its dot starts more threads.
         many = values.size > 1 << 12
         total = float(flat.sum() if many else np.add.reduce(values))
         squares = float(torch.dot(flat, flat) if many else np.dot(values, values))

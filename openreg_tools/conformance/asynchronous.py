@@ -4,9 +4,9 @@ Two checks of `openreg-tools conformance` for devices with launch modes (``torch
 openreg has). On other devices they compare nothing.
 
     async         valid samples: values, and the operands that the call writes to
-    async_errors  samples that an operator refuses: OpInfo's error inputs, and valid samples with one thing made wrong: a
-                  dtype, a shape or an argument. The call raises what the inline call raises, before it returns; nothing
-                  appears at the next synchronization, and the operands hold what they hold inline
+    async_errors  samples that an operator rejects: OpInfo's error inputs, and valid samples with one dtype, shape or
+                  argument made wrong. The call must raise what the inline call raises, before it returns. Nothing may
+                  appear at the next synchronization, and the operands must hold what they hold inline
 
 An operator may raise at the synchronization where CUDA reports a device-side assert: see `ASSERTS`.
 """
@@ -61,7 +61,7 @@ def has_modes(device: str) -> bool:
 
 @dataclasses.dataclass
 class Seen:
-    """What a program can observe of a call: its result or error, what synchronizing raised, and the operands after it."""
+    """What a program can observe of a call: its result or error, the error of synchronizing, and the operands."""
 
     outcome: opinfo.Outcome
     late: Exception | None
@@ -114,7 +114,7 @@ def compare(
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all that a program can observe is equal, bit for bit."""
+    """Whether everything that a program can observe is equal, bit for bit."""
     if (a.dtype, a.layout, a.device, a.requires_grad) != (b.dtype, b.layout, b.device, b.requires_grad):
         return False
     if a.is_nested or b.is_nested:
@@ -146,7 +146,7 @@ Arguments = tuple[Any, tuple, dict]
 
 
 def wrong(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
-    """The arguments of a valid call, each time with one change that makes them wrong or only different, and that change."""
+    """Yields the arguments of a valid call with one change that makes them wrong, or only different, and that change."""
     leaves, spec = tree_flatten(arguments)
     tensors = [i for i, x in enumerate(leaves) if _is_plain(x)]
     floats = [i for i in tensors if leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex]

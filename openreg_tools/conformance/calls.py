@@ -1,4 +1,4 @@
-"""The arguments of a generated call: how they move to a device, and whether the CPU's kernel stays within their memory."""
+"""The arguments of a generated call: moves them to a device, and checks that the CPU's kernel stays within their memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Call:
 
     args: list[Any]
     kwargs: dict[str, Any]
-    alone: bool = False  # whether the CPU has no call like this one: an argument is elsewhere, or has no memory
+    alone: bool = False  # whether the CPU cannot make this call: an argument is on another device or has no memory
 
     def __str__(self) -> str:
         words = [*map(_shown, self.args), *(f"{name}={_shown(value)}" for name, value in self.kwargs.items())]
@@ -44,7 +44,7 @@ class Stays:
 
 @dataclasses.dataclass
 class RequiresGrad:
-    """A tensor that requires a gradient where it is moved to."""
+    """A tensor that requires a gradient after the move."""
 
     tensor: torch.Tensor
 
@@ -67,7 +67,7 @@ class Move(opinfo.Mover):
         if tensor.device.type != "cpu":
             return tensor
         if tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:
-            if tensor.numel() and not tensor.untyped_storage().nbytes():  # a tensor whose memory was taken away
+            if tensor.numel() and not tensor.untyped_storage().nbytes():  # a tensor whose memory was freed
                 copy = torch.empty_like(tensor, device=self.device)
                 copy.untyped_storage().resize_(0)
                 return copy
@@ -75,7 +75,7 @@ class Move(opinfo.Mover):
 
 
 class _Guarded(Move):
-    """Copies arguments into CPU memory between two guards, each a page of bytes of one value."""
+    """Copies arguments into CPU memory between two guards. A guard is a page filled with one byte value."""
 
     PAGE = 4096
 
@@ -94,7 +94,7 @@ class _Guarded(Move):
         if key not in self.storages:
             buffer = bytearray(2 * self.PAGE + storage.nbytes())
             memory = torch.frombuffer(buffer, dtype=torch.uint8)
-            start = -memory.data_ptr() % 64 + self.PAGE - 64  # aligned as the memory of a tensor is
+            start = -memory.data_ptr() % 64 + self.PAGE - 64  # aligned like a tensor's memory
             held = torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start)
             buffer[:] = self.guard * len(buffer)
             held.copy_(torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,)))
@@ -122,7 +122,7 @@ def stays_within(call: Callable[[Move], Any], resizes: bool = False) -> bool:
         opinfo.seed("cpu")
         try:
             out = call(move)
-        except RuntimeError:  # what it was given cannot be resized
+        except RuntimeError:  # an argument cannot be resized
             return resizes
         if not move.is_whole():
             return False

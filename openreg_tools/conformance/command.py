@@ -156,34 +156,39 @@ DEFAULT_SAMPLES = 6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="device under test (default: the accelerator of this process)")
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="import it first: the device's package")  # fmt: skip
+                        help="a module to import first: the device's package")  # fmt: skip
     parser.add_argument("--suites", nargs="+", default=SUITES, choices=SUITES, metavar="SUITE",
-                        help=f"of {', '.join(SUITES)} (default all)")  # fmt: skip
+                        help=f"suites to run, of {', '.join(SUITES)} (default all)")  # fmt: skip
     parser.add_argument(
         "--ops", type=forms.regex, default="", metavar="REGEX", help="only cases whose full name matches"
     )
     parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE")
     parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS, metavar="CHECK",
-                        help=f"of {', '.join(CHECKS)} (default all)")  # fmt: skip
+                        help=f"checks to run, of {', '.join(CHECKS)} (default all)")  # fmt: skip
     parser.add_argument(
-        "--samples", type=int, default=DEFAULT_SAMPLES, help="sample inputs a case, spread over all (default 6)"
+        "--samples",
+        type=int,
+        default=DEFAULT_SAMPLES,
+        help="sample inputs per case, spread over all of them (default 6)",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one a core)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one per core)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each worker (default 1)")
     parser.add_argument("--timeout", type=float, default=180, help="seconds allowed for one case (default 180)")
     parser.add_argument("--out", type=Path, help="results file (default out/conformance-DEVICE.jsonl)")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results instead of going on")
-    parser.add_argument("--retry", action="store_true", help="run again the cases that failed")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results instead of continuing")
+    parser.add_argument("--retry", action="store_true", help="run the cases that failed again")
     parser.add_argument("--against", type=Path, metavar="FILE",
-                        help="an earlier results file: fail where a case is worse than there, and only there")  # fmt: skip
-    parser.add_argument("--verbose", action="store_true", help="list every operator, also those that pass")
+                        help="an earlier results file: fail only if a case is worse than in this file")  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="list every operator, including those that pass")
     forms.add_arguments(parser)
     parser.add_argument("--generate", type=int, metavar="N",
-                        help="in place of the suites: N calls that hypothesis makes, of every operator that is listed")  # fmt: skip
+                        help="instead of the suites, make N calls with hypothesis, of every operator that the dispatcher lists")  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, help="of generated calls: equal seeds give equal calls (default 0)"
+        "--seed", type=int, default=0, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
-    parser.add_argument("--case", metavar="JSON", help="run one generated call again, as a finding prints it")
+    parser.add_argument(
+        "--case", metavar="JSON", help="run one generated call again, from the JSON that a finding prints"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--given", type=json.loads, default={}, help=argparse.SUPPRESS)  # samples, for a worker
 
@@ -239,7 +244,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.retry:
         earlier = {case: record for case, record in earlier.items() if not record["failures"]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written anew, so that a record that is run again stands once.
+    # Written again, so that a record that was run again appears once.
     with path.open("w") as results:
         for line in (header, *earlier.values()):
             results.write(json.dumps(line) + "\n")
@@ -253,7 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             records = run(todo, arguments, results) if todo else []
         except KeyboardInterrupt:
-            print(f"\nstopped; the same command goes on from {path}", file=sys.stderr)
+            print(f"\nstopped; the same command continues from {path}", file=sys.stderr)
             return 130
     report = Results(
         header,

@@ -26,7 +26,7 @@ At = Callable[[str], None]
 
 # What a device says of a call that cannot be captured.
 REFUSED = "not permitted when stream is capturing"
-# How a note of such a call begins. The operator that refused follows, and why.
+# How a note of such a call begins. The operator that refused and its reason follow.
 NOTE = "graph: "
 
 # OpInfos whose result has a shape that depends on values. What CUDA's graphs cannot capture either.
@@ -113,7 +113,7 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
                 if captured:
                     graph.replay()
                 else:
-                    for x, size, stride, offset in geometry:  # which transpose_() and its like change with each call
+                    for x, size, stride, offset in geometry:  # operators such as transpose_() change it with each call
                         if (x.size(), x.stride(), x.storage_offset()) != (size, stride, offset):
                             x.as_strided_(size, stride, offset)
                     result = make()
@@ -130,7 +130,7 @@ def compare(
     """Run eagerly and as a graph, and note each difference. A call that cannot be captured is a note, not a failure."""
     expected = run(call, arguments, device, captured=False)
     if expected.error is None and not any(isinstance(x, torch.Tensor) for each in expected.values for x in each):
-        return  # a value of the host, as of item()
+        return  # a value on the host, such as the result of item()
     judge(report, index, what, expected, run(call, arguments, device, captured=True))
 
 
@@ -227,7 +227,7 @@ def check_module(info: Any, dtype: torch.dtype, device: str, report: opinfo.Repo
         compare(report, i, "forward and backward", step, (arguments, {}), device)
 
 
-# Optimizers whose step needs values of the host, and why.
+# Optimizers whose step needs values on the host, and why.
 HOST_STEPS = {
     "Adafactor": "the step count is on the host",
     "Adagrad": "the step count is on the host",
@@ -289,7 +289,7 @@ def check_optimizer(
     report: opinfo.Report,
     at: At = lambda _: None,
 ) -> None:
-    """`_train` in both ways, with each sample of options, with ``capturable=True`` where the optimizer has it.
+    """Run `_train` in both ways with each sample of options, and with ``capturable=True`` if the optimizer has it.
 
     Args:
         flags: of the implementation, as ``{"foreach": True}``.
@@ -302,7 +302,7 @@ def check_optimizer(
             options["capturable"] = True
         values = (x for option in options.values() for x in (option if isinstance(option, tuple) else (option,)))
         if not info.has_capturable_arg and any(isinstance(x, torch.Tensor) for x in values):
-            continue  # the step reads it on the host
+            continue  # the host reads it in the step
         if options.get("differentiable") and (info.has_capturable_arg or any(flags.values())):
             continue
         if flags.get("fused") and isinstance(options.get("lr"), torch.Tensor) and options["lr"].dim():

@@ -124,7 +124,7 @@ class Guarded:
         where = changed.nonzero().flatten()
         inside = self.owned.nonzero().flatten()
         past = int(((where < inside[0]) | (where > inside[-1])).sum())
-        return f"{len(where)} bytes outside of the result were written, {past} of them before its start or past its end"
+        return f"{len(where)} bytes outside the result were written, {past} of them before its start or past its end"
 
 
 # ---- one call ----

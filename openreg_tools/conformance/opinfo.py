@@ -62,7 +62,7 @@ KINDS = {
     "device": "a result is not on the device",
     "late": "an error of the call appeared at the next synchronization",
     "alias": "a result shares memory with an argument on one side only",
-    "guard": "memory outside of a result was written to",
+    "guard": "memory outside a result was written to",
     "rng": "the CPU's generator moved, or the device drew other numbers from the same seed",
     "crash": "the worker process died",
     "internal": "the device failed an internal assertion",

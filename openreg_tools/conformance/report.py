@@ -126,7 +126,7 @@ class Results:
         operators = {r["operator"] for r in self.records}
         bad = {r["operator"] for r in self.records if self.verdict(r) in ("fail", "fixed")}
         return (
-            f"{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} not; "
+            f"{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} bad; "
             f"{len(self.records)} cases: " + ", ".join(f"{judged[v]} {v}" for v in VERDICTS)
         )
 
@@ -180,7 +180,7 @@ class Results:
             fixed = " whose results' shapes do not depend on values" if kind == "operators" else ""
             lines += ["", *forms.wrapped([
                 f"Graphs capture {len(names) - len(bad)} of {len(names)} {kind}{fixed}, and replay what eager mode "
-                f"computes: {share:.1f} %.{' The others, and of how many calls:' if bad else ''}"
+                f"computes: {share:.1f} %.{' The others, with the number of calls that each cause affects:' if bad else ''}"
             ], 0)]  # fmt: skip
             for name, causes in bad.items():
                 said = [f"{cause} ({count} of {ran[name]})" for cause, count in causes.most_common()]

@@ -73,7 +73,7 @@ REACHED_BY: dict[str, str] = {
 
 # Operators that are not called, and why.
 NOT_CALLED: dict[str, str] = {
-    "aten::from_file": "maps a file of the caller",
+    "aten::from_file": "maps a file that the caller provides",
     "aten::_add_batch_dim": "makes a tensor for the inside of torch.vmap",
     "aten::_remove_batch_dim": "takes a tensor from the inside of torch.vmap",
     "aten::record_stream": "takes a stream, and the CPU has none",

@@ -29,7 +29,7 @@ class Outcome:
 def survey(
     count: int, attempt: Callable[[int], Any], enough: int | None = None, seconds: float = 10.0
 ) -> Iterator[tuple[int, Outcome]]:
-    """Attempts 0 to count - 1 in a forked child, which is forked again when one ends it or hangs.
+    """Make attempts 0 to count - 1 in a forked child. When one ends the child or hangs, fork another.
 
     Ends early once `enough` have returned, or three have hung. The attempts must not use a device that the parent has used.
     """
@@ -110,7 +110,7 @@ def _serve(answers: Any, which: range, attempt: Callable[[int], Any], enough: in
 
 @contextlib.contextmanager
 def at_most(more: int) -> Iterator[None]:
-    """Limits the process to `more` bytes of address space beyond what it has, so that a huge size is an error."""
+    """Limit the process to `more` bytes of additional address space, so that a huge size is an error."""
     import resource
 
     with open("/proc/self/statm") as file:

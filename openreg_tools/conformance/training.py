@@ -134,7 +134,7 @@ def _per_sample(report: Report, info: Any, dtype: torch.dtype, device: str, chec
     torch.manual_seed(0)
     host = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
     if any(map(torch.nn.parameter.is_lazy, host.parameters())):
-        return  # it has no parameters before its first call
+        return  # a lazy module has no parameters before its first call
     state = {name: x.detach() for name, x in host.named_parameters()}
     leaves, spec = tree_flatten((sample.forward_input.args, sample.forward_input.kwargs))
     places = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.layout == torch.strided]

@@ -106,7 +106,7 @@ class Worker:
         }  # fmt: skip
 
     def last_words(self) -> str:
-        """What the process said before it died: its error, or the fault that ended it."""
+        """The last output of a process that died: its error, or the fault that ended it."""
         self.stderr.seek(0)
         lines = [line.strip() for line in self.stderr.read().decode(errors="replace").splitlines() if line.strip()]
         self.stderr.seek(0)  # a forked process that follows writes its own
@@ -118,9 +118,9 @@ class Worker:
 
 
 def on_workers(todo: Iterable[Any], workers: Iterable[Worker], each: Callable[[Worker, Any], None]) -> None:
-    """Call ``each(worker, item)`` for every item, on a thread for each worker; raises what the first to fail raised.
+    """Call ``each(worker, item)`` for every item, on a thread for each worker. Raises the first error.
 
-    After an error or an interrupt no thread takes another item. An interrupt does not wait for those under way.
+    After an error or an interrupt, no thread takes another item. An interrupt does not wait for items in progress.
     """
     items: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for item in todo:

@@ -1,4 +1,4 @@
-"""Differences between a device and the CPU that say nothing about the device: the tables and rules that allow them.
+"""Tables and rules that allow differences between a device and the CPU for which the device is not to blame.
 
 A rule is as narrow as its reason. A difference that no rule allows is a finding.
 """
@@ -24,8 +24,8 @@ __all__ = [
     "doubtful", "in_plain_memory", "is_elsewhere", "is_uncompared", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
 ]  # fmt: skip
 
-# Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
-# ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
+# Operators whose results are compared in shape, dtype and layout, but not in values, beside those that allocate (see
+# `schemas.is_uninitialized`). Random operators are compared from one seed if the device draws the CPU's numbers.
 WITHOUT_VALUES: dict[str, str] = {
     **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
     "aten::set_": "makes a tensor without memory",
@@ -89,7 +89,7 @@ ELSEWHERE = "an argument is on another device or has no memory, or the call does
 
 
 class Plain(Move):
-    """Copies in contiguous memory of their own: what a kernel would receive if layouts did not matter."""
+    """Copies in separate contiguous memory: what a kernel would receive if layouts did not matter."""
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -181,7 +181,7 @@ def rounds(unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 
 def widened(t: torch.Tensor) -> torch.Tensor:
-    """In a dtype that has every operator."""
+    """The arguments in a dtype that every operator supports."""
     if t.dtype == torch.complex32:
         return t.to(torch.complex64)
     return t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t
@@ -217,7 +217,7 @@ def _is_memory_separate(name: str, call: Call) -> bool:
 
 
 def _differs_plain(name: str, call: Call) -> bool:
-    """Whether the CPU's results change if the same values are in contiguous memory of their own."""
+    """Whether the CPU's results change if the same values are in separate contiguous memory."""
     if not _is_memory_separate(name, call):
         return False
     as_is, plain = (
@@ -242,9 +242,9 @@ def differences(plain: opinfo.Outcome, other: opinfo.Outcome, device: str) -> li
 
 
 def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcome | None:
-    """The CPU's results in contiguous memory, if they should be those of the call, and are not.
+    """The CPU's results in contiguous memory, if the call should have given them and did not.
 
-    Some of the CPU's kernels ignore strides; a device that shares such a kernel gives the same wrong results.
+    Some of the CPU's kernels ignore strides. A device that shares such a kernel gives the same wrong results.
     """
     tensors = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
     if all(not changes._is_plain(each) or each.is_contiguous() for each in tensors) or ABOUT_MEMORY.match(name):

@@ -1,7 +1,7 @@
-"""Changes to the arguments of a call: sizes, dtypes, values, layouts, aliases, out= tensors, and arguments that are wrong.
+"""Changes to the arguments of a call: sizes, dtypes, values, layouts, aliases, out= tensors, and wrong arguments.
 
-A change is a list: its name, the position of the argument among the leaves of the call, and how. `profile` describes a
-call to the process that draws the changes, `changed` applies them. Everything is on the CPU.
+A change is a list: its name, the position of the argument among the leaves of the call, and details. `profile` describes
+a call to the process that draws the changes, and `changed` applies them. Everything is on the CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _names(name: str, call: Call) -> list[tuple[str, Any]]:
-    """For each leaf of the call's arguments, the argument in the schema."""
+    """The schema's argument for each leaf of the call's arguments."""
     arguments = {argument.name: argument for argument in dispatch.schema(name).arguments}
     positional = [argument for argument in arguments.values() if not argument.kwarg_only]
     found = []
@@ -46,7 +46,7 @@ def _names(name: str, call: Call) -> list[tuple[str, Any]]:
 
 
 def profile(name: str, call: Call) -> list[dict[str, Any]]:
-    """What the leaves of a call are: tensors that can be changed, numbers, and others."""
+    """Describes the leaves of a call: tensors that can be changed, numbers, and others."""
     leaves = tree_leaves((call.args, call.kwargs))
     described = []
     for i, (leaf, (_, argument)) in enumerate(zip(leaves, _names(name, call), strict=True)):
@@ -65,7 +65,7 @@ def profile(name: str, call: Call) -> list[dict[str, Any]]:
 
 
 def changed(name: str, call: Call, changes: list[Change]) -> Call:
-    """The call with the changes applied, in order. The arguments of `call` stay as they are."""
+    """The call with the changes applied in order. The arguments of `call` are not modified."""
     names = [each for each, _ in _names(name, call)]
     leaves, spec = tree_flatten((call.args, call.kwargs))
     alone, garbage = call.alone, []
@@ -106,7 +106,7 @@ def changed(name: str, call: Call, changes: list[Change]) -> Call:
 
 
 def _picked(t: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The dimension `dim` repeated or cut to `size`; an empty one grows by ones."""
+    """The tensor with dimension `dim` repeated or cut to `size`; an empty dimension is filled with ones."""
     if size and not t.shape[dim]:
         return torch.ones((*t.shape[:dim], size, *t.shape[dim + 1 :])).to(t.dtype)
     return t.index_select(dim, torch.arange(size) % max(1, t.shape[dim]))
@@ -174,7 +174,7 @@ VALUES = ("nan", "inf", "-0.", "denormal", "extremes", "mixed")
 
 
 def _values(t: torch.Tensor, which: str) -> torch.Tensor:
-    """Every second element special, all of them for "mixed"."""
+    """The tensor with every second element special, or all elements for "mixed"."""
     special = _special(t.dtype, which)
     out = t.resolve_conj().resolve_neg().contiguous().clone()
     flat = out.view(-1)
@@ -187,7 +187,7 @@ def _values(t: torch.Tensor, which: str) -> torch.Tensor:
 
 
 def _padded(sizes: list[int]) -> list[int] | None:
-    """Rows with a gap behind each."""
+    """The tensor with a gap after each row."""
     return layouts._contiguous([*sizes[:-1], sizes[-1] + 3]) if len(sizes) > 1 else None
 
 
@@ -199,7 +199,7 @@ def _channels_last(sizes: list[int]) -> list[int] | None:
 
 
 def _overlapping(sizes: list[int]) -> list[int] | None:
-    """A sliding window: an element further on is another one's neighbor, in every dimension."""
+    """A sliding window: all strides are 1, so neighbors in different dimensions share memory."""
     return [1] * len(sizes) if len(sizes) > 1 else None
 
 
@@ -209,7 +209,7 @@ LAYOUTS: dict[str, Callable[[list[int]], list[int] | None]] = {
 
 
 def _laid_out(t: torch.Tensor, how: str, offset: int = 0) -> torch.Tensor:
-    """A tensor with these elements in another layout; with those that share memory, the last one written stays."""
+    """The tensor in another layout. Where elements share memory, the last one written remains."""
     t = t.resolve_conj().resolve_neg()
     strides = LAYOUTS[how](list(t.shape)) if how in LAYOUTS else layouts._contiguous(list(t.shape))
     if strides is None or not t.numel():
@@ -226,7 +226,7 @@ def _filler(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _moved(t: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same layout from another offset of its storage."""
+    """The same layout at another storage offset."""
     t = t.resolve_conj().resolve_neg()
     if not t.numel():
         return _filler(offset, t.dtype)[offset:].as_strided(t.shape, t.stride())
@@ -237,7 +237,7 @@ def _moved(t: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _bit(t: torch.Tensor, how: str) -> torch.Tensor:
-    """Lazily conjugated or negated, with the elements that it had."""
+    """The same elements, stored lazily conjugated or negated."""
     t = t.resolve_conj().resolve_neg()
     if how == "conj":
         return t.conj().resolve_conj().conj() if t.is_complex() else t
@@ -265,7 +265,7 @@ ALIASES = ("same", "shifted", "transposed")
 
 
 def _aliased(first: torch.Tensor, second: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two arguments on one storage: one tensor twice, views that overlap by all but one element, or one transposed."""
+    """Two arguments on one storage: the same tensor twice, views that overlap in all but one element, or a transpose."""
     if how == "transposed" and first.dim() > 1:
         return first, first.transpose(0, 1)
     if how == "shifted" and first.numel():

@@ -1,8 +1,8 @@
 """The child process: makes an operator's base calls, and runs one case on the CPU and on the device.
 
 It reads JSON lines from stdin and answers with JSON lines. It announces each step that may end the process, so that the
-parent knows on which side a crash happened. What takes seconds to import is imported once: the process that the parent
-starts forks the one that works, and forks another when that one dies.
+parent knows on which side a crash happened. The process that the parent starts imports everything once and forks a
+worker. When the worker dies, it forks another.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Record = dict[str, Any]
 BASES = 6  # calls that the CPU accepts, per operator: of up to four dimensions. OpInfo adds up to four
 REFUSED = 8  # calls that the CPU refuses, if it accepts none
 
-# ---- what there is ----
+# ---- the operators and their base calls ----
 
 
 @functools.cache
 def listed(device: str) -> dict[str, str]:
-    """What can be called: every operator that reaches the device, and what the device has for it (dispatch.HAS)."""
+    """Every operator that reaches the device, with what the device has for it (dispatch.HAS)."""
     target = dispatch.target(device)
     found = operators.operators(device, has=("own", "shared", "composite", "fallback")).entries
     has = {entry.name: entry.has for entry in found}
@@ -70,7 +70,7 @@ class _Given:
 
 @functools.lru_cache(maxsize=4)
 def bases(name: str) -> tuple[list[Call], bool]:
-    """The calls that cases change, and whether they are valid: accepted by the CPU, or given by the caller."""
+    """The calls that cases start from, and whether they are valid: accepted by the CPU, or given by the caller."""
     if _Given.samples:
         return _Given.samples, True
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
@@ -90,7 +90,7 @@ def _returns(name: str, call: Call) -> bool:
 
 
 def _with_whole_outs(name: str, call: Call) -> Call:
-    """The call with out= tensors of the shapes that it writes; a change empties them."""
+    """The call with out= tensors of the shapes that it writes. A change can make them empty."""
     outs = [each.name for each in dispatch.schema(name).arguments if each.is_out]
     if not outs or not schemas._on_cpu(name):
         return call
@@ -122,10 +122,10 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
     """Run a case on both sides.
 
     Returns:
-        how it ended: "equal", "both raised", "allowed" (a difference that the tool allows, with a note), "failed".
+        How it ended: "equal", "both raised", "allowed" (a difference that the tool allows, with a note), "failed".
     """
     name = case["op"]
-    torch.empty(1, device=device)  # takes the device's memory before a limit on this process's
+    torch.empty(1, device=device)  # reserves the device's memory before this process's memory is limited
     at("arguments")
     try:
         with warnings.catch_warnings():
@@ -241,7 +241,8 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
 def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome) -> None:
     """Compare the memory of the arguments, even where no result views it.
 
-    The caller leaves out calls that gave an out= tensor other strides on one side. Where only the CPU has written, it ignores the strides of what it writes to, which some of its kernels do.
+    Do not call this if an out= tensor has different strides on the two sides. Memory that only the CPU has written to is
+    not a difference: some CPU kernels ignore the strides of the tensors that they write to.
     """
     before = {}
     for leaf in tree_leaves((call.args, call.kwargs)):
@@ -265,7 +266,7 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
 
 
 def serve(device: str, threads: int, given: Record) -> None:
-    """Serve requests from stdin until it closes, in forked processes. What operators print goes to stderr."""
+    """Serve requests from stdin until it closes, in forked processes. Output of operators goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.enable()
@@ -286,11 +287,11 @@ def serve(device: str, threads: int, given: Record) -> None:
         if code:
             answer(died=code)
             if has_infos[0]:
-                _infos()  # once here, instead of once in each that follows
+                _infos()  # loaded once here instead of in each forked process
 
 
 def _work(device: str, threads: int, answer: Callable[..., None], has_infos: mmap.mmap) -> None:
-    """The forked process. It does not return."""
+    """Runs in the forked process; does not return."""
     try:
         torch.set_num_threads(threads)
         _serve(device, answer, has_infos)
@@ -320,7 +321,7 @@ def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> No
 
 
 def _given(given: Record) -> list[Call]:
-    """Samples as `check` takes them: of a function, or as text."""
+    """Samples as `check` accepts them: from a function, or as text."""
     from openreg_tools.samples import parse, sample_of
 
     samples = [parse(text) for text in given.get("inputs", ())]

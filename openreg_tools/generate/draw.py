@@ -17,14 +17,14 @@ from openreg_tools.generate.changes import ALIASES, DTYPES, LAYOUTS, SHAPES, VAL
 
 __all__ = ["cases", "without_constants"]
 
-_COUNTS = (0, 1, 1, 1, 2, 2, 3, 4)  # changes of one case
+_COUNTS = (0, 1, 1, 1, 2, 2, 3, 4)  # how many changes a case has
 _NUMBERS: dict[str, tuple[Any, ...]] = {
     "int": (1, 0, -1, 2, 3, 99, -2, 2**31, 2**62, 2**63 - 1, -(2**63)),
     "float": (1.0, 0.0, -0.0, -1.0, 0.5, float("nan"), float("inf"), -float("inf"), 1e308, 5e-324, {"complex": [0, 1]}),
     "bool": (False, True),
     "str": ("", "garbage", "sum", "mean"),
 }
-# What is drawn first would be undone by what comes later: a tensor that shares memory is given its layout before.
+# The order in which changes are applied, because later ones undo earlier ones: layouts come before shared memory.
 _ORDER = (
     "number", "sizes", "shape", "dtypes", "dtype", "values", "out", "layout", "offset", "bit", "alias", "host", "garbage"
 )  # fmt: skip
@@ -33,7 +33,7 @@ _FLOATS = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128
 
 @contextlib.contextmanager
 def without_constants() -> Iterator[None]:
-    """Prevents hypothesis from drawing constants of the loaded modules, for which it reads all of their source.
+    """Keeps hypothesis from drawing constants of the loaded modules, for which it reads all of their source.
 
     Cases then depend on the seed alone, and nothing is written to a folder `.hypothesis`.
     """

@@ -1,4 +1,4 @@
-"""Reports of generated inputs: findings with a line that reproduces them, outcomes, and operators that never ran."""
+"""Reports on generated inputs: findings with a command that reproduces them, outcomes, and operators that never ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Finding", "GeneratedReport", "Operator"]
 
 ENDS = {
     "equal": "device and CPU agree",
-    "both raised": "both raise, the same type",
+    "both raised": "both raise the same type of error",
     "allowed": "a difference that says nothing about the device",
     "alone": "the CPU has no kernel: it returned",
     "refused alone": "the CPU has no kernel: it raised",
@@ -43,7 +43,7 @@ class Finding:
     repeats: bool  # whether it failed again, in a separate child process or in the same one
 
     def command(self, device: str, modules: list[str]) -> str:
-        """The line that reproduces the case."""
+        """The command that reproduces the case."""
         imports = "".join(f" --import {module}" for module in modules)
         case = shlex.quote(json.dumps(self.case))
         return f"python -m openreg_tools conformance --device {device}{imports} --case {case}"
@@ -91,7 +91,7 @@ class GeneratedReport:
 
     @property
     def digest(self) -> str:
-        """A hash of all cases up to the first failure of each operator: equal for equal seeds."""
+        """A hash of all cases up to the first failure of each operator; equal seeds give equal hashes."""
         return hashlib.sha256("".join(of.digest for of in self.operators).encode()).hexdigest()[:16]
 
     def _totals(self) -> list[list[Any]]:

@@ -25,17 +25,17 @@ from openreg_tools.generate.report import Finding, GeneratedReport, Operator
 
 __all__ = ["Child", "replay", "search"]
 
-BATCH = 8  # cases of an operator at the least, where there are any
-OWN = 3  # times as many for a kernel that the device's package wrote
-SHRINKING = 400  # runs at most to shrink one failure
-CRASHES = 40  # cases of an operator that may end the child
-WAITS = 3  # those that may hang
+BATCH = 8  # the fewest cases of an operator that gets any
+OWN = 3  # times as many cases for a kernel of the device's own package
+SHRINKING = 400  # the most runs to shrink one failure
+CRASHES = 40  # how many cases of an operator may end the child
+WAITS = 3  # how many may hang
 
 
 class Child(Worker):
     """A child process that runs cases; another is forked after it dies."""
 
-    pid = 0  # of the process that works, which the one that was started has forked
+    pid = 0  # of the worker process, forked by the process that was started
 
     def read(self, deadline: float) -> dict[str, Any] | None:
         answer = super().read(deadline)
@@ -55,7 +55,7 @@ class Child(Worker):
         return ["--generate", "1", "--given", given, "--threads", str(self.arguments.threads)]
 
     def case(self, case: dict[str, Any]) -> dict[str, Any]:
-        """How a case ends; a crash on the device's side is a failure, one on the CPU's is not."""
+        """How a case ends. A crash on the device's side is a failure; a crash on the CPU's side is not."""
         answer, kind, message, where = self.exchange(json.dumps(case), "end")
         if answer is not None:
             return answer
@@ -65,23 +65,23 @@ class Child(Worker):
         return {"end": "allowed", "note": f"{side} ends the process" if kind == "crash" else f"{side} hangs"}
 
     def bases(self, name: str) -> tuple[list[Any], bool, str]:
-        """Profiles of the base calls, whether they are valid, and why there are none."""
+        """The profiles of the base calls, whether those are valid, and why there are none."""
         answer, kind, message, _ = self.exchange(json.dumps({"bases": name}), "done")
         return (answer["bases"], answer["valid"], "") if answer else ([], False, f"making arguments: {kind}, {message}")
 
     def source(self, case: dict[str, Any]) -> str:
-        """The program that makes the call of a case."""
+        """A program that makes the call of a case."""
         request = {"source": case, "modules": self.arguments.modules}
         answer, _, message, _ = self.exchange(json.dumps(request), "done")
         return answer["source"] if answer else f"# making the arguments ends the process: {message}"
 
 
-class Found(Exception):  # noqa: N818 -- hypothesis shrinks what raises
+class Found(Exception):  # noqa: N818 -- hypothesis shrinks inputs that raise
     """A case that fails."""
 
 
 class EnoughError(BaseException):
-    """Ends the search of one operator; hypothesis passes on what is not an Exception."""
+    """Ends the search of one operator. It is not an Exception, so hypothesis passes it on."""
 
 
 def _kind(kind: str) -> type[Found]:
@@ -106,7 +106,7 @@ def shares(names: list[str], count: int, seed: int, is_own: dict[str, bool]) -> 
         if share:
             given[name] = share
         left -= share
-    while left:  # what rounding leaves
+    while left:  # the remainder after rounding
         for name in order[:left]:
             given[name] += 1
         left -= min(left, len(order))
@@ -117,7 +117,7 @@ def shares(names: list[str], count: int, seed: int, is_own: dict[str, bool]) -> 
 
 
 def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: bool) -> Operator:
-    """Draw `count` cases of one operator, run them, and shrink the first that fails of each kind."""
+    """Draw `count` cases of one operator, run them, and shrink the first failure of each kind."""
     import hypothesis
     from hypothesis import errors
 
@@ -166,7 +166,7 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
     try:
         test()
     except (Found, errors.Flaky, EnoughError):
-        pass  # `best` has what failed, also a failure that does not repeat
+        pass  # `best` has the failure, even if it does not repeat
     of.digest = digest.hexdigest()
     for kind, (_, case, end) in sorted(best.items()):
         case, end = _smaller(case, end, worker)
@@ -180,7 +180,7 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
 
 
 def _smaller(case: dict[str, Any], end: dict[str, Any], worker: Child) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The case without the changes that it fails without, where hypothesis has left any."""
+    """The case without the changes that the failure does not need, if hypothesis left any."""
     for i in reversed(range(len(case["changes"]))):
         shorter = {**case, "changes": [*case["changes"][:i], *case["changes"][i + 1 :]]}
         got = worker.case(shorter)
@@ -189,15 +189,15 @@ def _smaller(case: dict[str, Any], end: dict[str, Any], worker: Child) -> tuple[
     return case, end
 
 
-# ---- all of them ----
+# ---- all operators ----
 
 
 def search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]) -> GeneratedReport:
     """Run `arguments.generate` cases of the operators on `arguments.jobs` child processes.
 
     Args:
-        arguments: device, generate, seed, jobs, threads, timeout, modules and given, as the commands have them.
-        has: what the device has for each operator that is listed, one of dispatch.HAS.
+        arguments: device, generate, seed, jobs, threads, timeout, modules and given, as in the commands.
+        has: what the device has for each listed operator, one of dispatch.HAS.
     Raises:
         Wrong: hypothesis is not installed.
     """
@@ -225,7 +225,7 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
                     print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
                 progress.step(of.wanted, len(of.findings), of.name)
 
-    with contextlib.suppress(KeyboardInterrupt):  # report what there is
+    with contextlib.suppress(KeyboardInterrupt):  # report what was found so far
         on_workers(given, [Child(arguments) for _ in range(arguments.jobs)], one)
     with lock:
         names_done = {of.name for of in done}
@@ -233,7 +233,7 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
             Operator(
                 name,
                 has[name],
-                never="stopped before it" if name in given else "no case was drawn: --generate is small",
+                never="the run stopped first" if name in given else "no case was drawn; use a larger --generate",
             )
             for name in names
             if name not in names_done

@@ -1,4 +1,4 @@
-"""The program that makes one call on the CPU and on a device, as Python source."""
+"""Writes a Python program that makes one call on the CPU and on a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openreg_tools.conformance.calls import Call, RequiresGrad, Stays, StorageOf
 
 __all__ = ["source"]
 
-MOST = 400  # elements of a storage that are written out
+MOST = 400  # the most elements of a storage that are written out
 
 
 class _UnwrittenError(Exception):

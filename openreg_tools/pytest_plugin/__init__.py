@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("device", "running on a device")
     group.addoption("--on-device", **{**_DEVICE, "help": "--device, if the suite has its own option --device"})
     group.addoption("--device-misuse", metavar="KINDS", help=f"report misuse: all, or some of {', '.join(KINDS)}")
-    group.addoption("--device-forbid", metavar="KINDS", help="and fail the run where these are found")
+    group.addoption("--device-forbid", metavar="KINDS", help="report these kinds too, and fail the run if one is found")
     group.addoption("--device-sync-budget", metavar="N", type=int,
                     help="fail a test in which the library waits for the device more than N times")  # fmt: skip
     group.addoption("--device-report", metavar="FILE", help="write what was found as JSON")

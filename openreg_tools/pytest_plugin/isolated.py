@@ -199,7 +199,7 @@ def _crashed(session: pytest.Session, plugin: Session, nodeid: str, location: An
     report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
     item = next((item for item in session.items if item.nodeid == nodeid), None)  # none if it collected other ids
     xfail = evaluate_xfail_marks(item) if item and not session.config.option.runxfail else None
-    if xfail and xfail.raises is None:  # the end of the process is not an exception of theirs
+    if xfail and xfail.raises is None:  # the end of the process is not one of its exceptions
         report.outcome, report.wasxfail = "skipped", xfail.reason
     session.config.hook.pytest_runtest_logreport(report=report)
     session.config.hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)

@@ -71,7 +71,7 @@ def test_optimizers(name):
 
 
 def test_a_replay_that_differs_is_seen():
-    """A value of the host that changes between calls is the capture's in a replay."""
+    """A replay uses the value that a host variable had at the capture, even if it changes between calls."""
     calls = []
 
     def count(x):

@@ -164,7 +164,7 @@ def mode(request):
 
 
 def ways_in(host: torch.Tensor):
-    """The results of copying a host tensor to the device in each way, and then changing it."""
+    """Copy a host tensor to the device in each way, then change it; returns the results."""
     like = torch.empty_like(host, device="openreg", requires_grad=False)
     yield host.to("openreg", non_blocking=True)
     yield host.to("openreg", torch.complex128, non_blocking=True)

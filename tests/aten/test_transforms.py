@@ -55,7 +55,7 @@ def test_operators_agree_with_the_cpu(name):
 
 
 def meets(kind):
-    """An operator that goes wrong, only on the device, when it gets one kind of wrapper."""
+    """An operator that is wrong only on the device, and only for one kind of wrapper."""
     looks = {
         "vmap": torch._C._functorch.is_batchedtensor,
         "grad": torch._C._functorch.is_gradtrackingtensor,

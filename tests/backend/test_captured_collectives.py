@@ -234,8 +234,8 @@ def check_refused():
     for call, name in (
         (dist.barrier, "barrier"),
         (dist.monitored_barrier, "monitored_barrier"),
-        (lambda: dist.recv(x), "recvAnysource.*Pass recv.. its src"),
-        (lambda: two_streams(x), "send.*coalesced with one of another stream"),
+        (lambda: dist.recv(x), "recvAnysource.*Pass src to recv"),
+        (lambda: two_streams(x), "send.*coalesced with one on another stream"),
         (lambda: dist.all_reduce(x, async_op=True).is_completed(), "query"),
         (lambda: dist.all_reduce(sparse), "allreduce.*sparse"),
     ):
@@ -255,7 +255,7 @@ def test_refused(group):
 
 
 def check_a_mismatch():
-    """The error is that of calls without a graph, at the replay; in async mode, at the next wait."""
+    """The replay raises the same error as calls without a graph; in async mode, the next wait raises it."""
     x = torch.ones(4, device="openreg")
     graph, _ = captured(lambda: dist.all_reduce(x) if dist.get_rank() else dist.broadcast(x, 0))
     with pytest.raises(dist.DistBackendError, match=r"mismatched collectives.*calls (allreduce|broadcast)"):
@@ -290,7 +290,7 @@ def test_a_missing_rank(group):
 
 
 def check_sanitized():
-    """A replay waits for what it reads, and what comes after it waits for what it writes."""
+    """A replay waits for the writers of its inputs, and later work waits for the replay's writes."""
     from torch.openreg import _sanitizer
 
     with _sanitizer.sanitize():

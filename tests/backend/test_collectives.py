@@ -293,7 +293,7 @@ def check_mismatch(mismatch, index):
         mismatch(x)
     if mismatch is mismatched_order:  # the second call of each was not made
         return
-    dist.all_reduce(x)  # nothing was begun, so the group goes on
+    dist.all_reduce(x)  # nothing was begun, so the group still works
     assert x.tolist() == [size] * 4
 
 

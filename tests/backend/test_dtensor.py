@@ -58,7 +58,7 @@ def full(x):
 
 
 def here(x, whole):
-    """What this process holds of x, and of `whole`, as x is placed; where x is a sum, all of both."""
+    """The parts of x and of `whole` that this process holds, placed as x is; all of both if x is a sum."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not all(at is None or isinstance(at, int) for at in at_of(x)):
@@ -138,7 +138,7 @@ def choices(sample, mesh, name):
 
 
 def check_operator(name):
-    """However the arguments are placed, the results are those of plain tensors."""
+    """However the arguments are placed, the results equal the results for plain tensors."""
     function, ran = getattr(torch.ops.openreg, name).default, 0
     for sample in samples(name):
         grads = name in DIFFERENTIABLE

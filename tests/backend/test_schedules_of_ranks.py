@@ -39,7 +39,7 @@ def one_rank_changes_what_it_sends(fixed):
 
 
 def point_to_point_meanwhile():
-    """Rank 1 starts the collective only when it has received what rank 0 sends after its start."""
+    """Rank 1 starts the collective only after it has received a message that rank 0 sends after its own start."""
     x, y = torch.ones(N, device="openreg"), torch.full((N,), 3.0, device="openreg")
     if dist.get_rank() == 0:
         work = dist.all_reduce(x, async_op=True)

@@ -19,7 +19,7 @@ def on(device, values):
 
 @contextlib.contextmanager
 def uncached():
-    """Graphs are compiled anew."""
+    """Graphs are compiled again."""
     torch._dynamo.reset()
     FakeTensorMode.cache_clear()
     with config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
@@ -69,7 +69,7 @@ def kernels(code):
 
 
 def calls(code):
-    """How often generated code calls a kernel of its own, and the other operators that it calls."""
+    """How often generated code calls its own kernels, and the other operators that it calls."""
     code = "\n".join(code)
     body = code[code.index("def call(self, args)") :]
     own = len(re.findall(r"^\s+cpp_fused\w*\(", body, re.M))

@@ -45,7 +45,7 @@ def test_no_loop_reordering():
 
 
 def graphed():
-    """What openreg_ops.inductor.graphs made of a compiled training step."""
+    """The graphs that openreg_ops.inductor.graphs made for a compiled training step."""
     from openreg_ops.inductor import graphs
 
     x, made = torch.ones(3, device="openreg", requires_grad=True), []

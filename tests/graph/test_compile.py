@@ -203,7 +203,7 @@ def test_a_division_by_zero_is_its_own_devices():
 
 @pytest.mark.slow
 def test_only_kernels_that_divide_take_turns():
-    """Only those touch the state that all kernels of the process share, even in one C++ file."""
+    """Only kernels that divide touch the state that all kernels of the process share, even in one C++ file."""
     x = torch.arange(1, 10, device="openreg")
     for function, divides in ((lambda x: x * 2, False), (lambda x: x // x, True), (lambda x: x % x, True)):
         (code,) = source(function, x)

@@ -72,7 +72,7 @@ def test_a_program_is_saved_and_loaded(model, program, tmp_path):
 
 @pytest.mark.slow
 def test_the_cpp_wrapper(model):
-    """One call from Python; the launches, the order and the results are those of the Python wrapper."""
+    """One call from Python; launches, order and results are the same as with the Python wrapper."""
     model, x = copy.deepcopy(model).to("openreg:1"), torch.randn(8, 16, device="openreg:1")
     with config.patch(cpp_wrapper=True):
         graph = torch.compile(model, fullgraph=True)

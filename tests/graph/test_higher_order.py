@@ -70,7 +70,7 @@ def test_register_random_state(name, monkeypatch):
 
 
 def test_register_random_state_in_graphs_that_are_traced(monkeypatch):
-    """Inductor traces such a graph, with `fallback_random`; PyTorch's implementations for it have a list of their own."""
+    """Inductor traces such a graph, with `fallback_random`; PyTorch's implementations for it have their own list."""
     save = rng_prims.run_and_save_rng_state
     ours = save.py_kernels[DispatchKey.BackendSelect]
     cells = [
@@ -92,7 +92,7 @@ def test_register_random_state_in_graphs_that_are_traced(monkeypatch):
 
 
 def test_register_flex_attention(monkeypatch):
-    """PyTorch's own check knows a list of devices, and its autocast those of CUDA and the CPU."""
+    """PyTorch's own check has a list of devices, and its autocast supports only CUDA and the CPU."""
     q = torch.randn(1, 1, 20, 16, device="openreg")
     with torch.autocast("openreg", dtype=torch.bfloat16):
         result = flex_attention(q, q, q)

@@ -60,7 +60,7 @@ def test_in_a_graph(name):
 
 
 def test_a_size_that_depends_on_the_data():
-    """What nms keeps has a size that no one knows while tracing; the graph goes on with it."""
+    """The size of nms's result is unknown while tracing; the graph continues with it."""
     boxes = torch.rand(50, 4, device="openreg").cumsum(1)
     scores = torch.rand(50, device="openreg")
 

@@ -28,7 +28,7 @@ def said(monkeypatch):
 
 
 def both(function, calls, **options):
-    """What each call gives in the default mode and with graphs, from the same seed."""
+    """The results of each call in the default mode and with graphs, from the same seed."""
     found = []
     for mode in ("default", "reduce-overhead"):
         torch._dynamo.reset()
@@ -128,7 +128,7 @@ def test_results_that_are_one_tensor(said):
 
 
 def gradients(mode, steps):
-    """Those of a model after each backward pass; `steps(compiled, x)` yields losses."""
+    """A model's gradients after each backward pass; `steps(compiled, x)` yields losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.GELU()).to("openreg")
     x = torch.randn(4, 8).to("openreg")
@@ -375,7 +375,7 @@ def test_lazily_conjugated_inputs_run_as_before(said):
 
 
 def test_buffers_stay_until_a_queued_replay_is_done():
-    """Although the compiled function is gone, and with it whatever else holds them."""
+    """Even after the compiled function, and everything else that holds them, is gone."""
     compiled = torch.compile(lambda x: x * 2, mode="reduce-overhead")
     x = torch.full((1 << 18,), 3.0, device="openreg")
     for _ in range(2):

@@ -127,7 +127,7 @@ def run(
 def check_against(
     function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, scale: float = 1, grads: bool = True
 ) -> None:
-    """Outputs and gradients of `function` are those of `reference` in float64 on the CPU.
+    """Outputs and gradients of `function` equal those of `reference` in float64 on the CPU.
 
     The shapes, and the gradients' dtypes, are compared exactly; `scale` widens the tolerance.
     """
@@ -179,7 +179,7 @@ def no_vmap_fallback():
 
 
 def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = True) -> None:
-    """torch.func on the device: vmap over any of the tensors gives what a loop gives, and so does vmap of grad.
+    """torch.func on the device: vmap over any of the tensors gives the same result as a loop, and so does vmap of grad.
 
     Each input tensor gets a mapped dimension, in turn and all at once, at the front and at the back.
     """
@@ -341,7 +341,7 @@ def results(function: Callable[..., Any], *inputs: Any, grads: bool = True, part
 
 
 def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool = True) -> None:
-    """Work on a stream of its own, waited for by an event, gives what the default stream gives."""
+    """Work on a side stream, waited for through an event, gives the same result as on the default stream."""
     expected = [x.cpu() for x in results(function, *inputs, grads=grads)]
     device = inputs[0].device
     side = torch.Stream(device=device)
@@ -356,7 +356,7 @@ def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool
 def check_other_devices(
     function: Callable[..., Any], *inputs: Any, grads: bool = True, compiled: bool = True, partial: bool = False
 ) -> None:
-    """On the CPU (eager, compiled, in inference mode) the reference gives what the device does; meta gives shapes."""
+    """On the CPU (eager, compiled, in inference mode), the reference gives the device's result; meta gives shapes."""
     host = tuple(x.detach().cpu() if isinstance(x, Tensor) else x for x in inputs)
     dtype = next(x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
     torch._dynamo.reset()

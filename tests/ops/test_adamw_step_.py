@@ -54,7 +54,7 @@ def reference(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
 
 
 def check_step(lists, **changes):
-    """One step on the lists is the reference's in float64, rounded; gradients and what is beside stay."""
+    """One step on the lists gives the reference's result in float64, rounded; gradients and memory around them stay."""
     options = OPTIONS | changes
     wide = moved(lists, "cpu", torch.float64)
     grads = [g.clone() for g in lists[1]]
@@ -124,7 +124,7 @@ def test_does_not_depend_on_threads_or_neighbours(dtype):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
 def test_layouts(layout):
-    """Each tensor of a parameter may have strides of its own; each is written through them."""
+    """Each tensor of a parameter may have its own strides; each is written through them."""
     for which in ({0}, {1}, {2, 3}, {4}, {0, 1, 2, 3, 4}):
         lists = lists_of([(6, 5, 12), (6, 5, 12), (7,), ()], amsgrad=True, steps=2)
         views = tuple([LAYOUTS[layout](x) if k in which else x for x in each] for k, each in enumerate(lists))

@@ -171,7 +171,7 @@ def test_large_scores_do_not_overflow():
 
 
 def test_backward_operator():
-    """It is a function of independent tensors: out and logsumexp need not be those of q, k and v."""
+    """It is a function of independent tensors: out and logsumexp need not belong to q, k and v."""
     q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
     bias, out, grad_out, logsumexp, grad_logsumexp = (
         random(*s) for s in [(4, 5, 1), (2, 4, 5, 4), (2, 4, 5, 4), (2, 4, 5), (2, 4, 5)]
@@ -339,11 +339,15 @@ def test_rejects():
     kit.check_error(OP, q, k.cpu(), v, match="attention: q is on openreg:0 but k is on cpu; move one with .to()")
     kit.check_error(OP, q, k, v, random(5, 7).cpu(), match="attention: q is on openreg:0 but bias is on cpu; move one")
     kit.check_error(OP, q, k, v.double(), match="expected v of float32, the dtype of q, but got float64")
-    kit.check_error(OP, q, v, v, match="expected k of batch 2 and width 3, those of q, but got shape [2, 2, 7, 4]")
+    kit.check_error(OP, q, v, v, match="expected k of batch 2 and width 3, like q, but got shape [2, 2, 7, 4]")
+    kit.check_error(OP, q, k, v[:, :, 1:], match="batch, heads and length [2, 2, 7], like k, but got shape [2, 2, 6")
     kit.check_error(
-        OP, q, k, v[:, :, 1:], match="batch, heads and length [2, 2, 7], those of k, but got shape [2, 2, 6"
+        OP,
+        q[:, :3],
+        k,
+        v,
+        match="expected the number of heads of q to be a multiple of 2, the heads of k and v, but got 3",
     )
-    kit.check_error(OP, q[:, :3], k, v, match="expected heads of q a multiple of 2, those of k and v, but got 3")
     kit.check_error(OP, q, k, v, random(5, 6), match="broadcastable to [2, 4, 5, 7], the scores, but got [5, 6]")
     kit.check_error(OP, q, k, v, random(1, 1, 1, 1, 1), match="the scores, but got [1, 1, 1, 1, 1]")
     kit.check_error(OP, q, k, v, random(5, 7) > 0, match="expected bias of float32, the dtype of q, but got bool")

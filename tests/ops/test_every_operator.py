@@ -80,7 +80,7 @@ def calls(name, dtype=torch.float32):
 
 
 def has_derivative(name):
-    """Whether an output can require a gradient, and the operator does not refuse it by an error of its own."""
+    """Whether an output can require a gradient, and the operator does not reject that with its own error."""
     function, tensors = next(calls(name))
     if not any(out.is_floating_point() for out in function(*tensors)):
         return False
@@ -233,7 +233,7 @@ def test_compiled_among_others(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(set(NAMES) - MUTABLE - {"nms"}))
 def test_other_devices(name, dtype):
-    """On the CPU, eager, compiled and in inference mode, it gives what the device does; on meta, the shapes."""
+    """On the CPU, eager, compiled and in inference mode, it gives the device's result; on meta, the shapes."""
     grads = name in DIFFERENTIABLE and name not in SLOW_GRAPH
     for i, (function, tensors) in enumerate(calls(name, dtype)):
         compiled = i == 0 and dtype == torch.float32

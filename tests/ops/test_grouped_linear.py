@@ -123,7 +123,7 @@ def test_half_types_accumulate_in_float32(dtype):
 @pytest.mark.parametrize("features", [(1, 300), (33, 257), (1100, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_remainders_of_products(features, dtype, enabled):
-    """Of tiles, of the terms added at a time, and of vectors; also with operands that are transposed or strided."""
+    """Remainders of tiles, of blocks of terms, and of vectors, also with transposed and strided operands."""
     numbers, (inside, out) = (13, 0, 260), features
     x, weights, bias, _ = inputs_of(numbers, features, dtype=dtype)
     scale = max(features[0], features[1], *numbers) ** 0.5

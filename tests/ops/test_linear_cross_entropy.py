@@ -118,7 +118,7 @@ def test_onednn_is_enabled_before_a_replay():
 
 
 def test_onednn_is_disabled_while_a_loop_runs():
-    """brgemm refuses then, so the rest of the loop does without it."""
+    """brgemm then refuses, so the rest of the loop does not use it."""
     x, weight = inputs(600, 64, classes=2000, bias=False, dtype=torch.bfloat16)
     target = targets(600, classes=2000)
     expected = linear_cross_entropy_gradients(x, weight, target, None, None, wanted=(True, True, False))

@@ -140,7 +140,7 @@ def patches(source: str) -> list[tuple[str, int]]:
     return visitor.found
 
 
-# What everybody uses, operators with such names among it, does not count.
+# Names that everyone uses, including operators with such names, do not count.
 USED = r"check|ops\b|neg_view|(fused|flash|efficient)_|convert_|dyn_|sobol_|wrapped_"
 PRIVATE = re.compile(
     rf"\btorch(\.(?!utils\b)\w+)*\._(?!C\b|_|{USED})\w|\btorch\._C\.[_A-Z]|(from|import) torch\.(?!utils\.)(\w+\.)*_(?!ops\b)\w"

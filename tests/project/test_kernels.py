@@ -11,7 +11,7 @@ import torch
 import openreg_ops
 from openreg_ops import _build, kernels
 
-# Runs every operator's samples in a process of its own, and the same on the CPU, where the plain reference runs.
+# Runs every operator's samples in its own process, and the same on the CPU, where the plain reference runs.
 CODE = """
 import sys
 import torch

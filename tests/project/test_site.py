@@ -38,7 +38,7 @@ def test_the_site(site):
     front = (site / "index.html").read_text()
     assert 'role="search"' in front and "openreg_ops 0." in front and "whats-new.html" in front
 
-    # A figure is part of its page, so that it follows the page's light and dark mode.
+    # A figure is part of its page, so it follows the page's light and dark mode.
     page = (site / "architecture.html").read_text()
     assert page.count('class="drawing-svg"') == len(list((DOCS / "figures").glob("*.svg")))
     assert "<img" not in re.sub(r"<nav.*?</nav>|<header.*?</header>", "", page, flags=re.S)

@@ -8,7 +8,7 @@ DEVICE = "openreg:0"
 
 
 def captured(f, **options):
-    """A graph of f(), and what f returned."""
+    """Capture f(); returns the graph and f's result."""
     g = torch.openreg.Graph()
     with torch.openreg.graph(g, **options):
         out = f()

@@ -1,4 +1,4 @@
-"""Patterns with several streams, from PyTorch's and NVIDIA's examples, each right unless told otherwise."""
+"""Patterns with several streams, from PyTorch's and NVIDIA's examples. Each is correct by default."""
 
 import torch
 from torch import nn

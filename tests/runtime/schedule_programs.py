@@ -1,4 +1,4 @@
-"""Programs whose streams lack one wait, for test_schedules.py; each is right with `fixed`.
+"""Programs whose streams lack one wait, for test_schedules.py; each is correct with `fixed`.
 
 The first ones come from the race detector's tests. The race detector does not see the ones in UNSEEN.
 """
@@ -433,7 +433,7 @@ def pool_of_threads_without_a_wait(fixed):
 
 @unseen
 def threads_that_share_a_buffer(fixed):
-    """Two threads use one scratch buffer: a lock around the launches and the wait makes it right."""
+    """Two threads use one scratch buffer; a lock around the launches and the wait makes that correct."""
     scratch, lock, out = torch.zeros(N, device=DEVICE), threading.Lock(), {}
     torch.openreg.synchronize()
 
@@ -479,7 +479,7 @@ def an_operator_writes_what_its_schema_does_not_say(fixed):
 
 @unseen
 def control_flow_that_skips_the_wait(fixed):
-    """Whether the wait is needed is decided too early: the value is that of an earlier copy."""
+    """Decides too early whether to wait, from the value of an earlier copy."""
     flag = torch.zeros(1, pin_memory=True)
     flags = flag.numpy()
     x = torch.ones(N, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Right programs whose threads wait in every way that Python has, for test_schedule_threads.py.
+"""Correct programs whose threads wait in every way that Python has, for test_schedule_threads.py.
 
 As a program, ``schedule_waits.py GROUP …`` tries the orders of the programs of groups, and prints each that passes.
 """
@@ -104,7 +104,7 @@ def data_loader():
 
 @into(BLOCKED)
 def data_loader_that_pins():
-    """Its thread asks, and blocks in a pipe; the program waits for it with a timeout."""
+    """Its thread polls and blocks in a pipe; the program waits for it with a timeout."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     loader = torch.utils.data.DataLoader(data, num_workers=1, pin_memory=True, multiprocessing_context="fork")
     return [batch.to(DEVICE) * 2 for (batch,) in loader]
@@ -381,7 +381,7 @@ def two_timeouts():
 
 @into(TIMED)
 def timeout_that_is_longer():
-    """Than what another thread does meanwhile: it sleeps, and waits with a shorter timeout."""
+    """The other thread meanwhile sleeps and waits with a shorter timeout."""
     x, flag = ones(), threading.Event()
 
     def work():

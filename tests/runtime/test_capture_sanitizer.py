@@ -43,7 +43,7 @@ def caught(kind, *sentences):
 
 
 def captured(f, **options):
-    """A graph of f(), and what f returned."""
+    """Capture f(); returns the graph and f's result."""
     graph = torch.openreg.Graph()
     with torch.openreg.graph(graph, **options):
         out = f()

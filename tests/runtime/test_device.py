@@ -237,7 +237,7 @@ def test_bad_input_raises_what_the_cpu_raises(call, error, match):
     x = torch.ones(2, 2, device="openreg")
     with pytest.raises(error, match=match):
         call(x)
-    assert (x + x).sum().item() == 8  # and the device goes on
+    assert (x + x).sum().item() == 8  # and the device continues
 
 
 def test_set_default_device():
@@ -291,7 +291,7 @@ def test_a_device_index_is_not_cut_to_eight_bits(index):
 
 
 def test_a_device_context_is_entered_again():
-    """Each entry makes the device current, each exit that before it, wherever the program has gone meanwhile."""
+    """Each entry makes the device current. Each exit restores the previous one, whatever the program did in between."""
     context = torch.openreg.device(1)
     for before in (0, 1, 0):
         torch.openreg.set_device(before)

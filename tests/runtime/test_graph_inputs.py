@@ -113,7 +113,7 @@ def test_the_sanitizer_finds_inputs_that_are_gone(case, scale):
 
 
 def test_the_sanitizer_reports_no_input_that_is_there():
-    """Intermediate results, empty tensors, a storage with another owner, results of another graph of the pool."""
+    """Intermediate results, empty tensors, a storage with another owner, results of another graph in the pool."""
     with _sanitizer.sanitize():
         x, nothing, pool = rand(), torch.empty(0, device=DEVICE), torch.openreg.graph_pool_handle()
         owner = torch.empty(0, device=DEVICE).set_(x.untyped_storage())

@@ -1,4 +1,4 @@
-"""Memory of graphs and of private pools: what PyTorch's tests of CUDA check, in our words."""
+"""Memory of graphs and of private pools: our versions of PyTorch's tests of CUDA."""
 
 import gc
 import threading
@@ -147,7 +147,7 @@ def test_statistics_of_a_graph(elements):
 
 
 def test_a_later_graph_of_the_pool_gets_what_was_freed_between_captures():
-    """Which is why their replays must keep the order of the captures."""
+    """Their replays must therefore keep the order of the captures."""
     x = torch.ones(1000, device=DEVICE)
     a, y = captured(lambda: [x + 1, x + 2])
     first, second = y
@@ -174,7 +174,7 @@ def test_pinned_memory_of_a_capture_that_lives():
 
 
 def test_pinned_memory_that_a_capture_has_freed():
-    """It is in use by no one when the graph has not copied it, and else until the graph is gone."""
+    """It is free if the graph did not copy it, and otherwise once the graph is gone."""
 
     def active():
         settled()
@@ -200,7 +200,7 @@ def test_pinned_memory_that_a_capture_has_freed():
 
 @pytest.mark.parametrize("to", ["device", "host"])
 def test_pinned_memory_that_a_capture_copied_is_kept_for_its_replays(to):
-    """Also after the program has freed it, in the capture or behind it."""
+    """Even after the program has freed it, during the capture or after it."""
     y = torch.zeros(8, device=DEVICE)
 
     def body():

@@ -1,4 +1,4 @@
-"""What PyTorch's own tests of CUDA graphs check of captures and replays, in our words; docs/graphs.md lists what has no
+"""Our versions of PyTorch's own tests of CUDA graphs, for captures and replays; docs/graphs.md lists what has no
 meaning.
 
 Random numbers, memory, training and inputs have files of their own, test_graph_….py. Others of its tests are in
@@ -253,7 +253,7 @@ def test_two_graphs_in_a_row(pool):
 
 @pytest.mark.parametrize("launch_mode", ["inline", "async"])
 def test_two_graphs_at_once(launch_mode):
-    """With a pool each, they may run on two streams."""
+    """With separate pools, they may run on two streams."""
     x = torch.ones(1000, device=DEVICE)
     graphs = [captured(lambda k=k: (x * k).cumsum(0).sqrt()) for k in (2, 3)]
     expected = [(x * k).cumsum(0).sqrt() for k in (2, 3)]
@@ -272,7 +272,7 @@ def test_two_graphs_at_once(launch_mode):
 
 @pytest.mark.parametrize("share", [True, False])
 def test_three_graphs_in_other_orders(share):
-    """With one pool, the order of the captures; with a pool each, any."""
+    """With one pool, in the order of the captures; with separate pools, in any order."""
     x = torch.ones(100, device=DEVICE)
     a, y = captured(lambda: x + 1)
     pool = a.pool() if share else None

@@ -1,4 +1,4 @@
-"""Random numbers in graphs: those of eager mode, as if drawn at the launch of a replay."""
+"""Random numbers in graphs: the same as in eager mode, as if drawn at the launch of a replay."""
 
 import threading
 
@@ -60,7 +60,7 @@ def test_generators_are_registered():
     ids=["dropout", "rrelu", "alpha_dropout"],
 )
 def test_replays_draw_between_eager_calls(draw):
-    """The sequence of numbers goes on, whoever draws from it."""
+    """The sequence of numbers continues, whatever draws from it."""
     x = torch.rand(200, device=DEVICE)
     graph, y = captured(lambda: draw(draw(x)))
     torch.openreg.manual_seed(5)
@@ -139,7 +139,7 @@ def test_functions_that_draw(draw):
 
 
 def test_graphs_with_two_generators():
-    """Each draws on from where it is, in whichever graph; freeing the graphs frees their memory."""
+    """Each generator continues from its own state in any graph; freeing the graphs frees their memory."""
     settled()
     before = torch.openreg.memory_allocated(DEVICE)
     own = torch.Generator(DEVICE)
@@ -199,7 +199,7 @@ def test_states_of_one_generator_go_on_as_in_eager_mode():
 
 @pytest.mark.parametrize(("graphs", "generators"), [(1, 1), (3, 2), (5, 8)])
 def test_memory_of_graphs_and_their_generators(graphs, generators):
-    """What graphs and generators hold on the device is free when they are gone."""
+    """Device memory that graphs and generators hold is freed with them."""
 
     def held():
         settled()
@@ -249,7 +249,7 @@ def test_eager_mode_draws_after_a_void_capture():
 
 
 def test_recurrent_networks_in_turns_with_and_without_a_graph():
-    """Dropout between layers, in eager mode before and after each replay, on streams of their own."""
+    """Dropout between layers, in eager mode before and after each replay, each on its own stream."""
     torch.manual_seed(0)
     model = nn.LSTM(6, 6, 2, dropout=0.5).to(DEVICE)
     x = torch.ones(4, 3, 6, device=DEVICE)
@@ -268,7 +268,7 @@ def test_recurrent_networks_in_turns_with_and_without_a_graph():
 
 
 def test_two_graphs_that_draw_run_at_once():
-    """Which numbers a replay draws is decided when it is launched, not when it runs."""
+    """The launch of a replay, not its run, decides which numbers it draws."""
     graphs = [captured(lambda: torch.randn(64, device=DEVICE)) for _ in range(2)]
     torch.openreg.manual_seed(12)
     expected = [torch.randn(64, device=DEVICE) for _ in range(2)]
@@ -352,7 +352,7 @@ def test_a_replay_in_another_graph_draws_in_its_order():
 
 
 def test_a_generators_state_is_that_of_the_capture():
-    """graphsafe_set_state() in a capture decides what the operators behind it draw from."""
+    """graphsafe_set_state() in a capture decides which state the operators after it draw from."""
     generator = torch.openreg.default_generators[0]
     own = generator.graphsafe_get_state()
     other = generator.clone_state()

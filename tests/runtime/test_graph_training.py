@@ -295,7 +295,7 @@ def test_a_captured_step_is_that_of_an_optimizer_that_is_not_capturable(name, op
 
 
 def test_scaled_gradients():
-    """GradScaler scales inside the graph; the inner loop sees overflows and goes on."""
+    """GradScaler scales inside the graph; the inner loop sees overflows and continues."""
     model = nn.Linear(4, 1, bias=False).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0, growth_interval=100)

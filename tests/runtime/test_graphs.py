@@ -200,7 +200,7 @@ def test_a_void_capture_says_why():
                 x.sum().item()
             except torch.AcceleratorError:
                 pass
-            with pytest.raises(torch.AcceleratorError, match="whose capture is void"):
+            with pytest.raises(torch.AcceleratorError, match="whose capture is invalid"):
                 x + 1
 
 

@@ -268,7 +268,7 @@ def test_ctrl_c_ends_the_wait_at_the_end():
 
 
 def test_a_collective_can_be_interrupted():
-    """Rank 1 comes late. What was interrupted goes on, and a later wait gets its result."""
+    """Rank 1 is late. The interrupted work continues, and a later wait gets its result."""
     code = (
         BEGIN
         + """

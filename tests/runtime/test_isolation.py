@@ -12,7 +12,7 @@ from processes import python
 
 pytestmark = pytest.mark.processes
 
-# Runs each program in a fork of its own, made before the device is used, so that torch is imported once.
+# Runs each program in its own fork, made before the device is used, so that torch is imported once.
 DRIVER = """
 import ctypes, json, os, sys, tempfile, traceback, torch, openreg_ops
 def read(address, n=4): return ctypes.string_at(address, n)

@@ -372,7 +372,7 @@ def test_idle_memory_of_another_stream_is_in_order():
 
 
 def test_what_autograd_passes_between_streams_is_recorded(monkeypatch):
-    """The engine records, through the device guard, the stream that goes on with another's gradient."""
+    """The engine records, through the device guard, the stream that continues with another stream's gradient."""
     recorded = []
     monkeypatch.setattr(races.Races, "stream_recorded", lambda self, address, stream: recorded.append(stream))
     side = torch.openreg.Stream()
@@ -780,7 +780,7 @@ def test_environment(value, ends, mode):
 
 
 def test_a_report_in_place_of_an_exception():
-    """The program goes on, and every race is told."""
+    """The program continues, and every race is reported."""
     told = []
     torch.openreg._sanitizer.disable_openreg_sanitizer()  # which raises in these tests
     with torch.openreg._sanitizer.sanitize(told.extend):
@@ -873,7 +873,7 @@ def test_partly_reused_memory():
 
 
 def test_memory_from_before_the_sanitizer_reused_too_early(older):
-    """Its size is known too: work on another stream that nobody waited for races with whoever gets a part of it."""
+    """Its size is known too: unawaited work on another stream races with any use of a part of the block."""
     x = older.pop()
     address, side = x.data_ptr(), torch.openreg.Stream()
     side.wait_stream(current())

@@ -1,4 +1,4 @@
-"""What the orders of a program are compared by: results of every kind."""
+"""How the orders of a program are compared: results of every kind."""
 
 import collections
 import dataclasses
@@ -93,7 +93,7 @@ def optimizer_with(x):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_of_every_kind_are_compared(kind):
-    """A difference in one is found, and none is not: the copy is read too early, when the host still has zeros or ones."""
+    """A difference in any one is found, and no other: the copy is read too early, when the host still has zeros or ones."""
 
     def program(fixed, early):
         host = torch.full((4,), early, pin_memory=True)

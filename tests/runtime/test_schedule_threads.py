@@ -116,7 +116,7 @@ def test_threads_that_are_left_in_a_deadlock_let_the_process_end():
 
 @pytest.mark.slow
 def test_a_deadlock_of_threads_that_ask(monkeypatch):
-    """Where a thread asks in a loop for what never comes, which takes some seconds to find."""
+    """Cases in which a thread polls for something that never happens, which take some seconds to find."""
     monkeypatch.setitem(schedules.__globals__, "PATIENCE", 0.1)
 
     def program():
@@ -157,7 +157,7 @@ def test_what_python_refuses():
 
 
 def test_backward_in_threads():
-    """Also in a thread that is kept from an order to the next: backward() runs on the thread that calls it."""
+    """Even in a thread that outlives an order: backward() runs on the thread that calls it."""
     ran, kept = [], {}
 
     def loss():
@@ -286,7 +286,7 @@ def test_one_thread_tries_orders_at_a_time():
 
 
 def test_a_thread_that_launches_for_ever():
-    """It is left after some thousand choices, not after a time."""
+    """It is abandoned after a few thousand choices, not after a time."""
     threads, over = [], []
 
     def work():
@@ -310,7 +310,7 @@ def test_a_thread_that_launches_for_ever():
 
 
 def test_ctrl_c_at_any_time():
-    """Also while an order begins, and ends: nothing is left behind, and the program finds it in time."""
+    """Even while an order begins or ends: nothing is left behind, and the program gets the interrupt."""
     over = []
 
     def interrupts():

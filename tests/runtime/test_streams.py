@@ -102,7 +102,7 @@ def test_elapsed_time_of_unreached_events():
 
 
 def test_non_blocking_copy_runs_behind_the_host():
-    """In inline mode too: the host goes on, and what it reads too early is not there yet."""
+    """In inline mode too, the host continues, and a result that it reads too early is not there yet."""
     x = torch.ones(1 << 20, device="openreg")
     stream = side_stream()
     host = torch.zeros(1 << 20, pin_memory=True)

@@ -63,7 +63,7 @@ def _assigned_(x, y):
 
 
 def _for_alias_(x, y):
-    """Clears what it writes to before it reads the other argument."""
+    """Clears its output before it reads the other argument."""
     return x.zero_().copy_(y)
 
 

@@ -139,7 +139,7 @@ class RaisingJvp(Function):
 
 
 class Cosine(torch.autograd.Function):
-    """With a second derivative of its own."""
+    """With its own second derivative."""
 
     @staticmethod
     def forward(ctx, x, second):
@@ -454,8 +454,8 @@ TABLE = [
     Broken("poison", "bytes instead of 0x5A, gradient 0", double, backward=lambda ctx, g: unwritten(g) * 2),
     Broken("determinism", "the same call again gives another result: result 0 differs", noise),
     Broken("determinism", "the same call again rounds differently: result 0 differs", drifts, status="warn"),
-    Broken("threads", "four threads that call it on inputs of their own do not end", stuck),
-    Broken("threads", "called from four threads on inputs of their own, output 0 differs", shares_a_buffer),
+    Broken("threads", "four threads that call it on separate inputs do not end", stuck),
+    Broken("threads", "called from four threads on separate inputs, output 0 differs", shares_a_buffer),
     # programs
     Broken("export", "torch.export raised ", double, fake=None),
     Broken("export", "exported, zeros like output 0 has shape [4, 6] instead of [2, 6], which eager gives",

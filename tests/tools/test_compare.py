@@ -351,7 +351,7 @@ def test_memory_that_a_kernel_of_its_own_wrote():
             y.fill_(5)
         z = y + 1
     assert z[0].item() == 6 and result.first is None
-    assert any("had changed outside of operators" in note for note in result.notes)
+    assert any("had changed outside operators" in note for note in result.notes)
 
 
 # ---- compiled graphs ----

@@ -112,7 +112,7 @@ ODD = {
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors|quantized|ComplexHalf)")
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 def test_odd_tensors_do_not_end_the_program(tmp_path, make):
-    """On the device and the host there is a line for each, with equal fingerprints."""
+    """The device and the host each have a line, with equal fingerprints."""
     lines = []
     for device in (DEVICE, "cpu"):
         with torch.device(device):

@@ -27,7 +27,7 @@ def command(*words: str) -> argparse.Namespace:
 def test_a_run_is_resumed_and_judged(tmp_path, capsys):
     words = ["--ops", "^(neg|abs)$", "--dtypes", "float32", "int64", "--out", str(tmp_path / "results.jsonl")]
     assert conformance.main(command(*words)) == 0
-    assert "2 operators, 2 good, 0 not; 4 cases: 4 pass" in capsys.readouterr().out
+    assert "2 operators, 2 good, 0 bad; 4 cases: 4 pass" in capsys.readouterr().out
 
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     (tmp_path / "results.jsonl").write_text("\n".join(lines[:3]) + '\n{"operator": "ab')  # killed while writing
@@ -66,7 +66,7 @@ def test_modules_and_optimizers_run_too(tmp_path, capsys):
     page, data = tmp_path / "page.html", tmp_path / "data.json"
     assert conformance.main(command(*words, "--html", str(page), "--json", str(data), "--verbose")) == 0
     said = capsys.readouterr().out
-    assert "3 operators, 3 good, 0 not; 3 cases: 3 pass" in said
+    assert "3 operators, 3 good, 0 bad; 3 cases: 3 pass" in said
     assert all(len(line) <= 80 for line in said.splitlines() if not line.startswith("results in"))
     ran = {case["operator"]: set(case["ran"]) for case in json.loads(data.read_text())["cases"]}
     assert (
@@ -87,7 +87,7 @@ def results(*records, **options):
 
 
 def test_graphs_are_counted(tmp_path, capsys):
-    """What is captured in every dtype, what is not and why; not what has a shape that depends on values."""
+    """Reports what is captured in every dtype, and why the rest is not, except shapes that depend on values."""
     words = ["--ops", "^(neg|item|nonzero|narrow|linspace.tensor_overload)$", "--dtypes", "float32", "int64"]
     words += ["--suites", "operators", "--checks", "graph", "--samples", "3", "--out", str(tmp_path / "results.jsonl")]
     assert conformance.main(command(*words)) == 0

@@ -333,7 +333,7 @@ def test_what_is_written_around_a_result():
     between = next(i for i in range(int(owned[0]), int(owned[-1])) if not made.owned[i])
     for place in (0, int(owned[0]) - 1, int(owned[-1]) + 1, between):
         made.memory[place] += 1
-    assert made.overrun() == ("4 bytes outside of the result were written, 3 of them before its start or past its end")
+    assert made.overrun() == ("4 bytes outside the result were written, 3 of them before its start or past its end")
 
 
 @pytest.mark.parametrize(

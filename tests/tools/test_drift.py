@@ -145,7 +145,7 @@ def test_a_registration_in_a_comment_is_none(backend):
 
 
 def test_elsewhere_is_not_required():
-    """The classes are those of `operators`."""
+    """The classes are the same as in `operators`."""
     name = "_cudnn_attention_forward_no_dropout_inplace"
     found = drift.compare(manifest.read("2.13"), manifest.read("2.15"))
     assert found.added[name].startswith("elsewhere: ") and name not in found.required and found.required

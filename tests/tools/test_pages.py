@@ -118,7 +118,7 @@ def traced(library):
 
 
 def recorder(calls, threads=("MainThread",), events=False):
-    """What a timeline reads of a recorder."""
+    """The parts of a recorder that a timeline reads."""
     return types.SimpleNamespace(calls=calls, threads=list(threads), type="maia", events=events, stacks=[("a.py:1",)])
 
 
@@ -349,7 +349,7 @@ class TestInBrowser:
         assert set(opened.run(shown)) >= {"aten::mm.out"} and all("::mm." in each for each in opened.run(shown))
 
     def test_tables_sort_numbers_infinities_and_statuses(self, tmp_path, browser):
-        """What is not a number, such as "." or nan, is text and comes last; of statuses the failures come first."""
+        """Cells that are not numbers, such as "." or nan, sort as text, last. Among statuses, failures come first."""
         cells = [".", "-inf", "1,000", "nan", "2.5 ms", "inf", "1.2.3", "", "-3e-2"]
         marks = [
             (".", {"class": "pass"}),
@@ -408,7 +408,7 @@ def pixels(page):
 
 
 def test_every_command_uses_the_skeleton():
-    """No other module writes a page, or a style, of its own."""
+    """No other module writes its own page or style."""
     tools = Path(pages.__file__).parents[1]
     sources = [*tools.rglob("*.py"), *Path(openreg_ops.__file__).parent.rglob("*.py")]
     own = [path for path in sources if re.search(r"<html|<!DOCTYPE|<style|color-scheme", path.read_text(), re.I)]

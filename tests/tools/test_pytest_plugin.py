@@ -582,7 +582,7 @@ def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentence
 
 
 def test_a_run_within_a_test(pytester, run):
-    """It is a run of its own, which reports to its test alone."""
+    """It is a separate run, which reports only to its test."""
     pytester.makeconftest("pytest_plugins = ['pytester']")
     pytester.makepyfile("""
         import pytest
@@ -747,7 +747,7 @@ PAGE = Path(__file__).parents[2] / "docs/testing-your-library.md"
 
 @pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
 def test_the_page_shows_what_its_command_prints(pytester, run):
-    """The run of its own example; that of an open-source suite is tests/suites/test_suites.py's."""
+    """Runs the page's own example; tests/suites/test_suites.py runs the open-source suite."""
     text = PAGE.read_text()
     for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.S):
         (pytester.path / name).write_text(f"# {name}\n{code}")

@@ -130,7 +130,7 @@ def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
 
 
 def test_a_number_that_is_no_dtype():
-    """In a process of its own: it crashed."""
+    """In a separate process, because a wrong kernel crashes it."""
     script = """
         import torch, openreg_ops
         for device in ("cpu", "meta", "openreg"):

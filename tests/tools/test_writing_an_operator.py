@@ -88,7 +88,7 @@ def built(tmp_path_factory):
 
 
 def test_new_operators_pass_their_tests(built):
-    """And those of every operator, the checker among them."""
+    """And the tests of every operator, including the checker."""
 
     def pytest_of(*arguments):
         return run(sys.executable, "-m", "pytest", "-W", "ignore", *arguments, cwd=built, PYTHONPATH=str(built))

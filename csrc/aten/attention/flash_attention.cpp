@@ -108,9 +108,10 @@ void check_inputs(Call& c, const Tensor& query, const Tensor& key, const Tensor&
   TORCH_CHECK(key.size(-1) == c.width && c.width > 0, c.op, ": expected query and key of one width above 0, but got ",
       c.width, " and ", key.size(-1));
   TORCH_CHECK(value.sizes().slice(0, value.dim() - 1) == key.sizes().slice(0, key.dim() - 1), c.op,
-      ": expected value of the shape of key but for the width, but got ", value.sizes(), " and ", key.sizes());
+      ": expected value of the shape of key except for the width, but got ", value.sizes(), " and ", key.sizes());
   TORCH_CHECK(c.kv_heads > 0 && c.heads > 0 && c.heads % c.kv_heads == 0, c.op,
-      ": expected heads of query a multiple of those of key, and at least one, but got ", c.heads, " and ", c.kv_heads);
+      ": expected the number of heads of query to be a positive multiple of the heads of key, but got ", c.heads,
+      " and ", c.kv_heads);
 }
 
 void check_dropout(Call& c, double p) {

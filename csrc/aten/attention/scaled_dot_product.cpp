@@ -56,7 +56,8 @@ void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key
   ops::check_shape(op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)}, "as query has it");
   ops::check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)}, "as key has it");
   TORCH_CHECK(key.size(1) == 0 ? query.size(1) == 0 : query.size(1) % key.size(1) == 0, op,
-      ": expected heads of query a multiple of ", key.size(1), ", those of key, but got ", query.size(1));
+      ": expected the number of heads of query to be a multiple of ", key.size(1), ", the heads of key, but got ",
+      query.size(1));
   if (!bias || !bias->defined()) return;
   ops::check_same_device(op, "query", query, "attn_bias", *bias);
   const auto shape = ops::scores_shape(query, key);

@@ -225,7 +225,7 @@ def gradgradcheck(case: Case) -> str | None:
     given = [c.requires_grad_() for c in cotangents(outs)]
     leaves = case.of(tensors)
     remedy = (
-        "compute the backward with differentiable operators, give the backward operator a derivative of its own, or "
+        "compute the backward with differentiable operators, give the backward operator its own derivative, or "
         "refuse second derivatives by torch.autograd.function.once_differentiable"
     )
     grads = torch.autograd.grad(outs, leaves, given, create_graph=True, allow_unused=True)

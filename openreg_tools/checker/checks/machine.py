@@ -132,7 +132,7 @@ def threads(case: Case) -> str | None:
         except Exception as error:
             wrongs.append(f"on {what}, a call raised {last_line(error)}")
 
-    for what, inputs in (("inputs of their own", distinct), ("shared inputs", [shared] * 4)):
+    for what, inputs in (("separate inputs", distinct), ("shared inputs", [shared] * 4)):
         alone = [plain(case, tensors) for tensors in inputs]
         workers = [
             threading.Thread(target=work, args=(tensors, expected, what), daemon=True)
