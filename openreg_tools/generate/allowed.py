@@ -20,9 +20,11 @@ from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, Sto
 from openreg_tools.generate import changes
 
 __all__ = [
-    "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "ROUNDS", "WITHOUT_VALUES", "Plain", "called", "differences",
+    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "ROUNDS", "WITHOUT_VALUES", "Plain", "called", "differences",
     "doubtful", "in_plain_memory", "is_elsewhere", "is_uncompared", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
 ]  # fmt: skip
+
+BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
 
 # Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
 # ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
@@ -99,7 +101,7 @@ class Plain(Move):
 
 def called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
     """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
-    with survey.at_most(4 << 30):
+    with survey.at_most(BYTES):
         out, written = schemas._call(name, call, move)
         if move.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(move.device)

@@ -125,7 +125,7 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
         how it ended: "equal", "both raised", "allowed" (a difference that the tool allows, with a note), "failed".
     """
     name = case["op"]
-    torch.empty(1, device=device)  # takes the device's memory before a limit on this process's
+    _limit_memory(device)  # which takes the device's memory before a limit on this process's
     at("arguments")
     try:
         with warnings.catch_warnings():
@@ -136,6 +136,15 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
     with warnings.catch_warnings(), schemas._filled_memory():
         warnings.simplefilter("ignore")
         return _compared(name, call, device, at)
+
+
+@functools.cache
+def _limit_memory(device: str) -> None:
+    """Limit tensors on the device to `allowed.BYTES`, if its module can."""
+    torch.empty(1, device=device)
+    module = torch.get_device_module(device)
+    if limit := getattr(module, "set_per_process_memory_fraction", None):
+        limit(min(1.0, allowed.BYTES / module.mem_get_info(device)[1]), device)
 
 
 def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> Record:
