@@ -74,7 +74,7 @@ def adamw_step_(
         g = -g if maximize else g
         step += 1
         t = step.item()
-        m = torch.lerp(exp_avg.to(wide), g, 1 - beta1)
+        m = exp_avg.to(wide) + (g - exp_avg) * (1 - beta1)
         v = exp_avg_sq.to(wide) * beta2 + (1 - beta2) * g * g
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)

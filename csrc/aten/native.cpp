@@ -167,7 +167,14 @@ class NativeKernel final : public c10::OperatorKernel {
       LendGenerator lend(draws_, draws_ ? call.device() : c10::DeviceIndex(0));
       call.device();
       LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());
-      call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+      try {
+        call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+      } catch (const c10::Error& error) { // only quantized tensors of torch.empty have an UnknownQuantizer
+        TORCH_CHECK_NOT_IMPLEMENTED(error.msg().find("UnknownQuantizer") == std::string::npos, op.operator_name().name,
+            ": expected quantized tensors with a quantizer, but got one that torch.empty made; use "
+            "torch.quantize_per_tensor or torch._empty_affine_quantized");
+        throw;
+      }
     }
     if (C10_UNLIKELY(for_host)) return;
     const size_t returns = op.schema().returns().size();

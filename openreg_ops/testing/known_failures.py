@@ -68,6 +68,7 @@ MAY_PASS: dict[str, set[str]] = {"openreg::linear_cross_entropy_gradients": {"la
 DIFFERENT: dict[str, str] = {
     "openreg::adamw_step_": "a beta that makes the bias correction 0 is an error of Python's division on the CPU",
     "openreg::adamw_step_.tensor_lr": "as adamw_step_",
+    "openreg::attention_backward": "a logsumexp that does not match: NaN in query or key is lost where it is finite",
     "openreg::grouped_linear_backward": "bool[3] of another length is refused before the kernel in C++ only",
     "openreg::linear_cross_entropy_gradients": "as grouped_linear_backward",
 }

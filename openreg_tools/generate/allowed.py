@@ -20,12 +20,14 @@ from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, Sto
 from openreg_tools.generate import changes
 
 __all__ = [
-    "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "ROUNDS", "WITHOUT_VALUES", "Plain", "called", "differences",
-    "doubtful", "in_plain_memory", "is_elsewhere", "is_uncompared", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
+    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "ROUNDS", "WITHOUT_VALUES", "Plain", "called", "differences",
+    "READ_AND_WRITTEN", "doubtful", "in_plain_memory", "is_elsewhere", "is_finite_equal", "is_read_and_written", "is_uncompared", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
 ]  # fmt: skip
 
-# Operators whose results are compared in shape, dtype and layout, but not in values, beside those that allocate (see
-# `schemas.is_uninitialized`). Random operators are compared from one seed if the device draws the CPU's numbers.
+BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
+
+# Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
+# ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
 WITHOUT_VALUES: dict[str, str] = {
     **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
     "aten::set_": "makes a tensor without memory",
@@ -33,6 +35,9 @@ WITHOUT_VALUES: dict[str, str] = {
         f"aten::{name}": "grows a storage that is too small: the new part is uninitialized"
         for name in (
             "set_.source_Storage_storage_offset",
+            "set_.source_Tensor",
+            "set.source_Tensor",
+            "set.source_Tensor_out",
             "set_.source_Tensor_storage_offset",
             "set.source_Storage_storage_offset",
             "set.source_Storage_storage_offset_out",
@@ -60,6 +65,7 @@ ABOUT_MEMORY = re.compile(
 # Operators whose CPU kernels ignore the strides of an argument, which PyTorch makes contiguous before it calls them.
 IGNORES_STRIDES: dict[str, str] = {
     "aten::native_group_norm_backward": "the derivative of native_group_norm passes contiguous gradients",
+    "aten::native_layer_norm_backward": "mean and rstd are results of native_layer_norm, which are contiguous",
     "aten::_dyn_quant_matmul_4bit": "quantized linear layers pass contiguous rows",
     "aten::_weight_norm_interface_backward": "its derivative passes contiguous tensors",
     "aten::_embedding_bag": "a result for backward is empty where a fast path for these strides does not need it",
@@ -82,6 +88,7 @@ MEMORY = re.compile(
 OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds")
 ROUNDS = "terms of a half type that cancel are rounded at the size of the largest element"
 OVERFLOWS = "an intermediate result overflows on one side"
+READ_AND_WRITTEN = "memory is written to that is also read in other places, which PyTorch does not detect"
 ELSEWHERE = "an argument is on another device or has no memory, or the call does not name the device"
 
 
@@ -99,7 +106,7 @@ class Plain(Move):
 
 def called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
     """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
-    with survey.at_most(4 << 30):
+    with survey.at_most(BYTES):
         out, written = schemas._call(name, call, move)
         if move.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(move.device)
@@ -162,20 +169,34 @@ def overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> b
         x = widened(x.resolve_conj().resolve_neg()).abs()
         return bool((x.isfinite() & (x > torch.finfo(x.dtype).max ** 0.5)).any())
 
-    if not unequal or not any(map(is_large, tree_leaves((call.args, call.kwargs)))):
-        return False
-    return all(
+    return is_finite_equal(unequal) and any(map(is_large, tree_leaves((call.args, call.kwargs))))
+
+
+def is_finite_equal(unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether results differ only where one is not finite."""
+    return bool(unequal) and all(
         not (expected.isfinite() & actual.isfinite() & ~torch.isclose(expected, actual)).any()
         for expected, actual in ((widened(e), widened(a)) for e, a in unequal)
     )
 
 
-def rounds(unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether results of half types differ by one rounding of the largest element: terms that cancel had its size."""
+def rounds(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether results of half types differ by one rounding of the largest element: terms that cancel had its size.
+
+    It is the largest of the result, or of the arguments: where every term cancels, the result has none of that size.
+    """
+
+    def largest(x: torch.Tensor) -> float:
+        x = x.detach().resolve_conj().resolve_neg().float().nan_to_num(0.0, 0.0, 0.0)
+        return float(x.abs().max()) if x.numel() else 0.0
+
+    halves = (torch.float16, torch.bfloat16)
+    leaves = tree_leaves((call.args, call.kwargs))
+    given = max((largest(x) for x in leaves if changes._is_plain(x) and x.dtype in halves), default=0.0)
     return bool(unequal) and all(
-        expected.dtype in (torch.float16, torch.bfloat16)
+        expected.dtype in halves
         and (expected.float() - actual.float()).abs().max()
-        <= torch.finfo(expected.dtype).eps * expected.float().abs().max()
+        <= torch.finfo(expected.dtype).eps * max(given, largest(expected))
         for expected, actual in unequal
     )
 
@@ -214,6 +235,26 @@ def _is_memory_separate(name: str, call: Call) -> bool:
         return False
     storages = collections.Counter(leaf.untyped_storage()._cdata for leaf, _ in tensors.values())
     return all(storages[leaf.untyped_storage()._cdata] == 1 for leaf, is_written in tensors.values() if is_written)
+
+
+def is_read_and_written(name: str, call: Call) -> bool:
+    """Whether an argument that is written shares memory with another, but is not the same view of it.
+
+    PyTorch refuses such calls, but only if both arguments are dense. The results depend on the order of the elements.
+    """
+    leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs))]
+    written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
+
+    def view(t: torch.Tensor) -> tuple[Any, ...]:
+        return t.shape, t.stride(), t.storage_offset(), t.dtype
+
+    return any(
+        changes._is_plain(other)
+        and other.untyped_storage()._cdata == leaves[i].untyped_storage()._cdata
+        and view(other) != view(leaves[i])
+        for i in written
+        for other in leaves
+    )
 
 
 def _differs_plain(name: str, call: Call) -> bool:

@@ -61,7 +61,7 @@ class Child(Worker):
             return answer
         if where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"]):
             return {"end": "failed", "kind": kind, "message": message, "call": ""}
-        side = "the CPU's kernel" if where == "cpu" else f"the tool's step {where!r}"
+        side = "the CPU's kernel" if where in ("cpu", "cpu alone") else f"the tool's step {where!r}"
         return {"end": "allowed", "note": f"{side} ends the process" if kind == "crash" else f"{side} hangs"}
 
     def bases(self, name: str) -> tuple[list[Any], bool, str]:

@@ -5,7 +5,9 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "../../ops/attention.h"
@@ -68,6 +70,13 @@ void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key
       ", but got ", bias->sizes());
 }
 
+// What the kernel returns for no heads, by whose number it divides.
+std::tuple<at::Tensor, at::Tensor> nothing(const at::Tensor& query, const at::Tensor& value) {
+  const auto batch = query.size(0), length = query.size(2);
+  return {at::empty({batch, 0, length, value.size(3)}, query.options()),
+      at::empty({batch, 0, length}, query.options().dtype(at::toOpMathType(query.scalar_type())))};
+}
+
 Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& bias, double dropout_p, bool is_causal, bool /*return_debug_mask*/,
     std::optional<double> scale) {
@@ -76,8 +85,9 @@ Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const 
       "dropout, but got dropout_p=",
       dropout_p, "; call scaled_dot_product_attention, which decomposes it");
   check_inputs("_scaled_dot_product_fused_attention_overrideable", query, key, value, bias);
-  auto [out, logsumexp] =
-      at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, bias, scale);
+  auto [out, logsumexp] = !key.size(1)
+      ? nothing(query, value)
+      : at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, bias, scale);
   const auto none = at::empty({0}, query.options().dtype(at::kLong));
   return {out, logsumexp, none, none, query.sym_size(2), key.sym_size(2), none, none, none};
 }
@@ -127,6 +137,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backw
   }
   ops::check_same_device(op, "query", query, "logsumexp", logsumexp);
   ops::check_shape(op, "logsumexp", logsumexp, query.sizes().slice(0, 3), "that of forward's output");
+  if (!key.size(1))
+    return {at::empty_like(query), at::empty_like(key), at::empty_like(value),
+        mask[3] ? at::zeros_like(bias) : at::Tensor()};
   auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, logsumexp,
       dropout_p, is_causal, bias.defined() ? std::optional(bias) : std::nullopt, scale);
   return {

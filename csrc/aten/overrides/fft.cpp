@@ -2,6 +2,7 @@
 // Both are computed in float32; only Half results are rounded to half precision, as on CUDA. Everything else is
 // PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
 #include <ATen/native/Resize.h>
+#include <ATen/WrapDimUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -27,10 +28,10 @@ std::vector<int64_t> signal_sizes(const at::Tensor& self, const c10::IValue* arg
   const auto rank = self.dim(), most = static_cast<int64_t>(given.empty() ? static_cast<size_t>(rank) : given.size());
   if (arguments[2].isNone())
     for (int64_t d = std::max<int64_t>(rank - most, 0); d < rank; ++d) dims.push_back(d);
+  for (int64_t& d : dims) d = at::maybe_wrap_dim(d, rank, /*wrap_scalar=*/false); // or IndexError
   for (size_t i = 0; i < dims.size(); ++i) {
     if (i < given.size() && given[i] != -1) sizes.push_back(given[i]);
-    else if (dims[i] >= -rank && dims[i] < rank)
-      sizes.push_back(from_half && i + 1 == dims.size() ? 2 * (self.size(dims[i]) - 1) : self.size(dims[i]));
+    else sizes.push_back(from_half && i + 1 == dims.size() ? 2 * (self.size(dims[i]) - 1) : self.size(dims[i]));
   }
   return sizes;
 }

@@ -434,15 +434,20 @@ std::tuple<Tensor, Tensor> rnn_packed(const Tensor& data, const Tensor& batch_si
 
 // PyTorch's single-step composites check their arguments; only the arithmetic is the CPU's.
 void check_step(const char* op, int64_t count, const Tensor& input, TensorList hx, const Weights& w) {
-  TORCH_CHECK_INDEX(input.dim() >= 2, op, ": expected input of two dimensions, but got shape ", input.sizes());
-  check_two_dimensions(op, "input", input);
-  check_two_dimensions(op, "w_ih", w.ih);
-  check_two_dimensions(op, "w_hh", w.hh);
-  const int64_t hidden = w.hh.size(1);
+  // Where PyTorch's composites read the size of a dimension that is missing, they raise IndexError.
+  const auto check_dimensions = [op](const char* name, const Tensor& x) {
+    TORCH_CHECK_INDEX(
+        !x.defined() || x.dim() >= 2, op, ": expected ", name, " of two dimensions, but got shape ", x.sizes());
+    check_two_dimensions(op, name, x);
+  };
+  check_dimensions("input", input);
+  check_dimensions("w_ih", w.ih);
   TORCH_CHECK(input.size(1) == w.ih.size(1), "input has inconsistent input_size: got ", input.size(1), " expected ",
       w.ih.size(1));
+  check_dimensions("w_hh", w.hh);
+  const int64_t hidden = w.hh.size(1);
   for (size_t i = 0; i < hx.size(); ++i) {
-    check_two_dimensions(op, "hx", hx[i]);
+    check_dimensions("hx", hx[i]);
     TORCH_CHECK(input.size(0) == hx[i].size(0), "Input batch size ", input.size(0), " doesn't match hidden", i,
         " batch size ", hx[i].size(0));
     TORCH_CHECK(hx[i].size(1) == hidden, "hidden", i, " has inconsistent hidden_size: got ", hx[i].size(1),
