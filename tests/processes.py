@@ -7,6 +7,7 @@ tests keeps one process that has imported torch and no device, and that forks fo
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import json
@@ -30,11 +31,19 @@ OBEYED = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS", "TORCH_DEVI
 
 
 def python(
-    *arguments: str | Path, cwd: str | Path = ".", input: str = "", timeout: float = 600, **environment: str
+    *arguments: str | Path,
+    cwd: str | Path = ".",
+    input: str = "",
+    timeout: float = 600,
+    dynamo: bool = False,
+    destructors: bool = False,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -P ARGUMENTS`` (``-c CODE …``, ``-m MODULE …`` or ``FILE …``), with `environment` added to this one.
 
     stdout and stderr are in the result; after `timeout` seconds it is killed, and subprocess.TimeoutExpired is raised.
+    `dynamo` is for a program that compiles: Dynamo is imported already, which takes a second. `destructors` is for a
+    program whose end is tested: what torch has loaded is destroyed too.
     """
     words = [str(each) for each in arguments]
     env = {**os.environ, **environment}
@@ -49,7 +58,7 @@ def python(
         (folder / "stdin").write_text(input)
         request = {"folder": name, "arguments": words, "env": env, "cwd": str(Path(cwd).absolute())}
         (folder / "request").write_text(json.dumps(request))
-        server = _server()
+        server = _server(dynamo, destructors)
         print(folder / "request", file=server.stdin, flush=True)
         process = int(server.stdout.readline())
         began, timer = time.monotonic(), threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
@@ -67,10 +76,10 @@ def _early(env: Mapping[str, str]) -> dict[str, str]:
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(dynamo: bool, destructors: bool) -> subprocess.Popen[str]:
     env = {name: value for name, value in os.environ.items() if name not in OBEYED}
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    command = [sys.executable, "-P", __file__]
+    command = [sys.executable, "-P", __file__, *["dynamo"] * dynamo, *["destructors"] * destructors]
     server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(server.stdin.close)
     return server
@@ -78,8 +87,16 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> dict | None:
     """Fork for each request, and tell its process and then its status. In a fork, return the request."""
+    loaded: list[str] = []
+    if "destructors" not in sys.argv:
+        atexit.register(_keep, loaded)  # before torch registers anything, so it comes last
     import torch  # noqa: F401
 
+    if "dynamo" in sys.argv:
+        import torch._dynamo  # noqa: F401
+    if "destructors" not in sys.argv:
+        _end_after_own_destructors()
+    loaded += sys.modules
     gc.freeze()  # a scan in a fork, as at its end, would copy the pages: half a second
     for line in sys.stdin:
         process = os.fork()
@@ -88,6 +105,20 @@ def _serve() -> dict | None:
         print(process, flush=True)
         print(os.waitpid(process, 0)[1], flush=True)
     return None
+
+
+def _keep(names: list[str]) -> None:
+    """Keep Python from clearing these modules at its end, which copies every page that they are on."""
+    needed = {"builtins", "sys", "warnings"}  # by the rest of the end
+    kept = [sys.modules.pop(name) for name in {*names} - needed if name in sys.modules]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def _end_after_own_destructors() -> None:
+    """End a fork once the destructors of what it has loaded itself have run: those of torch take 0.2 seconds."""
+    library = ctypes.CDLL(None)
+    library.on_exit(library._exit, None)
+    library.__cxa_atexit(library.fflush, None, None)  # called before _exit, because it is registered after it
 
 
 def _become(request: dict) -> None:

@@ -491,7 +491,7 @@ else:
 @pytest.mark.parametrize("size", [2, 4])
 def test_strategies_by_pytorchs_own_validator(size):
     pytest.importorskip("torch.distributed.tensor._ops.strategy_validation")
-    done = python("-c", VALIDATE, str(size))
+    done = python("-c", VALIDATE, str(size), dynamo=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

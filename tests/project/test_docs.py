@@ -125,11 +125,13 @@ def test_a_block_runs(page, heading, code, folder):
     code = code.replace('device="cuda"', 'device="cpu"')  # the one block that shows another device
     if re.search(r"^def test_|^@pytest", code, re.M):
         (folder / "test_block.py").write_text(setup + code)
-        done = python("-m", "pytest", "-q", "-p", "openreg_ops", "--device=openreg", "test_block.py", cwd=folder)
+        done = python(
+            "-m", "pytest", "-q", "-p", "openreg_ops", "--device=openreg", "test_block.py", cwd=folder, dynamo=True
+        )
         assert done.returncode == 0, done.stdout
         return
     (folder / "program.py").write_text("import openreg_ops\n" + setup + code)
-    done = python("program.py", cwd=folder)
+    done = python("program.py", cwd=folder, dynamo=True)
     errors = [line for line in done.stderr.splitlines() if not any(text in line for text in KNOWN)]
     if page == "docs/checker.md":  # says what it checks
         errors = [line for line in errors if not line.startswith("checking ")]
@@ -157,7 +159,7 @@ def test_the_operator_of_the_readme_passes_opcheck(folder):
     code = named("README.md")["my_ops.py"]
     code += "torch.library.opcheck(scale, (torch.randn(3, 4), 2.0))\n"
     (folder / "program.py").write_text(code)
-    done = python("program.py", cwd=folder)
+    done = python("program.py", cwd=folder, dynamo=True)
     assert done.returncode == 0, done.stderr
 
 

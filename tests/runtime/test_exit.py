@@ -25,13 +25,13 @@ PROGRAMS = {
 def test_ends_cleanly(name):
     code = f"import torch, openreg_ops\nD = 'openreg'\n{PROGRAMS[name]}\nprint('end')"
     for _ in range(3):  # it was a race: half of all processes that had run a backward aborted
-        done = python("-c", code)
+        done = python("-c", code, destructors=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_an_error_keeps_its_exit_status():
     code = "import torch, openreg_ops\ntorch.ones(2, device='openreg', requires_grad=True).sum().backward()\nraise SystemExit(3)"
-    assert python("-c", code).returncode == 3
+    assert python("-c", code, destructors=True).returncode == 3
 
 
 def test_a_forked_child_ends_cleanly():
@@ -52,7 +52,7 @@ def test_a_forked_child_ends_cleanly():
         "    del x; raise SystemExit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    done = python("-c", code)
+    done = python("-c", code, destructors=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -128,7 +128,7 @@ for use in {list(USES.values())!r}:
     in_child(lambda: (exec(use), in_child(check), torch.openreg.synchronize()))
 in_child(lambda: (torch.openreg.init(), in_child(lambda: in_child(check))))  # a grandchild neither
 """
-    done = python("-c", code)
+    done = python("-c", code, destructors=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -143,7 +143,7 @@ def test_a_child_of_a_parent_that_used_no_device_may_use_one():
         "    assert (torch.ones(3, device='openreg') + 1).tolist() == [2, 2, 2]; raise SystemExit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    done = python("-c", code)
+    done = python("-c", code, destructors=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -154,5 +154,5 @@ def test_exit_with_work_in_flight():
         "torch.openreg._sleep(300_000_000)\n"
         "x = torch.ones(1 << 20).pin_memory().to('openreg', non_blocking=True); y = torch.ops.openreg.custom_abs(x)"
     )
-    done = python("-c", code)
+    done = python("-c", code, destructors=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -110,7 +110,7 @@ print(threading.active_count() > 1)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_threads_that_are_left_in_a_deadlock_let_the_process_end():
-    done = python("-c", EXITS.format(folder=os.path.dirname(__file__)), timeout=90)
+    done = python("-c", EXITS.format(folder=os.path.dirname(__file__)), timeout=90, destructors=True)
     assert done.returncode == 0 and done.stdout.splitlines() == ["[True]", "True"], done.stderr
 
 

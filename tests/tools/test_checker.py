@@ -1152,7 +1152,9 @@ def test_every_check_has_its_section():
 
 def command(*arguments, cwd):
     installed = Path(openreg_ops.__file__).parents[1]
-    return python("-m", "openreg_ops", "check", *arguments, cwd=cwd, PYTHONPATH=f"{installed}{os.pathsep}{cwd}")
+    return python(
+        "-m", "openreg_ops", "check", *arguments, cwd=cwd, dynamo=True, PYTHONPATH=f"{installed}{os.pathsep}{cwd}"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -387,7 +387,7 @@ def test_compiled_graphs_are_compared_at_their_boundaries(library, monkeypatch):
 def run_test(path, code):
     """Run a written test where a file defines the operators."""
     (path.parent / "conftest.py").write_text(code)
-    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", path, cwd=path.parent)
+    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", path, cwd=path.parent, dynamo=True)
 
 
 CONFTEST = """

@@ -109,9 +109,9 @@ def package(packages, request):
     return packages[request.param]
 
 
-def run(package, *arguments, **environment):
+def run(package, *arguments, **options):
     _, _, folder, site = package
-    done = python(*arguments, cwd=folder, PYTHONPATH=f"{PATH}{os.pathsep}{site}", **environment)
+    done = python(*arguments, cwd=folder, PYTHONPATH=f"{PATH}{os.pathsep}{site}", **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -120,7 +120,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.processes]
 
 
 def test_its_own_tests_pass(package):
-    done = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", dynamo=True)
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
