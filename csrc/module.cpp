@@ -4,19 +4,14 @@
 #include <torch/csrc/Event.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Stream.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pthread.h>
 
-#include <chrono>
-#include <filesystem>
-#include <fstream>
 #include <set>
 #include <string>
-#include <thread>
 #include <unordered_map>
 
 #include "aten/autograd_fallback.h"
@@ -34,6 +29,7 @@
 #include "backend/sharing.h"
 #include "backend/sync_debug.h"
 #include "compat.h"
+#include "exit_bindings.h"
 #include "graph_bindings.h"
 #include "ops/checks.h"
 #include "runtime/device.h"
@@ -59,30 +55,6 @@ TORCH_PYTHON_API c10::IValue toIValue(py::handle object, const c10::TypePtr& typ
 } // namespace torch::jit
 
 namespace {
-
-// Whether the process has autograd engine threads, recognized by name.
-bool has_autograd_threads() {
-  std::error_code ignored;
-  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", ignored)) {
-    std::string name;
-    std::getline(std::ifstream(task.path() / "comm"), name);
-    if (name.starts_with("pt_autograd")) return true;
-  }
-  return false;
-}
-
-// Note [Exit]
-// The engine runs a device's backward on its own threads and asks them to end only when the process ends. By then
-// Python is finalizing, a thread that takes the GIL is canceled inside a destructor, and the process aborts ("terminate
-// called without an active exception"). So we end them here, at Python's atexit, and wait until they are gone.
-void stop_autograd_threads() {
-  if (!has_autograd_threads()) return;
-  py::gil_scoped_release threads_need_it;
-  torch::autograd::Engine::get_default_engine().stop();
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10); // of a busy machine
-  while (has_autograd_threads() && std::chrono::steady_clock::now() < deadline)
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-}
 
 // A thread must not hold Python's lock while another thread's work has the turn, because that work may need the lock.
 void wait_without_python(void (*wait)(void*), void* argument) {
@@ -221,6 +193,7 @@ PYBIND11_MODULE(_C, m) {
   openreg::bind_graphs(m);
   openreg::bind_compiled_graphs(m);
   openreg::bind_schedules(m);
+  openreg::bind_exit(m);
   m.def("register_native_kernels", &openreg::register_native_kernels);
   m.def("device_count", &openreg::device_count);
   m.def("device_memory", &openreg::device_memory);
@@ -260,20 +233,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("reset_fallback_report", &openreg::reset_fallback_report);
   m.def("route_operator", &openreg::route_operator);
   m.def("set_autograd_fallback", &openreg::set_autograd_fallback);
-  m.def("stop_autograd_threads", &stop_autograd_threads);
-  // At exit, when no one can see the queued work any more: waits for it until a signal arrives, unless it is dropped.
-  m.def(
-      "stop_workers",
-      [](bool drop) {
-        try {
-          if (!drop && !openreg::forked()) openreg::detail::wait_for_queued(openreg::detail::Interrupt::kThrows);
-        } catch (...) {
-          openreg::detail::drop_queued();
-          throw;
-        }
-        drop ? openreg::detail::drop_queued() : openreg::stop_workers();
-      },
-      py::call_guard<py::gil_scoped_release>());
   m.def("arm_fault", [](int fault, int device, uint64_t after, uint64_t times, int64_t nanoseconds) {
     return openreg::arm({static_cast<openreg::Fault>(fault), device, after, times, nanoseconds});
   });

@@ -10,6 +10,7 @@ import atexit
 import importlib
 import importlib.metadata
 import sys
+import threading
 from typing import Any
 
 
@@ -84,14 +85,19 @@ except environment.WrongVariable as wrong:
     _refuse(wrong)
 
 
-def _stop_workers() -> None:
-    """Wait for queued work when the process ends; if Ctrl-C ends it, drop the work that has not begun."""
-    _C.stop_workers(getattr(sys, "last_type", None) is KeyboardInterrupt)
+def _end_threads() -> None:
+    if threading.active_count() > 1:
+        _C.end_threads()
+
+
+def _end_workers() -> None:
+    _C.end_workers(getattr(sys, "last_type", None) is KeyboardInterrupt)  # if Ctrl-C ends it, drops what has not begun
 
 
 atexit.register(_C.observe, False)
-atexit.register(_stop_workers)
-atexit.register(_C.stop_autograd_threads)  # see Note [Exit] in csrc/module.cpp
+atexit.register(_end_workers)  # from here on, the last one first; see Note [Exit] in csrc/exit_bindings.cpp
+atexit.register(_C.end_autograd_threads)
+atexit.register(_end_threads)
 
 from openreg_ops.building import cmake_prefix_path, include_paths, library_paths  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403

@@ -94,12 +94,12 @@ void ExternalEvent::block(Stream stream) const {
   const auto point = latest();
   if (!point || point->is_reached() || point->stream == stream) return;
   const Site site("wait for an event", Site::kWait);
-  const auto wait = [point] { // on a worker, which holds no turn and handles no signals
+  auto wait = detail::profiled(stream, site, [point] { // on a worker, which holds no turn and handles no signals
     while (!point->wait_for(detail::kSlice) && !detail::dropping()) {
     }
-  };
-  detail::queue_wait(
-      stream, detail::profiled(stream, site, wait), site, {[point] { return point->is_reached(); }, point->stream});
+  });
+  if (!detail::scheduled()) return detail::queue_wait(stream, std::move(wait), site);
+  detail::queue_wait(stream, std::move(wait), site, {[point] { return point->is_reached(); }, point->stream});
 }
 
 bool ExternalEvent::query() const {

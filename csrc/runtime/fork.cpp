@@ -5,6 +5,7 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "exit.h"
 #include "schedule.h"
 #include "stream.h"
 
@@ -30,6 +31,7 @@ bool forked() noexcept {
 }
 
 void check_not_forked() {
+  detail::stay_at_exit(); // here, because every use of the device begins here
   if (forked()) [[unlikely]]
     throw std::runtime_error(
         "Cannot re-initialize openreg in forked subprocess. To use openreg with multiprocessing, you must use the "

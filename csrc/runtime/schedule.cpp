@@ -291,7 +291,7 @@ ThreadOfOrder this_thread() {
 ThreadOfOrder add_thread() {
   const auto s = the_schedule();
   std::lock_guard lock(s->mutex);
-  return {s, s->add_thread()};
+  return {s, s->add_thread(my_thread)};
 }
 
 void enter_thread(const ThreadOfOrder& made) {
@@ -337,12 +337,14 @@ bool ask_about(const char* name, Stream stream, Question what, double seconds = 
     std::lock_guard lock(s->mutex);
     const Step step = s->next_step(my_thread, static_cast<std::uint32_t>(what));
     if (step.poll < kLogged) s->log(Action::kQuery, step, stream, name);
-    seconds += s->skipped;
+    HostThread& me = s->thread(my_thread);
+    me.wakes_at = me.now + seconds;
   }
   give_way(*s, nullptr);
   std::lock_guard lock(s->mutex);
-  s->skipped = std::max(s->skipped, seconds);
-  return std::exchange(s->thread(my_thread).alone, false);
+  HostThread& me = s->thread(my_thread);
+  me.come_to(me.wakes_at);
+  return std::exchange(me.alone, false);
 }
 
 } // namespace
@@ -355,7 +357,7 @@ double skipped_seconds() noexcept {
   const auto s = the_schedule();
   if (!s || my_thread == kUnknown) return 0;
   std::lock_guard lock(s->mutex);
-  return s->skipped;
+  return s->thread(my_thread).now;
 }
 
 Parked park_thread(double timeout) {
@@ -381,14 +383,16 @@ Parked park_thread(double timeout) {
   if (unpark()) return Parked::kWoken;
   std::lock_guard lock(s->mutex);
   if (!s->on) return s->deadlocked ? Parked::kDeadlocked : Parked::kOver;
-  s->skipped = std::max(s->skipped, me.times_out_at);
+  me.come_to(me.times_out_at);
   return Parked::kTimedOut;
 }
 
 bool wake_thread(const ThreadOfOrder& thread) {
   if (thread.number == kUnknown || !detail::scheduled()) return false;
   std::lock_guard lock(thread.schedule->mutex);
-  thread.schedule->thread(thread.number).woken = true;
+  HostThread& woken = thread.schedule->thread(thread.number);
+  woken.woken = true;
+  if (my_schedule == thread.schedule && my_thread != kUnknown) woken.come_to(thread.schedule->thread(my_thread).now);
   return thread.schedule->on;
 }
 

@@ -98,7 +98,7 @@ void Scheduler::park(int number, double timeout) {
   me.parked = true;
   me.parked_in = all_rounds_;
   me.timeout.reset();
-  me.times_out_at = skipped + timeout;
+  me.times_out_at = me.now + timeout;
   if (timeout >= 0)
     me.timeout = Clock::now() +
         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(timeout, 1e9)));
@@ -145,20 +145,33 @@ bool Scheduler::stuck() {
   return false;
 }
 
-int Scheduler::times_out(bool asking) {
+int Scheduler::times_out(const std::vector<int>& asking) {
   const auto now = Clock::now();
   const bool outside = acts_outside();
   const bool passes = !outside && (!order_.others || now - *idle_since_ > kOthers);
+  std::optional<double> wakes; // the first one that sleeps
+  for (const int each : asking)
+    if (thread(each).sleeps()) wakes = std::min(wakes.value_or(thread(each).wakes_at), thread(each).wakes_at);
   int found = kUnknown;
   for (int i = 0; i < thread_count(); ++i) {
     const HostThread& each = thread(i);
     if (!each.alive || !each.parked || !each.timeout) continue;
-    const bool first = !asking || each.times_out_at <= skipped || all_rounds_ - each.parked_in > kRounds;
+    const bool first = asking.empty() || (wakes ? each.times_out_at <= *wakes : all_rounds_ - each.parked_in > kRounds);
     if ((passes ? first : now >= *each.timeout) &&
         (found == kUnknown || each.times_out_at < thread(found).times_out_at))
       found = i;
   }
   return found;
+}
+
+std::vector<int> Scheduler::next_in_time(std::vector<int> asking) {
+  const auto later = [&](int one, int other) { // which only sleepers are
+    return thread(one).sleeps() && thread(other).sleeps() && thread(other).wakes_at < thread(one).wakes_at;
+  };
+  std::erase_if(asking, [&, all = asking](int one) {
+    return std::any_of(all.begin(), all.end(), [&](int other) { return later(one, other); });
+  });
+  return asking;
 }
 
 Scheduler::Choice Scheduler::choose(int me) {
@@ -173,12 +186,12 @@ Scheduler::Choice Scheduler::choose(int me) {
     if (!idle_since_) idle_since_ = Clock::now(), computed_ = computed();
     if (!rounds_) first_round_ = Clock::now();
     const bool livelock = rounds_ > kRounds && Clock::now() - first_round_ > order_.patience && !acts_outside();
-    const int timed = livelock ? kUnknown : times_out(!asking.empty());
+    const int timed = livelock ? kUnknown : times_out(asking);
     if (timed == kUnknown && (livelock || asking.empty())) return {};
     ++rounds_, ++all_rounds_;
     if (timed != kUnknown) return {nullptr, timed};
-    for (const int each : asking) thread(each).yields = false, thread(each).alone = true;
-    ready = std::move(asking);
+    ready = next_in_time(std::move(asking));
+    for (const int each : ready) thread(each).yields = false, thread(each).alone = true;
   }
   return overdue(by_style(me, lines, ready), lines, ready);
 }

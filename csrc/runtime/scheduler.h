@@ -61,7 +61,9 @@ struct HostThread : Actor {
   bool alone = false;      // it asks, and no other can continue
   bool alive = true, parked = false, woken = false;
   std::optional<std::chrono::steady_clock::time_point> timeout; // of a parked one
-  double times_out_at = 0;                                      // the same, in skipped seconds
+  double times_out_at = 0;                                      // the same, in the seconds of `now`
+  double now = 0;      // the seconds that it has skipped: in sleeps and timeouts, and until whoever has woken it
+  double wakes_at = 0; // from its sleep
   std::uint64_t parked_in = 0;                                  // which round
   bool chosen = false;                                          // it may run
   bool outside = false;                                         // others continue without it
@@ -69,6 +71,8 @@ struct HostThread : Actor {
   const detail::Awaited* wait = nullptr;
   Step step(int thread) const { return {thread, steps, polls}; }
   bool ready() const { return alive && !outside && (parked ? woken : !wait || wait->done()); }
+  bool sleeps() const { return wakes_at > now; }
+  void come_to(double time) { now = std::max(now, time); }
 };
 
 class Scheduler {
@@ -84,7 +88,6 @@ class Scheduler {
   int running = 0; // the thread that has the turn; kUnknown: none
   bool runs_item = false;
   std::chrono::steady_clock::time_point moved; // when something last happened
-  double skipped = 0; // seconds that sleeps and timeouts would have taken
 
   HostThread& thread(int number) { return threads_[static_cast<std::size_t>(number)]; }
   int thread_count() const { return static_cast<int>(threads_.size()); }
@@ -95,8 +98,9 @@ class Scheduler {
     thread(number).chosen = true;
     changed.notify_all();
   }
-  int add_thread() {
+  int add_thread(int by) {
     threads_.push_back(host());
+    if (by != kUnknown) threads_.back().now = thread(by).now;
     return thread_count() - 1;
   }
 
@@ -158,9 +162,11 @@ class Scheduler {
     return choice.line ? static_cast<Actor&>(*choice.line) : static_cast<Actor&>(thread(choice.thread));
   }
 
-  // The thread whose wait times out now, when nothing can continue except threads that ask. Those go first until the
-  // skipped time has reached the timeout, or for many rounds.
-  int times_out(bool asking);
+  // When nothing can continue except threads that ask: the threads whose time comes next. Sleeps and timeouts pass in
+  // order, in all threads at once; a thread that asks without a sleep always continues, and a timeout passes after many
+  // rounds of that.
+  std::vector<int> next_in_time(std::vector<int> asking);
+  int times_out(const std::vector<int>& asking);
 
   ScheduledQueue* find(Stream stream);
   ScheduledQueue& line(Stream stream);

@@ -12,6 +12,7 @@
 
 #include "device.h"
 #include "error.h"
+#include "exit.h"
 #include "fault.h"
 #include "fork.h"
 #include "graph.h"
@@ -259,10 +260,13 @@ bool is_plain(std::uint32_t attention) {
 // Runs work on its caller's thread, in its stream's turn, with access to device memory, and logs it in a profile.
 void run_here(
     Stream stream, const openreg_site& site, std::uint32_t attention, const openreg_work& work, void* context) {
-  const detail::Turn turn(detail::turn_of(stream.device, stream.id));
-  const detail::Access access(attention & detail::kIsolationBit);
-  const detail::Profiled profiled(attention & detail::kProfileBit, stream, site);
-  detail::run_work(work, context);
+  {
+    const detail::Turn turn(detail::turn_of(stream.device, stream.id));
+    const detail::Access access(attention & detail::kIsolationBit);
+    const detail::Profiled profiled(attention & detail::kProfileBit, stream, site);
+    detail::run_work(work, context);
+  }
+  detail::stay_at_exit();
 }
 
 } // namespace
@@ -351,6 +355,7 @@ void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& 
   auto wait = [after] {
     if (Queue* queue = find_queue(after.stream)) queue->wait(after.number, Interrupt::kNever);
   };
+  if (!scheduled()) return queue_wait(stream, profiled(stream, site, wait), site);
   queue_wait(stream, profiled(stream, site, wait), site, {[after] { return done(after); }, after.stream});
 }
 

@@ -12,7 +12,9 @@ namespace {
 std::array<detail::TurnState, kMaxDevices * kStreams> turns;
 
 void wait(void* turn) {
-  static_cast<detail::TurnState*>(turn)->mutex.wait();
+  auto* const held = static_cast<detail::TurnState*>(turn);
+  held->mutex.wait();
+  detail::held_turn = held; // from here on, as Note [Exit] asks whether the thread has one
 }
 
 } // namespace

@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "exit.h"
+
 namespace openreg {
 namespace {
 
@@ -24,8 +26,13 @@ bool detail::check_signals() {
 }
 
 void detail::wait_around(void (*wait)(void*), void* argument) {
-  if (const auto around = around_wait.load()) around(wait, argument);
-  else wait(argument);
+  auto whole = [=] {
+    wait(argument);
+    stay_at_exit();
+  };
+  const auto run = [](void* each) { (*static_cast<decltype(whole)*>(each))(); };
+  if (const auto around = around_wait.load()) around(run, &whole);
+  else run(&whole);
 }
 
 } // namespace openreg

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -184,15 +185,30 @@ def schedules(
 
 def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
     wanted = "schedules: expected seeds to be a number of orders above 0, or a list of seeds"
-    if isinstance(seeds, bool) or not isinstance(seeds, int | Iterable) or isinstance(seeds, str):
+    count = _index(seeds)
+    if count is None and (isinstance(seeds, bool | str) or not isinstance(seeds, Iterable)):
         raise TypeError(f"{wanted}, but got {seeds!r}")
-    found = range(seeds) if isinstance(seeds, int) else list(seeds)
-    for each in found if isinstance(found, list) else ():
-        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**64:
-            raise ValueError(f"{wanted}, each from 0 to 2**64 - 1, but got {each!r}")
+    found = range(count) if count is not None else list(seeds)  # type: ignore[arg-type]
     if not found:
         raise ValueError(f"{wanted}, but got {seeds!r}")
-    return found
+    if isinstance(found, range):
+        return found
+    numbers = []
+    for each in found:
+        if (number := _index(each)) is None or not 0 <= number < 2**64:
+            raise ValueError(f"{wanted}, each from 0 to 2**64 - 1, but got {each!r}")
+        numbers.append(number)
+    return numbers
+
+
+def _index(value: Any) -> int | None:
+    """The value of an integer of any type, also NumPy's and PyTorch's, but not of a bool."""
+    if isinstance(value, bool) or getattr(value, "ndim", 0):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 class Exploration:

@@ -45,6 +45,11 @@ class _Failed(Exception):
     """A test does not pass in an order; the text is its crash message."""
 
 
+def _passes(report: pytest.TestReport) -> bool:
+    """Whether the test, or its fixtures, raised nothing, even if it was to fail."""
+    return report.passed or str(report.longrepr).startswith("[XPASS(strict)]")
+
+
 def _tests(count: int) -> str:
     return f"{count} test{'s' * (count != 1)}"
 
@@ -89,6 +94,7 @@ class SchedulesPlugin:
         self.seeds = _seeds(seeds)
         self.found: dict[str, Schedules] = {}
         self.fails: dict[str, str] = {}  # tests that fail in their own order
+        self.expected: dict[str, str | None] = {}  # the reason for which a test may fail in the order where it does
         self.tried: dict[str, tuple[int, bool]] = {}  # orders, and whether one makes a difference; from all processes
         self.untried: dict[str, str] = {}  # tests, and why
         self.classes: set[pytest.Class] = set()
@@ -101,10 +107,15 @@ class SchedulesPlugin:
         self.explore(item)
         found = self.found.get(item.nodeid)
         for report in runtestprotocol(item, nextitem=nextitem, log=False):
-            if report.when == "call" and report.passed and item.nodeid in self.fails:
+            passes = report.when == "call" and _passes(report)
+            if passes and item.nodeid in self.fails:
                 self.untried[item.nodeid] = f"fails when its orders are tried: {self.fails[item.nodeid]}"
-            if report.when == "call" and report.passed and found and not found.passed:
-                report.outcome = "skipped" if hasattr(report, "wasxfail") else "failed"
+            if passes and found and not found.passed:
+                reason = self.expected.get(item.nodeid)
+                report.outcome = "failed" if reason is None else "skipped"
+                vars(report).pop("wasxfail", None)
+                if reason is not None:
+                    report.wasxfail = reason
                 found.again = f"--device-schedules {found.difference.seed}:{found.difference.seed + 1}"
                 report.longrepr = str(found)
             item.ihook.pytest_runtest_logreport(report=report)
@@ -130,7 +141,8 @@ class SchedulesPlugin:
                 for report in runtestprotocol(item, nextitem=kept, log=False):
                     quiet.reports.append(report)
             for report in quiet.reports:
-                if not report.passed:
+                if not _passes(report):
+                    self.expected[item.nodeid] = getattr(report, "wasxfail", None)
                     crash = getattr(report.longrepr, "reprcrash", None)
                     raise _Failed(crash.message if crash else str(report.longrepr))
 

@@ -398,6 +398,27 @@ def timeout_that_is_longer():
 
 
 @into(TIMED)
+def sleeps_of_several_threads():
+    """They pass at once, so a timeout that is longer than each does not pass before."""
+    x, y, done, in_time = ones(), ones(), threading.Barrier(4), []
+
+    def work():
+        begun = time.monotonic()
+        for _ in range(10):
+            y.mul_(1)
+            time.sleep(10)
+        done.wait()
+        in_time.append(100 <= time.monotonic() - begun < 150)
+
+    threads = [in_thread(work) for _ in range(3)]
+    done.wait(timeout=200)
+    for thread in threads:
+        thread.join()
+    assert in_time == [True] * 3
+    return x
+
+
+@into(TIMED)
 def timeout_among_threads_that_ask():
     x, flag = ones(), threading.Event()
     thread = in_thread(until, flag.is_set)

@@ -29,6 +29,51 @@ def test_ends_cleanly(name):
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
+DAEMONS = """
+import threading, time, torch
+torch.openreg.set_launch_mode({mode!r})
+def work(call):
+    x = torch.ones(1000, device="openreg", requires_grad=True)
+    while True:
+        call(x)
+CALLS = [lambda x: x * 2, lambda x: x.sum().item(), {call}]
+def start():
+    for call in CALLS:
+        threading.Thread(target=work, args=(call,), daemon=True).start()
+{how}
+print("end")
+"""
+
+
+@pytest.mark.parametrize("mode", ["inline", "async", "sync"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "lambda x: x.exp().sum().backward()",
+        "lambda x: torch.openreg.synchronize(), lambda x: torch.empty(9, device=x.device)",
+    ],
+)
+def test_threads_that_launch_for_ever(mode, call):
+    """Python cancels its daemon threads when the process ends, which PyTorch does not survive inside an operator."""
+    done = python("-c", DAEMONS.format(mode=mode, call=call, how="start(); time.sleep(0.05)"), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+@pytest.mark.slow
+def test_threads_that_a_handler_waits_for():
+    """An atexit handler that was registered before torch's runs after ours, and may wait for a thread."""
+    code = (
+        "import atexit, threading\n"
+        "go, x = threading.Event(), []\n"
+        "def work(): go.wait(); x.append(torch.ones(3, device='openreg').sum().item())\n"
+        "thread = threading.Thread(target=work, daemon=True)\n"
+        "atexit.register(lambda: (go.set(), thread.join(), print(x)))\n"
+        "import torch, openreg_ops; torch.ones(3, device='openreg'); thread.start()\n"
+    )
+    done = python("-c", code, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[3.0]\n", "")
+
+
 def test_an_error_keeps_its_exit_status():
     code = "import torch, openreg_ops\ntorch.ones(2, device='openreg', requires_grad=True).sum().backward()\nraise SystemExit(3)"
     assert python("-c", code, destructors=True).returncode == 3

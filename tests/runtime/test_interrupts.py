@@ -46,7 +46,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def check(code: str, after: str = "", **environment: str) -> None:
-    done = run(code if after else BEGIN + code + "\nworks()\n_C.stop_workers(True)", **environment)
+    done = run(code if after else BEGIN + code + "\nworks()\n_C.end_workers(True)", **environment)
     assert (done.stderr, done.stdout, done.returncode) == ("", after, 0)
 
 

@@ -8,6 +8,7 @@ import threading
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.openreg._sanitizer as sanitizer
@@ -256,6 +257,14 @@ def test_what_is_no_program():
         schedules(lambda: torch.ones(2) + 1)
 
 
+@pytest.mark.parametrize(
+    "seeds", [np.int64(2), np.arange(2), torch.tensor(2), torch.arange(2), [np.uint8(0), 1]], ids=str
+)
+def test_seeds_of_every_type(seeds):
+    report = schedules(lambda: torch.ones(1, device=DEVICE), seeds=seeds)
+    assert report.orders == 2 and [type(each) for each in report.seeds] == [int, int]
+
+
 def test_what_the_program_raises_in_its_own_order():
     def program():
         raise KeyError("mine")
@@ -306,6 +315,18 @@ def test_wrong(x):
 @pytest.mark.xfail
 def test_wrong_as_expected(x):
     test_wrong(x)
+
+@pytest.mark.xfail(strict=True, raises=AssertionError)
+def test_wrong_as_strictly_expected(x):
+    test_wrong(x)
+
+@pytest.mark.xfail(strict=True, raises=KeyError)
+def test_wrong_in_another_way(x):
+    test_wrong(x)
+
+@pytest.mark.xfail(strict=True)
+def test_passes_unexpectedly(x):
+    test_right(x)
 
 def test_fails(x):
     assert x.sum() == 9
@@ -386,11 +407,18 @@ def test_a_suite(tmp_path):
             if line.startswith("FAILED ")
         }
     )
-    assert failed == ["test_fails", "test_with_subtests", "test_wrong"], out + done.stderr
+    assert failed == [
+        "test_fails",
+        "test_passes_unexpectedly",
+        "test_with_subtests",
+        "test_wrong",
+        "test_wrong_in_another_way",
+    ], out + done.stderr
     assert out.count("printed once") == 1 and out.count("UserWarning: warned once") == 1, out
     assert xml.count('<property name="key" value="1"') == 1, xml
-    assert "3 failed, 7 passed, 1 skipped, 1 xfailed" in out and "XFAIL test_suite.py::test_wrong_as_expected" in out
-    assert "7 tests in" in out and "the result depends on the order in 3" in out
+    assert "5 failed, 7 passed, 1 skipped, 2 xfailed" in out and "XFAIL test_suite.py::test_wrong_as_expected" in out
+    assert "XFAIL test_suite.py::test_wrong_as_strictly_expected" in out and out.count("[XPASS(strict)]") > 0
+    assert "10 tests in" in out and "the result depends on the order in 5" in out
     assert "late: Memcpy DtoH (Device -> Pinned) on the default stream of openreg:0, launched at" in out
     assert "without work on the device: 1 test" in out
     assert "test_third[openreg]: fails when its orders are tried: " in out
