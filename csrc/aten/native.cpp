@@ -164,10 +164,13 @@ class NativeKernel final : public c10::OperatorKernel {
         return capture_call(captured, stack);
       }
     } else {
-      LendGenerator lend(draws_, draws_ ? call.device() : c10::DeviceIndex(0));
+      const at::Generator lent = draws_ ? inner_generator(default_generator(call.device())) : at::Generator();
       call.device();
       LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());
-      call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+      call.run([&] {
+        const LendGenerator lend(lent);
+        op.redispatchBoxed(DispatchKeySet(target_), stack);
+      });
     }
     if (C10_UNLIKELY(for_host)) return;
     const size_t returns = op.schema().returns().size();

@@ -59,9 +59,17 @@ class Graph(_C.Graph):
             or the first `replay` makes it executable.
     """
 
+    _liveness: InputLiveness | None = None
+
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
-        self._liveness: InputLiveness | None = None
+
+    def __del__(self) -> None:
+        self._forget_inputs()
+
+    def _forget_inputs(self) -> None:
+        if self._liveness and self._liveness.end():
+            self._liveness = None
 
     def capture_begin(
         self,
@@ -78,13 +86,15 @@ class Graph(_C.Graph):
                 for events, and in other threads launching work elsewhere), "thread_local" the calling thread, "relaxed"
                 none. Work of the captured streams themselves can never be waited for.
             check_input_liveness: whether `replay` raises RuntimeError if a tensor that was made before the capture, and
-                that an operator in it takes, has been freed or moved since. The sanitizer tells more.
+                that an operator of the calling thread takes, has been freed or moved since. The capture must then end on
+                that thread. The sanitizer tells more.
         Raises:
             ValueError: another mode. torch.AcceleratorError: the current stream is the default one, or is captured.
         """
         super().capture_begin(pool, capture_error_mode)
-        self._liveness = InputLiveness() if check_input_liveness else None
-        if self._liveness:
+        self._forget_inputs()
+        if check_input_liveness:
+            self._liveness = InputLiveness()
             self._liveness.begin()
 
     def capture_end(self) -> None:
@@ -92,10 +102,16 @@ class Graph(_C.Graph):
 
         Raises:
             torch.AcceleratorError: something was not permitted during the capture, or a stream that joined it was not
-                joined back. The capture is over then, its memory is free, and the graph can capture again.
+                joined back. RuntimeError: a capture with ``check_input_liveness=True`` ends on another thread. The
+                capture is over then, its memory is free, and the graph can capture again.
         """
-        if self._liveness:
-            self._liveness.end()
+        if self._liveness and not self._liveness.end():
+            super().reset()
+            raise RuntimeError(
+                "capture_end: expected the thread that called capture_begin(check_input_liveness=True), whose operators "
+                "it has watched, but got another one. Call it on that thread, or capture without check_input_liveness. "
+                "The capture is over, and its memory is free."
+            )
         super().capture_end()
         if self._liveness:
             self._liveness.keep_inputs(self)
@@ -116,9 +132,7 @@ class Graph(_C.Graph):
 
     def reset(self) -> None:
         """Drop the graph, and its hold on the memory pool; the object can capture again."""
-        if self._liveness:
-            self._liveness.end()
-            self._liveness = None
+        self._forget_inputs()
         super().reset()
 
     def pool(self) -> tuple[int, int]:
