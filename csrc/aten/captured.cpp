@@ -185,33 +185,12 @@ void visit_tensors(const c10::IValue& value, F&& f) {
   map_tensors(value, [&](const at::Tensor& x) { return f(x), x; });
 }
 
-// Restores the generators' states when destroyed.
-class SavedGenerators {
- public:
-  explicit SavedGenerators(bool on) {
-    if (!on) return;
-    host_ = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
-    std::lock_guard lock(host_->mutex_);
-    saved_ = host_->get_state();
-  }
-  ~SavedGenerators() {
-    if (!host_) return;
-    std::lock_guard lock(host_->mutex_);
-    host_->set_state(*saved_);
-  }
-  SavedGenerators(const SavedGenerators&) = delete;
-  SavedGenerators& operator=(const SavedGenerators&) = delete;
-
- private:
-  at::CPUGeneratorImpl* host_ = nullptr;
-  c10::intrusive_ptr<c10::TensorImpl> saved_;
-};
-
 // Runs the kernel on the scratch buffer; returns its results.
 Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack, Values values) {
   LendDeviceMemory none(-1);
   at::DisableRecordFunctionGuard unseen;
-  SavedGenerators saved(captured.draws);
+  std::optional<SavedHostGenerator> saved;
+  if (captured.draws) saved.emplace();
   arguments.make_scratch(values);
   const size_t count = captured.op.schema().arguments().size();
   Stack scratch;

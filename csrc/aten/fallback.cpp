@@ -256,7 +256,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   {
     c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
         DispatchKeySet(DispatchKey::AutocastCPU) | DispatchKeySet(DispatchKey::AutocastPrivateUse1));
-    LendGenerator lend(!generator && op.hasTag(at::Tag::nondeterministic_seeded), copies.where().index());
+    const bool draws = !generator && op.hasTag(at::Tag::nondeterministic_seeded);
+    LendGenerator lend(draws ? inner_generator(default_generator(copies.where().index())) : at::Generator());
     LendDeviceMemory none(-1);
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   }

@@ -164,11 +164,14 @@ class NativeKernel final : public c10::OperatorKernel {
         return capture_call(captured, stack);
       }
     } else {
-      LendGenerator lend(draws_, draws_ ? call.device() : c10::DeviceIndex(0));
+      const at::Generator lent = draws_ ? inner_generator(default_generator(call.device())) : at::Generator();
       call.device();
       LendDeviceMemory memory(for_host ? c10::DeviceIndex(-1) : LendDeviceMemory::lent());
       try {
-        call.run([&] { op.redispatchBoxed(DispatchKeySet(target_), stack); });
+        call.run([&] {
+          const LendGenerator lend(lent);
+          op.redispatchBoxed(DispatchKeySet(target_), stack);
+        });
       } catch (const c10::Error& error) { // only quantized tensors of torch.empty have an UnknownQuantizer
         TORCH_CHECK_NOT_IMPLEMENTED(error.msg().find("UnknownQuantizer") == std::string::npos, op.operator_name().name,
             ": expected quantized tensors with a quantizer, but got one that torch.empty made; use "

@@ -6,12 +6,15 @@
 #include <c10/core/GeneratorImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
@@ -19,6 +22,7 @@
 #include "../runtime/fork.h"
 #include "../runtime/graph.h"
 #include "../runtime/turn.h"
+#include "../runtime/wait.h"
 #include "allocator.h"
 
 namespace openreg {
@@ -28,34 +32,45 @@ namespace {
 // A replay draws new numbers, from the state that a generator has when it is launched. The host cannot know that state
 // during the capture. So get_state() captures a node that saves the state at each replay, and returns the state of the
 // host with the number of that node. set_state() with such a number captures a node that restores what was saved. The
-// number is in the upper half of an entry of the engine's state: these are 64-bit, of which the engine takes 32.
-// Everywhere else, what get_state() returned is an ordinary state.
+// number has 64 bits and begins at random, so that no other process has it. It is in the upper halves of two entries of
+// the engine's state: these are 64-bit, of which the engine takes 32. Everywhere else, what get_state() returned is an
+// ordinary state.
 struct SavedState {
   c10::intrusive_ptr<c10::TensorImpl> value;
 };
-constexpr size_t kNumberAt = 28; // seed (8 bytes), left (4), seeded (4), next (8), half of the first entry (4)
+constexpr size_t kEntries = 24; // before them: seed (8 bytes), left (4), seeded (4), next (8)
+
+void write_number(c10::TensorImpl& state, uint64_t number) {
+  auto* entries = static_cast<char*>(state.mutable_data()) + kEntries;
+  std::memcpy(entries + 4, &number, 4);
+  number >>= 32;
+  std::memcpy(entries + 12, &number, 4);
+}
+uint64_t read_number(const c10::TensorImpl& state) {
+  const auto* entries = static_cast<const char*>(state.data()) + kEntries;
+  uint32_t low, high;
+  std::memcpy(&low, entries + 4, 4);
+  std::memcpy(&high, entries + 12, 4);
+  return uint64_t{high} << 32 | low;
+}
 
 std::mutex saved_states_mutex;
-std::unordered_map<uint32_t, std::weak_ptr<SavedState>>& saved_states() {
-  static auto* all = new std::unordered_map<uint32_t, std::weak_ptr<SavedState>>;
+std::unordered_map<uint64_t, std::weak_ptr<SavedState>>& saved_states() {
+  static auto* all = new std::unordered_map<uint64_t, std::weak_ptr<SavedState>>;
   return *all;
 }
 
 void mark(c10::TensorImpl& state, const std::shared_ptr<SavedState>& saved) {
-  static uint32_t last = 0;
   std::lock_guard lock(saved_states_mutex);
+  static uint64_t last = c10::detail::getNonDeterministicRandom();
   std::erase_if(saved_states(), [](const auto& each) { return each.second.expired(); });
-  do ++last;
-  while (!last || saved_states().contains(last));
-  saved_states()[last] = saved;
-  std::memcpy(static_cast<char*>(state.mutable_data()) + kNumberAt, &last, sizeof last);
+  saved_states()[++last] = saved;
+  write_number(state, last);
 }
 
 std::shared_ptr<SavedState> find_saved(const c10::TensorImpl& state) {
-  uint32_t number;
-  std::memcpy(&number, static_cast<const char*>(state.data()) + kNumberAt, sizeof number);
   std::lock_guard lock(saved_states_mutex);
-  const auto known = saved_states().find(number);
+  const auto known = saved_states().find(read_number(state));
   return known == saved_states().end() ? nullptr : known->second.lock();
 }
 
@@ -91,10 +106,19 @@ struct DeviceGenerator final : c10::GeneratorImpl {
       const Unlocked unlocked(const_cast<DeviceGenerator*>(this)->mutex_);
       draws->wait();
     }
-    return inner_;
+    return own_inner();
   }
   const at::Generator& captured() const {
     detail::draw_in_capture(current_stream(device().index()), draws_);
+    return inner_;
+  }
+  // A child created by fork() may have inherited the mutex locked, by a kernel on a thread that it does not have. So it
+  // uses a copy, which needs no lock.
+  const at::Generator& own_inner() const {
+    if (forked() && !of_child_) [[unlikely]] {
+      inner_ = inner_.clone();
+      of_child_ = true;
+    }
     return inner_;
   }
 
@@ -173,11 +197,11 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     auto* other = dynamic_cast<DeviceGenerator*>(state.get());
     TORCH_CHECK(
         other, "openreg: graphsafe_set_state() expected an openreg Generator, but got one of ", state->device());
-    inner_ = other->inner_;
+    inner_ = other->own_inner();
     draws_ = other->draws_;
   }
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
-    return c10::make_intrusive<DeviceGenerator>(device().index(), inner_, draws_);
+    return c10::make_intrusive<DeviceGenerator>(device().index(), own_inner(), draws_);
   }
 
  private:
@@ -237,7 +261,8 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     return new DeviceGenerator(device().index(), inner().clone());
   }
 
-  at::Generator inner_;
+  mutable at::Generator inner_;
+  mutable bool of_child_ = false;
   std::shared_ptr<ReplayedDraws> draws_;
 };
 
@@ -275,23 +300,63 @@ void check_captured_generator(const char* name, Stream stream, const c10::Genera
       "torch.openreg.Graph before the capture, or use the device's default generator.");
 }
 
-LendGenerator::LendGenerator(bool on, c10::DeviceIndex device)
-    : LendGenerator(on ? inner_generator(default_generator(device)) : at::Generator()) {}
+// Note [Lent generators]
+// One thread at a time changes the state of the CPU's default generator, in calls that may be nested; others wait for
+// it, in their turn. So it does so in the stream's turn, or without launching anything. A child created by fork()
+// meanwhile does not have that thread: it gives the generator its own state, and frees both mutexes.
+
+namespace {
+
+std::mutex lent_mutex;
+thread_local int lent = 0;                             // by the calling thread, nested
+std::atomic<const c10::TensorImpl*> lent_state{nullptr}; // the host's own
+
+const bool noticed = [] {
+  pthread_atfork(nullptr, nullptr, [] {
+    if (lent) return;
+    if (lent_mutex.try_lock()) return lent_mutex.unlock();
+    auto* host = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+    new (&host->mutex_) std::mutex;
+    if (const auto* own = lent_state.exchange(nullptr)) host->set_state(*own);
+    new (&lent_mutex) std::mutex;
+  });
+  return true;
+}();
+
+} // namespace
+
+SavedHostGenerator::SavedHostGenerator()
+    : host_(at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator())) {
+  const bool outermost = !lent;
+  if (outermost && !lent_mutex.try_lock()) detail::wait_around([](void*) { lent_mutex.lock(); }, nullptr);
+  ++lent;
+  std::lock_guard lock(host_->mutex_);
+  saved_ = host_->get_state();
+  if (outermost) lent_state = saved_.get();
+}
+
+SavedHostGenerator::~SavedHostGenerator() {
+  {
+    std::lock_guard lock(host_->mutex_);
+    host_->set_state(*saved_);
+  }
+  if (--lent) return;
+  lent_state = nullptr;
+  lent_mutex.unlock();
+}
 
 LendGenerator::LendGenerator(const at::Generator& inner) {
   if (!inner.defined()) return;
   device_ = at::check_generator<at::CPUGeneratorImpl>(inner);
-  host_ = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
-  std::scoped_lock lock(host_->mutex_, device_->mutex_);
-  saved_ = host_->get_state();
-  host_->set_state(*device_->get_state());
+  host_.emplace();
+  std::scoped_lock lock(host_->host_->mutex_, device_->mutex_);
+  host_->host_->set_state(*device_->get_state());
 }
 
 LendGenerator::~LendGenerator() {
   if (!host_) return;
-  std::scoped_lock lock(host_->mutex_, device_->mutex_);
-  device_->set_state(*host_->get_state());
-  host_->set_state(*saved_);
+  std::scoped_lock lock(host_->host_->mutex_, device_->mutex_);
+  device_->set_state(*host_->host_->get_state());
 }
 
 } // namespace openreg

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Generator.h>
 
+#include <optional>
+
 #include "../runtime/work.h"
 
 namespace at {
@@ -25,20 +27,34 @@ __attribute__((visibility("default"))) const at::Generator& inner_generator(cons
 __attribute__((visibility("default"))) void check_captured_generator(
     const char* name, Stream stream, const c10::GeneratorImpl* generator);
 
+// While it lives, only the calling thread changes the CPU's default generator, which then gets its own state again: see
+// Note [Lent generators].
+class SavedHostGenerator {
+ public:
+  SavedHostGenerator();
+  ~SavedHostGenerator();
+  SavedHostGenerator(const SavedHostGenerator&) = delete;
+  SavedHostGenerator& operator=(const SavedHostGenerator&) = delete;
+
+ private:
+  friend class LendGenerator;
+  at::CPUGeneratorImpl* const host_;
+  c10::intrusive_ptr<c10::TensorImpl> saved_;
+};
+
 // A random operator without a Generator argument draws from the CPU's default generator. While this object lives, that
 // generator has the state of the device's generator; afterwards, its own state again. A host thread that draws
 // meanwhile draws from the device's numbers.
 class LendGenerator {
  public:
-  LendGenerator(bool on, c10::DeviceIndex device);
   explicit LendGenerator(const at::Generator& inner); // the one that a device's generator wraps; undefined for none
   ~LendGenerator();
   LendGenerator(const LendGenerator&) = delete;
   LendGenerator& operator=(const LendGenerator&) = delete;
 
  private:
-  at::CPUGeneratorImpl *device_ = nullptr, *host_ = nullptr;
-  c10::intrusive_ptr<c10::TensorImpl> saved_;
+  at::CPUGeneratorImpl* device_ = nullptr;
+  std::optional<SavedHostGenerator> host_;
 };
 
 } // namespace openreg

@@ -43,6 +43,7 @@ void DeviceGraph::capture_begin(at::MempoolId_t pool, at::GraphCaptureMode mode)
 }
 
 void DeviceGraph::capture_end() {
+  check_not_forked();
   TORCH_CHECK(capturing_, "capture_end: no capture has begun; call capture_begin() first");
   const Stream stream = current_stream(stream_.device);
   if (stream != stream_) { // the program made another one current and left it so
@@ -69,6 +70,7 @@ void DeviceGraph::instantiate() {
 void DeviceGraph::replay() {
   TORCH_CHECK(graph_, "replay: no graph has been captured; capture one first");
   const Stream stream = current_stream(graph_->device);
+  check_not_forked(); // before the lock, which another thread of the parent may have held
   std::lock_guard lock(replays_);
   if (detail::captures(stream)) return openreg::replay(graph_, stream);
   if (last_ && replayed_on_ != stream) last_->block(stream);

@@ -68,6 +68,12 @@ std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
   return event;
 }
 
+// Tells the race detector. In a capture, an ordinary event gives only edges, and an external one becomes a node.
+void notice_event(const char* what, const char* captured, const Event& event, Stream stream, std::size_t work = 0) {
+  if (!detail::captures(stream)) notice(what, event.identity(), stream, work);
+  else if (event.external()) notice(captured, event.identity(), stream);
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
@@ -146,27 +152,27 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     trace_gpu(&Trace::trace_gpu_event_record, trace_address(*event), trace_handle(stream));
     static_cast<Event*>(*event)->record(checked_stream(stream));
     const auto collective = reinterpret_cast<std::size_t>(std::exchange(recorded_for, nullptr));
-    notice("event_recorded", *event, checked_stream(stream), collective);
+    notice_event("event_recorded", "record_captured", *static_cast<Event*>(*event), checked_stream(stream), collective);
   }
   void block(void* event, const DeviceStream& stream) const override {
     if (!event) return;
     trace_gpu(&Trace::trace_gpu_event_wait, trace_address(event), trace_handle(stream));
     static_cast<Event*>(event)->block(checked_stream(stream));
-    notice("event_waited_for", event, checked_stream(stream));
+    notice_event("event_waited_for", "wait_captured", *static_cast<Event*>(event), checked_stream(stream));
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;
     const auto* ours = static_cast<Event*>(event);
     check_usable(ours->device());
     const bool reached = ours->query();
-    if (reached) notice("event_synchronized", event, {});
+    if (reached) notice("event_synchronized", ours->identity(), {});
     return answer(ours->device(), reached);
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     trace_gpu(&Trace::trace_gpu_event_synchronization, trace_address(event));
     static_cast<Event*>(event)->synchronize();
-    notice("event_synchronized", event, {});
+    notice("event_synchronized", static_cast<Event*>(event)->identity(), {});
   }
   double elapsedTime(void* start, void* end, DeviceIndex) const override {
     TORCH_CHECK(start && end, "openreg: both events must be recorded before elapsed_time(); call record() on each");

@@ -57,7 +57,7 @@ void Event::record(Stream stream) {
   std::atomic_store(&point_, point);
   if (point->captured) return;
   if (stream_idle(stream)) point->reach();
-  else detail::queue_wait(stream, [point] { point->reach(); }, Site("record an event"));
+  else detail::queue_signal(stream, [point] { point->reach(); }, Site("record an event"));
 }
 
 void Event::block(Stream stream) const {

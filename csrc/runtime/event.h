@@ -22,6 +22,8 @@ class Event {
   virtual bool query() const;
   virtual void synchronize() const; // throws as synchronize_stream()
   virtual Clock::time_point time() const;
+  virtual bool external() const noexcept { return false; }
+  virtual const void* identity() const noexcept { return this; } // as long as an event or a graph uses it
 
  private:
   struct Point;

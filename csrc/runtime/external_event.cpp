@@ -9,6 +9,7 @@
 #include "error.h"
 #include "fault.h"
 #include "graph.h"
+#include "observer.h"
 #include "profile.h"
 #include "schedule.h"
 #include "stream.h"
@@ -45,6 +46,7 @@ struct ExternalEvent::Point {
 };
 
 struct ExternalEvent::Latest {
+  ~Latest() { notice("event_destroyed", this, {}); }
   std::shared_ptr<Point> get() const { return std::atomic_load(&point); }
   std::shared_ptr<Point> renew(Stream stream) {
     auto made = std::make_shared<Point>(stream);
@@ -55,6 +57,10 @@ struct ExternalEvent::Latest {
 };
 
 ExternalEvent::ExternalEvent(int device, bool timed) : Event(device, timed), latest_(std::make_shared<Latest>()) {}
+
+const void* ExternalEvent::identity() const noexcept {
+  return latest_.get();
+}
 
 std::shared_ptr<ExternalEvent::Point> ExternalEvent::latest() const {
   return latest_->get();
@@ -84,7 +90,7 @@ void ExternalEvent::record(Stream stream) {
   if (detail::captures(stream)) return capture(stream, /*records=*/true);
   auto point = latest_->renew(stream);
   if (stream_idle(stream)) point->reach();
-  else detail::queue_wait(stream, [point] { point->reach(); }, Site("record an event"));
+  else detail::queue_signal(stream, [point] { point->reach(); }, Site("record an event"));
 }
 
 void ExternalEvent::block(Stream stream) const {

@@ -22,6 +22,8 @@ class ExternalEvent final : public Event {
   bool query() const override;
   void synchronize() const override;
   Clock::time_point time() const override;
+  bool external() const noexcept override { return true; }
+  const void* identity() const noexcept override;
 
  private:
   struct Point;

@@ -16,8 +16,14 @@ std::atomic<bool> initialized{false};
 bool used_at_fork = false;
 
 const bool noticed = [] {
-  pthread_atfork([] { used_at_fork = initialized || launch_count() != 0 || detail::any_queue(); }, nullptr,
+  pthread_atfork(
       [] {
+        used_at_fork = initialized || launch_count() != 0 || detail::any_queue();
+        detail::hold_launch_counters(true); // which a thread of the child may need
+      },
+      [] { detail::hold_launch_counters(false); },
+      [] {
+        detail::hold_launch_counters(false);
         detail::schedule_on.store(false); // the child has no other thread that could continue
         if (used_at_fork) detail::attention.store(detail::kForkBit | (detail::attention & detail::kIsolationBit));
       });

@@ -740,6 +740,7 @@ PoolId new_pool(PoolUser user) noexcept {
 }
 
 void retain_pool(int device, PoolId pool, PoolUser user) {
+  check_not_forked();
   if (auto* pools = memory().pools) pools[device].retain(pool, user);
 }
 
@@ -750,10 +751,11 @@ void release_pool(int device, PoolId pool, PoolUser user) noexcept {
 
 int pool_users(int device, PoolId pool) noexcept {
   auto* pools = memory().pools;
-  return pools ? pools[device].users(pool) : 0;
+  return pools && !forked() ? pools[device].users(pool) : 0;
 }
 
 PoolId use_pool(int device, PoolId pool) {
+  if (forked()) return {};
   static std::mutex mutex;
   static int uses = 0; // devices of threads
   std::lock_guard lock(mutex);
@@ -801,7 +803,7 @@ void* allocate(Stream stream, std::size_t bytes) {
 }
 
 void deallocate(void* pointer) noexcept {
-  if (!pointer) return;
+  if (!pointer || forked()) return; // another thread of the parent may have held the lock
   notice("freed", pointer, {}); // first: afterwards another thread may have it
   auto& m = memory();
   m.pools[static_cast<std::size_t>(static_cast<char*>(pointer) - m.base) / m.stride].deallocate(
@@ -809,7 +811,7 @@ void deallocate(void* pointer) noexcept {
 }
 
 void record_stream(void* pointer, Stream stream) {
-  if (!pointer || device_of(pointer) != stream.device) return;
+  if (!pointer || device_of(pointer) != stream.device || forked()) return;
   memory().pools[stream.device].record_stream(static_cast<char*>(pointer), stream.id);
   notice("stream_recorded", pointer, stream);
 }

@@ -46,14 +46,21 @@ class Queue {
   std::uint64_t submitted() const noexcept { return submitted_.load(std::memory_order_acquire); }
   bool idle() const noexcept { return done(submitted()); }
   bool done(std::uint64_t number) const noexcept { return completed_.load(std::memory_order_acquire) >= number; }
+  // idle(), after a signal that is being given.
+  bool query() {
+    if (idle()) return true;
+    std::lock_guard lock(mutex_);
+    return idle();
+  }
 
-  // `kernel`: the work may touch device memory, other than a wait or a sleep.
-  void push(detail::Task work, const openreg_site& site, bool kernel = false) {
+  // `kernel`: the work may touch device memory, other than a wait or a sleep. `signal`: others may learn of it when it
+  // runs, and are to find it done.
+  void push(detail::Task work, const openreg_site& site, bool kernel = false, bool signal = false) {
     bool wake;
     {
       std::lock_guard lock(mutex_);
       start(); // may throw; nothing has changed then
-      tasks_.push_back({std::move(work), site, kernel});
+      tasks_.push_back({std::move(work), site, kernel, signal});
       const auto number = submitted_.load(std::memory_order_relaxed);
       if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
       submitted_.store(number + 1, std::memory_order_release);
@@ -105,7 +112,7 @@ class Queue {
   struct Item {
     detail::Task work;
     openreg_site site;
-    bool kernel;
+    bool kernel, signal;
   };
 
   void start() {
@@ -131,7 +138,7 @@ class Queue {
       }
       Item item = std::move(tasks_.front());
       tasks_.pop_front();
-      lock.unlock();
+      if (!item.signal) lock.unlock();
       try {
         if (item.kernel && detail::dropping()) {
           throw std::runtime_error("openreg error: queued work was dropped, because the process was interrupted");
@@ -146,7 +153,7 @@ class Queue {
         detail::keep_error(stream_.device, item.site, "kernel threw an object that is not a std::exception");
       }
       item.work = {}; // before the waiter goes on
-      lock.lock();
+      if (!item.signal) lock.lock();
       const auto number = completed_.load(std::memory_order_relaxed) + 1;
       completed_.store(number, std::memory_order_release);
       if (number == submitted_.load(std::memory_order_relaxed)) detail::attention.fetch_sub(1);

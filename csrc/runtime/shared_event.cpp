@@ -211,7 +211,7 @@ void SharedEvent::record(Stream stream) {
   refuse_in_capture(stream);
   const Generation point = file_->take();
   if (stream_idle(stream)) file_->reach(point);
-  else detail::queue_wait(stream, [file = file_, point] { file->reach(point); }, Site("record an event"));
+  else detail::queue_signal(stream, [file = file_, point] { file->reach(point); }, Site("record an event"));
 }
 
 void SharedEvent::block(Stream stream) const {

@@ -129,7 +129,8 @@ bool stream_idle(Stream stream) noexcept {
 bool query_stream(Stream stream) {
   detail::check_host_call("a stream's query", stream);
   if (detail::scheduled()) detail::schedule_query("Stream.query", stream);
-  return stream_idle(stream);
+  Queue* queue = find_queue(stream);
+  return !queue || queue->query();
 }
 
 void synchronize_stream(Stream stream) {
@@ -351,6 +352,11 @@ void detail::queue_wait(Stream stream, Task task, const openreg_site& site, Awai
   if (scheduled()) schedule_item(stream, site, /*kernel=*/false, std::move(after));
 }
 
+void detail::queue_signal(Stream stream, Task task, const openreg_site& site) {
+  queue_of(stream).push(std::move(task), site, /*kernel=*/false, /*signal=*/true);
+  if (scheduled()) schedule_item(stream, site, /*kernel=*/false);
+}
+
 void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& site) {
   auto wait = [after] {
     if (Queue* queue = find_queue(after.stream)) queue->wait(after.number, Interrupt::kNever);
@@ -374,6 +380,11 @@ void detail::run_next(Stream stream) {
 void detail::release_workers() noexcept {
   for (auto& each : queues)
     if (Queue* queue = each.load(std::memory_order_acquire)) queue->release();
+}
+
+void detail::hold_launch_counters(bool hold) noexcept {
+  if (hold) counters_mutex.lock();
+  else counters_mutex.unlock();
 }
 
 std::uint64_t launch_count() noexcept {

@@ -52,6 +52,9 @@ void sleep_on(Stream stream, std::int64_t cycles);
 
 // Kernels launched by the calling process so far.
 std::uint64_t launch_count() noexcept;
+namespace detail {
+void hold_launch_counters(bool hold) noexcept; // across a fork()
+}
 
 // Waits for all work and ends the worker threads; they start again when needed.
 void stop_workers() noexcept;
@@ -74,6 +77,9 @@ void queue(Stream stream, Task task, const openreg_site& site);
 struct Awaited;
 void queue_wait(Stream stream, Task task, const openreg_site& site);
 void queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after);
+// Queues the record of an event, which only tells that it was reached. Whoever knows that it was finds the stream's
+// work done up to there.
+void queue_signal(Stream stream, Task task, const openreg_site& site);
 // Makes the work that `stream` gets next run after what another stream had been given.
 void queue_wait(Stream stream, const Ticket& after, const openreg_site& site);
 

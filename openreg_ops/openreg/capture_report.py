@@ -44,9 +44,10 @@ class Node:
 
 @dataclass(eq=False)
 class Use:
-    """A node's access to memory. The first access of each kind represents all of them."""
+    """A node's access to memory. The first access of each kind between two events represents all of them."""
 
     node: Node
+    part: int  # how many events come before it
     kind: AccessType
     span: Span
     memory: Memory
@@ -83,7 +84,8 @@ class CapturedGraph:
     pool: tuple[int, int] = (0, 0)
     streams: set[Stream] = field(default_factory=set)
     generators: set[int] = field(default_factory=set)
-    uses: dict[tuple[Span, AccessType, int], Use] = field(default_factory=dict)
+    uses: dict[tuple[Span, AccessType, int, int], Use] = field(default_factory=dict)
+    events: list[tuple[int, bool]] = field(default_factory=list)  # external ones, and whether it records them
     made: list[Memory] = field(default_factory=list)  # in its pool
     tensors: list[HostTensor] = field(default_factory=list)
     numbers: dict[tuple[str, int], tuple[Node, Place]] = field(default_factory=dict)  # by place

@@ -6,6 +6,7 @@ the accesses of its nodes on the stream it is launched on. docs/graphs.md lists 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import weakref
@@ -166,8 +167,15 @@ class Captures:
                 memory = self.races._memory_of(x)
                 assert memory is not None
                 span = Span.of(x)
-                use = Use(node, kind, span, memory, StorageWeakRef(x.untyped_storage()), name)
-                graph.uses.setdefault((span, kind, id(memory)), use)
+                part = len(graph.events)
+                use = Use(node, part, kind, span, memory, StorageWeakRef(x.untyped_storage()), name)
+                graph.uses.setdefault((span, kind, id(memory), part), use)
+
+    def event(self, event: int, stream: Stream, *, records: bool) -> None:
+        """An external event was captured: each replay records it, or waits for it."""
+        graph = next((each for each in self.active if stream in each.streams), None) or self.of_thread()
+        if graph is not None:
+            graph.events.append((event, records))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Keep the hyperparameters of an optimizer whose step was captured."""
@@ -201,17 +209,15 @@ class Captures:
             races.syncs.stream_wait_for_event(stream, ("replay", id(graph)))
         replay = f"a replay of {graph}"
         errors: list[Exception] = [*self._inputs(graph, trace), *self._host(graph, trace)]
-        graph.last, before = (
-            Access(WRITE, races.seq_num, stream, replay, [], False, trace, Span(0, 0, None)),
-            graph.last,
-        )
-        for other in self.graphs:
-            if other is graph or other.pool != graph.pool or other.last is None or races.after(stream, other.last):
-                continue
-            if graph.shares_memory(other):
-                errors.append(_pool_error(graph, other, trace))
-        accesses = []
-        for use in graph.uses.values():
+        accesses: list[tuple[Memory, Access]] = []
+        part, begun = 0, False
+        for use in sorted(graph.uses.values(), key=lambda each: each.part):
+            if part < use.part:
+                self._events(graph.events[part : use.part], stream)
+                part = use.part
+            if not begun:  # after the events with which the graph begins
+                errors += self._pool(graph, stream, trace)
+                begun = True
             if races.memory.get(use.memory.start) is use.memory:
                 name = f"{replay}, in its node {use.node}"
                 aliases = [use.argument] if use.argument else []
@@ -220,12 +226,28 @@ class Captures:
                 )
                 accesses.append((use.memory, access))
                 errors += races.raced(use.memory, access)
-        try:
-            races.fail(errors)
-        except BaseException:
-            graph.last = before
-            raise
+        races.fail(errors)
+        graph.last = Access(WRITE, races.seq_num, stream, replay, [], False, trace, Span(0, 0, None))
+        self._events(graph.events[part:], stream)
         return graph, accesses
+
+    def _events(self, events: list[tuple[int, bool]], stream: Stream) -> None:
+        """A replay records external events, or waits for them. What follows is not what they were recorded behind."""
+        races = self.races
+        for event, records in events:
+            if records:
+                races.event_recorded(event, stream)
+            else:
+                races.event_waited_for(event, stream)
+        races.seq_num += 1
+        races.syncs.update_seq_num(stream, races.seq_num)
+
+    def _pool(self, graph: CapturedGraph, stream: Stream, trace: Trace) -> Iterator[GraphError]:
+        for other in self.graphs:
+            if other is graph or other.pool != graph.pool or other.last is None or self.races.after(stream, other.last):
+                continue
+            if graph.shares_memory(other):
+                yield _pool_error(graph, other, trace)
 
     def replayed(self, graph: CapturedGraph, accesses: list[tuple[Memory, Access]]) -> None:
         """The replay was launched."""
@@ -246,7 +268,10 @@ class Captures:
         outer = self.of_thread()
         if outer is not None:
             outer.streams.add(stream)
-            outer.uses = {**graph.uses, **outer.uses}
+            for (span, kind, memory, part), use in graph.uses.items():
+                part += len(outer.events)
+                outer.uses.setdefault((span, kind, memory, part), dataclasses.replace(use, part=part))
+            outer.events += graph.events
             outer.tensors += graph.tensors
             outer.numbers = {**graph.numbers, **outer.numbers}
             outer.kept.append(graph)

@@ -58,9 +58,17 @@ class Graph(_C.Graph):
         keep_graph: keep the captured graph for `debug_dump`. `instantiate` or the first `replay` makes it executable.
     """
 
+    _liveness: InputLiveness | None = None
+
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
-        self._liveness: InputLiveness | None = None
+
+    def __del__(self) -> None:
+        self._forget_inputs()
+
+    def _forget_inputs(self) -> None:
+        if self._liveness and self._liveness.end():
+            self._liveness = None
 
     def capture_begin(
         self,
@@ -77,15 +85,16 @@ class Graph(_C.Graph):
                 querying events, and, in other threads, launching work on other streams. "thread_local" forbids them only
                 in the calling thread, and "relaxed" in none. No mode permits waiting for the work of the captured streams.
             check_input_liveness: whether `replay` raises RuntimeError if an input has been freed or moved since the
-                capture. Inputs are tensors that existed before the capture and that its operators take. The sanitizer
-                reports more.
+                capture. Inputs are tensors that existed before the capture and that operators of the calling thread take.
+                The capture must end on that thread. The sanitizer reports more.
         Raises:
             ValueError: an unknown mode.
             torch.AcceleratorError: the current stream is the default one, or is already being captured.
         """
         super().capture_begin(pool, capture_error_mode)
-        self._liveness = InputLiveness() if check_input_liveness else None
-        if self._liveness:
+        self._forget_inputs()
+        if check_input_liveness:
+            self._liveness = InputLiveness()
             self._liveness.begin()
 
     def capture_end(self) -> None:
@@ -93,10 +102,16 @@ class Graph(_C.Graph):
 
         Raises:
             torch.AcceleratorError: something was not permitted during the capture, or a stream that joined it was not
-                joined back. The capture has then ended, its memory is freed, and the graph can capture again.
+                joined back. RuntimeError: a capture with ``check_input_liveness=True`` ends on another thread. The
+                capture has then ended, its memory is freed, and the graph can capture again.
         """
-        if self._liveness:
-            self._liveness.end()
+        if self._liveness and not self._liveness.end():
+            super().reset()
+            raise RuntimeError(
+                "capture_end: expected the thread that called capture_begin(check_input_liveness=True), whose operators "
+                "it has watched, but got another one. Call it on that thread, or capture without check_input_liveness. "
+                "The capture is over, and its memory is free."
+            )
         super().capture_end()
         if self._liveness:
             self._liveness.keep_inputs(self)
@@ -117,9 +132,7 @@ class Graph(_C.Graph):
 
     def reset(self) -> None:
         """Delete the captured work and release the memory pool. The object can capture again."""
-        if self._liveness:
-            self._liveness.end()
-            self._liveness = None
+        self._forget_inputs()
         super().reset()
 
     def pool(self) -> tuple[int, int]:

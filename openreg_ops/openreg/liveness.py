@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from openreg_ops.openreg import memory
 
-__all__ = ["InputLiveness"]
+__all__ = ["InputLiveness", "is_plain"]
+
+
+def is_plain(kind: type[torch.Tensor]) -> bool:
+    """Whether a tensor class does not override dispatch."""
+    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 
 class InputLiveness(TorchDispatchMode):
@@ -23,12 +33,16 @@ class InputLiveness(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # and bytes, by address
         self._inputs: list[tuple[StorageWeakRef, int, str]] = []  # address, and the node that uses it
-        self._entered = False
+        self._watching = False
+        self._thread = threading.local()  # .begun: on the thread that called `begin`, which has the mode on its stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # it calls again with its inner tensors
+            return NotImplemented
         for x in tree_leaves((args, kwargs)):
             if (
-                type(x) in (torch.Tensor, torch.nn.Parameter)
+                isinstance(x, torch.Tensor)
+                and is_plain(type(x))
                 and x.device.type == "openreg"
                 and x.layout == torch.strided
             ):
@@ -41,13 +55,27 @@ class InputLiveness(TorchDispatchMode):
     def begin(self) -> None:
         """Start recording, at the beginning of the capture."""
         self.__enter__()
-        self._entered = True
+        self._watching = self._thread.begun = True
 
-    def end(self) -> None:
-        """Stop recording."""
-        if self._entered:
-            self._entered = False
+    def end(self) -> bool:
+        """Leave the mode unless it was left before. Returns False on a thread other than that of `begin`."""
+        if not self._watching:
+            return True
+        if not getattr(self._thread, "begun", False):
+            return False
+        self._watching = False
+        above: list[TorchDispatchMode] = []  # modes of the program, without their own __exit__ and __enter__
+        while True:
+            stack = [each for each in _get_current_dispatch_mode_stack() if getattr(each, "_mode_key", None) is None]
+            if self not in stack or stack[-1] is self:
+                break
+            TorchDispatchMode.__exit__(stack[-1], None, None, None)
+            above.append(stack[-1])
+        if self in stack:
             self.__exit__(None, None, None)
+        for each in reversed(above):
+            TorchDispatchMode.__enter__(each)
+        return True
 
     def keep_inputs(self, graph: Any) -> None:
         """Keep the storages that the graph uses and that do not belong to its memory pool."""

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from openreg_ops import _C
+from openreg_ops.openreg.liveness import is_plain
 from openreg_ops.openreg.race_report import READ, Access, Span, Trace
 from openreg_ops.openreg.races import Call, Races, current_stream, dense_parts, traits_of
 
@@ -36,7 +37,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             return func(*args, **kwargs)
         traits = traits_of(func)
-        if traits.ignored or not self.races.on or not all(map(_is_plain, classes)):  # fake tensors
+        if traits.ignored or not self.races.on or not all(map(is_plain, classes)):  # fake tensors
             return func(*args, **kwargs)
         if not self.races.captures.active and _C.is_current_stream_capturing():  # began before the sanitizer was on
             return func(*args, **kwargs)
@@ -55,7 +56,7 @@ class SanitizerFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # traced with the program
             return func(*args, **(kwargs or {}))
-        if func in self.READERS and self.races.on and _is_plain(type(args[0])):
+        if func in self.READERS and self.races.on and is_plain(type(args[0])):
             if not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
                 self.read(f"Tensor.{func.__name__}", args[0])
         if self.races.on and self.races.captures.graphs:
@@ -76,8 +77,3 @@ class SanitizerFunctionMode(TorchFunctionMode):
                 self.races.check([(part, access)])
                 if stream:
                     self.races.syncs.all_streams_wait_for_stream(stream)
-
-
-def _is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether a tensor class does not override dispatch."""
-    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

@@ -268,6 +268,12 @@ class Races:
     def event_synchronized(self, event: int, _stream: Stream) -> None:
         self.syncs.all_streams_wait_for_event(event)
 
+    def record_captured(self, event: int, stream: Stream) -> None:
+        self.captures.event(event, stream, records=True)
+
+    def wait_captured(self, event: int, stream: Stream) -> None:
+        self.captures.event(event, stream, records=False)
+
     def event_destroyed(self, event: int, _stream: Stream) -> None:
         self.syncs.recorded_sync_states.pop(event, None)
 

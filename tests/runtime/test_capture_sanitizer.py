@@ -366,7 +366,86 @@ def test_a_graph_reads_what_another_one_writes():
         second.replay()
 
 
+def after_an_event(x, event, late=False):
+    """Graphs that double x and record an event, and that wait for it and read x; `late`: x is doubled again after it."""
+
+    def writes():
+        x.mul_(2)
+        event.record()
+        if late:
+            x.mul_(2)
+
+    def reads():
+        event.wait()
+        return x + 1
+
+    options = {"capture_error_mode": "relaxed"}
+    return captured(writes, **options)[0], *captured(reads, **options)
+
+
+def test_a_graph_writes_after_the_event_for_which_another_waits():
+    x = ones()
+    first, second, _ = after_an_event(x, torch.openreg.Event(external=True), late=True)
+    first.replay()
+    with torch.openreg.Stream(), caught("race", "in its node aten.add.Tensor", "in its node aten.mul_"):
+        second.replay()
+
+
+def test_a_graph_waits_for_an_event_that_is_recorded_later():
+    x = ones()
+    first, second, _ = after_an_event(x, torch.openreg.Event(external=True))
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    with side:
+        second.replay()
+    with caught("race", "in its node aten.mul_", "in its node aten.add.Tensor"):
+        first.replay()
+
+
 # ---- right patterns ----
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_external_events_order_graphs(nested):
+    """Each replay waits for what was recorded when it was launched."""
+    x, done, read = ones(), torch.openreg.Event(external=True), torch.openreg.Event(external=True)
+    first, second, y = after_an_event(x, done)
+    if nested:
+        first, second = (captured(each.replay, capture_error_mode="relaxed")[0] for each in (first, second))
+    side = torch.openreg.Stream()
+    for i in range(3):
+        first.replay()
+        with side:
+            second.replay()
+            read.record()
+        read.wait()
+        x.add_(0)
+        read.synchronize()
+        assert y.tolist() == [2.0 ** (i + 1) + 1] * 4
+
+
+def test_a_pool_is_shared_behind_an_event():
+    done = torch.openreg.Event(external=True)
+    x = ones(1000)
+
+    def body(scale, *events):
+        for event, what in events:
+            if what == "wait":
+                event.wait()
+        y = ((x + scale) * 2).sum()
+        for event, what in events:
+            if what == "record":
+                event.record()
+        return y
+
+    first, _ = captured(lambda: body(1, (done, "record")), capture_error_mode="relaxed")
+    second, y = captured(lambda: body(3, (done, "wait")), capture_error_mode="relaxed", pool=first.pool())
+    torch.openreg.synchronize()
+    first.replay()
+    with torch.openreg.Stream() as side:
+        second.replay()
+        side.synchronize()
+    assert y.item() == 8000
 
 
 def training_step(capturable=True):

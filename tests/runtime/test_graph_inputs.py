@@ -1,12 +1,15 @@
 """Inputs of graphs that are gone: `check_input_liveness`, and the sanitizer in PyTorch's own cases."""
 
 import gc
+import threading
 
 import pytest
 import torch
 from graph_kit import DEVICE, captured, warmed_up
 from torch import nn
 from torch.openreg import _sanitizer
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
 class Doubled(torch.autograd.Function):
@@ -96,6 +99,97 @@ def test_a_graph_that_checks_its_inputs():
     del x
     with pytest.raises(RuntimeError, match="dead tensor"):
         graph.replay()
+
+
+class Plain(torch.Tensor):
+    """A subclass without its own dispatch."""
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def begun(**options):
+    """A graph that captures on a stream of its own and checks its inputs, and the stream."""
+    graph, stream = torch.openreg.Graph(), torch.openreg.Stream()
+    with stream:
+        graph.capture_begin(check_input_liveness=True, **options)
+    return graph, stream
+
+
+@pytest.mark.parametrize("kind", [Plain, nn.Parameter, nn.Buffer, TwoTensor], ids=lambda kind: kind.__name__)
+def test_inputs_of_any_class_are_checked(kind):
+    x = rand().as_subclass(Plain) if kind is Plain else TwoTensor(rand(), rand()) if kind is TwoTensor else kind(rand())
+    with torch.no_grad():
+        graph, _ = captured(lambda x=x: x * 2, check_input_liveness=True)
+    graph.replay()
+    del x
+    gc.collect()
+    with pytest.raises(RuntimeError, match="dead tensor"):
+        graph.replay()
+
+
+def test_a_capture_that_checks_its_inputs_ends_on_its_thread():
+    graph, stream = begun(capture_error_mode="relaxed")
+    errors = []
+
+    def end():
+        with stream:
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "expected the thread that called capture_begin" in errors[0]
+    assert not stream.is_capturing()
+    graph.reset()
+    assert not _get_current_dispatch_mode_stack()
+    with torch.openreg.graph(graph, check_input_liveness=True):
+        y = rand() * 2
+    graph.replay()
+    assert y.shape == (8,) and not _get_current_dispatch_mode_stack()
+
+
+def test_a_mode_of_the_program_outlives_the_capture():
+    graph, stream = begun()
+    with stream:
+        x = rand()
+        mode = Passing()
+        with mode:
+            y = x * 2
+            graph.capture_end()
+            assert _get_current_dispatch_mode_stack() == [mode]
+        assert not _get_current_dispatch_mode_stack()
+        graph.replay()
+    assert y.shape == (8,)
+
+
+def test_captures_that_check_their_inputs_end_in_any_order():
+    x, y = rand(), rand()
+    first, second = (begun(capture_error_mode="relaxed") for _ in range(2))
+    with first[1]:
+        x * 2
+        first[0].capture_end()
+    with second[1]:
+        y * 2
+        second[0].capture_end()
+    assert not _get_current_dispatch_mode_stack()
+    del y
+    first[0].replay()
+    with pytest.raises(RuntimeError, match="dead tensor"):
+        second[0].replay()
+
+
+def test_a_graph_that_is_dropped_in_its_capture_checks_no_longer():
+    graph, _ = begun()
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    del graph
+    gc.collect()
+    assert not _get_current_dispatch_mode_stack()
 
 
 @pytest.mark.parametrize("case", GONE, ids=lambda case: case.__name__)

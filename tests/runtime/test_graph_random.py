@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from graph_kit import DEVICE, captured, settled, warmed_up
+from processes import python
 from torch import nn
 
 
@@ -463,4 +464,33 @@ def test_what_a_capture_cannot_do_with_a_generator():
                 call()
     captured(lambda: torch.openreg.set_rng_state(before, DEVICE))  # as it is
     torch.openreg.set_rng_state(of_another, DEVICE)  # an ordinary state outside
+    assert torch.equal(torch.openreg.get_rng_state(DEVICE), before)
+
+
+@pytest.mark.processes
+def test_the_state_of_a_capture_in_another_process(tmp_path):
+    """Each process numbers them from a place of its own, so it takes none for one of its captures."""
+    code = f"""
+import torch
+x = torch.zeros(3, device="openreg")
+graph = torch.openreg.Graph()
+with torch.openreg.graph(graph):
+    state = torch.openreg.get_rng_state()
+    x.normal_()
+    if {{load}}:
+        torch.openreg.set_rng_state(torch.load({str(tmp_path / "state")!r}))
+torch.save(state, {str(tmp_path / "state")!r})
+"""
+    assert python("-c", code.format(load=False)).returncode == 0
+    done = python("-c", code.format(load=True))
+    assert "the state was not taken in this capture" in done.stderr
+
+
+def test_the_state_of_a_capture_outside_of_it():
+    """It is the state at the capture's begin, wherever in the capture it was taken."""
+    torch.openreg.manual_seed(2)
+    before = torch.openreg.get_rng_state(DEVICE)
+    graph, state = captured(lambda: (torch.rand(3, device=DEVICE), torch.openreg.get_rng_state(DEVICE))[1])
+    graph.replay()
+    torch.openreg.set_rng_state(state, DEVICE)
     assert torch.equal(torch.openreg.get_rng_state(DEVICE), before)

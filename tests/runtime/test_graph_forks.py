@@ -1,0 +1,128 @@
+"""A child created by fork() while random numbers are drawn: it may seed, as with CUDA, and has the host's own numbers."""
+
+import threading
+import time
+
+import pytest
+import torch
+from processes import python
+
+DEVICE = "openreg:0"
+
+pytestmark = pytest.mark.processes
+
+DRAWS = """
+import os, signal, threading, time, warnings, torch
+warnings.simplefilter("ignore", DeprecationWarning)  # of fork() beside threads, since Python 3.12
+
+def in_child(body):
+    if (pid := os.fork()) == 0:
+        signal.alarm(60)  # it may only wait for a thread that it does not have
+        body()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("graphed", [True, False], ids=["replay", "eager"])
+def test_a_child_seeds_while_its_parents_work_draws(graphed):
+    """The kernel on the worker holds the generator's mutex, which the child inherits."""
+    code = f"""{DRAWS}
+x, own = torch.zeros(1_000_000, device="openreg"), torch.Generator("openreg")
+graph = torch.openreg.Graph()
+graph.register_generator_state(own)
+
+def draw():
+    for _ in range(8):
+        x.normal_()
+        x.normal_(generator=own)
+
+if {graphed}:
+    with torch.openreg.graph(graph):
+        draw()
+torch.openreg.set_launch_mode("async")
+work = threading.Thread(target=graph.replay if {graphed} else draw)
+work.start()
+time.sleep(0.02)
+
+def child():
+    torch.openreg.manual_seed(1)
+    torch.manual_seed(1)
+    torch.openreg.seed_all()
+    own.manual_seed(1)
+    own.seed()
+    assert own.initial_seed() == own.graphsafe_get_state().initial_seed()
+    own.set_state(own.get_state())
+
+in_child(child)
+work.join()
+torch.openreg.synchronize()
+torch.openreg.manual_seed(1)
+first = torch.rand(3, device="openreg")
+torch.openreg.manual_seed(1)
+assert torch.equal(first, torch.rand(3, device="openreg"))
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_child_has_the_hosts_generator_while_an_operator_draws_from_it():
+    """A fallback without a Generator argument draws from the CPU's generator, which has the device's state meanwhile."""
+    code = f"""{DRAWS}
+warnings.simplefilter("ignore", UserWarning)  # of the fallback
+library = torch.library.Library("forks", "DEF")
+library.define("draw(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+drawing, forked = threading.Event(), threading.Event()
+
+def draw(x):
+    drawing.set()
+    forked.wait()
+    return torch.rand_like(x)
+
+library.impl("draw", draw, "CPU")
+torch.manual_seed(3)
+expected = torch.rand(4)
+torch.manual_seed(3)
+x = torch.ones(4, device="openreg")
+work = threading.Thread(target=lambda: torch.ops.forks.draw(x))
+work.start()
+drawing.wait()
+
+def child():
+    if not torch.equal(torch.rand(4), expected):
+        os._exit(1)
+    torch.manual_seed(1)
+
+in_child(child)
+forked.set()
+work.join()
+assert torch.equal(torch.rand(4), expected)
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_two_threads_draw_from_the_lent_generator():
+    """The host's generator has its own state afterwards, whichever of the operators ends first."""
+    library = torch.library.Library("two_lend", "DEF")
+    library.define("draw(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+
+    def draw(x):
+        time.sleep(0.1)
+        return torch.rand_like(x)
+
+    library.impl("draw", draw, "CPU")
+    x, out = torch.ones(4, device=DEVICE), []
+    torch.openreg.manual_seed(5)
+    expected = [torch.rand(4, device=DEVICE) for _ in range(2)]
+    torch.manual_seed(3)
+    torch.openreg.manual_seed(5)
+    before = torch.get_rng_state()
+    threads = [threading.Thread(target=lambda: out.append(torch.ops.two_lend.draw(x))) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(*out) and all(any(torch.equal(y, e) for e in expected) for y in out)
