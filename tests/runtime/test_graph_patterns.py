@@ -28,7 +28,7 @@ def test_captures_begin_and_end_once_and_on_one_stream():
         graph.capture_begin()
         with pytest.raises(RuntimeError, match="a capture that has not ended"):
             graph.capture_begin()
-        with pytest.raises(torch.AcceleratorError, match="captured already"):
+        with pytest.raises(torch.AcceleratorError, match="already being captured"):
             other.capture_begin()
         y = x + 1
         graph.capture_end()
