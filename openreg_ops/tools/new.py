@@ -183,14 +183,14 @@ def main(arguments: argparse.Namespace) -> int:
         print(path)
     if arguments.package:
         folder = arguments.root / arguments.name
-        # Without ./, pip takes a name for one of PyPI's.
+        # Without ./, pip takes the name for a package on PyPI.
         path = shlex.quote(str(folder) if folder.is_absolute() else f"./{folder}")
         print(
             f"Run `pip install --no-build-isolation {path}`, `pytest {path}`, and `python -m openreg_ops check "
-            f"{arguments.name}:{operators[0]}`. docs/packages.md says what each part is for."
+            f"{arguments.name}:{operators[0]}`. docs/packages.md explains each part."
         )
         return 0
     print(
-        f"Build, then run `pytest tests/ops -k {arguments.name}`. docs/writing-an-operator.md says what each part is for."
+        f'Run `make test ARGS="tests/ops -k {arguments.name}"`, which builds first. docs/writing-an-operator.md explains each part.'
     )
     return 0
