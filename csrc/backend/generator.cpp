@@ -29,12 +29,12 @@ namespace openreg {
 namespace {
 
 // Note [Generators in captures]
-// A replay draws new numbers, from the state that a generator has when it is launched. The host cannot know that state
-// during the capture. So get_state() captures a node that saves the state at each replay, and returns the state of the
-// host with the number of that node. set_state() with such a number captures a node that restores what was saved. The
-// number has 64 bits and begins at random, so that no other process has it. It is in the upper halves of two entries of
-// the engine's state: these are 64-bit, of which the engine takes 32. Everywhere else, what get_state() returned is an
-// ordinary state.
+// A replay draws new numbers, starting from the generator's state at its launch. The host cannot know that state
+// during the capture. So get_state() captures a node that saves the state at each replay, and returns the host's state
+// with the number of that node. set_state() with such a number captures a node that restores the saved state. The
+// number has 64 bits and starts at a random value, so that no other process has it. Its halves are in the upper halves
+// of two entries of the engine's state: entries have 64 bits, of which the engine uses 32. Everywhere else, what
+// get_state() returned is an ordinary state.
 struct SavedState {
   c10::intrusive_ptr<c10::TensorImpl> value;
 };

@@ -23,7 +23,7 @@ os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "openreg")
 _chosen = PartialState._shared_state.get("device")
 if _chosen is not None and _chosen.type != torch.device(os.environ["ACCELERATE_TORCH_DEVICE"]).type:
     raise RuntimeError(
-        f"openreg_ops.integrations.accelerate: accelerate runs on {_chosen} already; import this module before the first "
+        f"openreg_ops.integrations.accelerate: accelerate already runs on {_chosen}; import this module before the first "
         "Accelerator or TrainingArguments"
     )
 

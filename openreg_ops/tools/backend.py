@@ -249,6 +249,9 @@ def _environment(info: Info) -> None:
 
     for name in sorted(os.environ):
         if name.startswith("OPENREG_") and name not in VARIABLES:
-            info.problem(f"{name} means nothing here", f"unset it, or fix its name; there are {', '.join(VARIABLES)}")
+            info.problem(
+                f"{name} is not a variable of openreg_ops",
+                f"unset it, or fix its name; the variables are {', '.join(VARIABLES)}",
+            )
     if os.environ.get("OPENREG_FAULTS"):
         info.problem("OPENREG_FAULTS makes the device fail on purpose", "unset it")

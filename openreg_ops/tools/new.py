@@ -73,7 +73,7 @@ def new(name: str, style: str, root: Path) -> list[Path]:
     files = {root / where.format(name): render(template, style, name) for template, where in FILES.items()}
     for path in files:
         if path.exists():
-            raise Wrong(f"{path} exists already; choose another name, or remove it")
+            raise Wrong(f"{path} already exists; choose another name, or remove it")
     for path, content in files.items():
         path.write_text(content)
     return list(files)
@@ -95,11 +95,11 @@ def new_package(package: str, style: str, operators: list[str], root: Path) -> l
         if defined.count(name) > 1:
             raise Wrong(f"{name} is needed twice, for the package, an operator or a backward; choose another name")
     if any(name.startswith(f"{package}::") for name in dispatch.names()):
-        raise Wrong(f"there are operators in the namespace {package} already; choose another name")
+        raise Wrong(f"the namespace {package} already has operators; choose another name")
     if os.path.lexists(folder):
-        raise Wrong(f"{folder} exists already; choose another name, or remove it")
+        raise Wrong(f"{folder} already exists; choose another name, or remove it")
     if importlib.util.find_spec(package):
-        raise Wrong(f"there is a Python package {package} already; choose another name")
+        raise Wrong(f"the Python package {package} already exists; choose another name")
     written = {}
     for name in operators:
         for template, where in PACKAGE_FILES.items():
@@ -134,7 +134,7 @@ def _check_name(name: str, root: Path) -> None:
     sources = "".join(path.read_text() for path in (root / "csrc/ops").glob("*.cpp"))
     for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
         if taken in (name, f"{name}_backward"):
-            raise Wrong(f"there is an operator {taken} already; choose another name")
+            raise Wrong(f"the operator {taken} already exists; choose another name")
     # The name becomes a C++ function alongside those of the headers, and a Python name in the package.
     words = "".join(path.read_text() for path in (*map(root.joinpath, HEADERS), *map(TEMPLATES.joinpath, FILES)))
     if (
@@ -143,9 +143,7 @@ def _check_name(name: str, root: Path) -> None:
         or name in CPP_WORDS
         or any((root / "openreg_ops" / each).exists() for each in (name, f"{name}.py"))
     ):
-        raise Wrong(
-            f"{name} means something else already, in C++, Python, csrc/ops or openreg_ops; choose another name"
-        )
+        raise Wrong(f"{name} already has another meaning in C++, Python, csrc/ops or openreg_ops; choose another name")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,14 +181,14 @@ def main(arguments: argparse.Namespace) -> int:
         print(path)
     if arguments.package:
         folder = arguments.root / arguments.name
-        # Without ./, pip takes a name for one of PyPI's.
+        # Without ./, pip takes the name for a package on PyPI.
         path = shlex.quote(str(folder) if folder.is_absolute() else f"./{folder}")
         print(
             f"Run `pip install --no-build-isolation {path}`, `pytest {path}`, and `python -m openreg_ops check "
-            f"{arguments.name}:{operators[0]}`. docs/packages.md says what each part is for."
+            f"{arguments.name}:{operators[0]}`. docs/packages.md explains each part."
         )
         return 0
     print(
-        f"Build, then run `pytest tests/ops -k {arguments.name}`. docs/writing-an-operator.md says what each part is for."
+        f'Run `make test ARGS="tests/ops -k {arguments.name}"`, which builds first. docs/writing-an-operator.md explains each part.'
     )
     return 0

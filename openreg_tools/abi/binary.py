@@ -57,9 +57,7 @@ class Binary:
             raise Wrong(f"{path} cannot be read as ELF, it may be cut off: {error or type(error).__name__}") from None
         if self._elf["e_type"] != "ET_DYN" or self._symbols is None:
             stream.close()
-            raise Wrong(
-                f"{path} is an ELF file without dynamic symbols: expected a shared library, as a linker makes it"
-            )
+            raise Wrong(f"{path} is an ELF file without dynamic symbols: expected a linked shared library")
 
     def taken(self) -> Iterator[tuple[str, str]]:
         """The symbols that other libraries must provide, each with its version ("GLIBC_2.14"), or "" without one."""

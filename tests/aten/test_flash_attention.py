@@ -533,7 +533,7 @@ WRONG = {
     "no offset": (dict.fromkeys(["cum_seq_q", "cum_seq_k"], lambda x: x[:0]), r"of shape \[batch \+ 1\], but got \[0"),
     "4 dimensions": ({"query": lambda x: x[None]}, r"expected query of shape \[total, heads, width\], because the seq"),
     "heads": ({"query": lambda x: x.repeat(1, 2, 1)[:, :3]}, "expected the number of heads of query to be a positive multiple of the heads of key"),
-    "no heads": (dict.fromkeys(["query", "key", "value"], lambda x: x[:, :0]), "at least one, but got 0 and 0"),
+    "no heads": (dict.fromkeys(["query", "key", "value"], lambda x: x[:, :0]), "positive multiple of the heads of key, but got 0 and 0"),
     "widths": ({"key": lambda x: x[..., :4]}, "expected query and key of one width above 0, but got 8 and 4"),
     "width": (dict.fromkeys(["query", "key", "value"], lambda x: x[..., :6]), "a multiple of 8 up to 256, but got 6"),
     "value": ({"value": lambda x: x[:5]}, "expected value of the shape of key except for the width"),
@@ -664,7 +664,7 @@ def test_overrideable_refuses():
         ((q, q, q.cpu()), "query is on openreg:0 but value is on cpu"),
         ((q, q.half(), q), "expected key of float32, the dtype of query"),
         ((q[0], q, q), r"expected query of shape \[batch, heads, length, width\]"),
-        ((q[:, :1], q, q), "expected heads of query a multiple of 2"),
+        ((q[:, :1], q, q), "expected the number of heads of query to be a multiple of 2"),
         ((q, q, q, torch.ones(4, 3, device=DEVICE)), "expected attn_bias of 2 or 4 dimensions"),
     ]:
         with pytest.raises(RuntimeError, match=message):

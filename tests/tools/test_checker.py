@@ -243,7 +243,7 @@ def test_autocast_ineligible():
         return x * weight
 
     sentence = caught(scale, [(torch.randn(4, 6), torch.randn(6))], "autocast")
-    assert "given what a linear makes (x bfloat16, weight float32)" in sentence
+    assert "given what a linear returns (x bfloat16, weight float32)" in sentence
     assert "expected weight of torch.bfloat16, but got torch.float32; it has no kernel at AutocastCPU" in sentence
 
 
@@ -308,7 +308,7 @@ def test_mutation_that_autograd_is_not_told_of():
     triples(y)
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [1.0] * 4  # of 3 * x
     sentence = caught(triples, [(torch.randn(4, 6),)], "backward")
-    assert "it writes to x, which requires a gradient, and autograd is not told" in sentence
+    assert "it writes to x, which requires a gradient, without telling autograd" in sentence
 
 
 def test_backward_that_writes_to_the_gradient():
@@ -653,7 +653,7 @@ def test_gradient_that_only_eager_refuses():
     report = check(op, [(torch.randn(4, 6),)], only=["backward", "compile"])
     assert report.of("refused", "backward")
     assert (
-        "eager refuses the gradient by an error, but under torch.compile there is neither"
+        "eager mode refuses the gradient with an error, but under torch.compile there is neither"
         in report.failures[0].sentence
     )
 

@@ -343,7 +343,7 @@ TABLE = [
     Broken("backward", "backward raised KeyError", double, backward=accident),
     Broken("backward", "it depends on x, which requires a gradient, but its output does not; a program's gradient leaves "
            "the operator out, without an error or a warning", double, Autograd=below),
-    Broken("backward", "it writes to x, which requires a gradient, and autograd is not told: the gradient passes as if x",
+    Broken("backward", "it writes to x, which requires a gradient, without telling autograd: the gradient passes as if x",
            triples),
     Broken(
         "backward", "output 1 depends on x but does not require a gradient; what is computed from it is left out of a "
@@ -399,9 +399,9 @@ TABLE = [
     Broken("compile", "under torch.compile with static shapes the gradient of differentiable argument 0 differs", double,
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
     Broken("compile", "torch.compile with static shapes raised", double, fake=None),
-    Broken("compile", "eager refuses the gradient by an error, but under torch.compile there is neither error nor gradient",
+    Broken("compile", "eager mode refuses the gradient with an error, but under torch.compile there is neither error nor gradient",
            double, Autograd=refuses_but_not_traced),
-    Broken("vmap_grad", "eager refuses the gradient by an error, but under torch.func.grad there is neither error nor",
+    Broken("vmap_grad", "eager mode refuses the gradient with an error, but under torch.func.grad there is neither error nor",
            refuses_but_not_functorch, key="CompositeImplicitAutograd"),
     Broken("fake_layouts", " the fake kernel gives 2 outputs, the kernel 1", lambda x: [x * 2], schema="(Tensor x) -> Tensor[]",
            fake=lambda x: [torch.empty_like(x), torch.empty_like(x)]),
@@ -487,7 +487,7 @@ TABLE = [
            lambda x: x * (2 if x.dtype == torch.float32 else 3)),
     Broken("autocast", "it raised KeyError: 'slot'; it has no kernel at AutocastCPU",
            lambda x: x * 2 if x.dtype == torch.float32 else accident()),
-    Broken("autocast", "under autocast, given what a linear makes (x bfloat16), it raised KeyError: 'slot'; its autocast "
+    Broken("autocast", "under autocast, given what a linear returns (x bfloat16), it raised KeyError: 'slot'; its autocast "
            "kernel does not cast", double, AutocastCPU=accident),
     Broken("autocast", "under autocast (x bfloat16) the gradient of differentiable argument 0 differs … , which float32 "
            "gives", double,

@@ -55,7 +55,7 @@ def test_command():
     report = json.loads(result.stdout)
     assert report["devices"]["count"] == "3"
     found = [each["problem"] for each in report["problems"]]
-    assert "OPENREG_FALBACK means nothing here" in found
+    assert "OPENREG_FALBACK is not a variable of openreg_ops" in found
     assert "OPENREG_FAULTS makes the device fail on purpose" in found
 
 

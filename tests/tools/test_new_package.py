@@ -174,9 +174,9 @@ def test_right_whatever_the_device_does(packages, case):
         ("mine", ["torch"], "torch already has a meaning"),
         ("mine", ["tensor"], "tensor already has a meaning"),
         ("double", ["weigh"], "double is a word of Python or C++"),
-        ("aten", ["weigh"], "there are operators in the namespace aten already"),
+        ("aten", ["weigh"], "the namespace aten already has operators"),
         ("torch", ["weigh"], "there is a Python package torch already"),
-        ("taken", ["weigh"], "exists already"),
+        ("taken", ["weigh"], "already exists"),
     ],
 )
 def test_refused(tmp_path, name, operators, message):

@@ -142,13 +142,13 @@ def test_nothing_of_the_template_is_left(style):
         ("Foo", "expected a name of lower-case words with underscores between, such as my_op, but got 'Foo'"),
         ("../foo", "expected a name of lower-case words"),
         ("foo__bar", "expected a name of lower-case words"),
-        ("rms_norm", "there is an operator rms_norm already; choose another name"),
+        ("rms_norm", "the operator rms_norm already exists; choose another name"),
         ("rms_norm_backward", "there is an operator rms_norm_backward already"),
-        ("sum", "sum means something else already, in C++, Python, csrc/ops or openreg_ops; choose another name"),
-        ("lambda", "lambda means something else already"),
-        ("switch", "switch means something else already"),
-        ("sigmoid", "sigmoid means something else already"),
-        ("streams", "streams means something else already"),
+        ("sum", "sum already has another meaning in C++, Python, csrc/ops or openreg_ops; choose another name"),
+        ("lambda", "lambda already has another meaning"),
+        ("switch", "switch already has another meaning"),
+        ("sigmoid", "sigmoid already has another meaning"),
+        ("streams", "streams already has another meaning"),
     ],
 )
 def test_refuses_names(fresh, name, sentence):
@@ -161,7 +161,7 @@ def test_refuses_names(fresh, name, sentence):
 def test_refuses_to_overwrite(fresh, monkeypatch, capsys):
     (fresh / "tests/ops/test_foo.py").write_text("mine")
     assert command(monkeypatch, "foo", "--style", "function", "--root", str(fresh)) == 2
-    assert "test_foo.py exists already; choose another name, or remove it" in capsys.readouterr().err
+    assert "test_foo.py already exists; choose another name, or remove it" in capsys.readouterr().err
     assert not (fresh / "csrc/ops/foo.cpp").exists() and (fresh / "tests/ops/test_foo.py").read_text() == "mine"
 
 

@@ -105,7 +105,7 @@ def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor
         if untouched and case.wanted[i] and differs([out], [tensors[i]]):
             name = case.names[i]
             fail(
-                f"{case.name}: it writes to {name}, which requires a gradient, and autograd is not told: the gradient "
+                f"{case.name}: it writes to {name}, which requires a gradient, without telling autograd: the gradient "
                 f"passes as if {name} were as before, without an error",
                 "make the operator functional and give it a derivative, or raise in a kernel at the Autograd key when "
                 f"{name} requires a gradient",
@@ -128,14 +128,14 @@ def backward(case: Case) -> str | None:
             )
     with torch.no_grad():
         if any(out.requires_grad for out in case.function(raw=True)(*case.fresh())):
-            fail(f"{case.name}: an output requires a gradient under torch.no_grad()", "keep no graph there")
+            fail(f"{case.name}: an output requires a gradient under torch.no_grad()", "do not record a graph there")
 
 
 def _wide_leaves(case: Case) -> tuple[list[Tensor], dict[str, float]]:
     """Leaf tensors for finite differences, with the step and tolerances for their dtype."""
     tensors = [x.contiguous() if 0 in x.stride() else x for x in case.fresh(dtype=case.wide)]
     if any(x.dtype in (torch.float16, torch.bfloat16) for x in case.of(tensors)):
-        skip("it takes no float64, and finite differences of a half type say nothing")
+        skip("it does not accept float64, and finite differences in a half type are meaningless")
     return case.leaf(tensors), {} if case.wide else dict(eps=1e-3, atol=2e-2, rtol=2e-2)
 
 
@@ -312,7 +312,7 @@ def forward_ad(case: Case) -> str | None:
         warn(
             f"{case.name}: forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, "
             "and its derivative is not zero",
-            "custom_op has no place for a jvp formula; say so in the documentation, or wrap the call in a "
+            "custom_op does not accept a jvp formula; document that, or wrap the call in a "
             "torch.autograd.Function with one. In C++, an autograd::Function refuses by itself",
         )
     fail(

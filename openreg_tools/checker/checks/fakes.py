@@ -92,7 +92,7 @@ def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its fu
 
 def lost(case: Case, where: str) -> NoReturn:
     fail(
-        f"{case.name}: eager refuses the gradient by an error, but under {where} there is neither error nor gradient",
+        f"{case.name}: eager mode refuses the gradient with an error, but under {where} there is neither error nor gradient",
         "refuse in a kernel at the Autograd key, which transforms and compilers see too",
     )
 
@@ -145,7 +145,7 @@ def fake_layouts(case: Case) -> str | None:
         except Exception as error:
             fail(
                 f"{case.name}: {where} the fake kernel raised {last_line(error)}",
-                "register a fake kernel (torch.library.register_fake) that takes what the kernel takes",
+                "register a fake kernel (torch.library.register_fake) that accepts what the kernel accepts",
             )
         if len(fake) != len(outs):
             fail(f"{case.name}: {where} the fake kernel gives {len(fake)} outputs, the kernel {len(outs)}", _ALLOCATE)
@@ -215,7 +215,7 @@ def fake_dtypes(case: Case) -> str | None:
         except Exception as error:
             fail(
                 f"{case.name}: {said} the kernel runs, but the fake kernel raised {last_line(error)}",
-                "refuse in the fake kernel only what the kernel refuses",
+                "reject in the fake kernel only what the kernel rejects",
             )
         others = {"the fake kernel says": fake}
         with contextlib.suppress(Exception):  # the check `reference` tests whether it runs there
@@ -309,7 +309,7 @@ def fake_errors(case: Case) -> str | None:
         if fake and not real:
             fail(
                 f"{case.name}: given {what} the kernel runs, but the fake kernel raised {last_line(fake)}",
-                "refuse in the fake kernel only what the kernel refuses",
+                "reject in the fake kernel only what the kernel rejects",
             )
         if real and not fake:
             notes.append(f"given {what} the kernel raised {last_line(real)}, and the fake kernel takes it")
@@ -320,8 +320,8 @@ def fake_errors(case: Case) -> str | None:
     if notes:
         warn(
             f"{case.name}: {notes[0]}" + (f" (and {len(notes) - 1} more such)" if len(notes) > 1 else ""),
-            "check the arguments in the fake kernel as the kernel does, with the same sentences (torch._check), so "
-            "that a compiled program fails where it is compiled and says what eager says",
+            "check the arguments in the fake kernel as the kernel does, with the same messages (torch._check), so "
+            "that a compiled program fails at compile time, with the message of eager mode",
         )
     return f"{agreed} refusals agree"
 

@@ -29,7 +29,7 @@ def _clear(case: Case, error: BaseException, inputs: str) -> str:
     if "INTERNAL ASSERT" in str(error) or isinstance(error, (AssertionError, ZeroDivisionError, SystemError)):
         fail(
             f"{case.name}: given {inputs} it ended in {last_line(error)}",
-            "take such inputs, or refuse them by a sentence (TORCH_CHECK, torch._check) that says the rule",
+            "accept such inputs, or reject them with a message that states the rule (TORCH_CHECK, torch._check)",
         )
     return f"{inputs}: {last_line(error)}"
 
@@ -89,7 +89,8 @@ def _against(case: Case, tensors: list[Tensor], inputs: str, terms: int = 1) -> 
     if wrong:
         who = "the fake kernel" if expected is None else "the reference"
         fail(
-            f"{case.name}: given {inputs}, {wrong}, which {who} gives", "handle such inputs, or refuse them by an error"
+            f"{case.name}: given {inputs}, {wrong}, which {who} gives",
+            "handle such inputs, or reject them with an error",
         )
     if case.derivative.status == "pass" and not any(x.numel() > 4096 for x in tensors):
         try:
@@ -156,6 +157,9 @@ def large(case: Case) -> str | None:
         outs = plain(case, big)
         torch.set_num_threads(1)
         if wrong := differs(outs, plain(case, big), coarse=4 * tolerance(*case.leaves)):
-            fail(f"{case.name}: given {inputs}, {wrong}, which one thread gives", "see how threads divide the work")
+            fail(
+                f"{case.name}: given {inputs}, {wrong}, which one thread gives",
+                "check how the work is divided among threads",
+            )
         return f"{new} instead of {size}"
     refuse(note)

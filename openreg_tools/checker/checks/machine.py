@@ -143,11 +143,13 @@ def threads(case: Case) -> str | None:
         for worker in workers:
             worker.join(PATIENCE)
         if any(worker.is_alive() for worker in workers):
-            fail(f"{case.name}: four threads that call it on {what} do not end", "look for a lock that is taken twice")
+            fail(
+                f"{case.name}: four threads that call it on {what} do not end", "look for a lock that is acquired twice"
+            )
         if wrongs:
             fail(
                 f"{case.name}: called from four threads {wrongs[0]}",
-                "keep nothing between calls (static buffers, module globals), or guard it by a lock",
+                "keep no state between calls (static buffers, module globals), or protect it with a lock",
             )
     return None
 

@@ -66,13 +66,13 @@ def jit_trace(case: Case) -> str | None:
     if case.seeded:
         skip("its numbers are random")
     if not case.expected or not case.leaves:
-        skip("torch.jit.trace wants tensors in and out")
+        skip("torch.jit.trace needs tensors as inputs and outputs")
     traced = torch.jit.trace(case.function(), tuple(case.fresh()), check_trace=False)
     outs = traced(*case.fresh())
     if wrong := differs([outs] if isinstance(outs, Tensor) else outs, case.expected):
         fail(
             f"{case.name}: under torch.jit.trace {wrong}, which eager gives",
-            "see what the trace fixed: print its graph",
+            "print the graph of the trace to see what became a constant",
         )
     return None
 
@@ -121,5 +121,5 @@ def copies(case: Case) -> str | None:
         ("pickle", pickle.loads(pickle.dumps(module))),
     ):
         if wrong := differs(run(copied), expected):
-            fail(f"{case.name}: after {what} of a program that calls it, {wrong}", "see what the copy lacks")
+            fail(f"{case.name}: after {what} of a program that calls it, {wrong}", "find out what the copy lacks")
     return None

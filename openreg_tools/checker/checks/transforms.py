@@ -215,7 +215,7 @@ def autocast(case: Case) -> str | None:
                 outs = plain(case, tensors)
         except Exception as error:
             fail(
-                f"{case.name}: under autocast, given what a linear makes ({said}), it raised {last_line(error)}; "
+                f"{case.name}: under autocast, given what a linear returns ({said}), it raised {last_line(error)}; "
                 + ("its autocast kernel does not cast" if policy else f"it has no kernel at Autocast{case.key}"),
                 "register an autocast policy: torch.library.register_autocast(op, device_type, dtype), or a kernel at the "
                 "Autocast key that casts and calls the operator again",
@@ -253,7 +253,7 @@ def autocast(case: Case) -> str | None:
         warn(
             f"{case.name}: it has no autocast policy (no kernel at Autocast{case.key}) and computes with whatever dtypes "
             f"arrive: {result}",
-            "decide: register_autocast in the half type for what is quick and safe there, in float32 for sums, "
+            "call register_autocast with the half type if that is fast and safe, and with float32 for sums, "
             "exponentials and norms",
         )
     return result if mixed else f"a bfloat16 input gives {' or '.join(sorted(dtypes))}"
