@@ -228,7 +228,7 @@ class Exploration:
     def run(self) -> Schedules:
         report = Schedules(self.seeds)
         with alone():
-            self.state, self.ranks = State(), Ranks()
+            self.state, self.ranks = State(), Ranks(seeds=self.seeds, rtol=self.rtol, atol=self.atol)
             begun = time.monotonic()
             self.base = self.one()
             self.patience = max(PATIENCE, 5 * (time.monotonic() - begun))
@@ -244,6 +244,7 @@ class Exploration:
                     "the device, in the program"
                 )
             for seed in self.seeds:
+                self.ranks.order = f"in the order of seed {seed}"
                 outcome = self.one(**self.order(seed))
                 report.orders += 1
                 report.fingerprints[seed] = _fingerprint(outcome.log)
