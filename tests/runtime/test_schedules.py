@@ -1,5 +1,6 @@
 """Orders of streams: programs with a missing wait are found, right ones are not, and a seed gives one order."""
 
+import asyncio
 import os
 import random
 import textwrap
@@ -222,6 +223,21 @@ def test_what_differs_without_an_order_is_no_difference(changes):
         schedules(program, seeds=10)
 
 
+def test_a_difference_that_its_seed_does_not_give_again():
+    """The program does more in one run, so that its order is another one, and gives another result there."""
+    runs = []
+
+    def program():
+        runs.append(0)
+        x = torch.ones(2, device=DEVICE)
+        return x + 1 if len(runs) == 5 else x
+
+    with pytest.raises(
+        ValueError, match="another result in an order of seed 2, but the seed does not give that order aga"
+    ):
+        schedules(program, seeds=10)
+
+
 def test_the_launch_mode_in_an_order():
     def program(mode):
         with torch.openreg.launch_mode(mode):
@@ -250,6 +266,15 @@ def test_tolerances():
 def test_what_is_no_program():
     with pytest.raises(TypeError, match="schedules: expected a program to call, but got tensor"):
         schedules(torch.ones(1))
+
+    async def coroutine():
+        return torch.ones(1, device=DEVICE)
+
+    with pytest.raises(
+        TypeError, match="schedules: expected a program that runs when it is called, but got the corout"
+    ):
+        schedules(coroutine)
+    assert schedules(lambda: asyncio.run(coroutine()), seeds=2).passed
     for seeds, error in ((0, ValueError), (-3, ValueError), ([], ValueError), ([-1], ValueError), ([2**64], ValueError),
                          ("20", TypeError), (2.5, TypeError), (True, TypeError), ([0.5], ValueError)):  # fmt: skip
         with pytest.raises(error, match="schedules: expected seeds as a number of orders above 0, or as a list"):
