@@ -73,30 +73,48 @@ class Interrupts:
 class Ranks:
     """The processes of the default group, all of which call `schedules` with the same arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, **arguments: Any) -> None:
         self.rank, self.size = 0, 1
+        self.order = "in the program's order"  # which they run
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for name, value in arguments.items():
+            for rank, other in enumerate(self.gather(value)):
+                if other != value:
+                    raise ValueError(
+                        f"schedules: expected the same {name} on every rank, but got {value!r} on rank {self.rank} and "
+                        f"{other!r} on rank {rank}"
+                    )
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, said: str | None = None) -> list[Any]:
+        """The values of all ranks; `said`: what this one has found in its order."""
         if self.size == 1:
             return [value]
         every: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(every, value)
+        try:
+            torch.distributed.all_gather_object(every, value)
+        except RuntimeError as error:
+            found = f" On rank {self.rank}, {self.order}, {said}." if said else ""
+            raise RuntimeError(
+                f"schedules: the ranks do not make the same calls of torch.distributed {self.order}.{found} Call schedules "
+                "on every rank, with a program that makes the same calls on all of them; see what the others raise"
+            ) from error
         return every
 
     def first(self, what: str | None) -> str | None:
         """The first rank's `what` that is not None, with the rank's number."""
-        every = self.gather(what)
+        every = self.gather(what, what)
         return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
 
     def raise_first(self, error: Exception | None) -> None:
-        if error is None and (what := self.first(None)):
-            raise RuntimeError(f"schedules: the program fails in its own order {what}")
-        if error is not None:
-            if self.size > 1:
+        if error is None:
+            if what := self.first(None):
+                raise RuntimeError(f"schedules: the program fails in its own order {what}")
+            return
+        if self.size > 1:
+            with contextlib.suppress(RuntimeError):  # of ranks that wait for a call that this one has not made
                 self.first(raised(error))
-            raise error
+        raise error
 
 
 class State:

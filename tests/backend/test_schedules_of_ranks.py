@@ -68,6 +68,39 @@ def check_that_fails():
         torch.openreg.schedules(program)
 
 
+def check_other_seeds():
+    with pytest.raises(
+        ValueError, match=r"expected the same seeds on every rank, but got range\(0, \d\) on rank \d and"
+    ):
+        torch.openreg.schedules(point_to_point_meanwhile, seeds=3 + dist.get_rank())
+
+
+def one_rank_stops(always):
+    """Rank 1 raises before a collective, always or where it reads too early."""
+    host = torch.zeros(1, pin_memory=True)
+    seen = host.numpy()
+    host.copy_(torch.ones(1, device="openreg"), non_blocking=True)
+    if dist.get_rank() == 1 and (always or not seen[0]):
+        raise KeyError("only here")
+    x = torch.ones(N, device="openreg")
+    dist.all_reduce(x)
+    return x
+
+
+def check_that_stops(always):
+    error, match = (
+        RuntimeError,
+        "the ranks do not make the same calls of torch.distributed in the |mismatched collectives",
+    )
+    if dist.get_rank() == 1 and always:
+        error, match = KeyError, "only here"
+    elif dist.get_rank() == 1:
+        match = r"the ranks do not make .* in the order of seed \d+. On rank 1, in the order of seed \d+, the program raises KeyError: 'only here'"
+    with pytest.raises(error, match=match):
+        torch.openreg.schedules(one_rank_stops, always, seeds=40)
+    dist.destroy_process_group()  # for which the other rank may wait
+
+
 @pytest.mark.parametrize("program", [read_before_the_wait, one_rank_changes_what_it_sends], ids=lambda p: p.__name__)
 def test_a_missing_wait(ranks, program):
     first, second = ranks.run(check_orders, program, (False,), 50)
@@ -91,3 +124,13 @@ def test_point_to_point_communication_during_a_collective(ranks):
 
 def test_a_program_that_fails_on_one_rank(ranks):
     ranks.run(check_that_fails)
+
+
+def test_seeds_that_differ(ranks):
+    ranks.run(check_other_seeds)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_program_that_stops_before_a_collective_on_one_rank(always):
+    with Workers(2) as workers:  # whose group is of no use afterwards
+        workers.run(check_that_stops, always)

@@ -44,7 +44,8 @@ def _work(rank: int, size: int, store: str, environment: dict[str, str], pipe: C
             pipe.send((None, check(*arguments)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
-    dist.destroy_process_group()
+    if dist.is_initialized():  # unless a check has ended it
+        dist.destroy_process_group()
 
 
 class Workers:

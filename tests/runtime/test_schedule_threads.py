@@ -219,7 +219,7 @@ import faulthandler, os, sys, torch
 faulthandler.dump_traceback_later(90, exit=True)
 event = torch.openreg.Event.from_ipc_handle(0, bytes.fromhex(sys.argv[1]))
 for line in sys.stdin:
-    torch.openreg._sleep(25 * 10**7)
+    torch.openreg._sleep(int(line))
     event.record()
     print("recorded", flush=True)
 os._exit(0)
@@ -233,9 +233,11 @@ def test_interprocess_events_of_another_process():
     event = torch.openreg.Event(interprocess=True)
     command = [sys.executable, "-P", "-c", OTHER_PROCESS, event.ipc_handle().hex()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        runs = []
 
         def program(wait):
-            print("go", file=other.stdin, flush=True)
+            runs.append(wait)  # in the order of the seed, the third one, longer than it takes to find a deadlock
+            print(25 * 10**7 if runs.count(wait) == 3 else 10**7, file=other.stdin, flush=True)
             assert other.stdout.readline() == "recorded\n"
             x = torch.ones(2, device=DEVICE)
             wait()
@@ -255,7 +257,7 @@ def test_interprocess_events_of_another_process():
                     event.synchronize()
                 return x
 
-            print("go", file=other.stdin, flush=True)
+            print(25 * 10**7, file=other.stdin, flush=True)
             assert other.stdout.readline() == "recorded\n"
             other.stdin.close()
             assert schedules(unfinished, seeds=[33]).passed

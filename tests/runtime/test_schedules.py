@@ -1,5 +1,6 @@
 """Orders of streams: programs with a missing wait are found, correct ones are not, and a seed gives one order."""
 
+import asyncio
 import os
 import random
 import re
@@ -139,6 +140,7 @@ ORDER = """
 import sys; sys.path.insert(0, {folder!r})
 import torch
 from schedule_programs import PROGRAMS
+torch.set_num_threads({threads})
 for name in ("bucket_without_a_wait_after", "pool_of_threads_without_a_wait", "copy_between_devices"):
     print(name, sorted(torch.openreg.schedules(PROGRAMS[name], True, seeds=60).fingerprints.items()))
 """
@@ -146,10 +148,12 @@ for name in ("bucket_without_a_wait_after", "pool_of_threads_without_a_wait", "c
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_seed_gives_the_same_order_in_two_processes():
-    code = ORDER.format(folder=os.path.dirname(__file__))
-    first, second = (python("-c", f"import torch; torch.set_num_threads({threads})\n{code}") for threads in (1, 2))
-    assert first.stdout and first.stdout == second.stdout, first.stderr + second.stderr
+@pytest.mark.parametrize(("isolation", "threads"), [("strict", 1), ("auto", 2)])
+def test_a_seed_gives_the_same_order_in_another_process(isolation, threads, capsys):
+    code = ORDER.format(folder=os.path.dirname(__file__), threads=threads)
+    done = python("-c", code, OPENREG_ISOLATION=isolation)
+    exec(ORDER.format(folder=os.path.dirname(__file__), threads=torch.get_num_threads()))
+    assert done.returncode == 0 and done.stdout == capsys.readouterr().out, done.stderr
 
 
 def test_seeds_give_different_orders():
@@ -221,6 +225,21 @@ def test_what_differs_without_an_order_is_no_difference(changes):
         schedules(program, seeds=10)
 
 
+def test_a_difference_that_its_seed_does_not_give_again():
+    """The program does more in one run, so that its order is another one, and gives another result there."""
+    runs = []
+
+    def program():
+        runs.append(0)
+        x = torch.ones(2, device=DEVICE)
+        return x + 1 if len(runs) == 5 else x
+
+    with pytest.raises(
+        ValueError, match="a different result in an order of seed 2, but the seed does not repeat that order"
+    ):
+        schedules(program, seeds=10)
+
+
 def test_the_launch_mode_in_an_order():
     def program(mode):
         with torch.openreg.launch_mode(mode):
@@ -249,6 +268,15 @@ def test_tolerances():
 def test_what_is_no_program():
     with pytest.raises(TypeError, match="schedules: expected a function to call, but got tensor"):
         schedules(torch.ones(1))
+
+    async def coroutine():
+        return torch.ones(1, device=DEVICE)
+
+    with pytest.raises(
+        TypeError, match="schedules: expected a program that runs when it is called, but got the corout"
+    ):
+        schedules(coroutine)
+    assert schedules(lambda: asyncio.run(coroutine()), seeds=2).passed
     for seeds, error in ((0, ValueError), (-3, ValueError), ([], ValueError), ([-1], ValueError), ([2**64], ValueError),
                          ("20", TypeError), (2.5, TypeError), (True, TypeError), ([0.5], ValueError)):  # fmt: skip
         with pytest.raises(error, match="schedules: expected seeds to be a number of orders above 0, or a list"):
@@ -284,15 +312,6 @@ def test_inside_itself_and_inside_a_capture():
             schedules(lambda: torch.ones(1, device=DEVICE))
     graph.replay()
     assert y.item() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("isolation", ["strict", "auto"])
-def test_isolated_memory(isolation):
-    code = ORDER.format(folder=os.path.dirname(__file__)).replace("seeds=60", "seeds=5")
-    done = python("-c", code, OPENREG_ISOLATION=isolation)
-    assert done.returncode == 0 and done.stdout.count("(4, ") == 3, done.stderr
 
 
 # ---- pytest ----
@@ -395,10 +414,13 @@ def run_suite(folder, *options):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_suite(tmp_path):
-    """Classes keep their state, reports their content, subtests are seen, and what fails is expected where it says so."""
+    """Classes keep their state, reports their content, subtests are seen, and what fails is expected where it says so.
+
+    The first run is in a worker, which sends all of that to the main process; the last one is not.
+    """
     (tmp_path / "test_state.py").write_text(textwrap.dedent(STATE))
     (tmp_path / "test_suite.py").write_text(textwrap.dedent(SUITE))
-    done = run_suite(tmp_path, "-v", "-rA", "--device-schedules", "10", "--junitxml=out.xml")
+    done = run_suite(tmp_path, "-n1", "-v", "-rA", "--device-schedules", "10", "--junitxml=out.xml")
     out, xml = done.stdout, (tmp_path / "out.xml").read_text()
     failed = sorted(
         {
@@ -428,15 +450,6 @@ def test_a_suite(tmp_path):
     assert "raises _" not in out and not re.search("runs only after .*/_pytest/", out), "internals of pytest or ours"
     again = wrong.partition("To run this order again: ")[2].splitlines()[0].split()
     assert "2 failed" in run_suite(tmp_path, *again, "-k", "test_wrong[ or fails").stdout
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_suite_in_workers(tmp_path):
-    (tmp_path / "test_suite.py").write_text(textwrap.dedent(SUITE))
-    out = run_suite(tmp_path, "-n1", "--device-schedules", "10", "-k", "right or test_wrong[ or without").stdout
-    assert "1 failed, 2 passed" in out and "2 tests in" in out and "the result depends on the order in 1" in out, out
-    assert "without work on the device: 1 test" in out
 
 
 def test_workers_report_together():
