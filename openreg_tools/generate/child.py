@@ -230,7 +230,9 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         note = allowed.ELSEWHERE
     elif allowed.is_uncompared(name):
         note = "results and errors of this operator are not compared"
-    elif allowed.OUT_OF_BOUNDS.search(theirs) and isinstance(there.error, IndexError):
+    elif allowed.OUT_OF_BOUNDS.search(theirs) and (
+        isinstance(there.error, IndexError) or allowed.OUT_OF_BOUNDS.search(ours)
+    ):
         note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
     elif name in differs:
         note = "this operator's errors differ between devices"
