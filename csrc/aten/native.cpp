@@ -69,6 +69,7 @@ class NativeKernel final : public c10::OperatorKernel {
     host_lists_only_ = host_arguments_ && schema.name().find("index_put") != std::string::npos;
     reads_no_data_ = kReadsNoData.count(schema.name()) > 0;
     takes_results_ = takes_results(schema);
+    if (target == DispatchKey::CPU) contiguous_ = read_as_contiguous(op);
     views_ = op.hasTag(at::Tag::inplace_view);
     for (const auto& result : schema.returns()) views_ |= result.alias_info() && !result.alias_info()->isWrite();
     if (constexpr std::string_view kForeach = "aten::_foreach_"; schema.name().starts_with(kForeach)) {
@@ -84,6 +85,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     if (takes_sizes_) plain_sizes(stack);
+    if (C10_UNLIKELY(!contiguous_.empty())) make_contiguous(contiguous_, op, stack);
     if (C10_UNLIKELY(synchronizes_ != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); synchronizes_(arguments))
         synchronizes(op.operator_name().name.c_str(), stream_of(*arguments));
@@ -246,6 +248,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   DispatchKey target_;
   std::vector<bool> write_, generator_;
+  std::vector<size_t> contiguous_;
   bool takes_generator_ = false, takes_device_ = false, takes_results_ = false, takes_sizes_ = false;
   bool draws_ = false; // random numbers, without a Generator argument
   bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;

@@ -19,6 +19,7 @@
 // Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
 // sliced one and past its end. Others resize a result of one element to the size of their input while they compute, and
 // so write over its neighbors. For these the device computes into contiguous memory and copies.
+// Some read an input so; for these the device passes a copy, see kReadAsContiguous.
 // Any kernel that PyTorch does not generate from a structured definition may be one of these. Structured kernels get
 // strides that they can write to, except for those named below. The check "layouts" of
 // `python -m openreg_ops conformance` finds those that are missing there.
@@ -34,6 +35,22 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
     "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward", "aten::linalg_lu", "aten::lu_unpack",
     "aten::reflection_pad3d", "aten::replication_pad2d", "aten::replication_pad3d", "aten::tril",
     "aten::slow_conv_transpose2d", "aten::triu"};
+
+// Inputs that a CPU kernel reads as if they were contiguous, by operator and argument: the device copies them if they
+// are not. A batch norm's out= form does so with its input, and the other form does not.
+const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
+    {"aten::_masked_softmax", {"self", "mask"}},
+    {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
+    {"aten::_native_batch_norm_legit.out", {"input"}},
+    {"aten::_weight_int8pack_mm", {"scales"}},
+    {"aten::_weight_norm_interface", {"v", "g"}},
+    {"aten::_weight_norm_interface_backward", {"grad_w", "saved_v", "saved_g", "saved_norms"}},
+    {"aten::adaptive_max_pool3d_backward", {"indices"}},
+    {"aten::batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_var"}},
+    {"aten::native_batch_norm.out", {"input"}},
+    {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
+    {"aten::native_layer_norm_backward", {"mean", "rstd"}},
+};
 
 bool is_result(const c10::Argument& argument) {
   return argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite() &&
@@ -73,6 +90,26 @@ struct Result {
 };
 
 } // namespace
+
+std::vector<size_t> read_as_contiguous(const c10::OperatorHandle& op) {
+  std::vector<size_t> found;
+  for (const std::string& name : {op.operator_name().name, toString(op.operator_name())})
+    if (const auto it = kReadAsContiguous.find(name); it != kReadAsContiguous.end())
+      for (size_t i = 0; i < op.schema().arguments().size(); ++i)
+        if (it->second.count(op.schema().arguments()[i].name())) found.push_back(i);
+  return found;
+}
+
+void make_contiguous(const std::vector<size_t>& which, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+  for (const size_t i : which) {
+    c10::IValue& value = (*stack)[stack->size() - op.schema().arguments().size() + i];
+    if (!value.isTensor()) continue;
+    const at::Tensor& x = value.toTensor();
+    if (x.defined() && x.is_privateuseone() && x.layout() == at::kStrided && !x.is_nested() && !x.is_contiguous())
+      value = x.contiguous();
+  }
+}
 
 void write_back(const at::Tensor& given, const at::Tensor& computed) {
   if (given.sizes() != computed.sizes()) { // an out= tensor, which the kernel has resized
@@ -129,8 +166,8 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
 
 namespace {
 
-// Operators that PyTorch composes of others, on CUDA as well: soft_margin_loss resizes its result on the way, and stack
-// leaves a strided one-element result unwritten.
+// Operators that PyTorch composes of others, on CUDA as well: soft_margin_loss and fft_fftfreq resize views of their
+// result on the way, and stack leaves a strided one-element result unwritten.
 void composite(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   if (!call_with_own_memory(op, stack)) op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
 }
@@ -138,6 +175,7 @@ void composite(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::S
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("fft_fftfreq.out", torch::CppFunction::makeFromBoxedFunction<&composite>());
   m.impl("soft_margin_loss.out", torch::CppFunction::makeFromBoxedFunction<&composite>());
   m.impl("stack.out", torch::CppFunction::makeFromBoxedFunction<&composite>());
 }

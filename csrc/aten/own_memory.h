@@ -1,7 +1,9 @@
-// out= results that a CPU kernel cannot write to in place.
+// Arguments that a CPU kernel cannot use in place: out= results, and inputs that it reads as if they were contiguous.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+
+#include <vector>
 
 namespace openreg {
 
@@ -11,6 +13,11 @@ bool takes_results(const c10::FunctionSchema& schema);
 // Calls `op` with results in their own memory and copies them to their destination; returns false, with nothing
 // changed, if the kernel can write there itself. See Note [Results in their own memory].
 bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// The arguments of `op` that its CPU kernel reads as if they were contiguous, by their positions.
+std::vector<size_t> read_as_contiguous(const c10::OperatorHandle& op);
+// Replaces these arguments, where they are strided tensors of the device, by contiguous ones.
+void make_contiguous(const std::vector<size_t>& which, const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // Copies a result from other memory to `given`, which takes its shape and strides if its own shape differs.
 void write_back(const at::Tensor& given, const at::Tensor& computed);

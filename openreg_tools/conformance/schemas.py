@@ -74,6 +74,8 @@ REACHED_BY: dict[str, str] = {
 # Operators that are not called, and why.
 NOT_CALLED: dict[str, str] = {
     "aten::from_file": "maps a file that the caller provides",
+    "aten::_nnpack_spatial_convolution": "PyTorch calls it for CPU tensors that it has checked; it divides by a size of 0",
+    "aten::_nnpack_spatial_convolution.out": "as _nnpack_spatial_convolution",
     "aten::_add_batch_dim": "makes a tensor for the inside of torch.vmap",
     "aten::_remove_batch_dim": "takes a tensor from the inside of torch.vmap",
     "aten::record_stream": "takes a stream, and the CPU has none",
@@ -92,8 +94,6 @@ DIFFERENT: dict[str, str] = {
 UNCOMPARED: dict[str, str] = {
     "aten::_convert_indices_from_csr_to_coo": "indices that do not increase leave part of the result unwritten",
     "aten::_convert_indices_from_csr_to_coo.out": "as _convert_indices_from_csr_to_coo",
-    "aten::_nnpack_spatial_convolution": "NNPACK takes CPU tensors, and PyTorch calls it only for those",
-    "aten::_nnpack_spatial_convolution.out": "as _nnpack_spatial_convolution",
     "aten::_pack_padded_sequence": "the sizes of its batches are on the CPU on every device",
     "aten::_pack_padded_sequence.out": "as _pack_padded_sequence",
     "aten::_pad_packed_sequence": "the lengths that it returns are on the CPU on every device",
@@ -120,7 +120,7 @@ UNCOMPARED: dict[str, str] = {
 
 # The CPU's error messages for dtypes that CUDA and the device support.
 LACKS_DTYPE = re.compile(
-    r"not implemented for '|Unsupported dtype|does not support complex|half to float conversion|but found Half"
+    r"not implemented for '|doesn't support tensors of type|Unsupported dtype|does not support complex|half to float conversion|but found Half"
 )
 
 # Arguments that the host reads on every device, by operator name without overload.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,9 @@ from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, Sto
 from openreg_tools.generate import changes
 
 __all__ = [
-    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "OUT_OF_BOUNDS", "OVERFLOWS", "ROUNDS", "WITHOUT_VALUES", "Plain", "called", "differences",
-    "READ_AND_WRITTEN", "doubtful", "in_plain_memory", "is_elsewhere", "is_finite_equal", "is_read_and_written", "is_uncompared", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
+    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
+    "WITHOUT_VALUES", "Plain", "called", "differences", "doubtful", "in_plain_memory", "is_elsewhere", "is_finite_equal", "is_read_and_written",
+    "is_uncompared", "is_undefined_for_nan", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
 ]  # fmt: skip
 
 BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
@@ -48,6 +50,7 @@ WITHOUT_VALUES: dict[str, str] = {
 # Operators that PyTorch checks differently on different devices.
 CHECKED_BY_DEVICE: dict[str, str] = {
     "aten::_empty_per_channel_affine_quantized.out": "as quantize_per_channel.out",
+    "aten::_make_per_channel_quantized_tensor.out": "as quantize_per_channel.out",
     "aten::quantize_per_channel.out": "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses "
     "tensors quantized by channel",
     **{
@@ -65,13 +68,18 @@ ABOUT_MEMORY = re.compile(
 # Operators whose CPU kernels ignore the strides of an argument, which PyTorch makes contiguous before it calls them.
 IGNORES_STRIDES: dict[str, str] = {
     "aten::native_group_norm_backward": "the derivative of native_group_norm passes contiguous gradients",
-    "aten::native_layer_norm_backward": "mean and rstd are results of native_layer_norm, which are contiguous",
     "aten::_dyn_quant_matmul_4bit": "quantized linear layers pass contiguous rows",
-    "aten::_weight_norm_interface_backward": "its derivative passes contiguous tensors",
     "aten::_embedding_bag": "a result for backward is empty where a fast path for these strides does not need it",
+    "aten::embedding_bag": "as _embedding_bag",
+    "aten::_embedding_bag_forward_only": "as _embedding_bag",
     "aten::_linalg_det": "the factors are those of the transpose where that is contiguous",
     "aten::_linalg_slogdet": "as _linalg_det",
     "aten::mkldnn_rnn_layer": "oneDNN takes contiguous weights",
+    **{
+        f"aten::{name}{which}": "with equal indices, the order of the memory decides which element stays"
+        for name in ("index_put", "_index_put_impl", "_unsafe_index_put", "index_copy", "put", "scatter")
+        for which in ("", "_")
+    },
     **{
         f"aten::_fused_{optimizer}{which}": "torch.optim passes parameters, gradients and states of one layout"
         for optimizer in ("adagrad", "adam", "adamw", "sgd")
@@ -85,7 +93,12 @@ MEMORY = re.compile(
 )
 
 
-OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds")
+OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds|index out of range|out of DATA bounds")
+# Operators that return another tensor than out= if its dtype is not that of the result.
+RETURNS_ANOTHER: dict[str, str] = {"aten::_add_relu.out": "the CPU returns another tensor than out="}
+# Kernels that return an uninitialized value for NaN: their loop ends before it sets one.
+UNDEFINED_FOR_NAN = re.compile(r"aten::special_(chebyshev|hermite|laguerre|legendre|shifted_chebyshev)_polynomial")
+NAN = "PyTorch's kernel returns an uninitialized value for NaN"
 ROUNDS = "terms of a half type that cancel are rounded at the size of the largest element"
 OVERFLOWS = "an intermediate result overflows on one side"
 READ_AND_WRITTEN = "memory is written to that is also read in other places, which PyTorch does not detect"
@@ -172,6 +185,13 @@ def overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> b
     return is_finite_equal(unequal) and any(map(is_large, tree_leaves((call.args, call.kwargs))))
 
 
+def is_undefined_for_nan(name: str, call: Call) -> bool:
+    """Whether an argument of an operator in `UNDEFINED_FOR_NAN` is NaN, or becomes NaN on the way."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    numbers = [x for x in leaves if isinstance(x, torch.Tensor) or isinstance(x, (int, float))]
+    return bool(UNDEFINED_FOR_NAN.match(name)) and any(not torch.as_tensor(x).isfinite().all() for x in numbers)
+
+
 def is_finite_equal(unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether results differ only where one is not finite."""
     return bool(unequal) and all(
@@ -233,7 +253,8 @@ def _is_memory_separate(name: str, call: Call) -> bool:
     }
     if not all(changes._is_plain(leaf) for leaf, _ in tensors.values()):
         return False
-    storages = collections.Counter(leaf.untyped_storage()._cdata for leaf, _ in tensors.values())
+    leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
+    storages = collections.Counter(leaf.untyped_storage()._cdata for leaf in leaves)
     return all(storages[leaf.untyped_storage()._cdata] == 1 for leaf, is_written in tensors.values() if is_written)
 
 
@@ -294,7 +315,12 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
         return None
     if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
         return None  # random numbers are drawn in the order of the memory
-    if not _is_memory_separate(name, call) or not all(map(_is_ordinary, tensors)):
+    numbers = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, float)]
+    if (
+        not _is_memory_separate(name, call)
+        or not all(map(_is_ordinary, tensors))
+        or not all(map(math.isfinite, numbers))
+    ):
         return None
     plain = opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
     return plain if plain.error is None and differences(plain, cpu, "cpu") else None

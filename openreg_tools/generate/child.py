@@ -186,6 +186,10 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     failure = report.failures[0]
     if failure.kind in ("device", "alias", "rng") and allowed.is_elsewhere(name, call):
         return {"end": "allowed", "note": allowed.ELSEWHERE, "reached": True}
+    if failure.kind in ("dtype", "alias") and name in allowed.RETURNS_ANOTHER:
+        return {"end": "allowed", "note": allowed.RETURNS_ANOTHER[name], "reached": True}
+    if failure.kind == "value" and allowed.is_undefined_for_nan(name, call):
+        return {"end": "allowed", "note": allowed.NAN, "reached": True}
     if failure.kind == "rng" and schemas._of_package(name) and comparison.exact:
         return {"end": "allowed", "note": "a package's operator may draw other numbers", "reached": True}
     if failure.kind == "value" and schemas.is_own(name, device):
@@ -226,7 +230,9 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         note = allowed.ELSEWHERE
     elif allowed.is_uncompared(name):
         note = "results and errors of this operator are not compared"
-    elif allowed.OUT_OF_BOUNDS.search(theirs) and isinstance(there.error, IndexError):
+    elif allowed.OUT_OF_BOUNDS.search(theirs) and (
+        isinstance(there.error, IndexError) or allowed.OUT_OF_BOUNDS.search(ours)
+    ):
         note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
     elif name in differs:
         note = "this operator's errors differ between devices"
@@ -328,6 +334,9 @@ def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> No
             has_infos[0] = bool(_infos.cache_info().currsize)
             profiles = [changes.profile(request["bases"], call) for call in calls]
             answer(done=True, valid=valid, bases=profiles)
+        elif "doubtful" in request:
+            case = request["doubtful"]
+            answer(done=True, note=allowed.doubtful(case["op"], call_of(case), is_plain=True))
         elif "source" in request:
             case = request["source"]
             answer(done=True, source=snippet.source(case["op"], call_of(case), device, request["modules"]))
