@@ -93,8 +93,8 @@ class Graph(_C.Graph):
         """
         super().capture_begin(pool, capture_error_mode)
         self._forget_inputs()
-        if check_input_liveness:
-            self._liveness = InputLiveness()
+        self._liveness = InputLiveness() if check_input_liveness else None
+        if self._liveness:
             self._liveness.begin()
 
     def capture_end(self) -> None:

@@ -110,12 +110,17 @@ class Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def begun(**options):
-    """A graph that captures on a stream of its own and checks its inputs, and the stream."""
-    graph, stream = torch.openreg.Graph(), torch.openreg.Stream()
+def begin(graph, **options):
+    """Capture on a stream, which is returned, and check the inputs."""
+    stream = torch.openreg.Stream()
     with stream:
         graph.capture_begin(check_input_liveness=True, **options)
-    return graph, stream
+    return stream
+
+
+def begun(**options):
+    graph = torch.openreg.Graph()
+    return graph, begin(graph, **options)
 
 
 @pytest.mark.parametrize("kind", [Plain, nn.Parameter, nn.Buffer, TwoTensor], ids=lambda kind: kind.__name__)
@@ -152,6 +157,19 @@ def test_a_capture_that_checks_its_inputs_ends_on_its_thread():
         y = rand() * 2
     graph.replay()
     assert y.shape == (8,) and not _get_current_dispatch_mode_stack()
+
+
+def test_the_thread_of_a_capture_is_gone():
+    graph, streams = torch.openreg.Graph(), []
+    thread = threading.Thread(target=lambda: streams.append(begin(graph)))
+    thread.start()
+    thread.join()
+    graph.reset()
+    x = rand()
+    with torch.openreg.graph(graph):
+        y = x * 2
+    graph.replay()
+    assert not streams[0].is_capturing() and torch.equal(y, x * 2)
 
 
 def test_a_mode_of_the_program_outlives_the_capture():
