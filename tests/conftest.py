@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import shutil
 import sys
 
 import pytest
@@ -26,9 +27,11 @@ def pytest_sessionstart():
 
 def pytest_collection_modifyitems(items):
     """Files of long tests first, so that no worker process is left with one of them when the others are done."""
-    marks = {"slow", "processes", "compiles", "conformance"}
-    long = collections.Counter(item.path for item in items if marks.intersection(m.name for m in item.iter_markers()))
-    items.sort(key=lambda item: -long[item.path])
+    seconds = {"slow": 3.0, "compiles": 2.0, "processes": 0.5, "conformance": 0.2}  # of a test that is marked so
+    cost = collections.Counter()
+    for item in items:
+        cost[item.path] += max([0.05, *(seconds.get(mark.name, 0.0) for mark in item.iter_markers())])
+    items.sort(key=lambda item: -cost[item.path])
 
 
 def pytest_collection_finish():
@@ -37,10 +40,11 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def without_waste():
+def without_waste(tmp_path_factory):
     """PyTorch formats the stack, in 5 to 50 ms, when it seeds an absent accelerator or creates samples in a
     unittest, and flushes the cache, in 15 ms, to log the time of each compiled function's guards. It compiles six
-    programs, in 6 s, to learn whether the compiler knows the processor's instructions."""
+    programs, in 6 s, to learn whether the compiler knows the processor's instructions. To link with libtorch takes the
+    usual linker a third of a kernel's compilation, and gold half of that."""
     with pytest.MonkeyPatch.context() as patch:
         for accelerator in (torch.cuda, torch.xpu, torch.mtia):
             if not accelerator.is_available():
@@ -49,6 +53,10 @@ def without_waste():
         patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0, raising=False)
         patch.setattr(config.cpp, "vec_isa_ok", True)
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes
+        if gold := shutil.which("ld.gold"):
+            programs = tmp_path_factory.mktemp("programs")
+            (programs / "ld").symlink_to(gold)
+            patch.setenv("COMPILER_PATH", str(programs))  # where g++ looks for ld first
         yield
 
 

@@ -153,7 +153,7 @@ def test_right_whatever_the_device_does(packages, case):
         code.append(f"import {name} as package; print(package.__name__)")
         code += [CALLS[part].format(differentiable=style != "forward-only") for part in parts]
     sites = os.pathsep.join([PATH, *(str(site) for *_, site in packages.values())])
-    done = python("-W", "ignore", "-c", "\n".join(code), PYTHONPATH=sites, **environment)
+    done = python("-c", "\n".join(code), PYTHONPATH=sites, PYTHONWARNINGS="ignore", **environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.split() == [name for _, name, *_ in packages.values()]
     if case == "sanitizer":

@@ -42,7 +42,7 @@ def run(pytester, monkeypatch):
             return pytester.runpytest_inprocess(*arguments)
         own = f"--basetemp={pytester.path}/basetemp"
         path = os.pathsep.join([str(pytester.path), PATH])
-        done = python("-m", "pytest", own, *arguments, cwd=pytester.path, PYTHONPATH=path)
+        done = python("-m", "pytest", own, *arguments, cwd=pytester.path, dynamo=True, PYTHONPATH=path)
         print(done.stdout, done.stderr)
         return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
