@@ -10,9 +10,9 @@ namespace openreg {
 // Note [External events]
 // On a captured stream, record() and block() of an external event become nodes of the graph, and give no order to the
 // capture. When a replay is launched, its nodes that record get new points, which are the event's latest from then on,
-// and its nodes that wait take the point that is the latest then. A replay that fails, or is dropped, reaches its
-// points too, so that nobody waits forever. A graph that is a node of another one takes its points when it runs. On a
-// stream that is not captured, the event is an ordinary one.
+// and its nodes that wait take the point that is the latest then; so do those of a graph that is a node of this one. A
+// replay that fails, or is dropped, reaches its points too, so that nobody waits forever. On a stream that is not
+// captured, the event is an ordinary one.
 class ExternalEvent final : public Event {
  public:
   ExternalEvent(int device, bool timed);
