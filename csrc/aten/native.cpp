@@ -70,7 +70,7 @@ class NativeKernel final : public c10::OperatorKernel {
     reads_no_data_ = kReadsNoData.count(schema.name()) > 0;
     takes_results_ = takes_results(schema);
     if (target == DispatchKey::CPU) contiguous_ = read_as_contiguous(op);
-    views_ = op.hasTag(at::Tag::inplace_view);
+    views_ = op.hasTag(at::Tag::inplace_view) || schema.name() == "aten::_efficientzerotensor";
     for (const auto& result : schema.returns()) views_ |= result.alias_info() && !result.alias_info()->isWrite();
     if (constexpr std::string_view kForeach = "aten::_foreach_"; schema.name().starts_with(kForeach)) {
       each_ = "aten::" + schema.name().substr(kForeach.size());
@@ -253,7 +253,7 @@ class NativeKernel final : public c10::OperatorKernel {
   bool draws_ = false; // random numbers, without a Generator argument
   bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
-  bool views_ = false; // it returns views, or changes only the geometry
+  bool views_ = false; // it returns views, changes only the geometry, or gives a tensor without memory
   Synchronizes synchronizes_ = nullptr;
   const Wider* wider_ = nullptr;
   std::string each_;     // for a foreach operator: what it calls for each element

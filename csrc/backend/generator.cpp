@@ -308,7 +308,7 @@ void check_captured_generator(const char* name, Stream stream, const c10::Genera
 namespace {
 
 std::mutex lent_mutex;
-thread_local int lent = 0;                             // by the calling thread, nested
+thread_local int lent = 0; // by the calling thread, nested
 std::atomic<const c10::TensorImpl*> lent_state{nullptr}; // the host's own
 
 const bool noticed = [] {

@@ -73,12 +73,11 @@ void ExternalEvent::capture(Stream stream, bool records) const {
     return {point.get(), [point](void*) { point->reach(); }}; // at the latest when the replay is over
   };
   const std::size_t number = detail::add_replay_point(stream, std::move(launch));
-  const auto work = [latest = latest_, records, number, stream] {
-    const auto launched = detail::replay_point(number);
-    const auto now = launched ? nullptr : records ? latest->renew(stream) : latest->get();
-    auto* point = launched ? static_cast<Point*>(launched->get()) : now.get();
+  const auto work = [records, number] {
+    auto* point = static_cast<Point*>(detail::replay_point(number));
+    if (!point) return; // it was not recorded
     if (records) point->reach();
-    else if (point) point->wait_in_work();
+    else point->wait_in_work();
   };
   const Site site = records ? Site("record an event") : Site("wait for an event", Site::kWait);
   detail::capture(stream, site, detail::Task(work), {});

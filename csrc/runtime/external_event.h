@@ -10,9 +10,9 @@ namespace openreg {
 // Note [External events]
 // On a capturing stream, record() and block() of an external event become nodes of the graph and do not order the
 // capture. When a replay is launched, its recording nodes get new points, which are the event's latest from then on,
-// and its waiting nodes take the point that is the latest at that moment. A replay that fails or is dropped reaches its
-// points too, so no thread waits forever. A graph that is a node of another graph takes its points when it runs. On a
-// stream that is not capturing, the event is an ordinary one.
+// and its waiting nodes take the point that is the latest at that moment. So do the nodes of a graph that is a node of
+// this one. A replay that fails or is dropped reaches its points too, so no thread waits forever. On a stream that is
+// not capturing, the event is an ordinary one.
 class ExternalEvent final : public Event {
  public:
   ExternalEvent(int device, bool timed);

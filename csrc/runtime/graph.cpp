@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 
@@ -392,14 +393,16 @@ void set_around_replay(AroundReplay around) noexcept {
 
 namespace {
 
-thread_local const std::vector<std::shared_ptr<void>>* walked_points = nullptr;
+using Points = std::vector<std::shared_ptr<void>>; // what the replay points of a graph gave, by their numbers
+thread_local const Points* walked_points = nullptr;
 
 // One replay of a graph, as work.
 struct Walk {
   std::shared_ptr<const Graph> graph;
   Stream stream;
   std::vector<MemoryCopy> before, after;
-  std::vector<std::shared_ptr<void>> points; // by their numbers
+  Points points;
+  std::optional<std::size_t> nested; // a node of another graph: the point that gives its points
 
   void operator()() const {
     copy(before);
@@ -418,10 +421,11 @@ struct Walk {
   }
 
   void walk() const {
+    const Points* mine = nested ? static_cast<const Points*>(detail::replay_point(*nested)) : &points;
     struct Restore {
-      const std::vector<std::shared_ptr<void>>* before;
+      const Points* before;
       ~Restore() { walked_points = before; }
-    } restore{std::exchange(walked_points, &points)};
+    } restore{std::exchange(walked_points, mine)};
     const GraphNode* at = nullptr;
     try {
       for (const GraphNode& node : graph->nodes) {
@@ -446,8 +450,8 @@ struct Walk {
 
 } // namespace
 
-const std::shared_ptr<void>* detail::replay_point(std::size_t number) noexcept {
-  return walked_points && number < walked_points->size() ? &(*walked_points)[number] : nullptr;
+void* detail::replay_point(std::size_t number) noexcept {
+  return walked_points ? (*walked_points)[number].get() : nullptr; // its capture ended while another thread launched it
 }
 
 std::vector<Ticket> ReplayedDraws::unfinished() {
@@ -485,9 +489,16 @@ void replay(
   for (const auto& each : draws)
     if (captured) detail::draw_in_capture(stream, each);
     else if (!detail::in_work()) each->come_before(stream);
-  Walk walk{std::move(graph), stream, std::move(before), std::move(after), {}};
-  if (!captured)
-    for (const ReplayPoint& each : walk.graph->points) walk.points.push_back(each(stream));
+  Walk walk{std::move(graph), stream, std::move(before), std::move(after), {}, {}};
+  const auto launch = [](const Graph& launched, Stream stream) {
+    Points points;
+    for (const ReplayPoint& each : launched.points) points.push_back(each(stream));
+    return points;
+  };
+  if (!captured) walk.points = launch(*walk.graph, stream);
+  else if (!walk.graph->points.empty())
+    walk.nested = detail::add_replay_point(stream,
+        [launch, inner = walk.graph](Stream stream) { return std::make_shared<Points>(launch(*inner, stream)); });
   try {
     detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk);
   } catch (const NodeError& error) {

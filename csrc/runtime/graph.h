@@ -147,10 +147,9 @@ bool capture(Stream stream, const openreg_site& site, const openreg_work& work, 
 void capture(Stream stream, const openreg_site& site, Task work, std::vector<MemoryUse> uses);
 // Keeps something as long as the graph.
 void keep_in_capture(Stream stream, std::shared_ptr<void> kept);
-// Adds a point to the graph and returns its number, with which its node gets what the point gave at the launch; null in
-// a replay that is a node of another one.
+// Adds a point to the graph and returns its number, with which its node gets what the point gave at the launch.
 std::size_t add_replay_point(Stream stream, ReplayPoint point);
-const std::shared_ptr<void>* replay_point(std::size_t number) noexcept;
+void* replay_point(std::size_t number) noexcept;
 bool is_kept_in_capture(Stream stream, const void* kept) noexcept;
 // Notes that the graph draws from a generator, and whether it does so far.
 void draw_in_capture(Stream stream, const std::shared_ptr<ReplayedDraws>& draws);

@@ -287,3 +287,43 @@ def test_functorch_and_inference_mode():
     graph.replay()
     assert torch.equal(y, 2 * x)
     assert torch.equal(z, x.exp() + 1)
+
+
+def cubed(x):
+    return (x**3).sum()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        torch.func.hessian(cubed),
+        torch.func.jacfwd(torch.func.jacfwd(cubed)),
+        torch.func.jacrev(torch.func.jacrev(cubed)),
+        torch.vmap(lambda row: torch.func.grad(cubed)(row)),
+        lambda x: torch.func.jvp(lambda x, y: x.sin() * y, (x, x), (x, torch.ones_like(x)))[1],
+        lambda x: torch.vmap(torch.nn.functional.dropout, randomness="different")(x),
+    ],
+    ids=["hessian", "jacfwd twice", "jacrev twice", "vmap of grad", "jvp", "vmap of dropout"],
+)
+def test_transforms(f):
+    x = torch.zeros(3, 3, device="openreg")
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        y = f(x)
+    x.copy_(torch.arange(9.0).view(3, 3))
+    torch.openreg.manual_seed(2)
+    expected = f(x)
+    torch.openreg.manual_seed(2)
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_zeros_without_memory():
+    """Forward mode makes such tensors for tangents; they are not nodes, and stay without memory."""
+    x, graph = torch.zeros(3, device="openreg"), torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        zeros = torch._efficientzerotensor(3, device="openreg")
+        y = x + zeros
+    x.fill_(2)
+    graph.replay()
+    assert zeros._is_zerotensor() and y.tolist() == [2.0] * 3

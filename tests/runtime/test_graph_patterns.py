@@ -191,7 +191,9 @@ def test_events_of_a_graph_measure_its_replay():
     assert start.elapsed_time(end) > 0
 
 
-def test_one_graph_waits_for_an_event_of_another():
+@pytest.mark.parametrize("nested", [False, True])
+def test_one_graph_waits_for_an_event_of_another(nested):
+    """Also if they are nodes of other graphs: the replay takes the event as it is when it is launched."""
     x, host = torch.ones(4, device=DEVICE), torch.zeros(4).pin_memory()
     begun, ended = (torch.openreg.Event(external=True) for _ in range(2))
     with torch.openreg.launch_mode("async"):
@@ -204,6 +206,9 @@ def test_one_graph_waits_for_an_event_of_another():
             ended.record()
 
         works, _ = captured(body, capture_error_mode="relaxed")
+        inner = signals, works
+        if nested:
+            signals, works = (captured(each.replay, capture_error_mode="relaxed")[0] for each in inner)
         first, second = torch.openreg.Stream(), torch.openreg.Stream()
         with first:
             torch.openreg._sleep(300_000_000)

@@ -24,6 +24,26 @@ def mode(request):
         torch.openreg.synchronize()
 
 
+@pytest.mark.parametrize("options", [{}, {"interprocess": True}, {"external": True}], ids=str)
+def test_a_stream_is_idle_when_an_event_behind_its_work_was_waited_for(options):
+    """And the event is reached when its stream is idle."""
+    event, stream, other = torch.openreg.Event(**options), torch.openreg.Stream(), torch.openreg.Stream()
+    x = torch.zeros(100, device="openreg")
+    torch.openreg.synchronize()
+    with torch.openreg.launch_mode("async"):
+        for wait, query in (
+            (event.synchronize, stream.query),
+            (stream.synchronize, event.query),
+            (lambda: (other.wait_event(event), other.synchronize()), stream.query),
+        ):
+            for _ in range(50):
+                with stream:
+                    x.add_(1)
+                    event.record()
+                wait()
+                assert query()
+
+
 def side_stream():
     """A stream that may use what the current stream has made."""
     stream = torch.openreg.Stream()
