@@ -49,7 +49,6 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_var"}},
     {"aten::native_batch_norm.out", {"input"}},
     {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
-    {"aten::native_layer_norm_backward", {"mean", "rstd"}},
 };
 
 bool is_result(const c10::Argument& argument) {
