@@ -39,6 +39,7 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
 // Inputs that a CPU kernel reads as if they were contiguous, by operator and argument: the device copies them if they
 // are not. A batch norm's out= form does so with its input, and the other form does not.
 const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
+    {"aten::_dyn_quant_matmul_4bit", {"inp"}},
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},

@@ -70,7 +70,8 @@ ABOUT_MEMORY = re.compile(
 IGNORES_STRIDES: dict[str, str] = {
     "aten::native_group_norm_backward": "tools/autograd/derivatives.yaml: native_group_norm passes contiguous gradients and input",
     "aten::native_layer_norm_backward": "aten/src/ATen/native/layer_norm.cpp: mean and rstd are results of the operator, made by empty",
-    "aten::_dyn_quant_matmul_4bit": "the operator is called for the rows of an activation, which linear layers make",
+    "aten::_native_batch_norm_legit_no_training": "it reads as many values of weight and bias as there are channels",
+    "aten::_nested_compute_contiguous_strides_offsets": "nested tensors make their sizes contiguous",
     "aten::_embedding_bag": "aten/src/ATen/native/EmbeddingBag.cpp, make_offset2bag_out: offset2bag stays empty on the fast path, which "
     "depends on the strides",
     "aten::embedding_bag": "as _embedding_bag",
