@@ -39,6 +39,7 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
 // Inputs that a CPU kernel reads as if they were contiguous, by operator and argument: the device copies them if they
 // are not. A batch norm's out= form does so with its input, and the other form does not.
 const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
+    {"aten::_dyn_quant_matmul_4bit", {"inp"}},
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},
@@ -49,7 +50,6 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_var"}},
     {"aten::native_batch_norm.out", {"input"}},
     {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
-    {"aten::native_layer_norm_backward", {"mean", "rstd"}},
 };
 
 bool is_result(const c10::Argument& argument) {

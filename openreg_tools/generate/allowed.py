@@ -65,23 +65,28 @@ ABOUT_MEMORY = re.compile(
     r"aten::(as_strided|set|resize|_resize|_reshape_alias|slice_inverse|_nested_view_from|is_set_to|is_contiguous|stride|to_padded)"
 )
 
-# Operators whose CPU kernels ignore the strides of an argument, which PyTorch makes contiguous before it calls them.
+# Operators whose CPU kernels ignore the strides of an argument, and the file of PyTorch that makes it contiguous before
+# it calls them, or operators whose results depend on strides otherwise.
 IGNORES_STRIDES: dict[str, str] = {
-    "aten::native_group_norm_backward": "the derivative of native_group_norm passes contiguous gradients",
-    "aten::_dyn_quant_matmul_4bit": "quantized linear layers pass contiguous rows",
-    "aten::_embedding_bag": "a result for backward is empty where a fast path for these strides does not need it",
+    "aten::native_group_norm_backward": "tools/autograd/derivatives.yaml: native_group_norm passes contiguous gradients and input",
+    "aten::native_layer_norm_backward": "aten/src/ATen/native/layer_norm.cpp: mean and rstd are results of the operator, made by empty",
+    "aten::_native_batch_norm_legit_no_training": "it reads as many values of weight and bias as there are channels",
+    "aten::_nested_compute_contiguous_strides_offsets": "nested tensors make their sizes contiguous",
+    "aten::_embedding_bag": "aten/src/ATen/native/EmbeddingBag.cpp, make_offset2bag_out: offset2bag stays empty on the fast path, which "
+    "depends on the strides",
     "aten::embedding_bag": "as _embedding_bag",
     "aten::_embedding_bag_forward_only": "as _embedding_bag",
-    "aten::_linalg_det": "the factors are those of the transpose where that is contiguous",
+    "aten::_linalg_det": "aten/src/ATen/native/LinearAlgebra.cpp: a contiguous A is factored as its transpose",
     "aten::_linalg_slogdet": "as _linalg_det",
-    "aten::mkldnn_rnn_layer": "oneDNN takes contiguous weights",
+    "aten::mkldnn_rnn_layer": "aten/src/ATen/native/mkldnn/RNN.cpp: mkldnn_rnn passes a contiguous input, hx and cx",
     **{
         f"aten::{name}{which}": "with equal indices, the order of the memory decides which element stays"
         for name in ("index_put", "_index_put_impl", "_unsafe_index_put", "index_copy", "put", "scatter")
         for which in ("", "_")
     },
     **{
-        f"aten::_fused_{optimizer}{which}": "torch.optim passes parameters, gradients and states of one layout"
+        f"aten::_fused_{optimizer}{which}": "torch/csrc/autograd/functions/accumulate_grad.h gives a gradient the strides of its dense "
+        "parameter, and torch.optim makes states with preserve_format"
         for optimizer in ("adagrad", "adam", "adamw", "sgd")
         for which in ("", "_")
     },
