@@ -175,7 +175,7 @@ def test_right_whatever_the_device_does(packages, case):
         ("mine", ["tensor"], "tensor already has a meaning"),
         ("double", ["weigh"], "double is a word of Python or C++"),
         ("aten", ["weigh"], "the namespace aten already has operators"),
-        ("torch", ["weigh"], "there is a Python package torch already"),
+        ("torch", ["weigh"], "the Python package torch already exists"),
         ("taken", ["weigh"], "already exists"),
     ],
 )

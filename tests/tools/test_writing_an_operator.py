@@ -143,7 +143,7 @@ def test_nothing_of_the_template_is_left(style):
         ("../foo", "expected a name of lower-case words"),
         ("foo__bar", "expected a name of lower-case words"),
         ("rms_norm", "the operator rms_norm already exists; choose another name"),
-        ("rms_norm_backward", "there is an operator rms_norm_backward already"),
+        ("rms_norm_backward", "the operator rms_norm_backward already exists"),
         ("sum", "sum already has another meaning in C++, Python, csrc/ops or openreg_ops; choose another name"),
         ("lambda", "lambda already has another meaning"),
         ("switch", "switch already has another meaning"),
