@@ -55,10 +55,10 @@ def linear_cross_entropy(
     Differentiable once in x, weight and bias. Forward takes chunks of 512 rows and immediately computes each chunk's
     share of the gradients, if they are needed; backward multiplies them by the gradient of the loss. For "none",
     backward recomputes the logits. The gradients of a float16 x are kept in float32 until then, because loss scaling
-    comes too late to protect them. In bfloat16, where the processor multiplies it (AVX-512 BF16, AMX), the gradients of
-    the logits are rounded to bfloat16 before a product, as in eager mode. Differentiating the gradients is an error: use `cross_entropy` of
-    `torch.nn.functional.linear`. On other devices the plain operators run; they have all derivatives and hold the
-    logits.
+    comes too late to protect them. In bfloat16, where the processor multiplies it (AVX-512 BF16, AMX) and there are more than
+    32 rows, the gradients of the logits are rounded to bfloat16 before a product, as in eager mode. Differentiating the
+    gradients is an error: use `cross_entropy` of `torch.nn.functional.linear`. On other devices the plain operators run;
+    they have all derivatives and hold the logits.
     Autocast runs it in its lower precision, like the product; sums and the loss stay in float32.
     Results do not depend on the number of threads.
     Sources: Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009.

@@ -1,6 +1,7 @@
 // Copies between every pair of host, pinned host and devices: ATen's CPU copy over aliases, which handles every dtype
 // conversion, layout, overlap check and conj/neg bit.
 #include <ATen/NestedTensorImpl.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/resize.h>
@@ -50,6 +51,19 @@ Site copy_site(const at::Tensor& from, const at::Tensor& to) {
       : pinned(to)            ? "Memcpy DtoH (Device -> Pinned)"
                               : "Memcpy DtoH (Device -> Pageable)";
   return {name, Site::kCopy, to.layout() == at::kStrided ? static_cast<size_t>(to.numel()) * to.itemsize() : 0};
+}
+
+// Memory that is written to: if it is copy-on-write, it becomes the tensor's own, on its device.
+void* written_memory(const at::Tensor& x) {
+  const LendDeviceMemory here(x.device().index());
+  return x.mutable_data_ptr();
+}
+
+// Whether ATen would copy on one thread anyway, and need not reject an overlap: then the copy of bytes is the faster
+// one.
+bool is_small(const at::Tensor& from, const at::Tensor& to) {
+  return from.numel() <= at::internal::GRAIN_SIZE && from.is_privateuseone() && from.device() == to.device() &&
+      from.has_storage() && to.has_storage() && from.storage().data() != to.storage().data();
 }
 
 // Corrupts a copy for an injected fault; see Note [Faults]. Any nonzero byte would read as True.
@@ -141,10 +155,10 @@ void wait_in_capture(Stream stream, Stream other) {
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const bool between =
       self.is_privateuseone() && destination.is_privateuseone() && self.device() != destination.device();
-  const Stream here = current_stream((self.is_privateuseone() ? self : destination).device().index());
+  const Stream here = detail::thread_stream((self.is_privateuseone() ? self : destination).device().index());
   if (C10_UNLIKELY(watches_syncs()) && !non_blocking && (self.is_cpu() || destination.is_cpu()) && self.numel())
     synchronizes("aten::copy_", here);
-  const Stream there = between ? current_stream(destination.device().index()) : here;
+  const Stream there = between ? detail::thread_stream(destination.device().index()) : here;
   if (C10_UNLIKELY(detail::attention.load() & detail::kCaptureBit))
     if (detail::captures(here) || detail::captures(there)) {
       if (between && detail::captures(there)) wait_in_capture(here, there);
@@ -159,16 +173,16 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   const bool corrupted = copy_corrupted(here);
   const Site site =
       detail::profiling() || detail::scheduled() ? copy_site(self, destination) : Site(std::source_location::current());
-  if ((non_blocking || between) && is_plain(self, destination)) {
+  if ((non_blocking || between || is_small(self, destination)) && is_plain(self, destination)) {
     const void* from = self.const_data_ptr();
-    void* to = destination.mutable_data_ptr();
+    void* to = written_memory(destination);
     const size_t bytes = self.nbytes();
     const auto work = [from, to, bytes, corrupted, type = self.scalar_type()] {
       std::memmove(to, from, bytes);
       if (corrupted) flip_byte(to, type);
     };
     if (bytes >= kQueuedCopy) enqueue(here, work, site);
-    else launch(here, work, site);
+    else detail::launch_directly(here, work, site);
     for (const at::Tensor& x : {self, destination})
       if (x.is_cpu()) record_pinned_use(x.const_data_ptr(), here);
     if (between) wait_for(there, here);
@@ -176,7 +190,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   }
   if (non_blocking)
     if (const auto staged = stage(self, destination, here)) {
-      void* to = destination.mutable_data_ptr();
+      void* to = written_memory(destination);
       launch(
           here,
           [staged, to, corrupted] {

@@ -55,19 +55,19 @@ class CpuCall {
 
   // Calls the kernel in the order of the device's current stream, then applies the changes to the real tensors.
   template <class Kernel>
-  decltype(auto) run(Kernel&& kernel) {
+  std::invoke_result_t<Kernel&> run(Kernel&& kernel) {
     return run(Site(name_), kernel);
   }
   template <class Kernel>
-  decltype(auto) run(Site site, Kernel&& kernel) {
-    const Stream stream = current_stream(device());
+  std::invoke_result_t<Kernel&> run(Site site, Kernel&& kernel) {
+    const Stream stream = detail::thread_stream(device());
     if constexpr (std::is_void_v<decltype(kernel())>) {
-      openreg::run(stream, kernel, site);
+      detail::run_directly(stream, kernel, site);
       carry_back();
     } else {
-      decltype(auto) out = openreg::run(stream, kernel, site);
+      std::invoke_result_t<Kernel&> out = detail::run_directly(stream, kernel, site);
       carry_back();
-      return static_cast<decltype(kernel())>(out);
+      return out;
     }
   }
 

@@ -138,21 +138,23 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(self.storage().data(),
       "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ", self.sizes(),
       ", was freed or resized to nothing");
-  if (C10_UNLIKELY(capturing(self.device().index())))
-    detail::refuse_capture(current_stream(self.device().index()), "aten::_local_scalar_dense",
+  const Stream stream = detail::thread_stream(self.device().index());
+  if (C10_UNLIKELY(detail::captures(stream)))
+    detail::refuse_capture(stream, "aten::_local_scalar_dense",
         "the host would read a value of the device, as .item(), bool(), int() and float() do. Keep the value in a "
         "tensor, or read it after a replay.");
-  synchronizes("aten::_local_scalar_dense", current_stream(self.device().index()));
-  return run(current_stream(self.device().index()), [&]() -> at::Scalar {
+  synchronizes("aten::_local_scalar_dense", stream);
+  at::Scalar out;
+  const auto read = [&] {
     const void* data = self.storage().data();
     const auto offset = self.storage_offset();
-    at::Scalar out;
     AT_DISPATCH_V2(self.scalar_type(), "_local_scalar_dense",
         AT_WRAP([&] { out = at::Scalar(static_cast<const scalar_t*>(data)[offset]); }), AT_EXPAND(AT_ALL_TYPES),
         AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBool, at::kBFloat16, AT_EXPAND(AT_FLOAT8_TYPES),
         AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES));
-    return out;
-  });
+  };
+  detail::run_directly(stream, read, std::source_location::current());
+  return out;
 }
 
 // Whether `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer

@@ -112,10 +112,10 @@ inline bool redirected() noexcept {
       (queueing() || (detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit));
 }
 
-template <class Op, class Signature>
+template <class Op, class Signature, Signature* kernel>
 struct Native;
-template <class Op, class R, class... A>
-struct Native<Op, R(A...)> {
+template <class Op, class R, class... A, R (*kernel)(A...)>
+struct Native<Op, R(A...), kernel> {
   static R call(A... arguments) {
     if (redirected() || complex_half((dtype_bits(arguments) | ... | 0))) [[unlikely]] {
       static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
@@ -127,19 +127,16 @@ struct Native<Op, R(A...)> {
     std::tuple<decltype(map(call, std::forward<A>(arguments)))...> mapped{map(call, std::forward<A>(arguments))...};
     return unmap(call, call.run([&]() -> R {
       return std::apply(
-          [](auto&&... each) -> R {
-            return Op::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<decltype(each)>(each)...);
-          },
-          std::move(mapped));
+          [](auto&&... each) -> R { return kernel(std::forward<decltype(each)>(each)...); }, std::move(mapped));
     }));
   }
 };
 
 } // namespace detail
 
-// The unboxed device kernel of an ATen operator, such as native<at::_ops::add_Tensor>.
-template <class Op>
-constexpr auto* native = &detail::Native<Op, typename Op::schema>::call;
+// The unboxed device kernel of an ATen operator, given the CPU's, such as native<at::_ops::add_Tensor, at::cpu::add>.
+template <class Op, typename Op::schema* kernel>
+constexpr auto* native = &detail::Native<Op, typename Op::schema, kernel>::call;
 
 // Captures a kernel of one input and one output as a node that does not keep their memory.
 void capture_unary(

@@ -10,104 +10,159 @@
 #include <ATen/ops/_softmax_backward_data_ops.h>
 #include <ATen/ops/_softmax_meta_dispatch.h>
 #include <ATen/ops/_softmax_ops.h>
+#include <ATen/ops/add_cpu_dispatch.h>
 #include <ATen/ops/add_meta_dispatch.h>
 #include <ATen/ops/add_ops.h>
+#include <ATen/ops/addcdiv_cpu_dispatch.h>
 #include <ATen/ops/addcdiv_meta_dispatch.h>
 #include <ATen/ops/addcdiv_ops.h>
+#include <ATen/ops/addcmul_cpu_dispatch.h>
 #include <ATen/ops/addcmul_meta_dispatch.h>
 #include <ATen/ops/addcmul_ops.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/addmm_meta_dispatch.h>
 #include <ATen/ops/addmm_ops.h>
+#include <ATen/ops/argmax_cpu_dispatch.h>
 #include <ATen/ops/argmax_meta_dispatch.h>
 #include <ATen/ops/argmax_ops.h>
+#include <ATen/ops/baddbmm_cpu_dispatch.h>
 #include <ATen/ops/baddbmm_meta_dispatch.h>
 #include <ATen/ops/baddbmm_ops.h>
+#include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/bmm_meta_dispatch.h>
 #include <ATen/ops/bmm_ops.h>
+#include <ATen/ops/cat_cpu_dispatch.h>
 #include <ATen/ops/cat_meta_dispatch.h>
 #include <ATen/ops/cat_ops.h>
+#include <ATen/ops/clamp_cpu_dispatch.h>
+#include <ATen/ops/clamp_meta_dispatch.h>
+#include <ATen/ops/clamp_min_cpu_dispatch.h>
 #include <ATen/ops/clamp_min_meta_dispatch.h>
 #include <ATen/ops/clamp_min_ops.h>
-#include <ATen/ops/clamp_meta_dispatch.h>
 #include <ATen/ops/clamp_ops.h>
+#include <ATen/ops/cos_cpu_dispatch.h>
 #include <ATen/ops/cos_meta_dispatch.h>
 #include <ATen/ops/cos_ops.h>
+#include <ATen/ops/cumsum_cpu_dispatch.h>
 #include <ATen/ops/cumsum_meta_dispatch.h>
 #include <ATen/ops/cumsum_ops.h>
+#include <ATen/ops/div_cpu_dispatch.h>
 #include <ATen/ops/div_meta_dispatch.h>
 #include <ATen/ops/div_ops.h>
+#include <ATen/ops/embedding_dense_backward_cpu_dispatch.h>
 #include <ATen/ops/embedding_dense_backward_ops.h>
+#include <ATen/ops/eq_cpu_dispatch.h>
 #include <ATen/ops/eq_meta_dispatch.h>
 #include <ATen/ops/eq_ops.h>
+#include <ATen/ops/exp_cpu_dispatch.h>
 #include <ATen/ops/exp_meta_dispatch.h>
 #include <ATen/ops/exp_ops.h>
+#include <ATen/ops/fill_cpu_dispatch.h>
 #include <ATen/ops/fill_ops.h>
+#include <ATen/ops/ge_cpu_dispatch.h>
 #include <ATen/ops/ge_meta_dispatch.h>
 #include <ATen/ops/ge_ops.h>
+#include <ATen/ops/gelu_backward_cpu_dispatch.h>
 #include <ATen/ops/gelu_backward_meta_dispatch.h>
 #include <ATen/ops/gelu_backward_ops.h>
+#include <ATen/ops/gelu_cpu_dispatch.h>
 #include <ATen/ops/gelu_meta_dispatch.h>
 #include <ATen/ops/gelu_ops.h>
+#include <ATen/ops/gt_cpu_dispatch.h>
 #include <ATen/ops/gt_meta_dispatch.h>
 #include <ATen/ops/gt_ops.h>
+#include <ATen/ops/index_select_cpu_dispatch.h>
 #include <ATen/ops/index_select_ops.h>
+#include <ATen/ops/le_cpu_dispatch.h>
 #include <ATen/ops/le_meta_dispatch.h>
 #include <ATen/ops/le_ops.h>
+#include <ATen/ops/lerp_cpu_dispatch.h>
 #include <ATen/ops/lerp_meta_dispatch.h>
 #include <ATen/ops/lerp_ops.h>
+#include <ATen/ops/log_cpu_dispatch.h>
 #include <ATen/ops/log_meta_dispatch.h>
 #include <ATen/ops/log_ops.h>
+#include <ATen/ops/lt_cpu_dispatch.h>
 #include <ATen/ops/lt_meta_dispatch.h>
 #include <ATen/ops/lt_ops.h>
+#include <ATen/ops/maximum_cpu_dispatch.h>
 #include <ATen/ops/maximum_meta_dispatch.h>
 #include <ATen/ops/maximum_ops.h>
+#include <ATen/ops/mean_cpu_dispatch.h>
 #include <ATen/ops/mean_meta_dispatch.h>
 #include <ATen/ops/mean_ops.h>
+#include <ATen/ops/minimum_cpu_dispatch.h>
 #include <ATen/ops/minimum_meta_dispatch.h>
 #include <ATen/ops/minimum_ops.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mm_meta_dispatch.h>
 #include <ATen/ops/mm_ops.h>
+#include <ATen/ops/mul_cpu_dispatch.h>
 #include <ATen/ops/mul_meta_dispatch.h>
 #include <ATen/ops/mul_ops.h>
+#include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_backward_ops.h>
+#include <ATen/ops/native_layer_norm_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_ops.h>
+#include <ATen/ops/ne_cpu_dispatch.h>
 #include <ATen/ops/ne_meta_dispatch.h>
 #include <ATen/ops/ne_ops.h>
+#include <ATen/ops/neg_cpu_dispatch.h>
 #include <ATen/ops/neg_meta_dispatch.h>
 #include <ATen/ops/neg_ops.h>
+#include <ATen/ops/nll_loss_backward_cpu_dispatch.h>
 #include <ATen/ops/nll_loss_backward_meta_dispatch.h>
 #include <ATen/ops/nll_loss_backward_ops.h>
+#include <ATen/ops/nll_loss_forward_cpu_dispatch.h>
 #include <ATen/ops/nll_loss_forward_meta_dispatch.h>
 #include <ATen/ops/nll_loss_forward_ops.h>
+#include <ATen/ops/pow_cpu_dispatch.h>
 #include <ATen/ops/pow_meta_dispatch.h>
 #include <ATen/ops/pow_ops.h>
+#include <ATen/ops/reciprocal_cpu_dispatch.h>
 #include <ATen/ops/reciprocal_meta_dispatch.h>
 #include <ATen/ops/reciprocal_ops.h>
+#include <ATen/ops/relu_cpu_dispatch.h>
+#include <ATen/ops/relu_ops.h>
+#include <ATen/ops/rsqrt_cpu_dispatch.h>
 #include <ATen/ops/rsqrt_meta_dispatch.h>
 #include <ATen/ops/rsqrt_ops.h>
+#include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
 #include <ATen/ops/sigmoid_backward_meta_dispatch.h>
 #include <ATen/ops/sigmoid_backward_ops.h>
+#include <ATen/ops/sigmoid_cpu_dispatch.h>
 #include <ATen/ops/sigmoid_meta_dispatch.h>
 #include <ATen/ops/sigmoid_ops.h>
+#include <ATen/ops/silu_backward_cpu_dispatch.h>
 #include <ATen/ops/silu_backward_meta_dispatch.h>
 #include <ATen/ops/silu_backward_ops.h>
+#include <ATen/ops/silu_cpu_dispatch.h>
 #include <ATen/ops/silu_meta_dispatch.h>
 #include <ATen/ops/silu_ops.h>
+#include <ATen/ops/sin_cpu_dispatch.h>
 #include <ATen/ops/sin_meta_dispatch.h>
 #include <ATen/ops/sin_ops.h>
+#include <ATen/ops/sqrt_cpu_dispatch.h>
 #include <ATen/ops/sqrt_meta_dispatch.h>
 #include <ATen/ops/sqrt_ops.h>
+#include <ATen/ops/sub_cpu_dispatch.h>
 #include <ATen/ops/sub_meta_dispatch.h>
 #include <ATen/ops/sub_ops.h>
+#include <ATen/ops/sum_cpu_dispatch.h>
 #include <ATen/ops/sum_meta_dispatch.h>
 #include <ATen/ops/sum_ops.h>
+#include <ATen/ops/tanh_backward_cpu_dispatch.h>
 #include <ATen/ops/tanh_backward_meta_dispatch.h>
 #include <ATen/ops/tanh_backward_ops.h>
+#include <ATen/ops/tanh_cpu_dispatch.h>
 #include <ATen/ops/tanh_meta_dispatch.h>
 #include <ATen/ops/tanh_ops.h>
+#include <ATen/ops/threshold_backward_cpu_dispatch.h>
 #include <ATen/ops/threshold_backward_meta_dispatch.h>
 #include <ATen/ops/threshold_backward_ops.h>
+#include <ATen/ops/where_cpu_dispatch.h>
 #include <ATen/ops/where_ops.h>
+#include <ATen/ops/zero_cpu_dispatch.h>
 #include <ATen/ops/zero_ops.h>
 #include <torch/library.h>
 
@@ -123,10 +178,10 @@ void set_meta(const char* name, typename Op::schema* kernel) {
 
 // Run-time function pointers instead of TORCH_FN, and no inlining: half the compile time.
 // clang-format off: easier to read as a table
-#define UNBOXED(schema, op) m.impl(schema, native<at::_ops::op>)
+#define UNBOXED(schema, op, name) m.impl(schema, (native<at::_ops::op, at::cpu::name>))
 // A structured operator, with its Meta kernel: see Note [Queued operators].
 #define META(name) set_meta<at::_ops::name>("aten::" #name, at::meta::name)
-#define STRUCTURED(schema, op, name) UNBOXED(schema, op); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
+#define STRUCTURED(schema, op, name) UNBOXED(schema, op, name); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
 #define UNARY(name) STRUCTURED(#name, name, name); STRUCTURED(#name "_", name##_, name##_); STRUCTURED(#name ".out", name##_out, name##_outf)
 #define BINARY(name) STRUCTURED(#name ".Tensor", name##_Tensor, name); STRUCTURED(#name "_.Tensor", name##__Tensor, name##_); STRUCTURED(#name ".out", name##_out, name##_outf)
 #define COMPARE(name) STRUCTURED(#name ".Tensor", name##_Tensor, name); STRUCTURED(#name ".Scalar", name##_Scalar, name)
@@ -136,16 +191,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   UNARY(neg); UNARY(exp); UNARY(log); UNARY(sqrt); UNARY(rsqrt); UNARY(reciprocal); UNARY(sin); UNARY(cos);
   UNARY(tanh); UNARY(sigmoid);
   COMPARE(eq); COMPARE(ne); COMPARE(lt); COMPARE(le); COMPARE(gt); COMPARE(ge);
-  UNBOXED("relu", relu); UNBOXED("relu_", relu_); STRUCTURED("threshold_backward", threshold_backward, threshold_backward);
+  UNBOXED("relu", relu, relu); UNBOXED("relu_", relu_, relu_); STRUCTURED("threshold_backward", threshold_backward, threshold_backward);
   STRUCTURED("gelu", gelu, gelu); STRUCTURED("gelu_backward", gelu_backward, gelu_backward);
   STRUCTURED("silu", silu, silu); STRUCTURED("silu_backward", silu_backward, silu_backward);
   STRUCTURED("sigmoid_backward", sigmoid_backward, sigmoid_backward); STRUCTURED("tanh_backward", tanh_backward, tanh_backward);
   STRUCTURED("maximum", maximum, maximum); STRUCTURED("minimum", minimum, minimum);
   STRUCTURED("clamp", clamp, clamp); STRUCTURED("clamp_min", clamp_min, clamp_min);
   STRUCTURED("pow.Tensor_Scalar", pow_Tensor_Scalar, pow); STRUCTURED("pow.Tensor_Tensor", pow_Tensor_Tensor, pow);
-  UNBOXED("where.self", where_self); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
+  UNBOXED("where.self", where_self, where); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
   STRUCTURED("addcmul_", addcmul_, addcmul_); STRUCTURED("addcdiv_", addcdiv_, addcdiv_);
-  UNBOXED("fill_.Scalar", fill__Scalar); UNBOXED("fill_.Tensor", fill__Tensor); UNBOXED("zero_", zero_);
+  UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("fill_.Tensor", fill__Tensor, fill_); UNBOXED("zero_", zero_, zero_);
   STRUCTURED("sum.dim_IntList", sum_dim_IntList, sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
   STRUCTURED("cumsum", cumsum, cumsum);
   STRUCTURED("mm", mm, mm); STRUCTURED("mm.out", mm_out, mm_outf); STRUCTURED("addmm", addmm, addmm); STRUCTURED("addmm.out", addmm_out, addmm_outf);
@@ -153,8 +208,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // The kernels of softmax are in overrides/softmax.cpp.
   META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
   STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); STRUCTURED("nll_loss_backward", nll_loss_backward, nll_loss_backward_symint);
-  UNBOXED("native_layer_norm", native_layer_norm); UNBOXED("native_layer_norm_backward", native_layer_norm_backward);
-  UNBOXED("index_select", index_select); UNBOXED("embedding_dense_backward", embedding_dense_backward);
+  UNBOXED("native_layer_norm", native_layer_norm, native_layer_norm_symint); UNBOXED("native_layer_norm_backward", native_layer_norm_backward, native_layer_norm_backward_symint);
+  UNBOXED("index_select", index_select, index_select); UNBOXED("embedding_dense_backward", embedding_dense_backward, embedding_dense_backward_symint);
   STRUCTURED("cat", cat, cat);
 }
 // clang-format on

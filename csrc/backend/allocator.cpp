@@ -134,8 +134,6 @@ const bool installed = [] {
 
 } // namespace
 
-thread_local c10::DeviceIndex LendDeviceMemory::lent_ = -1;
-
 c10::Allocator* device_allocator() {
   return &device_memory_allocator;
 }
@@ -167,7 +165,7 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
   const c10::Device label(c10::kPrivateUse1, device);
   if (bytes == 0) return {nullptr, label};
   try {
-    void* pointer = allocate(current_stream(device), bytes);
+    void* pointer = allocate(detail::thread_stream(device), bytes);
     report_allocation(pointer);
     if (gpu_tracing()) [[unlikely]]
       trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_allocation, trace_address(pointer));

@@ -28,16 +28,17 @@ void move_to_host(c10::StorageImpl* storage);
 // need no copy. See csrc/aten/cpu_call.h.
 class LendDeviceMemory {
  public:
-  explicit LendDeviceMemory(c10::DeviceIndex device) : previous_(lent_) { lent_ = device; }
-  ~LendDeviceMemory() { lent_ = previous_; }
+  explicit LendDeviceMemory(c10::DeviceIndex device) : slot_(lent_), previous_(slot_) { slot_ = device; }
+  ~LendDeviceMemory() { slot_ = previous_; }
   LendDeviceMemory(const LendDeviceMemory&) = delete;
   LendDeviceMemory& operator=(const LendDeviceMemory&) = delete;
   static c10::DeviceIndex lent() { return lent_; }
-  void to(c10::DeviceIndex device) { lent_ = device; }
+  void to(c10::DeviceIndex device) { slot_ = device; }
 
  private:
-  static thread_local c10::DeviceIndex lent_; // -1: none
-  c10::DeviceIndex previous_;
+  static inline constinit thread_local c10::DeviceIndex lent_ = -1; // -1: none
+  c10::DeviceIndex& slot_;                                           // lent_, whose address costs a call
+  const c10::DeviceIndex previous_;
 };
 
 // While it lives, host memory counts as device memory on this thread when a tensor is created from an address.

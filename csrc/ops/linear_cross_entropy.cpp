@@ -3,8 +3,8 @@
 // are needed, immediately turns them in place into the logits' gradient, and that into its part of the gradients.
 // Backward only multiplies by the gradient of the loss. A separate operator does this, so that compilers see it.
 // Rows with ignore_index are left out of all products.
-// bfloat16 uses products of pairs if the processor has them (gemm.h); the logits' gradient is then rounded to bfloat16,
-// as it is in eager mode.
+// bfloat16 uses products of pairs if the processor has them (gemm.h), but not for the gradients of few rows. The
+// logits' gradient is then rounded to bfloat16, as it is in eager mode.
 #include "../aten/transforms.h"
 #include "autograd.h"
 #include "cross_entropy.h"
@@ -16,6 +16,8 @@ namespace {
 // Rows of a chunk, whose logits are held for all classes; classes of a tile, whose weights a thread holds in cache;
 // classes of a block, whose logits and weights all threads hold in theirs.
 constexpr int64_t kRows = 512, kClasses = 96, kClassBlock = 16 * kClasses;
+// Up to this many rows, gradients spend more time on packing the weights in pairs than products of pairs save.
+constexpr int64_t kFewRows = 32;
 // Columns of grad_x that a thread computes at a time, from this many classes.
 template <class A>
 constexpr int64_t kColumns = 4 * kPanel<A>;
@@ -328,7 +330,8 @@ class Chunk {
   const Arguments<T> in_;
   const Results<T> out_;
   const bool gradients_;
-  const bool pairs_ = kHasPairs && in_.width > 0 && in_.width % 2 == 0 && has_bfloat16_products();
+  const bool pairs_ = kHasPairs && in_.width > 0 && in_.width % 2 == 0 && (!gradients_ || in_.rows > kFewRows) &&
+      has_bfloat16_products();
   const int64_t* rows_ = nullptr;
   int64_t n_ = 0, row_ = 0, tiles_ = 0, size_ = 0; // rows in this chunk, elements from one class to the next
   bool first_ = true;

@@ -69,6 +69,17 @@ Stream thread_stream(int device) noexcept;
 void launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void run(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
+// launch() and run() of openreg/launch.h without the checks of what comes from other packages, for kernels that take
+// nanoseconds.
+template <class Work>
+void launch_directly(Stream stream, Work&& work, const Site& site) {
+  launch(stream, site, impl::WorkOf<Work>::table, impl::context_of(work));
+}
+template <class Work>
+decltype(auto) run_directly(Stream stream, Work&& work, const Site& site) {
+  return impl::with_result(std::forward<Work>(work),
+      [&](auto& inner) { run(stream, site, impl::run_only<std::remove_reference_t<decltype(inner)>>, &inner); });
+}
 // launch() for a graph: a capture records it as one node; profiles and injected faults see the graph's nodes.
 void launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 // The queueing half of launch().

@@ -22,10 +22,10 @@ void wait(void* turn) {
 constinit thread_local detail::TurnState* detail::held_turn = nullptr;
 
 detail::NoTurn::NoTurn() noexcept : given_(held_turn) {
-  if (given_) give(*given_);
+  if (given_) give(held_turn);
 }
 detail::NoTurn::~NoTurn() {
-  if (given_) take(*given_);
+  if (given_) take(*given_, held_turn);
 }
 
 bool detail::in_work() noexcept {

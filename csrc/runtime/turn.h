@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "mutex.h"
 
@@ -27,33 +28,34 @@ extern constinit thread_local TurnState* held_turn __attribute__((visibility("hi
 bool in_work() noexcept;
 
 void wait_for_turn(TurnState& turn) noexcept;
-inline void take(TurnState& turn) noexcept {
+// `held` is held_turn, whose address costs a call.
+inline void take(TurnState& turn, TurnState*& held) noexcept {
   if (!turn.mutex.try_lock()) [[unlikely]]
     wait_for_turn(turn);
   ++turn.taken;
-  held_turn = &turn;
+  held = &turn;
 }
-inline void give(TurnState& turn) noexcept {
-  held_turn = nullptr;
-  turn.mutex.unlock();
+inline void give(TurnState*& held) noexcept {
+  std::exchange(held, nullptr)->mutex.unlock();
 }
 
 // While it lives, the calling thread has the turn.
 class Turn {
  public:
-  explicit Turn(TurnState& turn) noexcept : taken_(held_turn ? nullptr : &turn) {
-    if (taken_) [[likely]]
-      take(turn);
+  explicit Turn(TurnState& turn) noexcept : held_(held_turn), nested_(held_) {
+    if (!nested_) [[likely]]
+      take(turn, held_);
   }
   ~Turn() {
-    if (taken_) [[likely]]
-      give(*taken_);
+    if (!nested_) [[likely]]
+      give(held_);
   }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
  private:
-  TurnState* const taken_;
+  TurnState*& held_;
+  const bool nested_;
 };
 
 // While it lives, the calling thread has no turn.

@@ -101,6 +101,17 @@ def test_a_tensor_copied_to_itself_is_unchanged():
     assert x.copy_(x) is x and x.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("size", [4, 40_000], ids=["small", "large"])
+def test_a_lazy_clone_on_another_device_gets_its_own_memory_there(size):
+    x, ones = torch.zeros(size, device="openreg:1"), torch.ones(size, device="openreg:1")
+    clone, before = torch._lazy_clone(x), torch.openreg.memory_allocated(0)
+    clone.copy_(ones)
+    clone.copy_(ones, non_blocking=True)
+    assert torch.openreg.memory_allocated(0) == before  # although device 0 is current
+    assert_close(clone.cpu(), ones.cpu())
+    assert_close(x.cpu(), torch.zeros(size))
+
+
 def test_wrong_shape():
     with pytest.raises(RuntimeError, match="must match the size"):
         torch.zeros(3, device="openreg").copy_(torch.zeros(4))

@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/histc_cpu_dispatch.h>
 #include <ATen/ops/histc_ops.h>
 #include <torch/library.h>
 
@@ -56,12 +57,13 @@ bool is_integral(const at::Tensor& self) {
 }
 
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
-  return is_integral(self) ? integers(self, bins, min, max) : native<at::_ops::histc>(self, bins, min, max);
+  return is_integral(self) ? integers(self, bins, min, max)
+                           : native<at::_ops::histc, at::cpu::histc>(self, bins, min, max);
 }
 
 at::Tensor& histc_out(
     const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max, at::Tensor& out) {
-  if (!is_integral(self)) return native<at::_ops::histc_out>(self, bins, min, max, out);
+  if (!is_integral(self)) return native<at::_ops::histc_out, at::cpu::histc_outf>(self, bins, min, max, out);
   TORCH_CHECK(out.device() == self.device(), "histc: out is on ", out.device(), " but self is on ", self.device(),
       "; move one with .to()");
   TORCH_CHECK(out.scalar_type() == self.scalar_type(), "histc: expected out of dtype ", self.scalar_type(),

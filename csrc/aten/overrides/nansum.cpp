@@ -1,5 +1,6 @@
 // nansum of complex numbers, which CUDA supports and the CPU rejects: a number counts if neither part is NaN.
 #include <ATen/ops/isnan.h>
+#include <ATen/ops/nansum_cpu_dispatch.h>
 #include <ATen/ops/nansum_ops.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
@@ -21,13 +22,14 @@ bool is_complex(const at::Tensor& self, std::optional<at::ScalarType> dtype) {
 
 at::Tensor nansum(
     const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, std::optional<at::ScalarType> dtype) {
-  if (!is_complex(self, dtype)) return native<at::_ops::nansum>(self, dim, keepdim, dtype);
+  if (!is_complex(self, dtype)) return native<at::_ops::nansum, at::cpu::nansum>(self, dim, keepdim, dtype);
   return at::sum(without_nan(self), dim, keepdim, dtype);
 }
 
 at::Tensor& nansum_out(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
     std::optional<at::ScalarType> dtype, at::Tensor& out) {
-  if (!is_complex(self, dtype)) return native<at::_ops::nansum_out>(self, dim, keepdim, dtype, out);
+  if (!is_complex(self, dtype))
+    return native<at::_ops::nansum_out, at::cpu::nansum_outf>(self, dim, keepdim, dtype, out);
   return at::sum_out(out, without_nan(self), dim, keepdim, dtype);
 }
 

@@ -2,9 +2,13 @@
 // computed in float32. So are their derivatives, for a Half input. Everything else is the CPU's kernel.
 #include <ATen/WrapDimUtils.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_log_softmax_backward_data_cpu_dispatch.h>
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
+#include <ATen/ops/_log_softmax_cpu_dispatch.h>
 #include <ATen/ops/_log_softmax_ops.h>
+#include <ATen/ops/_softmax_backward_data_cpu_dispatch.h>
 #include <ATen/ops/_softmax_backward_data_ops.h>
+#include <ATen/ops/_softmax_cpu_dispatch.h>
 #include <ATen/ops/_softmax_ops.h>
 #include <torch/library.h>
 
@@ -24,16 +28,16 @@ bool is_wider(const at::Tensor& grad, at::ScalarType input_dtype) {
   return input_dtype == at::kHalf && grad.scalar_type() == at::kFloat;
 }
 
-template <class Op>
+template <class Op, typename Op::schema* kernel>
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
-  if (C10_LIKELY(!half_to_float)) return native<Op>(self, dim, false);
+  if (C10_LIKELY(!half_to_float)) return native<Op, kernel>(self, dim, false);
   check_half(self, dim);
   return Op::call(self.to(at::kFloat), dim, false);
 }
 
-template <class Op>
+template <class Op, typename Op::schema* kernel>
 at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& output, int64_t dim, at::ScalarType input_dtype) {
-  if (C10_LIKELY(!is_wider(grad, input_dtype))) return native<Op>(grad, output, dim, input_dtype);
+  if (C10_LIKELY(!is_wider(grad, input_dtype))) return native<Op, kernel>(grad, output, dim, input_dtype);
   return Op::call(grad, output, dim, at::kFloat).to(at::kHalf);
 }
 
@@ -49,7 +53,7 @@ void softmax_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
 }
 
 // (grad, output, dim, input_dtype, out)
-template <class Op>
+template <class Op, typename Op::schema* kernel>
 void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 5);
   if (!is_wider(arguments[0].toTensor(), arguments[3].toScalarType()))
@@ -57,7 +61,7 @@ void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet key
   at::Tensor out = arguments[4].toTensor();
   TORCH_CHECK(out.scalar_type() == at::kHalf, op.schema().name(), ": expected out of Half, as the input was, but got ",
       out.scalar_type());
-  const at::Tensor result = softmax_backward<Op>(
+  const at::Tensor result = softmax_backward<Op, kernel>(
       arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toInt(), arguments[3].toScalarType());
   at::native::resize_output(out, result.sizes());
   out.copy_(result);
@@ -68,16 +72,19 @@ void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet key
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_softmax", softmax<at::_ops::_softmax>);
-  m.impl("_log_softmax", softmax<at::_ops::_log_softmax>);
-  m.impl("_softmax_backward_data", softmax_backward<at::_ops::_softmax_backward_data>);
-  m.impl("_log_softmax_backward_data", softmax_backward<at::_ops::_log_softmax_backward_data>);
+  m.impl("_softmax", softmax<at::_ops::_softmax, at::cpu::_softmax>);
+  m.impl("_log_softmax", softmax<at::_ops::_log_softmax, at::cpu::_log_softmax>);
+  m.impl("_softmax_backward_data", softmax_backward<at::_ops::_softmax_backward_data, at::cpu::_softmax_backward_data>);
+  m.impl("_log_softmax_backward_data",
+      softmax_backward<at::_ops::_log_softmax_backward_data, at::cpu::_log_softmax_backward_data>);
   m.impl("_softmax.out", torch::CppFunction::makeFromBoxedFunction<&softmax_out>());
   m.impl("_log_softmax.out", torch::CppFunction::makeFromBoxedFunction<&softmax_out>());
   m.impl("_softmax_backward_data.out",
-      torch::CppFunction::makeFromBoxedFunction<&softmax_backward_out<at::_ops::_softmax_backward_data>>());
+      torch::CppFunction::makeFromBoxedFunction<
+          &softmax_backward_out<at::_ops::_softmax_backward_data, at::cpu::_softmax_backward_data>>());
   m.impl("_log_softmax_backward_data.out",
-      torch::CppFunction::makeFromBoxedFunction<&softmax_backward_out<at::_ops::_log_softmax_backward_data>>());
+      torch::CppFunction::makeFromBoxedFunction<
+          &softmax_backward_out<at::_ops::_log_softmax_backward_data, at::cpu::_log_softmax_backward_data>>());
 }
 
 } // namespace openreg

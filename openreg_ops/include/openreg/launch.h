@@ -91,6 +91,35 @@ void* context_of(W& work) {
   return const_cast<std::remove_const_t<W>*>(std::addressof(work));
 }
 
+// Calls `call` with work that keeps the result of `work`, and returns that result.
+template <class Work, class Call>
+decltype(auto) with_result(Work&& work, Call&& call) {
+  using Result = std::invoke_result_t<Work>;
+  if constexpr (std::is_void_v<Result>) {
+    auto inner = [&] { std::forward<Work>(work)(); };
+    call(inner);
+  } else if constexpr (std::is_reference_v<Result>) {
+    std::remove_reference_t<Result>* result = nullptr;
+    auto inner = [&] {
+      result = std::addressof(static_cast<std::remove_reference_t<Result>&>(std::forward<Work>(work)()));
+    };
+    call(inner);
+    return static_cast<Result>(*result);
+  } else {
+    std::optional<Result> result;
+    auto inner = [&] { result.emplace(std::forward<Work>(work)()); };
+    call(inner);
+    return Result(*std::move(result));
+  }
+}
+// Work of type W that runs before its caller goes on, so it is never queued.
+template <class W>
+constexpr openreg_work run_only{[](void* context) -> const char* {
+                                  (*static_cast<W*>(context))();
+                                  return nullptr;
+                                },
+    nullptr, nullptr};
+
 } // namespace impl
 
 // The calling thread's current stream on a device.
@@ -121,32 +150,10 @@ void enqueue(Stream stream, Work&& work, Site site = std::source_location::curre
 // Runs `work` in the order of `stream` on the calling thread, before it returns, and returns the result of `work`.
 template <class Work>
 decltype(auto) run(Stream stream, Work&& work, Site site = std::source_location::current()) {
-  const auto call = [&](auto& inner) {
-    using Inner = std::remove_reference_t<decltype(inner)>;
-    static constexpr openreg_work table{[](void* context) -> const char* {
-                                          (*static_cast<Inner*>(context))();
-                                          return nullptr;
-                                        },
-        nullptr, nullptr};
+  return impl::with_result(std::forward<Work>(work), [&](auto& inner) {
+    static constexpr auto& table = impl::run_only<std::remove_reference_t<decltype(inner)>>;
     impl::check(impl::interface().run({stream.device, stream.id}, &site, &table, &inner));
-  };
-  using Result = std::invoke_result_t<Work>;
-  if constexpr (std::is_void_v<Result>) {
-    auto inner = [&] { std::forward<Work>(work)(); };
-    call(inner);
-  } else if constexpr (std::is_reference_v<Result>) {
-    std::remove_reference_t<Result>* result = nullptr;
-    auto inner = [&] {
-      result = std::addressof(static_cast<std::remove_reference_t<Result>&>(std::forward<Work>(work)()));
-    };
-    call(inner);
-    return static_cast<Result>(*result);
-  } else {
-    std::optional<Result> result;
-    auto inner = [&] { result.emplace(std::forward<Work>(work)()); };
-    call(inner);
-    return Result(*std::move(result));
-  }
+  });
 }
 
 } // namespace v1
