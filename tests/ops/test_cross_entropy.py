@@ -118,7 +118,9 @@ def test_infinite_logits():
     loss, logsumexp = cross_entropy(kit.tensor([[0.0, -inf, 1.0]]), kit.tensor([1]))
     assert loss.item() == inf and logsumexp.isfinite().all()
     for device in (DEVICE, "cpu"):
-        assert cross_entropy(torch.tensor([[0.0, inf, 1.0]], device=device), torch.tensor([2], device=device))[0].isnan()
+        assert cross_entropy(torch.tensor([[0.0, inf, 1.0]], device=device), torch.tensor([2], device=device))[
+            0
+        ].isnan()
 
 
 def test_large_logits_do_not_overflow():
