@@ -23,8 +23,7 @@ def loss_of(
     loss = logsumexp - (1 - label_smoothing) * logits.gather(-1, index).squeeze(-1)
     if label_smoothing:
         loss = loss - label_smoothing * logits.mean(-1)
-    if z_loss:
-        loss = loss + z_loss * logsumexp.square()
+    loss = loss + z_loss * logsumexp.square()  # NaN for an infinite logit, as in torch, also without a z-loss
     loss = torch.where(valid, loss, 0)
     if reduction != "none":
         loss = loss.sum() / valid.sum() if reduction == "mean" else loss.sum()

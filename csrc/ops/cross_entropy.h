@@ -69,11 +69,6 @@ A reduce_losses(const CrossEntropy& options, const A* losses, int64_t rows, int6
   return static_cast<A>(options.reduction == Reduction::kMean ? total / static_cast<double>(count) : total);
 }
 
-// z * lse^2; 0 without a z-loss, even if lse is infinite.
-inline double z_term(const CrossEntropy& options, double lse) {
-  return options.z_loss == 0 ? 0 : options.z_loss * lse * lse;
-}
-
 template <class T>
 Acc<T> logsumexp_row(const T* x, int64_t n) {
   const Acc<T> max = max_of(x, n);
@@ -86,7 +81,7 @@ Acc<T> logsumexp_row(const T* x, int64_t n) {
 template <class T>
 Acc<T> cross_entropy_row(const CrossEntropy& options, const T* x, int64_t target, double lse, int64_t n) {
   const double s = options.label_smoothing;
-  double loss = lse + z_term(options, lse) - (1 - s) * static_cast<double>(x[target]);
+  double loss = lse + options.z_loss * lse * lse - (1 - s) * static_cast<double>(x[target]);
   if (s != 0) loss -= s * sum<T>(n, [](Vec<T> x) { return x; }, x) / static_cast<double>(n);
   return static_cast<Acc<T>>(loss);
 }

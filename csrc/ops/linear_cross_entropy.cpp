@@ -232,7 +232,7 @@ class Chunk {
     const auto& o = in_.options;
     const double max = max_[t], lse = std::isfinite(max) ? max + std::log(static_cast<double>(sum_[t])) : max;
     const double s = o.label_smoothing, classes = static_cast<double>(in_.classes);
-    double loss = lse + z_term(o, lse) - (1 - s) * at_target_[t];
+    double loss = lse + o.z_loss * lse * lse - (1 - s) * at_target_[t];
     if (s != 0) loss -= s * total_[t] / classes;
     out_.losses[rows_[t]] = static_cast<A>(loss);
     const double of_loss = in_.grad_loss == nullptr ? 1 : in_.grad_loss[o.reduction == Reduction::kNone ? rows_[t] : 0];

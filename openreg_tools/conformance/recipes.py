@@ -147,6 +147,9 @@ _OF_ONE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "affine_grid_generator": (lambda: torch.rand(1, 2, 3), [[1, 2, 4, 5], False]),
     "affine_grid_generator_backward": (lambda: torch.rand(1, 4, 5, 2), [[1, 2, 4, 5], False]),
     "_upsample_bilinear2d_aa.vec": (lambda: torch.rand(1, 2, 4, 4), [[6, 6], False, None]),
+    "_upsample_lanczos2d_aa.vec": (lambda: torch.rand(1, 2, 4, 4), [[6, 6], False, None]),
+    "upsample_bicubic2d.vec": (lambda: torch.rand(1, 2, 4, 4), [[6, 6], False, None]),
+    "_upsample_nearest_exact1d.vec": (lambda: torch.rand(1, 2, 4), [[6], None]),
     "_upsample_nearest_exact3d.vec": (lambda: torch.rand(1, 2, 4, 4, 4), [[6] * 3, None]),
     "upsample_nearest3d.vec": (lambda: torch.rand(1, 2, 4, 4, 4), [[6] * 3, None]),
     "upsample_trilinear3d.vec": (lambda: torch.rand(1, 2, 4, 4, 4), [[6] * 3, False, None]),
@@ -279,6 +282,33 @@ def _amp() -> Call:
 
 
 # Some functional forms exist for sparse, quantized or nested tensors only. Their out= forms take the same arguments.
+def _quantized(*shape: int, dtype: torch.dtype = torch.qint8) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.rand(*shape), 0.05, 0, dtype)
+
+
+def _dynamic_linear() -> Call:
+    return Call([torch.rand(2, 3), torch.ops.quantized.linear_prepack(_quantized(5, 3), torch.rand(5))], {})
+
+
+def _dynamic_half_linear() -> Call:
+    return Call([torch.rand(2, 3), torch.ops.quantized.linear_prepack_fp16(torch.rand(5, 3), torch.rand(5))], {})
+
+
+def _dynamic_convolution(dims: int) -> Call:
+    prepack = getattr(torch.ops.quantized, f"conv{dims}d_prepack")
+    one, none = [1] * dims, [0] * dims
+    return Call(
+        [torch.rand(1, 2, *[4] * dims), prepack(_quantized(3, 2, *[2] * dims), torch.rand(3), one, none, one, 1)], {}
+    )
+
+
+def _embedding(bits: int) -> torch.ScriptObject:
+    weight = torch.quantize_per_channel(
+        torch.rand(6, 8), torch.rand(6) + 0.1, torch.zeros(6), 0, torch.quint4x2 if bits == 4 else torch.quint8
+    )
+    return torch.ops.quantized.embedding_bag_prepack(weight)
+
+
 RECIPES: dict[str, Callable[[], Call]] = {
     "aten::lstm.input": lambda: _recurrent(4, True, False),
     "aten::lstm.data": lambda: _recurrent(4, True, True),
@@ -551,6 +581,18 @@ RECIPES: dict[str, Callable[[], Call]] = {
         torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), **_NO_WINDOW,
     ),
     "aten::glu_jvp": lambda: _of(torch.rand(2, 2), torch.rand(2, 4), torch.rand(2, 4), 1),
+    # ---- with packed weights ----
+    "quantized::linear_dynamic": _dynamic_linear,
+    "quantized::linear_dynamic_fp16": _dynamic_half_linear,
+    "quantized::linear_relu_dynamic_fp16": _dynamic_half_linear,
+    "quantized::conv1d_dynamic": lambda: _dynamic_convolution(1),
+    "quantized::conv2d_dynamic": lambda: _dynamic_convolution(2),
+    "quantized::conv3d_dynamic": lambda: _dynamic_convolution(3),
+    "quantized::embedding_byte": lambda: _of(_embedding(8), torch.tensor([0, 2, 5])),
+    "quantized::embedding_4bit": lambda: _of(_embedding(4), torch.tensor([0, 2, 5])),
+    "quantized::embedding_bag_byte": lambda: _of(_embedding(8), torch.tensor([0, 2, 5]), torch.tensor([0, 2])),
+    "quantized::embedding_bag_4bit": lambda: _of(_embedding(4), torch.tensor([0, 2, 5]), torch.tensor([0, 2])),
+    "quantized::max_pool2d": lambda: _of(_quantized(1, 2, 4, 4, dtype=torch.quint8), [2, 2], [2, 2], [0, 0], [1, 1], False),
     # ---- others ----
     "aten::_amp_update_scale": _amp,
     "aten::_amp_update_scale_": _amp,

@@ -328,6 +328,8 @@ def _samples(name: str) -> list[Call]:
             call = Call([], {})
             for i, argument in enumerate(arguments):
                 value = values[i] if i < len(values) else given.get(argument.name, argument.default_value)
+                if isinstance(value, float) and argument.real_type.kind() == "TensorType":  # an overload
+                    value = torch.tensor(value)
                 if argument.kwarg_only:
                     call.kwargs[argument.name] = value
                 else:

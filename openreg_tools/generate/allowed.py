@@ -258,8 +258,7 @@ def _is_memory_separate(name: str, call: Call) -> bool:
     }
     if not all(changes._is_plain(leaf) for leaf, _ in tensors.values()):
         return False
-    leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
-    storages = collections.Counter(leaf.untyped_storage()._cdata for leaf in leaves)
+    storages = collections.Counter(leaf.untyped_storage()._cdata for leaf, _ in tensors.values())
     return all(storages[leaf.untyped_storage()._cdata] == 1 for leaf, is_written in tensors.values() if is_written)
 
 
@@ -327,6 +326,9 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
         or not all(map(math.isfinite, numbers))
     ):
         return None
+    twice = [each for each, count in collections.Counter(map(id, tensors)).items() if count > 1]
+    if any(cpu.mover.tensors[id(each)].shape != each.shape for each in tensors if id(each) in twice):
+        return None  # it is an argument and the out= tensor that is resized
     plain = opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
     return plain if plain.error is None and differences(plain, cpu, "cpu") else None
 

@@ -125,7 +125,7 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
         How it ended: "equal", "both raised", "allowed" (a difference that the tool allows, with a note), "failed".
     """
     name = case["op"]
-    _limit_memory(device)  # reserves the device's memory before this process's memory is limited
+    torch.empty(1, device=device)  # reserves the device's memory before this process's memory is limited
     at("arguments")
     try:
         with warnings.catch_warnings():
@@ -136,15 +136,6 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
     with warnings.catch_warnings(), schemas._filled_memory():
         warnings.simplefilter("ignore")
         return _compared(name, call, device, at)
-
-
-@functools.cache
-def _limit_memory(device: str) -> None:
-    """Limit tensors on the device to `allowed.BYTES`, if its module can."""
-    torch.empty(1, device=device)
-    module = torch.get_device_module(device)
-    if limit := getattr(module, "set_per_process_memory_fraction", None):
-        limit(min(1.0, allowed.BYTES / module.mem_get_info(device)[1]), device)
 
 
 def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> Record:
@@ -315,11 +306,19 @@ def _work(device: str, threads: int, answer: Callable[..., None], has_infos: mma
     """Runs in the forked process; does not return."""
     try:
         torch.set_num_threads(threads)
+        _limit_memory(device)
         _serve(device, answer, has_infos)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
+
+
+def _limit_memory(device: str) -> None:
+    """Limit tensors on the device to `allowed.BYTES`, if its module can."""
+    module = torch.get_device_module(device)
+    if limit := getattr(module, "set_per_process_memory_fraction", None):
+        limit(min(1.0, allowed.BYTES / module.mem_get_info(device)[1]), device)
 
 
 def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from typing import Any
 
+from openreg_tools import dispatch
 from openreg_tools.conformance import schemas
 from openreg_tools.conformance.worker import Progress, Worker, on_workers
 from openreg_tools.forms import Wrong
@@ -182,8 +183,19 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
             Finding(name, kind, end["message"], end["call"], case, worker.source(case), again["end"] == "failed")
         )
     if not of.reached:
-        of.never = "only errors or allowed differences" if valid else "no arguments that the CPU accepts were found"
+        of.never = "only errors or allowed differences" if valid else _without_arguments(name)
     return of
+
+
+def _without_arguments(name: str) -> str:
+    """Why no arguments were found that the CPU accepts."""
+    if name.startswith("c10d::"):
+        return "a collective, which takes a process group"
+    if any(argument.real_type.kind() == "ClassType" for argument in dispatch.schema(name).arguments):
+        return "takes packed weights or another object, which only another operator makes"
+    if not schemas._on_cpu(name):
+        return "an operator of another backend: the CPU has no kernel for it"
+    return "no arguments that the CPU accepts were found"
 
 
 def _smaller(case: dict[str, Any], end: dict[str, Any], worker: Child) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -305,3 +305,10 @@ def test_compiled(context):
         x, c = torch.randn(8, dtype=torch.float16).to(DEVICE), complex32(3)
         for e, a in zip(f(x, c), torch.compile(f, backend="aot_eager")(x, c), strict=True):
             assert e.dtype == a.dtype and torch.equal(e, a)
+
+
+@pytest.mark.parametrize("name", ["fft", "ifft2", "irfft2", "rfftn", "hfft"])
+def test_half_transforms_over_a_dimension_that_is_missing(name):
+    dim = 2 if name in ("fft", "hfft") else [0, 2]
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        getattr(torch.fft, name)(torch.ones(2, 3, dtype=torch.half, device="openreg"), dim=dim)

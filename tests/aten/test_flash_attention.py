@@ -693,3 +693,15 @@ def test_overrideable_backward_refuses():
     ]:
         with pytest.raises(RuntimeError, match=message):
             backward(**arguments)
+
+
+def test_overrideable_without_heads():  # by whose number the CPU's kernel divides
+    q = torch.empty(2, 0, 4, 8, device="openreg")
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, q, q, None)
+    assert out.shape == (2, 0, 4, 8) and logsumexp.shape == (2, 0, 4)
+    bias = torch.ones(4, 4, device="openreg")
+    none = torch.empty(0, dtype=torch.int64, device="openreg")
+    *grads, grad_bias = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward(
+        out, q, q, q, bias, [True] * 4, out, logsumexp, none, none, 4, 4, 0.0, False, none, none
+    )
+    assert [each.shape for each in grads] == [q.shape] * 3 and grad_bias.cpu().equal(torch.zeros(4, 4))

@@ -204,3 +204,14 @@ def test_nested_dropout_leaves_the_cpus_generator_alone():
     host, device = torch.get_rng_state(), torch.openreg.get_rng_state()
     F.dropout(nested, 0.5)
     assert torch.get_rng_state().equal(host) and not torch.openreg.get_rng_state().equal(device)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("op", [lambda x: x.fill_(1.0), torch.clone, torch.empty_like, lambda x: x[None].resize_(2)])
+def test_a_quantized_tensor_without_a_quantizer_is_refused(op):
+    with pytest.raises(
+        NotImplementedError, match="expected quantized tensors with a quantizer, but got one that torch.empty made"
+    ):
+        op(torch.empty((), dtype=torch.qint8, device="openreg"))
+    with pytest.raises(NotImplementedError):  # which calls fill_; on the CPU it is also this error
+        torch.scalar_tensor(2.0, dtype=torch.qint8, device="openreg")

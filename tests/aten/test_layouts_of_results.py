@@ -172,3 +172,57 @@ def test_the_check_sees():
     assert find(as_if_contiguous) >= {"value", "guard"}
     assert find(lambda x, out: out.set_((x + 1).expand_as(out))) == {"layout", "no error"}
     assert find(lambda x, out: out.copy_(x + 1) if out.is_contiguous() else 1 / 0) == {"error", "error type"}
+
+
+# ---- inputs that the CPU's kernels read as if they were contiguous ----
+
+A = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) + 0.5
+C = torch.rand(4, 6, 1, generator=torch.Generator().manual_seed(4)).squeeze(-1) + 0.5
+V = [A[i].clone() for i in range(4)] + [C[i].clone() for i in range(2)]
+INDICES = torch.nn.functional.adaptive_max_pool3d(A.view(1, 1, 4, 6, 1), (2, 3, 1), return_indices=True)[1]
+INPUTS = {
+    "_masked_softmax": lambda lay: torch._masked_softmax(lay(A), lay(C > 0.8), 1, 2),
+    "_native_batch_norm_legit.out": lambda lay: torch.ops.aten._native_batch_norm_legit.no_stats_out(
+        lay(A), V[0].to(lay.device), V[1].to(lay.device), True, 0.1, 1e-5,
+        out=torch.empty(4, 6, device=lay.device), save_mean=torch.empty(6, device=lay.device),
+        save_invstd=torch.empty(6, device=lay.device),
+    ),
+    "_weight_norm_interface": lambda lay: torch._weight_norm_interface(lay(A), lay(V[0][:4, None]), 0),
+    "adaptive_max_pool3d_backward": lambda lay: torch.ops.aten.adaptive_max_pool3d_backward(
+        torch.ones(1, 1, 2, 3, 1, device=lay.device), A.view(1, 1, 4, 6, 1).to(lay.device), lay(INDICES)
+    ),
+    "native_batch_norm_backward": lambda lay: torch.ops.aten.native_batch_norm_backward(
+        lay(A), lay(C), *(lay(each) for each in V[:5]), False, 1e-5, [True, True, True]
+    ),
+    "_dyn_quant_matmul_4bit": lambda lay: torch.ops.aten._dyn_quant_matmul_4bit(
+        lay(torch.rand(4, 32, generator=torch.Generator().manual_seed(5))),
+        torch.ops.aten._dyn_quant_pack_4bit_weight(
+            torch.arange(32 * 16, dtype=torch.uint8).view(32, 16), torch.ones(32), None, 32, 32, 32
+        ).to(lay.device), 32, 32, 32,
+    ),
+}  # fmt: skip
+
+
+class Laid:
+    """Puts a tensor on a device, there in every second element of a larger one."""
+
+    def __init__(self, device, step):
+        self.device, self.step = device, step
+
+    def __call__(self, x):
+        around = torch.full((*x.shape, self.step), 3, device=self.device).to(x.dtype)
+        around[..., 0] = x.to(self.device)
+        return around[..., 0]
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs(name, mode):
+    expected, actual = INPUTS[name](Laid("cpu", 1)), INPUTS[name](Laid(D, 2))
+    for e, a in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (expected, actual)), strict=True):
+        torch.testing.assert_close(a.cpu(), e)
+
+
+def test_fft_fftfreq_into_a_slice():
+    out = torch.zeros(8, device=D)
+    torch.fft.fftfreq(4, out=out[::2])
+    assert out.tolist() == [0, 0, 0.25, 0, -0.5, 0, -0.25, 0]

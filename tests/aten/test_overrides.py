@@ -475,3 +475,21 @@ def test_batch_norm_by_parts(dtype, layout):
         torch.batch_norm_stats(weight, 1e-3)
     with pytest.raises(RuntimeError, match="as many counts, but got"):
         torch.batch_norm_gather_stats_with_counts(x.to("openreg"), mean, invstd, None, None, 0.3, 1e-3, counts)
+
+
+@pytest.mark.parametrize("cell", ["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"])
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("shape", [(), (20,), (0,), (2, 3, 1)], ids=str)
+def test_cells_raise_the_cpus_errors_for_other_dimensions(cell, which, shape):
+    gates = {"lstm_cell": 4, "gru_cell": 3}.get(cell, 1)
+    made = [torch.rand(2, 3), torch.rand(2, 5), torch.rand(gates * 5, 3), torch.rand(gates * 5, 5)]
+    made[which] = torch.rand(shape)
+
+    def error(device):
+        x, h, *weights = (each.to(device) for each in made)
+        try:
+            getattr(torch, cell)(x, [h, h] if cell == "lstm_cell" else h, *weights)
+        except (RuntimeError, IndexError) as raised:
+            return type(raised)
+
+    assert error("openreg") == error("cpu") is not None

@@ -117,6 +117,10 @@ def test_infinite_logits():
         check(kit.tensor([row], dtype=dtype), kit.tensor([2]))
     loss, logsumexp = cross_entropy(kit.tensor([[0.0, -inf, 1.0]]), kit.tensor([1]))
     assert loss.item() == inf and logsumexp.isfinite().all()
+    for device in (DEVICE, "cpu"):
+        assert cross_entropy(torch.tensor([[0.0, inf, 1.0]], device=device), torch.tensor([2], device=device))[
+            0
+        ].isnan()
 
 
 def test_large_logits_do_not_overflow():

@@ -90,6 +90,12 @@ def test_a_finding_can_be_run_again(faulty):
     assert "-7.0000" not in cpu and "-7.0000" in device  # the filler in front of the view
 
 
+def test_a_huge_size_is_an_error():
+    case = {"op": "aten::hamming_window.periodic_out", "base": 1, "changes": [["number", 0, 2**31]]}
+    done = tool("conformance", "--device", "openreg", "--import", "openreg_ops", "--case", json.dumps(case))
+    assert done.returncode == 0 and "both raised" in done.stdout, done.stdout
+
+
 def test_check_takes_generated_calls_into_its_table():
     words = ("--import", "openreg_ops", "--device", "openreg", "--generate", "40", "--only", "schema", "--quiet")
     done = tool("check", "faulty::offset", "--import", "generated_faults", "--input", "f32[3,4]", *words)
@@ -276,6 +282,37 @@ def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
 
 def test_a_result_beyond_its_storage_is_not_read():
     assert end("aten::_reshape_alias", ("shape", 0, "first of size 0")) == "equal"
+
+
+def test_an_out_tensor_that_is_an_input():
+    assert end("aten::_softmax_backward_data.out", ("layout", 0, "reversed"), ("alias", 4, 0, "same")) == "equal"
+    assert end("aten::svd.U", ("layout", 0, "reversed"), ("alias", 3, 0, "same"), base=1) == "equal"
+
+
+def test_what_the_cpu_leaves_undefined_is_allowed():
+    x = torch.rand(2, 3)
+    overlaps = Call([x], {"out": x.t()})
+    assert allowed.is_read_and_written("aten::neg.out", overlaps)
+    assert not allowed.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
+    legendre = "aten::special_legendre_polynomial_p"
+    assert allowed.is_undefined_for_nan(legendre, Call([x * torch.nan, 2], {}))
+    assert not allowed.is_undefined_for_nan(legendre, Call([x, 2], {}))
+    assert not allowed.is_undefined_for_nan("aten::add.Tensor", Call([x * torch.nan, 2], {}))
+
+
+def test_terms_that_cancel_are_rounded_at_their_own_size():
+    def pair(difference, dtype=torch.bfloat16):
+        return [(torch.zeros(2).to(dtype), torch.tensor([difference, 0]).to(dtype))]
+
+    call = Call([torch.tensor([2.0]).bfloat16()], {})
+    assert allowed.rounds(call, pair(0.01)) and not allowed.rounds(call, pair(0.1))
+    assert not allowed.rounds(call, pair(0.01, torch.float32)) and not allowed.rounds(call, [])
+
+
+def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
+    a, b = torch.eye(5), torch.rand(1, 2, 5, 5)
+    assert allowed.doubtful("aten::_cholesky_solve_helper.out", Call([a, b, True], {"out": b.clone()}), is_plain=True)
+    assert not allowed.doubtful("aten::neg", Call([a], {}), is_plain=True)
 
 
 def test_differences_after_an_overflow_are_allowed():

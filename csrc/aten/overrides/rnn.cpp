@@ -447,9 +447,9 @@ void check_step(const char* op, int64_t count, const Tensor& input, TensorList h
   check_dimensions("w_hh", w.hh);
   const int64_t hidden = w.hh.size(1);
   for (size_t i = 0; i < hx.size(); ++i) {
+    TORCH_CHECK(!hx[i].defined() || hx[i].dim() == 0 || input.size(0) == hx[i].size(0), "Input batch size ",
+        input.size(0), " doesn't match hidden", i, " batch size ", hx[i].size(0));
     check_dimensions("hx", hx[i]);
-    TORCH_CHECK(input.size(0) == hx[i].size(0), "Input batch size ", input.size(0), " doesn't match hidden", i,
-        " batch size ", hx[i].size(0));
     TORCH_CHECK(hx[i].size(1) == hidden, "hidden", i, " has inconsistent hidden_size: got ", hx[i].size(1),
         ", expected ", hidden);
   }
