@@ -87,17 +87,14 @@ def _server(dynamo: bool, destructors: bool) -> subprocess.Popen[str]:
 
 def _serve() -> dict | None:
     """Fork for each request, and tell its process and then its status. In a fork, return the request."""
-    loaded: list[str] = []
-    if "destructors" not in sys.argv:
-        atexit.register(_keep, loaded)  # before torch registers anything, so it comes last
     import torch  # noqa: F401
 
     if "dynamo" in sys.argv:
         import torch._dynamo  # noqa: F401
     if "destructors" not in sys.argv:
         _end_after_own_destructors()
-    loaded += sys.modules
-    gc.freeze()  # a scan in a fork, as at its end, would copy the pages: half a second
+    if "triton" not in sys.modules:  # it complains of what is not collected at the end
+        gc.freeze()  # a scan in a fork, as at its end, would copy the pages: half a second
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
@@ -105,13 +102,6 @@ def _serve() -> dict | None:
         print(process, flush=True)
         print(os.waitpid(process, 0)[1], flush=True)
     return None
-
-
-def _keep(names: list[str]) -> None:
-    """Keep Python from clearing these modules at its end, which copies every page that they are on."""
-    needed = {"builtins", "sys", "warnings"}  # by the rest of the end
-    kept = [sys.modules.pop(name) for name in {*names} - needed if name in sys.modules]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _end_after_own_destructors() -> None:
