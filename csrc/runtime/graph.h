@@ -20,11 +20,11 @@ namespace openreg {
 // While a stream is captured, launch() appends the work to a graph, as a node that owns its arguments, and runs
 // nothing. run(), which needs the result immediately, and every wait of the host raise. Memory comes from the graph's
 // private pool, so addresses stay valid. Another stream joins the capture when it waits for an event that was recorded
-// on a captured stream, and must be joined back in the same way before the end. Work keeps its order: a node comes after
-// the last node of its stream and after the events that the stream has waited for. Work inside work runs immediately,
-// as always, and is not captured. An error invalidates the capture: launches on its streams raise until end_capture(),
-// which also raises, and frees everything. A replay is one launch. It walks the nodes in the order of their capture,
-// which their edges allow.
+// on a captured stream, and must be joined back in the same way before the end. Work keeps its order: a node comes
+// after the last node of its stream and after the events that the stream has waited for. Work inside work runs
+// immediately, as always, and is not captured. An error invalidates the capture: launches on its streams raise until
+// end_capture(), which also raises, and frees everything. A replay is one launch. It walks the nodes in the order of
+// their capture, which their edges allow.
 enum class CaptureMode {
   kGlobal,      // no thread may do what can break a capture: wait for the device, query events, launch elsewhere
   kThreadLocal, // the capturing thread may not
@@ -53,10 +53,10 @@ struct GraphNode {
 };
 
 // Note [Replayed draws]
-// A replay draws random numbers as if at its launch, but the state in which it leaves a generator is known only after it
-// has run. So each generator has one of these: before the host uses the generator, it waits for the replays that draw
-// from it, and a replay on another stream comes after them. If two threads launch such replays at the same time, the
-// replays have no order, and their draws mix.
+// A replay draws random numbers as if at its launch, but the state in which it leaves a generator is known only after
+// it has run. So each generator has one of these: before the host uses the generator, it waits for the replays that
+// draw from it, and a replay on another stream comes after them. If two threads launch such replays at the same time,
+// the replays have no order, and their draws mix.
 class ReplayedDraws {
  public:
   bool pending() const noexcept { return pending_.load(std::memory_order_acquire); }
