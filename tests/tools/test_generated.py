@@ -275,6 +275,12 @@ def test_both_sides_raise(name, change):
     assert end(name, change) == "both raised"
 
 
+def test_of_two_wrong_arguments_either_may_be_reported():
+    wrong = ("number", 12, 0), ("garbage", 55)
+    assert end("aten::rnn_relu.data", *wrong) == "both raised"
+    assert not child._may_raise({"op": "aten::add.Tensor", "base": 0, "changes": [["host", 1]]}, "IndexError", print)
+
+
 def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
     with pytest.raises(RuntimeError, match="empty: expected a dtype, but got the number -2"):
         torch.ops.aten.empty.memory_format([2], dtype=-2, device="openreg")
