@@ -79,7 +79,9 @@ def attention(
     """
     scores, _, blind = _scores(q, k, bias, causal, scale)
     logsumexp = op.logsumexp(scores)
-    p = (scores - logsumexp.unsqueeze(-1)).exp().masked_fill(blind.unsqueeze(-1), 0)
+    p = torch.softmax(scores, -1).masked_fill(
+        blind.unsqueeze(-1), 0
+    )  # also right where logsumexp rounds to the maximum
     out = (_grouped(p, k.shape[1]) @ _wide(v).unsqueeze(2)).flatten(1, 2)
     return _in_memory_of(out.to(q.dtype), (0, 2, 1, 3)), logsumexp.masked_fill(blind, -math.inf).contiguous()
 

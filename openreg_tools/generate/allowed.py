@@ -23,7 +23,7 @@ from openreg_tools.generate import changes
 __all__ = [
     "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
     "WITHOUT_VALUES", "Plain", "called", "differences", "doubtful", "in_plain_memory", "is_elsewhere", "is_finite_equal", "is_read_and_written",
-    "is_uncompared", "is_undefined_for_nan", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened",
+    "is_infinite_on_both_sides", "is_uncompared", "is_undefined_for_nan", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened", "writes_an_input",
 ]  # fmt: skip
 
 BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
@@ -190,6 +190,19 @@ def overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> b
     return is_finite_equal(unequal) and any(map(is_large, tree_leaves((call.args, call.kwargs))))
 
 
+def is_infinite_on_both_sides(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether results differ only where both are infinite or NaN, and an argument is: inf - inf depends on the formula."""
+    given = [x for x in tree_leaves((call.args, call.kwargs)) if changes._is_plain(x)]
+    return (
+        bool(unequal)
+        and any(not x.isfinite().all() for x in given)
+        and all(
+            not ((e.isfinite() | a.isfinite()) & ~torch.isclose(e, a, equal_nan=True)).any()
+            for e, a in ((widened(e), widened(a)) for e, a in unequal)
+        )
+    )
+
+
 def is_undefined_for_nan(name: str, call: Call) -> bool:
     """Whether an argument of an operator in `UNDEFINED_FOR_NAN` is NaN, or becomes NaN on the way."""
     leaves = tree_leaves((call.args, call.kwargs))
@@ -260,6 +273,13 @@ def _is_memory_separate(name: str, call: Call) -> bool:
         return False
     storages = collections.Counter(leaf.untyped_storage()._cdata for leaf, _ in tensors.values())
     return all(storages[leaf.untyped_storage()._cdata] == 1 for leaf, is_written in tensors.values() if is_written)
+
+
+def writes_an_input(name: str, call: Call) -> bool:
+    """Whether one tensor is both an input and an out= tensor."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    outs = [each["at"] for each in changes.profile(name, call) if each.get("out")]
+    return any(leaves[i] is other for i in outs for j, other in enumerate(leaves) if i != j)
 
 
 def is_read_and_written(name: str, call: Call) -> bool:

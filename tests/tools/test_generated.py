@@ -275,6 +275,12 @@ def test_both_sides_raise(name, change):
     assert end(name, change) == "both raised"
 
 
+def test_of_two_wrong_arguments_either_may_be_reported():
+    wrong = ("number", 12, 0), ("garbage", 55)
+    assert end("aten::rnn_relu.data", *wrong) == "both raised"
+    assert not child._may_raise({"op": "aten::add.Tensor", "base": 0, "changes": [["host", 1]]}, "IndexError", print)
+
+
 def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
     with pytest.raises(RuntimeError, match="empty: expected a dtype, but got the number -2"):
         torch.ops.aten.empty.memory_format([2], dtype=-2, device="openreg")
@@ -286,6 +292,7 @@ def test_a_result_beyond_its_storage_is_not_read():
 
 def test_an_out_tensor_that_is_an_input():
     assert end("aten::_softmax_backward_data.out", ("layout", 0, "reversed"), ("alias", 4, 0, "same")) == "equal"
+    assert end("aten::addmm.out", ("layout", 1, "reversed"), ("alias", 5, 1, "same")) == "equal"
     assert end("aten::svd.U", ("layout", 0, "reversed"), ("alias", 3, 0, "same"), base=1) == "equal"
 
 
@@ -298,6 +305,17 @@ def test_what_the_cpu_leaves_undefined_is_allowed():
     assert allowed.is_undefined_for_nan(legendre, Call([x * torch.nan, 2], {}))
     assert not allowed.is_undefined_for_nan(legendre, Call([x, 2], {}))
     assert not allowed.is_undefined_for_nan("aten::add.Tensor", Call([x * torch.nan, 2], {}))
+
+
+def test_infinite_arguments_may_give_inf_or_nan():
+    call, inf, nan = (
+        Call([torch.tensor([torch.inf])], {}),
+        torch.tensor([torch.inf, 1.0]),
+        torch.tensor([torch.nan, 1.0]),
+    )
+    assert allowed.is_infinite_on_both_sides(call, [(inf, nan)])
+    assert not allowed.is_infinite_on_both_sides(call, [(inf, nan.flip(0))])
+    assert not allowed.is_infinite_on_both_sides(Call([torch.ones(1)], {}), [(inf, nan)])
 
 
 def test_terms_that_cancel_are_rounded_at_their_own_size():

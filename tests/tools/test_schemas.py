@@ -16,6 +16,7 @@ from test_conformance import command
 
 from openreg_tools.conformance import command as conformance
 from openreg_tools.conformance import generated, opinfo, schemas, survey
+from openreg_tools.generate import child
 
 pytestmark = pytest.mark.conformance
 
@@ -72,7 +73,8 @@ def test_every_listed_operator_is_a_case():
     assert len(names) > 2500 and set(conformance.dtypes_of(["schemas"])) == set(names)
     for table in (schemas.REACHED_BY, schemas.NOT_CALLED, schemas.DIFFERENT, schemas.UNCOMPARED):
         assert set(table) <= set(names), set(table) - set(names)
-    unlisted = set(schemas.RECIPES) - set(names)
+    unlisted = {name for name in schemas.RECIPES if name.startswith("aten::")} - set(names)
+    assert set(schemas.RECIPES) - unlisted <= set(child.listed("openreg"))
     assert unlisted <= {schemas._without_out(name) for name in names if name.endswith("out")}
     assert set(schemas.HOST_ARGUMENTS) <= {name.partition(".")[0] for name in names}
     assert set(schemas.REACHED_BY.values()) <= set(opinfo.database())

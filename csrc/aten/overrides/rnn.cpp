@@ -173,6 +173,8 @@ bool as_on_cpu(const Args&... args) {
 }
 
 std::vector<Tensor> gates_of(const char* op, const Tensor& gates, int64_t count) {
+  TORCH_CHECK_INDEX(
+      gates.dim() > 1, op, ": expected an input of one dimension more, but its gates have shape ", gates.sizes());
   TORCH_CHECK(gates.dim() == 2 && gates.size(1) % count == 0, op, ": expected weights for ", count,
       " gates, but they give gates of shape ", gates.sizes());
   return gates.unsafe_chunk(count, 1);
