@@ -173,7 +173,7 @@ drawing = threading.Event()
 
 def slow(y):
     drawing.set()
-    time.sleep(0.2)
+    time.sleep(0.5)
     return torch.rand_like(y)
 
 library.impl("slow", slow, "CPU")
@@ -182,9 +182,10 @@ fallback.share("daemons::shared")
 x, graph = torch.ones(4, device="openreg"), torch.openreg.Graph()
 with torch.openreg.graph(graph):
     torch.ops.daemons.shared(x)
-for _ in range(2):  # the second waits for the first
+for _ in range(2):
     threading.Thread(target=torch.ops.daemons.slow, args=(x,), daemon=True).start()
 drawing.wait()
+time.sleep(0.1)  # the second waits for the first, before the replay does
 graph.replay()
 """
     done = python("-c", code, timeout=60)
