@@ -198,10 +198,13 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     TORCH_CHECK(
         other, "openreg: graphsafe_set_state() expected an openreg Generator, but got one of ", state->device());
     inner_ = other->own_inner();
+    of_child_ = other->of_child_;
     draws_ = other->draws_;
   }
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
-    return c10::make_intrusive<DeviceGenerator>(device().index(), own_inner(), draws_);
+    auto state = c10::make_intrusive<DeviceGenerator>(device().index(), own_inner(), draws_);
+    state->of_child_ = of_child_;
+    return state;
   }
 
  private:
@@ -301,9 +304,10 @@ void check_captured_generator(const char* name, Stream stream, const c10::Genera
 }
 
 // Note [Lent generators]
-// One thread at a time changes the state of the CPU's default generator, in calls that may be nested; others wait for
-// it, in their turn. So it does so in the stream's turn, or without launching anything. A child created by fork()
-// meanwhile does not have that thread: it gives the generator its own state, and frees both mutexes.
+// One thread at a time changes the state of the CPU's default generator, in calls that may be nested. Its kernel may
+// launch work, and then needs turns. So the others give up their turn and Python's lock while they wait, and take the
+// mutex only when they have these again. A child created by fork() meanwhile does not have that thread: it gives the
+// generator its own state, and frees both mutexes.
 
 namespace {
 
@@ -328,7 +332,10 @@ const bool noticed = [] {
 SavedHostGenerator::SavedHostGenerator()
     : host_(at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator())) {
   const bool outermost = !lent;
-  if (outermost && !lent_mutex.try_lock()) detail::wait_around([](void*) { lent_mutex.lock(); }, nullptr);
+  while (outermost && !lent_mutex.try_lock()) {
+    const detail::NoTurn given;
+    detail::wait_around([](void*) { const std::lock_guard free(lent_mutex); }, nullptr);
+  }
   ++lent;
   std::lock_guard lock(host_->mutex_);
   saved_ = host_->get_state();

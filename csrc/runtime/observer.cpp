@@ -5,6 +5,8 @@
 #include <mutex>
 #include <utility>
 
+#include "fork.h"
+
 namespace openreg {
 
 std::atomic<bool> detail::observed{false};
@@ -17,6 +19,7 @@ auto& notices = *new std::vector<Notice>; // leaked: memory may be freed after m
 } // namespace
 
 void detail::keep_notice(const char* what, const void* object, Stream stream, std::size_t bytes) noexcept {
+  if (forked()) return; // another thread of the parent may have held the lock
   std::lock_guard lock(observer_mutex);
   notices.push_back({what, static_cast<std::uintptr_t>(pthread_self()), object, stream, bytes});
 }
@@ -28,6 +31,7 @@ void observe(bool on) {
 }
 
 std::vector<Notice> take_notices() {
+  if (forked()) return {};
   std::lock_guard lock(observer_mutex);
   return std::exchange(notices, {});
 }

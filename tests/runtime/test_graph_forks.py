@@ -1,4 +1,4 @@
-"""A child created by fork() while random numbers are drawn: it may seed, as with CUDA, and has the host's own numbers."""
+"""Generators and threads: a child created by fork() may seed, as with CUDA, and the host keeps its own numbers."""
 
 import threading
 import time
@@ -51,7 +51,9 @@ def child():
     torch.openreg.seed_all()
     own.manual_seed(1)
     own.seed()
-    assert own.initial_seed() == own.graphsafe_get_state().initial_seed()
+    shared = own.graphsafe_get_state()
+    shared.manual_seed(7)
+    assert own.initial_seed() == 7
     own.set_state(own.get_state())
 
 in_child(child)
@@ -126,3 +128,65 @@ def test_two_threads_draw_from_the_lent_generator():
         each.join()
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(*out) and all(any(torch.equal(y, e) for e in expected) for y in out)
+
+
+def test_an_operator_that_draws_launches_while_another_waits_to_draw():
+    """The other has its stream's turn, which it gives up while it waits for the host's generator."""
+    code = """
+import threading, warnings, torch
+from openreg_ops import fallback
+warnings.simplefilter("ignore", UserWarning)  # of the fallback
+library = torch.library.Library("turns", "DEF")
+for name in ("outer", "shared"):
+    library.define(f"{name}(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+drawing = threading.Event()
+x = torch.ones(4, device="openreg")
+
+def outer(y):
+    drawing.set()
+    work.join(0.3)  # until it waits
+    return (x + 1).cpu() + torch.rand_like(y)
+
+library.impl("outer", outer, "CPU")
+library.impl("shared", torch.rand_like, "CPU")
+with fallback.share("turns::shared"):
+    work = threading.Thread(target=lambda: (drawing.wait(), torch.ops.turns.shared(x)))
+    work.start()
+    torch.ops.turns.outer(x)
+    work.join()
+"""
+    done = python("-c", code, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_daemon_that_waits_to_draw_does_not_keep_the_process():
+    """It stays away at exit, without the host's generator, from which queued work draws."""
+    code = """
+import threading, time, warnings, torch
+from openreg_ops import fallback
+warnings.simplefilter("ignore", UserWarning)  # of the fallback
+torch.openreg.set_launch_mode("async")
+library = torch.library.Library("daemons", "DEF")
+for name in ("slow", "shared"):
+    library.define(f"{name}(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+drawing = threading.Event()
+
+def slow(y):
+    drawing.set()
+    time.sleep(0.5)
+    return torch.rand_like(y)
+
+library.impl("slow", slow, "CPU")
+library.impl("shared", torch.rand_like, "CPU")
+fallback.share("daemons::shared")
+x, graph = torch.ones(4, device="openreg"), torch.openreg.Graph()
+with torch.openreg.graph(graph):
+    torch.ops.daemons.shared(x)
+for _ in range(2):
+    threading.Thread(target=torch.ops.daemons.slow, args=(x,), daemon=True).start()
+drawing.wait()
+time.sleep(0.1)  # the second waits for the first, before the replay does
+graph.replay()
+"""
+    done = python("-c", code, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
