@@ -76,12 +76,13 @@ void begin_schedule(const Order& order);
 std::vector<Action> end_schedule();
 
 // The threads that take part. The thread that starts another calls add_thread() before; the new one calls
-// enter_thread(), which returns when it may run, and leave_thread() at its end.
+// enter_thread(), which returns when it may run, and leave_thread() at its end. drop_thread(): it could not be started.
 struct ThreadOfOrder {
   std::shared_ptr<Scheduler> schedule;
   int number;
 };
 ThreadOfOrder add_thread();
+void drop_thread(const ThreadOfOrder& thread) noexcept;
 void enter_thread(const ThreadOfOrder& thread);
 void leave_thread() noexcept;
 // The calling thread, and its number; kUnknown if it does not take part.
