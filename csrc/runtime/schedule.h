@@ -29,8 +29,8 @@ namespace openreg {
 // that blocks where the schedule cannot see it (a pipe, a lock from outside the program) takes no step. A watcher then
 // takes the turn from it, and the others continue without it until it reaches turn_comes() again. It does so only while
 // all threads of the process sleep, because one that waits for a processor may be about to wake the thread: otherwise a
-// busy machine would change the order. The watcher also has the turn while no thread can continue: it lets a wait with a
-// timeout end, and finds deadlocks.
+// busy machine would change the order. The watcher also has the turn while no thread can continue: it lets a wait with
+// a timeout end, and finds deadlocks.
 struct Step {
   int thread; // kUnknown: a thread that the schedule does not control, such as one of Gloo's
   std::uint32_t number, poll;
