@@ -85,8 +85,8 @@ bool has_autograd_threads() {
 void end_autograd_threads() {
   if (!has_autograd_threads()) return;
   const py::gil_scoped_release threads_need_it;
+  const auto deadline = Clock::now() + std::chrono::seconds(10); // of a busy machine; stop() waits as long itself
   torch::autograd::Engine::get_default_engine().stop();
-  const auto deadline = Clock::now() + std::chrono::seconds(10); // of a busy machine
   while (has_autograd_threads() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 

@@ -62,6 +62,7 @@ void bind_schedules(py::module_& m) {
   py::class_<ThreadOfOrder>(m, "ThreadOfOrder");
   m.def("this_thread", &this_thread);
   m.def("add_thread", &add_thread);
+  m.def("drop_thread", &drop_thread);
   m.def("enter_thread", &enter_thread, waits);
   m.def("leave_thread", &leave_thread, waits);
   m.def("pass_point", [](const std::string& name) { pass_point(name.c_str()); });

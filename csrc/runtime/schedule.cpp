@@ -8,10 +8,15 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <filesystem>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
+#include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -31,10 +36,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The watcher takes the turn from a thread that was asleep each time it looked, and from one that computes for long
-// without a step, because it may be waiting for memory to change.
+// The watcher looks this often. It takes the turn from a thread that slept without a break for kLooks looks, or at
+// kPolls looks in all, and if a thread computes for long, because the thread that has the turn may be waiting for
+// memory to change. On a busy machine, the thread that would wake it may wait for a processor: it does not sleep then,
+// so looks at which any thread of the process does not sleep do not count, and the time that a thread computes is a
+// processor's.
 constexpr std::chrono::milliseconds kLook{10};
-constexpr int kLooks = 5;
+constexpr int kLooks = 5, kPolls = 200;
 constexpr std::chrono::seconds kComputes{2};
 // How long threads may continue after the program has returned, and for how many choices.
 constexpr std::chrono::seconds kLeftBehind{10};
@@ -97,23 +105,64 @@ bool turn_comes(Scheduler& s, std::chrono::nanoseconds most) {
   return true;
 }
 
-// How often the operating system has put a sleeping thread to sleep, as text; empty if the thread is not asleep.
+// How often the operating system has put a thread to sleep, as text.
 std::string sleeps_of(int native) {
   std::ifstream status("/proc/self/task/" + std::to_string(native) + "/status");
-  bool sleeps = false;
-  for (std::string line; std::getline(status, line);) {
-    sleeps |= line.starts_with("State:\tS");
-    if (line.starts_with("voluntary_ctxt_switches")) return sleeps ? line : "";
-  }
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("voluntary_ctxt_switches")) return line;
   return "";
 }
+
+// The threads of the process, other than the calling one, that run or wait for a processor or a disk, and the processor
+// time that each has used.
+std::map<int, std::chrono::milliseconds> awake_threads() {
+  static const long ticks = sysconf(_SC_CLK_TCK);
+  std::map<int, std::chrono::milliseconds> found;
+  std::error_code ignored;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", ignored)) {
+    const int native = std::stoi(task.path().filename());
+    std::string line;
+    std::getline(std::ifstream(task.path() / "stat"), line);
+    const auto name_ends = line.rfind(')');
+    if (native == native_number() || name_ends == std::string::npos) continue;
+    char state = 0;
+    long number = 0, user = 0, system = 0;
+    std::istringstream fields(line.substr(name_ends + 1));
+    fields >> state;
+    for (int field = 4; field < 14; ++field) fields >> number;
+    fields >> user >> system;
+    if (std::string_view("SZX").find(state) == std::string_view::npos)
+      found.emplace(native, (user + system) * 1000 / ticks);
+  }
+  return found;
+}
+
+// What the watcher has seen of a thread since its last step.
+class Looks {
+ public:
+  // Looks once more. Whether the turn has to be taken from the thread.
+  bool give_up(int native) {
+    const auto awake = awake_threads();
+    const bool computes = std::any_of(awake.begin(), awake.end(),
+        [&](const auto& each) { return each.second - computed_.insert(each).first->second >= kComputes; });
+    const std::string sleeps = sleeps_of(native);
+    asleep_ = awake.empty() && sleeps == slept_ ? asleep_ + 1 : 0;
+    in_all_ += awake.empty();
+    slept_ = sleeps;
+    return computes || asleep_ >= kLooks || in_all_ >= kPolls;
+  }
+
+ private:
+  int asleep_ = 0, in_all_ = 0;
+  std::string slept_; // as sleeps_of()
+  std::map<int, std::chrono::milliseconds> computed_; // when each thread was first seen awake
+};
 
 // The watcher's thread: see Note [Schedules].
 void watch(const std::shared_ptr<Scheduler>& schedule) {
   pthread_setname_np(pthread_self(), "openreg_order");
   Scheduler& s = *schedule;
-  int looks = 0;
-  std::string slept;
+  Looks looks;
   Clock::time_point seen;
   std::unique_lock lock(s.mutex);
   while (s.on) {
@@ -121,7 +170,7 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
       const bool stuck = s.stuck(); // first, because what a thread waits for may come at any time
       choose(s, lock, kUnknown, Clock::time_point::max());
       if (s.running != kUnknown) continue;
-      if (stuck) {
+      if (stuck && awake_threads().empty()) {
         s.deadlocked = s.raises = true;
         s.pass_to(0);
       } else s.free.wait_for(lock, std::chrono::milliseconds(1));
@@ -132,13 +181,12 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
     const auto moved = s.moved;
     if (holder == kUnknown || s.runs_item || Clock::now() - moved < kLook) continue;
     const int native = s.thread(holder).native;
+    if (!native) continue; // it is starting
+    if (std::exchange(seen, moved) != moved) looks = {};
     lock.unlock();
-    const std::string sleeps = sleeps_of(native);
+    const bool give_up = looks.give_up(native);
     lock.lock();
-    if (s.running != holder || s.moved != moved || s.runs_item) continue;
-    looks = seen == moved && !sleeps.empty() && sleeps == slept ? looks + 1 : 0;
-    seen = moved, slept = sleeps;
-    if (looks < kLooks && Clock::now() - moved < kComputes) continue;
+    if (!give_up || s.running != holder || s.moved != moved || s.runs_item) continue;
     s.thread(holder).outside = true;
     s.pass_to(kUnknown);
   }
@@ -292,6 +340,11 @@ ThreadOfOrder add_thread() {
   const auto s = the_schedule();
   std::lock_guard lock(s->mutex);
   return {s, s->add_thread(my_thread)};
+}
+
+void drop_thread(const ThreadOfOrder& made) noexcept {
+  std::lock_guard lock(made.schedule->mutex);
+  made.schedule->thread(made.number).alive = false;
 }
 
 void enter_thread(const ThreadOfOrder& made) {

@@ -27,8 +27,10 @@ namespace openreg {
 // long as the work that it waits for. A thread that only asks lets all others continue first.
 // The thread that runs has the turn. It gives the turn up and gets it back in turn_comes(), at its next step. A thread
 // that blocks where the schedule cannot see it (a pipe, a lock from outside the program) takes no step. A watcher then
-// takes the turn from it, and the others continue without it until it reaches turn_comes() again. The watcher also
-// has the turn while no thread can continue: it lets a wait with a timeout end, and finds deadlocks.
+// takes the turn from it, and the others continue without it until it reaches turn_comes() again. It does so only while
+// all threads of the process sleep, because one that waits for a processor may be about to wake the thread: otherwise a
+// busy machine would change the order. The watcher also has the turn while no thread can continue: it lets a wait with
+// a timeout end, and finds deadlocks.
 struct Step {
   int thread; // kUnknown: a thread that the schedule does not control, such as one of Gloo's
   std::uint32_t number, poll;
@@ -76,12 +78,13 @@ void begin_schedule(const Order& order);
 std::vector<Action> end_schedule();
 
 // The threads that take part. The thread that starts another calls add_thread() before; the new one calls
-// enter_thread(), which returns when it may run, and leave_thread() at its end.
+// enter_thread(), which returns when it may run, and leave_thread() at its end. drop_thread(): it could not be started.
 struct ThreadOfOrder {
   std::shared_ptr<Scheduler> schedule;
   int number;
 };
 ThreadOfOrder add_thread();
+void drop_thread(const ThreadOfOrder& thread) noexcept;
 void enter_thread(const ThreadOfOrder& thread);
 void leave_thread() noexcept;
 // The calling thread, and its number; kUnknown if it does not take part.

@@ -175,7 +175,6 @@ std::vector<int> Scheduler::next_in_time(std::vector<int> asking) {
 }
 
 Scheduler::Choice Scheduler::choose(int me) {
-  ++picks_;
   std::vector<ScheduledQueue*> lines;
   for (const auto& each : lines_)
     if (!each->items.empty() && each->items.front().kernel && each->items.front().ready()) lines.push_back(each.get());
@@ -189,10 +188,14 @@ Scheduler::Choice Scheduler::choose(int me) {
     const int timed = livelock ? kUnknown : times_out(asking);
     if (timed == kUnknown && (livelock || asking.empty())) return {};
     ++rounds_, ++all_rounds_;
-    if (timed != kUnknown) return {nullptr, timed};
+    if (timed != kUnknown) {
+      ++picks_;
+      return {nullptr, timed};
+    }
     ready = next_in_time(std::move(asking));
     for (const int each : ready) thread(each).yields = false, thread(each).alone = true;
   }
+  ++picks_; // not above: while nothing can continue, the watcher asks as often as the machine lets it
   return overdue(by_style(me, lines, ready), lines, ready);
 }
 

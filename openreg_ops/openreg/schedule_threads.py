@@ -229,7 +229,11 @@ def _start(thread: threading.Thread) -> None:
     thread._openreg_ended = ended  # type: ignore[attr-defined]
     with _natively():
         ended.acquire()
-        _native_start(thread)
+        try:
+            _native_start(thread)
+        except RuntimeError:  # the operating system has no thread left
+            _C.drop_thread(place)
+            raise
 
 
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:

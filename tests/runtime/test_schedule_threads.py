@@ -1,12 +1,15 @@
 """Threads of a program whose orders are tried: they wait in every way, outlive an order, deadlock, and keep Python's rules."""
 
+import _thread
 import faulthandler
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 
@@ -82,6 +85,59 @@ def test_waits_of_every_kind_are_kept():
 
     report = schedules(program, seeds=60)
     assert report.passed, report
+
+
+def works(seconds):
+    """Use a processor without the GIL, as a thread looks that waits for a processor of a busy machine."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        hashlib.pbkdf2_hmac("sha256", b"openreg", b"order", 2000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starts", "ends", "computes"])
+def test_a_thread_that_is_slow_does_not_change_an_order(when, monkeypatch):
+    slow = False
+
+    def program():
+        def work(i):
+            with torch.openreg.Stream() as stream:
+                x = torch.full((8,), float(i), device=DEVICE)
+                if slow and when == "computes":  # for a thread that the schedule does not control
+                    lock = _thread.allocate_lock()
+                    lock.acquire()
+                    _thread.start_new_thread(lambda: (works(0.12), lock.release()), ())
+                    lock.acquire()
+                return x.exp(), stream.record_event()
+
+        with ThreadPoolExecutor(2) as pool:
+            parts = list(pool.map(work, range(2)))
+        for _, event in parts:
+            current().wait_event(event)
+        return parts[0][0] + parts[1][0]
+
+    before = schedules(program, seeds=2).fingerprints
+    name = {"starts": "_bootstrap_inner", "ends": "_delete"}.get(when)
+    if name:
+        native = getattr(threading.Thread, name)
+        monkeypatch.setattr(threading.Thread, name, lambda self: (works(0.12), native(self)))
+    slow = True
+    assert schedules(program, seeds=2).fingerprints == before
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+
+    def program():
+        with pytest.raises(RuntimeError, match="can't start new thread"), monkeypatch.context() as patch:
+            patch.setattr(threading, name, refuse)
+            threading.Thread(target=lambda: None).start()
+        return torch.ones(8, device=DEVICE) + 1
+
+    assert schedules(program, seeds=4).passed
 
 
 def test_a_deadlock_is_an_order_that_raises():
