@@ -37,7 +37,8 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
     "aten::slow_conv_transpose2d", "aten::triu"};
 
 // Inputs that a CPU kernel reads as if they were contiguous, by operator and argument: the device copies them if they
-// are not. A batch norm's out= form does so with its input, and the other form does not.
+// are not. Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes
+// to out= in the memory format of its inputs.
 const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
     {"aten::_dyn_quant_matmul_4bit", {"inp"}},
     {"aten::_masked_softmax", {"self", "mask"}},
@@ -50,6 +51,7 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_var"}},
     {"aten::native_batch_norm.out", {"input"}},
     {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
+    {"aten::slow_conv_transpose2d.out", {"self", "weight"}},
 };
 
 bool is_result(const c10::Argument& argument) {

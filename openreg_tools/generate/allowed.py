@@ -51,6 +51,7 @@ WITHOUT_VALUES: dict[str, str] = {
 CHECKED_BY_DEVICE: dict[str, str] = {
     "aten::_empty_per_channel_affine_quantized.out": "as quantize_per_channel.out",
     "aten::_make_per_channel_quantized_tensor.out": "as quantize_per_channel.out",
+    "aten::scalar_tensor": "PyTorch ignores layout= on the CPU only",
     "aten::quantize_per_channel.out": "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses "
     "tensors quantized by channel",
     **{
@@ -94,7 +95,7 @@ IGNORES_STRIDES: dict[str, str] = {
 
 # Errors about memory, whose types and limits differ between devices.
 MEMORY = re.compile(
-    r"allocat|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
+    r"allocat|bad_alloc|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
 )
 
 

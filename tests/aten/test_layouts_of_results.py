@@ -222,6 +222,18 @@ def test_inputs(name, mode):
         torch.testing.assert_close(a.cpu(), e)
 
 
+@pytest.mark.parametrize("last", [("x",), ("w",), ("x", "w"), ("x", "out"), ("out",)], ids="-".join)
+def test_a_transposed_convolution_writes_in_the_memory_format_of_out(last, mode):
+    """The CPU's kernel writes in the memory format of its inputs."""
+    tensors = {"x": torch.rand(2, 3, 4, 5), "w": torch.rand(3, 2, 3, 3), "out": torch.empty(2, 2, 6, 7)}
+    expected = torch.nn.functional.conv_transpose2d(tensors["x"], tensors["w"])
+    formats = {name: torch.channels_last if name in last else torch.contiguous_format for name in tensors}
+    x, w, out = (each.to(D).contiguous(memory_format=formats[name]) for name, each in tensors.items())
+    torch.ops.aten.slow_conv_transpose2d.out(x, w, [3, 3], None, [1, 1], [0, 0], [0, 0], [1, 1], out=out)
+    torch.testing.assert_close(out.cpu(), expected)
+    assert out.is_contiguous(memory_format=formats["out"])
+
+
 def test_fft_fftfreq_into_a_slice():
     out = torch.zeros(8, device=D)
     torch.fft.fftfreq(4, out=out[::2])
