@@ -2,7 +2,6 @@
 // Supports every dtype and layout that torch.abs does, with its output strides; the modulus of a complex x is real.
 // Not differentiable by design: autogradNotImplementedFallback makes backward through it an error on every device;
 // torch's default would warn and give partial gradients.
-#include "../aten/minimal.h"
 #include "autograd.h"
 #include "checks.h"
 #include "loops.h"
@@ -12,6 +11,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/empty_like.h>
 
 namespace openreg::ops {
 namespace {
@@ -68,7 +68,7 @@ Tensor custom_abs(const Tensor& input) {
   check_custom_abs("custom_abs", input, std::nullopt);
   // Elementwise in memory order: a dense input with any order of dimensions needs no copy.
   const Tensor x = input.is_non_overlapping_and_dense() ? input : input.clone(at::MemoryFormat::Preserve);
-  Tensor y = empty_strided_on(x.device().index(), x.sizes(), x.strides(), c10::toRealValueType(x.scalar_type()));
+  Tensor y = at::empty_like(x, x.options().dtype(c10::toRealValueType(x.scalar_type())));
   abs_into(x, y);
   return y;
 }
