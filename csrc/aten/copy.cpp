@@ -36,7 +36,8 @@ bool is_plain(const at::Tensor& x) {
 // host memory.
 bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   const auto memory = [](const at::Tensor& x) {
-    return is_plain(x) && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr())));
+    return is_plain(x) && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr()))) &&
+        x.storage().data(); // the program may have freed it
   };
   return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
       from.numel() && memory(from) && memory(to);

@@ -6,7 +6,7 @@
 namespace openreg {
 
 // at::empty_strided for a device index that exists.
-__attribute__((visibility("default"))) at::Tensor empty_strided_on(
+at::Tensor empty_strided_on(
     c10::DeviceIndex device, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype);
 
 } // namespace openreg

@@ -112,6 +112,15 @@ def test_a_lazy_clone_on_another_device_gets_its_own_memory_there(size):
     assert_close(x.cpu(), torch.zeros(size))
 
 
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("which", ["from", "to"])
+def test_memory_that_was_freed_is_an_error(which, non_blocking):
+    x, y = torch.ones(4, device="openreg"), torch.zeros(4, device="openreg")
+    (x if which == "from" else y).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError):
+        y.copy_(x, non_blocking=non_blocking)
+
+
 def test_wrong_shape():
     with pytest.raises(RuntimeError, match="must match the size"):
         torch.zeros(3, device="openreg").copy_(torch.zeros(4))

@@ -746,7 +746,7 @@ def check_random_graph():
         expected = [nn.functional.dropout(x).to_local() for _ in range(2)]
         torch.manual_seed(0)
         if placement.is_shard() and torch.__version__ < (2, 15):
-            with pytest.raises(RuntimeError, match="DTensor: a graph cannot hold .* before torch 2.15"):
+            with pytest.raises(RuntimeError, match="DTensor: a graph cannot contain .* before torch 2.15"):
                 compiled(x)
         else:
             assert_close([compiled(x).to_local() for _ in range(2)], expected, rtol=0, atol=0)
