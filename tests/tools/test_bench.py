@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -487,7 +488,13 @@ def test_steps(monkeypatch, name):
     same_training(monkeypatch, bench_steps.CASES[name][0])
 
 
-def test_the_transformer_is_the_demos(monkeypatch):
+@pytest.fixture
+def checkout(monkeypatch):
+    """The demo is where the tests are: an installed copy of the package has none beside it."""
+    monkeypatch.setattr(bench_steps, "DEMO", Path(__file__).parents[2] / "examples" / bench_steps.DEMO.name)
+
+
+def test_the_transformer_is_the_demos(monkeypatch, checkout):
     losses = []
     demo = bench_steps.runpy.run_path(str(bench_steps.DEMO))
 
@@ -503,7 +510,7 @@ def test_the_transformer_is_the_demos(monkeypatch):
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
 
 
-def test_report_of_steps(monkeypatch, capsys, tmp_path):
+def test_report_of_steps(monkeypatch, capsys, tmp_path, checkout):
     asked = []
     monkeypatch.setattr(bench, "in_a_fresh_process", lambda name, given: asked.append(name) or found(2.0, 1.0))
     monkeypatch.setattr(bench_steps, "measure", lambda name, rounds: found(1.0, rounds))

@@ -28,6 +28,8 @@
 
 #include <algorithm>
 
+#include "../../compat.h"
+
 namespace openreg {
 namespace {
 
@@ -436,13 +438,15 @@ std::tuple<Tensor, Tensor> rnn_packed(const Tensor& data, const Tensor& batch_si
 
 // PyTorch's single-step composites check their arguments; only the arithmetic is the CPU's.
 void check_step(const char* op, int64_t count, const Tensor& input, TensorList hx, const Weights& w) {
-  // Where PyTorch's composites read the size of a dimension that is missing, they raise IndexError.
-  const auto check_dimensions = [op](const char* name, const Tensor& x) {
-    TORCH_CHECK_INDEX(
-        !x.defined() || x.dim() >= 2, op, ": expected ", name, " of two dimensions, but got shape ", x.sizes());
+  // Where PyTorch's composites read the size of a dimension that is missing, they raise IndexError. From 2.15 on, they
+  // check the dimensions of the input and of the hidden states first.
+  const auto check_dimensions = [op](const char* name, const Tensor& x, bool checked = false) {
+    TORCH_CHECK_INDEX(checked || !x.defined() || x.dim() >= 2, op, ": expected ", name,
+        " of two dimensions, but got shape ", x.sizes());
     check_two_dimensions(op, name, x);
   };
-  check_dimensions("input", input);
+  constexpr bool checked = OPENREG_TORCH_AT_LEAST(2, 15);
+  check_dimensions("input", input, checked);
   check_dimensions("w_ih", w.ih);
   TORCH_CHECK(input.size(1) == w.ih.size(1), "input has inconsistent input_size: got ", input.size(1), " expected ",
       w.ih.size(1));
@@ -451,7 +455,7 @@ void check_step(const char* op, int64_t count, const Tensor& input, TensorList h
   for (size_t i = 0; i < hx.size(); ++i) {
     TORCH_CHECK(!hx[i].defined() || hx[i].dim() == 0 || input.size(0) == hx[i].size(0), "Input batch size ",
         input.size(0), " doesn't match hidden", i, " batch size ", hx[i].size(0));
-    check_dimensions("hx", hx[i]);
+    check_dimensions("hx", hx[i], checked);
     TORCH_CHECK(hx[i].size(1) == hidden, "hidden", i, " has inconsistent hidden_size: got ", hx[i].size(1),
         ", expected ", hidden);
   }
