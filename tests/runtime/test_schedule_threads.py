@@ -297,7 +297,7 @@ def test_interprocess_events_of_another_process():
             assert other.stdout.readline() == "recorded\n"
             x = torch.ones(2, device=DEVICE)
             wait()
-            return x.add_(1), event.query()
+            return x.add_(1), wait == event.wait or event.query()  # after event.wait, only the stream has waited
 
         def asks():
             while not event.query():

@@ -491,7 +491,8 @@ def test_steps(monkeypatch, name):
 @pytest.fixture
 def checkout(monkeypatch):
     """The demo is where the tests are: an installed copy of the package has none beside it."""
-    monkeypatch.setattr(bench_steps, "DEMO", Path(__file__).parents[2] / "examples" / bench_steps.DEMO.name)
+    for module in (bench_steps, bench_graphs):
+        monkeypatch.setattr(module, "DEMO", Path(__file__).parents[2] / "examples" / bench_steps.DEMO.name)
 
 
 def test_the_transformer_is_the_demos(monkeypatch, checkout):
@@ -590,7 +591,7 @@ def test_a_replay_computes_what_the_cpu_does(monkeypatch, name):
     torch.testing.assert_close(results[0].cpu(), eager(), rtol=1e-4, atol=1e-5)
 
 
-def test_report_of_graphs(monkeypatch, capsys, tmp_path):
+def test_report_of_graphs(monkeypatch, capsys, tmp_path, checkout):
     monkeypatch.setattr(bench_graphs, "measure", lambda name, rounds: (found(1.0, 0.4), 100))
     monkeypatch.setattr(bench_graphs, "seconds_of_a_node", lambda rounds: 2e-7)
     assert bench.main(options("graphs", "--json", str(tmp_path / "graphs.json"))) == 0
