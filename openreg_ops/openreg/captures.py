@@ -158,7 +158,7 @@ class Captures:
         if torch.Tag.nondeterministic_seeded in func.tags or (
             graph.random and any(x.untyped_storage()._cdata in graph.random for x in read)
         ):
-            for x in _tensors(out):
+            for x in (x for x in _tensors(out) if x.layout == torch.strided and not x.is_nested):
                 graph.random.add(x.untyped_storage()._cdata)
                 graph.kept.append(x.untyped_storage())
 

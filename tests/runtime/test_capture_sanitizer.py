@@ -316,9 +316,9 @@ def test_a_random_number_of_the_host(number):
         captured(lambda: x * eval(number))
 
 
-def test_numbers_that_only_have_the_shape_of_random_ones():
+def test_random_numbers_that_no_node_takes():
     x = ones()
-    captured(lambda: x * torch.zeros_like(torch.rand(())))
+    captured(lambda: (torch.rand(4).to_sparse() * 2, x * torch.zeros_like(torch.rand(()))))
 
 
 # ---- graphs that share a pool ----
