@@ -33,8 +33,8 @@ struct MemPool {
   const PoolId id;
 };
 
-constexpr std::array kNotTheProgram{
-    "/torch/", "/openreg_ops/", "/_pytest/", "/pluggy/", "/reprlib.py", "/typing_extensions.py"};
+constexpr std::array kNotTheProgram{"/torch/", "/torchinductor_", "<eval_with_key>", "/openreg_ops/", "/_pytest/",
+    "/pluggy/", "/contextlib.py", "/reprlib.py", "/typing_extensions.py"};
 
 // The Python line that the calling thread is executing, outside torch, pytest and this package; empty in a backward
 // pass.

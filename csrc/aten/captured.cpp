@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/fill.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
@@ -185,6 +186,10 @@ void visit_tensors(const c10::IValue& value, F&& f) {
   map_tensors(value, [&](const at::Tensor& x) { return f(x), x; });
 }
 
+bool is_repeat_interleave(const c10::OperatorHandle& op) {
+  return op.schema().name() == "aten::repeat_interleave" && op.schema().overload_name() == "Tensor";
+}
+
 // Runs the kernel on the scratch buffer; returns its results.
 Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack, Values values) {
   LendDeviceMemory none(-1);
@@ -198,6 +203,11 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
     scratch.push_back(
         map_tensors(stack[i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->scratch : x; }));
   for (const auto& [i, _] : captured.generators) scratch[i] = at::detail::createCPUGenerator();
+  if (is_repeat_interleave(captured.op) && scratch[0].toTensor().numel()) { // its repeats must sum to output_size
+    const at::Tensor repeats = at::zeros(scratch[0].toTensor().sizes(), scratch[0].toTensor().options());
+    repeats.view(-1)[0].fill_(scratch[1].toInt());
+    scratch[0] = repeats;
+  }
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
   return scratch;
 }
@@ -293,9 +303,11 @@ at::Tensor to_device(CpuCall& call, CallArguments& arguments, const at::Tensor& 
 
 namespace {
 
-// Only indexing with a mask has a data-dependent shape.
+// The program gives the shape of repeat_interleave(repeats, *, output_size). Only indexing with a mask has a
+// data-dependent shape.
 bool is_dynamic(const c10::OperatorHandle& op, const Stack& stack) {
   if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (is_repeat_interleave(op)) return stack.back().isNone();
   if (op.schema().name() != "aten::index") return true;
   bool masks = false;
   for (const std::optional<at::Tensor>& x : stack.back().toOptionalTensorVector())

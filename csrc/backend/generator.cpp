@@ -16,6 +16,7 @@
 #include <mutex>
 #include <new>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "../runtime/device.h"
@@ -307,7 +308,9 @@ void check_captured_generator(const char* name, Stream stream, const c10::Genera
 // One thread at a time changes the state of the CPU's default generator, in calls that may be nested. Its kernel may
 // launch work, and then needs turns. So the others give up their turn and Python's lock while they wait, and take the
 // mutex only when they have these again. A child created by fork() meanwhile does not have that thread: it gives the
-// generator its own state, and frees both mutexes.
+// generator its own state, and frees both mutexes. A thread that seeds the CPU's generator, or the device's,
+// meanwhile does not wait. The end finds another seed than the one that it left there, and keeps it; it does not see
+// that the same seed was set again.
 
 namespace {
 
@@ -339,31 +342,50 @@ SavedHostGenerator::SavedHostGenerator()
   ++lent;
   std::lock_guard lock(host_->mutex_);
   saved_ = host_->get_state();
+  seed_ = host_->current_seed();
   if (outermost) lent_state = saved_.get();
 }
 
 SavedHostGenerator::~SavedHostGenerator() {
   {
     std::lock_guard lock(host_->mutex_);
+    const uint64_t now = host_->current_seed();
     host_->set_state(*saved_);
+    if (now != seed_) host_->set_current_seed(now);
   }
   if (--lent) return;
   lent_state = nullptr;
   lent_mutex.unlock();
 }
 
+namespace {
+
+thread_local LendGenerator* innermost = nullptr; // of the calling thread
+
+void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
+  std::scoped_lock lock(from.mutex_, to.mutex_);
+  to.set_state(*from.get_state());
+}
+
+} // namespace
+
 LendGenerator::LendGenerator(const at::Generator& inner) {
   if (!inner.defined()) return;
   device_ = at::check_generator<at::CPUGeneratorImpl>(inner);
   host_.emplace();
-  std::scoped_lock lock(host_->host_->mutex_, device_->mutex_);
-  host_->host_->set_state(*device_->get_state());
+  outer_ = std::exchange(innermost, this);
+  if (outer_) copy_state(*host_->host_, *outer_->device_);
+  copy_state(*device_, *host_->host_);
+  host_->seed_ = device_->current_seed();
 }
 
 LendGenerator::~LendGenerator() {
   if (!host_) return;
-  std::scoped_lock lock(host_->host_->mutex_, device_->mutex_);
-  device_->set_state(*host_->host_->get_state());
+  if (device_->current_seed() == host_->seed_) copy_state(*host_->host_, *device_);
+  innermost = outer_;
+  if (!outer_) return;
+  std::lock_guard lock(outer_->device_->mutex_);
+  host_->saved_ = outer_->device_->get_state();
 }
 
 } // namespace openreg

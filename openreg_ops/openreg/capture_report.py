@@ -17,13 +17,16 @@ from openreg_ops.openreg.race_report import Access, Memory, Span, Stream, Trace
 __all__ = ["CapturedGraph", "GraphError", "HostTensor", "Node", "Use", "line_of_the_program"]
 
 
+_NOT_THE_PROGRAM = ("/torch/", "/torchinductor_", "<eval_with_key>", "/openreg_ops/", "contextlib.py")
+
+
 def line_of_the_program(caller: int) -> str:
     """The calling thread's innermost line outside torch and this package, or else the thread `caller`'s."""
     line = ""
     for frame in (sys._getframe(1), sys._current_frames().get(caller)):
         while frame is not None:
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if not any(each in frame.f_code.co_filename for each in ("/torch/", "/openreg_ops/", "contextlib.py")):
+            if not any(each in frame.f_code.co_filename for each in _NOT_THE_PROGRAM):
                 return line
             frame = frame.f_back
     return line

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,15 +85,15 @@ class Captures:
 
     def captured(self, found: Iterable[tuple[torch.Tensor, Any, Any]], args: Any, kwargs: Any) -> Stream | None:
         """The captured stream that an operator runs on, or None if it is not captured."""
-        index = next((x.device.index for x, _, _ in found if x.device.type == "openreg"), None)
-        if index is None:
+        devices = dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg")
+        if not devices:
             like = next((each.device for each in args if isinstance(each, torch.Tensor)), "cpu")  # of a factory
             device = torch.device(kwargs.get("device") or like)
             if device.type != "openreg":
                 return None
-            index = _C.current_device() if device.index is None else device.index
-        stream, captured = _stream_of(index)
-        return stream if captured else None
+            devices = {_C.current_device() if device.index is None else device.index: None}
+        streams = map(_stream_of, devices)  # of several: a copy to another device, whose stream joins the capture
+        return next((stream for stream, captured in streams if captured), None)
 
     def allocated(self, memory: Memory) -> None:
         """Memory was allocated. Its stream shows whether a capture allocated it."""
@@ -150,12 +150,17 @@ class Captures:
             )
         graph.tensors.append(HostTensor(node, StorageWeakRef(storage), x.storage_offset(), x.detach().clone()))
 
-    def host_result(self, func: torch._ops.OpOverload, out: Any) -> None:
-        """An operator ran on the host during a capture."""
+    def host_result(self, func: torch._ops.OpOverload, out: Any, read: Iterable[torch.Tensor] = ()) -> None:
+        """An operator ran on the host during a capture. What it computes from random numbers is random."""
         graph = self.of_thread()
-        if graph and torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, torch.Tensor):
-            graph.random.add(out.untyped_storage()._cdata)
-            graph.kept.append(out.untyped_storage())
+        if graph is None:
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags or (
+            graph.random and any(x.untyped_storage()._cdata in graph.random for x in read)
+        ):
+            for x in (x for x in _tensors(out) if x.layout == torch.strided and not x.is_nested):
+                graph.random.add(x.untyped_storage()._cdata)
+                graph.kept.append(x.untyped_storage())
 
     def use(self, node: Node, stream: Stream, found: Iterable[tuple[torch.Tensor, Any, Any]]) -> None:
         """A captured operator reads and writes these tensors."""
@@ -374,12 +379,14 @@ class Captures:
                 access.stack_trace,
             )
 
-    def _view_of(self, x: Any) -> tuple[Any, CapturedGraph, int, Any, Trace] | None:
-        known = self.views.get(x._cdata) if isinstance(x, torch.Tensor) else None
+    def _view_of(self, x: torch.Tensor) -> tuple[Any, CapturedGraph, int, Any, Trace] | None:
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+        known = self.views.get(x._cdata)
         return known if known is not None and not known[0].expired() else None
 
-    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch, tracking views of graph outputs among its arguments and results."""
+    def function(self, func: Any, args: Any, kwargs: Any, before: Callable[[], None]) -> Any:
+        """Call `before` and a function of torch, tracking views of graph outputs among its arguments and results."""
         if func == _SET_DATA and isinstance(args[0], torch.nn.Parameter) and args[0].device.type == "openreg":
             with self.races.lock, torch._C._DisableTorchDispatch():
                 old, new = Span.of(args[0]), Span.of(args[1])
@@ -390,20 +397,21 @@ class Captures:
         stale = []
         if self.views:
             for known in filter(None, map(self._view_of, given)):
-                _, graph, made, key, trace = known
-                if graph.views[key] > made:
-                    stale.append((key[-1], made, trace))
-        before, self.passed.views = getattr(self.passed, "views", ()), stale
+                if known[1].views[known[3]] > known[2]:
+                    stale.append(known)
+        outer = getattr(self.passed, "views", ())
+        self.passed.views = [(key[-1], made, trace) for _, _, made, key, trace in stale]
         try:
+            before()
             out = func(*args, **kwargs)
         finally:
-            self.passed.views = before
+            self.passed.views = outer
         for x in _tensors(out):
             if x.device.type == "openreg" and not any(x is each for each in given):
-                self._made_view(x)
+                self._made_view(x, stale)
         return out
 
-    def _made_view(self, x: torch.Tensor) -> None:
+    def _made_view(self, x: torch.Tensor, stale: list[Any]) -> None:
         if x.layout != torch.strided or x.is_nested:
             return
         if torch._C._functorch.is_functorch_wrapped_tensor(x) or type(x) not in (torch.Tensor, torch.nn.Parameter):
@@ -423,7 +431,11 @@ class Captures:
             graph.views[key] = graph.replays
             if len(self.views) > 1000:
                 self.views = {each: known for each, known in self.views.items() if not known[0].expired()}
-            self.views[x._cdata] = (torch._C._WeakTensorRef(x), graph, graph.replays, key, Trace(self.races.caller))
+            known = (torch._C._WeakTensorRef(x), graph, graph.replays, key, Trace(self.races.caller))
+            for _, of, made, old, trace in stale:  # a view of a stale view is as old
+                if of is graph and old[-1].meets(key[-1]):
+                    known = (known[0], graph, made, old, trace)
+            self.views[x._cdata] = known
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -88,10 +88,10 @@ class Graph(_C.Graph):
                 capture. Inputs are tensors that existed before the capture and that operators of the calling thread take.
                 The capture must end on that thread. The sanitizer reports more.
         Raises:
-            ValueError: an unknown mode.
+            ValueError: an unknown mode. TypeError: a pool that is not such a number.
             torch.AcceleratorError: the current stream is the default one, or is already being captured.
         """
-        super().capture_begin(pool, capture_error_mode)
+        super().capture_begin(None if pool is None else memory.pool_id("capture_begin", pool), capture_error_mode)
         self._forget_inputs()
         self._liveness = InputLiveness() if check_input_liveness else None
         if self._liveness:
@@ -207,10 +207,10 @@ class graph:
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         try:
             self.cuda_graph.capture_end()
-        except torch.AcceleratorError:
+        except RuntimeError:  # also in a child process, which inherits the capture
             if kind is None:
                 raise
-            # Otherwise the exception that invalidated the capture propagates.
+            # Otherwise the exception of the body propagates; it may have invalidated the capture.
         finally:
             self.capture_stream.__exit__(kind, *rest)
 

@@ -67,6 +67,16 @@ def get_allocator_backend() -> str:
     return "native"
 
 
+def pool_id(function: str, pool: Any) -> tuple[int, int]:
+    """`pool`, if it is the number of a pool."""
+    if isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(each, int) and 0 <= each < 2**64 for each in pool):
+        return pool
+    raise TypeError(
+        f"{function}: expected the number of a memory pool, which graph_pool_handle(), Graph.pool() and MemPool.id give, "
+        f"but got {pool!r}"
+    )
+
+
 def empty_cache(mempool_id: tuple[int, int] | None = None) -> None:
     """Return the free memory of every device to the operating system.
 
@@ -79,8 +89,9 @@ def empty_cache(mempool_id: tuple[int, int] | None = None) -> None:
     if mempool_id is None:
         torch.accelerator.empty_cache()
     else:
+        pool = pool_id("empty_cache", mempool_id)
         for index in range(_C.device_count()):
-            _C.empty_pool(index, mempool_id)
+            _C.empty_pool(index, pool)
 
 
 def memory_stats(device: torch.types.Device = None) -> dict[str, Any]:
@@ -227,10 +238,11 @@ def memory_snapshot(
     "active_pending_free" (freed, but a stream's queued work may still use it) or "inactive".
     """
     states = ("inactive", "active_allocated", "active_pending_free")
+    wanted = None if mempool_id is None else pool_id("memory_snapshot", mempool_id)
     out = []
     for index in range(_C.device_count()) if device is None else [device_index(device)]:
         for address, size, stream, small, pool, blocks in _C.memory_snapshot(index):
-            if mempool_id is not None and pool != tuple(mempool_id):
+            if wanted not in (None, pool):
                 continue
             frames = _C.allocation_tracebacks([at for at, *_ in blocks])
             of = [
@@ -407,6 +419,8 @@ def use_mem_pool(pool: MemPool, device: torch.types.Device = None) -> Iterator[N
         pool: the pool.
         device: the device whose allocations use the pool; the current one unless given.
     """
+    if not isinstance(pool, _C.MemPool):
+        raise TypeError(f"use_mem_pool: expected a torch.openreg.MemPool, but got {pool!r}")
     index = device_index(device)
     _C.retain_pool(index, pool.id)
     before = _C.use_pool(index, pool.id)

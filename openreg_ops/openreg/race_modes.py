@@ -56,11 +56,15 @@ class SanitizerFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():  # traced with the program
             return func(*args, **(kwargs or {}))
-        if func in self.READERS and self.races.on and is_plain(type(args[0])):
-            if not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
-                self.read(f"Tensor.{func.__name__}", args[0])
+
+        def read() -> None:
+            if func in self.READERS and self.races.on and is_plain(type(args[0])):
+                if not torch._C._functorch.is_functorch_wrapped_tensor(args[0]):
+                    self.read(f"Tensor.{func.__name__}", args[0])
+
         if self.races.on and self.races.captures.graphs:
-            return self.races.captures.function(func, args, kwargs or {})
+            return self.races.captures.function(func, args, kwargs or {}, read)
+        read()
         return func(*args, **(kwargs or {}))
 
     def read(self, name: str, x: torch.Tensor) -> None:

@@ -380,7 +380,7 @@ class Call:
         if on_host and len(on_host) == len(inputs) and not self.traits.copies and not self.races.host:
             out = self.func(*self.args, **self.kwargs)
             if captures.active:
-                captures.host_result(self.func, out)
+                captures.host_result(self.func, out, [x for x, _, _ in inputs] if self.traits.reads else [])
             return out
         in_flight = on_host if self.non_blocking else []  # whether they are is known when the outputs are
         with self.races.lock:

@@ -145,6 +145,23 @@ def test_what_cuda_refuses_and_what_it_captures_instead(refused, operator, inste
     assert torch.equal(y, instead())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("size", [5, 0])
+def test_repeats_whose_sum_is_given_are_captured(size, dtype):
+    x = torch.arange(6.0, device=DEVICE).reshape(3, 2)
+    repeats = torch.zeros(3, dtype=dtype, device=DEVICE)
+    graph, (y, z) = captured(lambda: (
+        x.repeat_interleave(repeats, 0, output_size=size), torch.repeat_interleave(repeats, output_size=size)
+    ))  # fmt: skip
+    for values in ([size, 0, 0], [size // 2, 0, size - size // 2]):
+        repeats.copy_(torch.tensor(values))
+        graph.replay()
+        assert torch.equal(y, x.repeat_interleave(repeats, 0)) and torch.equal(z, torch.repeat_interleave(repeats))
+    repeats.fill_(4)
+    with pytest.raises(torch.AcceleratorError, match="(?s)size.*In aten::repeat_interleave, a node"):
+        graph.replay()
+
+
 def test_pinned_memory_is_read_at_each_replay():
     pinned = torch.tensor(1.0).pin_memory()
     graph, y = captured(lambda: torch.zeros((), device=DEVICE).copy_(pinned, non_blocking=True))

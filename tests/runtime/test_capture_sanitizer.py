@@ -83,6 +83,20 @@ def test_a_view_was_an_input():
         graph.replay()
 
 
+def test_inputs_of_a_copy_to_another_device():
+    x, y = ones(1000), ones(1000, device="openreg:1")
+    graph, _ = captured(lambda: y.copy_(x + 1))
+    with caught("race", "aten.copy_.default", "writing to argument(s) self"):
+        graph.replay()  # does not wait for the stream that made y
+    current().wait_stream(current(1))
+    graph.replay()
+    with caught("race", "reading from argument(s) self", "Previous access by the default stream of openreg:0"):
+        y + 1
+    x = None
+    with caught("freed_input", "argument self of aten.add.Tensor"):
+        graph.replay()
+
+
 def test_another_tensor_has_the_memory_of_an_input():
     x = ones(1000)
     graph, y = captured(lambda: x.sum())
@@ -181,6 +195,29 @@ def test_a_view_that_the_host_reads_late():
             [each.tolist() for each in seen]
 
 
+READS = {
+    "a view of it": lambda view: view[0] + 1,
+    "a value of it": lambda view: view[1].item(),
+    "transformed": torch.func.vmap(torch.sin),
+    "differentiated": torch.func.grad(torch.sum),
+    "printed": repr,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_an_old_view_is_read_in_other_ways(read):
+    x = ones()
+    graph, y = captured(lambda: x * 2)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(y.view(4))
+    with caught("overwritten_output", "made after its replay 1, but replay 2 has overwritten it"):
+        READS[read](seen[0])
+    for each in READS.values():
+        each(seen[1])  # is not old
+
+
 def test_an_output_that_backward_needs():
     x, weight = ones(), ones().requires_grad_()
     graph, y = captured(lambda: x * 2)
@@ -270,10 +307,18 @@ def test_a_generator_of_another_graph():
     assert "z" not in locals()
 
 
-def test_a_random_number_of_the_host():
+@pytest.mark.parametrize(
+    "number", ["torch.rand(())", "2 - torch.rand(()) * 3", "torch.rand(4).sum()", "torch.zeros(()).uniform_()"]
+)
+def test_a_random_number_of_the_host(number):
     x = ones()
     with caught("host_random", "drawn on the host during the capture"):
-        captured(lambda: x * torch.rand(()))
+        captured(lambda: x * eval(number))
+
+
+def test_random_numbers_that_no_node_takes():
+    x = ones()
+    captured(lambda: (torch.rand(4).to_sparse() * 2, x * torch.zeros_like(torch.rand(()))))
 
 
 # ---- graphs that share a pool ----

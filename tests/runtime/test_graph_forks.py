@@ -130,6 +130,69 @@ def test_two_threads_draw_from_the_lent_generator():
     assert not torch.equal(*out) and all(any(torch.equal(y, e) for e in expected) for y in out)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("seed", ["torch", "torch.openreg", "torch.default_generator"])
+def test_a_seed_is_set_while_the_generator_is_lent(seed):
+    library = torch.library.Library("seeded_lend", "DEF")
+    library.define("draw(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    drawing, seeded = threading.Event(), threading.Event()
+
+    def draw(x):
+        y = torch.rand_like(x)
+        drawing.set()
+        seeded.wait()
+        return y + torch.rand_like(x)
+
+    library.impl("draw", draw, "CPU")
+    x = torch.ones(4, device=DEVICE)
+    torch.manual_seed(5)
+    torch.rand(1)
+    before = torch.rand(4)
+    torch.manual_seed(5)
+    torch.rand(1)
+    work = threading.Thread(target=lambda: torch.ops.seeded_lend.draw(x))
+    work.start()
+    drawing.wait()
+    eval(seed).manual_seed(11)
+    seeded.set()
+    work.join()
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(11))
+    assert torch.equal(torch.rand(4), before if seed == "torch.openreg" else expected)
+    if seed != "torch.default_generator":
+        assert torch.equal(torch.rand(4, device=DEVICE).cpu(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("devices", [(0, 0, 0), (0, 1, 0), (0, 1, 1)], ids=str)
+def test_an_operator_that_draws_in_another_goes_on_with_its_numbers(devices):
+    library = torch.library.Library("nested_lend", "DEF")
+    for name in ("outer", "middle", "inner"):
+        library.define(f"{name}(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    at = [torch.ones(4, device=f"openreg:{index}") for index in devices]
+    drawn = ([], [])
+
+    def kernel(level):
+        def draw(x):
+            drawn[devices[level]].append(torch.rand_like(x))
+            if level < 2:
+                (torch.ops.nested_lend.middle, torch.ops.nested_lend.inner)[level](at[level + 1])
+                drawn[devices[level]].append(torch.rand_like(x))
+            return x.clone()
+
+        return draw
+
+    for level, name in enumerate(("outer", "middle", "inner")):
+        library.impl(name, kernel(level), "CPU")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    torch.ops.nested_lend.outer(at[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    for index, seen in enumerate(drawn):
+        after = torch.rand(4, device=f"openreg:{index}").cpu()
+        expected = torch.rand(4 * len(seen) + 4, generator=torch.Generator().manual_seed(5))
+        assert torch.equal(torch.cat([*seen, after]), expected)
+
+
 def test_an_operator_that_draws_launches_while_another_waits_to_draw():
     """The other has its stream's turn, which it gives up while it waits for the host's generator."""
     code = """

@@ -204,6 +204,19 @@ def test_a_void_capture_says_why():
                 x + 1
 
 
+@pytest.mark.parametrize("wrapper", ["cond", "checkpoint", "no_grad", "deepcopy"])
+def test_the_line_is_that_of_the_program(wrapper):
+    x = torch.ones(3, device=DEVICE)
+    calls = {
+        "cond": lambda: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),  # runs generated code
+        "checkpoint": lambda: torch.utils.checkpoint.checkpoint(torch.nonzero, x, use_reentrant=False),
+        "no_grad": torch.no_grad()(lambda: x.nonzero()),
+        "deepcopy": lambda: torch.tensor([1.0], device=DEVICE),
+    }
+    with pytest.raises(torch.AcceleratorError, match=r" at \S*test_graphs.py:\d+: "):
+        captured(calls[wrapper])
+
+
 def test_errors_of_the_program_do_not_end_the_capture():
     x = torch.ones(3, device=DEVICE)
     g = torch.openreg.Graph()
@@ -365,6 +378,21 @@ def test_reset():
         y = x + 2
     g.replay()
     assert y.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("pool", [3, "x", (0,), (0, 1.5), (-1, 0), "MemPool"])
+def test_a_pool_is_a_pair_of_numbers(pool):
+    pool = torch.openreg.MemPool() if pool == "MemPool" else pool
+    for name, call in {
+        "capture_begin": lambda: captured(lambda: None, pool=pool),
+        "empty_cache": lambda: torch.openreg.empty_cache(pool),
+        "memory_snapshot": lambda: torch.openreg.memory_snapshot(pool),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name}: expected the number of a memory pool, .* but got "):
+            call()
+    assert not torch.openreg.is_current_stream_capturing()
+    with pytest.raises(TypeError, match="use_mem_pool: expected a torch.openreg.MemPool, but got"):
+        torch.openreg.use_mem_pool((0, 1)).__enter__()
 
 
 def test_a_graph_in_a_graph():
