@@ -371,8 +371,8 @@ template <auto kernel, class Return, class... Args>
 Return kernel_without_derivative(c10::DispatchKeySet keys, Args... args) {
   const bool recorded = at::GradMode::is_enabled() && (requires_gradient(args) || ...);
   if (recorded || (has_tangent(args) || ...)) [[unlikely]] {
-    using enum c10::DispatchKey;
-    return op<kernel>().redispatch(keys.remove(AutogradPrivateUse1).add(AutogradOther), std::forward<Args>(args)...);
+    const auto fallback = (keys & c10::after_autograd_keyset).add(c10::DispatchKey::AutogradOther);
+    return op<kernel>().redispatch(fallback, std::forward<Args>(args)...);
   }
   at::AutoDispatchBelowADInplaceOrView below;
   return op<kernel>().redispatch(keys & c10::after_ADInplaceOrView_keyset, std::forward<Args>(args)...);
