@@ -5,8 +5,8 @@
 
 namespace openreg {
 
-// at::empty_strided for a device index that exists.
-at::Tensor empty_strided_on(
+// at::empty_strided for a device index that exists. Also for the operators, which are a library of their own.
+__attribute__((visibility("default"))) at::Tensor empty_strided_on(
     c10::DeviceIndex device, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype);
 
 } // namespace openreg

@@ -174,6 +174,14 @@ void set_meta(const char* name, typename Op::schema* kernel) {
   set_meta_kernel(name, c10::KernelFunction::makeFromUnboxedRuntimeFunction(kernel));
 }
 
+// The CPU's relu is clamp_min, which it calls through the dispatcher.
+at::Tensor relu(const at::Tensor& self) {
+  return self.scalar_type() == at::kBool ? at::cpu::relu(self) : at::cpu::clamp_min(self, 0); // relu raises for bool
+}
+at::Tensor& relu_(at::Tensor& self) {
+  return self.scalar_type() == at::kBool ? at::cpu::relu_(self) : at::cpu::clamp_min_(self, 0);
+}
+
 } // namespace
 
 // Run-time function pointers instead of TORCH_FN, and no inlining: half the compile time.
@@ -191,7 +199,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   UNARY(neg); UNARY(exp); UNARY(log); UNARY(sqrt); UNARY(rsqrt); UNARY(reciprocal); UNARY(sin); UNARY(cos);
   UNARY(tanh); UNARY(sigmoid);
   COMPARE(eq); COMPARE(ne); COMPARE(lt); COMPARE(le); COMPARE(gt); COMPARE(ge);
-  UNBOXED("relu", relu, relu); UNBOXED("relu_", relu_, relu_); STRUCTURED("threshold_backward", threshold_backward, threshold_backward);
+  m.impl("relu", (native<at::_ops::relu, relu>)); m.impl("relu_", (native<at::_ops::relu_, relu_>)); STRUCTURED("threshold_backward", threshold_backward, threshold_backward);
   STRUCTURED("gelu", gelu, gelu); STRUCTURED("gelu_backward", gelu_backward, gelu_backward);
   STRUCTURED("silu", silu, silu); STRUCTURED("silu_backward", silu_backward, silu_backward);
   STRUCTURED("sigmoid_backward", sigmoid_backward, sigmoid_backward); STRUCTURED("tanh_backward", tanh_backward, tanh_backward);

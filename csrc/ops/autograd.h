@@ -353,6 +353,38 @@ auto autograd_of_view(const char* name) {
 // differentiates its reference in meta/, any number of times, when a derivative is asked for.
 torch::CppFunction differentiate_by_reference();
 
+// Note [Operators without a derivative]
+// autogradNotImplementedFallback(), the kernel of the Autograd alias key, makes backward through an operator an error.
+// It inspects the schema on every call, which takes as long as a kernel of 64 elements. So an operator that writes to
+// none of its arguments can register this for AutogradPrivateUse1. It leaves the call to the fallback, the kernel of
+// AutogradOther, only if there is something to record or reject.
+template <class Arg>
+bool requires_gradient(const Arg& arg) {
+  if constexpr (std::is_same_v<Arg, Tensor>) return arg.defined() && arg.requires_grad();
+  else if constexpr (is_tensor<Arg>) return arg && requires_gradient(*arg);
+  else if constexpr (is_list<Arg>) {
+    const at::TensorList list = arg;
+    return std::any_of(list.begin(), list.end(), requires_gradient<Tensor>);
+  } else return false;
+}
+template <auto kernel, class Return, class... Args>
+Return kernel_without_derivative(c10::DispatchKeySet keys, Args... args) {
+  const bool recorded = at::GradMode::is_enabled() && (requires_gradient(args) || ...);
+  if (recorded || (has_tangent(args) || ...)) [[unlikely]] {
+    const auto fallback = (keys & c10::after_autograd_keyset).add(c10::DispatchKey::AutogradOther);
+    return op<kernel>().redispatch(fallback, std::forward<Args>(args)...);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return op<kernel>().redispatch(keys & c10::after_ADInplaceOrView_keyset, std::forward<Args>(args)...);
+}
+// The kernel of operator `name` for AutogradPrivateUse1.
+template <auto kernel>
+auto without_derivative(const char* name) {
+  name_of<kernel> = name;
+  return []<class Return, class... Args>(
+             Return (*)(Args...)) { return &kernel_without_derivative<kernel, Return, Args...>; }(kernel);
+}
+
 // Note [Operators that change their arguments]
 // Torch's fallbacks for operators without a derivative check what an operator returns. An operator that only writes to
 // its arguments would run, silently lose its gradient, and leave their version counters unchanged, so a backward that

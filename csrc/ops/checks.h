@@ -24,6 +24,8 @@
 #include <utility>
 #include <vector>
 
+#include "../aten/minimal.h"
+
 namespace openreg::ops {
 
 using at::Tensor;
@@ -148,6 +150,14 @@ inline void check_like(const char* op, const char* name, const Tensor& x, const 
   check_kind_like(op, name, x, of, y);
   TORCH_CHECK(same(x.sym_sizes(), y.sym_sizes()), op, ": expected ", name, " of shape ", y.sym_sizes(), ", that of ",
       of, ", but got ", x.sym_sizes());
+}
+
+// ---- memory for results ----
+
+// Uninitialized memory with the sizes and strides of x, which is dense. Made without the dispatcher, it takes half the
+// time of at::empty_like, which only operators of nanoseconds notice.
+inline Tensor new_like(const Tensor& x, at::ScalarType type) {
+  return empty_strided_on(x.get_device(), x.sizes(), x.strides(), type);
 }
 
 } // namespace openreg::ops

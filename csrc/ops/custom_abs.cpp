@@ -11,7 +11,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/empty_like.h>
 
 namespace openreg::ops {
 namespace {
@@ -68,7 +67,7 @@ Tensor custom_abs(const Tensor& input) {
   check_custom_abs("custom_abs", input, std::nullopt);
   // Elementwise in memory order: a dense input with any order of dimensions needs no copy.
   const Tensor x = input.is_non_overlapping_and_dense() ? input : input.clone(at::MemoryFormat::Preserve);
-  Tensor y = at::empty_like(x, x.options().dtype(c10::toRealValueType(x.scalar_type())));
+  Tensor y = new_like(x, c10::toRealValueType(x.scalar_type()));
   abs_into(x, y);
   return y;
 }
@@ -96,7 +95,7 @@ Tensor& custom_abs_out(const Tensor& input, Tensor& out) {
 // Graphs hold no writes: each form that writes becomes the form that does not, and its result replaces the tensor that
 // was written to. Torch does this automatically for an operator that returns nothing, but these return their argument.
 Tensor& write_functional(const Tensor& input, Tensor& out) {
-  const auto& op = ops::op<custom_abs>("openreg::custom_abs");
+  const auto& op = ops::op<custom_abs>();
   namespace functional = at::functionalization::impl;
   const auto result_of = [&op](const Tensor& x) {
     at::AutoDispatchSkipFunctionalize below;
@@ -152,6 +151,9 @@ TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
   m.impl("custom_abs", torch::autograd::autogradNotImplementedFallback());
   m.impl("custom_abs_", torch::autograd::autogradNotImplementedFallback());
   m.impl("custom_abs.out", refuse_gradients()); // like torch's own out= forms
+}
+TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+  m.impl("custom_abs", without_derivative<custom_abs>("openreg::custom_abs"));
 }
 TORCH_LIBRARY_IMPL(openreg, ADInplaceOrView, m) {
   m.impl("custom_abs_", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
