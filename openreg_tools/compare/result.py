@@ -32,7 +32,7 @@ class Difference:
     inputs: list[str]  # dtypes, shapes and strides
     error: Error | None
     tolerance: Tolerance | None
-    found: str  # instead of an error: another shape, an exception
+    found: str  # instead of an error: a different shape, an exception
     device: str
     reference: str
     result: str = ""

@@ -173,7 +173,7 @@ def fake_layouts(case: Case) -> str | None:
                 ):
                     fail(
                         f"{case.name}: {where} output {i} {'shares' if storage_of(real) == storage_of(x) else 'does not share'} "
-                        f"the memory of {name}, and the fake kernel says otherwise",
+                        f"the memory of {name}, but the fake kernel says otherwise",
                         "return a view in the fake kernel exactly where the kernel does",
                     )
     return f"in {', '.join(tried)} layout"
@@ -287,7 +287,7 @@ def fake_dynamic(case: Case) -> str | None:
                 f"{case.name}: the fake kernel fixes dimension {d} of {name} to {found}, and the kernel takes other sizes; "
                 "every new size compiles again, and export with a dynamic dimension fails",
                 "do not turn sizes into Python numbers in the fake kernel (int(), //, if): use them as they are, and "
-                "check them by torch._check",
+                "check them with torch._check",
             )
     return None
 
