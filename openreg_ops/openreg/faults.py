@@ -91,7 +91,7 @@ class inject:  # noqa: N801 -- used as a function
         if not (isinstance(after, int) and isinstance(times, int | None) and max(after, times or 0) < 2**63):
             raise ValueError(f"inject: expected after and times as integers, but got {after!r} and {times!r}")
         if after < 0 or (times or 0) < 0:
-            raise ValueError(f"inject: after and times must not be negative, but are {after} and {times}")
+            raise ValueError(f"inject: expected after and times of at least 0, but got {after} and {times}")
         if kind == "memory" and (after or times):
             raise ValueError("inject: after and times do not apply to memory, which shrinks immediately")
         self.kind, self.struck = kind, 0

@@ -259,7 +259,7 @@ def check(
         sample_inputs = sample_inputs(target, dtype)
     if not isinstance(sample_inputs, Iterable):
         raise ValueError(
-            "expected sample_inputs to be a list of argument tuples, or a function of (device, dtype) that returns them,  "
+            "expected sample_inputs to be a list of argument tuples, or a function of (device, dtype) that returns them, "
             f"but got {type(sample_inputs).__name__} {sample_inputs!r}"
         )
     samples = [sample_of(value) for value in sample_inputs]

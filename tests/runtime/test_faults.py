@@ -155,7 +155,7 @@ def test_latency_of_work_that_the_host_waits_for():
         (dict(kind="kernel_latency"), "applies to the latencies"),
         (dict(kind="memory"), "applies to memory"),
         (dict(kind="memory", fraction=2.0), "from 0 to 1"),
-        (dict(kind="copy", after=-1), "must not be negative"),
+        (dict(kind="copy", after=-1), "expected after and times of at least 0"),
         (dict(kind="memory", fraction=0.5, after=1), "do not apply to memory"),
         (dict(kind="kernel", after=1.5), "as integers"),
         (dict(kind="kernel_latency", seconds=float("inf")), "seconds of at most 1000000000, but got inf"),
