@@ -126,6 +126,8 @@ def collect(root: Path) -> list[Error]:
                 or "Exception raised" in sentence
             ):
                 continue  # passes on what another said
+            if sentence.startswith(f"{HOLE}: "):
+                sentence = "NAME" + sentence.removeprefix(HOLE)
             found.append(Error(*_parts(sentence), f"{name}:{line}"))
     return found
 
@@ -147,9 +149,9 @@ def page(root: Path) -> str:
     text = [
         "# Errors",
         "",
-        "Every error message of the package, with its remedy. … stands for a part that changes, such as a name, a shape or a "
-        "device. Search for words that stay the same. A message without a remedy says what the call expected, or has the "
-        "words that PyTorch uses on the CPU.",
+        "Every error message of the package, with its remedy. NAME is the operator or the function that raises it, and … "
+        "stands for a part that changes, such as a shape or a device. Search for words that stay the same. A message without "
+        "a remedy says what the call expected, or has the words that PyTorch uses on the CPU.",
         "",
     ]
     groups: dict[str, dict[tuple[str, str], None]] = {}

@@ -198,7 +198,7 @@ def _rows(actions: list[argparse.Action]) -> list[str]:
         words = (action.help or "") % {**vars(action), "prog": "openreg-tools"} if action.help else ""
         words, said, rest = words.partition(" (default ")  # the column says it
         default = rest.removesuffix(")") if said else "" if "(default:" in words else str(default)
-        shown = f"`{_cell(default)}`" if default else ""
+        shown = f"`{_cell(default)}`" if default and " " not in default else _cell(default)
         rows.append(f"| {_cell(name)} | {_cell(words)} | {shown} |")
     return rows
 
