@@ -135,6 +135,8 @@ def collect(root: Path) -> list[Error]:
 def _parts(sentence: str) -> tuple[str, str]:
     """What was wrong, and what to do about it."""
     said, _, remedy = sentence.rpartition("; ")
+    if remedy.startswith(HOLE):
+        said = ""  # a further part of the sentence
     if not said and (found := REMEDY.search(sentence)):
         said, remedy = sentence[: found.start()], sentence[found.end() :]
     return (said, remedy) if said else (sentence, "")

@@ -83,9 +83,13 @@ class inject:  # noqa: N801 -- used as a function
             if not isinstance(value, numbers.Real | None):
                 raise ValueError(f"inject: expected {name} as a number, but got {value!r}")
         if (seconds is not None) != (kind in _LATENCY) or (seconds or 0) < 0:
-            raise ValueError(f"inject: seconds, at least 0, applies to the latencies; {kind} got {seconds!r}")
+            raise ValueError(
+                f"inject: expected seconds, at least 0, for a latency and for no other kind, but {kind} got {seconds!r}"
+            )
         if (fraction is not None) != (kind == "memory") or not 0 <= (fraction or 0) <= 1:
-            raise ValueError(f"inject: fraction, from 0 to 1, applies to memory; {kind} got {fraction!r}")
+            raise ValueError(
+                f"inject: expected fraction, from 0 to 1, for memory and for no other kind, but {kind} got {fraction!r}"
+            )
         if not (seconds or 0) <= _LONGEST:
             raise ValueError(f"inject: expected seconds of at most {_LONGEST}, but got {seconds}")
         if not (isinstance(after, int) and isinstance(times, int | None) and max(after, times or 0) < 2**63):

@@ -151,9 +151,9 @@ def test_latency_of_work_that_the_host_waits_for():
     "arguments, sentence",
     [
         (dict(kind="fire"), "expected a kind among allocation"),
-        (dict(kind="kernel", seconds=1), "applies to the latencies"),
-        (dict(kind="kernel_latency"), "applies to the latencies"),
-        (dict(kind="memory"), "applies to memory"),
+        (dict(kind="kernel", seconds=1), "expected seconds, at least 0, for a latency"),
+        (dict(kind="kernel_latency"), "expected seconds, at least 0, for a latency"),
+        (dict(kind="memory"), "expected fraction, from 0 to 1, for memory"),
         (dict(kind="memory", fraction=2.0), "from 0 to 1"),
         (dict(kind="copy", after=-1), "expected after and times of at least 0"),
         (dict(kind="memory", fraction=0.5, after=1), "do not apply to memory"),
