@@ -138,7 +138,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def reference(case: Case) -> str | None:
-    """Outputs and gradients are those of the reference, or of its own CPU kernel."""
+    """Outputs and gradients equal the results of the reference, or of its own CPU kernel."""
     function = reference_of(case)
     if not function:
         if case.seeded:
