@@ -22,25 +22,25 @@ namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
 // Note [Exit]
-// A thread that takes Python's lock while the interpreter ends is canceled, and the unwinding of its stack meets
-// functions of PyTorch that let no exception pass: the process aborts ("terminate called without an active exception").
-// So, at Python's atexit, before the interpreter ends:
-// First the program's other threads, which are daemons, stay away. A call of the device that one makes, or has not
-// returned from, does not return, as in Python 3.14, where such a thread stops when it takes the lock. They go on if
-// the interpreter has not ended kAway after all of this, because an atexit handler may wait for them. A thread in an
-// operator of the CPU still aborts the process, as it does without the device. Then autograd's threads end, which
-// PyTorch asks for only after the interpreter has ended. Then queued work is done.
+// A thread that takes Python's lock while the interpreter ends is canceled. Its stack is then unwound through PyTorch
+// functions that are noexcept, so the process aborts ("terminate called without an active exception").
+// Python's atexit therefore takes three steps, before the interpreter ends:
+// First, the program's other threads, which are daemons, stay away. Their calls to the device, including those in
+// progress, do not return. (In Python 3.14 such a thread stops when it takes the lock.) They continue if the
+// interpreter is still running kAway after the third step, because an atexit handler may wait for them. A thread in a
+// CPU operator still aborts the process, as it does without the device. Second, autograd's threads end; PyTorch ends
+// them only after the interpreter has ended. Third, queued work finishes.
 
 constexpr std::chrono::milliseconds kQuiet{20}; // without a launch: all threads have noticed
-constexpr std::chrono::seconds kNotice{2};      // most time that they get for that
+constexpr std::chrono::seconds kNotice{2};      // the longest wait for that
 constexpr std::chrono::seconds kAway{2};
 
 const char* const kAutograd = "pt_autograd";
 unsigned long ends_process = 0; // the thread, in Python's numbers
 std::atomic<std::uint64_t> away{0};
-std::atomic<bool> ended{false}; // the device: only the interpreter is left
+std::atomic<bool> ended{false}; // the device has ended: only the interpreter is left
 
-// On a thread of Python, other than the one that ends the process: waits until the interpreter ends, and for ever then.
+// On a Python thread other than the one that ends the process: waits until the interpreter ends, and then forever.
 void stay() {
   if (Py_IsInitialized() && !PyGILState_GetThisThreadState()) return;
   if (PyThread_get_thread_ident() == ends_process) return;
@@ -85,12 +85,12 @@ bool has_autograd_threads() {
 void end_autograd_threads() {
   if (!has_autograd_threads()) return;
   const py::gil_scoped_release threads_need_it;
-  const auto deadline = Clock::now() + std::chrono::seconds(10); // of a busy machine; stop() waits as long itself
+  const auto deadline = Clock::now() + std::chrono::seconds(10); // for a busy machine; stop() waits as long
   torch::autograd::Engine::get_default_engine().stop();
   while (has_autograd_threads() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 
-// Waits for queued work until a signal arrives, unless it is dropped: nobody can see it any more.
+// Waits for queued work until a signal arrives, unless the work is dropped because nobody can see it anymore.
 void end_workers(bool drop) {
   const py::gil_scoped_release may_wait;
   try {

@@ -56,7 +56,7 @@ def cross_entropy(
         RuntimeError: logits has no dimension, no class or another dtype; target has another shape, dtype or device;
             label_smoothing is outside [0, 1]; reduction is unknown.
         IndexError: a target is neither a class nor ignore_index; names the first such target and its row, counted
-            over all leading dimensions. On other devices the error is that of `Tensor.gather`, and in backward that of
+            over all leading dimensions. On other devices the error comes from `Tensor.gather`, and in backward from
             `Tensor.scatter`.
 
     Differentiable any number of times in logits, through both loss and logsumexp. Only logits, target and logsumexp

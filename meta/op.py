@@ -50,7 +50,7 @@ class Operator(Protocol[_P, _R]):
     def fake(self, kernel: _Function) -> _Function:
         """Decorate the fake kernel: what the operator returns, without data.
 
-        It gets, by name, those of the operator's arguments that it declares, after the operator's check has passed.
+        It gets the operator's arguments that it declares, by name, after the operator's check has passed.
         """
 
     def batched(self, rule: _Function) -> _Function:
@@ -67,9 +67,9 @@ class Operator(Protocol[_P, _R]):
         """Decorate the rule for DTensors: the placements of the arguments with which the operator can run on each
         device's part.
 
-        It is called for each dimension of the mesh, gets by name those of the operator's arguments that it declares,
+        It is called for each dimension of the mesh, gets the operator's arguments that it declares by name,
         and yields ``inputs, outputs``: a dict with the placement of each argument (an `At`; a list of them for a list
-        of tensors; omitted arguments are replicated), and a tuple with the `At` of each output. You need not yield the
+        of tensors; omitted arguments are replicated), and a tuple with the `At` of each output. You do not have to yield the
         case where all are replicated. The rule sees a tensor's ``shape``, ``dim()`` and ``at``, its present placement;
         if it declares ``shards``, it also gets the number of devices along the dimension.
         """

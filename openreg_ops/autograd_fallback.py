@@ -37,7 +37,7 @@ def set_fallback_mode(mode: str) -> None:
 
 @contextlib.contextmanager
 def fallback_mode(mode: str) -> Iterator[None]:
-    """``with autograd.fallback_mode("warn"):`` — set the mode temporarily."""
+    """``with autograd_fallback.fallback_mode("warn"):`` sets the mode temporarily."""
     before = _mode
     set_fallback_mode(mode)
     try:

@@ -196,6 +196,15 @@ def _kind(name: str) -> str:
 # ---- the command ----
 
 
+_HAS = {
+    "own": "the device has its own kernel",
+    "shared": "the CPU's kernel runs on device memory",
+    "composite": "the operator decomposes into others",
+    "fallback": "the operator runs on copies on the CPU",
+    "refused": "the operator raises an error",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     dispatch.add_arguments(parser)
     parser.add_argument(
@@ -216,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     has = parser.add_argument_group("what the device has; several: any of them")
     for name in HAS:
-        has.add_argument(f"--{name}", dest="has", action="append_const", const=name, default=[])
+        has.add_argument(f"--{name}", dest="has", action="append_const", const=name, default=[], help=_HAS[name])
     has.add_argument(
         "--missing", action="store_true", help="fallback or refused; with --required: a backend's to-do list"
     )

@@ -7,7 +7,7 @@
 
 namespace openreg {
 
-// While threads are kept away, a thread that uses the device, or has waited or worked for it, calls this, unless it has
+// While threads are kept away, a thread that uses the device, or has waited or worked for it, calls this unless it has
 // a turn. Set once, by the bindings.
 using StayAway = void (*)();
 void set_stay_away(StayAway stay) noexcept;

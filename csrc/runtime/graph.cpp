@@ -22,7 +22,7 @@
 
 namespace openreg {
 
-using Frontier = std::vector<std::uint32_t>; // nodes that what comes next comes after
+using Frontier = std::vector<std::uint32_t>; // the nodes that the next node comes after
 
 struct detail::Capture {
   std::mutex mutex;
@@ -31,7 +31,7 @@ struct detail::Capture {
   CaptureMode mode;
   pthread_t thread;
   std::vector<const void*> generators;
-  std::vector<std::pair<Stream, Frontier>> streams; // those captured, the origin first
+  std::vector<std::pair<Stream, Frontier>> streams; // the captured ones, the origin first
   std::string error;                                // why it is invalid
 
   Frontier& frontier(Stream stream) {
@@ -48,8 +48,8 @@ namespace {
 
 using detail::Capture;
 
-// The captures of the process, each at the places of its streams. A reader holds its own reference, because
-// another thread may end the capture in the meantime.
+// The process's captures, by stream. A reader holds its own reference, because another thread may end the capture in
+// the meantime.
 std::mutex captures_mutex;
 struct Captures {
   std::vector<std::shared_ptr<Capture>> all;
@@ -105,7 +105,7 @@ void add(std::vector<std::uint32_t>& nodes, const std::vector<std::uint32_t>& mo
   nodes.erase(std::unique(nodes.begin(), nodes.end()), nodes.end());
 }
 
-// The first capture whose mode forbids the calling thread what may break it; null for none.
+// The first capture whose mode forbids the calling thread to do what may break it, or null.
 std::shared_ptr<Capture> forbidding() {
   if (!(detail::attention.load() & detail::kCaptureBit) || not_captured || detail::in_work()) return nullptr;
   std::lock_guard lock(captures_mutex);
@@ -147,7 +147,7 @@ void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<con
   capture->thread = pthread_self();
   capture->generators = std::move(generators);
   capture->streams = {{stream, {}}};
-  capture->graph = std::make_shared<Graph>(stream.device, pool); // before the lock: it takes the memory's
+  capture->graph = std::make_shared<Graph>(stream.device, pool); // before the lock: it takes the lock of the memory
   std::lock_guard lock(captures_mutex);
   if (captured_at(stream))
     throw_device_error("openreg error: the current stream is already being captured; end that capture first");
@@ -182,7 +182,7 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
     throw_device_error("openreg error: operation failed due to a previous error during capture. " + capture->error);
   if (capture->mode != CaptureMode::kRelaxed && !pthread_equal(capture->thread, pthread_self()))
     throw_device_error("openreg error: a capture must end on the thread that it began on, unless its mode is relaxed");
-  // What the end of the origin comes after, directly or not.
+  // The nodes that the end of the origin comes after, directly or indirectly.
   std::vector<bool> joined(graph->nodes.size());
   for (const auto last : capture->streams.front().second) joined[last] = true;
   for (std::size_t i = graph->nodes.size(); i-- > 0;)
@@ -194,7 +194,7 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
     throw_device_error("openreg error: capturing stream has unjoined work: " + node_name(node.site) +
         (node.where.empty() ? "" : " at " + node.where) + " was captured on stream " + std::to_string(node.stream.id) +
         " of openreg:" + std::to_string(node.stream.device) +
-        ", for which the stream of the capture has not waited. Call capture_stream.wait_stream(other) before the end.");
+        ", and the capture's stream has not waited for it. Call capture_stream.wait_stream(other) before the end.");
   }
   return graph;
 }
@@ -393,7 +393,7 @@ void set_around_replay(AroundReplay around) noexcept {
 
 namespace {
 
-using Points = std::vector<std::shared_ptr<void>>; // what the replay points of a graph gave, by their numbers
+using Points = std::vector<std::shared_ptr<void>>; // what a graph's replay points returned, by number
 thread_local const Points* walked_points = nullptr;
 
 // One replay of a graph, as work.
@@ -402,7 +402,7 @@ struct Walk {
   Stream stream;
   std::vector<MemoryCopy> before, after;
   Points points;
-  std::optional<std::size_t> nested; // a node of another graph: the point that gives its points
+  std::optional<std::size_t> nested; // for a node of another graph: the point that returns its points
 
   void operator()() const {
     copy(before);

@@ -32,14 +32,14 @@
 // A device's address range is cut into 64 KiB pages. An allocation of more than 32 KiB is a run of
 // pages; free runs are kept by address (to merge neighbors) and chosen by best fit. A smaller one is a block of one of
 // 32 size classes (four per power of two); a page serves one class. `pages_` describes the pages, outside device
-// memory, so the allocator itself never touches device memory, and `notes_` describes the blocks. A bit of `starts_` is
-// set for each page at which a run in use or a page of blocks starts: the nearest one before an address leads to the
-// block that contains it.
+// memory, so the allocator itself never touches device memory, and `notes_` describes the blocks. `starts_` has a bit
+// for each page, set where a run in use or a page of blocks starts: the nearest set bit before an address leads to the
+// block that contains the address.
 namespace openreg {
 namespace {
 
 constexpr std::size_t kPage = kMemoryPage;
-constexpr std::size_t kHugePage = 2 << 20; // the processor's
+constexpr std::size_t kHugePage = 2 << 20; // a huge page of the processor
 constexpr std::size_t kSmall = kPage / 2;
 constexpr std::size_t kGrain = 64; // addresses and the smallest class are multiples of this
 constexpr int kClasses = 32;
@@ -79,7 +79,7 @@ void* reserve_addresses(std::size_t bytes) {
 
 class Pool {
  public:
-  // False if the operating system has no addresses for the tables. Only their used parts cost memory.
+  // False if the operating system has no addresses left for the tables. Only the used parts of the tables cost memory.
   bool reserve(int device, char* base, std::size_t bytes) {
     device_ = device;
     base_ = base;
@@ -189,7 +189,7 @@ class Pool {
   std::vector<MemorySegment> snapshot() {
     std::lock_guard lock(mutex_);
     std::map<std::size_t, std::size_t> unused = free_;
-    std::map<std::size_t, std::int64_t> owners; // of cached runs, by first page: the rest of a run may not say it
+    std::map<std::size_t, std::int64_t> owners; // of cached runs, by first page; a run's other pages may lack it
     for (const auto& [owner, runs] : cached_) {
       unused.insert(runs.begin(), runs.end());
       for (const auto& [page, length] : runs) owners[page] = owner;
@@ -250,7 +250,7 @@ class Pool {
     const char* start = base_ + page * kPage;
     const std::size_t size = size_of(pages_[page]);
     const char* block = start + static_cast<std::size_t>(address - start) / size * size;
-    if (pages_[page].kind != kRun && block + size > start + kPage) return; // in what the page's blocks do not fill
+    if (pages_[page].kind != kRun && block + size > start + kPage) return; // past the last block of the page
     owner.block = {block, size, note(block).state, size - note(block).slack};
     owner.stream = stream_of(pages_[page].owner);
   }
@@ -317,9 +317,9 @@ class Pool {
  private:
   static constexpr int kRun = 0, kReturned = -1;
   struct Page {
-    int kind;            // 1 + a size class, kRun for the first page of a run, or kReturned: free, and without memory
+    int kind;            // 1 + a size class, kRun for the first page of a run, or kReturned: free and without memory
     std::uint32_t count; // pages in the run, or blocks of the page in use
-    std::int64_t owner;  // the present or last owner: a stream, or a private pool's part for one
+    std::int64_t owner;  // the current or last owner: a stream, or a private pool's part for a stream
   };
   using Blocks = std::array<std::vector<char*>, kClasses>;
   using Runs = std::map<std::size_t, std::size_t>; // first page -> pages
@@ -329,7 +329,7 @@ class Pool {
   };
 
   struct Note {
-    std::uint16_t slack; // what the allocation was rounded up by; less than a page
+    std::uint16_t slack; // bytes added by rounding up; less than a page
     MemoryBlock::State state;
   };
 
@@ -337,10 +337,10 @@ class Pool {
   static std::size_t size_of(const Page& page) {
     return page.kind == kRun ? page.count * kPage : class_size(page.kind - 1);
   }
-  // Of the block that starts there.
+  // The note of the block that starts there.
   Note& note(const char* pointer) const { return notes_[static_cast<std::size_t>(pointer - base_) / kGrain]; }
 
-  // A run, or a page of blocks, comes into use; vacate() before its pages are free.
+  // A run or a page of blocks comes into use. Call vacate() before its pages become free.
   void occupy(std::size_t page, const Page& what) {
     pages_[page] = what;
     starts_[page / 64] |= std::uint64_t{1} << page % 64;
@@ -349,8 +349,8 @@ class Pool {
 
   // ---- private pools ----
 
-  // The part of a pool that one stream allocates. Its number, from kStreams on, owns pages and blocks like a stream's
-  // number.
+  // The part of a pool that one stream allocates. Its number, at least kStreams, owns pages and blocks as a stream's
+  // number does.
   struct Private {
     PoolId pool;
     std::int64_t stream;
@@ -403,7 +403,7 @@ class Pool {
     }
   }
 
-  // The numbers of pools that are gone, with all of their memory, can be reused.
+  // The numbers of pools that are gone together with all of their memory can be reused.
   void forget_private() {
     for (std::size_t i = 0; i < private_.size(); ++i) {
       Private& each = private_[i];
@@ -478,7 +478,7 @@ class Pool {
       std::erase_if(blocks, [&](char* block) {
         const std::size_t page = page_of(block);
         if (pages_[page].count) return false;
-        if (pages_[page].kind != kRun) { // the first of its blocks that we meet
+        if (pages_[page].kind != kRun) { // this is the first block found on its page
           pages_[page].kind = kRun;
           vacate(page);
           count_segments(MemoryStats::kSmall, 1, false);
@@ -503,7 +503,7 @@ class Pool {
   }
 
   // A segment of this many pages comes into use or goes out of use. Everything except small blocks counts as reserved
-  // by the large pool. That includes free memory, which can become either.
+  // by the large pool, including free memory, which can become either kind.
   void count_segments(MemoryStats::Pool pool, std::size_t pages, bool more) {
     for (const auto each : {pool, MemoryStats::kAll})
       more ? stats_.segments[each].add(1) : stats_.segments[each].remove(1);
@@ -560,7 +560,7 @@ class Pool {
   }
 
   // Takes `length` free pages for a stream, for `size` bytes of which `bytes` are requested, and returns the first
-  // page; `ahead`: for use before its queued work. The caller then calls count_segments().
+  // page. `ahead`: for use before the stream's queued work. The caller then calls count_segments().
   std::size_t take_run(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
       bool captured, std::unique_lock<Mutex>& lock) {
     std::size_t page = kNone;
@@ -582,7 +582,7 @@ class Pool {
     }
     // If it does not fit and nothing waits, the rest is free blocks on pages shared with others.
     if (page == kNone && !ahead && waiting_.empty() && cached_.empty()) take();
-    if (page == kNone && !ahead && !captured) { // what queued work still uses
+    if (page == kNone && !ahead && !captured) { // wait for memory that queued work still uses
       ++stats_.retries;
       lock.unlock();
       synchronize_device(device_);
@@ -600,7 +600,7 @@ class Pool {
     if (page + length > high_water_) {
       ++stats_.extensions;
       high_water_ = page + length;
-      if (high_water_ * kPage > limit_) return_free(); // there are holes, which we need not keep
+      if (high_water_ * kPage > limit_) return_free(); // the holes do not have to keep their memory
       isolate_used(device_, base_, (high_water_ * kPage + kHugePage - 1) / kHugePage * kHugePage);
     }
     return page;
@@ -619,7 +619,7 @@ class Pool {
     }
   }
 
-  // Marks pages as in use again, or beyond the high-water mark; returns whether any had been returned.
+  // Marks pages as in use again, or as beyond the high-water mark; returns whether any of them had been returned.
   bool forget_returned(std::size_t page, std::size_t end) {
     const std::size_t before = returned_;
     for (; page < end; ++page)
@@ -668,7 +668,7 @@ class Pool {
   std::vector<Private> private_;
   std::map<PoolId, Users> users_; // of private pools
   std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()
-  // Memory that running work has allocated, and the turn in which it did.
+  // Memory that running work has allocated, and the turn of that work.
   std::unordered_map<char*, std::pair<detail::TurnState*, std::uint64_t>> ahead_;
   std::vector<Waiting> waiting_; // freed, and used by recorded streams
   std::size_t limit_ = device_memory();
@@ -678,7 +678,7 @@ class Pool {
 struct Memory;
 Memory& memory();
 
-// Every device's range, one after the other, so that a division of the address gives the device.
+// The ranges of all devices, one after the other, so that dividing an address gives the device.
 struct Memory {
   Memory() {
     const auto count = static_cast<std::size_t>(device_count());
@@ -686,7 +686,7 @@ struct Memory {
     stride = (2 * device_memory() + (1u << 30)) / kHugePage * kHugePage;
     if (!count) return;
     void* range = reserve_addresses(stride * count);
-    if (!range) return; // allocate() says so
+    if (!range) return; // allocate() reports it
     madvise(range, stride * count, MADV_HUGEPAGE);
     base = static_cast<char*>(range);
     size = stride * count;
@@ -695,7 +695,7 @@ struct Memory {
       if (!all[i].reserve(static_cast<int>(i), base + i * stride, stride)) return;
     isolate(base, size);
     pools = all;
-    // A child inherits the pools in their present state, so no other thread may hold one during fork().
+    // A child inherits the pools in their current state, so no other thread may hold one during fork().
     pthread_atfork(
         [] { memory().each(&Pool::lock); }, [] { memory().each(&Pool::unlock); }, [] { memory().each(&Pool::unlock); });
   }
@@ -791,11 +791,11 @@ void* allocate(Stream stream, std::size_t bytes) {
         detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
       } else if (detail::held_turn ||
           (stream_idle(stream) &&
-              !detail::scheduled())) { // running work allocates for itself: after it would be too late
+              !detail::scheduled())) { // running work allocates for itself, so filling after it would be too late
         const detail::Access access;
         fill();
       } else detail::queue_part(stream, fill, Site("fill"));
-    } catch (...) { // as in an invalid capture
+    } catch (...) { // for example in an invalid capture
       deallocate(pointer);
       throw;
     }
@@ -804,7 +804,7 @@ void* allocate(Stream stream, std::size_t bytes) {
 
 void deallocate(void* pointer) noexcept {
   if (!pointer || forked()) return; // another thread of the parent may have held the lock
-  notice("freed", pointer, {}); // first: afterwards another thread may have it
+  notice("freed", pointer, {}); // first, because afterwards another thread may get the block
   auto& m = memory();
   m.pools[static_cast<std::size_t>(static_cast<char*>(pointer) - m.base) / m.stride].deallocate(
       static_cast<char*>(pointer));

@@ -14,7 +14,7 @@
 
 namespace openreg {
 
-// An amount now; its peak since start or reset_peak_memory(), and what came and went since start or
+// An amount now, its peak since the start or reset_peak_memory(), and the totals added and removed since the start or
 // reset_accumulated_memory().
 struct Usage {
   std::size_t current = 0, peak = 0, in = 0, out = 0;
@@ -39,9 +39,9 @@ struct MemoryStats {
   std::array<Usage, kPools> reserved; // bytes obtained from the operating system
   std::array<Usage, kPools> segments; // pages of small blocks, and runs of pages
   std::uint64_t failures = 0;
-  std::uint64_t retries = 0; // waits for queued work, which held the memory
-  std::uint64_t extensions = 0; // more memory from the operating system
-  std::uint64_t returns = 0; // pieces of it given back
+  std::uint64_t retries = 0; // waits for queued work that held the memory
+  std::uint64_t extensions = 0; // times that the operating system provided more memory
+  std::uint64_t returns = 0; // pieces returned to the operating system
 };
 
 // Thrown when an allocation does not fit on a device; nothing has changed.
@@ -52,9 +52,9 @@ struct OutOfMemory : std::runtime_error {
 // Note [Stream order]
 // Memory belongs to the stream that was current when it was allocated. If it is freed while that stream still has
 // queued work, only that stream may reuse it immediately, because its next work comes afterwards. The other streams
-// must wait until the queued work is done. So must work that is already running on that stream; meanwhile it gets its
-// own pages, even for small allocations. The allocator knows about use on another stream only through record_stream():
-// freed memory then waits for that stream too.
+// must wait until the queued work is done. Work that is already running on that stream must wait too; meanwhile it gets
+// its own pages, even for small allocations. The allocator knows about use on another stream only through
+// record_stream(): freed memory then waits for that stream too.
 
 // An allocation of more than half a page has its own pages.
 inline constexpr std::size_t kMemoryPage = 64 * 1024;
@@ -87,8 +87,8 @@ void deallocate(void* pointer) noexcept;
 // Records that the work given to `stream` until the memory is freed uses it. Ignores other addresses.
 void record_stream(void* pointer, Stream stream);
 
-// The limit in bytes on a device's allocations, including memory that queued work still holds; device_memory() unless
-// set.
+// The limit in bytes on a device's allocations, including memory that queued work still holds. The default is
+// device_memory().
 void set_memory_limit(int device, std::size_t bytes) noexcept;
 std::size_t memory_limit(int device) noexcept;
 
@@ -113,7 +113,7 @@ std::vector<MemorySegment> memory_snapshot(int device);
 
 // Allocator events. kFreed follows kFreeRequested once no stream uses the block.
 enum class MemoryAction { kAllocated, kFreeRequested, kFreed, kFailed };
-// While not null, called for every action, with the requested bytes, on the acting thread. kFreed is reported with the
+// If not null, called for every action, with the requested bytes, on the acting thread. kFreed is reported with the
 // pool locked, and an allocating thread may cause it.
 using MemoryWatcher = void (*)(MemoryAction, const void*, std::size_t bytes, Stream);
 void set_memory_watcher(MemoryWatcher watcher) noexcept;
@@ -127,7 +127,7 @@ std::size_t free_memory(int device) noexcept;
 // The block of a device's memory that contains an address; its size is 0 if there is none.
 struct MemoryOwner {
   int device;
-  bool busy; // another thread is working in the pool; nothing else is known
+  bool busy; // another thread is using the pool; nothing else is known
   MemoryBlock block;
   std::int64_t stream;
 };
@@ -137,7 +137,7 @@ MemoryOwner find_owner(const void* address) noexcept;
 // The same, but waits for the pool's lock: never call it in a signal handler.
 MemoryOwner owner_of(const void* address);
 
-// Returns all empty pages to the operating system, or those of a private pool that no graph uses.
+// Returns all empty pages to the operating system, or only the empty pages of a private pool that no graph uses.
 void empty_cache(int device, PoolId pool = {}) noexcept;
 
 MemoryStats memory_stats(int device) noexcept;

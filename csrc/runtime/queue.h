@@ -46,15 +46,15 @@ class Queue {
   std::uint64_t submitted() const noexcept { return submitted_.load(std::memory_order_acquire); }
   bool idle() const noexcept { return done(submitted()); }
   bool done(std::uint64_t number) const noexcept { return completed_.load(std::memory_order_acquire) >= number; }
-  // idle(), after a signal that is being given.
+  // idle(), but first waits for a signal that is being given.
   bool query() {
     if (idle()) return true;
     std::lock_guard lock(mutex_);
     return idle();
   }
 
-  // `kernel`: the work may touch device memory, other than a wait or a sleep. `signal`: others may learn of it when it
-  // runs, and are to find it done.
+  // `kernel`: the work may touch device memory, unlike a wait or a sleep. `signal`: others may learn of it when it
+  // runs, and must then find it done.
   void push(detail::Task work, const openreg_site& site, bool kernel = false, bool signal = false) {
     bool wake;
     {
@@ -93,7 +93,7 @@ class Queue {
     if (stream_ == detail::collectives_of(stream_.device)) done_.wait_for(lock, detail::kCollective, is_done);
     else done_.wait(lock, is_done);
   }
-  // After a schedule: what is queued may run.
+  // After a schedule: queued work may run.
   void release() {
     std::lock_guard lock(mutex_);
     if (!tasks_.empty()) start();
@@ -152,7 +152,7 @@ class Queue {
       } catch (...) {
         detail::keep_error(stream_.device, item.site, "kernel threw an object that is not a std::exception");
       }
-      item.work = {}; // before the waiter goes on
+      item.work = {}; // before the waiter continues
       if (!item.signal) lock.lock();
       const auto number = completed_.load(std::memory_order_relaxed) + 1;
       completed_.store(number, std::memory_order_release);
@@ -186,8 +186,8 @@ class Queue {
   std::uint64_t granted_ = 0; // items that a schedule has let run
 };
 
-// Queues by stream, created on first use and never destroyed: a thread may use one after main().
-constexpr std::size_t kQueues = kStreams + 1; // of a device: see detail::collectives_of()
+// Queues by stream, created on first use and never destroyed, because a thread may use one after main().
+constexpr std::size_t kQueues = kStreams + 1; // per device: see detail::collectives_of()
 std::array<std::atomic<Queue*>, kMaxDevices * kQueues> queues{};
 
 std::atomic<Queue*>& slot(Stream stream) {

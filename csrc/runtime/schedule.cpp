@@ -36,15 +36,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The watcher looks this often. It takes the turn from a thread that slept without a break for kLooks looks, or at
-// kPolls looks in all, and if a thread computes for long, because the thread that has the turn may be waiting for
-// memory to change. On a busy machine, the thread that would wake it may wait for a processor: it does not sleep then,
-// so looks at which any thread of the process does not sleep do not count, and the time that a thread computes is a
-// processor's.
+// How often the watcher looks. It takes the turn from a thread that slept from one look to the next kLooks times in a
+// row, or at kPolls looks in all. It also does so if a thread computes for long, because the thread with the turn may
+// be waiting for memory to change. On a busy machine, the thread that would wake the sleeper may wait for a processor,
+// and then does not sleep. So a look at which any thread of the process does not sleep does not count, and computing is
+// measured in processor time.
 constexpr std::chrono::milliseconds kLook{10};
 constexpr int kLooks = 5, kPolls = 200;
 constexpr std::chrono::seconds kComputes{2};
-// How long threads may continue after the program has returned, and for how many choices.
+// How long, and for how many choices, threads may continue after the program has returned.
 constexpr std::chrono::seconds kLeftBehind{10};
 constexpr std::uint64_t kChoicesBehind = 1 << 12;
 
@@ -76,8 +76,8 @@ struct Deadlock : std::runtime_error {
             "queued work can run. Look for a wait for an event or a thread that nothing releases.") {}
 };
 
-// The holder of the turn (`me`, or none) lets the schedule choose until a thread continues, or none can. False if that
-// is not done by `until`.
+// The holder of the turn (`me`, or none) lets the schedule choose until a thread continues or none can. False if that
+// takes longer than `until`.
 bool choose(Scheduler& s, std::unique_lock<std::mutex>& lock, int me, Clock::time_point until) {
   for (s.settle(lock); s.on; s.settle(lock)) {
     const auto choice = s.choose(me);
@@ -91,7 +91,7 @@ bool choose(Scheduler& s, std::unique_lock<std::mutex>& lock, int me, Clock::tim
   return true;
 }
 
-// A thread gives up the turn, if it has it, and waits until it has it again. False if that took longer than `most`.
+// A thread gives up the turn if it has it, and waits to get it back. False if that took longer than `most`.
 bool turn_comes(Scheduler& s, std::chrono::nanoseconds most) {
   std::unique_lock lock(s.mutex);
   const int me = my_thread;
@@ -113,8 +113,8 @@ std::string sleeps_of(int native) {
   return "";
 }
 
-// The threads of the process, other than the calling one, that run or wait for a processor or a disk, and the processor
-// time that each has used.
+// The process's threads, except the calling one, that run or wait for a processor or a disk, with the processor time
+// that each has used.
 std::map<int, std::chrono::milliseconds> awake_threads() {
   static const long ticks = sysconf(_SC_CLK_TCK);
   std::map<int, std::chrono::milliseconds> found;
@@ -140,7 +140,7 @@ std::map<int, std::chrono::milliseconds> awake_threads() {
 // What the watcher has seen of a thread since its last step.
 class Looks {
  public:
-  // Looks once more. Whether the turn has to be taken from the thread.
+  // Looks once more. Returns whether the turn must be taken from the thread.
   bool give_up(int native) {
     const auto awake = awake_threads();
     const bool computes = std::any_of(awake.begin(), awake.end(),
@@ -192,7 +192,7 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
   }
 }
 
-// On a thread that the schedule does not control: runs what is needed.
+// On a thread that the schedule does not control: runs the work that is needed.
 bool help(Scheduler& s, const detail::Awaited& until) {
   std::unique_lock lock(s.mutex);
   while (s.on && !until.done()) {
@@ -249,7 +249,7 @@ void give_way(Scheduler& s, const detail::Awaited* wait) {
   }
 }
 
-// The program's line at a step. Call it before taking our lock, because it may take Python's.
+// The program's line at a step. Call it before taking our lock, because it may take Python's lock.
 void locate(Scheduler& s) {
   if (!s.located()) return;
   std::string where = where_is_caller();
@@ -291,7 +291,7 @@ std::vector<Action> end_schedule() {
   {
     std::lock_guard lock(s->mutex);
     last += s->choices();
-    // Whatever runs from here on runs too late for the result.
+    // Work that runs from here on is too late for the result.
     s->log(Action::kWait, s->next_step(my_thread), {0, -1}, "end");
   }
   const detail::Awaited rest{

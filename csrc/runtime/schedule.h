@@ -23,14 +23,14 @@ namespace openreg {
 // runs as soon as it is launched, and another thread continues only when the running one waits or ends. Records of
 // events, waits for them and sleeps take no time: they run as soon as they can, and the schedule does not choose among
 // them. Steps are counted for each thread, so an item has the same name in every order until a result changes what the
-// program does. Questions (a query, a sleep, a try of a lock) are counted separately, because a loop of questions is as
-// long as the work that it waits for. A thread that only asks lets all others continue first.
-// The thread that runs has the turn. It gives the turn up and gets it back in turn_comes(), at its next step. A thread
+// program does. Questions (a query, a sleep, an attempt to take a lock) are counted separately, because a loop of
+// questions is as long as the work that it waits for. A thread that only asks lets all others continue first.
+// The running thread has the turn. It gives the turn up and gets it back in turn_comes(), at its next step. A thread
 // that blocks where the schedule cannot see it (a pipe, a lock from outside the program) takes no step. A watcher then
-// takes the turn from it, and the others continue without it until it reaches turn_comes() again. It does so only while
-// all threads of the process sleep, because one that waits for a processor may be about to wake the thread: otherwise a
-// busy machine would change the order. The watcher also has the turn while no thread can continue: it lets a wait with
-// a timeout end, and finds deadlocks.
+// takes the turn from it, and the others continue without it until it reaches turn_comes() again. The watcher does so
+// only while all threads of the process sleep: a thread that waits for a processor may be about to wake the blocked
+// one, and a busy machine would otherwise change the order. The watcher also has the turn while no thread can continue:
+// it lets a wait with a timeout end, and finds deadlocks.
 struct Step {
   int thread; // kUnknown: a thread that the schedule does not control, such as one of Gloo's
   std::uint32_t number, poll;
@@ -40,8 +40,8 @@ struct Step {
 class Scheduler;
 
 struct Order {
-  // An item that runs late: after another step, in order of `rank` where several do; `needed`: only when the host waits
-  // for it.
+  // An item that runs late: after another step, in order of `rank` if several do. `needed`: it runs only when the host
+  // waits for it.
   struct Late {
     Step item, after;
     bool needed;
@@ -51,33 +51,33 @@ struct Order {
     Step after;
     int to; // the thread that continues
   };
-  bool random = false; // from the seed; otherwise the program's order with these exceptions
+  bool random = false; // drawn from the seed; otherwise the program's order with these exceptions
   std::uint64_t seed = 0;
   std::uint64_t length = 1; // how many things happen in the program's order
   std::vector<Late> late;
   std::vector<Switch> switches;
-  bool located = false; // whether actions say where in the program they are
+  bool located = false; // whether actions record where they are in the program
   bool others = false; // whether the process has threads that do not take part and may wake those that do
-  std::chrono::milliseconds patience{30'000}; // how long all threads may wait for something that none of them does
+  std::chrono::milliseconds patience{30'000}; // how long all threads may wait for something outside the schedule
 };
 
 // What happened, in order.
 struct Action {
   enum What { kLaunch, kRun, kWait, kQuery };
   What what;
-  Step step; // of an item that runs, the step that launched it
-  Stream stream; // that it was launched on, or is waited for
+  Step step; // for an item that runs: the step that launched it
+  Stream stream; // the stream that it was launched on, or that is waited for
   int place; // the stream's index in the order, by first launch; -1 if it has had no work
   std::string name, where;
 };
 
-// Makes the calling thread the schedule's thread 0. Throws if a schedule is on, or where the calling thread is captured
-// or runs work.
+// Makes the calling thread the schedule's thread 0. Throws if a schedule is active, or if the calling thread is
+// captured or runs work.
 void begin_schedule(const Order& order);
-// Runs what is queued, and ends the schedule. Passes on what a signal handler raises, but no errors of the work.
+// Runs queued work and ends the schedule. Passes on what a signal handler raises, but not the errors of the work.
 std::vector<Action> end_schedule();
 
-// The threads that take part. The thread that starts another calls add_thread() before; the new one calls
+// The threads that take part. A thread calls add_thread() before it starts another; the new thread calls
 // enter_thread(), which returns when it may run, and leave_thread() at its end. drop_thread(): it could not be started.
 struct ThreadOfOrder {
   std::shared_ptr<Scheduler> schedule;
@@ -93,15 +93,15 @@ int number_in_order() noexcept;
 inline constexpr int kUnknown = -1;
 // A step at which another thread may continue.
 void pass_point(const char* name);
-// A question: a step after which others continue first, if the thread has asked before and done nothing else since.
-// Returns whether no other could continue.
+// A question: a step after which other threads continue first if the thread has asked before and done nothing else
+// since. Returns whether no other thread could continue.
 enum class Question : std::uint32_t { kLock = 1, kAsks = 64 }; // how much they count
-// `seconds`: that it sleeps, which are skipped.
+// `seconds`: how long it sleeps; this time is skipped.
 bool ask(const char* name, Question what, double seconds = 0);
 // The seconds that sleeps and timeouts would have taken until now; 0 for a thread that does not take part.
 double skipped_seconds() noexcept;
-// Lets others continue until wake_thread() is called for the calling thread, or the schedule ends, also in a deadlock.
-// With a timeout of 0 or more seconds, also until nothing else can happen. Throws if nothing can happen.
+// Lets other threads continue until wake_thread() is called for the calling thread or the schedule ends, even in a
+// deadlock. With a timeout of 0 or more seconds, also until nothing else can happen. Throws if nothing can happen.
 enum class Parked { kTimedOut, kWoken, kOver, kDeadlocked };
 Parked park_thread(double timeout);
 // False if its order is over.
@@ -122,21 +122,21 @@ inline bool scheduled() noexcept {
 using Condition = std::function<bool()>;
 struct Awaited {
   Condition done;
-  Stream stream{}; // an id below 0: all of the device's, or of kAnyDevice
+  Stream stream{}; // an id below 0: all streams of the device, or of all devices for kAnyDevice
   bool elsewhere = false; // another process may make it true
 };
 
-// Names an item that has just been queued on a stream; `kernel`: a choice is about it, and it is a step. `after`: it
-// cannot run before.
+// Names an item that has just been queued on a stream. `kernel`: the schedule chooses when it runs, and it is a step.
+// `after`: it cannot run before.
 void schedule_item(Stream stream, const openreg_site& site, bool kernel, Awaited after = {});
 // The host waits, or asks once whether it would have to. Without a name, the wait is part of another step.
 void schedule_wait(const char* name, const Awaited& until);
 void schedule_query(const char* name, Stream stream);
-// Where collectives of a device are queued: no program's stream.
+// The queue for a device's collectives, which is not a stream of the program.
 inline Stream collectives_of(int device) noexcept {
   return {device, static_cast<std::int64_t>(kStreams)};
 }
-// Ends the schedule without running anything: what is queued runs on its streams' threads.
+// Ends the schedule without running anything: queued work runs on the threads of its streams.
 void abandon_schedule() noexcept;
 
 } // namespace detail

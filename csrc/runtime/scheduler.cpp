@@ -165,7 +165,7 @@ int Scheduler::times_out(const std::vector<int>& asking) {
 }
 
 std::vector<int> Scheduler::next_in_time(std::vector<int> asking) {
-  const auto later = [&](int one, int other) { // which only sleepers are
+  const auto later = [&](int one, int other) { // only a sleeper can be later
     return thread(one).sleeps() && thread(other).sleeps() && thread(other).wakes_at < thread(one).wakes_at;
   };
   std::erase_if(asking, [&, all = asking](int one) {
@@ -195,7 +195,7 @@ Scheduler::Choice Scheduler::choose(int me) {
     ready = next_in_time(std::move(asking));
     for (const int each : ready) thread(each).yields = false, thread(each).alone = true;
   }
-  ++picks_; // not above: while nothing can continue, the watcher asks as often as the machine lets it
+  ++picks_; // not above: while nothing can continue, the watcher asks as often as the machine allows
   return overdue(by_style(me, lines, ready), lines, ready);
 }
 

@@ -58,11 +58,11 @@ struct HostThread : Actor {
   std::uint32_t steps = 0, polls = 0;
   std::uint32_t asked = 0; // since its last step: see Question
   bool yields = false;     // it only asks, and nothing has happened since
-  bool alone = false;      // it asks, and no other can continue
+  bool alone = false;      // it asks, and no other thread can continue
   bool alive = true, parked = false, woken = false;
   std::optional<std::chrono::steady_clock::time_point> timeout; // of a parked one
   double times_out_at = 0;                                      // the same, in the seconds of `now`
-  double now = 0;      // the seconds that it has skipped: in sleeps and timeouts, and until whoever has woken it
+  double now = 0;      // the seconds that it has skipped, in sleeps and timeouts and until it was woken
   double wakes_at = 0; // from its sleep
   std::uint64_t parked_in = 0;                                  // which round
   bool chosen = false;                                          // it may run
@@ -106,12 +106,12 @@ class Scheduler {
 
   void park(int number, double timeout);
 
-  // A thread's next step, and the last one. A question counts as much as `asked`.
+  // A thread's next step, and its last one. A question counts as much as `asked` says.
   Step next_step(int thread, std::uint32_t asked = 0);
   Step this_step(int number) {
     return number == kUnknown ? Step{kUnknown, unknown_steps_, 0} : thread(number).step(number);
   }
-  // Something has happened, so a thread that asks may get another answer.
+  // Something has happened, so a thread that asks may get a different answer.
   void progress();
 
   void log(Action::What what, const Step& step, Stream stream, const std::string& name);
@@ -129,13 +129,13 @@ class Scheduler {
   // Whether nothing is queued and no other thread can do more than ask.
   bool quiet(int me);
 
-  // Whether something that the schedule does not see may act: a thread that blocks outside, another process.
+  // Whether something that the schedule does not see may act: a thread that blocks outside it, or another process.
   bool acts_outside();
 
   // While nothing can continue: whether that is a deadlock.
   bool stuck();
 
-  // The queue that has to run next so that a stream's work gets done.
+  // The queue that must run next for a stream's work to get done.
   ScheduledQueue* needed(Stream stream);
 
   struct Choice {
@@ -144,7 +144,7 @@ class Scheduler {
     explicit operator bool() const { return line || thread != kUnknown; }
   };
 
-  // What happens next, where `me` is the thread that ran until now; empty if nothing can happen.
+  // What happens next; `me` is the thread that ran until now. Empty if nothing can happen.
   Choice choose(int me);
 
  private:
@@ -155,8 +155,8 @@ class Scheduler {
 
   Choice by_style(int me, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
 
-  // Replaces the choice by one that has been passed over for too long, as in a loop that launches until another thread
-  // has run.
+  // Replaces the choice with one that has been passed over for too long, as in a loop that launches until another
+  // thread has run.
   Choice overdue(Choice choice, const std::vector<ScheduledQueue*>& lines, const std::vector<int>& ready);
   Actor& actor(const Choice& choice) {
     return choice.line ? static_cast<Actor&>(*choice.line) : static_cast<Actor&>(thread(choice.thread));

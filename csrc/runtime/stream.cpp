@@ -231,7 +231,7 @@ namespace {
 
 enum class Place { kHere, kQueue, kNowhere };
 
-// Handles work that may not simply run here; in sync mode, waits first.
+// Handles work that cannot simply run here; in sync mode, waits first.
 Place place(Stream stream, const openreg_site& site) {
   check_not_forked();
   if ((detail::attention.load() & detail::kFaultBit) && detail::kernel_fails(stream, site)) return Place::kNowhere;
@@ -242,12 +242,12 @@ Place place(Stream stream, const openreg_site& site) {
 
 void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part = false) {
   if (detail::held_turn)
-    ++detail::held_turn->taken; // queued work may use memory that the running work has allocated: see Pool::give_back
+    ++detail::held_turn->taken; // queued work may use memory that the running work allocated: see Pool::give_back()
   queue_of(stream).push(std::move(task), site, /*kernel=*/true);
   if (detail::scheduled()) detail::schedule_item(stream, site, /*kernel=*/!part);
 }
 
-// Counts a launch; returns what it must take care of.
+// Counts a launch; returns the attention bits that it must handle.
 std::uint32_t begin_launch(Stream stream) {
   check_stream(stream);
   ++launched.value;

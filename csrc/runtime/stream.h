@@ -39,7 +39,7 @@ bool stream_idle(Stream stream) noexcept;
 // The same, when the program asks: see Note [Capture] and Note [Schedules].
 bool query_stream(Stream stream);
 
-// How much of a stream's work had been queued at some point; done() says whether all of that has run.
+// How much work a stream had been given at some point; done() says whether all of it has run.
 struct Ticket {
   Stream stream;
   std::uint64_t number;
@@ -59,7 +59,8 @@ void hold_launch_counters(bool hold) noexcept; // across a fork()
 // Waits for all work and ends the worker threads; they start again when needed.
 void stop_workers() noexcept;
 
-// Where streams of the devices' pools begin again, so that a program gets the same streams in each order.
+// The position at which the devices' pools hand out streams again, so that a program gets the same streams in each
+// order.
 std::vector<std::uint32_t> next_streams();
 void set_next_streams(const std::vector<std::uint32_t>& next);
 
@@ -69,7 +70,7 @@ Stream thread_stream(int device) noexcept;
 void launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void run(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
-// launch() and run() of openreg/launch.h without the checks of what comes from other packages, for kernels that take
+// launch() and run() of openreg/launch.h without the checks that calls from other packages get, for kernels that take
 // nanoseconds.
 template <class Work>
 void launch_directly(Stream stream, Work&& work, const Site& site) {
@@ -80,7 +81,7 @@ decltype(auto) run_directly(Stream stream, Work&& work, const Site& site) {
   return impl::with_result(std::forward<Work>(work),
       [&](auto& inner) { run(stream, site, impl::run_only<std::remove_reference_t<decltype(inner)>>, &inner); });
 }
-// launch() for a graph: a capture records it as one node; profiles and injected faults see the graph's nodes.
+// launch() for a graph. A capture records it as one node; profiles and injected faults see the graph's nodes.
 void launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 // The queueing half of launch().
 void queue(Stream stream, Task task, const openreg_site& site);
@@ -88,23 +89,23 @@ void queue(Stream stream, Task task, const openreg_site& site);
 struct Awaited;
 void queue_wait(Stream stream, Task task, const openreg_site& site);
 void queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after);
-// Queues the record of an event, which only tells that it was reached. Whoever knows that it was finds the stream's
-// work done up to there.
+// Queues the record of an event, which only marks that it was reached. A caller that knows it was reached finds the
+// stream's work done up to there.
 void queue_signal(Stream stream, Task task, const openreg_site& site);
-// Makes the work that `stream` gets next run after what another stream had been given.
+// Makes the next work on `stream` run after the work that another stream had been given.
 void queue_wait(Stream stream, const Ticket& after, const openreg_site& site);
 
-// For Note [Schedules]: queue(), for a kernel about which there is no choice; a collective, which begins and ends after
-// the work that `stream` has been given so far; and what a schedule does with the queues. run_next() runs the next item
-// on its worker and returns when it is done; a collective, for which other processes are needed, is left alone after
-// kCollective.
+// For Note [Schedules]: queue() for a kernel that leaves the schedule no choice; a collective, which begins and ends
+// after the work that `stream` has been given so far; and the functions with which a schedule controls the queues.
+// run_next() runs the next item on its worker and returns when it is done. It stops waiting for a collective, which
+// needs other processes, after kCollective.
 void queue_part(Stream stream, Task task, const openreg_site& site);
 Ticket queue_collective(Stream stream, Task task, const openreg_site& site);
 void run_next(Stream stream);
 inline constexpr std::chrono::seconds kCollective{2};
-void release_workers() noexcept; // which go on without run_next()
+void release_workers() noexcept; // they continue without run_next()
 
-// synchronize_stream() for the runtime itself, to which Note [Capture] does not apply.
+// synchronize_stream() for the runtime itself: Note [Capture] does not apply to it.
 void finish_stream(Stream stream, const char* name = "wait");
 // Waits for the work given to a stream, by a point or so far, or to all streams, without throwing its errors.
 void wait_for(const Ticket& ticket);
@@ -112,8 +113,8 @@ void wait_for_queued(Stream stream);
 void wait_for_queued(Interrupt interrupt);
 // Whether any stream has ever had queued work.
 bool any_queue() noexcept;
-// Ends the workers and drops queued work: a kernel that has begun finishes, the others leave an error that says they
-// did not run, and sleeps and waits, which check dropping(), are cut short.
+// Ends the workers and drops queued work: a kernel that has begun finishes, each of the others leaves an error that
+// says it did not run, and sleeps and waits, which check dropping(), end early.
 void drop_queued() noexcept;
 bool dropping() noexcept;
 } // namespace detail

@@ -27,7 +27,7 @@ inline void run_work(const openreg_work& work, void* context) {
 class Task {
  public:
   Task() = default;
-  // The work's, of a caller that goes on.
+  // A copy of the work, for a caller that continues.
   Task(const openreg_work& work, void* context) : work_(work), context_(work.keep ? work.keep(context) : context) {}
   template <class Work, class = std::enable_if_t<!std::is_same_v<std::decay_t<Work>, Task>>>
   Task(Work&& work) : work_(impl::WorkOf<Work>::table), context_(impl::WorkOf<Work>::keep(impl::context_of(work))) {}
@@ -48,9 +48,9 @@ class Task {
 };
 
 // Zero while work may run immediately: the mode is inline and no stream has queued work. Otherwise the number of busy
-// streams, plus bits: the mode is not inline; an error is pending; Note [Fork]; Note [Faults]. Note [Isolation], Note
-// [Profile] and Note [Private pools] also have a bit each, which alone is no reason to wait, and so does Note
-// [Capture], while any stream of the process is captured.
+// streams, plus bits: the mode is not inline; an error is pending; Note [Fork]; Note [Faults]; Note [Capture], while
+// any stream of the process is captured. Note [Isolation], Note [Profile] and Note [Private pools] also have a bit
+// each, which alone is no reason to wait: see kNoWait.
 extern std::atomic<std::uint32_t> attention;
 constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28,
                         kIsolationBit = 1u << 27, kProfileBit = 1u << 26, kCaptureBit = 1u << 25, kPoolBit = 1u << 24;

@@ -11,15 +11,21 @@ from typing import NamedTuple
 __all__ = ["Error", "collect", "page"]
 
 CHECKS = re.compile(r"\b(TORCH_CHECK(?:_\w+)?|throw [\w:]+)\s*\(")
-RAISED = re.compile(r"(?<!Attribute)(?<!Key)Error$|^Wrong$|^WrongVariable$")
+RAISED = re.compile(r"^[A-Za-z]\w*(?<!Attribute)(?<!Key)Error$|^Wrong$|^WrongVariable$")
 HOLE = "…"
+# A remedy behind a period or a colon starts with one of these.
+VERBS = (
+    "add|allocate|call|capture|copy|do|free|give|import|install|keep|look|make|mark|move|name|pass|pip|raise|record|"
+    "register|run|save|seed|set|use|wait"
+)
+REMEDY = re.compile(rf"[.:] (?=(?:{VERBS})\b)", re.I)
 
 
 class Error(NamedTuple):
     """One sentence; HOLE stands for what is known only when it is raised."""
 
     sentence: str
-    remedy: str  # the part behind the last semicolon, or ""
+    remedy: str  # the part behind the last semicolon, or from the first imperative on, or ""
     where: str  # file:line
 
 
@@ -48,14 +54,15 @@ def _arguments(text: str, start: int) -> list[str]:
 
 def _literal(argument: str) -> str:
     """What an argument of a message says: its literals, and HOLE for the rest."""
-    argument = re.sub(r"//[^\n]*", "", argument).strip()
+    argument = re.sub(r"//[^\n]*", "", argument).strip().replace("\\n", " ")
+    argument = re.sub(r"\bstd::string\((?=\s*\")", "", argument)
     pieces = re.findall(r'"((?:[^"\\]|\\.)*)"', argument)
     if pieces and re.fullmatch(r'(\s*"(?:[^"\\]|\\.)*")+\s*', argument):
-        return "".join(pieces).replace('\\"', '"').replace("\\n", " ")
+        return "".join(pieces).replace('\\"', '"')
     if "+" in argument and pieces:  # std::string("...") + what
         words = re.split(r'"((?:[^"\\]|\\.)*)"', argument)
         return "".join(
-            word if i % 2 else HOLE if re.search(r"\w{2,}\s*[+)(]|\+\s*\w", word) else ""
+            word.replace('\\"', '"') if i % 2 else HOLE if re.search(r"\w{2,}\s*[+)(]|\+\s*\w", word) else ""
             for i, word in enumerate(words)
         )
     return HOLE
@@ -66,30 +73,39 @@ def of_cpp(text: str) -> Iterator[tuple[str, int]]:
         if text.rfind("//", text.rfind("\n", 0, match.start()) + 1, match.start()) >= 0:
             continue
         arguments = _arguments(text, match.end())
-        words = arguments[1:] if match[1].startswith("TORCH") else arguments
+        condition = 2 if match[1] == "TORCH_CHECK_WITH" else 1
+        words = arguments[condition:] if match[1].startswith("TORCH") else arguments
         sentence = "".join(_literal(each) for each in words)
         yield sentence, text.count("\n", 0, match.start()) + 1
 
 
-def _python_text(node: ast.expr) -> str:
+def _python_text(node: ast.expr, names: dict[str, str]) -> str:
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=values):
-            return "".join(_python_text(value) for value in values)
+            return "".join(_python_text(value, names) for value in values)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _python_text(left) + _python_text(right)
+            return _python_text(left, names) + _python_text(right, names)
+        case ast.FormattedValue(value=ast.Name(id=name)) | ast.Name(id=name):
+            return names.get(name, HOLE)
         case _:
             return HOLE
 
 
 def of_python(text: str) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    names = {}  # variables that hold part of a sentence
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(said))) if ": " in said:
+                names[name] = said
+    for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *_]) if RAISED.search(name):
-                yield _python_text(first), node.lineno
+                yield _python_text(first, names), node.lineno
             case ast.Call(func=ast.Attribute(attr="_check"), args=[_, ast.Lambda(body=body)]):
-                yield _python_text(body), node.lineno
+                yield _python_text(body, names), node.lineno
 
 
 def collect(root: Path) -> list[Error]:
@@ -104,11 +120,26 @@ def collect(root: Path) -> list[Error]:
         read = of_python if path.suffix == ".py" else of_cpp
         for sentence, line in sorted(read(path.read_text()), key=lambda each: each[1]):
             sentence = re.sub(rf"{HOLE}+", HOLE, " ".join(sentence.split()))
-            if len(re.findall(r"[A-Za-z]{2,}", sentence)) < 3:
+            if (
+                len(re.findall(r"[A-Za-z]{2,}", sentence)) < 3
+                or sentence.startswith(f"{HOLE}. ")
+                or "Exception raised" in sentence
+            ):
                 continue  # passes on what another said
-            said, _, remedy = sentence.rpartition("; ")
-            found.append(Error(said or sentence, remedy if said else "", f"{name}:{line}"))
+            if sentence.startswith(f"{HOLE}: "):
+                sentence = "NAME" + sentence.removeprefix(HOLE)
+            found.append(Error(*_parts(sentence), f"{name}:{line}"))
     return found
+
+
+def _parts(sentence: str) -> tuple[str, str]:
+    """What was wrong, and what to do about it."""
+    said, _, remedy = sentence.rpartition("; ")
+    if remedy.startswith(HOLE):
+        said = ""  # a further part of the sentence
+    if not said and (found := REMEDY.search(sentence)):
+        said, remedy = sentence[: found.start()], sentence[found.end() :]
+    return (said, remedy) if said else (sentence, "")
 
 
 def _cell(text: str) -> str:
@@ -120,8 +151,9 @@ def page(root: Path) -> str:
     text = [
         "# Errors",
         "",
-        "Every error message of the package, with its remedy. … stands for a part that changes, such as a name, a shape or a "
-        "device. Search for words that stay the same.",
+        "Every error message of the package, with its remedy. NAME is the operator or the function that raises it, and … "
+        "stands for a part that changes, such as a shape or a device. Search for words that stay the same. A message without "
+        "a remedy says what the call expected, or has the words that PyTorch uses on the CPU.",
         "",
     ]
     groups: dict[str, dict[tuple[str, str], None]] = {}

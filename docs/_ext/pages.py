@@ -195,8 +195,10 @@ def _rows(actions: list[argparse.Action]) -> list[str]:
         takes = "" if action.nargs == 0 else f" {value}" + (" …" if action.nargs in ("*", "+") else "")
         name = ", ".join(f"`{each}{takes}`" for each in action.option_strings) or f"`{value}`"
         default = action.default if action.default not in (None, False, argparse.SUPPRESS, []) else ""
-        shown = f"`{_cell(str(default))}`" if default != "" else ""
         words = (action.help or "") % {**vars(action), "prog": "openreg-tools"} if action.help else ""
+        words, said, rest = words.partition(" (default ")  # the column says it
+        default = rest.removesuffix(")") if said else "" if "(default:" in words else str(default)
+        shown = f"`{_cell(default)}`" if default and " " not in default else _cell(default)
         rows.append(f"| {_cell(name)} | {_cell(words)} | {shown} |")
     return rows
 
@@ -260,6 +262,9 @@ def _automatic(module: str, names: list[str], options: str = "") -> list[str]:
     for name in names:
         value = getattr(importlib.import_module(module), name)
         kind = "class" if isinstance(value, type) else "function" if callable(value) else "data"
+        if kind == "data":
+            lines += [f".. py:data:: {module}.{name}", "", f"   {DATA[name]}", ""]
+            continue
         lines += [f".. auto{kind}:: {module}.{name}"]
         if kind == "class":
             members = [key for key in vars(value) if not key.startswith("_")]
@@ -276,6 +281,18 @@ def _module(title: str, module: str, names: list[str] | None = None) -> list[str
     """A section for a module: its docstring, then its public names."""
     names = names if names is not None else list(importlib.import_module(module).__all__)
     return _section(title, f".. automodule:: {module}", "   :no-members:", "", *_automatic(module, names))
+
+
+def _each_name_once(lines: list[str]) -> list[str]:
+    """The directives, where only the first class of a name is a target of links, which have the name alone."""
+    out, seen = [], set()
+    for line in lines:
+        out.append(line)
+        if line.startswith(".. autoclass::"):
+            name = line.rpartition(".")[2]
+            out += ["   :no-index:"] * (name in seen)
+            seen.add(name)
+    return out
 
 
 def reference_pages() -> tuple[str, str, str, str]:
@@ -302,6 +319,7 @@ def reference_pages() -> tuple[str, str, str, str]:
     )
     for title, module in TOOLS:
         tools += _module(title, module)
+    tools = _each_name_once(tools)
 
     operators = [
         "# Operators",
@@ -319,15 +337,21 @@ def reference_pages() -> tuple[str, str, str, str]:
         ("Devices", parts.devices),
         ("Streams and events", parts.streams),
         ("Memory", parts.memory),
+        ("Graphs", parts.graphs),
         ("Random numbers", parts.random),
         ("Mixed precision", parts.amp),
+        ("Use of the device", parts.usage),
+        ("Waits of the host", parts.sync_debug),
     ):
         flat = [name for name in part.__all__ if hasattr(torch.openreg, name)]
         device += _section(title, *_automatic("torch.openreg", flat))
-    names = ["schedules", "Schedules", "Difference", "ScheduleError"]
-    device += _section("Orders of streams", *_automatic("openreg_ops.openreg.schedules", names))
+    device += _section(
+        "Orders of streams",
+        *_automatic("torch.openreg", ["schedules"]),
+        *_automatic("openreg_ops.openreg.schedules", ["Schedules", "Difference", "ScheduleError"]),
+    )
     shown = {name for line in device for name in re.findall(r"torch\.openreg\.(\w+)$", line)}
-    device += ["## Graphs, monitors and types", "", "| Name | What it is |", "|---|---|"]
+    device += ["## Types", "", "| Name | What it is |", "|---|---|"]
     for name in sorted(set(torch.openreg.__all__) - shown):
         first = (inspect.getdoc(getattr(torch.openreg, name)) or "").partition("\n")[0]
         device.append(f"| `torch.openreg.{name}` | {_cell(first).replace('``', '`')} |")
@@ -336,6 +360,7 @@ def reference_pages() -> tuple[str, str, str, str]:
         ("Memory history", "torch.openreg.memory"),
         ("Faults", "torch.openreg.faults"),
         ("Profiler", "torch.openreg.profiler"),
+        ("NVTX", "torch.openreg.nvtx"),
         ("Sanitizer", "torch.openreg._sanitizer"),
     ):
         names = None if title != "Memory history" else ["_dump_snapshot", "_record_memory_history", "_snapshot"]
@@ -343,11 +368,14 @@ def reference_pages() -> tuple[str, str, str, str]:
     return tuple("\n".join(page) for page in (own, tools, operators, device))
 
 
+DATA = {"default_generators": "The default generator of each device, a tuple of ``torch.Generator``."}
 TOOLS = (
     ("Operators", "openreg_tools.operators"),
     ("Explain", "openreg_tools.explain"),
     ("Trace", "openreg_tools.trace"),
+    ("Compare and record", "openreg_tools.compare"),
     ("Drift", "openreg_tools.drift"),
+    ("Symbols of a binary", "openreg_tools.abi"),
     ("Info", "openreg_tools.info"),
     ("Backends", "openreg_tools.backends"),
 )

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent
 device = importlib.util.find_spec("openreg_ops")
 if device is None:
     raise SystemExit(
-        "stable_operators is built with the headers of openreg_ops; it need not be there later: pip install openreg_ops"
+        "stable_operators needs the headers of openreg_ops to build, but not openreg_ops to run: pip install openreg_ops"
     )
 
 # One library for CPython 3.11 and later and torch 2.13 and later: it calls only stable interfaces.

@@ -34,7 +34,7 @@ def _decomposition(name: str, overload: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Let Inductor ask, for each graph, whether an operator is to be decomposed."""
+    """Let Inductor ask, for each graph, whether to decompose an operator."""
     for name in DECOMPOSABLE:
         for overload in (name, f"{name}_backward"):
             target = getattr(torch.ops.openreg, overload).default

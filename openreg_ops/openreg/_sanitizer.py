@@ -1,8 +1,8 @@
-"""``torch.openreg._sanitizer``: finds what a program forgot to wait for, as ``torch.cuda._sanitizer`` does.
+"""``torch.openreg._sanitizer``: finds missing waits, as ``torch.cuda._sanitizer`` does.
 
-A race is raised as `OpenregSanitizerErrors` at the access that is out of order, with both accesses, their stack traces,
-that of the allocation, and the remedy; docs/streams.md shows one. Races are found by order and not by time, so that
-they are found in every launch mode. OPENREG_SANITIZER=1 turns it on for the main thread of a process.
+A race raises `OpenregSanitizerErrors` at the access that is out of order. The error has both accesses, the stack traces
+of both and of the allocation, and the remedy; docs/streams.md shows one. The sanitizer looks at order, not at time, so it
+finds races in every launch mode. OPENREG_SANITIZER=1 turns it on for the main thread of a process.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def disable_openreg_sanitizer() -> None:
 
 @contextlib.contextmanager
 def sanitize(report: Report | None = None) -> Iterator[None]:
-    """``with torch.openreg._sanitizer.sanitize():`` checks its body, where the thread is not checked already.
+    """``with torch.openreg._sanitizer.sanitize():`` checks its body, unless the thread is checked already.
 
-    `report` is that of `enable_openreg_sanitizer`.
+    `report` is as in `enable_openreg_sanitizer`.
     """
     if getattr(_thread, "modes", None):
         yield
@@ -125,7 +125,7 @@ torch.serialization.register_package(-1, _saved, lambda storage, location: None)
 
 
 def _after_fork() -> None:
-    """A child made by fork() has its parent's modes and may not use the device: it continues without them."""
+    """A child made by fork() has its parent's modes but cannot use the device: it continues without them."""
     if _races is not None:
         _races.on = False
 

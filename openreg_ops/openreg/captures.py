@@ -116,7 +116,7 @@ class Captures:
                         GraphError(
                             "unregistered_generator",
                             f"{node.name} of {graph} draws from a generator that is not registered with the graph, so "
-                            "that every replay would draw the same numbers.",
+                            "every replay would draw the same numbers.",
                             "Call graph.register_generator_state(generator) before the capture, or use the default "
                             "generator of the device.",
                             ("Captured", graph.trace),
@@ -141,7 +141,7 @@ class Captures:
                     GraphError(
                         "host_random",
                         f"{node.name} of {graph} takes a random number that was drawn on the host during the capture, "
-                        "so that every replay uses this one.",
+                        "so every replay uses this one.",
                         "Draw it on the device, with device='openreg', from a generator that the graph knows.",
                         ("Captured", graph.trace),
                         ("Used", node.trace),
@@ -237,7 +237,7 @@ class Captures:
         return graph, accesses
 
     def _events(self, events: list[tuple[int, bool]], stream: Stream) -> None:
-        """A replay records external events, or waits for them. What follows is not what they were recorded behind."""
+        """A replay records external events, or waits for them. The nodes behind an event are not part of its record."""
         races = self.races
         for event, records in events:
             if records:
@@ -269,7 +269,7 @@ class Captures:
             graph.drew = (thread if thread == threading.get_ident() else -1, first, now)
 
     def _captured_replay(self, graph: CapturedGraph, stream: Stream) -> None:
-        """A replay became a node of another graph, which uses what it uses."""
+        """A replay became a node of another graph, which then uses everything that the replay uses."""
         outer = self.of_thread()
         if outer is not None:
             outer.streams.add(stream)

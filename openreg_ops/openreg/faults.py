@@ -83,15 +83,19 @@ class inject:  # noqa: N801 -- used as a function
             if not isinstance(value, numbers.Real | None):
                 raise ValueError(f"inject: expected {name} as a number, but got {value!r}")
         if (seconds is not None) != (kind in _LATENCY) or (seconds or 0) < 0:
-            raise ValueError(f"inject: seconds, at least 0, applies to the latencies; {kind} got {seconds!r}")
+            raise ValueError(
+                f"inject: expected seconds, at least 0, for a latency and for no other kind, but {kind} got {seconds!r}"
+            )
         if (fraction is not None) != (kind == "memory") or not 0 <= (fraction or 0) <= 1:
-            raise ValueError(f"inject: fraction, from 0 to 1, applies to memory; {kind} got {fraction!r}")
+            raise ValueError(
+                f"inject: expected fraction, from 0 to 1, for memory and for no other kind, but {kind} got {fraction!r}"
+            )
         if not (seconds or 0) <= _LONGEST:
             raise ValueError(f"inject: expected seconds of at most {_LONGEST}, but got {seconds}")
         if not (isinstance(after, int) and isinstance(times, int | None) and max(after, times or 0) < 2**63):
             raise ValueError(f"inject: expected after and times as integers, but got {after!r} and {times!r}")
         if after < 0 or (times or 0) < 0:
-            raise ValueError(f"inject: after and times must not be negative, but are {after} and {times}")
+            raise ValueError(f"inject: expected after and times of at least 0, but got {after} and {times}")
         if kind == "memory" and (after or times):
             raise ValueError("inject: after and times do not apply to memory, which shrinks immediately")
         self.kind, self.struck = kind, 0

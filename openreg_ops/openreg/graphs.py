@@ -216,7 +216,7 @@ class graph:
 
 
 class _Torch(types.SimpleNamespace):
-    """``torch`` with this device in place of CUDA, for the code of torch.cuda.graphs."""
+    """``torch`` with this device instead of CUDA, for the code of torch.cuda.graphs."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

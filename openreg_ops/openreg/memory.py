@@ -354,7 +354,8 @@ def set_per_process_memory_fraction(fraction: float, device: torch.types.Device 
     Args:
         fraction: 0.0 to 1.0.
     Raises:
-        TypeError: fraction is not a float. ValueError: it is not in [0, 1].
+        TypeError: fraction is not a float.
+        ValueError: it is not in [0, 1].
     """
     if not isinstance(fraction, float):
         raise TypeError(f"set_per_process_memory_fraction: expected fraction as a float, but got {fraction!r}")
@@ -441,7 +442,8 @@ def caching_allocator_alloc(
         device: the device; the current one unless given.
         stream: the stream that uses the memory, or its native handle; the current one unless given.
     Raises:
-        TypeError: stream is neither. torch.OutOfMemoryError: the device does not have enough memory.
+        TypeError: stream is neither.
+        torch.OutOfMemoryError: the device does not have enough memory.
     """
     index = device_index(device)
     if stream is None:

@@ -9,7 +9,7 @@ __all__ = ["mark", "range", "range_end", "range_pop", "range_push", "range_start
 
 
 def range_push(msg: str) -> int:
-    """Open a range on the calling thread, nested in the open ones; returns its depth, from 0."""
+    """Open a range named `msg` on the calling thread, nested in the open ones; returns its depth, from 0."""
     return _C.range_push(msg)
 
 
@@ -20,7 +20,7 @@ def range_pop() -> int:
 
 
 def range_start(msg: str) -> int:
-    """Open a range that any thread may close and that may overlap others; returns the handle for `range_end`.
+    """Open a range named `msg` that any thread may close and that may overlap others; returns the handle for `range_end`.
 
     A profile shows it on this thread from here to `range_end`, and on each stream for as long as the work that any
     thread launched in the meantime. A range that is still open when the profile stops is not shown.
@@ -29,5 +29,5 @@ def range_start(msg: str) -> int:
 
 
 def range_end(range_id: int) -> None:
-    """Close a range that `range_start` opened. Raises RuntimeError if it is already closed."""
+    """Close the range with the handle `range_id` from `range_start`. Raises RuntimeError if it is already closed."""
     _C.range_end(range_id)

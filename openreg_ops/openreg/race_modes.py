@@ -27,7 +27,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch.compile compiles as it would without the mode; the compiled operators are checked when they run."""
+        """Compile as without the mode; the compiled operators are checked when they run."""
         return True
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +45,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
 
 class SanitizerFunctionMode(TorchFunctionMode):
-    """Checks reads of a tensor without an operator: on the host, and by printing. `_sanitizer` sees saving."""
+    """Checks reads of a tensor without an operator: on the host, and by printing. `_sanitizer` handles saving."""
 
     READERS = {getattr(torch.Tensor, name) for name in ("__array__", "__dlpack__", "__repr__", "numpy", "tolist")}
 

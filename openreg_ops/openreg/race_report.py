@@ -1,4 +1,4 @@
-"""What the race detector (races.py) knows of an access to memory, and the errors that describe two that race."""
+"""What the race detector (races.py) knows about an access to memory, and the errors that describe two racing ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Stream = tuple[int, int]  # device, id
 
 @dataclass(eq=False)
 class Collective:
-    """A collective of `torch.distributed` in progress, which is its own stream: what waits for its work comes after it."""
+    """A collective of `torch.distributed` in progress. It is its own stream: whatever waits for its work comes after it."""
 
     started_on: Stream
     seq_num: int
@@ -71,7 +71,7 @@ class Trace:
             self.node, self.forward = None, []
 
     def format(self) -> list[str]:
-        """The lines, the innermost last; a backward's begin with the call of backward()."""
+        """The lines, the innermost last. In a backward pass, they begin with the call of backward()."""
         above = [traceback.FrameSummary(code.co_filename, line, code.co_name) for code, line in reversed(self.above)]
         frames = [frame for frame in (*above, *self.here.summary()) if not frame.filename.endswith(_OURS)]
         lines = traceback.format_list(frames)
@@ -83,7 +83,7 @@ class Trace:
 
 
 class Span(NamedTuple):
-    """The bytes of a tensor: an address range, and its strides where it leaves some out."""
+    """The bytes of a tensor: an address range, and strides if the tensor does not use all of the range."""
 
     start: int
     end: int
@@ -202,7 +202,7 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
 
 
 class OpenregSanitizerErrors(csan.CUDASanitizerErrors):
-    """What is raised at an access that races: `errors`, one for each earlier access that it races with."""
+    """Raised at an access that races. `errors` has one error for each earlier access that it races with."""
 
     def __str__(self) -> str:
         return "\n".join(["", *map(str, self.errors)])

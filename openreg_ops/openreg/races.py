@@ -1,9 +1,9 @@
 """The race detector: which accesses to memory the program has put in order. `torch.openreg._sanitizer` turns it on.
 
-It analyses order, not time, so that it finds the same races in every launch mode and on every run. Each stream, and the
-host, has a clock: how far it is ordered behind each other stream. Operators are seen by a dispatch mode, with what they
-read and write from their schema; what happens to memory, events and the host's waits is told by the runtime's log
-(csrc/runtime/observer.h). The clocks, the arguments' meaning and the errors' base classes are those of
+It analyzes order, not time, so it finds the same races in every launch mode and on every run. Each stream and the host
+have a clock, which says how far they are ordered behind each other stream. A dispatch mode sees the operators, and
+their schemas say which tensors they read and write. The runtime's log (csrc/runtime/observer.h) reports memory, events
+and waits of the host. The clocks, the meaning of the arguments and the base classes of the errors follow
 ``torch.cuda._sanitizer``.
 """
 
@@ -56,7 +56,7 @@ def current_stream(index: int) -> Stream:
 
 
 class _Arguments(csan.ArgumentHandler):
-    """The tensors that an operator reads and writes, by its schema; of a tensor that it only views, nothing."""
+    """The tensors that an operator reads and writes, by its schema. A tensor that it only views does not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Arguments(csan.ArgumentHandler):
 
 
 def dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The strided tensors with memory that hold the data of `x`, of whatever layout."""
+    """The strided tensors with memory that hold the data of `x`, whatever its layout."""
     if x.layout == torch.sparse_coo:
         parts = (x._indices(), x._values())
     elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -91,7 +91,7 @@ def dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 class _Traits(NamedTuple):
-    """What is the same in every call of an operator."""
+    """Facts that are the same in every call of an operator."""
 
     ignored: bool  # it reads and writes no memory
     reads: bool  # its arguments' values, not only their shapes
@@ -103,7 +103,7 @@ class _Traits(NamedTuple):
 
 
 def _of_collective(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, AccessType, str]]:
-    """The tensors that an operator of `c10d` reads and writes, by their arguments' names: its schema does not say it."""
+    """The tensors that a `c10d` operator reads and writes, by argument name, because its schema does not say."""
     name = func._schema.name.removeprefix("c10d::")
     given = {argument.name: value for argument, value in csan.zip_arguments(func._schema, args, kwargs)}
     only_reads = name == "send" or (
@@ -149,9 +149,9 @@ def traits_of(func: torch._ops.OpOverload) -> _Traits:
 
 
 class Races:
-    """What the program has done so far, and the check of what it does next.
+    """What the program has done so far, and the check of its next access.
 
-    `report` gets the errors of an access; otherwise they are raised.
+    `report` gets the errors of an access; without it they are raised.
     """
 
     def __init__(self, report: Callable[[list[UnsynchronizedAccessError]], None] | None = None) -> None:
@@ -171,13 +171,13 @@ class Races:
     # ---- order ----
 
     def after(self, stream: Stream | None, access: Access) -> bool:
-        """Whether what `stream`, or the host, does from now on comes after an access."""
+        """Whether everything that `stream`, or the host, does from now on comes after an access."""
         if stream is None:
             return access.seq_num <= self.syncs.host_sync_state.get(access.stream, -1)
         return self.syncs.is_ordered_after(stream, access.seq_num, access.stream)
 
     def wait(self, stream: Stream | Collective, other: Stream | Collective) -> None:
-        """`stream` waits for `other`, as a copy between their devices makes it."""
+        """`stream` waits for `other`, as in a copy between their devices."""
         states = self.syncs.current_sync_states
         self.syncs._ensure_stream_exists(stream)
         self.syncs._ensure_stream_exists(other)
@@ -197,7 +197,7 @@ class Races:
     # ---- the runtime's notices ----
 
     def drain(self, trace: Trace | None = None) -> None:
-        """Take in what happened; what this thread allocated, it allocated at `trace`."""
+        """Process the notices. `trace` is where this thread allocated the memory in them."""
         for what, thread, address, stream, size in _C.take_notices():
             if what == "allocated":
                 self.allocated(address, size, stream, trace if thread == threading.get_ident() else None)
@@ -288,7 +288,7 @@ class Races:
     # ---- accesses ----
 
     def _memory_of(self, x: torch.Tensor) -> Memory | None:
-        """What is known of the memory of a tensor; None for host memory that no copy in flight uses."""
+        """What is known about the memory of a tensor; None for host memory that no copy in flight uses."""
         if x.device.type == "cpu":
             return self.host.get(x.untyped_storage()._cdata, (None, None))[1]
         base = address_of(x)
@@ -297,7 +297,7 @@ class Races:
         return self.memory[base]
 
     def watch(self, x: torch.Tensor) -> None:
-        """Keep what happens to the memory of a host tensor, while a copy uses it and until it is freed."""
+        """Track the memory of a host tensor while a copy uses it, until the memory is freed."""
         for key, (storage, memory) in list(self.host.items()):
             memory.accesses = [each for each in memory.accesses if not self.after(None, each)]
             if storage.expired() or not memory.accesses:
@@ -310,7 +310,7 @@ class Races:
     def check(
         self, accesses: Iterable[tuple[torch.Tensor, Access]], made_only: bool = False
     ) -> list[tuple[Memory, Access]]:
-        """Raise if one of the accesses, which come at the same time, is out of order; return those to be kept."""
+        """Raise if one of these simultaneous accesses is out of order; return the ones to keep."""
         errors: list[SynchronizationError] = []
         found = []
         for x, access in accesses:
@@ -341,7 +341,7 @@ class Races:
             raise OpenregSanitizerErrors(errors)
 
     def keep(self, memory: Memory, access: Access) -> None:
-        """Add an access and drop earlier ones that it covers: to wait for it is to wait for them."""
+        """Add an access and drop the earlier ones that it covers: waiting for it includes waiting for them."""
         memory.accesses = [
             each
             for each in memory.accesses
@@ -356,7 +356,7 @@ class Races:
 
 
 class Call:
-    """One operator's call: where it runs, what it accesses, and for what the host waits in it."""
+    """One operator's call: where it runs, what it accesses, and what the host waits for in it."""
 
     def __init__(self, races: Races, func: torch._ops.OpOverload, traits: _Traits, args: Any, kwargs: Any) -> None:
         self.races, self.func, self.traits, self.args, self.kwargs = races, func, traits, args, kwargs
@@ -482,7 +482,7 @@ class Call:
         return self.races.check(accesses.values(), made_only=is_output and self.traits.allocates)
 
     def copy_waits(self, host: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
-        """Whether the host waits for a copy: not for a non_blocking one that reads host memory, or writes pinned one."""
+        """Whether the host waits for a copy. It does not for a non_blocking one that reads host or writes pinned memory."""
         written = [x for x, kind, _ in host if kind is WRITE]
         return not self.non_blocking or (
             bool(written) and not written[-1].is_pinned()

@@ -59,9 +59,9 @@ def heading(work: int, exceptions: int) -> str:
 
 
 class Explanation:
-    """Describes an order with a few exceptions by what each late piece of work ran behind.
+    """Describes an order with a few exceptions: for each late piece of work, the work that it ran just behind.
 
-    `at_host` is the late work that conflicts with what the host does between two steps, whatever runs in the meantime.
+    `at_host` is the late work that conflicts with an action of the host between two steps, whatever runs meanwhile.
     """
 
     def __init__(self, log: list[Action], late: list[Step], at_host: set[Step]) -> None:
@@ -82,7 +82,7 @@ class Explanation:
         return None
 
     def between(self, item: Action) -> tuple[Action, Action]:
-        """The host's steps before and behind what it did too early."""
+        """The host's steps just before and just after the action that came too early."""
         ran = next(i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step)
         before = [each for each in self.log[:ran] if each.what != "run"]
         return before[-2] if len(before) > 1 else before[-1], before[-1]

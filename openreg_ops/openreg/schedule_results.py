@@ -57,7 +57,7 @@ def _tensor(x: torch.Tensor) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """The parts of a value with their names, or what is compared in place of a value without parts."""
+    """The parts of a value with their names. For a value without parts: what is compared instead."""
     kind = type(value)
     module = kind.__module__.partition(".")[0]
     if isinstance(value, PLAIN):

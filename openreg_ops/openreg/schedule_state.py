@@ -102,7 +102,7 @@ class Ranks:
         return every
 
     def first(self, what: str | None) -> str | None:
-        """The first rank's `what` that is not None, with the rank's number."""
+        """The first `what` of a rank that is not None, with the rank's number."""
         every = self.gather(what, what)
         return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
 
@@ -118,7 +118,7 @@ class Ranks:
 
 
 class State:
-    """What a program may change and each order starts with: generators, the current device and streams."""
+    """The state that a program may change and that each order starts from: generators, current device and streams."""
 
     def __init__(self) -> None:
         self.python, self.host, self.devices = random.getstate(), torch.get_rng_state(), get_rng_state_all()

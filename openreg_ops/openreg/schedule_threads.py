@@ -54,7 +54,7 @@ class _Over(BaseException):
 
 
 class _Waiter:
-    """A thread that waits for a lock, under the schedule's control, and after the order has ended, without it."""
+    """A thread that waits for a lock: under the schedule's control, or without it after the order has ended."""
 
     def __init__(self) -> None:
         self.place = _C.this_thread()

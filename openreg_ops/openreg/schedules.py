@@ -1,9 +1,9 @@
 """``torch.openreg.schedules``: runs a program in many orders of its streams, and finds the order that makes it wrong.
 
-The runtime (csrc/runtime/schedule.h) runs one order: a seed's, or the program's own with exceptions. This module
-chooses the orders, compares what they return, and shrinks an order that makes a difference. schedule_results.py reads
-what they return, schedule_report.py says what is missing in an order, schedule_threads.py brings the program's threads
-under the runtime's control, and schedule_state.py has what every order starts from.
+The runtime (csrc/runtime/schedule.h) runs one order: the order of a seed, or the program's own with exceptions. This
+module chooses the orders, compares their results, and shrinks an order that makes a difference. schedule_results.py
+reads results, schedule_report.py reports the wait that is missing, schedule_threads.py brings the program's threads
+under the runtime's control, and schedule_state.py keeps the state that every order starts from.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Outcome:
     log: list[Action]
 
     def differs(self, other: Outcome, rtol: float, atol: float) -> str | None:
-        """How this outcome differs from the program's own, if it does."""
+        """How this outcome differs from the outcome of the program's own order, if it does."""
         if (self.error is None) != (other.error is None) or type(self.error) is not type(other.error):
             return f"the program raises {raised(self.error)}; in its own order it raises {raised(other.error)}"
         if self.error is not None:

@@ -185,7 +185,7 @@ def main(arguments: argparse.Namespace) -> int:
         path = shlex.quote(str(folder) if folder.is_absolute() else f"./{folder}")
         print(
             f"Run `pip install --no-build-isolation {path}`, `pytest {path}`, and `python -m openreg_ops check "
-            f"{arguments.name}:{operators[0]}`. docs/packages.md explains each part."
+            f"{arguments.name}:{operators[0]} --device openreg`. docs/packages.md explains each part."
         )
         return 0
     print(

@@ -68,12 +68,15 @@ class Report:
 
     @property
     def is_stable(self) -> bool:
+        """Whether the library uses no unstable symbol."""
         return not self.unstable
 
     def dict(self) -> dict:
+        """What `--json` writes."""
         return {**dataclasses.asdict(self), "is_stable": self.is_stable}
 
     def text(self) -> str:
+        """The report for a terminal of 80 columns."""
         lines = [f"{self.path}, looked up in torch {self.installed}"]
         of_torch = [each for each in self.unstable if each.library != "CPython"]
         of_python = [each for each in self.unstable if each.library == "CPython"]

@@ -58,7 +58,11 @@ def operator(op: Any) -> Operator:
         packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is None:
             known = sorted({s.name.split("::")[1] for s in _schemas() if s.name.startswith(namespace + "::")})
-            near = f"; {namespace} has {', '.join(known[:12])}" if known else f"; no operator is in {namespace} at all"
+            near = (
+                f"; {namespace} has {', '.join(known[:12])}"
+                if known
+                else f"; the namespace {namespace} has no operators"
+            )
             raise ValueError(f"there is no operator {namespace}::{name}{near}. Import the module that defines it first")
         if overload and overload not in packet.overloads():
             raise ValueError(f"{namespace}::{name} has no overload {overload}, only {', '.join(packet.overloads())}")
@@ -255,7 +259,7 @@ def check(
         sample_inputs = sample_inputs(target, dtype)
     if not isinstance(sample_inputs, Iterable):
         raise ValueError(
-            "expected sample_inputs to be a list of argument tuples, or a function of (device, dtype) that gives them, "
+            "expected sample_inputs to be a list of argument tuples, or a function of (device, dtype) that returns them, "
             f"but got {type(sample_inputs).__name__} {sample_inputs!r}"
         )
     samples = [sample_of(value) for value in sample_inputs]
@@ -284,7 +288,7 @@ def check(
                 if refusal and name != "runs":
                     outcome = Outcome("skip", f"{case.name} refuses this sample")
                 elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
-                    outcome = Outcome("skip", "it is for strided tensors")
+                    outcome = Outcome("skip", "it applies to strided tensors only")
                 else:
                     with preserved(target):
                         outcome = _run_check(CHECKS[name], case)
@@ -297,7 +301,7 @@ def check(
         if (row := report.row(name)) and not any(result.status == "known" for result in row):
             for result in row:
                 result.status, result.remedy = "fail", "take it off the list of known failures"
-                result.sentence = f"{report.operator} was known to fail this, and does not any more: {known[name]}"
+                result.sentence = f"{report.operator} was known to fail this check, but no longer does: {known[name]}"
     report.seconds = time.perf_counter() - began
     return report
 

@@ -105,7 +105,7 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
         quiet=arguments.quiet,
     )  # fmt: skip
     found = search.search(asked, [report.operator], {report.operator: "own"})
-    report.about["generated"] = "generated calls give what the CPU gives"
+    report.about["generated"] = "generated calls give the same results as on the CPU"
     report.seconds += found.seconds
     for finding in found.findings:
         again = f"To run it again: {finding.command(report.device, asked.modules)}"

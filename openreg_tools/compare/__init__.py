@@ -56,7 +56,16 @@ def compare(
 
 
 class Comparing:
-    """The context of `compare`; entering it gives the `Result`, which is complete at its end."""
+    """The context manager that `compare` returns. It yields the `Result`, which is complete when the context ends.
+
+    Args:
+        device, against: the device under test, and the reference device.
+        tolerances: the tolerance of each operator.
+        name: the program's name in the report.
+        progress: print a line to stderr every five seconds.
+    Raises:
+        Wrong: there is no such device, or both are the same.
+    """
 
     def __init__(self, device: str | None, against: str, tolerances: Tolerances, name: str, progress: bool) -> None:
         target = dispatch.target(device)

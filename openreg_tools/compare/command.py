@@ -64,7 +64,9 @@ def main(arguments: argparse.Namespace) -> int:
             forms.write(first, arguments, top=arguments.top)
             if len(results) > 1:
                 parted = [i for i, r in enumerate(results) if r.first is not None]
-                print(f"{len(results)} ranks; {'those that part: ' + str(parted) if parted else 'none parts'}")
+                print(
+                    f"{len(results)} ranks; {'the ones that part: ' + str(parted) if parted else 'none of them part'}"
+                )
             if arguments.test:
                 raise Wrong("--test needs a program: a trace keeps no inputs")
             return int(first.first is not None)

@@ -388,7 +388,7 @@ class Lockstep(TorchDispatchMode):
         """For random numbers that the reference cannot draw: compare shapes, dtypes, and the mean within 8
         deviations."""
         self.result.note(
-            f"{of.name}: {self.reference} draws other random numbers; compared in shape, dtype and mean alone"
+            f"{of.name}: {self.reference} draws different random numbers; only shape, dtype and mean are compared"
         )
         for what, tensor, want in self._pairs(func, of, arguments, expected, out):
             if not (isinstance(tensor, Tensor) and isinstance(want, Tensor)):

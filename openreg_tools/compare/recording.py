@@ -43,6 +43,9 @@ class mark:  # noqa: N801 -- used as a function
     """Label what the program works on: ``mark("batch", 17)``, until the next mark or for a ``with`` block.
 
     These labels align two runs that visit batches in different orders.
+
+    Args:
+        name, value: the label, such as "batch" and 17.
     """
 
     def __init__(self, name: str, value: Any) -> None:

@@ -209,7 +209,9 @@ class _Region:
             mode.result.point(index, error.ulps, ulps, self.name)
             if error.ulps > ulps:
                 if self.random:
-                    mode.result.note(f"{self.name} draws random numbers and its results differ, which is not counted")
+                    mode.result.note(
+                        f"{self.name} draws random numbers and its results differ, which does not count as a difference"
+                    )
                 else:
                     self._add(index, place, args, what, error, tolerance, "", shown(got))
 

@@ -32,7 +32,7 @@ class Difference:
     inputs: list[str]  # dtypes, shapes and strides
     error: Error | None
     tolerance: Tolerance | None
-    found: str  # instead of an error: another shape, an exception
+    found: str  # instead of an error: a different shape, an exception
     device: str
     reference: str
     result: str = ""
@@ -40,6 +40,7 @@ class Difference:
     call: tuple[Any, list[Any], dict[str, Any]] | None = None  # operator and inputs on the reference, of the first
 
     def sentence(self) -> str:
+        """What differs, and by how much."""
         if self.error is None:
             return f"{self.what} {self.found}"
         e = self.error
@@ -51,6 +52,7 @@ class Difference:
         )
 
     def lines(self) -> list[str]:
+        """The call, the difference, and the stack of the program, for a terminal of 80 columns."""
         out = [
             f"call {self.index}: {self.operator}({', '.join(self.inputs)})" + (f" -> {self.result}" * bool(self.result))
         ]
@@ -58,6 +60,7 @@ class Difference:
         return [*out, *(f"    {frame}" for frame in self.stack[-8:])]
 
     def dict(self) -> dict[str, Any]:
+        """The difference as values for JSON."""
         return {
             "call": self.index, "operator": self.operator, "what": self.what, "says": self.sentence(),
             "line": self.place.line(), "module": self.place.module, "phase": self.place.phase, "node": self.place.node,
@@ -80,6 +83,7 @@ class Row:
     tolerance: str = ""
 
     def add(self, error: Error, tolerance: Tolerance) -> None:
+        """Count a result with this error."""
         self.inexact += 1
         if error.ulps >= self.ulps:
             self.ulps, self.tolerance = error.ulps, f"{tolerance.ulps:.4g} {tolerance.kind}"
@@ -89,13 +93,14 @@ class Row:
 class Result:
     """The result of `compare`; complete when its context ends.
 
-    `first` is the first `Difference` (None if nothing differs), `differences` has them all (at most 1000), and
-    `ranked` the operators as `Row`s, those that add the most error first.
+    Args:
+        device, reference: the two devices.
+        name: the program's name in the report.
     """
 
     def __init__(self, device: str, reference: str, name: str = "") -> None:
         self.device, self.reference, self.name = device, reference, name
-        self.differences: list[Difference] = []
+        self.differences: list[Difference] = []  # at most 1000
         self.notes: dict[str, int] = {}
         self.skipped: dict[str, str] = {}  # operators that were not compared, and why
         self.seconds = 0.0
@@ -108,34 +113,41 @@ class Result:
     # ---- filled by the comparison ----
 
     def count(self) -> int:
+        """Count a call; returns its index."""
         self.operators += 1
         return next(self._counter)
 
     def row(self, operator: str) -> Row:
+        """The row of an operator, created on first use."""
         row = self._rows.get(operator)
         if row is None:
             row = self._rows[operator] = Row(operator)
         return row
 
     def point(self, index: int, ulps: float, allowed: float, operator: str) -> None:
+        """Add a point to the plot of errors over the calls."""
         if len(self._points) < 200_000:
             self._points.append((index, ulps, allowed, operator))
 
     def add(self, difference: Difference) -> None:
+        """Keep a difference, unless 1000 are kept already."""
         if len(self.differences) < 1000:
             self.differences.append(difference)
 
     def note(self, text: str) -> None:
+        """Add a note to the report; equal notes are counted."""
         self.notes[text] = self.notes.get(text, 0) + 1
 
     # ---- queries ----
 
     @property
     def first(self) -> Difference | None:
+        """The first difference, or None."""
         return self.differences[0] if self.differences else None
 
     @property
     def ranked(self) -> list[Row]:
+        """The operators with an error; the ones that add the most come first."""
         rows = sorted(self._rows.values(), key=lambda row: (-row.added, -row.ulps, row.operator))
         return [row for row in rows if row.added or row.beyond]
 
@@ -155,13 +167,14 @@ class Result:
         return self.writer(self, Path(path), shrink)
 
     def report(self, top: int = 15) -> str:
-        """The report as text."""
+        """The same as `text`."""
         return self.text(top)
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, top: int = 15) -> str:
+        """The report as text, with the `top` operators that add the most error."""
         lines = [*self._summary(), ""]
         if self.first is None:
             lines.append("Nothing differs beyond its tolerance.")
@@ -216,6 +229,7 @@ class Result:
         return [f"ulps over the calls, up to {top:.3g}:", f"|{''.join(BARS[level] for level in levels)}|"]
 
     def dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
         return {
             "name": self.name, "device": self.device, "against": self.reference, "torch": torch.__version__,
             "seconds": self.seconds, "calls": self.operators,
@@ -226,6 +240,7 @@ class Result:
         }  # fmt: skip
 
     def html(self) -> str:
+        """One self-contained page."""
         rows: list[list[Any]] = [["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]]
         rows += [
             [r.operator, r.calls, r.inexact, r.beyond, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]

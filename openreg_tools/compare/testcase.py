@@ -41,6 +41,11 @@ def assert_operator(
 
     Tensors may be on any device; they are copied to both with their strides.
 
+    Args:
+        operator: the overload.
+        args, kwargs: its arguments.
+        device, against: the two devices.
+        tolerances: ulps by pattern of operators, as for `compare`.
     Raises:
         AssertionError: a result, or what the operator wrote in place, is beyond its tolerance.
     """

@@ -162,7 +162,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", type=forms.regex, default="", metavar="REGEX", help="only cases whose full name matches"
     )
-    parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE")
+    parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE",
+                        help=f"dtypes to run, of {', '.join(opinfo.DTYPES)} (default all)")  # fmt: skip
     parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS, metavar="CHECK",
                         help=f"checks to run, of {', '.join(CHECKS)} (default all)")  # fmt: skip
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Tables and rules that allow differences between a device and the CPU for which the device is not to blame.
+"""Tables and rules that allow differences between a device and the CPU that are not the device's fault.
 
 A rule is as narrow as its reason. A difference that no rule allows is a finding.
 """
@@ -100,8 +100,8 @@ MEMORY = re.compile(
 
 
 OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds|index out of range|out of DATA bounds")
-# Operators that return another tensor than out= if its dtype is not that of the result.
-RETURNS_ANOTHER: dict[str, str] = {"aten::_add_relu.out": "the CPU returns another tensor than out="}
+# Operators that return a tensor other than out= if its dtype differs from the dtype of the result.
+RETURNS_ANOTHER: dict[str, str] = {"aten::_add_relu.out": "the CPU returns a tensor other than out="}
 # Kernels that return an uninitialized value for NaN: their loop ends before it sets one.
 UNDEFINED_FOR_NAN = re.compile(r"aten::special_(chebyshev|hermite|laguerre|legendre|shifted_chebyshev)_polynomial")
 NAN = "PyTorch's kernel returns an uninitialized value for NaN"
@@ -145,7 +145,7 @@ def is_uncompared(name: str) -> bool:
 
 
 def is_elsewhere(name: str, call: Call) -> bool:
-    """Whether an argument is on the host, on the meta device, or without memory, or the call does not say where to work."""
+    """Whether an argument is on the host, on meta, or without memory, or no argument says where the call runs."""
     leaves = tree_leaves((call.args, call.kwargs))
     if not any(isinstance(each, (torch.Tensor, torch.device, StorageOf, RequiresGrad)) for each in leaves):
         return True
@@ -179,7 +179,8 @@ def takes_it_plain(name: str, call: Call) -> bool:
 def overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether results differ only where one is not finite, and a sum or product of arguments may have overflowed.
 
-    Another order of operations, or a fused multiplication and addition, then gives inf or nan where the other is finite.
+    A different order of operations, or a fused multiply-add, then gives inf or nan on one side and a finite number on
+    the other.
     """
 
     def is_large(x: Any) -> bool:
@@ -220,9 +221,10 @@ def is_finite_equal(unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
 
 
 def rounds(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether results of half types differ by one rounding of the largest element: terms that cancel had its size.
+    """Whether results of half types differ by at most one rounding of the largest element.
 
-    It is the largest of the result, or of the arguments: where every term cancels, the result has none of that size.
+    Terms that cancel may have had that size. The largest element is taken from the result and the arguments, because a
+    result in which every term cancels has no element of that size.
     """
 
     def largest(x: torch.Tensor) -> float:
@@ -255,7 +257,7 @@ def doubtful(name: str, call: Call, is_plain: bool) -> str:
     """
     within = functools.partial(schemas._call, name, call)
     if not is_plain and _differs_plain(name, call):
-        return "the CPU's kernel gives other results in contiguous memory"
+        return "the CPU's kernel gives different results in contiguous memory"
     (_, outcome), *_ = survey.survey(1, lambda _: _checked(within)) or [(0, survey.Outcome("crashed"))]
     if outcome.kind == "returned":
         return ""
@@ -263,7 +265,7 @@ def doubtful(name: str, call: Call, is_plain: bool) -> str:
 
 
 def _is_memory_separate(name: str, call: Call) -> bool:
-    """Whether every tensor argument is a plain one, and what is written shares its storage with no other argument."""
+    """Whether every tensor argument is plain, and no written argument shares its storage with another argument."""
     written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
     tensors = {
         id(leaf): (leaf, i in written)
@@ -317,7 +319,7 @@ def _differs_plain(name: str, call: Call) -> bool:
 
 
 def differences(plain: opinfo.Outcome, other: opinfo.Outcome, device: str) -> list[opinfo.Failure]:
-    """How the values and shapes of `other` differ from those of a call in contiguous memory."""
+    """How the values and shapes of `other` differ from the results of a call in contiguous memory."""
     report = opinfo.Report()
     opinfo.Comparison(report, "generated", -1, device, True).results(
         opinfo.Outcome(plain.value[0], mover=plain.value[1]), other

@@ -209,7 +209,7 @@ LAYOUTS: dict[str, Callable[[list[int]], list[int] | None]] = {
 
 
 def _laid_out(t: torch.Tensor, how: str, offset: int = 0) -> torch.Tensor:
-    """The tensor in another layout. Where elements share memory, the last one written remains."""
+    """The tensor in a different layout. Where elements share memory, the last one written remains."""
     t = t.resolve_conj().resolve_neg()
     strides = LAYOUTS[how](list(t.shape)) if how in LAYOUTS else layouts._contiguous(list(t.shape))
     if strides is None or not t.numel():
@@ -226,7 +226,7 @@ def _filler(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _moved(t: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same layout at another storage offset."""
+    """The same layout at a different storage offset."""
     t = t.resolve_conj().resolve_neg()
     if not t.numel():
         return _filler(offset, t.dtype)[offset:].as_strided(t.shape, t.stride())

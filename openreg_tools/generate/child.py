@@ -2,7 +2,7 @@
 
 It reads JSON lines from stdin and answers with JSON lines. It announces each step that may end the process, so that the
 parent knows on which side a crash happened. The process that the parent starts imports everything once and forks a
-worker. When the worker dies, it forks another.
+worker. When the worker dies, it forks a new one.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _failed(kind: str, message: str, call: Call) -> Record:
 
 
 def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, alone: bool) -> Record | None:
-    """The outcome of a case in which a side raised; None if neither did."""
+    """The outcome of a case in which one side or both raised; None if neither did."""
     theirs = opinfo.first_line(cpu.error) if cpu.error else ""
     ours = opinfo.first_line(there.error) if there.error else ""
     if not theirs and not ours:

@@ -34,7 +34,7 @@ WAITS = 3  # how many may hang
 
 
 class Child(Worker):
-    """A child process that runs cases; another is forked after it dies."""
+    """A child process that runs cases. A new one is forked when it dies."""
 
     pid = 0  # of the worker process, forked by the process that was started
 
@@ -68,12 +68,12 @@ class Child(Worker):
         return {"end": "allowed", "note": f"{side} ends the process" if kind == "crash" else f"{side} hangs"}
 
     def doubt(self, case: dict[str, Any]) -> str:
-        """Why the CPU's kernel may have caused a crash on the device's side: it has written beyond its arguments."""
+        """Why the CPU's kernel may have caused a crash on the device's side, by writing beyond its arguments."""
         answer, *_ = self.exchange(json.dumps({"doubtful": case}), "done")
         return answer["note"] if answer else "the CPU's kernel ends the process"
 
     def bases(self, name: str) -> tuple[list[Any], bool, str]:
-        """The profiles of the base calls, whether those are valid, and why there are none."""
+        """The profiles of the base calls, whether the calls are valid, and the reason if there are none."""
         answer, kind, message, _ = self.exchange(json.dumps({"bases": name}), "done")
         return (answer["bases"], answer["valid"], "") if answer else ([], False, f"making arguments: {kind}, {message}")
 
@@ -199,7 +199,7 @@ def _without_arguments(name: str) -> str:
 
 
 def _smaller(case: dict[str, Any], end: dict[str, Any], worker: Child) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The case without the changes that the failure does not need, if hypothesis left any."""
+    """The case without changes that the failure does not need, if hypothesis left any of them."""
     for i in reversed(range(len(case["changes"]))):
         shorter = {**case, "changes": [*case["changes"][:i], *case["changes"][i + 1 :]]}
         got = worker.case(shorter)

@@ -62,7 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(Session(config), "openreg_tools.pytest_plugin.session")
     elif asked:
-        raise pytest.UsageError("--device-misuse and its like need --device DEVICE (or --on-device) to watch")
+        raise pytest.UsageError(
+            "--device-misuse and related options watch a device; name it with --device DEVICE (or --on-device)"
+        )
 
 
 # ---- fixtures ----

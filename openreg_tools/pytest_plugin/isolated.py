@@ -122,7 +122,7 @@ def run(session: pytest.Session, plugin: Session) -> None:
             continue
         said = f"{end.output[-4000:]}{end.errors[-4000:]}"
         if end.status is None:
-            raise pytest.UsageError(f"the process for isolated tests ended and ran none of those left:\n{said}")
+            raise pytest.UsageError(f"the process for isolated tests ended and ran none of the remaining ones:\n{said}")
         if end.status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise pytest.UsageError(f"the process for isolated tests ended with status {end.status}:\n{said}")
         if left := tests - done:

@@ -21,8 +21,10 @@ MODULES = [
     "openreg_ops.tags",
     "openreg_ops.testing",
     "openreg_tools",
+    "openreg_tools.abi",
     "openreg_tools.backends",
     "openreg_tools.checker",
+    "openreg_tools.compare",
     "openreg_tools.drift",
     "openreg_tools.explain",
     "openreg_tools.info",
@@ -31,6 +33,7 @@ MODULES = [
     "torch.openreg",
     "torch.openreg._sanitizer",
     "torch.openreg.faults",
+    "torch.openreg.nvtx",
     "torch.openreg.profiler",
 ]
 OPERATORS = sorted(name for name in meta.__all__ if callable(getattr(meta, name)))

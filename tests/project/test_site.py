@@ -93,6 +93,8 @@ def test_the_figures_are_what_their_source_draws():
     ('// TORCH_CHECK(false, "not this")\nthrow std::runtime_error("openreg: " + what + " is lost");',
      ["openreg: … is lost"]),
     ('TORCH_CHECK(false,\n    "one, "\n    "two");', ["one, two"]),
+    ('TORCH_CHECK_WITH(OutOfMemoryError, data, "out of memory: ", n, " bytes");', ["out of memory: … bytes"]),
+    ('throw std::logic_error(std::string("openreg: ") + what);', ["openreg: …"]),
 ])  # fmt: skip
 def test_errors_of_cpp(monkeypatch, text, sentences):
     monkeypatch.syspath_prepend(str(DOCS / "_ext"))
@@ -108,6 +110,21 @@ def test_errors_of_python(monkeypatch):
     text = 'raise ValueError(f"{name}: expected 1, "\n"but got " + str(x))\ntorch._check(ok, lambda: f"no {x}; do it")'
     found = [sentence for sentence, _ in errors.of_python(text)]
     assert found == ["…: expected 1, but got …", "no …; do it"]
+    text = 'wanted = "f: expected seeds"\nraise ValueError(f"{wanted}, but got {x}")\nraise _MineError("not a message")'
+    assert [sentence for sentence, _ in errors.of_python(text)] == ["f: expected seeds, but got …"]
+
+
+@pytest.mark.parametrize("sentence, parts", [
+    ("f: expected 1; then 2, but got 3; pass 1", ("f: expected 1; then 2, but got 3", "pass 1")),
+    ("f needs hypothesis: pip install it", ("f needs hypothesis", "pip install it")),
+    ("f: this input is dead. Keep it alive. Or clone it", ("f: this input is dead", "Keep it alive. Or clone it")),
+    ("f: expected 1, but got 2", ("f: expected 1, but got 2", "")),
+])  # fmt: skip
+def test_remedies_of_errors(monkeypatch, sentence, parts):
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    import errors
+
+    assert errors._parts(sentence) == parts
 
 
 def test_docstrings_become_what_sphinx_reads(monkeypatch):

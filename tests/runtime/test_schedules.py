@@ -226,7 +226,7 @@ def test_what_differs_without_an_order_is_no_difference(changes):
 
 
 def test_a_difference_that_its_seed_does_not_give_again():
-    """The program does more in one run, so that its order is another one, and gives another result there."""
+    """The program does more in one run, so its order and its result there are different."""
     runs = []
 
     def program():

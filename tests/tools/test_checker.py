@@ -529,7 +529,7 @@ def test_another_stream():
         ("fake_layouts", lambda x: x.double() * 2, "output 0 has dtype float64, but the fake kernel says float32"),
         ("compile", lambda x: x.double() * 2, "with static shapes zeros like output 0 is float32 instead of float64"),
         ("export", lambda x: x[:2] * 2, "exported, zeros like output 0 has shape"),
-        ("determinism", lambda x: x + torch.rand(()), "the same call again gives another result"),
+        ("determinism", lambda x: x + torch.rand(()), "the same call again gives a different result"),
     ],
 )  # fmt: skip
 def test_every_row_fails_where_it_should(row, kernel, sentence):
@@ -883,7 +883,7 @@ def test_what_a_call_costs():
     ):
         (told,) = check("aten::mul.Tensor", [inputs], only=["overhead"]).of("pass", "overhead")
         assert re.search(
-            rf"[\d,]+ ns a call on {on}, [\d,]+ ns where a gradient is wanted; aten::neg takes ", told.sentence
+            rf"[\d,]+ ns a call on {on}, [\d,]+ ns if a gradient is required; aten::neg takes ", told.sentence
         )
 
 
@@ -1005,7 +1005,7 @@ def test_ways_to_name_an_operator(good):
 @pytest.mark.parametrize(
     "op, sentence",
     [
-        ("nothing::here", "there is no operator nothing::here; no operator is in nothing at all"),
+        ("nothing::here", "there is no operator nothing::here; the namespace nothing has no operators"),
         ("openreg::rms", "there is no operator openreg::rms; openreg has adamw_step_"),
         ("rms_norm", "expected an operator's name such as mylib::foo, but got 'rms_norm'"),
         ("aten::sin.inplace", "aten::sin has no overload inplace, only"),
@@ -1027,7 +1027,7 @@ def test_other_wrong_requests():
         check("aten::sin", [])
     with pytest.raises(ValueError, match="it accepts none of the inputs that were generated from its schema"):
         check("aten::convolution")
-    with pytest.raises(ValueError, match="that gives them, but got int 5"):
+    with pytest.raises(ValueError, match="that returns them, but got int 5"):
         check("aten::sin", 5)
     for device in ("banana", "openreg:9"):
         with pytest.raises(ValueError, match=f"{device} cannot be used here: .*; name one that is here"):
@@ -1244,7 +1244,7 @@ def test_progress_names_the_check_that_crashes(module):
         (["my_module:my_op", "--only", "all"], "there is no check all; there are runs"),
         (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
         (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
-        (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that gives them, but got int"),
+        (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that returns them, but got int"),
         (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
         (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "check: banana cannot be used here: "),
         (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "check: openreg:9 cannot be used here: "),

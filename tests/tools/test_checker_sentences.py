@@ -346,7 +346,7 @@ TABLE = [
     Broken("backward", "it writes to x, which requires a gradient, without telling autograd: the gradient passes as if x",
            triples),
     Broken(
-        "backward", "output 1 depends on x but does not require a gradient; what is computed from it is left out of a "
+        "backward", "output 1 depends on x but does not require a gradient; everything computed from it is left out of a "
         "program's gradient", lambda x: (x * 2, x * 3), schema=TWO, status="warn",
         fake=lambda x: (torch.empty_like(x), torch.empty_like(x)), backward=lambda ctx, g, h: g * 2,
         setup=lambda ctx, inputs, output: ctx.mark_non_differentiable(output[1]),
@@ -414,9 +414,9 @@ TABLE = [
            fake=lambda x: torch.empty_like(x, device="meta")),
     Broken("fake_layouts", "output 0 has layout torch.sparse_coo, but the fake kernel says torch.strided",
            Tensor.to_sparse),
-    Broken("fake_layouts", "shares the memory of x, and the fake kernel says otherwise", lambda x: x.view_as(x),
+    Broken("fake_layouts", "shares the memory of x, but the fake kernel says otherwise", lambda x: x.view_as(x),
            schema=VIEW),
-    Broken("fake_layouts", "does not share the memory of x, and the fake kernel says otherwise", double, schema=VIEW,
+    Broken("fake_layouts", "does not share the memory of x, but the fake kernel says otherwise", double, schema=VIEW,
            fake=lambda x: x.view_as(x)),
     Broken("fake_dtypes", "given float16 x output 0 is float32, but the fake kernel says float16",
            lambda x: x.float() * 2),
@@ -449,10 +449,10 @@ TABLE = [
            lambda x: x + stream_id(x), key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream the gradient of differentiable argument 0 differs … , which the default stream "
            "gives", double, key="PrivateUse1", device="openreg", backward=lambda ctx, g: g + stream_id(g)),
-    Broken("poison", "it reads memory that was never written: with fresh memory filled by 0xFF bytes instead of 0x5A, "
+    Broken("poison", "it reads memory that was never written: with fresh memory filled with 0xFF bytes instead of 0x5A, "
            "output 0", unwritten),
     Broken("poison", "bytes instead of 0x5A, gradient 0", double, backward=lambda ctx, g: unwritten(g) * 2),
-    Broken("determinism", "the same call again gives another result: result 0 differs", noise),
+    Broken("determinism", "the same call again gives a different result: result 0 differs", noise),
     Broken("determinism", "the same call again rounds differently: result 0 differs", drifts, status="warn"),
     Broken("threads", "four threads that call it on separate inputs do not end", stuck),
     Broken("threads", "called from four threads on separate inputs, output 0 differs", shares_a_buffer),
@@ -468,7 +468,7 @@ TABLE = [
     Broken("functionalization", "torch.func.functionalize raised KeyError", double, Functionalize=accident),
     Broken("out", "with out= of the right size: output 0 differs in 24 of 24 elements: 0 instead of 2 at [0, 0], which the "
            "operator returns", double, inputs=ONES, out=lambda x, out: out.resize_(x.shape).zero_()),
-    Broken("out", " returns another tensor than out", double,
+    Broken("out", " returns a tensor other than out", double,
            out=lambda x, out: out.resize_(x.shape).copy_(x * 2).view_as(out)),
     Broken("out", " changed the strides of out, which has the right size", double,
            out=lambda x, out: out.resize_(0).resize_(x.shape).as_strided_(x.shape, x.stride()).copy_(x * 2)),

@@ -218,7 +218,7 @@ def test_a_wrong_device_or_kind_is_named(run):
         (["--device=nope"], "*--device nope: torch * cannot make a tensor there: *-p PACKAGE*"),
         (["--device=openreg:64"], "*--device openreg:64: torch * cannot make a tensor there: *OPENREG_DEVICE_COUNT*"),
         (["--device=openreg", "--device-misuse=sinc"], "*--device-misuse: no kind sinc; there are all, host, race*"),
-        (["--device-misuse=all"], "*--device-misuse and its like need --device DEVICE*"),
+        (["--device-misuse=all"], "*--device-misuse and related options watch a device; name it with --device DEVICE*"),
     ):
         result = run(*arguments)
         assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -560,14 +560,17 @@ OTHER_IDS = "@pytest.mark.parametrize('n', [os.getpid()])"
 @pytest.mark.parametrize(
     "code, sentences",
     [
-        ("HOST = ctypes.c_float.from_address(0).value if strict else 0", ["ERROR: *ended and ran none of those left:"]),
+        (
+            "HOST = ctypes.c_float.from_address(0).value if strict else 0",
+            ["ERROR: *ended and ran none of the remaining ones:"],
+        ),
         ("assert not strict", ["ERROR: *ended with status 2:", "E   assert not True"]),
         (
             "pytest.skip('isolated', allow_module_level=strict) if strict else 0",
             ["ERROR: *did not run 1 of 1 tests, as *"],
         ),
         (f"{OTHER_IDS}\ndef test_other(device, n): pass", ["ERROR: *did not run 1 of 2 tests, as *::test_other*"]),
-        (f"{OTHER_IDS}\ndef test_other(device, n): os.abort()", ["ERROR: *ended and ran none of those left:"]),
+        (f"{OTHER_IDS}\ndef test_other(device, n): os.abort()", ["ERROR: *ended and ran none of the remaining ones:"]),
     ],
     ids=["crash", "collection", "skip", "ids", "ids-crash"],
 )

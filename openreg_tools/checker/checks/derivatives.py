@@ -106,7 +106,7 @@ def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor
             name = case.names[i]
             fail(
                 f"{case.name}: it writes to {name}, which requires a gradient, without telling autograd: the gradient "
-                f"passes as if {name} were as before, without an error",
+                f"passes as if {name} were unchanged, without an error",
                 "make the operator functional and give it a derivative, or raise in a kernel at the Autograd key when "
                 f"{name} requires a gradient",
             )
@@ -122,9 +122,9 @@ def backward(case: Case) -> str | None:
     for i, flag in enumerate(case.wanted):
         if apart and flag and abs(slope(case, i, tensors, apart)) > 1e-3:
             warn(
-                f"{case.name}: output {apart[0]} depends on {case.names[i]} but does not require a gradient; what is "
+                f"{case.name}: output {apart[0]} depends on {case.names[i]} but does not require a gradient; everything "
                 "computed from it is left out of a program's gradient",
-                "differentiate it too, or document that it is a constant for autograd",
+                "differentiate it too, or document that autograd treats it as a constant",
             )
     with torch.no_grad():
         if any(out.requires_grad for out in case.function(raw=True)(*case.fresh())):
@@ -226,12 +226,12 @@ def gradgradcheck(case: Case) -> str | None:
     leaves = case.of(tensors)
     remedy = (
         "compute the backward with differentiable operators, give the backward operator its own derivative, or "
-        "refuse second derivatives by torch.autograd.function.once_differentiable"
+        "refuse second derivatives with torch.autograd.function.once_differentiable"
     )
     grads = torch.autograd.grad(outs, leaves, given, create_graph=True, allow_unused=True)
     attached = [g for g in grads if g is not None and g.requires_grad]
     if len(attached) < sum(g is not None for g in grads):
-        # A constant gradient is correct if it stays the same for other inputs and other output gradients.
+        # A constant gradient is correct if it stays the same for different inputs and output gradients.
         other = [(x.detach() * 1.25 + 0.125).requires_grad_(x.requires_grad) for x in tensors]
         again = torch.autograd.grad(
             [out for out in case.run(*other) if out.requires_grad],

@@ -100,7 +100,7 @@ def dtensor(case: Case) -> str | None:
     if not torch.distributed.is_available():
         skip("this PyTorch has no torch.distributed")
     if torch.distributed.is_initialized():
-        skip("this process is in a process group, and the simulated devices would be another")
+        skip("this process is in a process group, and the simulated devices would need a second one")
     if case.seeded:
         skip("its numbers are random")
     if not case.leaves or not case.expected:

@@ -173,7 +173,7 @@ def fake_layouts(case: Case) -> str | None:
                 ):
                     fail(
                         f"{case.name}: {where} output {i} {'shares' if storage_of(real) == storage_of(x) else 'does not share'} "
-                        f"the memory of {name}, and the fake kernel says otherwise",
+                        f"the memory of {name}, but the fake kernel says otherwise",
                         "return a view in the fake kernel exactly where the kernel does",
                     )
     return f"in {', '.join(tried)} layout"
@@ -287,7 +287,7 @@ def fake_dynamic(case: Case) -> str | None:
                 f"{case.name}: the fake kernel fixes dimension {d} of {name} to {found}, and the kernel takes other sizes; "
                 "every new size compiles again, and export with a dynamic dimension fails",
                 "do not turn sizes into Python numbers in the fake kernel (int(), //, if): use them as they are, and "
-                "check them by torch._check",
+                "check them with torch._check",
             )
     return None
 
@@ -341,10 +341,10 @@ def _wrong_inputs(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
                 tensors[i] = resized([tensors[i].movedim(d, 0)], -1, 0)[0]
                 tensors[i] = torch.cat([tensors[i], tensors[i][:1]]).movedim(0, d)
                 if count > 1:
-                    yield f"a {name} of shape {list(tensors[i].shape)}", tensors
+                    yield f"{name} of shape {list(tensors[i].shape)}", tensors
             tensors = case.fresh()
             tensors[i] = tensors[i].unsqueeze(0).repeat(2, *[1] * x.dim())
-            yield f"a {name} of shape {list(tensors[i].shape)}", tensors
+            yield f"{name} of shape {list(tensors[i].shape)}", tensors
             tensors = case.fresh()
             tensors[i] = tensors[i].flatten()[0].clone() if x.numel() else tensors[i]
             yield f"a zero-dimensional {name}", tensors
@@ -352,7 +352,7 @@ def _wrong_inputs(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
             if dtype != x.dtype and (count > 1 or dtype == torch.int64):
                 tensors = case.fresh()
                 tensors[i] = tensors[i].to(dtype)
-                yield f"a {name} of {str(dtype).removeprefix('torch.')}", tensors
+                yield f"{name} of {str(dtype).removeprefix('torch.')}", tensors
         if count > 1 and case.device.type != "cpu" and x.dim():
             tensors = case.fresh()
             tensors[i] = tensors[i].cpu()

@@ -99,7 +99,7 @@ def _against(case: Case, tensors: list[Tensor], inputs: str, terms: int = 1) -> 
             if "invalid gradient" in str(error):
                 fail(
                     f"{case.name}: given {inputs}, its backward raised {last_line(error)}",
-                    "give each gradient the shape of its input: sum it over what was broadcast",
+                    "give each gradient the shape of its input: sum it over the broadcast dimensions",
                 )
             return _clear(case, error, f"{inputs}, backward of")
     return None

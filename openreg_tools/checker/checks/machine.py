@@ -64,7 +64,9 @@ def _garbage(case: Case, pattern: int) -> Iterator[None]:
 
 def poison(case: Case) -> str | None:
     """Its results do not depend on old memory contents."""
-    remedy = "write every element of what torch.empty gives before it is read; torch.zeros where sums start from it"
+    remedy = (
+        "write every element of torch.empty's result before you read it, or use torch.zeros where sums start from it"
+    )
 
     def run(what: str) -> list[Tensor | None]:
         tensors = case.fresh(grad=what == "gradient")
@@ -81,7 +83,7 @@ def poison(case: Case) -> str | None:
             expected = expected or got
             if wrong := differs(got, expected, what):
                 fail(
-                    f"{case.name}: it reads memory that was never written: with fresh memory filled by 0x{pattern:02X} "
+                    f"{case.name}: it reads memory that was never written: with fresh memory filled with 0x{pattern:02X} "
                     f"bytes instead of 0x5A, {wrong}",
                     remedy,
                 )
@@ -104,7 +106,7 @@ def determinism(case: Case) -> str | None:
         for _ in range(2):
             again = everything()
             if wrong := differs(again, first, "result"):
-                fail(f"{case.name}: {what} gives another result: {wrong}", remedy)
+                fail(f"{case.name}: {what} gives a different result: {wrong}", remedy)
             if wrong := differs(again, first, "result", exact=True):
                 warn(f"{case.name}: {what} rounds differently: {wrong}", remedy)
     return None
@@ -172,7 +174,7 @@ def overhead(case: Case) -> str | None:
     text = f"{call:,.0f} ns a call on {inputs}"
     if case.derivative.status == "pass" and not case.mutable:
         args, kwargs = case.arguments(case.leaf(tensors))
-        text += f", {_nanoseconds(lambda: case.op(*args, **kwargs)):,.0f} ns where a gradient is wanted"
+        text += f", {_nanoseconds(lambda: case.op(*args, **kwargs)):,.0f} ns if a gradient is required"
     return f"{text}; aten::neg takes {base:,.0f} ns"
 
 

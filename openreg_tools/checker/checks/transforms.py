@@ -75,7 +75,7 @@ def out(case: Case) -> str | None:
         if wrong := differs(outs, case.expected):
             fail(f"{where}: {wrong}, which the operator returns", remedy)
         if any(r is not o for r, o in zip(returned, outs, strict=True)):
-            fail(f"{where} returns another tensor than out", remedy)
+            fail(f"{where} returns a tensor other than out", remedy)
         if what != "of no elements" and strides != [x.stride() for x in outs]:
             fail(f"{where} changed the strides of out, which has the right size", remedy)
     return None

@@ -16,7 +16,7 @@ from openreg_tools.checker.case import Case, gradients, last_line
 from openreg_tools.checker.checks.common import differs, dtype_name, fail, needs_tensors, skip, warn
 
 _REMEDY = (
-    "check sizes by torch._check(size == …, lambda: …), combine conditions by | and & instead of `or` and `and`, take "
+    "check sizes with torch._check(size == …, lambda: …), combine conditions with | and & instead of `or` and `and`, take "
     "torch.sym_max for max(), and where a branch is needed, ask guard_or_false of torch.fx.experimental.symbolic_shapes"
 )
 
@@ -59,7 +59,7 @@ def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:
     for size in sizes:
         alike = [(i, d) for i, d in dims if case.leaves[i].shape[d] == size]
         if len(alike) > 1:
-            yield f"with an unbacked size in place of {size}", dict.fromkeys(alike, 0)
+            yield f"with an unbacked size instead of {size}", dict.fromkeys(alike, 0)
     if len(dims) > 1:
         yield "with every dimension unbacked", {dim: n for n, dim in enumerate(dims)}
 

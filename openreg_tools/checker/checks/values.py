@@ -56,7 +56,7 @@ def schema(case: Case) -> str | None:
                 what = case.names[i] if i < len(tensors) else f"the gradient of output {i - len(tensors)}"
                 fail(
                     f"{case.name}: its backward writes to {what}, which others still use",
-                    "compute into fresh memory in the backward: clone what is to be changed",
+                    "compute into fresh memory in the backward: clone the tensors to change",
                 )
 
 
@@ -111,7 +111,7 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
                     )
         if info is not None and not shared:
             said = f"{case.name}: the schema says that output {i} is an alias of an input, but it has its own memory"
-            remedy = "return the input or its view, or take the (a) out of the schema's return"
+            remedy = "return the input or its view, or remove the (a) from the schema's return"
             fail(said, remedy) if info.is_write else warn(said, remedy)
         for j in range(i):
             if storage_of(outs[j]) == mine and (info is None or returned[j] is None):
@@ -138,7 +138,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def reference(case: Case) -> str | None:
-    """Outputs and gradients are those of the reference, or of its own CPU kernel."""
+    """Outputs and gradients equal the results of the reference, or of its own CPU kernel."""
     function = reference_of(case)
     if not function:
         if case.seeded:
