@@ -122,7 +122,7 @@ def fake_quantize_backward(
     steps = x.detach().to(s.dtype) * s.reciprocal()
     kept = steps.round().clamp(quant_min - z, quant_max - z)
     inside = kept == steps.round()
-    to_scale = grad_y.to(s.dtype) * (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
+    to_scale = (grad_y.to(s.dtype) * (kept - steps.where(inside, 0))).where(s.isfinite(), 0)
     return grad_y.where(inside, 0).contiguous(), op.sum_to(to_scale, s).reshape(scale.shape)
 
 

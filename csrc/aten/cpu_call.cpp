@@ -54,6 +54,13 @@ c10::intrusive_ptr<StorageImpl> new_alias_storage() {
       c10::GetAllocator(c10::kCPU), /*resizable=*/true);
 }
 
+// Gives a sparse tensor the dimensions and sizes of another one, also sizes that a SymInt keeps on the heap.
+void take_sizes(at::SparseTensorImpl* to, const at::SparseTensorImpl* from) {
+  if (C10_UNLIKELY(from->has_symbolic_sizes_strides()))
+    to->resize_(from->sparse_dim(), from->dense_dim(), from->sym_sizes());
+  else to->raw_resize_(from->sparse_dim(), from->dense_dim(), from->sizes());
+}
+
 at::Tensor borrow(TensorImpl* impl) {
   return at::Tensor(c10::intrusive_ptr<TensorImpl>::reclaim_copy(impl));
 }
@@ -319,7 +326,7 @@ void CpuCall::alias_special(Slot& slot) {
   if (keys.has_any(c10::sparse_ks)) {
     auto* sparse = static_cast<at::SparseTensorImpl*>(real);
     auto made = c10::make_intrusive<at::SparseTensorImpl>(DispatchKeySet(DispatchKey::SparseCPU), real->dtype());
-    made->raw_resize_(sparse->sparse_dim(), sparse->dense_dim(), sparse->sizes());
+    take_sizes(made.get(), sparse);
     slot.members = {sparse->indices(), sparse->values()};
     made->set_indices_and_values_unsafe(alias(slot.members[0], slot.write), alias(slot.members[1], slot.write));
     made->set_coalesced(sparse->coalesced());
@@ -352,6 +359,8 @@ void CpuCall::alias_special(Slot& slot) {
       slot.special = at::Tensor(c10::make_intrusive<at::native::NestedTensorImpl>(std::move(shown),
           DispatchKeySet(DispatchKey::NestedTensorCPU), real->dtype(), nested->get_nested_sizes(),
           nested->get_nested_strides(), nested->get_storage_offsets()));
+      slot.special._set_conj(real->is_conj());
+      slot.special._set_neg(real->is_neg());
     }
   } else {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "openreg: a tensor with dispatch keys ", keys,
@@ -406,7 +415,7 @@ void CpuCall::carry_back_special(Slot& slot) {
   if (keys.has_any(c10::sparse_ks)) {
     auto *to = static_cast<at::SparseTensorImpl*>(real), *from = static_cast<at::SparseTensorImpl*>(alias);
     at::Tensor indices = result(from->indices()), values = result(from->values());
-    to->raw_resize_(from->sparse_dim(), from->dense_dim(), from->sizes());
+    take_sizes(to, from);
     to->set_indices_and_values_unsafe(indices, values);
     to->set_coalesced(from->coalesced());
   } else if (keys.has_any(c10::sparse_csr_ks)) {

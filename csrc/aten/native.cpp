@@ -186,8 +186,13 @@ class NativeKernel final : public c10::OperatorKernel {
     for (size_t i = 0; i < returns; ++i) {
       c10::IValue& value = (*stack)[stack->size() - returns + i];
       if (value.isTensor()) {
-        at::Tensor out = std::move(value).toTensor();
-        value = C10_UNLIKELY(i == host_result_) ? to_host(std::move(out)) : own(call, std::move(out));
+        // Some kernels assign to their out= argument instead of writing to it.
+        const at::Tensor& out = value.toTensor();
+        TORCH_CHECK_NOT_IMPLEMENTED(!takes_results_ || !out.defined() || reads_no_data_ || call.passed(out),
+            op.operator_name().name,
+            ": PyTorch's kernel does not write to this out= tensor, but returns another one; call it without out=");
+        at::Tensor mine = std::move(value).toTensor();
+        value = C10_UNLIKELY(i == host_result_) ? to_host(std::move(mine)) : own(call, std::move(mine));
       } else if (value.isTensorList()) {
         auto list = value.toTensorList();
         c10::List<at::Tensor> out;

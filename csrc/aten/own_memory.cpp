@@ -44,14 +44,18 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},
+    {"aten::_slow_conv2d_backward", {"self"}},
     {"aten::_weight_int8pack_mm", {"scales"}},
     {"aten::_weight_norm_interface", {"v", "g"}},
     {"aten::_weight_norm_interface_backward", {"grad_w", "saved_v", "saved_g", "saved_norms"}},
     {"aten::adaptive_max_pool3d_backward", {"indices"}},
     {"aten::batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_var"}},
+    {"aten::fractional_max_pool3d_backward", {"indices"}},
     {"aten::native_batch_norm.out", {"input"}},
     {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
     {"aten::slow_conv_transpose2d.out", {"self", "weight"}},
+    {"quantized::embedding_bag_2bit_unpack", {"weight"}},
+    {"quantized::embedding_bag_4bit_unpack", {"weight"}},
 };
 
 bool is_result(const c10::Argument& argument) {
