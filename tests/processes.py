@@ -90,11 +90,15 @@ def _serve() -> dict | None:
     import torch  # noqa: F401
 
     if "dynamo" in sys.argv:
+        sys.modules["triton"] = None  # graphs of this device do not use it, and its end needs what gc.freeze() keeps
         import torch._dynamo  # noqa: F401
+        from torch._inductor import cpu_vec_isa
+
+        cpu_vec_isa.valid_vec_isa_list()  # compiles programs and starts processes to load them
+        del sys.modules["triton"]
     if "destructors" not in sys.argv:
         _end_after_own_destructors()
-    if "triton" not in sys.modules:  # it complains of what is not collected at the end
-        gc.freeze()  # a scan in a fork, as at its end, would copy the pages: half a second
+    gc.freeze()  # a scan in a fork, as at its end, would copy the pages: a second
     for line in sys.stdin:
         process = os.fork()
         if process == 0:

@@ -428,8 +428,6 @@ def test_compiled(group):
 # ---- without processes ----
 
 VALIDATE = """
-import sys
-
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensorMode
@@ -446,16 +444,13 @@ from openreg_ops.meta import op
 from openreg_tools.samples import sample_of
 
 
-SIZE = int(sys.argv[1])
-
-
-def validated(name, rule):
+def validated(name, rule, size):
     function, count = getattr(torch.ops.openreg, name).default, 0
     for sample in map(sample_of, op.SAMPLES[name]("cpu", torch.float32)):
         truth = function(*sample.args, **sample.kwargs)
         truth = [truth] if isinstance(truth, torch.Tensor) else list(truth)
-        with LocalTensorMode(frozenset(range(SIZE))):
-            mesh = init_device_mesh("cpu", (SIZE,))
+        with LocalTensorMode(frozenset(range(size))):
+            mesh = init_device_mesh("cpu", (size,))
 
             def strategy(x):
                 if not isinstance(x, torch.Tensor):
@@ -467,32 +462,40 @@ def validated(name, rule):
             for places, outs in strategies._combinations(function, rule, given, mesh, 0):
                 placements = tuple(tuple(map(strategies._placement, each)) for each in (places, outs))
                 right, why = validate_aten_combination(
-                    function, sample.args, sample.kwargs, truth, placements, SIZE, mesh
+                    function, sample.args, sample.kwargs, truth, placements, size, mesh
                 )
                 assert right is not False, (name, sample, placements, why)  # None: it does not split unevenly
                 count += right is True and any(at is not None for at in places)
     return count
 
 
-torch.manual_seed(0)
-dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
 rules = {n: rule for n, rule in op.SHARDED.items() if not getattr(torch.ops.openreg, n).default._schema.is_mutable}
-unseen = [name for name, rule in rules.items() if not validated(name, rule)]
-assert not unseen, f"no sample of {unseen} can be split over {SIZE} processes"
-try:
-    validated("swiglu", lambda: [(dict(), (op.SUM,))])
-except AssertionError as error:
-    assert "mismatch" in str(error), error
-else:
-    raise AssertionError("the validator believes a wrong rule")
+for size in (2, 4):
+    torch.manual_seed(0)
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    unseen = [name for name, rule in rules.items() if not validated(name, rule, size)]
+    assert not unseen, f"no sample of {unseen} can be split over {size} processes"
+    try:
+        validated("swiglu", lambda: [(dict(), (op.SUM,))], size)
+    except AssertionError as error:
+        assert "mismatch" in str(error), error
+    else:
+        raise AssertionError("the validator believes a wrong rule")
+    dist.destroy_process_group()
+    print(size, "is right")
 """
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_strategies_by_pytorchs_own_validator(size):
+@pytest.fixture(scope="module")
+def validation():
+    """One process for all sizes, as its imports take seconds."""
     pytest.importorskip("torch.distributed.tensor._ops.strategy_validation")
-    done = python("-c", VALIDATE, str(size), dynamo=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    return python("-c", VALIDATE, dynamo=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_strategies_by_pytorchs_own_validator(validation, size):
+    assert f"{size} is right\n" in validation.stdout, validation.stderr[-3000:]
 
 
 def test_dtensor_is_not_imported():
