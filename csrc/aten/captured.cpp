@@ -129,7 +129,8 @@ class CallArguments {
     for (CallArgument& each : all_) {
       if (each.device) {
         // A tensor that is only read may be a lazy clone: only its alias has its memory.
-        const StorageImpl* storage = storage_of(each.written ? each.real : each.alias);
+        const StorageImpl* storage = storage_of(each.real);
+        if (storage->has_materializer()) storage = storage_of(each.alias);
         auto known = std::find_if(made.begin(), made.end(), [&](const auto& pair) { return pair.first == storage; });
         if (known == made.end())
           known = made.insert(made.end(), {storage, storage_over(storage->data(), storage->nbytes())});
@@ -338,6 +339,7 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
 
   const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   CallArguments arguments(captured, *stack);
+  captured.call.run_on_host([] {}); // a lazy clone that the call reads first and writes later gets its own memory
   Stack results = try_on_scratch(captured, arguments, *stack);
   arguments.resize_results();
   std::vector<MemoryUse> uses;

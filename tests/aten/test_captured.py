@@ -162,6 +162,17 @@ def test_repeats_whose_sum_is_given_are_captured(size, dtype):
         graph.replay()
 
 
+def test_a_node_says_what_it_reads_and_writes():
+    x = torch.ones(4, 8, device=DEVICE)
+    columns = x[:, 2:6]
+    graph, y = captured(lambda: columns.exp())
+    ((*_, uses),) = [node for node in graph._nodes() if node[0] == "aten::exp"]
+    assert uses == [(columns.data_ptr(), 4 * (3 * 8 + 4), False), (y.data_ptr(), y.nbytes, True)]
+    graph, _ = captured(lambda: torch.exp(x, out=x))
+    ((*_, uses),) = [node for node in graph._nodes() if node[0] == "aten::exp"]
+    assert uses == [(x.data_ptr(), x.nbytes, True)]
+
+
 def test_pinned_memory_is_read_at_each_replay():
     pinned = torch.tensor(1.0).pin_memory()
     graph, y = captured(lambda: torch.zeros((), device=DEVICE).copy_(pinned, non_blocking=True))
@@ -204,6 +215,9 @@ def test_operators_of_the_suite(name):
     lambda x, y: torch.relu(x - 0.5).bfloat16() * 0.5 + 1,
     lambda x, y: (x.abs(), x.clone().zero_(), torch.full_like(x, 3), torch.arange(4, device=x.device) * 2),
     lambda x, y: torch._lazy_clone(x).add_(1) + x,
+    lambda x, y: (torch.add(clone := torch._lazy_clone(x), 1, out=clone), x),  # reads the clone first
+    lambda x, y: (clone := torch._lazy_clone(x), torch.exp(clone.t()[:4, :4], out=clone[:, 4:]), x),  # of other strides
+    lambda x, y: x.clone().fill_(-0.0).reciprocal(),
 ])  # fmt: skip
 def test_expressions(expression):
     report = opinfo.Report()

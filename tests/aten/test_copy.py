@@ -87,6 +87,20 @@ def test_non_blocking(source, target):
     assert y.cpu().equal(x)
 
 
+@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("source", PLACES)
+@pytest.mark.parametrize("lazy", [torch._neg_view, torch.conj])
+def test_lazy_bits_are_resolved(lazy, source, target):
+    """Also of a source whose bytes lie as those of the target do."""
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    for non_blocking in (False, True):
+        y = put(torch.zeros_like(x), target)
+        y.copy_(lazy(put(x, source)), non_blocking=non_blocking)
+        for device in range(2):
+            torch.accelerator.synchronize(device)
+        assert y.tolist() == lazy(x).tolist()
+
+
 def test_overlapping_copy_is_refused_as_on_the_cpu():
     for device in ("cpu", "openreg"):
         x = torch.arange(6.0, device=device)
@@ -264,6 +278,10 @@ def test_the_host_runs_ahead_of_copies_from_pageable_memory():
         many = [torch.full((8 << 20,), float(i)).to("openreg", non_blocking=True) for i in range(3)]  # of 32 MiB
         assert stream.query()  # the third did not fit in the buffer, and waited
         assert x.tolist() == [2] * 4 and [y.mean().item() for y in many] == [0, 1, 2]
+        torch.openreg._sleep(1_000_000_000)
+        x.copy_(torch.full((4,), 3), non_blocking=True)
+        assert not stream.query()  # the buffer is free again
+        assert x.tolist() == [3] * 4
 
 
 def test_an_error_of_a_queued_copy_is_raised_at_its_line(mode):

@@ -290,8 +290,9 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match="expected operator names|no operator matches 'aten::ad'"):
             with fallback.policy("error", deny=[wrong]):
                 pass
-    with pytest.raises(ValueError, match="no operator matches 'nolib::op'; import the library"):
-        fallback.share("nolib::op")
+    for function in (fallback.share, fallback.force):
+        with pytest.raises(ValueError, match="no operator matches 'nolib::op'; import the library"):
+            function("nolib::op")
     with fallback.deny("nolib::later"), fallback.policy("allow", deny="aten::cosh"):
         with pytest.raises(NotImplementedError):
             torch.ones(1, device="openreg").cosh()

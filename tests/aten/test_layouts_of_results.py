@@ -76,6 +76,9 @@ def test_a_result_that_is_an_input(mode):
     half = X.to(D)[:, ::2]
     torch.triu(half, out=half)
     assert torch.equal(half.cpu(), torch.triu(X[:, ::2]))
+    square = torch.arange(32.0, device=D).view(4, 8)[:, ::2]
+    expected = torch.tril(square.t().clone())
+    assert torch.equal(torch.tril(square.t(), out=square), expected)  # the same memory, of other strides
     dense = X.to(D)
     with pytest.raises(RuntimeError, match="some elements of the input tensor and the written-to tensor refer to"):
         torch.tril(dense, out=dense.permute(3, 2, 1, 0).permute(3, 2, 0, 1))

@@ -208,6 +208,16 @@ def test_computes_what_is_asked_for():
     assert not grouped_linear(*inputs_of()).requires_grad
 
 
+def test_a_batch_of_gradients():
+    x, weights, bias, group_sizes = inputs_of(grad=True)
+    y = grouped_linear(x, weights, bias, group_sizes)
+    tensors, grad_y = [x, *weights, *bias], random(3, *y.shape)
+    batched = torch.autograd.grad(y, tensors, grad_y, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        for one, each in zip(torch.autograd.grad(y, tensors, grad_y[i], retain_graph=True), batched, strict=True):
+            assert_close(each[i], one)
+
+
 @pytest.mark.slow
 def test_no_group_sees_another():
     """inf and NaN in one group's rows or weights stay there, in both directions."""

@@ -448,3 +448,26 @@ def test_autocast_casts_to_the_caches(device_type):
         assert_close([x.cpu() for x in kv_cache_update(k_cache, v_cache, k.half().float(), v, slots)][1], expected[1])
         kv_cache_update_(k_cache, v_cache, k, v, slots)
     assert_close([x.cpu() for x in (k_cache, v_cache)], list(expected))
+
+
+def test_autocast_casts_to_no_integers():
+    k_cache, v_cache, k, v, slots = inputs_of()
+    with kit.autocast(torch.bfloat16), pytest.raises(RuntimeError, match="expected k of int8, the dtype of k_cache"):
+        kv_cache_update(k_cache.to(torch.int8), v_cache, k, v, slots)
+
+
+def test_a_replay_refuses_its_slots():
+    k_cache, v_cache, rows, slots = (torch.zeros(4, 2, device=DEVICE), torch.zeros(4, 2, device=DEVICE),
+                                     torch.ones(2, 2, device=DEVICE), torch.tensor([0, 1], device=DEVICE))  # fmt: skip
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        kv_cache_update_(k_cache, v_cache, rows, rows, slots)
+    graph.replay()
+    assert k_cache.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
+    slots.fill_(3)
+    with pytest.raises(
+        torch.AcceleratorError, match="expected slots without repetition, but got slot 3 at positions 0 and 1"
+    ):
+        graph.replay()
+        torch.openreg.synchronize()
+    assert k_cache.tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]

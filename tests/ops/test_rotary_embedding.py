@@ -116,6 +116,7 @@ def test_derivatives_in_x_or_a_table_alone(interleaved):
         plain = cos.detach(), sin.detach()
         kit.check_gradients(lambda x, f=function, t=plain: f(x, *t, interleaved), x)
     kit.check_gradients(lambda c: rotary_embedding(x.detach(), c, sin.detach(), interleaved), cos)
+    kit.check_gradients(lambda s: rotary_embedding(x.detach(), cos.detach(), s, interleaved), sin)
 
 
 def test_x_is_kept_only_for_the_tables_gradient():

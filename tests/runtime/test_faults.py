@@ -101,6 +101,18 @@ def test_a_copy_is_corrupted(where, dtype):
     assert (got.cpu() != x).nonzero().tolist() == [[0]]
 
 
+@pytest.mark.parametrize("source", [torch.bool, torch.float32], ids=str)
+def test_a_replayed_copy_is_corrupted(source):
+    x, y = torch.ones(1000, dtype=source, device=DEVICE), torch.zeros(1000, dtype=torch.bool, device=DEVICE)
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        y.copy_(x)
+    with inject("copy") as fault:
+        graph.replay()
+    assert fault.struck == 1
+    assert (~y.cpu()).nonzero().tolist() == [[0]]  # a byte other than 0 and 1 would read as True
+
+
 def test_a_lost_device_stays_lost_until_it_is_reset():
     x, other = torch.ones(10, device="openreg:0"), torch.ones(10, device="openreg:1")
     stream, event = torch.openreg.current_stream(), torch.openreg.Event(enable_timing=True)
