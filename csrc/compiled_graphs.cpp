@@ -20,6 +20,7 @@
 #include "graph_bindings.h"
 #include "runtime/device.h"
 #include "runtime/event.h"
+#include "runtime/memory_contents.h"
 #include "runtime/stream.h"
 
 namespace openreg {

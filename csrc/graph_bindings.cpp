@@ -14,6 +14,7 @@
 #include "runtime/fork.h"
 #include "runtime/graph.h"
 #include "runtime/memory.h"
+#include "runtime/memory_contents.h"
 #include "runtime/stream.h"
 
 namespace openreg {

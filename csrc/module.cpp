@@ -37,6 +37,7 @@
 #include "runtime/fork.h"
 #include "runtime/isolation.h"
 #include "runtime/memory.h"
+#include "runtime/memory_contents.h"
 #include "runtime/observer.h"
 #include "runtime/stream.h"
 #include "runtime/usage.h"

@@ -4,7 +4,10 @@
 #include <ATen/ops/alias.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -46,6 +49,12 @@ const std::unordered_set<std::string> kAsksRequiresGrad = {"aten::_sparse_mm_red
 // Composites that work only on aliases: they require a CPU tensor by name, or call a CPU stub directly.
 const std::unordered_set<std::string> kHostComposites = {
     "aten::mode", "aten::mode.values", "aten::conj_physical_", "aten::_batch_norm_no_update"};
+
+// Whether this is a quantized tensor of torch.empty, which few kernels take.
+bool lacks_quantizer(const at::Tensor& t) {
+  return t.defined() && t.is_quantized() &&
+      dynamic_cast<at::UnknownQuantizer*>(static_cast<at::QTensorImpl*>(t.unsafeGetTensorImpl())->quantizer().get());
+}
 
 // Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
 class NativeKernel final : public c10::OperatorKernel {
@@ -174,8 +183,8 @@ class NativeKernel final : public c10::OperatorKernel {
           const LendGenerator lend(lent);
           op.redispatchBoxed(DispatchKeySet(target_), stack);
         });
-      } catch (const c10::Error& error) { // only quantized tensors of torch.empty have an UnknownQuantizer
-        TORCH_CHECK_NOT_IMPLEMENTED(error.msg().find("UnknownQuantizer") == std::string::npos, op.operator_name().name,
+      } catch (const c10::Error&) {
+        TORCH_CHECK_NOT_IMPLEMENTED(std::ranges::none_of(held, lacks_quantizer), op.operator_name().name,
             ": expected quantized tensors with a quantizer, but got one that torch.empty made; use "
             "torch.quantize_per_tensor or torch._empty_affine_quantized");
         throw;

@@ -13,6 +13,7 @@
 #include "../runtime/interface.h"
 #include "../runtime/isolation.h"
 #include "../runtime/memory.h"
+#include "../runtime/memory_stats.h"
 #include "../runtime/stream.h"
 #include "../runtime/turn.h"
 #include "gpu_trace.h"

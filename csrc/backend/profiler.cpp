@@ -25,7 +25,8 @@
 
 #include "../runtime/device.h"
 #include "../runtime/event.h"
-#include "../runtime/memory.h"
+#include "../runtime/memory_contents.h"
+#include "../runtime/memory_stats.h"
 #include "../runtime/profile.h"
 #include "../runtime/stream.h"
 #include "allocator.h"

@@ -6,6 +6,7 @@
 
 #include "../runtime/fork.h"
 #include "../runtime/memory.h"
+#include "../runtime/memory_contents.h"
 #include "../runtime/shared.h"
 #include "../runtime/stream.h"
 #include "allocator.h"

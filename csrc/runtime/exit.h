@@ -1,8 +1,6 @@
 // Where threads stop when the process ends: see Note [Exit].
 #pragma once
 
-#include <cstdint>
-
 #include "work.h"
 
 namespace openreg {
@@ -14,8 +12,6 @@ void set_stay_away(StayAway stay) noexcept;
 void keep_threads_away(bool away) noexcept;
 
 namespace detail {
-
-constexpr std::uint32_t kExitBit = 1u << 23; // of attention, below the other bits
 
 void stay_away();
 inline void stay_at_exit() {

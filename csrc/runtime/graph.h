@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "memory.h"
+#include "private_pools.h"
 #include "stream.h"
 #include "work.h"
 

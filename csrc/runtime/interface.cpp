@@ -20,6 +20,7 @@
 #include "fault.h"
 #include "graph.h"
 #include "memory.h"
+#include "memory_contents.h"
 #include "observer.h"
 #include "stream.h"
 

@@ -14,7 +14,7 @@
 #include <cstring>
 #include <mutex>
 
-#include "memory.h"
+#include "memory_contents.h"
 #include "work.h"
 
 #ifdef __x86_64__

@@ -16,6 +16,7 @@
 #include "fork.h"
 #include "isolation.h"
 #include "memory.h"
+#include "memory_contents.h"
 #include "stream.h"
 #include "wait.h"
 

@@ -48,12 +48,13 @@ class Task {
 };
 
 // Zero while work may run immediately: the mode is inline and no stream has queued work. Otherwise the number of busy
-// streams, plus bits: the mode is not inline; an error is pending; Note [Fork]; Note [Faults]; Note [Capture], while
-// any stream of the process is captured. Note [Isolation], Note [Profile] and Note [Private pools] also have a bit
-// each, which alone is no reason to wait: see kNoWait.
+// streams, plus bits: the mode is not inline; an error is pending; Note [Fork]; Note [Faults]; Note [Exit], while
+// threads are kept away; Note [Capture], while any stream of the process is captured. Note [Isolation], Note [Profile]
+// and Note [Private pools] also have a bit each, which alone is no reason to wait: see kNoWait.
 extern std::atomic<std::uint32_t> attention;
 constexpr std::uint32_t kModeBit = 1u << 31, kErrorBit = 1u << 30, kForkBit = 1u << 29, kFaultBit = 1u << 28,
-                        kIsolationBit = 1u << 27, kProfileBit = 1u << 26, kCaptureBit = 1u << 25, kPoolBit = 1u << 24;
+                        kIsolationBit = 1u << 27, kProfileBit = 1u << 26, kCaptureBit = 1u << 25, kPoolBit = 1u << 24,
+                        kExitBit = 1u << 23;
 constexpr std::uint32_t kNoWait = kIsolationBit | kProfileBit | kPoolBit;
 
 } // namespace detail

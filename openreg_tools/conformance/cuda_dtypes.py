@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools.conformance import opinfo, transforms
+from openreg_tools.conformance.one_sample import Sample, empty, sized
 
 CHECKS = ("cuda_dtypes", "autocast")
 
@@ -255,16 +256,16 @@ class _Case:
             self.report.notes["out= is not written by PyTorch's composite"] += 1
             return
         dense = all(x.layout == torch.strided for x in forward)
-        for make in (opinfo._sized, _strided, opinfo._empty) if dense else (opinfo._sized,):
+        for make in (sized, _strided, empty) if dense else (sized,):
             move = opinfo.Mover(self.device)
             outs = [move(make(x.detach().cpu())) for x in forward]
             torch.manual_seed(opinfo.SEED)
             try:
                 self.call(self.op, move, out=outs[0] if len(outs) == 1 else tuple(outs))
             except Exception as error:
-                return self.fail("error", f"out= ({make.__name__[1:]}): {opinfo.first_line(error)}")
+                return self.fail("error", f"out= ({make.__name__.lstrip('_')}): {opinfo.first_line(error)}")
             for e, a in zip(forward, outs, strict=True):
-                self.same(a, e, f"out= ({make.__name__[1:]})")
+                self.same(a, e, f"out= ({make.__name__.lstrip('_')})")
 
     def leaves_out(self, forward: list[torch.Tensor]) -> bool:
         """Whether the CPU fails to resize an empty out= in the wider dtype, as fft.ihfftn of one dimension does."""
@@ -336,7 +337,7 @@ def check_autocast(op: Any, device: str, samples: int, report: opinfo.Report, at
     if op.full_name in REFUSED_UNDER_AUTOCAST:
         return
     for i, sample in enumerate(opinfo._samples(op, torch.float32, backward, samples)):
-        one = opinfo._Sample(op, sample, i, device, report)
+        one = Sample(op, sample, i, device, report)
         plain, plain_gradients = _outcome(one, contextlib.nullcontext(), backward)
         if plain.error or (plain_gradients and plain_gradients.error):
             continue
@@ -383,7 +384,7 @@ def _outcome(one: Any, context: Any, backward: bool) -> tuple[opinfo.Outcome, op
 
 def _as_on_cpu(op: Any, sample: Any, index: int, dtype: torch.dtype, found: tuple, backward: bool) -> bool:
     """Whether autocast differs as much on the CPU: rounding large scores to float16 changes their softmax by 2 %."""
-    one = opinfo._Sample(op, sample, index, "cpu", opinfo.Report())
+    one = Sample(op, sample, index, "cpu", opinfo.Report())
     cpu = _outcome(one, torch.autocast("cpu", dtype=dtype), backward)
     return all(not (e.error or list(_far(e.value, a.value, dtype))) for e, a in zip(cpu, found, strict=True) if e and a)
 

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools.conformance import opinfo
-from openreg_tools.conformance.opinfo import Comparison, _Sample
+from openreg_tools.conformance.one_sample import Sample
+from openreg_tools.conformance.opinfo import Comparison
 
 # Calls of one ATen operator that are checked in a sample.
 CALLS = 2
@@ -252,7 +253,7 @@ def forms(op: Any) -> tuple[Any, Any]:
 class _Forms(TorchDispatchMode):
     """Compares the `out=` and in-place form of each operator that is called on the CPU."""
 
-    def __init__(self, one: _Sample, comparison: Callable[[], Comparison]) -> None:
+    def __init__(self, one: Sample, comparison: Callable[[], Comparison]) -> None:
         super().__init__()
         self.one, self.comparison, self.calls = one, comparison, Counter()
 
@@ -316,7 +317,7 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
 # ---- the check ----
 
 
-def check(one: _Sample) -> None:
+def check(one: Sample) -> None:
     """Check every layout of the results of one sample."""
 
     def comparison() -> Comparison:

@@ -81,8 +81,8 @@ def _nested() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(1, 3)])
 
 
-def _quantized(*shape: int) -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.rand(shape), 0.1, 3, torch.quint8)
+def _quantized(*shape: int, dtype: torch.dtype = torch.qint8) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.rand(*shape), 0.05, 0, dtype)
 
 
 def _channels() -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,11 +279,6 @@ def _softmax_backward() -> Call:
 
 def _amp() -> Call:
     return _of(torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.zeros(1), 2.0, 0.5, 2)
-
-
-# Some functional forms exist for sparse, quantized or nested tensors only. Their out= forms take the same arguments.
-def _quantized(*shape: int, dtype: torch.dtype = torch.qint8) -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.rand(*shape), 0.05, 0, dtype)
 
 
 def _dynamic_linear() -> Call:

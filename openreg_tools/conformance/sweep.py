@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from openreg_tools.conformance import asynchronous, attention, graphs, layouts, opinfo, transforms
+from openreg_tools.conformance.one_sample import Sample
 
 DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
 CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", graphs.CHECK, *transforms.CHECKS)
@@ -44,7 +45,7 @@ def check(
         backward = "backward" in checks and differentiable
         requires_grad = differentiable and not {"backward", *transforms.CHECKS}.isdisjoint(checks)
         for i, sample in enumerate(opinfo._samples(op, dtype, requires_grad, samples)):
-            one = opinfo._Sample(op, sample, i, device, report)
+            one = Sample(op, sample, i, device, report)
             for name in checks:
                 if name in ("sparse", "errors", "async", "async_errors", graphs.CHECK) or (
                     name == "backward" and not backward
@@ -59,7 +60,7 @@ def check(
             for layout in opinfo.LAYOUTS:
                 for i, sample in enumerate(opinfo._sparse_samples(op, layout, dtype, samples)):
                     at(f"sparse, sample {i}")
-                    one = opinfo._Sample(op, sample, i, device, report)
+                    one = Sample(op, sample, i, device, report)
                     one.forward("sparse")
                     if backward:
                         one.backward("sparse")
@@ -68,7 +69,7 @@ def check(
             torch.manual_seed(opinfo.SEED)
             for i, wrong in enumerate(itertools.islice(op.error_inputs("cpu"), 4 * samples)):
                 at(f"errors, sample {i}")
-                opinfo._Sample(op, wrong.sample_input, i, device, report).forward("errors")
+                Sample(op, wrong.sample_input, i, device, report).forward("errors")
         if {"async", "async_errors"} & set(checks):
             asynchronous.check(op, dtype, device, samples, checks, report, at)
         if graphs.CHECK in checks and graphs.supported(device):

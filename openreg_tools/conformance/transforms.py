@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from openreg_tools.conformance.opinfo import HOST_ARGUMENTS, Mover, _Sample
+from openreg_tools.conformance.one_sample import Sample
+from openreg_tools.conformance.opinfo import HOST_ARGUMENTS, Mover
 
 CHECKS = ("vmap", "grad", "jvp", "jacrev", "vmap_grad")
 
@@ -26,7 +27,7 @@ ROWS = 8  # elements of each output whose Jacobian is computed
 class _Arguments:
     """A sample's arguments with the tensors taken out."""
 
-    def __init__(self, one: _Sample) -> None:
+    def __init__(self, one: Sample) -> None:
         sample = one.sample
         self.leaves, self.spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         self.stay = one.op.name in HOST_ARGUMENTS  # all arguments but the first
@@ -97,7 +98,7 @@ class _Vmap:
         return torch.vmap(function, self.dims, randomness="same")(*tensors)
 
 
-def vmap(one: _Sample) -> None:
+def vmap(one: Sample) -> None:
     """torch.vmap with each in_dims, of the operator, its in-place form, and the operator's gradient."""
     arguments = _Arguments(one)
     if not arguments.places:
@@ -152,7 +153,7 @@ def _loss(function: Callable) -> Callable[..., Any]:
     return loss
 
 
-def _derivative(one: _Sample, check: str, transform: Callable[[Callable, tuple[Tensor, ...]], Any]) -> None:
+def _derivative(one: Sample, check: str, transform: Callable[[Callable, tuple[Tensor, ...]], Any]) -> None:
     """`transform` of the operator with respect to all differentiable arguments, the first alone, and the last alone.
 
     The other tensors are constants that no transform wraps.
@@ -174,17 +175,17 @@ def _derivative(one: _Sample, check: str, transform: Callable[[Callable, tuple[T
         one.comparison(check).outcomes(*one.both(call))
 
 
-def grad(one: _Sample) -> None:
+def grad(one: Sample) -> None:
     """torch.func.grad."""
     _derivative(one, "grad", lambda f, primals: torch.func.grad(_loss(f), tuple(range(len(primals))))(*primals))
 
 
-def jvp(one: _Sample) -> None:
+def jvp(one: Sample) -> None:
     """torch.func.jvp."""
     _derivative(one, "jvp", lambda f, primals: torch.func.jvp(f, primals, tuple(map(_weights, primals))))
 
 
-def jacrev(one: _Sample) -> None:
+def jacrev(one: Sample) -> None:
     """torch.func.jacrev of the first elements of each output: vmap over the backward."""
 
     def transform(function: Callable, primals: tuple[Tensor, ...]) -> Any:
@@ -196,7 +197,7 @@ def jacrev(one: _Sample) -> None:
     _derivative(one, "jacrev", transform)
 
 
-def vmap_grad(one: _Sample) -> None:
+def vmap_grad(one: Sample) -> None:
     """Per-sample gradients: torch.vmap of torch.func.grad, with every tensor batched, the first, and all the others."""
     arguments = _Arguments(one)
     if not arguments.differentiable:

@@ -11,6 +11,8 @@
 #include "../../csrc/runtime/error.h"
 #include "../../csrc/runtime/event.h"
 #include "../../csrc/runtime/memory.h"
+#include "../../csrc/runtime/memory_contents.h"
+#include "../../csrc/runtime/memory_stats.h"
 #include "../../csrc/runtime/profile.h"
 #include "../../csrc/runtime/stream.h"
 #include "../../csrc/runtime/wait.h"

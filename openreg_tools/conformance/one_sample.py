@@ -1,0 +1,134 @@
+"""The checks of one sample of an operator: forward, backward, in place and out=."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from openreg_tools.conformance.opinfo import (
+    HOST_ARGUMENTS,
+    SEED,
+    UNINITIALIZED,
+    Comparison,
+    Mover,
+    Outcome,
+    Report,
+    _Draws,
+    draws_as_cpu,
+    run,
+)
+
+__all__ = ["Sample", "empty", "other_dtype", "sized"]
+
+
+class Sample:
+    """Each check of one sample compares the device with the CPU."""
+
+    def __init__(self, op: Any, sample: Any, index: int, device: str, report: Report) -> None:
+        self.op, self.sample, self.index, self.device, self.report = op, sample, index, device, report
+        self.values = op.name not in UNINITIALIZED
+
+    def comparison(self, check: str) -> Comparison:
+        return Comparison(self.report, check, self.index, self.device, self.values)
+
+    def both(self, call: Callable[[Mover], Any], requires_grad: bool = False) -> tuple[Outcome, Outcome]:
+        if draws_as_cpu(torch.device(self.device).type):
+            return run(call, "cpu", requires_grad), run(call, self.device, requires_grad)
+        with _Draws() as draws:
+            cpu = run(call, "cpu", requires_grad)
+        cpu.drew |= draws.drew
+        return cpu, run(call, self.device, requires_grad)
+
+    def call(self, function: Callable, move: Mover, **more: Any) -> Any:
+        sample = self.sample
+        rest = Mover("cpu") if self.op.name in HOST_ARGUMENTS else move
+        input_, args, kwargs = move(sample.input), rest(tuple(sample.args)), rest(sample.kwargs)
+        # A factory without a device argument uses the default device.
+        factory = not move.tensors and "device" not in kwargs
+        with move.device if factory else contextlib.nullcontext():
+            return function(input_, *args, **kwargs, **more)
+
+    def forward(self, check: str = "forward") -> None:
+        self.comparison(check).outcomes(*self.both(lambda move: self.call(self.op, move)))
+
+    def backward(self, check: str = "backward") -> None:
+        self.differentiate(lambda move: self.call(self.op, move), check)
+
+    def differentiate(self, call: Callable[[Mover], Any], check: str) -> None:
+        comparison = self.comparison(check)
+        cpu, device = self.both(call, requires_grad=True)
+        if comparison.outcomes(cpu, device):
+            gradients = (run(lambda _, side=side: self.gradient(side), side.mover.device) for side in (cpu, device))
+            comparison.gradients(*gradients)
+
+    def gradient(self, outcome: Outcome) -> list[torch.Tensor | None]:
+        outputs = [
+            out.to_dense() if out.layout != torch.strided else out
+            for out in tree_leaves(self.sample.output_process_fn_grad(outcome.value))
+            if isinstance(out, torch.Tensor) and out.requires_grad
+        ]
+        if not outputs or not outcome.mover.leaves:
+            return []
+        host = torch.Generator().manual_seed(SEED)
+        weights = [torch.randn(out.shape, dtype=out.dtype, generator=host).to(out.device) for out in outputs]
+        return list(torch.autograd.grad(outputs, outcome.mover.leaves, weights, allow_unused=True))
+
+    def inplace(self) -> None:
+        function, input_ = self.op.get_inplace(), self.sample.input
+        if function is None or self.sample.broadcasts_input or not isinstance(input_, (torch.Tensor, list)):
+            return
+
+        def call(move: Mover) -> Any:
+            changed = tree_leaves(move(input_))
+            out = tree_leaves(self.call(function, move))
+            return changed, [a is b for a, b in zip(out, changed, strict=False)]
+
+        self.comparison("inplace").outcomes(*self.both(call))
+        if self.op.supports_inplace_autograd and isinstance(input_, torch.Tensor) and input_.requires_grad:
+
+            def through_a_clone(move: Mover) -> Any:
+                leaf = move(input_)
+                args, kwargs = move(tuple(self.sample.args)), move(self.sample.kwargs)
+                return function(leaf.clone(), *args, **kwargs)
+
+            self.differentiate(through_a_clone, "inplace")
+
+    def out(self) -> None:
+        """Call with out= tensors of the right size, empty (to be resized), and of another dtype; `layouts` tests strides."""
+        if not self.op.supports_out or "out" in self.sample.kwargs:
+            return
+        expected = run(lambda move: self.call(self.op, move), "cpu")
+        flat = [expected.value] if isinstance(expected.value, torch.Tensor) else expected.value
+        if expected.error or not isinstance(flat, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in flat):
+            return
+        if any(t.layout != torch.strided for t in flat):
+            return
+
+        for make in (sized, empty, other_dtype):
+
+            def call(move: Mover, make: Callable = make) -> Any:
+                outs = tuple(move(make(t)) for t in flat)
+                kept = [out.data_ptr() for out in outs]
+                result = self.call(self.op, move, out=outs[0] if isinstance(expected.value, torch.Tensor) else outs)
+                leaves = [result] if isinstance(result, torch.Tensor) else list(result)
+                same = [a is b for a, b in zip(leaves, outs, strict=False)]
+                moved = [a != out.data_ptr() for a, out in zip(kept, outs, strict=True)]
+                return outs, same, moved
+
+            self.comparison("out").outcomes(*self.both(call))
+
+
+def sized(t: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(t)
+
+
+def empty(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=t.dtype)
+
+
+def other_dtype(t: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(t, dtype=torch.int64 if t.dtype != torch.int64 else torch.float32)
