@@ -301,10 +301,13 @@ def test_what_the_cpu_leaves_undefined_is_allowed():
     overlaps = Call([x], {"out": x.t()})
     assert allowed.is_read_and_written("aten::neg.out", overlaps)
     assert not allowed.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
-    legendre = "aten::special_legendre_polynomial_p"
-    assert allowed.is_undefined_for_nan(legendre, Call([x * torch.nan, 2], {}))
-    assert not allowed.is_undefined_for_nan(legendre, Call([x, 2], {}))
-    assert not allowed.is_undefined_for_nan("aten::add.Tensor", Call([x * torch.nan, 2], {}))
+    legendre, nan = "aten::special_legendre_polynomial_p", x.clone()
+    nan[0] = torch.nan
+    pairs = [(torch.zeros(2, 3), torch.stack([x[0], torch.zeros(3)]))]
+    assert allowed.is_undefined_for_nan(legendre, Call([nan, 2], {}), pairs)
+    assert not allowed.is_undefined_for_nan(legendre, Call([nan.flip(0), 2], {}), pairs)  # other elements differ
+    assert not allowed.is_undefined_for_nan(legendre, Call([x, 2], {}), pairs)
+    assert not allowed.is_undefined_for_nan("aten::add.Tensor", Call([nan, 2], {}), pairs)
 
 
 def test_infinite_arguments_may_give_inf_or_nan():
@@ -315,6 +318,7 @@ def test_infinite_arguments_may_give_inf_or_nan():
     )
     assert allowed.is_infinite_on_both_sides(call, [(inf, nan)])
     assert not allowed.is_infinite_on_both_sides(call, [(inf, nan.flip(0))])
+    assert not allowed.is_infinite_on_both_sides(call, [(inf, torch.tensor([-torch.inf, 1.0]))])
     assert not allowed.is_infinite_on_both_sides(Call([torch.ones(1)], {}), [(inf, nan)])
 
 
@@ -325,6 +329,7 @@ def test_terms_that_cancel_are_rounded_at_their_own_size():
     call = Call([torch.tensor([2.0]).bfloat16()], {})
     assert allowed.rounds(call, pair(0.01)) and not allowed.rounds(call, pair(0.1))
     assert not allowed.rounds(call, pair(0.01, torch.float32)) and not allowed.rounds(call, [])
+    assert not allowed.rounds(Call([torch.tensor([1e30]).bfloat16()], {}), pair(1.0))  # or every value would pass
 
 
 def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
