@@ -281,6 +281,38 @@ def test_of_two_wrong_arguments_either_may_be_reported():
     assert not child._may_raise({"op": "aten::add.Tensor", "base": 0, "changes": [["host", 1]]}, "IndexError", print)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "base"),
+    [
+        ("aten::native_group_norm", ("layout", 1, "sliced"), 2),  # kernels that read an input as contiguous
+        ("aten::_slow_conv2d_backward.output_mask", ("layout", 1, "reversed"), 0),
+        ("aten::fractional_max_pool3d_backward.grad_input", ("layout", 8, "padded"), 0),
+        ("aten::_nested_view_from_buffer", ("bit", 0, "neg"), 0),
+        ("aten::embedding_backward", ("garbage", 85), 0),  # a sparse size that SymInt keeps on the heap
+    ],
+)
+def test_what_the_long_runs_found(name, change, base):
+    assert end(name, change, base=base) == "equal"
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_kernel_that_does_not_write_to_out_is_refused():
+    x = torch.quantize_per_tensor(torch.tensor([2.0]), 0.1, 0, torch.qint8).to("openreg")
+    with pytest.raises(NotImplementedError, match="hardtanh: PyTorch's kernel does not write to this out= tensor"):
+        torch.ops.aten.hardtanh.out(x, out=torch.zeros(1, device="openreg"))
+
+
+def test_strided_weights_of_group_norm_have_the_right_gradient():
+    x, weight = torch.randn(2, 4, 6), torch.randn(8)
+    gradients = []
+    for device in ("cpu", "openreg"):
+        mine, w = x.to(device, copy=True).requires_grad_(), weight.to(device)[::2]
+        w = w.contiguous() if device == "cpu" else w
+        torch.group_norm(mine, 2, w).pow(2).sum().backward()
+        gradients.append(mine.grad.cpu())
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
     with pytest.raises(RuntimeError, match="empty: expected a dtype, but got the number -2"):
         torch.ops.aten.empty.memory_format([2], dtype=-2, device="openreg")
