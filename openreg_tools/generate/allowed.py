@@ -6,6 +6,7 @@ A rule is as narrow as its reason. A difference that no rule allows is a finding
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import re
@@ -22,40 +23,31 @@ from openreg_tools.generate import changes
 
 __all__ = [
     "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
-    "WITHOUT_VALUES", "Plain", "called", "differences", "doubtful", "in_plain_memory", "is_elsewhere", "is_finite_equal", "is_read_and_written",
-    "is_infinite_on_both_sides", "is_uncompared", "is_undefined_for_nan", "lacks_tensor", "overflows", "rounds", "takes_it_plain", "widened", "writes_an_input",
+    "LACKS_MEMORY", "WITHOUT_VALUES", "Plain", "called", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
+    "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "lacks_tensor", "overflows",
+    "returns_another", "rounds", "takes_it_plain", "widened", "writes_an_input",
 ]  # fmt: skip
 
 BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
 
 # Operators whose results are compared in shape, dtype and layout, but not in values; `schemas.is_uninitialized` names the
 # ones that allocate. Random operators are compared from one seed if the device draws the same numbers as the CPU.
-WITHOUT_VALUES: dict[str, str] = {
-    **{f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()},
-    "aten::set_": "makes a tensor without memory",
-    **{
-        f"aten::{name}": "grows a storage that is too small: the new part is uninitialized"
-        for name in (
-            "set_.source_Storage_storage_offset",
-            "set_.source_Tensor",
-            "set.source_Tensor",
-            "set.source_Tensor_out",
-            "set_.source_Tensor_storage_offset",
-            "set.source_Storage_storage_offset",
-            "set.source_Storage_storage_offset_out",
-        )
-    },
-}
+WITHOUT_VALUES: dict[str, str] = {f"aten::{name}": f"undefined: {why}" for name, why in layouts.WRITTEN_IN_PART.items()}
 
-# Operators that PyTorch checks differently on different devices.
-CHECKED_BY_DEVICE: dict[str, str] = {
-    "aten::_empty_per_channel_affine_quantized.out": "as quantize_per_channel.out",
-    "aten::_make_per_channel_quantized_tensor.out": "as quantize_per_channel.out",
-    "aten::scalar_tensor": "PyTorch ignores layout= on the CPU only",
-    "aten::quantize_per_channel.out": "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses "
-    "tensors quantized by channel",
+# Operators that PyTorch checks differently on different devices, and the errors that differ.
+_BY_CHANNEL = (
+    re.compile("resize|quantiz", re.I),
+    (
+        "PyTorch resizes out= of the CPU and of CUDA without dispatch; elsewhere resize_ refuses tensors quantized by channel"
+    ),
+)
+_Q = re.compile(r"\bq\b"), "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
+CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
+    "aten::_empty_per_channel_affine_quantized.out": _BY_CHANNEL,
+    "aten::_make_per_channel_quantized_tensor.out": _BY_CHANNEL,
+    "aten::quantize_per_channel.out": _BY_CHANNEL,
     **{
-        f"aten::{name}{which}": "PyTorch reads q, and checks that it is between 0 and 1, only on the CPU"
+        f"aten::{name}{which}": _Q
         for name in ("quantile", "nanquantile")
         for which in ("", ".out", ".scalar", ".scalar_out")
     },
@@ -69,8 +61,6 @@ ABOUT_MEMORY = re.compile(
 # Operators whose CPU kernels ignore the strides of an argument, and the file of PyTorch that makes it contiguous before
 # it calls them, or operators whose results depend on strides otherwise.
 IGNORES_STRIDES: dict[str, str] = {
-    "aten::native_group_norm_backward": "tools/autograd/derivatives.yaml: native_group_norm passes contiguous gradients and input",
-    "aten::native_layer_norm_backward": "aten/src/ATen/native/layer_norm.cpp: mean and rstd are results of the operator, made by empty",
     "aten::_native_batch_norm_legit_no_training": "it reads as many values of weight and bias as there are channels",
     "aten::_nested_compute_contiguous_strides_offsets": "nested tensors make their sizes contiguous",
     "aten::_embedding_bag": "aten/src/ATen/native/EmbeddingBag.cpp, make_offset2bag_out: offset2bag stays empty on the fast path, which "
@@ -99,9 +89,10 @@ MEMORY = re.compile(
 )
 
 
+# Errors that the device may raise where the CPU computes a result: it has less memory, or cannot pin it.
+LACKS_MEMORY = re.compile(r"(not enough|out of) memory|allocat|can be pinned", re.I)
 OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds|index out of range|out of DATA bounds")
-# Operators that return a tensor other than out= if its dtype differs from the dtype of the result.
-RETURNS_ANOTHER: dict[str, str] = {"aten::_add_relu.out": "the CPU returns a tensor other than out="}
+RETURNS_ANOTHER = "the CPU's kernel returns another tensor instead of writing to out="
 # Kernels that return an uninitialized value for NaN: their loop ends before it sets one.
 UNDEFINED_FOR_NAN = re.compile(r"aten::special_(chebyshev|hermite|laguerre|legendre|shifted_chebyshev)_polynomial")
 NAN = "PyTorch's kernel returns an uninitialized value for NaN"
@@ -168,9 +159,53 @@ def _given_to(name: str, call: Call) -> list[tuple[Any, Any]]:
     return [*zip(arguments.values(), call.args, strict=False), *((arguments[k], v) for k, v in call.kwargs.items())]
 
 
-def takes_it_plain(name: str, call: Call) -> bool:
-    """Whether the CPU accepts the same arguments if each is contiguous and has its own memory."""
-    return opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu").error is None
+def takes_it_plain(name: str, call: Call) -> opinfo.Outcome | None:
+    """The CPU's outcome if each argument is contiguous and has its own memory, unless it refuses that too."""
+    plain = opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
+    return plain if plain.error is None else None
+
+
+def differs_when_plain(name: str, call: Call, plain: opinfo.Outcome, there: opinfo.Outcome, device: str) -> str:
+    """How the device's results differ from the CPU's in contiguous memory, where the memory of the arguments is separate."""
+    if not _is_memory_separate(name, call) or any(map(_overlaps_itself, _tensors(call))):
+        return ""
+    there = dataclasses.replace(there, value=there.value[0], mover=there.value[1])
+    found = differences(plain, there, device)
+    return found[0].message if found else ""
+
+
+def grows(outcome: opinfo.Outcome, call: Call) -> bool:
+    """Whether a result has more memory than any argument: a call of `set_` makes a storage grow, which leaves the new part
+    uninitialized.
+    """
+    leaves = tree_leaves((call.args, call.kwargs))
+    given = [
+        (x.tensor if isinstance(x, StorageOf) else x).untyped_storage().nbytes() for x in leaves if _has_storage(x)
+    ]
+    results = [x for x in tree_leaves(outcome.value) if _has_storage(x)]
+    return any(x.untyped_storage().nbytes() > max(given, default=0) for x in results)
+
+
+def returns_another(cpu: opinfo.Outcome) -> bool:
+    """Whether the CPU returned a tensor other than the out= tensors that it was given."""
+    (out, written), _ = cpu.value
+    results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return bool(written) and any(all(x is not each for each in tree_leaves(written)) for x in results)
+
+
+def has_shared_memory(name: str, call: Call) -> bool:
+    """Whether an argument that is written shares memory with another argument, or has elements that share memory."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    written = [leaves[each["at"]] for each in changes.profile(name, call) if each.get("written")]
+    return not _is_memory_separate(name, call) or any(map(_overlaps_itself, written))
+
+
+def _has_storage(x: Any) -> bool:
+    return isinstance(x, StorageOf) or isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
 
 
 # ---- values ----
@@ -193,23 +228,34 @@ def overflows(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> b
 
 
 def is_infinite_on_both_sides(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether results differ only where both are infinite or NaN, and an argument is: inf - inf depends on the formula."""
+    """Whether results differ only where one is NaN and the other is too or is infinite, and an argument is not finite:
+    inf - inf depends on the formula.
+    """
     given = [x for x in tree_leaves((call.args, call.kwargs)) if changes._is_plain(x)]
     return (
         bool(unequal)
         and any(not x.isfinite().all() for x in given)
         and all(
-            not ((e.isfinite() | a.isfinite()) & ~torch.isclose(e, a, equal_nan=True)).any()
+            not ((e.isfinite() | a.isfinite() | ~(e.isnan() | a.isnan())) & ~torch.isclose(e, a, equal_nan=True)).any()
             for e, a in ((widened(e), widened(a)) for e, a in unequal)
         )
     )
 
 
-def is_undefined_for_nan(name: str, call: Call) -> bool:
-    """Whether an argument of an operator in `UNDEFINED_FOR_NAN` is NaN, or becomes NaN on the way."""
-    leaves = tree_leaves((call.args, call.kwargs))
-    numbers = [x for x in leaves if isinstance(x, torch.Tensor) or isinstance(x, (int, float))]
-    return bool(UNDEFINED_FOR_NAN.match(name)) and any(not torch.as_tensor(x).isfinite().all() for x in numbers)
+def is_undefined_for_nan(name: str, call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether results of an operator in `UNDEFINED_FOR_NAN` differ only where an argument is NaN, or becomes NaN on the
+    way.
+    """
+    if not UNDEFINED_FOR_NAN.match(name):
+        return False
+    leaves = [*call.args, *(value for key, value in call.kwargs.items() if key != "out")]
+    leaves = [x.tensor if isinstance(x, Stays) else x for x in leaves]
+    undefined = [~torch.as_tensor(x).isfinite() for x in leaves if isinstance(x, (torch.Tensor, int, float))]
+    try:
+        where = functools.reduce(torch.logical_or, undefined, torch.tensor(False))
+        return all(not (~torch.isclose(e, a, equal_nan=True) & ~where.broadcast_to(e.shape)).any() for e, a in unequal)
+    except RuntimeError:  # they do not broadcast
+        return False
 
 
 def is_finite_equal(unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -224,7 +270,8 @@ def rounds(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool
     """Whether results of half types differ by at most one rounding of the largest element.
 
     Terms that cancel may have had that size. The largest element is taken from the result and the arguments, because a
-    result in which every term cancels has no element of that size.
+    result in which every term cancels has no element of that size. If an argument is larger than 1e4, nothing is
+    allowed, because any small result would be.
     """
 
     def largest(x: torch.Tensor) -> float:
@@ -235,7 +282,8 @@ def rounds(call: Call, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool
     leaves = tree_leaves((call.args, call.kwargs))
     given = max((largest(x) for x in leaves if changes._is_plain(x) and x.dtype in halves), default=0.0)
     return bool(unequal) and all(
-        expected.dtype in halves
+        given < 1e4
+        and expected.dtype in halves
         and (expected.float() - actual.float()).abs().max()
         <= torch.finfo(expected.dtype).eps * max(given, largest(expected))
         for expected, actual in unequal
@@ -256,9 +304,13 @@ def doubtful(name: str, call: Call, is_plain: bool) -> str:
         is_plain: whether the expected results are those in contiguous memory.
     """
     within = functools.partial(schemas._call, name, call)
+    outs = [each["at"] for each in changes.profile(name, call) if each.get("out")]
+    emptied = changes.changed(name, call, [["out", i, "empty"] for i in outs])  # guarded memory cannot be resized
     if not is_plain and _differs_plain(name, call):
         return "the CPU's kernel gives different results in contiguous memory"
-    (_, outcome), *_ = survey.survey(1, lambda _: _checked(within)) or [(0, survey.Outcome("crashed"))]
+    (_, outcome), *_ = survey.survey(
+        1, lambda _: (_checked(within), outs and _checked(functools.partial(schemas._call, name, emptied)))
+    ) or [(0, survey.Outcome("crashed"))]
     if outcome.kind == "returned":
         return ""
     return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
@@ -360,13 +412,18 @@ def _is_ordinary(t: torch.Tensor) -> bool:
     """Whether no two elements share memory, and sums of elements are finite in any order."""
     if not t.numel():
         return True
-    where = torch.arange(t.untyped_storage().nbytes() // t.element_size()).as_strided(
-        t.shape, t.stride(), t.storage_offset()
-    )
-    if where.unique().numel() < t.numel():
+    if _overlaps_itself(t):
         return False
     x = widened(t.detach().resolve_conj().resolve_neg())
     return not (x.is_floating_point() or x.is_complex()) or bool((x.abs() < 1e4).all())
+
+
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether two elements share memory."""
+    if not changes._is_plain(t) or not t.numel():
+        return False
+    where = torch.arange(t.untyped_storage().nbytes() // t.element_size())
+    return where.as_strided(t.shape, t.stride(), t.storage_offset()).unique().numel() < t.numel()
 
 
 def _checked(within: Callable[[Move], Any]) -> None:

@@ -170,7 +170,7 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     cpu = opinfo.run(functools.partial(allowed.called, name, call, reference), "cpu")
     at("device")
     there = opinfo.run(functools.partial(allowed.called, name, call, Move(device)), device)
-    raised = _raised(name, call, cpu, there, alone)
+    raised = _raised(name, call, cpu, there, device)
     if raised is not None:
         return raised
     at("comparison")
@@ -178,6 +178,8 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
         outcome.value, outcome.mover = outcome.value
     uncompared = allowed.is_uncompared(name)
     values = not (schemas.is_uninitialized(name) or name in allowed.WITHOUT_VALUES or uncompared)
+    if name.startswith(("aten::set_.", "aten::set.")) and allowed.grows(cpu, call):
+        values = False
     report = opinfo.Report()
     if not uncompared:
         comparison = opinfo.Comparison(report, "generated", -1, device, values)
@@ -198,9 +200,7 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     failure = report.failures[0]
     if failure.kind in ("device", "alias", "rng") and allowed.is_elsewhere(name, call):
         return {"end": "allowed", "note": allowed.ELSEWHERE, "reached": True}
-    if failure.kind in ("dtype", "alias") and name in allowed.RETURNS_ANOTHER:
-        return {"end": "allowed", "note": allowed.RETURNS_ANOTHER[name], "reached": True}
-    if failure.kind == "value" and allowed.is_undefined_for_nan(name, call):
+    if failure.kind == "value" and allowed.is_undefined_for_nan(name, call, comparison.unequal):
         return {"end": "allowed", "note": allowed.NAN, "reached": True}
     if failure.kind == "rng" and schemas._of_package(name) and comparison.exact:
         return {"end": "allowed", "note": "a package's operator may draw other numbers", "reached": True}
@@ -227,7 +227,7 @@ def _failed(kind: str, message: str, call: Call) -> Record:
     return {"end": "failed", "kind": kind, "message": message, "call": str(call)}
 
 
-def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, alone: bool) -> Record | None:
+def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, device: str) -> Record | None:
     """The outcome of a case in which one side or both raised; None if neither did."""
     theirs = opinfo.first_line(cpu.error) if cpu.error else ""
     ours = opinfo.first_line(there.error) if there.error else ""
@@ -235,9 +235,10 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         return None
     if "INTERNAL ASSERT" in str(there.error) and "INTERNAL ASSERT" not in str(cpu.error):
         return _failed("internal", ours, call)
-    differs = {**allowed.CHECKED_BY_DEVICE, **schemas.DIFFERENT, **backends.of_operator(name).differs()}
+    differs = {**schemas.DIFFERENT, **backends.of_operator(name).differs()}
+    checked, _ = allowed.CHECKED_BY_DEVICE.get(name, (None, ""))
     note = ""
-    if alone:
+    if torch.device(device).type == "cpu":
         note = "refuses a layout"
     elif allowed.is_elsewhere(name, call):
         note = allowed.ELSEWHERE
@@ -247,17 +248,21 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, a
         isinstance(there.error, IndexError) or allowed.OUT_OF_BOUNDS.search(ours)
     ):
         note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
-    elif name in differs:
+    elif not theirs and isinstance(there.error, NotImplementedError) and allowed.returns_another(cpu):
+        note = allowed.RETURNS_ANOTHER
+    elif name in differs or checked and (checked.search(theirs) or checked.search(ours)):
         note = "this operator's errors differ between devices"
-    elif allowed.MEMORY.search(theirs) or allowed.MEMORY.search(ours):
+    elif allowed.MEMORY.search(theirs) or (allowed.MEMORY if theirs else allowed.LACKS_MEMORY).search(ours):
         note = "memory"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):
         note = "a dtype that the CPU lacks"
     elif "INTERNAL ASSERT" in theirs:
         note = "the CPU fails an internal assertion"
-    elif layouts._OVERLAP.search(ours):
+    elif layouts._OVERLAP.search(ours) and allowed.has_shared_memory(name, call):
         note = "the device refuses to write to memory that overlaps"
-    elif theirs and not ours and allowed.takes_it_plain(name, call):
+    elif theirs and not ours and (plain := allowed.takes_it_plain(name, call)):
+        if message := allowed.differs_when_plain(name, call, plain, there, device):
+            return _failed("value", message, call)
         note = "the device takes a layout or alias that the CPU refuses"
     elif (not theirs or ours) and allowed.lacks_tensor(name, call):
         note = "None for a tensor that is not optional"
@@ -289,12 +294,10 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
         a, was = there.mover.storages.get(key), before.get(key)
         if a is None or was is None or not e.untyped_storage().nbytes() or not a.untyped_storage().nbytes():
             continue
-        a, e, was, dtype = allowed.widened(a.cpu()), allowed.widened(e), allowed.widened(was), e.dtype
-        differ = ~torch.isclose(a, e, equal_nan=True)
-        if torch.equal(a[differ].nan_to_num(), was[differ].nan_to_num()):
-            continue
-        try:
-            torch.testing.assert_close(a.to(dtype), e.to(dtype), equal_nan=True)  # as close as results have to be
+        dtype, (a, e, was) = e.dtype, map(allowed.widened, (a.cpu(), e, was))
+        differ = ~(torch.isclose(a, e, equal_nan=True) | torch.isclose(a, was, rtol=0, atol=0, equal_nan=True))
+        try:  # as close as results have to be
+            torch.testing.assert_close(a[differ].to(dtype), e[differ].to(dtype), equal_nan=True)
         except AssertionError:
             comparison.fail(
                 "guard", f"memory of an argument: expected {e[differ][:8].tolist()}, got {a[differ][:8].tolist()}"

@@ -281,6 +281,38 @@ def test_of_two_wrong_arguments_either_may_be_reported():
     assert not child._may_raise({"op": "aten::add.Tensor", "base": 0, "changes": [["host", 1]]}, "IndexError", print)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "base"),
+    [
+        ("aten::native_group_norm", ("layout", 1, "sliced"), 2),  # kernels that read an input as contiguous
+        ("aten::_slow_conv2d_backward.output_mask", ("layout", 1, "reversed"), 0),
+        ("aten::fractional_max_pool3d_backward.grad_input", ("layout", 8, "padded"), 0),
+        ("aten::_nested_view_from_buffer", ("bit", 0, "neg"), 0),
+        ("aten::embedding_backward", ("garbage", 85), 0),  # a sparse size that SymInt keeps on the heap
+    ],
+)
+def test_what_the_long_runs_found(name, change, base):
+    assert end(name, change, base=base) == "equal"
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_kernel_that_does_not_write_to_out_is_refused():
+    x = torch.quantize_per_tensor(torch.tensor([2.0]), 0.1, 0, torch.qint8).to("openreg")
+    with pytest.raises(NotImplementedError, match="hardtanh: PyTorch's kernel does not write to this out= tensor"):
+        torch.ops.aten.hardtanh.out(x, out=torch.zeros(1, device="openreg"))
+
+
+def test_strided_weights_of_group_norm_have_the_right_gradient():
+    x, weight = torch.randn(2, 4, 6), torch.randn(8)
+    gradients = []
+    for device in ("cpu", "openreg"):
+        mine, w = x.to(device, copy=True).requires_grad_(), weight.to(device)[::2]
+        w = w.contiguous() if device == "cpu" else w
+        torch.group_norm(mine, 2, w).pow(2).sum().backward()
+        gradients.append(mine.grad.cpu())
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
     with pytest.raises(RuntimeError, match="empty: expected a dtype, but got the number -2"):
         torch.ops.aten.empty.memory_format([2], dtype=-2, device="openreg")
@@ -301,10 +333,13 @@ def test_what_the_cpu_leaves_undefined_is_allowed():
     overlaps = Call([x], {"out": x.t()})
     assert allowed.is_read_and_written("aten::neg.out", overlaps)
     assert not allowed.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
-    legendre = "aten::special_legendre_polynomial_p"
-    assert allowed.is_undefined_for_nan(legendre, Call([x * torch.nan, 2], {}))
-    assert not allowed.is_undefined_for_nan(legendre, Call([x, 2], {}))
-    assert not allowed.is_undefined_for_nan("aten::add.Tensor", Call([x * torch.nan, 2], {}))
+    legendre, nan = "aten::special_legendre_polynomial_p", x.clone()
+    nan[0] = torch.nan
+    pairs = [(torch.zeros(2, 3), torch.stack([x[0], torch.zeros(3)]))]
+    assert allowed.is_undefined_for_nan(legendre, Call([nan, 2], {}), pairs)
+    assert not allowed.is_undefined_for_nan(legendre, Call([nan.flip(0), 2], {}), pairs)  # other elements differ
+    assert not allowed.is_undefined_for_nan(legendre, Call([x, 2], {}), pairs)
+    assert not allowed.is_undefined_for_nan("aten::add.Tensor", Call([nan, 2], {}), pairs)
 
 
 def test_infinite_arguments_may_give_inf_or_nan():
@@ -315,6 +350,7 @@ def test_infinite_arguments_may_give_inf_or_nan():
     )
     assert allowed.is_infinite_on_both_sides(call, [(inf, nan)])
     assert not allowed.is_infinite_on_both_sides(call, [(inf, nan.flip(0))])
+    assert not allowed.is_infinite_on_both_sides(call, [(inf, torch.tensor([-torch.inf, 1.0]))])
     assert not allowed.is_infinite_on_both_sides(Call([torch.ones(1)], {}), [(inf, nan)])
 
 
@@ -325,6 +361,7 @@ def test_terms_that_cancel_are_rounded_at_their_own_size():
     call = Call([torch.tensor([2.0]).bfloat16()], {})
     assert allowed.rounds(call, pair(0.01)) and not allowed.rounds(call, pair(0.1))
     assert not allowed.rounds(call, pair(0.01, torch.float32)) and not allowed.rounds(call, [])
+    assert not allowed.rounds(Call([torch.tensor([1e30]).bfloat16()], {}), pair(1.0))  # or every value would pass
 
 
 def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
