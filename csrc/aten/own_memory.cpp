@@ -78,7 +78,7 @@ bool honors_strides(const c10::OperatorHandle& op) {
   return it->second;
 }
 
-// Whether the memory of `x` may differ from that of a new tensor in a way that such a kernel handles wrongly.
+// Whether the memory of `x` may differ from a new tensor's in a way that such a kernel handles wrongly.
 bool lies_apart(const at::Tensor& x) {
   if (!x.defined() || !x.unsafeGetTensorImpl()->key_set().has(DispatchKey::PrivateUse1) || !x.has_storage())
     return false;

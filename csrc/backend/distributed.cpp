@@ -172,7 +172,8 @@ Work DistributedBackend::capture(std::vector<CapturedCall> calls) {
   return c10::make_intrusive<CapturedWork>(name, type, stream, std::move(outputs));
 }
 
-// Sends and receives are not ordered with collectives or with those of other processes: they begin immediately.
+// Sends and receives begin immediately. They are not ordered with collectives, nor with the sends and receives of other
+// processes.
 template <class Start>
 Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Start&& start) {
   const Site site(arguments.name.operation);

@@ -209,7 +209,7 @@ class Forward {
         v_(P::columns(s.value_width) * P::depth(s.keys)), q_(kQueries * P::terms(s.width)), scores_(kQueries * kRow),
         rounded_(P::kRounded * kQueries * kRow), out_(kQueries * out_row_) {}
 
-  // logsumexp is that of the first query, or null.
+  // logsumexp points to the value of the first query, or is null.
   void block(int64_t b, int64_t h, int64_t begin, const Heads<T>& out, A* logsumexp) {
     const int64_t rows = std::min(kQueries, s_.queries - begin);
     const Range seen = s_.keys_of(begin, begin + rows);

@@ -342,7 +342,7 @@ Tensor view_kernel(const Tensor& x, Args... args) {
 }
 
 // The autograd kernel of operator `name`, an identity: F::view(x) creates its result, and F::gradient(grad, args...)
-// computes the gradient of x from that of the result and the arguments after x.
+// computes the gradient of x from the gradient of the result and the arguments after x.
 template <class F, auto kernel>
 auto autograd_of_view(const char* name) {
   name_of<kernel> = name;

@@ -218,8 +218,8 @@ inline void plain_gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat1
   }
 }
 
-// C = A * B, or C += A * B: m by n from k terms, k even. Rows of A are `a_row` apart, those of pairs in B 2 * b_row and
-// those of C `c_row`.
+// C = A * B, or C += A * B: m by n from k terms, k even. Rows are `a_row` apart in A and `c_row` in C; rows of
+// pairs are 2 * b_row apart in B.
 inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
     int64_t b_row, float* c, int64_t c_row, bool add) {
   constexpr int64_t columns = 512; // at a time, which stay in cache with their part of B

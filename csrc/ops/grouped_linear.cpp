@@ -267,7 +267,7 @@ void check_groups(const char* op, const Tensor& x, at::TensorList weights, const
     TORCH_CHECK(e > 0 || (weight.dim() == 2 && expect(weight.sym_size(1).sym_eq(x.sym_size(1)))), op,
         ": expected weights[0] of shape [out, ", x.sym_size(1), "], for the columns of x, but got ",
         weight.sym_sizes());
-    check_shape(op, name.c_str(), weight, weights[0].sym_sizes(), "that of weights[0]");
+    check_shape(op, name.c_str(), weight, weights[0].sym_sizes(), "the same as weights[0]");
   }
   check_same_device(op, "x", x, "group_sizes", group_sizes);
   check_integers(op, "group_sizes", group_sizes);

@@ -36,7 +36,7 @@ _LINEAR = "the straight-through estimator's gradient is linear in the incoming o
 OPERATORS: dict[str, dict[str, str]] = {
     "openreg::custom_autograd_fn_returns_self": {
         "gradcheck": _HALVED,
-        "schema": "its schema, which declares no view, is that of PyTorch's in-tree OpenReg; the operator that declares "
+        "schema": "it has the schema of PyTorch's in-tree OpenReg, which declares no view; the operator that declares "
         "one is custom_autograd_fn_aliasing",
     },
     "openreg::custom_autograd_fn_aliasing": {"gradcheck": _HALVED},
@@ -45,8 +45,8 @@ OPERATORS: dict[str, dict[str, str]] = {
     "openreg::scale_gradient": {"gradcheck": "the gradient is scaled, on purpose: that is what the operator is for"},
     "openreg::adamw_step_": {
         "autocast": "autocast cannot cast what an operator writes: parameters and state keep their dtypes",
-        "jit_trace": "torch.jit.trace drops a call that writes lists and returns nothing as dead code, that of "
-        "torch._fused_adamw_ too",
+        "jit_trace": "torch.jit.trace drops a call that writes lists and returns nothing as dead code, also "
+        "of torch._fused_adamw_",
     },
     "openreg::grouped_linear_backward": {
         "jit_trace": "torch.jit.trace does not support arguments of bool[3], which PyTorch's own backward operators "

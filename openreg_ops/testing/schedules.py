@@ -134,7 +134,7 @@ class SchedulesPlugin:
                     self.try_orders(each, whole.parent)
 
     def try_orders(self, item: pytest.Function, kept: Any) -> None:
-        """Try the orders of a test. Each run sets up all fixtures again, except those of the collector `kept`."""
+        """Try the orders of a test. Each run sets up all fixtures again, except the fixtures of the collector `kept`."""
 
         def program() -> None:
             with _aside(item) as quiet:

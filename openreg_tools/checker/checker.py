@@ -307,7 +307,7 @@ def check(
 
 
 def _home(op: Operator) -> str:
-    """The device for an operator without samples: that of its package, else one where it has a kernel."""
+    """The device for an operator without samples: its package's, else one where it has a kernel."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if _registered(op):
         return backends.of_operator(op._schema.name).device

@@ -211,7 +211,7 @@ def check(
     report: opinfo.Report,
     at: Callable[[str], None],
 ) -> None:
-    """Run those of `CHECKS` that are in `checks` for one operator and dtype, into `report`."""
+    """Run the `CHECKS` that are in `checks` for one operator and dtype, into `report`."""
     if not has_modes(device) or op.name in opinfo.UNINITIALIZED:
         return
     values = op.full_name not in GARBAGE

@@ -209,7 +209,7 @@ def check_module(info: Any, dtype: torch.dtype, device: str, report: opinfo.Repo
         module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
         if any(map(torch.nn.parameter.is_lazy, module.parameters())):
             continue  # it has no parameters before its first call
-        module.flatten_parameters = lambda: None  # a recurrent one's, which asks for addresses of its own parameters
+        module.flatten_parameters = lambda: None  # of recurrent modules; it asks for the addresses of their parameters
         parameters = {name: x.detach() for name, x in module.named_parameters()}
         buffers = {name: x.detach() for name, x in module.named_buffers()}
 

@@ -280,7 +280,7 @@ def gradgradcheck(case: Case) -> str | None:
 
 
 def forward_ad(case: Case) -> str | None:
-    """Forward-mode derivatives agree with those of backward, or raise an error."""
+    """Forward-mode derivatives agree with backward, or raise an error."""
     if case.derivative.status not in ("pass", "refused"):
         skip("there is no derivative to check: see backward")
     forward = torch.autograd.forward_ad
