@@ -463,7 +463,7 @@ const auto& gradients_op() {
 
 // The gradients from forward, for a recorded backward: differentiating them is an error.
 struct Computed {
-  static constexpr bool kOpaque = true; // its error is no operator's
+  static constexpr bool kOpaque = true; // its error does not come from an operator
   static auto forward(AutogradContext*, at::TensorList gradients, at::TensorList /*inputs*/) {
     variable_list out;
     for (const Tensor& x : gradients) out.push_back(at::alias(x));

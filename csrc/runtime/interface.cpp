@@ -1,5 +1,5 @@
-// The table of openreg/c_api.h: each function does what the runtime's of the same purpose does, checks what came from
-// outside, and turns exceptions into statuses.
+// The table of openreg/c_api.h. Each function checks what comes from outside, calls the runtime, and turns exceptions
+// into statuses.
 #include "interface.h"
 
 #include <openreg/c_api.h>
@@ -158,7 +158,7 @@ const openreg_work& checked(const openreg_work* work) {
   return ours;
 }
 
-// The bytes at `from` go to `to`, of which one flips where a fault strikes.
+// Copies the bytes at `from` to `to`, and flips one of them if a fault strikes.
 struct Copy {
   void* to;
   const void* from;

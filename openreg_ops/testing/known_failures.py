@@ -60,7 +60,7 @@ OPERATORS: dict[str, dict[str, str]] = {
     },
 }
 
-# Of those, the checks that pass on some processors: eager's matrix product decides, by which instructions it uses.
+# The ones that pass on some processors: it depends on the instructions that eager's matrix product uses.
 MAY_PASS: dict[str, set[str]] = {"openreg::linear_cross_entropy_gradients": {"large"}}
 
 # Operators that accept damaged arguments that their CPU kernel rejects, or vice versa: the check "garbage" skips the

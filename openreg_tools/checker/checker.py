@@ -39,7 +39,7 @@ def operator(op: Any) -> Operator:
             `torch.library.custom_op` or `triton_op` returned, or a function whose code names one
             ``torch.ops.mylib.foo``.
     Raises:
-        ValueError: there is no such operator, or more than one is meant.
+        ValueError: there is no such operator, or the name is ambiguous.
     """
     if isinstance(op, Operator):
         return op

@@ -155,7 +155,7 @@ def judge(report: opinfo.Report, index: int, what: str, expected: Replayed, actu
     pairs = list(zip(expected.operands, actual.operands, strict=True))
     for time, (e, a) in enumerate(zip(expected.values, actual.values, strict=True)):
         if len(e) != len(a):
-            return fail("structure", "results of another number")
+            return fail("structure", "a different number of results")
         pairs += zip(e, a, strict=True)
         for x, y in pairs:
             if isinstance(x, torch.Tensor) and not asynchronous.same(x, y):

@@ -112,7 +112,7 @@ decltype(auto) with_result(Work&& work, Call&& call) {
     return Result(*std::move(result));
   }
 }
-// Work of type W that runs before its caller goes on, so it is never queued.
+// Work of type W that runs before its caller continues, so it is never queued.
 template <class W>
 constexpr openreg_work run_only{[](void* context) -> const char* {
                                   (*static_cast<W*>(context))();
