@@ -180,7 +180,7 @@ def test_operator(group, name):
 
 R, S = None, op.SUM
 # Where the arguments are along one dimension of the mesh, and where the outputs and the gradients come out; for a list
-# of tensors, each. The shapes are those of `shapes`.
+# of tensors, each. `shapes` has the shapes.
 STAYS = [
     ("rms_norm", ((4, 8), (8,)), {}, [0, R], [0, 0], [0, S]),
     ("rms_norm", ((4, 8), (8,)), {}, [1, R], [R, R], [1, R]),  # a norm over a sharded dimension: x is gathered
