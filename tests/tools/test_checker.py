@@ -161,7 +161,7 @@ def test_fake_kernel_that_takes_no_half_types():
 
 
 def test_cpu_kernel_of_another_dtype():
-    """In half types, the CPU's kernel accumulates differently from the device's."""
+    """In half types, the CPU's kernel returns a different dtype than the device's."""
     define("sums(Tensor x) -> Tensor", lambda x: x.sum(-1), lambda x: x.new_empty(x.shape[:-1], dtype=torch.float32))
     LIBRARY.impl("sums", lambda x: x.float().sum(-1), "PrivateUse1")
     (failure,) = check(
