@@ -384,9 +384,8 @@ Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
   return collective(std::move(arguments), OpType::BARRIER, std::move(call), opts.asyncOp,
       [engine = engine_, opts] { return engine->barrier(opts); });
 }
-// In the order of the collectives, because the engine counts their tags, but not compared: it reports itself which
-// ranks are
-// missing.
+// Runs in the order of the collectives, because the engine counts their tags. It is not compared, because the engine
+// itself reports which ranks are missing.
 void DistributedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) {
   detail::check_host_call("monitored_barrier");
   queue_.run([&] { engine_->monitoredBarrier(opts, all); });

@@ -320,7 +320,7 @@ struct Gradients {
 // With p = exp(scores - logsumexp), delta = sum(grad_out * out) - grad_logsumexp by row, ds = p * (grad_out v^T -
 // delta):
 //   dv = p^T grad_out,  dq = scale * ds k,  dk = scale * ds^T q,  dbias = ds
-// and with dropout, which makes m * p of p: ds = p * (m * grad_out v^T - delta),  dv = (m * p)^T grad_out.
+// and with dropout, which replaces p with m * p: ds = p * (m * grad_out v^T - delta),  dv = (m * p)^T grad_out.
 // One thread's blocks of p and ds, for a range of keys and a range of queries that it has packed.
 template <class T, class P>
 class Backward {

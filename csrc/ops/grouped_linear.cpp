@@ -165,7 +165,7 @@ class Product {
   Scratch<A> a_{std::is_same_v<T, A> ? 0 : kSide * kDepth}, b_{kSide * kDepth}, sums_{kSide * kRow};
 };
 
-// The same by ATen, which means oneDNN, for bfloat16 if the processor multiplies it. On that EPYC, packed pairs
+// The same with ATen, and so with oneDNN: for bfloat16, if the processor multiplies it. On that EPYC, packed pairs
 // (gemm.h) took 1.1 to 1.4 times as long.
 class OneDnnProduct {
   using T = c10::BFloat16;

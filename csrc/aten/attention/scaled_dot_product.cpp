@@ -72,7 +72,7 @@ void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key
       ", but got ", bias->sizes());
 }
 
-// What the kernel returns for no heads, by whose number it divides.
+// The results for zero heads. The kernel would divide by the number of heads.
 std::tuple<at::Tensor, at::Tensor> nothing(const at::Tensor& query, const at::Tensor& value) {
   const auto batch = query.size(0), length = query.size(2);
   return {at::empty({batch, 0, length, value.size(3)}, query.options()),
