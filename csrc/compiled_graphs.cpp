@@ -28,7 +28,7 @@ namespace {
 
 using Dims = c10::SmallVector<int64_t, 5>;
 
-// Where a tensor's elements are, also those of an empty one.
+// Where a tensor's elements are, or would be if it is empty.
 const char* address_of(const at::Tensor& x) {
   return static_cast<const char*>(x.storage().data()) + x.storage_offset() * static_cast<int64_t>(x.itemsize());
 }
@@ -229,7 +229,7 @@ class CompiledGraph {
     return c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>());
   }
 
-  // Whether the graph allocated it. A replay does not write to other memory, such as that of a constant.
+  // Whether the graph allocated it. A replay does not write to other memory, such as a constant's.
   bool in_pool(const c10::StorageImpl* storage) const {
     for (const auto& segment : memory_snapshot(graph_->device)) {
       const auto* begin = static_cast<const char*>(segment.address);

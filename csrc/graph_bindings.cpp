@@ -136,7 +136,7 @@ void bind_graphs(py::module_& m) {
       return block.address == memory && block.state == MemoryBlock::kAllocated;
     };
     TORCH_CHECK(!memory || allocated(),
-        "caching_allocator_delete: expected an address that caching_allocator_alloc gave and that is not freed, but "
+        "caching_allocator_delete: expected an address from caching_allocator_alloc that has not been freed, but "
         "got ",
         address);
     deallocate(memory);

@@ -91,7 +91,7 @@ def cross_entropy_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient that `cross_entropy` gives logits, as a function of independent tensors.
 
-    For a row, with g the gradient of its loss (0 if ignored), h that of its logsumexp, p = exp(x - logsumexp):
+    For a row, with g the gradient of its loss (0 if ignored), h the gradient of its logsumexp, p = exp(x - logsumexp):
     grad = (g * (1 + 2 * z * logsumexp) + h) * p - g * ((1 - s) * onehot(t) + s / V)
 
     Args:
@@ -135,7 +135,7 @@ def _(device, dtype):
 
 
 def rows_at(shards: Any, *tensors: tuple[Any, int]) -> list[int | None]:
-    """The sharded dimension of rows, for each dimension of the mesh: that of the first tensor that has one.
+    """The sharded dimension of rows, for each dimension of the mesh, from the first tensor that has one.
 
     Each tensor comes with its number of row dimensions.
     """

@@ -19,7 +19,7 @@ def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
         out: written to and returned, if given: the result's dtype and device, any strides; resized if it has another
             shape, as in `torch.abs`.
     Returns:
-        The shape and strides of `torch.abs`; the real dtype for a complex input, else that of input.
+        The shape and strides of `torch.abs`; the real dtype for a complex input, else the dtype of input.
     Raises:
         NotImplementedError: bool, uint16, uint32 and uint64, which `torch.abs` rejects too.
         RuntimeError: out has another dtype or device, overlaps itself or a part of input, or an argument requires a

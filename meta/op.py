@@ -77,7 +77,7 @@ class Operator(Protocol[_P, _R]):
     def distributed(self, function: _Function) -> _Function:
         """Decorate a function that runs instead of the operator on DTensors, if a placement rule is not enough.
 
-        It gets an `openreg_ops.strategies.Shards` and, by name, those of the operator's arguments that it declares.
+        It gets an `openreg_ops.strategies.Shards` and the operator's arguments that it declares, by name.
         """
 
     def samples(self, generator: _Function) -> _Function:
@@ -324,7 +324,7 @@ def logsumexp(x: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of two matrices. The derivative of mm reads strides, that of bmm does not."""
+    """a @ b of two matrices. The derivative of mm reads strides; the derivative of bmm does not."""
     return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0) if unbacked(a, b) else a @ b
 
 

@@ -37,7 +37,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
       tables have the D/2 columns twice: take `cos[..., : D // 2]`.
 
     Args:
-        x: `[..., D]`, D even, float32, float64, float16 or bfloat16. Contiguous rows, such as those of `[B, S, H,
+        x: `[..., D]`, D even, float32, float64, float16 or bfloat16. Contiguous rows, as in `[B, S, H,
             D].transpose(1, 2)`, are read in place.
         cos: broadcasts to `[..., D/2]`; dtype of x, or float32 for the half types.
         sin: shape and dtype of cos.

@@ -32,7 +32,7 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
     engine = ProcessGroupGloo(*arguments, options or _default_options(ProcessGroupGloo, group.timeout))
     engine.options.global_ranks_in_group = group.global_ranks_in_group
     engine.options.group_name = group.group_id
-    if torch.__version__ < (2, 15):  # where it is the engine's affair
+    if torch.__version__ < (2, 15):  # from 2.15 on, the engine does this itself
         engine._set_sequence_number_for_group()
 
     # Before 2.15 torch gives a group a default backend only if it is built in or named alone, and

@@ -88,8 +88,8 @@ class Tracker(_random.OffsetBasedRNGTracker):
                 local = contextlib.nullcontext()
             else:  # torch 2.15 gets here only with a generator
                 raise RuntimeError(
-                    "DTensor: a graph cannot contain a random operator on openreg shards before torch 2.15, and in no "
-                    "version one with a Generator; keep it out of the graph with torch.compiler.disable"
+                    "DTensor: a graph cannot contain a random operator on openreg shards before torch 2.15, nor "
+                    "one with a Generator in any version; keep it out of the graph with torch.compiler.disable"
                 )
         with local:
             yield

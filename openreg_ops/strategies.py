@@ -128,8 +128,8 @@ def _strategy(overload: torch._ops.OpOverload, rule: Callable[..., Iterable[Any]
         if not found:
             arrived = ", ".join(f"{list(spec.placements)} of {list(spec.shape)}" for spec in before)
             raise RuntimeError(
-                f"{overload._schema.name.partition('::')[2]}: expected placements that leave what it writes to, and keyword "
-                f"arguments, where they are, but got {arrived}; redistribute them first"
+                f"{overload._schema.name.partition('::')[2]}: expected placements that do not move the tensors it writes to or "
+                f"keyword arguments, but got {arrived}; redistribute them first"
             )
         return OpStrategy(found)
 

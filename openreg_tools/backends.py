@@ -100,7 +100,7 @@ class Backend:
     hidden: tuple[str, ...] = ()  # files whose lines do not belong to the program
 
     def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
-        """A context that calls `found` with races, as objects like those of `torch.cuda._sanitizer`."""
+        """A context that calls `found` with races, as objects like the errors of `torch.cuda._sanitizer`."""
         return contextlib.nullcontext()
 
     def fallbacks(self) -> int:

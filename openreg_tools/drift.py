@@ -362,8 +362,8 @@ def _troubles(found: Drift, registrations: list[Registration], old: Manifest, ne
 def drift(
     old: str, new: str, *, device: str | None = None, key: str | None = None, sources: list[Path] | None = None
 ) -> Drift:
-    """Compare two versions, and report what breaks in a backend: that of `device` or `key` in this process, or its
-    sources.
+    """Compare two versions, and report what breaks in a backend: the backend of `device` or `key` in this process, or
+    `sources`.
 
     Args:
         old, new: as `manifest.read` takes them: "2.13.0", "installed", a wheel, an environment's folder, a manifest.

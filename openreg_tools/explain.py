@@ -200,7 +200,7 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
         overloads.sort()
         raise Wrong(f"there is no operator {op}" + (f"; there are {', '.join(overloads)}" if overloads else ""))
     if not any(name.partition(".")[0] == op for name in known):
-        raise Wrong(f"there is no operator {op}; for one of another library, import that first")
+        raise Wrong(f"there is no operator {op}; if another library defines it, import that first")
     try:
         overload = torch._C._jit_resolve_packet(op, *args, **kwargs)
     except RuntimeError as error:

@@ -40,7 +40,7 @@ def file(text: str) -> str:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write {path.name} to; make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} may not be written; name another file")
+        raise argparse.ArgumentTypeError(f"{text} is not writable; name another file")
     return text
 
 

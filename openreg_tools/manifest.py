@@ -28,7 +28,7 @@ FILES = (
 )
 
 
-# Operators that torch's lists require of a device, and that are there for one library's or vendor's kernels alone;
+# Operators that torch's lists require of a device, but that exist only for the kernels of one library or vendor;
 # attention and depthwise convolution reach other devices as _scaled_dot_product_fused_attention_overrideable and
 # convolution_overrideable.
 _OF_A_LIBRARY = re.compile(

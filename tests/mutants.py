@@ -1,6 +1,6 @@
 """``make mutants``: how many small faults, put into the Python sources on purpose, do the tests notice?
 
-The faults are mutmut's (a changed operator, number, argument, condition, return value), without those of strings, which
+The faults are mutmut's (a changed operator, number, argument, condition, return value), without faults in strings, which
 are mostly messages. mutmut itself cannot run them here: it replaces functions with trampolines, which Dynamo cannot trace,
 and skips decorated ones, which is what most of meta/ is. So this samples mutants with a seed, writes each into a copy of
 the tree, and runs the tests that cover its line there, the quickest of each test function first.

@@ -98,7 +98,7 @@ def _serve() -> dict | None:
         del sys.modules["triton"]
     if "destructors" not in sys.argv:
         _end_after_own_destructors()
-    gc.freeze()  # a scan in a fork, as at its end, would copy the pages: a second
+    gc.freeze()  # a collection in a fork, as at its exit, would copy the pages, which takes a second
     for line in sys.stdin:
         process = os.fork()
         if process == 0:

@@ -241,7 +241,7 @@ struct Fixed {
   at::ScalarType type;
   void* memory;
   size_t bytes;
-  bool copied; // by an earlier one of the same storage
+  bool copied; // by an earlier entry for the same storage
 };
 
 struct Node {

@@ -32,7 +32,7 @@ bool is_plain(const at::Tensor& x) {
       !x._is_zerotensor() && !x.is_quantized();
 }
 
-// A copy that need not wait for the host: bytes of one layout, between device memories or with pinned
+// A copy that does not have to wait for the host: bytes of one layout, between device memories or with pinned
 // host memory.
 bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   const auto memory = [](const at::Tensor& x) {
@@ -60,8 +60,7 @@ void* written_memory(const at::Tensor& x) {
   return x.mutable_data_ptr();
 }
 
-// Whether ATen would copy on one thread anyway, and need not reject an overlap: then the copy of bytes is the faster
-// one.
+// Whether ATen would copy on one thread anyway and there is no overlap to reject. Then copying bytes is faster.
 bool is_small(const at::Tensor& from, const at::Tensor& to) {
   return from.numel() <= at::internal::GRAIN_SIZE && from.is_privateuseone() && from.device() == to.device() &&
       from.has_storage() && to.has_storage() && from.storage().data() != to.storage().data();

@@ -54,7 +54,7 @@ c10::intrusive_ptr<StorageImpl> new_alias_storage() {
       c10::GetAllocator(c10::kCPU), /*resizable=*/true);
 }
 
-// Gives a sparse tensor the dimensions and sizes of another one, also sizes that a SymInt keeps on the heap.
+// Gives a sparse tensor the dimensions and sizes of another one, including sizes that a SymInt keeps on the heap.
 void take_sizes(at::SparseTensorImpl* to, const at::SparseTensorImpl* from) {
   if (C10_UNLIKELY(from->has_symbolic_sizes_strides()))
     to->resize_(from->sparse_dim(), from->dense_dim(), from->sym_sizes());
@@ -217,7 +217,7 @@ void CpuCall::index(Slot& slot) {
 }
 
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
-  // The first argument is the one computed on, so it may not be a host tensor: x[i] accepts i on the host, but not x.
+  // The first argument is the one computed on, so it must not be a host tensor: x[i] accepts i on the host, but not x.
   if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
     if (!host_tensors_) check_scalar(name_, !host_storages_.empty());
     if (tensor.has_storage())
@@ -397,7 +397,7 @@ void CpuCall::carry_back() {
     if (!slot.write || C10_UNLIKELY(!slot.dense)) continue;
     TensorImpl *real = slot.real, *alias = slot.pooled.unsafeGetTensorImpl();
     if (C10_UNLIKELY(alias->unsafe_storage().unsafeGetStorageImpl() != slot.shown)) {
-      // The kernel gave the tensor another storage (set_): that of another argument, or a new one.
+      // The kernel gave the tensor a different storage (set_): the storage of another argument, or a new one.
       relabel(alias);
       real->set_storage_keep_dtype(alias->unsafe_storage());
     }
@@ -463,7 +463,7 @@ void CpuCall::relabel(TensorImpl* impl) {
           members[0], members[1], members[2], impl->sizes());
     return;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(impl->has_storage(), "openreg: this operator gives a ", impl->layout(),
+  TORCH_CHECK_NOT_IMPLEMENTED(impl->has_storage(), "openreg: this operator returns a ", impl->layout(),
       " tensor, which has no representation on the device; use a strided layout");
   if (C10_UNLIKELY(keys.has(DispatchKey::NestedTensorCPU))) { // whose shape is tensors too, which the host reads
     auto* nested = static_cast<at::native::NestedTensorImpl*>(impl);

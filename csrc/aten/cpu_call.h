@@ -25,7 +25,7 @@ namespace openreg {
 // What an alias went through (resize, new storage) is carried back to the real tensor when
 // the kernel has succeeded.
 //
-// An alias has a CPU-labelled StorageImpl of its own, because views made inside the kernel take
+// An alias has its own CPU-labeled StorageImpl, because views made inside the kernel take
 // their device from it; two arguments on one storage share one, because kernels check for overlap.
 // Aliases are pooled for each thread: making one costs about as much as a dispatcher hop.
 class CpuCall {
@@ -39,7 +39,7 @@ class CpuCall {
   CpuCall(const CpuCall&) = delete;
   CpuCall& operator=(const CpuCall&) = delete;
 
-  // The device of the call: that of its first device tensor, unless set before.
+  // The device of the call: the device of its first device tensor, unless set before.
   c10::DeviceIndex device();
   void set_device(c10::DeviceIndex device);
 
@@ -50,7 +50,7 @@ class CpuCall {
   // The CPU generator behind `generator`, or behind the device's default generator.
   at::Generator generator(const std::optional<at::Generator>& generator);
 
-  // CPU tensors that this operator takes by design (lengths, indices) need not be 0-dim.
+  // CPU tensors that this operator takes by design (lengths, indices) may have any dimension.
   void allow_host_tensors(bool allow = true) { host_tensors_ = allow; }
 
   // Calls the kernel in the order of the device's current stream, then applies the changes to the real tensors.

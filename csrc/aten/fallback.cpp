@@ -197,7 +197,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     TORCH_CHECK_NOT_IMPLEMENTED(false, why, ". It was called with (", describe(*stack, count), ").");
   for (const auto& result : schema.returns())
     TORCH_CHECK_NOT_IMPLEMENTED(!result.alias_info() || result.alias_info()->isWrite(), name,
-        " returns a view, which copies cannot give: the result would not share memory with its input. It was called "
+        " returns a view, but the fallback computes on copies: the result would not share memory with its input. It "
+        "was called "
         "with (",
         describe(*stack, count), "). Register a kernel for PrivateUse1.");
   bool warn;

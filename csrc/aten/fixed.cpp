@@ -248,7 +248,7 @@ std::optional<detail::Task> fixed_call(
   if (name == "aten::fill_.Scalar") return fill(outputs[0], arguments[1].toScalar());
   Stack given = arguments;
   auto found = table().find(name);
-  if (name == "aten::relu" || name == "aten::relu_") { // which the CPU computes so
+  if (name == "aten::relu" || name == "aten::relu_") { // the CPU computes it this way
     found = table().find("aten::clamp_min.out");
     given.emplace_back(at::Scalar(0));
   }

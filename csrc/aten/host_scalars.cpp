@@ -51,7 +51,7 @@ void set_host_scalars(const std::unordered_map<std::string, int>& counts) {
 void check_scalar(const char* name, bool another) {
   const HostScalars accepted = host_scalars(name);
   TORCH_CHECK(accepted != HostScalars::kNone, name,
-      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among those on openreg. This "
+      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among tensors on openreg. This "
       "operator takes no CPU scalars, as on CUDA; move it with .to()");
   TORCH_CHECK(!another || accepted == HostScalars::kAny, name,
       ": Expected all tensors to be on the same device, but found more than one 0-dim CPU tensor. This operator takes "
@@ -60,7 +60,7 @@ void check_scalar(const char* name, bool another) {
 
 void check_scalar_is_last(const char* name) {
   TORCH_CHECK(host_scalars(name) != HostScalars::kLast, name,
-      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among those on openreg. This "
+      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among tensors on openreg. This "
       "operator takes a CPU scalar as its last tensor only, as on CUDA; move it with .to()");
 }
 

@@ -5,7 +5,7 @@
 
 namespace openreg {
 
-// at::empty_strided for a device index that exists. Also for the operators, which are a library of their own.
+// at::empty_strided for a device index that exists. Also for the operators, which are in a separate library.
 __attribute__((visibility("default"))) at::Tensor empty_strided_on(
     c10::DeviceIndex device, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype);
 

@@ -19,7 +19,7 @@
 // Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
 // sliced one and past its end. Others resize a result of one element to the size of their input while they compute, and
 // so write over its neighbors. For these the device computes into contiguous memory and copies.
-// Some read an input so; for these the device passes a copy, see kReadAsContiguous.
+// Some read an input this way. The device passes them a copy; see kReadAsContiguous.
 // Any kernel that PyTorch does not generate from a structured definition may be one of these. Structured kernels get
 // strides that they can write to, except for those named below. The check "layouts" of
 // `python -m openreg_ops conformance` finds those that are missing there.
@@ -81,7 +81,7 @@ bool honors_strides(const c10::OperatorHandle& op) {
   return it->second;
 }
 
-// Whether the memory of `x` may differ from that of a new tensor in a way that such a kernel handles wrongly.
+// Whether the memory of `x` may differ from a new tensor's in a way that such a kernel handles wrongly.
 bool lies_apart(const at::Tensor& x) {
   if (!x.defined() || !x.unsafeGetTensorImpl()->key_set().has(DispatchKey::PrivateUse1) || !x.has_storage())
     return false;

@@ -16,7 +16,7 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
 
 // The arguments of `op` that its CPU kernel reads as if they were contiguous, by their positions.
 std::vector<size_t> read_as_contiguous(const c10::OperatorHandle& op);
-// Replaces these arguments, where they are strided tensors of the device, by contiguous ones.
+// Replaces each of these arguments that is a strided tensor on the device with a contiguous one.
 void make_contiguous(const std::vector<size_t>& which, const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // Copies a result from other memory to `given`, which takes its shape and strides if its own shape differs.

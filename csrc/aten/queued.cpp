@@ -261,7 +261,7 @@ class Arguments {
 };
 
 // Whether the kernel may convert its arguments to another dtype. It would use the default dtype at the time it runs,
-// and on the CPU the layout of a result then follows that of the converted arguments.
+// and on the CPU the layout of a result then follows the layout of the converted arguments.
 bool may_convert(
     const c10::FunctionSchema& schema, const Arguments& arguments, const Stack& stack, const Stack& results) {
   if (schema.name().starts_with("aten::nll_loss")) return false; // its integers are indices
@@ -290,7 +290,7 @@ bool fits(const Arguments& arguments, const Stack& stack, bool zero) {
           [&](const Argument& each) { return each.written || (each.real.dim() == 0 && !each.real.is_complex()); });
 }
 
-// Calls `op` on scratch memory; `results` are those of the Meta kernel, for an out= form. `tiny`: with two elements in
+// Calls `op` on scratch memory; `results` come from the Meta kernel, for an out= form. `tiny`: with two elements in
 // each dimension, and results that the kernel resizes. Unknown: it is too large.
 Verdict try_out(
     const c10::OperatorHandle& op, const Arguments& arguments, const Stack& real, const Stack& results, bool tiny) {
@@ -336,7 +336,7 @@ void set_meta_kernel(const std::string& name, c10::KernelFunction kernel) {
   meta_kernels().insert_or_assign(name, std::move(kernel));
 }
 
-// Lines of the dispatcher's own description; "Meta (inactive)" begins that of a kernel below another one.
+// Lines of the dispatcher's own description; a line with "Meta (inactive)" describes a kernel that another one hides.
 bool has_generated_meta(const c10::OperatorHandle& op, bool called) {
   const std::string state = op.dumpState();
   const char* opening = called ? "\nMeta: registered at " : "\nMeta";

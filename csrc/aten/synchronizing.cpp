@@ -36,7 +36,7 @@ bool index_put(const c10::IValue* arguments) {
   return indices_wait(arguments[1]);
 }
 
-// Rules for the operators whose tags do not say it.
+// Rules for the operators whose tags do not tell.
 const std::unordered_map<std::string, Synchronizes> kRules = {
     {"aten::index", &index},
     {"aten::index_put", &index_put},

@@ -242,8 +242,9 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey ke
 void check_half_transform(const char* name, at::IntArrayRef sizes) {
   const bool all = std::all_of(sizes.begin(), sizes.end(),
       [](int64_t size) { return size < 1 || c10::llvm::isPowerOf2_64(static_cast<std::uint64_t>(size)); });
-  TORCH_CHECK(all, name, ": expected signal sizes that are powers of two in half precision, as cuFFT does, but got ",
-      sizes, "; convert the input to float32, or pad the signal with n= or s=");
+  TORCH_CHECK(all, name,
+      ": expected signal sizes that are powers of two in half precision, as cuFFT requires, but got ", sizes,
+      "; convert the input to float32, or pad the signal with n= or s=");
 }
 
 } // namespace openreg

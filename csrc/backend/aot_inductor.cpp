@@ -91,7 +91,7 @@ AOTIRuntimeError refuse_to_copy(AOTInductorModelContainerHandle, AOTInductorCons
 
 // Loads a compiled model. Its runtime supports only PyTorch's own devices, so we tell it that it runs on the CPU, with
 // this device's index; see CppWrapper.get_device_include_path_aot in openreg_ops/inductor/codegen.py for the other
-// half. The runtime keeps the weights in malloc's memory, so we replace them by copies in device memory. It must not
+// half. The runtime keeps the weights in malloc's memory, so we replace them with copies in device memory. It must not
 // copy new ones from load_constants().
 class Runner final : public torch::inductor::AOTIModelContainerRunner {
  public:

@@ -24,12 +24,11 @@ struct Call {
 };
 
 // Note [Matching calls]
-// Gloo matches the processes' collectives only by their order. If one process calls another collective than the others,
-// or one of another size, Gloo returns wrong numbers, waits until the timeout, or ends the process from its own thread.
-// So before each collective, the processes exchange descriptions of their calls, which all have the same size, and each
-// process checks whether the calls match. If they do not, none begins, and every process raises the same error. The
-// exchange runs on this queue's thread, so an asynchronous call does not wait for the other
-// processes.
+// Gloo matches the processes' collectives only by their order. If one process calls a different collective,
+// or one of a different size, Gloo returns wrong numbers, waits until the timeout, or ends the process from its own
+// thread. So before each collective, the processes exchange descriptions of their calls, which all have the same size,
+// and each process checks whether the calls match. If they do not, none begins, and every process raises the same
+// error. The exchange runs on this queue's thread, so an asynchronous call does not wait for the other processes.
 class CallQueue {
  public:
   using Engine = c10::intrusive_ptr<c10d::Backend>;

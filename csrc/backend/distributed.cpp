@@ -172,7 +172,8 @@ Work DistributedBackend::capture(std::vector<CapturedCall> calls) {
   return c10::make_intrusive<CapturedWork>(name, type, stream, std::move(outputs));
 }
 
-// Sends and receives are not ordered with collectives or with those of other processes: they begin immediately.
+// Sends and receives begin immediately. They are not ordered with collectives, nor with the sends and receives of other
+// processes.
 template <class Start>
 Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Start&& start) {
   const Site site(arguments.name.operation);
@@ -383,9 +384,8 @@ Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
   return collective(std::move(arguments), OpType::BARRIER, std::move(call), opts.asyncOp,
       [engine = engine_, opts] { return engine->barrier(opts); });
 }
-// In the order of the collectives, because the engine counts their tags, but not compared: it reports itself which
-// ranks are
-// missing.
+// Runs in the order of the collectives, because the engine counts their tags. It is not compared, because the engine
+// itself reports which ranks are missing.
 void DistributedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) {
   detail::check_host_call("monitored_barrier");
   queue_.run([&] { engine_->monitoredBarrier(opts, all); });

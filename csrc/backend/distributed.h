@@ -25,7 +25,7 @@ struct CapturedCall;
 // memory in use.
 // A captured call is a node of a graph: each replay makes the call and keeps its stream, or in inline mode the host,
 // until the engine has finished. Every process must replay it.
-// The engine gets copies if it may not or cannot read device memory: under isolation, and for sparse tensors and lazy
+// The engine gets copies if it must not or cannot read device memory: under isolation, and for sparse tensors and lazy
 // conjugates and negations. Its results are copied back before completion is reported.
 class DistributedBackend final : public c10d::Backend {
  public:

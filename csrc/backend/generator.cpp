@@ -309,8 +309,8 @@ void check_captured_generator(const char* name, Stream stream, const c10::Genera
 // launch work, and then needs turns. So the others give up their turn and Python's lock while they wait, and take the
 // mutex only when they have these again. A child created by fork() meanwhile does not have that thread: it gives the
 // generator its own state, and frees both mutexes. A thread that seeds the CPU's generator, or the device's,
-// meanwhile does not wait. The end finds another seed than the one that it left there, and keeps it; it does not see
-// that the same seed was set again.
+// meanwhile does not wait. The end of the lending finds a seed that it did not set, and keeps it. It does not notice
+// if the same seed is set again.
 
 namespace {
 

@@ -40,12 +40,12 @@ class SavedHostGenerator {
   friend class LendGenerator;
   at::CPUGeneratorImpl* const host_;
   c10::intrusive_ptr<c10::TensorImpl> saved_;
-  uint64_t seed_; // that it has until another thread seeds it
+  uint64_t seed_; // the seed that it has until another thread seeds it
 };
 
 // A random operator without a Generator argument draws from the CPU's default generator. While this object lives, that
 // generator has the state of the device's generator; afterwards, its own state again. Of several on one thread, each
-// inner one goes on with the numbers of the outer ones. A host thread that draws meanwhile draws from the device's
+// inner one continues the numbers of the outer ones. A host thread that draws meanwhile draws from the device's
 // numbers.
 class LendGenerator {
  public:

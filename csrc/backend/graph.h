@@ -43,7 +43,7 @@ class DeviceGraph final : public at::GraphImplInterface {
   std::vector<at::Generator> generators_;
   std::shared_ptr<Graph> graph_;
   std::mutex replays_;
-  std::optional<Event> last_; // behind the last replay, for which one on another stream waits
+  std::optional<Event> last_; // after the last replay; a replay on another stream waits for it
   Stream replayed_on_{-1, 0};
 };
 

@@ -10,7 +10,7 @@
 
 namespace openreg {
 
-// The stream that a c10 stream names. Anyone can create one of those from any number; throws if there is no such
+// The stream that a c10 stream names. Any number can be made into a c10 stream; throws if there is no such
 // stream.
 Stream checked_stream(const c10::Stream& stream);
 

@@ -190,7 +190,8 @@ class Session final : public libkineto::IActivityProfilerSession {
     for (const Activity& call : log_)
       if (call.on == Activity::kHost && call.launch && call.begin >= begin && call.begin <= range.end)
         launches.insert(call.launch);
-    const auto name = std::make_shared<const std::string>(range.name); // of its own: two of one name stay two
+    const auto name =
+        std::make_shared<const std::string>(range.name); // not shared: two ranges with one name stay separate
     for (const Activity& work : log_)
       if (work.on == Activity::kStream && launches.count(work.launch))
         widen({work.stream.device, work.stream.id, 0, name}, work);

@@ -31,7 +31,7 @@ void report_out_of_memory(c10::DeviceIndex device, std::size_t bytes);
 int range_push(const char* name);
 int range_pop();
 
-// A range that need not nest and that another thread may end; returns its number.
+// A range that may overlap others and that another thread may end; returns its number.
 std::uint64_t range_start(const std::string& name);
 void range_end(std::uint64_t range);
 

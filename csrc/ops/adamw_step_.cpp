@@ -138,7 +138,7 @@ std::string name_of(const char* list, size_t i) {
 
 void check_count(const char* list, size_t count, size_t expected) {
   TORCH_CHECK(
-      count == expected, "adamw_step_: expected ", expected, " ", list, ", as there are params, but got ", count);
+      count == expected, "adamw_step_: expected ", expected, " ", list, ", one for each of params, but got ", count);
 }
 
 void check_scalar(const char* op, const char* name, const Tensor& x, at::TensorList params, bool double_too = false) {
@@ -170,7 +170,7 @@ void check_adamw_step_(const char* op, at::TensorList params, at::TensorList gra
     const auto fits = [&](const char* list, const Tensor& x) {
       if (x.device() == param.device() && same(x.sym_sizes(), param.sym_sizes())) return;
       check_same_device(op, name.c_str(), param, name_of(list, i).c_str(), x);
-      check_shape(op, name_of(list, i).c_str(), x, param.sym_sizes(), ("that of " + name).c_str());
+      check_shape(op, name_of(list, i).c_str(), x, param.sym_sizes(), ("the same as " + name).c_str());
     };
     const auto type = param.scalar_type(), wide = at::toOpMathType(type);
     fits("grads", grads[i]);

@@ -64,7 +64,7 @@ void check_attention_backward(const char* op, const Tensor& grad_out, const std:
   const auto check = [&](const char* name, const Tensor& x, at::ScalarType type, SymIntArrayRef shape) {
     check_same_device(op, "q", q, name, x);
     check_dtype(op, name, x, type, "its attention output");
-    check_shape(op, name, x, shape, "that of its attention output");
+    check_shape(op, name, x, shape, "the same as its attention output");
   };
   const auto type = q.scalar_type(), wide = at::toOpMathType(type);
   const std::array<SymInt, 4> of_out{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};

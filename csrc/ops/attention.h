@@ -209,7 +209,7 @@ class Forward {
         v_(P::columns(s.value_width) * P::depth(s.keys)), q_(kQueries * P::terms(s.width)), scores_(kQueries * kRow),
         rounded_(P::kRounded * kQueries * kRow), out_(kQueries * out_row_) {}
 
-  // logsumexp is that of the first query, or null.
+  // logsumexp points to the value of the first query, or is null.
   void block(int64_t b, int64_t h, int64_t begin, const Heads<T>& out, A* logsumexp) {
     const int64_t rows = std::min(kQueries, s_.queries - begin);
     const Range seen = s_.keys_of(begin, begin + rows);
@@ -320,7 +320,7 @@ struct Gradients {
 // With p = exp(scores - logsumexp), delta = sum(grad_out * out) - grad_logsumexp by row, ds = p * (grad_out v^T -
 // delta):
 //   dv = p^T grad_out,  dq = scale * ds k,  dk = scale * ds^T q,  dbias = ds
-// and with dropout, which makes m * p of p: ds = p * (m * grad_out v^T - delta),  dv = (m * p)^T grad_out.
+// and with dropout, which replaces p with m * p: ds = p * (m * grad_out v^T - delta),  dv = (m * p)^T grad_out.
 // One thread's blocks of p and ds, for a range of keys and a range of queries that it has packed.
 template <class T, class P>
 class Backward {

@@ -169,7 +169,7 @@ variable_list tensors_of(Values values) {
   return out;
 }
 
-// `values` with `tensors`, in order, in the places of its own.
+// `values` with its tensors replaced by `tensors`, in order.
 Values with_tensors(Values values, const variable_list& tensors) {
   auto next = tensors.begin();
   replace_tensors(values, [&](const Tensor&) { return *next++; });

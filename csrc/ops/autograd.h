@@ -64,8 +64,8 @@ class AutogradContext {
  public:
   // Default: for a forward that is not recorded.
   explicit AutogradContext(torch::autograd::AutogradContext* context) : context_(context) {}
-  // Whether a gradient is wanted of the i-th argument that is a tensor, each in a list counting as one, and one not
-  // given too.
+  // Whether the i-th tensor argument needs a gradient. Each tensor in a list counts as one argument, and so does a
+  // tensor that is not given.
   bool needs_input_grad(size_t i) const;
   void mark_non_differentiable(const variable_list& outputs);
 
@@ -342,7 +342,7 @@ Tensor view_kernel(const Tensor& x, Args... args) {
 }
 
 // The autograd kernel of operator `name`, an identity: F::view(x) creates its result, and F::gradient(grad, args...)
-// computes the gradient of x from that of the result and the arguments after x.
+// computes the gradient of x from the gradient of the result and the arguments after x.
 template <class F, auto kernel>
 auto autograd_of_view(const char* name) {
   name_of<kernel> = name;

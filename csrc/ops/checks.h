@@ -139,23 +139,23 @@ void check_shape(const char* op, const char* name, const Tensor& x, const Sizes&
   check_shape(op, name, x, c10::fromIntArrayRefKnownNonNegative(shape), of);
 }
 
-// Device and dtype are those of y.
+// Checks that x has the device and dtype of y.
 inline void check_kind_like(const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y) {
   check_same_device(op, of, y, name, x);
   check_dtype(op, name, x, y.scalar_type(), of);
 }
 
-// And the shape.
+// Checks that x also has the shape of y.
 inline void check_like(const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y) {
   check_kind_like(op, name, x, of, y);
-  TORCH_CHECK(same(x.sym_sizes(), y.sym_sizes()), op, ": expected ", name, " of shape ", y.sym_sizes(), ", that of ",
-      of, ", but got ", x.sym_sizes());
+  TORCH_CHECK(same(x.sym_sizes(), y.sym_sizes()), op, ": expected ", name, " of shape ", y.sym_sizes(),
+      ", the same as ", of, ", but got ", x.sym_sizes());
 }
 
 // ---- memory for results ----
 
 // Uninitialized memory with the sizes and strides of x, which is dense. Made without the dispatcher, it takes half the
-// time of at::empty_like, which only operators of nanoseconds notice.
+// time of at::empty_like, which matters only for operators that take nanoseconds.
 inline Tensor new_like(const Tensor& x, at::ScalarType type) {
   return empty_strided_on(x.get_device(), x.sizes(), x.strides(), type);
 }

@@ -59,10 +59,11 @@ void check_cross_entropy_backward(const char* op, const std::optional<Tensor>& g
     check_shape(op, name, x, shape, of);
   };
   const auto rows = target.sym_sizes();
-  check("logsumexp", logsumexp, rows, "that of target");
+  check("logsumexp", logsumexp, rows, "the same as target");
   if (grad_loss)
-    check("grad_loss", *grad_loss, reduction == "none" ? rows : SymIntArrayRef(), "that of its cross_entropy output");
-  if (grad_logsumexp) check("grad_logsumexp", *grad_logsumexp, rows, "that of target");
+    check(
+        "grad_loss", *grad_loss, reduction == "none" ? rows : SymIntArrayRef(), "the same as its cross_entropy output");
+  if (grad_logsumexp) check("grad_logsumexp", *grad_logsumexp, rows, "the same as target");
 }
 
 Tensor cross_entropy_backward(const std::optional<Tensor>& grad_loss_, const std::optional<Tensor>& grad_logsumexp_,

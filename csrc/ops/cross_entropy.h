@@ -39,8 +39,8 @@ inline void check_target(const char* op, const char* x_name, const Tensor& x, co
   const auto type = target.scalar_type();
   TORCH_CHECK(type == at::kLong || type == at::kInt, op, ": expected target of int64 or int32, but got ",
       dtype_name(type), "; convert it with .to()");
-  TORCH_CHECK(same(target.sym_sizes(), rows_of(x)), op, ": expected target of shape ", rows_of(x), ", that of ", x_name,
-      " without its last dimension, but got ", target.sym_sizes());
+  TORCH_CHECK(same(target.sym_sizes(), rows_of(x)), op, ": expected target of shape ", rows_of(x), ", the same as ",
+      x_name, " without its last dimension, but got ", target.sym_sizes());
 }
 
 // The number of targets that count; throws for a target that is not a class. Runs in a launch, before the targets are

@@ -97,7 +97,7 @@ void check_dropout_add_backward(const char* op, const Tensor& grad_out, const Te
   check_floating(op, "grad_out", grad_out);
   check_same_device(op, "grad_out", grad_out, "mask", mask);
   check_dtype(op, "mask", mask, at::kBool, "its dropout_add output");
-  check_shape(op, "mask", mask, grad_out.sym_sizes(), "that of grad_out");
+  check_shape(op, "mask", mask, grad_out.sym_sizes(), "the same as grad_out");
   check_probability(op, p);
 }
 

@@ -1,7 +1,7 @@
 // fake_quantize: y = scale * clamp(round(x / scale), quant_min - zero_point, quant_max - zero_point), the effect of
 // quantizing x to integers and back. One scale and zero_point, or one for each index along axis.
 // Its gradient counts rounding as the identity, "straight through" (Bengio et al. 2013, arXiv:1308.3432):
-// the gradient of x passes where x is in range; that of scale is LSQ's (Esser et al. 2020, arXiv:1902.08153).
+// the gradient of x passes where x is in range. The gradient of scale is LSQ's (Esser et al. 2020, arXiv:1902.08153).
 #include "autograd.h"
 #include "checks.h"
 #include "loops.h"
@@ -77,8 +77,8 @@ int64_t axis_to_move(const Tensor& x, std::optional<int64_t> axis) {
 void check_fake_quantize(const char* op, const Tensor& x, const Tensor& scale, const Tensor& zero_point,
     int64_t quant_min, int64_t quant_max, std::optional<int64_t> axis) {
   check_floating(op, "x", x);
-  TORCH_CHECK(!axis || (-x.dim() <= *axis && *axis < x.dim()), op, ": expected axis of a dimension of x, which has ",
-      x.dim(), ", but got ", *axis);
+  TORCH_CHECK(!axis || (-x.dim() <= *axis && *axis < x.dim()), op, ": expected axis to be one of the ", x.dim(),
+      " dimensions of x, but got ", *axis);
   TORCH_CHECK(
       quant_min <= quant_max, op, ": expected quant_min of at most quant_max, but got ", quant_min, " and ", quant_max);
   check_same_device(op, "x", x, "scale", scale);
@@ -89,7 +89,7 @@ void check_fake_quantize(const char* op, const Tensor& x, const Tensor& scale, c
   TORCH_CHECK(zero_point.scalar_type() == at::kInt, op, ": expected zero_point of int32, but got ",
       dtype_name(zero_point.scalar_type()), "; convert it with .to()");
   const auto shape = axis ? x.sym_sizes().slice(c10::maybe_wrap_dim(*axis, x.dim()), 1) : SymIntArrayRef();
-  const char* of = axis ? "the size of x along axis" : "one number, as there is no axis";
+  const char* of = axis ? "the size of x along axis" : "one number because axis is None";
   check_shape(op, "scale", scale, shape, of);
   check_shape(op, "zero_point", zero_point, shape, of);
 }

@@ -1,6 +1,6 @@
 // fused_add_rms_norm: sum = x + residual, y = sum * rstd * weight, rstd = (mean(sum^2) + eps)^(-1/2), over
-// the last dimension. Zhang & Sennrich 2019, arXiv:1910.07467; the two outputs are those of vLLM's kernel
-// of this name, which overwrites its arguments with them.
+// the last dimension. Zhang & Sennrich 2019, arXiv:1910.07467. vLLM's kernel of this name has the same two
+// outputs, but overwrites its arguments with them.
 // y is computed from the stored sum, rounded to its dtype, so that backward sees the same numbers. Backward recomputes
 // rstd, because it reads the row of sum anyway.
 #include "autograd.h"

@@ -179,14 +179,15 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
 // ---- bfloat16 with oneDNN ----
 // Processors with AVX-512 BF16 or AMX multiply pairs of bfloat16 and accumulate in float32, at twice the rate of
 // float32 products or more. at::native::cpublas::brgemm uses this if the right factor is stored in pairs of rows: [k /
-// 2][n][2]. Blocks of the sizes that attention and linear_cross_entropy multiply decided to use it for bfloat16 alone.
-// GFLOP/s on a core of an AMD EPYC (Zen 5, AVX-512, no AMX): the code above 226 to 246; brgemm 366 to 483 in bfloat16,
-// 188 to 242 in float32, 35 to 70 in float16, for which there are instructions only with AMX-FP16.
+// 2][n][2]. It is used for bfloat16 alone, because of these measurements with the block sizes of attention and
+// linear_cross_entropy. GFLOP/s on a core of an AMD EPYC (Zen 5, AVX-512, no AMX): the code above 226 to 246; brgemm
+// 366 to 483 in bfloat16, 188 to 242 in float32, 35 to 70 in float16, for which there are instructions only with
+// AMX-FP16.
 
 // Whether the processor has these instructions, and oneDNN uses them.
 inline bool has_bfloat16_products() {
 #if defined(CPU_CAPABILITY_AVX512)
-  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm would refuse
+  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm would raise
   static const bool has = [] {
     if (!__builtin_cpu_supports("avx512bf16")) return false;
     try {
@@ -218,8 +219,8 @@ inline void plain_gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat1
   }
 }
 
-// C = A * B, or C += A * B: m by n from k terms, k even. Rows of A are `a_row` apart, those of pairs in B 2 * b_row and
-// those of C `c_row`.
+// C = A * B, or C += A * B: m by n from k terms, k even. Rows are `a_row` apart in A and `c_row` in C; rows of
+// pairs are 2 * b_row apart in B.
 inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
     int64_t b_row, float* c, int64_t c_row, bool add) {
   constexpr int64_t columns = 512; // at a time, which stay in cache with their part of B

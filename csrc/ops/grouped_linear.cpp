@@ -165,7 +165,7 @@ class Product {
   Scratch<A> a_{std::is_same_v<T, A> ? 0 : kSide * kDepth}, b_{kSide * kDepth}, sums_{kSide * kRow};
 };
 
-// The same by ATen, which means oneDNN, for bfloat16 if the processor multiplies it. On that EPYC, packed pairs
+// The same with ATen, and so with oneDNN: for bfloat16, if the processor multiplies it. On that EPYC, packed pairs
 // (gemm.h) took 1.1 to 1.4 times as long.
 class OneDnnProduct {
   using T = c10::BFloat16;
@@ -267,7 +267,7 @@ void check_groups(const char* op, const Tensor& x, at::TensorList weights, const
     TORCH_CHECK(e > 0 || (weight.dim() == 2 && expect(weight.sym_size(1).sym_eq(x.sym_size(1)))), op,
         ": expected weights[0] of shape [out, ", x.sym_size(1), "], for the columns of x, but got ",
         weight.sym_sizes());
-    check_shape(op, name.c_str(), weight, weights[0].sym_sizes(), "that of weights[0]");
+    check_shape(op, name.c_str(), weight, weights[0].sym_sizes(), "the same as weights[0]");
   }
   check_same_device(op, "x", x, "group_sizes", group_sizes);
   check_integers(op, "group_sizes", group_sizes);

@@ -71,8 +71,8 @@ Tensor int8_linear(
   auto [q, scale_] = quantize.call(x.reshape({rows, columns}));
   const Tensor scale = std::move(scale_);
   const auto wide = at::toOpMathType(x.scalar_type());
-  // _int_mm (torch 2.13) mishandles strides that do not belong to a matrix, so it never gets any: neither those of an
-  // expanded weight nor the (1, 1) of a transposed column.
+  // _int_mm (torch 2.13) mishandles strides that do not belong to a matrix, such as the strides of an expanded weight
+  // and the (1, 1) of a transposed column, so it never gets any.
   const Tensor weight = weight_q.contiguous(), columns_first = columns == 1 ? weight.view({1, n}) : weight.t();
   const Tensor total = at::_int_mm(q, columns_first), weight_scale = weight_scale_.to(wide).contiguous(),
                bias = bias_ ? bias_->to(wide).contiguous() : Tensor();

@@ -96,7 +96,7 @@ void check_kv_cache_update(const char* op, const Tensor& k_cache, const Tensor& 
   TORCH_CHECK(k_cache.dim() >= 1, op, ": expected k_cache of shape [num_slots, ...], but got a scalar");
   const SymInt num_slots = k_cache.sym_size(0);
   TORCH_CHECK(v_cache.dim() >= 1 && expect(v_cache.sym_size(0).sym_eq(num_slots)), op,
-      ": expected v_cache of as many slots as k_cache, ", num_slots, ", but got ", v_cache.sym_sizes());
+      ": expected v_cache with as many slots as k_cache, ", num_slots, ", but got ", v_cache.sym_sizes());
   check_integers(op, "slots", slots);
   TORCH_CHECK(slots.dim() == 1, op, ": expected slots of one dimension, but got ", slots.sym_sizes(),
       "; flatten it together with the first dimensions of k and v");

@@ -436,7 +436,7 @@ void check_linear_cross_entropy_gradients(const char* op, const Tensor& x, const
   check_same_device(op, "x", x, "grad_loss", *grad_loss);
   check_dtype(op, "grad_loss", *grad_loss, at::toOpMathType(x.scalar_type()), "its loss");
   check_shape(
-      op, "grad_loss", *grad_loss, reduction == "none" ? target.sym_sizes() : SymIntArrayRef(), "that of its loss");
+      op, "grad_loss", *grad_loss, reduction == "none" ? target.sym_sizes() : SymIntArrayRef(), "the same as its loss");
 }
 
 Gradients linear_cross_entropy_gradients(const Tensor& x, const Tensor& weight, const Tensor& target,
@@ -463,7 +463,7 @@ const auto& gradients_op() {
 
 // The gradients from forward, for a recorded backward: differentiating them is an error.
 struct Computed {
-  static constexpr bool kOpaque = true; // its error is no operator's
+  static constexpr bool kOpaque = true; // its error does not come from an operator
   static auto forward(AutogradContext*, at::TensorList gradients, at::TensorList /*inputs*/) {
     variable_list out;
     for (const Tensor& x : gradients) out.push_back(at::alias(x));
@@ -490,8 +490,7 @@ struct LinearCrossEntropy {
     const bool record = at::GradMode::is_enabled();
     const std::array<bool, 3> wanted{
         record && x.requires_grad(), record && weight.requires_grad(), record && bias && bias->requires_grad()};
-    // Without a reduction, the gradients of the rows' losses are not those of their sum, so backward recomputes the
-    // logits.
+    // Without a reduction, each row's loss has its own gradient, so backward recomputes the logits.
     const bool again = wanted == std::array<bool, 3>() || reduction == "none";
     Tensor loss;
     variable_list gradients(again ? 0 : 3);
@@ -518,7 +517,7 @@ struct LinearCrossEntropy {
     } else if (at::GradMode::is_enabled()) {
       variable_list inputs{x, weight};
       if (bias) inputs.push_back(*bias);
-      // Tensors of a transform that has ended count as the wrapped tensors, which may not be recorded, may already
+      // Tensors of a transform that has ended count as the wrapped tensors, which may be unrecorded, may already
       // raise, or may have tangents.
       const bool recorded = std::any_of(inputs.begin(), inputs.end(), is_recorded);
       for (Tensor& x : gradients) x = x.view_as(x);

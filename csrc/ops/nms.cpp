@@ -20,7 +20,7 @@
 namespace openreg::ops {
 namespace {
 
-// Number of boxes that are decided one by one, before the others are compared with those among them that stay.
+// Number of boxes that are decided one by one, before the other boxes are compared with the ones that are kept.
 constexpr int64_t kBlock = 256;
 
 // Indices by decreasing score.

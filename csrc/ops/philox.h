@@ -42,7 +42,7 @@ class Drawn {
   at::Generator inner_;
 };
 
-// Draws from `generator`, by default that of x's device. The CPU's generator does not advance.
+// Draws from `generator`, by default the generator of x's device. The CPU's generator does not advance.
 inline Drawn draw(const char* op, const at::Tensor& x, const std::optional<at::Generator>& generator) {
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(x.get_device());
   check_generator(op, x, used);

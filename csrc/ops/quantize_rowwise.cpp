@@ -101,7 +101,7 @@ void check_dequantize_rowwise(
   check_rows(op, "q", q);
   check_same_device(op, "q", q, "scale", scale);
   check_dtype(op, "scale", scale, at::kFloat, "its quantize_rowwise output");
-  check_shape(op, "scale", scale, rows_of(q), "that of q without its last dimension");
+  check_shape(op, "scale", scale, rows_of(q), "the same as q without its last dimension");
   TORCH_CHECK(!dtype || is_floating(*dtype), op,
       ": expected dtype to be float32, float64, float16 or bfloat16, but got ", dtype_name(*dtype),
       "; convert the result with .to()");

@@ -1,6 +1,6 @@
 // rms_norm: y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2), over the last dimension.
 // Zhang & Sennrich 2019, arXiv:1910.07467.
-// rstd is an output so that backward need not recompute it. It is differentiable, and rms_norm_backward is
+// rstd is an output so that backward does not have to recompute it. It is differentiable, and rms_norm_backward is
 // differentiable in rstd as in its other arguments, which the second derivative needs.
 #include "rms_norm.h"
 #include "autograd.h"
@@ -56,7 +56,7 @@ void check_rms_norm_backward(
   check_like(op, "grad_y", grad_y, "x", x);
   check_same_device(op, "x", x, "rstd", rstd);
   check_dtype(op, "rstd", rstd, at::toOpMathType(x.scalar_type()), "its rms_norm output");
-  check_shape(op, "rstd", rstd, rows_of(x), "that of x without its last dimension");
+  check_shape(op, "rstd", rstd, rows_of(x), "the same as x without its last dimension");
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(

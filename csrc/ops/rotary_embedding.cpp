@@ -94,12 +94,12 @@ void check_tables(const char* op, const char* name, const Tensor& x, const Tenso
   check_dtype(op, "sin", sin, cos.scalar_type(), "cos");
   TORCH_CHECK(cos.dim() >= 1 && expect(cos.sym_size(-1).sym_eq(half)), op, ": expected cos with a last dimension of ",
       half, ", half that of ", name, ", but got ", cos.sym_sizes(),
-      "; of a table for both halves take cos[..., :", half, "]");
+      "; if the table covers both halves, pass cos[..., :", half, "]");
   at::SymDimVector full(x.sym_sizes());
   full.back() = half;
   TORCH_CHECK(broadcasts(cos.sym_sizes(), full), op, ": expected cos to broadcast to ", SymIntArrayRef(full),
       ", but got ", cos.sym_sizes(), "; give it at most as many dimensions, each of that size or 1");
-  check_shape(op, "sin", sin, cos.sym_sizes(), "that of cos");
+  check_shape(op, "sin", sin, cos.sym_sizes(), "the same as cos");
 }
 
 void check_rotary_embedding(const char* op, const Tensor& x, const Tensor& cos, const Tensor& sin) {

@@ -5,7 +5,7 @@ namespace openreg {
 
 // Note [Fork]
 // A child created by fork() has none of its parent's threads, so its parent's queued work never runs there. As with
-// CUDA, a child whose parent had used a device may not use one: launching and allocating throw. It may free memory,
+// CUDA, a child whose parent had used a device cannot use one: launching and allocating throw. It may free memory,
 // seed generators and exit. For these it takes no mutex, because another thread of the parent may have held it.
 bool forked() noexcept;
 void check_not_forked(); // throws std::runtime_error in such a child

@@ -27,7 +27,7 @@ namespace openreg {
 // their capture, which always respects their edges.
 enum class CaptureMode {
   kGlobal,      // no thread may do what can break a capture: wait for the device, query events, launch elsewhere
-  kThreadLocal, // only the capturing thread may not
+  kThreadLocal, // the capturing thread may not
   kRelaxed      // any thread may, except on a captured stream
 };
 

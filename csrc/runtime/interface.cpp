@@ -1,5 +1,5 @@
-// The table of openreg/c_api.h: each function does what the runtime's of the same purpose does, checks what came from
-// outside, and turns exceptions into statuses.
+// The table of openreg/c_api.h. Each function checks what comes from outside, calls the runtime, and turns exceptions
+// into statuses.
 #include "interface.h"
 
 #include <openreg/c_api.h>
@@ -49,7 +49,7 @@ void throw_last() {
   if (const auto thrower = memory_error.load(); thrower && last.status == OPENREG_ERROR_MEMORY) thrower(last.message);
   if (!last.exception)
     throw std::logic_error(
-        "openreg: throw_error() was called where no call has failed since the last one; call it once, "
+        "openreg: throw_error() was called, but no call has failed since the last throw_error(); call it once, "
         "after a status that is not OPENREG_OK");
   std::rethrow_exception(std::exchange(last.exception, nullptr));
 }
@@ -87,7 +87,7 @@ int checked_device(const char* function, int device) {
 void check_memory(const char* function, const void* memory) {
   if (device_of(memory) < 0)
     throw std::invalid_argument(std::string(function) +
-        ": expected memory of the device, from allocate() or a tensor on openreg, but got an address of the host's");
+        ": expected memory of the device, from allocate() or a tensor on openreg, but got a host address");
 }
 
 std::string hexadecimal(const void* address) {
@@ -158,7 +158,7 @@ const openreg_work& checked(const openreg_work* work) {
   return ours;
 }
 
-// The bytes at `from` go to `to`, of which one flips where a fault strikes.
+// Copies the bytes at `from` to `to`, and flips one of them if a fault strikes.
 struct Copy {
   void* to;
   const void* from;
@@ -283,7 +283,7 @@ constexpr openreg_interface table{
             if (const Stream ours = checked(stream); device_of(memory) != ours.device)
               throw std::invalid_argument("record_stream: memory of device " + std::to_string(device_of(memory)) +
                   " cannot be kept for a stream of device " + std::to_string(ours.device) +
-                  "; record a stream of its own device, which waits for an event of the other");
+                  "; record a stream of the memory's device that waits for an event of the other device");
             record_stream(memory, checked(stream));
           });
         },

@@ -94,7 +94,7 @@ class Pages {
   bool raise(std::size_t end) noexcept;
   // Lowers it to the last page in use. Call return_free() first.
   void lower() noexcept;
-  // Free memory goes back to the operating system; the addresses stay. Returns in how many pieces.
+  // Free memory goes back to the operating system; the addresses stay. Returns the number of pieces.
   std::size_t return_free() noexcept;
 
   const Runs& free() const { return free_; } // for any stream

@@ -270,7 +270,7 @@ std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std:
               : nullptr);
   if (pages_.raise(page + length)) {
     ++stats_.extensions;
-    if (pages_.high_water() * kPage > limit_) stats_.returns += pages_.return_free(); // holes, which we need not keep
+    if (pages_.high_water() * kPage > limit_) stats_.returns += pages_.return_free(); // holes, which are not needed
   }
   return page;
 }

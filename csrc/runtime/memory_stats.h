@@ -1,4 +1,4 @@
-// How much memory of a device is in use, and how much has come and gone.
+// How much memory of a device is in use, and how much has been allocated and freed.
 #pragma once
 
 #include <array>

@@ -24,7 +24,7 @@ class Mutex {
   }
   void unlock() noexcept {
     taken_.store(0, std::memory_order_release);
-    std::atomic_signal_fence(std::memory_order_seq_cst); // the compiler keeps the order, the processor need not
+    std::atomic_signal_fence(std::memory_order_seq_cst); // orders the compiler, not the processor
     if (waiting_.load(std::memory_order_relaxed)) [[unlikely]]
       wake();
   }

@@ -27,7 +27,7 @@ struct Range {
 struct Activity {
   enum On { kStream, kHost, kRange }; // kRange: of all threads; see keep_range()
   On on;
-  std::int32_t kind; // as openreg_site has it
+  std::int32_t kind; // as in openreg_site
   std::string name;
   Stream stream;
   std::int64_t begin, end;

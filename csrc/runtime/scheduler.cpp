@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 // Python thread or a process may act, Order::patience applies instead.
 constexpr std::chrono::milliseconds kStuck{200};
 constexpr std::chrono::seconds kOthers{2}; // after which a timeout passes, although another thread might act first
-constexpr std::uint32_t kPatience = 1 << 12; // choices for which one may be passed over
+constexpr std::uint32_t kPatience = 1 << 12; // for how many choices one may be passed over
 constexpr std::uint32_t kRounds = 1000;      // in which all threads ask in vain, before that counts as a deadlock
 
 std::chrono::nanoseconds computed() {

@@ -9,7 +9,7 @@ namespace openreg {
 
 // Note [Shared memory]
 // Shared memory consists of ordinary device pages with a memory file mapped over them. Another process that gets the
-// file maps it over pages of its own device. So an address still identifies its device, and the memory limit and
+// file maps it over its own device pages. So an address still identifies its device, and the memory limit and
 // isolation still apply. The pages become private again before they return to the pool.
 struct Shared {
   void* pointer;

@@ -21,7 +21,7 @@ using AroundWait = void (*)(void (*wait)(void*), void* argument);
 void set_around_wait(AroundWait around) noexcept;
 
 // Called periodically by a wait, without Python's lock: lets the program handle its signals, and throws what its
-// handlers raise. Returns false on a thread that handles no signals, which need not call again. Set once, by the
+// handlers raise. Returns false on a thread that handles no signals; it does not have to call again. Set once, by the
 // bindings.
 using CheckSignals = bool (*)();
 void set_check_signals(CheckSignals check) noexcept;

@@ -26,7 +26,7 @@ def inline(text: str) -> str:
 
 
 def _section(lines: list[str]) -> list[str]:
-    """A bullet for each item; text without a name is a paragraph behind them."""
+    """A bullet for each item; text without a name is a paragraph after them."""
     items: list[list[str]] = []
     for line in lines:
         if match := ITEM.fullmatch(line):

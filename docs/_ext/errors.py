@@ -13,7 +13,7 @@ __all__ = ["Error", "collect", "page"]
 CHECKS = re.compile(r"\b(TORCH_CHECK(?:_\w+)?|throw [\w:]+)\s*\(")
 RAISED = re.compile(r"^[A-Za-z]\w*(?<!Attribute)(?<!Key)Error$|^Wrong$|^WrongVariable$")
 HOLE = "…"
-# A remedy behind a period or a colon starts with one of these.
+# A remedy after a period or a colon starts with one of these.
 VERBS = (
     "add|allocate|call|capture|copy|do|free|give|import|install|keep|look|make|mark|move|name|pass|pip|raise|record|"
     "register|run|save|seed|set|use|wait"
@@ -25,7 +25,7 @@ class Error(NamedTuple):
     """One sentence; HOLE stands for what is known only when it is raised."""
 
     sentence: str
-    remedy: str  # the part behind the last semicolon, or from the first imperative on, or ""
+    remedy: str  # the part after the last semicolon, or from the first imperative on, or ""
     where: str  # file:line
 
 
@@ -153,7 +153,7 @@ def page(root: Path) -> str:
         "",
         "Every error message of the package, with its remedy. NAME is the operator or the function that raises it, and … "
         "stands for a part that changes, such as a shape or a device. Search for words that stay the same. A message without "
-        "a remedy says what the call expected, or has the words that PyTorch uses on the CPU.",
+        "a remedy says what the call expected, or is PyTorch's own message on the CPU.",
         "",
     ]
     groups: dict[str, dict[tuple[str, str], None]] = {}

@@ -284,7 +284,7 @@ def _module(title: str, module: str, names: list[str] | None = None) -> list[str
 
 
 def _each_name_once(lines: list[str]) -> list[str]:
-    """The directives, where only the first class of a name is a target of links, which have the name alone."""
+    """The directives, with only the first class of each name as a link target, because links give just the name."""
     out, seen = [], set()
     for line in lines:
         out.append(line)

@@ -281,7 +281,7 @@ def flex_attention_backward(original: Any) -> Any:
             return original(query, *args)
         *_, gradients = V.graph.current_node.meta["val"]
         *_, buffers, _ = V.graph.current_node.args  # what score_mod holds
-        # The plain implementation differentiates with respect to those that require it.
+        # The plain implementation differentiates with respect to the buffers that require a gradient.
         for buffer, gradient in zip(buffers, gradients, strict=True):
             if gradient is not None:
                 buffer.meta["val"] = buffer.meta["val"].detach().requires_grad_()

@@ -46,7 +46,7 @@ class _Openreg:
         wanted = list(wanted)
         if not wanted or len(set(wanted)) != len(wanted) or not set(wanted) <= set(range(count)):
             raise ValueError(
-                f"expected devices to name different ones of the {count} openreg devices, but got {devices!r}; "
+                f"expected devices to name distinct openreg devices, of which there are {count}, but got {devices!r}; "
                 "OPENREG_DEVICE_COUNT sets how many there are"
             )
         return wanted

@@ -134,6 +134,6 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _from_environment() -> None:
-    """Turn it on where OPENREG_SANITIZER says so."""
+    """Turn it on if OPENREG_SANITIZER says so."""
     if os.environ.get("OPENREG_SANITIZER") == "1":
         enable_openreg_sanitizer()

@@ -37,7 +37,7 @@ _LONGEST = 10**9  # seconds: their nanoseconds fit in 64 bits
 
 _armed: list[inject] = []  # for `info`
 
-# Each device's limits: the program's own and those of active injections; the lowest applies.
+# Each device's limits, from the program and from active injections; the lowest applies.
 _limits: dict[int, int] = {}
 _shrinks: dict[int, list[int]] = {}
 

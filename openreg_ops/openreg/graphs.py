@@ -88,7 +88,8 @@ class Graph(_C.Graph):
                 capture. Inputs are tensors that existed before the capture and that operators of the calling thread take.
                 The capture must end on that thread. The sanitizer reports more.
         Raises:
-            ValueError: an unknown mode. TypeError: a pool that is not such a number.
+            ValueError: an unknown mode.
+            TypeError: pool is not the number of a memory pool.
             torch.AcceleratorError: the current stream is the default one, or is already being captured.
         """
         super().capture_begin(None if pool is None else memory.pool_id("capture_begin", pool), capture_error_mode)

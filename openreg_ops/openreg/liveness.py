@@ -58,7 +58,7 @@ class InputLiveness(TorchDispatchMode):
         self._watching = self._thread.begun = True
 
     def end(self) -> bool:
-        """Leave the mode unless it was left before. Returns False on a thread other than that of `begin`."""
+        """Leave the mode unless it was left before. Returns False on a thread other than the one that called `begin`."""
         if not self._watching:
             return True
         if not getattr(self._thread, "begun", False):

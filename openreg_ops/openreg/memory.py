@@ -72,7 +72,7 @@ def pool_id(function: str, pool: Any) -> tuple[int, int]:
     if isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(each, int) and 0 <= each < 2**64 for each in pool):
         return pool
     raise TypeError(
-        f"{function}: expected the number of a memory pool, which graph_pool_handle(), Graph.pool() and MemPool.id give, "
+        f"{function}: expected the number of a memory pool, from graph_pool_handle(), Graph.pool() or MemPool.id, "
         f"but got {pool!r}"
     )
 
@@ -232,7 +232,7 @@ def memory_snapshot(
         include_traces: as in ``torch.cuda.memory_snapshot``, which never returns traces.
         device: only the segments of this device.
 
-    The format is that of ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
+    The format is the same as in ``torch.cuda.memory_snapshot``, which PyTorch's memory visualizer
     (pytorch.org/memory_viz) reads; `_dump_snapshot` writes a file for it. The frames of a block show the code that
     allocated it, if `_record_memory_history` was called before. A block's state is "active_allocated",
     "active_pending_free" (freed, but a stream's queued work may still use it) or "inactive".

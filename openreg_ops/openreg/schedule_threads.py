@@ -299,7 +299,7 @@ _native_is_alive, _native_is_set, _native_sleep = threading.Thread.is_alive, thr
 def controlled() -> Iterator[None]:
     """In the body, the schedule controls how threads that the program starts start, end, lock and sleep.
 
-    It thereby controls everything that Python's `threading`, `queue` and `concurrent.futures` build on locks.
+    This covers everything that Python's `threading`, `queue` and `concurrent.futures` build on locks.
     """
     threading.Thread.__hash__ = _hash  # type: ignore[method-assign]  # stays: a thread may still start when an order ends
     monotonic = _Clock(time.monotonic)

@@ -107,7 +107,7 @@ def compare(batch: Sequence[Case], device: str = "openreg", fullgraph: bool = Tr
         with (
             # Eager mode's random numbers, so that random operators agree too.
             torch._inductor.config.patch(fallback_random=True),
-            # The database's own wrapper for those saves and restores generators, which a graph cannot do.
+            # The database's own wrapper for random operators saves and restores generators, which a graph cannot do.
             patch.object(
                 common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs)
             ),

@@ -36,7 +36,7 @@ _LINEAR = "the straight-through estimator's gradient is linear in the incoming o
 OPERATORS: dict[str, dict[str, str]] = {
     "openreg::custom_autograd_fn_returns_self": {
         "gradcheck": _HALVED,
-        "schema": "its schema, which declares no view, is that of PyTorch's in-tree OpenReg; the operator that declares "
+        "schema": "it has the schema of PyTorch's in-tree OpenReg, which declares no view; the operator that declares "
         "one is custom_autograd_fn_aliasing",
     },
     "openreg::custom_autograd_fn_aliasing": {"gradcheck": _HALVED},
@@ -45,8 +45,8 @@ OPERATORS: dict[str, dict[str, str]] = {
     "openreg::scale_gradient": {"gradcheck": "the gradient is scaled, on purpose: that is what the operator is for"},
     "openreg::adamw_step_": {
         "autocast": "autocast cannot cast what an operator writes: parameters and state keep their dtypes",
-        "jit_trace": "torch.jit.trace drops a call that writes lists and returns nothing as dead code, that of "
-        "torch._fused_adamw_ too",
+        "jit_trace": "torch.jit.trace drops a call that writes lists and returns nothing as dead code, also "
+        "of torch._fused_adamw_",
     },
     "openreg::grouped_linear_backward": {
         "jit_trace": "torch.jit.trace does not support arguments of bool[3], which PyTorch's own backward operators "
@@ -60,7 +60,7 @@ OPERATORS: dict[str, dict[str, str]] = {
     },
 }
 
-# Of those, the checks that pass on some processors: eager's matrix product decides, by which instructions it uses.
+# The ones that pass on some processors: it depends on the instructions that eager's matrix product uses.
 MAY_PASS: dict[str, set[str]] = {"openreg::linear_cross_entropy_gradients": {"large"}}
 
 # Operators that accept damaged arguments that their CPU kernel rejects, or vice versa: the check "garbage" skips the

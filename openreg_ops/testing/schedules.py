@@ -46,7 +46,7 @@ class _Failed(Exception):
 
 
 def _passes(report: pytest.TestReport) -> bool:
-    """Whether the test, or its fixtures, raised nothing, even if it was to fail."""
+    """Whether the test, or its fixtures, raised nothing, even if it was expected to fail."""
     return report.passed or str(report.longrepr).startswith(("[XPASS(strict)]", "Unexpected success"))
 
 
@@ -94,7 +94,7 @@ class SchedulesPlugin:
         self.seeds = _seeds(seeds)
         self.found: dict[str, Schedules] = {}
         self.fails: dict[str, str] = {}  # tests that fail in their own order
-        self.expected: dict[str, str | None] = {}  # the reason for which a test may fail in the order where it does
+        self.expected: dict[str, str | None] = {}  # why a test may fail in the order where it does
         self.tried: dict[str, tuple[int, bool]] = {}  # orders, and whether one makes a difference; from all processes
         self.untried: dict[str, str] = {}  # tests, and why
         self.classes: set[pytest.Class] = set()
@@ -134,7 +134,7 @@ class SchedulesPlugin:
                     self.try_orders(each, whole.parent)
 
     def try_orders(self, item: pytest.Function, kept: Any) -> None:
-        """Try the orders of a test. Each run sets up all fixtures again, except those of the collector `kept`."""
+        """Try the orders of a test. Each run sets up all fixtures again, except the fixtures of the collector `kept`."""
 
         def program() -> None:
             with _aside(item) as quiet:

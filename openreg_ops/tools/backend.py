@@ -178,7 +178,7 @@ def _fallen(op: str, key: str, found: Kernel) -> Has:
     if fallback.get_policy() == "error" and not matches(fallback._allow):
         return Has("refused", 'it would run on the CPU, and the fallback policy is "error"', found.where)
     if returns_view(op):
-        return Has("refused", "it returns a view, which copies cannot give", found.where)
+        return Has("refused", "it returns a view, but the fallback computes on copies", found.where)
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, "CPU"):
         return Has("refused", "it has no kernel for openreg and none for the CPU to fall back to", found.where)
     return Has("fallback", "copies to the CPU and back", found.where)

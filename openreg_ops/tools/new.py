@@ -85,7 +85,7 @@ def new_package(package: str, style: str, operators: list[str], root: Path) -> l
     for name in (package, *operators):
         _check_word(name)
         if keyword.iskeyword(name) or name in CPP_WORDS:
-            raise Wrong(f"{name} is a word of Python or C++; choose another name")
+            raise Wrong(f"{name} is a reserved word in Python or C++; choose another name")
     used = _names_in_code()
     for name in operators:
         if name in used or _class_name(name) in used:
@@ -135,7 +135,7 @@ def _check_name(name: str, root: Path) -> None:
     for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
         if taken in (name, f"{name}_backward"):
             raise Wrong(f"the operator {taken} already exists; choose another name")
-    # The name becomes a C++ function alongside those of the headers, and a Python name in the package.
+    # The name becomes a C++ function beside the functions of the headers, and a Python name in the package.
     words = "".join(path.read_text() for path in (*map(root.joinpath, HEADERS), *map(TEMPLATES.joinpath, FILES)))
     if (
         re.search(rf"\b(check_)?{name}\b", words)

@@ -101,7 +101,7 @@ class Report:
                  "another device, does"], 2)  # fmt: skip
         lines += ["", f"CPython: {_count(of_python, 'unstable symbol')}", *_by_header(of_python)]
         if of_python and ".abi3." in Path(self.path).name:
-            lines += forms.wrapped(["its name says .abi3, for which all of them should be stable"], 2)
+            lines += forms.wrapped(["its name says .abi3, so all of them should be stable"], 2)
         if self.python_stable:
             text = f"{_count(self.python_stable, 'symbol')} stable since Python {self.python} at the latest"
             lines += forms.wrapped([text], 2)

@@ -39,7 +39,7 @@ def operator(op: Any) -> Operator:
             `torch.library.custom_op` or `triton_op` returned, or a function whose code names one
             ``torch.ops.mylib.foo``.
     Raises:
-        ValueError: there is no such operator, or more than one is meant.
+        ValueError: there is no such operator, or the name is ambiguous.
     """
     if isinstance(op, Operator):
         return op
@@ -307,7 +307,7 @@ def check(
 
 
 def _home(op: Operator) -> str:
-    """The device for an operator without samples: that of its package, else one where it has a kernel."""
+    """The device for an operator without samples: its package's, else one where it has a kernel."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if _registered(op):
         return backends.of_operator(op._schema.name).device

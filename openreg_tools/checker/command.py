@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.op is None:
             raise Wrong("expected an operator, or --abi LIBRARY")
         if arguments.require_stable:
-            raise Wrong("--require-stable is about a library: give --abi LIBRARY too")
+            raise Wrong("--require-stable applies to a library: give --abi LIBRARY too")
     except Wrong as error:
         print(f"check: {error}", file=sys.stderr)
         return 2

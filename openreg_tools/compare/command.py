@@ -64,9 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
             forms.write(first, arguments, top=arguments.top)
             if len(results) > 1:
                 parted = [i for i, r in enumerate(results) if r.first is not None]
-                print(
-                    f"{len(results)} ranks; {'the ones that part: ' + str(parted) if parted else 'none of them part'}"
-                )
+                print(f"{len(results)} ranks; {'different results on: ' + str(parted) if parted else 'none differ'}")
             if arguments.test:
                 raise Wrong("--test needs a program: a trace keeps no inputs")
             return int(first.first is not None)

@@ -78,7 +78,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
     except (IndexError, ValueError, KeyError, TypeError):
         raise Wrong(f"{path} is not a trace of `record`: its first line is not a header") from None
     if kind != KIND:
-        raise Wrong(f"{path} is a trace of {kind!r}, and not one of `record`")
+        raise Wrong(f"{path} is a trace of {kind!r}, not of `record`")
     if version != VERSION:
         remedy = "update openreg_tools" if version > VERSION else "record it again"
         raise Wrong(f"{path} is of version {version}, but this reads version {VERSION}: {remedy}")

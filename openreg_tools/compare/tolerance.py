@@ -113,7 +113,7 @@ class Tolerances:
         return Tolerance(kind, ulps * self.factor, terms)
 
     def of_name(self, name: str, terms: int) -> float:
-        """Ulps for an operator in a trace, which this torch may not have."""
+        """Ulps for an operator in a trace, even if this torch does not have it."""
         plain = name.partition(".")[0]
         for pattern, ulps in self.given.items():
             if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(plain, pattern):

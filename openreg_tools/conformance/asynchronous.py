@@ -106,7 +106,7 @@ def compare(
     pairs = list(zip(expected.operands, actual.operands, strict=False))  # an error may occur before all of them exist
     leaves = [tree_leaves(each.outcome.value) for each in (expected, actual)] if error is None else ([], [])
     if len(expected.operands) != len(actual.operands) or len(leaves[0]) != len(leaves[1]):
-        return fail("structure", "results of another number")
+        return fail("structure", "a different number of results")
     pairs += zip(*leaves, strict=True)
     for e, a in pairs if values else ():
         if isinstance(e, torch.Tensor) and not same(e, a):
@@ -211,7 +211,7 @@ def check(
     report: opinfo.Report,
     at: Callable[[str], None],
 ) -> None:
-    """Run those of `CHECKS` that are in `checks` for one operator and dtype, into `report`."""
+    """Run the `CHECKS` that are in `checks` for one operator and dtype, into `report`."""
     if not has_modes(device) or op.name in opinfo.UNINITIALIZED:
         return
     values = op.full_name not in GARBAGE

@@ -155,7 +155,7 @@ def judge(report: opinfo.Report, index: int, what: str, expected: Replayed, actu
     pairs = list(zip(expected.operands, actual.operands, strict=True))
     for time, (e, a) in enumerate(zip(expected.values, actual.values, strict=True)):
         if len(e) != len(a):
-            return fail("structure", "results of another number")
+            return fail("structure", "a different number of results")
         pairs += zip(e, a, strict=True)
         for x, y in pairs:
             if isinstance(x, torch.Tensor) and not asynchronous.same(x, y):
@@ -209,7 +209,7 @@ def check_module(info: Any, dtype: torch.dtype, device: str, report: opinfo.Repo
         module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
         if any(map(torch.nn.parameter.is_lazy, module.parameters())):
             continue  # it has no parameters before its first call
-        module.flatten_parameters = lambda: None  # a recurrent one's, which asks for addresses of its own parameters
+        module.flatten_parameters = lambda: None  # of recurrent modules; it asks for the addresses of their parameters
         parameters = {name: x.detach() for name, x in module.named_parameters()}
         buffers = {name: x.detach() for name, x in module.named_buffers()}
 

@@ -49,7 +49,7 @@ class Results:
     records: list[Record]
     dtypes: dict[str, list[str]]  # of all operators
     known: dict[str, Known] = dataclasses.field(default_factory=dict)
-    thorough: bool = True  # with fewer samples or checks, a known failure may not show
+    thorough: bool = True  # with fewer samples or checks, a known failure might not appear
     against: dict[Case, Record] | None = None  # an earlier run
 
     def __post_init__(self) -> None:

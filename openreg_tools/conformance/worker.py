@@ -166,7 +166,7 @@ class Progress:
         self.live = out.isatty()
 
     def step(self, count: int, found: int, name: str) -> None:
-        """`count` more cases are done, those of `name`."""
+        """`count` more cases, of `name`, are done."""
         self.done += count
         self.found += found
         now = time.monotonic()

@@ -91,7 +91,7 @@ def test_non_blocking(source, target):
 @pytest.mark.parametrize("source", PLACES)
 @pytest.mark.parametrize("lazy", [torch._neg_view, torch.conj])
 def test_lazy_bits_are_resolved(lazy, source, target):
-    """Also of a source whose bytes lie as those of the target do."""
+    """Also if the bytes of the source and the target have the same layout."""
     x = torch.tensor([1 + 2j, 3 - 4j])
     for non_blocking in (False, True):
         y = put(torch.zeros_like(x), target)

@@ -534,7 +534,7 @@ WRONG = {
     "4 dimensions": ({"query": lambda x: x[None]}, r"expected query of shape \[total, heads, width\], because the seq"),
     "heads": ({"query": lambda x: x.repeat(1, 2, 1)[:, :3]}, "expected the number of heads of query to be a positive multiple of the heads of key"),
     "no heads": (dict.fromkeys(["query", "key", "value"], lambda x: x[:, :0]), "positive multiple of the heads of key, but got 0 and 0"),
-    "widths": ({"key": lambda x: x[..., :4]}, "expected query and key of one width above 0, but got 8 and 4"),
+    "widths": ({"key": lambda x: x[..., :4]}, "expected query and key of the same width, above 0, but got 8 and 4"),
     "width": (dict.fromkeys(["query", "key", "value"], lambda x: x[..., :6]), "a multiple of 8 up to 256, but got 6"),
     "value": ({"value": lambda x: x[:5]}, "expected value of the shape of key except for the width"),
     "maximum": ({"max_q": 4}, "expected sequences of at most 4 queries, the maximum passed, but number 1 has 5"),
@@ -585,7 +585,7 @@ def efficient_call(**changes):
 
 WRONG_EFFICIENT = {
     "float64": (dict.fromkeys(["query", "key", "value"], lambda x: x.double()), "float32, float16 or bfloat16, but go"),
-    "heads": ({"query": lambda x: x.repeat(1, 1, 2, 1)}, "expected query and key of as many heads, but got 4 and 2"),
+    "heads": ({"query": lambda x: x.repeat(1, 1, 2, 1)}, "expected query and key with the same number of heads, but got 4 and 2"),
     "maximum": ({"max_seqlen_k": 21}, "max_seqlen_k from 0 to 20, but got 12 and 21"),
     "no maximum": ({"max_seqlen_q": None}, "cu_seqlens_q needs max_seqlen_q and max_seqlen_k"),
     "batch": (dict.fromkeys(["query", "key", "value"], lambda x: x.repeat(2, 1, 1, 1)), r"of shape \[1, total, heads"),

@@ -473,7 +473,7 @@ def test_batch_norm_by_parts(dtype, layout):
     assert_close(even, (mean, invstd))
     with pytest.raises(RuntimeError, match=r"batch_norm_stats: expected an input \[N, C, ...\], but got one of 1 dim"):
         torch.batch_norm_stats(weight, 1e-3)
-    with pytest.raises(RuntimeError, match="as many counts, but got"):
+    with pytest.raises(RuntimeError, match="a count for each process, but got"):
         torch.batch_norm_gather_stats_with_counts(x.to("openreg"), mean, invstd, None, None, 0.3, 1e-3, counts)
 
 

@@ -149,7 +149,9 @@ def check_operator(name):
                 try:
                     found = run(function, sample, grads, lambda x, _, leaf=leaf, mesh=mesh: placed(x, mesh, next(leaf)))
                 except RuntimeError as error:
-                    assert name in MUTABLE and "leave what it writes to" in str(error), f"{choice}: {error}"
+                    assert name in MUTABLE and "do not move the tensors it writes to" in str(error), (
+                        f"{choice}: {error}"
+                    )
                     continue
                 ran += 1
                 for got, plain in zip(found, expected, strict=True):
@@ -178,7 +180,7 @@ def test_operator(group, name):
 
 R, S = None, op.SUM
 # Where the arguments are along one dimension of the mesh, and where the outputs and the gradients come out; for a list
-# of tensors, each. The shapes are those of `shapes`.
+# of tensors, each. `shapes` has the shapes.
 STAYS = [
     ("rms_norm", ((4, 8), (8,)), {}, [0, R], [0, 0], [0, S]),
     ("rms_norm", ((4, 8), (8,)), {}, [1, R], [R, R], [1, R]),  # a norm over a sharded dimension: x is gathered
@@ -300,7 +302,9 @@ def check_errors():
     caches = [placed(torch.zeros(8, 2, device="openreg"), mesh, [0]) for _ in range(2)]
     rows = [placed(torch.ones(1, 2, device="openreg"), mesh, [None]) for _ in range(2)]
     slots = placed(torch.tensor([3], device="openreg"), mesh, [None])
-    with pytest.raises(RuntimeError, match="kv_cache_update_: expected placements that leave what it writes to"):
+    with pytest.raises(
+        RuntimeError, match="kv_cache_update_: expected placements that do not move the tensors it writes to"
+    ):
         torch.ops.openreg.kv_cache_update_(*caches, *rows, slots)
     x, weight = torch.randn(4, 6, device="openreg"), torch.randn(8, 6, device="openreg")
     target = torch.tensor([1, -100, 8, 2], device="openreg")
@@ -480,7 +484,7 @@ for size in (2, 4):
     except AssertionError as error:
         assert "mismatch" in str(error), error
     else:
-        raise AssertionError("the validator believes a wrong rule")
+        raise AssertionError("the validator accepts a wrong rule")
     dist.destroy_process_group()
     print(size, "is right")
 """

@@ -108,7 +108,9 @@ def test_devices(options, index, tmp_path):
 
 @pytest.mark.parametrize("devices", [3, [0, 0], [-2]], ids=str)
 def test_devices_that_are_not_there(devices):
-    with pytest.raises(ValueError, match="expected devices to name different ones of the 2 openreg devices, but got"):
+    with pytest.raises(
+        ValueError, match="expected devices to name distinct openreg devices, of which there are 2, but got"
+    ):
         lightning.Trainer(accelerator="openreg", devices=devices)
 
 

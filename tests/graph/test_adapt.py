@@ -69,7 +69,7 @@ def test_graphs_of_the_device():
 
     with uncached():
         assert graphed()
-        assert config.cudagraph_policy is None  # that of other devices
+        assert config.cudagraph_policy is None  # the policy of other devices
     with without("graphs_of_the_device"):
         assert not graphed()
 

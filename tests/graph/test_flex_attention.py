@@ -38,7 +38,7 @@ def expected(q, k, v, bias):
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_forward_and_backward(compiled):
-    """Every gradient, also that of the tensor which `score_mod` holds; CPU Inductor has no backward."""
+    """Every gradient, also of the tensor that `score_mod` holds; CPU Inductor has no backward."""
     inputs = [x.requires_grad_() for x in tensors()]
     reference = expected(*inputs)
     ours = [x.detach().to("openreg").requires_grad_() for x in inputs]

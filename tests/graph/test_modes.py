@@ -87,7 +87,7 @@ def test_compiled_autograd(model, x):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_checkpointing(backend):
-    """The dropout of the recomputed forward is that of the first: a linear function's value is its gradient times x."""
+    """The recomputed forward drops the same elements as the first: a linear function's value is its gradient times x."""
     x = torch.randn(1000, device="openreg", requires_grad=True)
 
     def function(x):

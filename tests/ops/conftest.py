@@ -1,4 +1,4 @@
-"""Fixtures of the operator tests; those of every test (poisoned memory, a seed) are in tests/conftest.py."""
+"""Fixtures of the operator tests; tests/conftest.py has the fixtures of every test (poisoned memory, a seed)."""
 
 import pytest
 

@@ -127,7 +127,7 @@ def run(
 def check_against(
     function: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, scale: float = 1, grads: bool = True
 ) -> None:
-    """Outputs and gradients of `function` equal those of `reference` in float64 on the CPU.
+    """Outputs and gradients of `function` equal the outputs and gradients of `reference` in float64 on the CPU.
 
     The shapes, and the gradients' dtypes, are compared exactly; `scale` widens the tolerance.
     """

@@ -27,7 +27,7 @@ class Device(Openreg):
 
 
 def refuse(*args):
-    raise AssertionError("a twin ran in place of the stable operator")
+    raise AssertionError("a twin ran instead of the stable operator")
 
 
 backends.register(Device())

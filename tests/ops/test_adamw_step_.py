@@ -325,19 +325,19 @@ def test_rejects():
 
     p, g, m, v, _, s = lists_of(shapes)
     lists = (p, g, m, v, [], s)
-    refuse((p, g[:1], m, v, [], s), "adamw_step_: expected 2 grads, as there are params, but got 1")
-    refuse((p, g, m[:1], v, [], s), "adamw_step_: expected 2 exp_avgs, as there are params, but got 1")
-    refuse((p, g, m, [*v, *v], [], s), "adamw_step_: expected 2 exp_avg_sqs, as there are params, but got 4")
-    refuse((p, g, m, v, [], []), "adamw_step_: expected 2 state_steps, as there are params, but got 0")
+    refuse((p, g[:1], m, v, [], s), "adamw_step_: expected 2 grads, one for each of params, but got 1")
+    refuse((p, g, m[:1], v, [], s), "adamw_step_: expected 2 exp_avgs, one for each of params, but got 1")
+    refuse((p, g, m, [*v, *v], [], s), "adamw_step_: expected 2 exp_avg_sqs, one for each of params, but got 4")
+    refuse((p, g, m, v, [], []), "adamw_step_: expected 2 state_steps, one for each of params, but got 0")
     refuse((p, g, m, v, v, s), "adamw_step_: expected no max_exp_avg_sqs without amsgrad, but got 2")
-    refuse(lists, "adamw_step_: expected 2 max_exp_avg_sqs, as there are params, but got 0", amsgrad=True)
-    refuse(([], [], [], [], [], s), "adamw_step_: expected 0 state_steps, as there are params, but got 2")
+    refuse(lists, "adamw_step_: expected 2 max_exp_avg_sqs, one for each of params, but got 0", amsgrad=True)
+    refuse(([], [], [], [], [], s), "adamw_step_: expected 0 state_steps, one for each of params, but got 2")
     refuse(swapped(0, 1, torch.ones(5, dtype=torch.int64, device=DEVICE)), "expected params[1] of float32, float64")
     refuse(swapped(0, 1, random(5).to("openreg:1")), "params[0] is on openreg:0 but params[1] is on openreg:1")
     refuse(swapped(1, 1, random(5).cpu()), "params[1] is on openreg:0 but grads[1] is on cpu; move one with .to()")
-    refuse(swapped(1, 0, random(4, 3)), "expected grads[0] of shape [3, 4], that of params[0], but got [4, 3]")
+    refuse(swapped(1, 0, random(4, 3)), "expected grads[0] of shape [3, 4], the same as params[0], but got [4, 3]")
     refuse(swapped(1, 0, random(3, 4).half()), "expected grads[0] of float32, the dtype of params[0], but got float16")
-    refuse(swapped(2, 1, random(4)), "expected exp_avgs[1] of shape [5], that of params[1], but got [4]")
+    refuse(swapped(2, 1, random(4)), "expected exp_avgs[1] of shape [5], the same as params[1], but got [4]")
     refuse(
         swapped(2, 1, random(5).double()),
         "expected exp_avgs[1] of float32, the dtype of params[1], but got float64; convert one with .to()",
@@ -346,7 +346,7 @@ def test_rejects():
     half[2][0] = half[2][0].double()
     refuse(half, "expected exp_avgs[0] of bfloat16, the dtype of params[0] (or float32), but got float64; convert one")
     refuse(swapped(3, 1, random(5).double()), "expected exp_avg_sqs[1] of float32, the dtype of exp_avgs[1], but got")
-    refuse(swapped(3, 1, random(5, 1)), "expected exp_avg_sqs[1] of shape [5], that of params[1], but got [5, 1]")
+    refuse(swapped(3, 1, random(5, 1)), "expected exp_avg_sqs[1] of shape [5], the same as params[1], but got [5, 1]")
     refuse(swapped(4, 0, random(4, 4), True), "expected max_exp_avg_sqs[0] of shape [3, 4]", amsgrad=True)
     refuse(swapped(5, 0, kit.tensor([1.0])), "expected state_steps[0] of float32 and no dimension, but got float32 of")
     refuse(

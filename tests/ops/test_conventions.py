@@ -116,7 +116,7 @@ def test_backward_runs_twice_where_it_needs_no_tensor(name, grad, device):
 
 
 def test_nodes_of_the_graph_are_called_after_their_operators():
-    """Which `print(y)`, anomaly mode and torchviz show; those of forward-only operators only refuse."""
+    """`print(y)`, anomaly mode and torchviz show these names. Nodes of forward-only operators only refuse."""
     asked = 0
     for name, samples in op.SAMPLES.items():
         overload = getattr(torch.ops.openreg, name).default

@@ -251,7 +251,7 @@ def test_rejects():
         OP,
         logits,
         kit.tensor([0]),
-        match="cross_entropy: expected target of shape [2], that of logits without its last dimension, but got [1]",
+        match="cross_entropy: expected target of shape [2], the same as logits without its last dimension, but got [1]",
     )
     kit.check_error(OP, logits, target.float(), match="expected target of int64 or int32, but got float32")
     kit.check_error(OP, logits.long(), target, match="expected logits of float32, float64, float16 or bfloat16")
@@ -269,10 +269,10 @@ def test_rejects():
         logits,
         target,
         random(2),
-        match="cross_entropy_backward: expected grad_loss of shape [], that of its cross_entropy output, but got [2]",
+        match="cross_entropy_backward: expected grad_loss of shape [], the same as its cross_entropy output, but got [2]",
     )
     kit.check_error(
-        BACKWARD, None, random(3), logits, target, random(2), match="expected grad_logsumexp of shape [2], that of"
+        BACKWARD, None, random(3), logits, target, random(2), match="expected grad_logsumexp of shape [2], the same as"
     )
     kit.check_error(BACKWARD, None, None, logits, target, random(3), match="expected logsumexp of shape [2]")
     kit.check_error(

@@ -270,7 +270,7 @@ def test_rejects():
     x, mask = random(2, 3), random(2, 3) > 0
     kit.check_error(OP, x.long(), x, 0.5, match="dropout_add: expected x of float32, float64, float16 or bfloat16, but")
     kit.check_error(OP, x, x.double(), 0.5, match="expected residual of float32, the dtype of x, but got float64")
-    kit.check_error(OP, x, random(3), 0.5, match="expected residual of shape [2, 3], that of x, but got [3]")
+    kit.check_error(OP, x, random(3), 0.5, match="expected residual of shape [2, 3], the same as x, but got [3]")
     kit.check_error(OP, x, x.cpu(), 0.5, match="dropout_add: x is on openreg:0 but residual is on cpu; move one")
     for p, text in ((-0.1, "-0.1"), (1.5, "1.5"), (math.inf, "inf"), (math.nan, "nan")):
         kit.check_error(
@@ -285,5 +285,5 @@ def test_rejects():
         dropout_add(x.cpu(), x.cpu(), 0.5, generator=generator())
     kit.check_error(BACKWARD, x.long(), mask, 0.5, match="dropout_add_backward: expected grad_out of float32, float64")
     kit.check_error(BACKWARD, x, x, 0.5, match="expected mask of bool, the dtype of its dropout_add output, but got")
-    kit.check_error(BACKWARD, x, mask[0], 0.5, match="expected mask of shape [2, 3], that of grad_out, but got [3]")
+    kit.check_error(BACKWARD, x, mask[0], 0.5, match="expected mask of shape [2, 3], the same as grad_out, but got [3]")
     kit.check_error(BACKWARD, x, mask.cpu(), 0.5, match="grad_out is on openreg:0 but mask is on cpu")

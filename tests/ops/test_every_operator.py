@@ -1,6 +1,6 @@
 """The checks for every operator, once per operator and sample; kit.py and the checker implement them.
 
-The samples are those of the meta files. OPTIONS adds some with arguments that these leave at their defaults.
+The samples come from the meta files. OPTIONS adds some with arguments that these leave at their defaults.
 """
 
 import re

@@ -246,14 +246,14 @@ def test_rejects():
 
     floats = "float32, float64, float16 or bfloat16"
     refuse(f"expected x of {floats}, but got int64; convert it with .to()", x=x.long())
-    refuse("expected axis of a dimension of x, which has 2, but got 2", axis=2)
-    refuse("expected axis of a dimension of x, which has 2, but got -3", axis=-3)
-    refuse("expected axis of a dimension of x, which has 0, but got 0", x=x[0, 0], axis=0)
+    refuse("expected axis to be one of the 2 dimensions of x, but got 2", axis=2)
+    refuse("expected axis to be one of the 2 dimensions of x, but got -3", axis=-3)
+    refuse("expected axis to be one of the 0 dimensions of x, but got 0", x=x[0, 0], axis=0)
     refuse("expected quant_min of at most quant_max, but got 8 and 7", quant_min=8)
     refuse("expected scale of float32 for x of float32, but got float64; convert it with .to()", scale=scale.double())
     refuse("expected scale of float32 for x of float16, but got float16", x=x.half(), scale=scale.half())
     refuse("expected zero_point of int32, but got int64; convert it with .to()", zero_point=zero_point.long())
-    refuse("expected scale of shape [], one number, as there is no axis, but got [3]", axis=None)
+    refuse("expected scale of shape [], one number because axis is None, but got [3]", axis=None)
     refuse("expected scale of shape [2], the size of x along axis, but got [3]", axis=0)
     refuse("expected zero_point of shape [3], the size of x along axis, but got [1]", zero_point=zero_point[:1])
     refuse("x is on openreg:0 but scale is on cpu; move one with .to()", scale=scale.cpu())
@@ -263,7 +263,7 @@ def test_rejects():
         sentence = "fake_quantize_backward: " + match
         kit.check_error(BACKWARD, grad_y, x, scale, zero_point, -8, 7, 1, match=sentence)
 
-    refuse_backward("expected grad_y of shape [2, 3], that of x, but got [3, 2]", x.T)
+    refuse_backward("expected grad_y of shape [2, 3], the same as x, but got [3, 2]", x.T)
     refuse_backward("expected grad_y of float32, the dtype of x, but got float64", x.double())
     refuse_backward("x is on openreg:0 but grad_y is on cpu", x.cpu())
 

@@ -136,7 +136,7 @@ def test_rejects():
     kit.check_error(OP, x, x, weight.double(), match="expected weight of float32, the dtype of x, but got float64")
     kit.check_error(OP, x.long(), x, weight, match="of float32, float64, float16 or bfloat16, but got int64")
     kit.check_error(OP, random(), x, weight, match="expected x of at least one dimension")
-    kit.check_error(OP, x, random(3), weight, match="expected residual of shape [2, 3], that of x, but got [3]")
+    kit.check_error(OP, x, random(3), weight, match="expected residual of shape [2, 3], the same as x, but got [3]")
     kit.check_error(OP, x, x.double(), weight, match="expected residual of float32, the dtype of x, but got float64")
     kit.check_error(OP, x, x, weight.cpu(), match="x is on openreg:0 but weight is on cpu; move one with .to()")
     kit.check_error(OP, x, x.to("openreg:1"), weight, match="x is on openreg:0 but residual is on openreg:1")
@@ -144,7 +144,9 @@ def test_rejects():
     name += "_backward"
     kit.check_error(BACKWARD, x, x, random(), weight, 1e-6, match=name + ": expected sum of at least one dimension")
     kit.check_error(BACKWARD, x, x, x, random(4), 1e-6, match="expected weight of shape [3], the last dimension of sum")
-    kit.check_error(BACKWARD, random(3, 2), x, x, weight, 1e-6, match="expected grad_y of shape [2, 3], that of sum")
-    kit.check_error(BACKWARD, x, random(2), x, weight, 1e-6, match="expected grad_sum of shape [2, 3], that of sum")
+    kit.check_error(
+        BACKWARD, random(3, 2), x, x, weight, 1e-6, match="expected grad_y of shape [2, 3], the same as sum"
+    )
+    kit.check_error(BACKWARD, x, random(2), x, weight, 1e-6, match="expected grad_sum of shape [2, 3], the same as sum")
     kit.check_error(BACKWARD, x, x.double(), x, weight, 1e-6, match="expected grad_sum of float32, the dtype of sum")
     kit.check_error(BACKWARD, x.cpu(), None, x, weight, 1e-6, match="sum is on openreg:0 but grad_y is on cpu")

@@ -373,7 +373,7 @@ def test_rejects():
             "expected weights[0] of shape [out, 4], for the columns of x, but got [5, 3]",
         ),
         ((x, [w[0][0], *w[1:]], b, s), "expected weights[0] of shape [out, 4], for the columns of x, but got [4]"),
-        ((x, [*w[:2], w[2][1:]], b, s), "expected weights[2] of shape [5, 4], that of weights[0], but got [4, 4]"),
+        ((x, [*w[:2], w[2][1:]], b, s), "expected weights[2] of shape [5, 4], the same as weights[0], but got [4, 4]"),
         ((x, [*w[:2], w[2].half()], b, s), "expected weights[2] of float32, the dtype of x, but got float16"),
         ((x, [*w[:2], w[2].cpu()], b, s), "x is on openreg:0 but weights[2] is on cpu; move one with .to()"),
         ((x, w, b[:2], s), "expected bias of a tensor for each of the 3 weights, but got 2"),

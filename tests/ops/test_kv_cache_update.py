@@ -199,8 +199,11 @@ def test_rejects():
             ((k_cache, v_cache, k[:, 0], v, slots), "but got [5, 3]"),
             ((k_cache, v_cache, k.double(), v, slots), "expected k of float32, the dtype of k_cache, but got float64"),
             ((k_cache, v_cache.half(), k, v, slots), "expected v of float16, the dtype of v_cache, but got float32"),
-            ((k_cache, v_cache[1:], k, v, slots), "expected v_cache of as many slots as k_cache, 8, but got [7, 2, 3]"),
-            ((k_cache, v_cache[0, 0, 0], k, v, slots), "expected v_cache of as many slots as k_cache, 8, but got []"),
+            (
+                (k_cache, v_cache[1:], k, v, slots),
+                "expected v_cache with as many slots as k_cache, 8, but got [7, 2, 3]",
+            ),
+            ((k_cache, v_cache[0, 0, 0], k, v, slots), "expected v_cache with as many slots as k_cache, 8, but got []"),
             ((k_cache[0, 0, 0], v_cache, k, v, slots), "expected k_cache of shape [num_slots, ...], but got a scalar"),
             ((k_cache, v_cache, k, v, slots.float()), "expected slots of int32 or int64, but got float32"),
             ((k_cache, v_cache, k, v, slots.view(1, -1)), "expected slots of one dimension, but got [1, 5]; flatten"),

@@ -434,7 +434,9 @@ def test_rejects():
     kit.check_error(OP, x, weight[:0], target, match="dimension of x, but got [0, 3]")
     kit.check_error(OP, x, weight[0], target, match="dimension of x, but got [3]")
     kit.check_error(OP, x, weight, target.float(), match="expected target of int64 or int32, but got float32")
-    kit.check_error(OP, x, weight, target[:1], match="target of shape [2], that of x without its last dimension, but")
+    kit.check_error(
+        OP, x, weight, target[:1], match="target of shape [2], the same as x without its last dimension, but"
+    )
     kit.check_error(
         OP, x, weight, target, bias[:4], match="expected bias of shape [5], the classes of weight, but got [4]"
     )
@@ -451,7 +453,7 @@ def test_rejects():
         match="wanted asks for the gradient of a bias, but got none; pass bias",
     )
     kit.check_error(
-        GRADIENTS, x, weight, target, bias, random(2), match="expected grad_loss of shape [], that of its loss"
+        GRADIENTS, x, weight, target, bias, random(2), match="expected grad_loss of shape [], the same as its loss"
     )
 
 

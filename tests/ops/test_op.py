@@ -83,7 +83,7 @@ def test_check_asserts_of_sizes_that_are_not_known():
         gate, up = (torch.empty(environment.create_unbacked_symint(), 4, device="openreg") for _ in range(2))
         assert torch.ops.openreg.swiglu(gate, up).shape[1] == 4
         with pytest.raises(
-            RuntimeError, match=r"^swiglu: expected up of shape \[u\d, 4\], that of gate, but got \[u\d, 5\]"
+            RuntimeError, match=r"^swiglu: expected up of shape \[u\d, 4\], the same as gate, but got \[u\d, 5\]"
         ):
             torch.ops.openreg.swiglu(gate, torch.empty(environment.create_unbacked_symint(), 5, device="openreg"))
     asserted = {str(each.expr) for group in environment.deferred_runtime_asserts.values() for each in group}

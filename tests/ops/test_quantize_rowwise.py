@@ -177,7 +177,9 @@ def test_rejects():
     kit.check_error(OP, random(), match="quantize_rowwise: expected x of at least one dimension, but got a scalar")
     kit.check_error(DEQUANTIZE, x, scale, match="dequantize_rowwise: expected q of int8, but got float32; make it with")
     kit.check_error(DEQUANTIZE, q[0, 0], scale, match="dequantize_rowwise: expected q of at least one dimension")
-    kit.check_error(DEQUANTIZE, q, scale[0], match="expected scale of shape [2], that of q without its last dimension")
+    kit.check_error(
+        DEQUANTIZE, q, scale[0], match="expected scale of shape [2], the same as q without its last dimension"
+    )
     kit.check_error(
         DEQUANTIZE, q, scale.half(), match="expected scale of float32, the dtype of its quantize_rowwise out"
     )

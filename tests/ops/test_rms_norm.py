@@ -173,13 +173,18 @@ def test_rejects():
     kit.check_error(OP, x.cpu(), weight, match="rms_norm: x is on cpu but weight is on openreg:0")
     kit.check_error(OP, x, weight.to("openreg:1"), match="x is on openreg:0 but weight is on openreg:1")
     kit.check_error(
-        BACKWARD, random(3, 2), x, weight, rstd, match="rms_norm_backward: expected grad_y of shape [2, 3], that of x"
+        BACKWARD,
+        random(3, 2),
+        x,
+        weight,
+        rstd,
+        match="rms_norm_backward: expected grad_y of shape [2, 3], the same as x",
     )
     kit.check_error(
         BACKWARD, x.double(), x, weight, rstd, match="expected grad_y of float32, the dtype of x, but got float64"
     )
     kit.check_error(
-        BACKWARD, x, x, weight, random(3), match="expected rstd of shape [2], that of x without its last dimension"
+        BACKWARD, x, x, weight, random(3), match="expected rstd of shape [2], the same as x without its last dimension"
     )
     kit.check_error(BACKWARD, x, x, weight, rstd.double(), match="expected rstd of float32")
     kit.check_error(BACKWARD, x, x, weight, rstd.cpu(), match="x is on openreg:0 but rstd is on cpu")

@@ -161,7 +161,7 @@ def test_rejects():
             match=f"expected {of} with a last dimension of even size, but got 7; rotate a part",
         )
         kit.check_error(
-            op, x, x, x, match=f"of 4, half that of {of}, but got [2, 3, 8]; of a table for both halves take"
+            op, x, x, x, match=f"of 4, half that of {of}, but got [2, 3, 8]; if the table covers both halves, pass"
         )
         kit.check_error(op, x, random(), sin, match="expected cos with a last dimension of 4, half that of")
         kit.check_error(
@@ -171,7 +171,7 @@ def test_rejects():
             op, x, random(1, 1, 3, 4), sin, match="expected cos to broadcast to [2, 3, 4], but got [1, 1, 3, 4]"
         )
         kit.check_error(op, x[:0], random(2, 3, 4), sin, match="expected cos to broadcast to [0, 3, 4]")
-        kit.check_error(op, x, cos, random(4), match="expected sin of shape [3, 4], that of cos, but got [4]")
+        kit.check_error(op, x, cos, random(4), match="expected sin of shape [3, 4], the same as cos, but got [4]")
         kit.check_error(op, x, cos.double(), sin, match=f"expected cos of float32, the dtype of {of}, but got float64")
         kit.check_error(
             op, x.half(), cos, sin.half(), match="expected sin of float32, the dtype of cos, but got float16"

@@ -67,7 +67,7 @@ def generator(seed=3):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF], ids=str)
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)], ids=str)
 def test_dropout_add_with_a_generator(dtype, mapped):
-    """The same numbers are those of one call with this generator, different ones those of a call with the batch."""
+    """With "same", each sample gets the numbers of one call with this generator; with "different", of a call with the batch."""
     full = [random(3, 1000, dtype=dtype) for _ in mapped]
     inputs = [x if dim == 0 else x[0] for x, dim in zip(full, mapped, strict=True)]
     rows = [x if dim == 0 else x[:1].expand(3, 1000) for x, dim in zip(full, mapped, strict=True)]

@@ -51,7 +51,7 @@ def public():
 
 
 def document(value):
-    """Its own docstring; a class does not have that of its base."""
+    """Its own docstring; a class does not inherit its base's."""
     return "" if inspect.isclass(value) and not value.__doc__ else inspect.getdoc(value) or ""
 
 

@@ -118,7 +118,7 @@ int main(int argc, char** argv) try {
   // Wrong addresses, streams and sizes.
   openreg::check_address(x, stream);
 #ifndef NDEBUG
-  throws<std::invalid_argument>("one of the host's", [&] { openreg::check_address(host.data(), stream); });
+  throws<std::invalid_argument>("but got a host address", [&] { openreg::check_address(host.data(), stream); });
   throws<std::invalid_argument>("one of device 1; copy it", [&] { openreg::check_address(x, {0, 0}); });
 #endif
   throws<std::invalid_argument>("there is no stream 99 on device 1", [&] { openreg::launch({1, 99}, constant); });

@@ -94,7 +94,7 @@ def test_only_a_kept_graph_is_made_executable_by_the_program():
 def test_a_kept_graph_is_made_executable_again_and_again():
     graph = torch.openreg.Graph(keep_graph=True)
     for step in (1.0, 2.0):
-        x = torch.zeros(20, device=DEVICE)  # at another address than that of the first capture
+        x = torch.zeros(20, device=DEVICE)  # at a different address than in the first capture
         with torch.openreg.graph(graph, capture_error_mode="relaxed"):
             x += step
         for i in range(1, 4):

@@ -205,7 +205,7 @@ def test_a_void_capture_says_why():
 
 
 @pytest.mark.parametrize("wrapper", ["cond", "checkpoint", "no_grad", "deepcopy"])
-def test_the_line_is_that_of_the_program(wrapper):
+def test_the_line_is_in_the_program(wrapper):
     x = torch.ones(3, device=DEVICE)
     calls = {
         "cond": lambda: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),  # runs generated code

@@ -273,7 +273,7 @@ def test_refused(files, name, message):
             ["--abi", "x.so", "aten::add", "--input", "f32[1]"],
             "check: --abi takes a library, --require-stable and --json",
         ),
-        (["aten::add", "--require-stable"], "check: --require-stable is about a library: give --abi LIBRARY too"),
+        (["aten::add", "--require-stable"], "check: --require-stable applies to a library: give --abi LIBRARY too"),
         ([], "check: expected an operator, or --abi LIBRARY"),
     ],
 )

@@ -490,7 +490,7 @@ def test_steps(monkeypatch, name):
 
 @pytest.fixture
 def checkout(monkeypatch):
-    """The demo is where the tests are: an installed copy of the package has none beside it."""
+    """Use the demo of the checkout: an installed copy of the package has none beside it."""
     for module in (bench_steps, bench_graphs):
         monkeypatch.setattr(module, "DEMO", Path(__file__).parents[2] / "examples" / bench_steps.DEMO.name)
 

@@ -161,7 +161,7 @@ def test_fake_kernel_that_takes_no_half_types():
 
 
 def test_cpu_kernel_of_another_dtype():
-    """In half types the kernel on the CPU accumulates elsewhere than that of the device."""
+    """In half types, the CPU's kernel returns a different dtype than the device's."""
     define("sums(Tensor x) -> Tensor", lambda x: x.sum(-1), lambda x: x.new_empty(x.shape[:-1], dtype=torch.float32))
     LIBRARY.impl("sums", lambda x: x.float().sum(-1), "PrivateUse1")
     (failure,) = check(
@@ -846,7 +846,7 @@ def test_good_operator_with_random_numbers():
 
 
 def test_good_operator_of_which_one_output_has_no_derivative():
-    """Its value depends on y, whose gradient is zero; that of the other output does not."""
+    """Its value depends on y, whose gradient is zero; the other output's value does not."""
 
     @torch.library.custom_op("good::sum_and_rank", mutates_args=())
     def sum_and_rank(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

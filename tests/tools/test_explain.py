@@ -171,7 +171,7 @@ def test_overloads():
     assert explain("pow").operator == "aten::pow.Tensor_Tensor"  # the most tensors
     assert explain("max").operator == "aten::max" and "dim" in explain("max").overloads
     assert "\nother overloads: Scalar, out, Scalar_out\ncalled" in explain("add").text()
-    with pytest.raises(Wrong, match="there is no operator aten::ad; for one of another library, import that first"):
+    with pytest.raises(Wrong, match="there is no operator aten::ad; if another library defines it, import that first"):
         explain("ad", x)
     with pytest.raises(Wrong, match=r"there is no operator aten::add.Ten; there are aten::add.Scalar, "):
         explain("add.Ten", x, x)

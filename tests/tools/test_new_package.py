@@ -165,7 +165,7 @@ def test_right_whatever_the_device_does(packages, case):
     [
         ("Mine", ["weigh"], "expected a name of lower-case words"),
         ("mine", ["weigh", "a-b"], "expected a name of lower-case words"),
-        ("mine", ["weigh", "class"], "class is a word of Python or C++"),
+        ("mine", ["weigh", "class"], "class is a reserved word in Python or C++"),
         ("mine", ["mine"], "mine is needed twice"),
         ("mine", ["weigh", "weigh"], "weigh is needed twice"),
         ("mine", ["weigh_backward", "weigh"], "weigh_backward is needed twice"),
@@ -173,7 +173,7 @@ def test_right_whatever_the_device_does(packages, case):
         ("mine", ["check"], "check already has a meaning in the code of a package"),
         ("mine", ["torch"], "torch already has a meaning"),
         ("mine", ["tensor"], "tensor already has a meaning"),
-        ("double", ["weigh"], "double is a word of Python or C++"),
+        ("double", ["weigh"], "double is a reserved word in Python or C++"),
         ("aten", ["weigh"], "the namespace aten already has operators"),
         ("torch", ["weigh"], "the Python package torch already exists"),
         ("taken", ["weigh"], "already exists"),

@@ -1,4 +1,4 @@
-"""examples/stable_operators: built by pip, its own tests pass, and so do those of the twins of its operators."""
+"""examples/stable_operators: pip builds it; its own tests and the tests of its operators' twins pass."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
-// _efficient_attention_*, which scaled_dot_product_attention of jagged tensors calls: a causal mask counts from either
-// end, and dense scores take a bias.
+// _efficient_attention_*, which scaled_dot_product_attention calls for jagged tensors: a causal mask counts from either
+// end, and a dense batch may have a bias.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -24,8 +24,8 @@ Call efficient_call(const char* op, const Tensor& query, const Tensor& key, cons
   ops::check_tensor(op, "query", query);
   check_offsets(c, query, offsets_q, offsets_k, false);
   check_inputs(c, query, key, value, 4, false);
-  TORCH_CHECK(c.heads == c.kv_heads, op, ": expected query and key of as many heads, but got ", c.heads, " and ",
-      c.kv_heads, "; repeat those of key and value with repeat_interleave");
+  TORCH_CHECK(c.heads == c.kv_heads, op, ": expected query and key with the same number of heads, but got ", c.heads,
+      " and ", c.kv_heads, "; repeat the heads of key and value with repeat_interleave");
   c.longest = c.queries;
   if (c.packed()) {
     TORCH_CHECK(query.size(0) == 1, op, ": expected packed sequences of shape [1, total, heads, width], but got ",
@@ -52,7 +52,7 @@ Call efficient_call(const char* op, const Tensor& query, const Tensor& key, cons
   if (given(bias)) {
     check_tensor(c, "bias", *bias, query);
     ops::check_dtype(op, "bias", *bias, query.scalar_type(), "query");
-    ops::check_shape(op, "bias", *bias, {c.batch, c.heads, c.queries, c.keys}, "that of the scores");
+    ops::check_shape(op, "bias", *bias, {c.batch, c.heads, c.queries, c.keys}, "the same as the scores");
   }
   return c;
 }

@@ -20,7 +20,7 @@ Call flash_call(const char* op, const Tensor& query, const Tensor& key, const Te
   check_offsets(c, query, offsets_q, offsets_k, pages);
   check_inputs(c, query, key, value, c.packed() ? 3 : 4, pages);
   TORCH_CHECK(c.value_width == c.width && c.width % 8 == 0 && c.width <= 256, op,
-      ": expected query, key and value of one width, a multiple of 8 up to 256, but got ", c.width, " and ",
+      ": expected query, key and value of the same width, a multiple of 8 up to 256, but got ", c.width, " and ",
       c.value_width, "; pad them with torch.nn.functional.pad, and pass scale");
   c.longest = c.packed() ? max_q : c.queries;
   TORCH_CHECK(c.longest >= 0, op, ": expected max_q of at least 0, but got ", max_q);
@@ -136,7 +136,7 @@ Tensor flash_forward_inplace(Tensor& out, const Tensor& query, const Tensor& key
       dropout_p, " and ", return_debug_mask);
   ops::check_same_device(op, "query", query, "out", out);
   ops::check_dtype(op, "out", out, query.scalar_type(), "query");
-  ops::check_shape(op, "out", out, query.sizes(), "that of query");
+  ops::check_shape(op, "out", out, query.sizes(), "the same as query");
   at::assert_no_internal_overlap(out);
   for (const Tensor& x : {query, key, value}) at::assert_no_overlap(out, x);
   return flash(op, out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0, is_causal, false, scale,

@@ -71,7 +71,7 @@ inline void check_offsets(Call& c, const Tensor& query, const MaybeTensor& q, co
   c.batch = q->size(0) - 1;
   c.offsets_q = check_integers(c, c.offsets_q_name, *q, query, q->sizes(), "");
   if (given(k))
-    c.offsets_k = check_integers(c, c.offsets_k_name, *k, query, q->sizes(), "that of the offsets of query");
+    c.offsets_k = check_integers(c, c.offsets_k_name, *k, query, q->sizes(), "the same as the offsets of query");
 }
 
 // Shapes of query, key and value of `dim` dimensions, [(batch,) length, heads, width]; `pages` where key and value
@@ -96,9 +96,9 @@ inline void check_inputs(
   c.keys = key.size(-3);
   if (dim == 4 && !c.packed()) c.batch = query.size(0);
   TORCH_CHECK(pages || key.dim() == 3 || key.size(0) == query.size(0), c.op, ": expected key of batch ", query.size(0),
-      ", that of query, but got shape ", key.sizes());
-  TORCH_CHECK(key.size(-1) == c.width && c.width > 0, c.op, ": expected query and key of one width above 0, but got ",
-      c.width, " and ", key.size(-1));
+      ", like query, but got shape ", key.sizes());
+  TORCH_CHECK(key.size(-1) == c.width && c.width > 0, c.op,
+      ": expected query and key of the same width, above 0, but got ", c.width, " and ", key.size(-1));
   TORCH_CHECK(value.sizes().slice(0, value.dim() - 1) == key.sizes().slice(0, key.dim() - 1), c.op,
       ": expected value of the shape of key except for the width, but got ", value.sizes(), " and ", key.sizes());
   TORCH_CHECK(c.kv_heads > 0 && c.heads > 0 && c.heads % c.kv_heads == 0, c.op,
@@ -126,7 +126,7 @@ inline void check_inference(const Call& c, const char* name, std::initializer_li
 
 // ---- work ----
 
-// The rows of a sequence, in order: of query and of key.
+// The rows of a sequence in query and in key.
 struct Sequence {
   ops::Range q, k;
 };
@@ -249,7 +249,7 @@ ops::Rows<A> rows_of(const ops::Rows<A>& all, bool by_total, int64_t b, const Se
   return {all.data + (by_total ? at.q.begin : b * all.batch), all.batch, all.head};
 }
 
-// The probabilities before dropout, with a minus sign on those it drops: [batch, heads, longest, columns].
+// The probabilities before dropout, with a minus sign on the ones it drops: [batch, heads, longest, columns].
 template <class T>
 void debug_mask(const ops::Scores<T>& s, const ops::Rows<float>& logsumexp, T* mask, int64_t rows, int64_t columns) {
   TORCH_CHECK(
@@ -377,7 +377,7 @@ inline void check_like(
     const Call& c, const char* name, const Tensor& x, const Tensor& query, at::ScalarType type, at::IntArrayRef shape) {
   check_tensor(c, name, x, query);
   ops::check_dtype(c.op, name, x, type, "forward's");
-  ops::check_shape(c.op, name, x, shape, "that of forward's output");
+  ops::check_shape(c.op, name, x, shape, "the same as forward's output");
 }
 
 // The address of the numbers from which backward draws dropout again.

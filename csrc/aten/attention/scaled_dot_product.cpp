@@ -55,8 +55,10 @@ void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key
     TORCH_CHECK(
         x->dim() == 4, op, ": expected ", name, " of shape [batch, heads, length, width], but got ", x->sizes());
   }
-  ops::check_shape(op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)}, "as query has it");
-  ops::check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)}, "as key has it");
+  ops::check_shape(
+      op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)}, "with the batch and width of query");
+  ops::check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)},
+      "with the batch, heads and length of key");
   TORCH_CHECK(key.size(1) == 0 ? query.size(1) == 0 : query.size(1) % key.size(1) == 0, op,
       ": expected the number of heads of query to be a multiple of ", key.size(1), ", the heads of key, but got ",
       query.size(1));
@@ -70,7 +72,7 @@ void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key
       ", but got ", bias->sizes());
 }
 
-// What the kernel returns for no heads, by whose number it divides.
+// The results for zero heads. The kernel would divide by the number of heads.
 std::tuple<at::Tensor, at::Tensor> nothing(const at::Tensor& query, const at::Tensor& value) {
   const auto batch = query.size(0), length = query.size(2);
   return {at::empty({batch, 0, length, value.size(3)}, query.options()),
@@ -133,10 +135,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backw
   for (const auto& [name, x] : {std::pair{"grad_out", &grad}, {"out", &out}}) {
     ops::check_same_device(op, "query", query, name, *x);
     ops::check_dtype(op, name, *x, query.scalar_type(), "query");
-    ops::check_shape(op, name, *x, out_shape, "that of forward's output");
+    ops::check_shape(op, name, *x, out_shape, "the same as forward's output");
   }
   ops::check_same_device(op, "query", query, "logsumexp", logsumexp);
-  ops::check_shape(op, "logsumexp", logsumexp, query.sizes().slice(0, 3), "that of forward's output");
+  ops::check_shape(op, "logsumexp", logsumexp, query.sizes().slice(0, 3), "the same as forward's output");
   if (!key.size(1))
     return {at::empty_like(query), at::empty_like(key), at::empty_like(value),
         mask[3] ? at::zeros_like(bias) : at::Tensor()};

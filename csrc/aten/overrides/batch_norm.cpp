@@ -88,7 +88,8 @@ std::tuple<at::Tensor, at::Tensor> gather_stats_with_counts(const at::Tensor& in
   for (const Optional* running : {&running_mean, &running_var})
     if (*running && (*running)->defined()) check_tensor(op, "running statistics", **running);
   TORCH_CHECK(mean.dim() == 2 && invstd.sizes() == mean.sizes() && counts.numel() == mean.size(0),
-      "batch_norm_gather_stats_with_counts: expected mean and invstd [processes, C] and as many counts, but got ",
+      "batch_norm_gather_stats_with_counts: expected mean and invstd [processes, C] and a count for each process, but "
+      "got ",
       mean.sizes(), ", ", invstd.sizes(), " and ", counts.sizes());
   const auto each = widened(mean), count = counts.to(each.scalar_type()).view({-1, 1}), total = count.sum(0);
   const auto whole = (each * count).sum(0) / total;
@@ -119,8 +120,8 @@ at::Tensor& elemt_out(const at::Tensor& input, const Optional& weight, const Opt
   check_channels("batch_norm_elemt", "weight", weight, input);
   check_channels("batch_norm_elemt", "bias", bias, input);
   check_tensor("batch_norm_elemt", "out", out);
-  TORCH_CHECK(out.sizes() == input.sizes(), "batch_norm_elemt: expected an out of the input's shape ", input.sizes(),
-      ", but got ", out.sizes());
+  TORCH_CHECK(out.sizes() == input.sizes(), "batch_norm_elemt: expected out of shape ", input.sizes(),
+      ", the same as input", ", but got ", out.sizes());
   auto result = (widened(input) - channels(mean, input)) * channels(invstd, input);
   if (weight && weight->defined()) result = result * channels(*weight, input);
   if (bias && bias->defined()) result = result + channels(*bias, input);

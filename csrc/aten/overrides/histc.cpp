@@ -67,7 +67,7 @@ at::Tensor& histc_out(
   TORCH_CHECK(out.device() == self.device(), "histc: out is on ", out.device(), " but self is on ", self.device(),
       "; move one with .to()");
   TORCH_CHECK(out.scalar_type() == self.scalar_type(), "histc: expected out of dtype ", self.scalar_type(),
-      ", that of self, but got ", out.scalar_type());
+      ", the dtype of self, but got ", out.scalar_type());
   const at::Tensor counts = integers(self, bins, min, max); // before out, which may be self, changes
   at::native::resize_output(out, counts.sizes());
   return out.copy_(counts);

@@ -286,8 +286,8 @@ Tensor layers(Cell cell, RnnSequence sequence, std::vector<State>& states, const
   const size_t directions = bidirectional ? 2 : 1, count = static_cast<size_t>(std::max<int64_t>(num_layers, 0));
   TORCH_CHECK(states.size() == count * directions, "Expected ", count * directions,
       " hidden states in stacked_rnn, but got ", states.size());
-  TORCH_CHECK(weights.size() == count * directions, "Expected the weights of ", count * directions,
-      " layers in stacked_rnn, but got those of ", weights.size());
+  TORCH_CHECK(weights.size() == count * directions, "Expected weights for ", count * directions,
+      " layers in stacked_rnn, but got weights for ", weights.size());
   for (size_t layer = 0; layer < count; ++layer) {
     std::vector<Tensor> outputs;
     for (size_t direction = 0; direction < directions; ++direction) {

@@ -59,8 +59,8 @@ void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet key
   if (!is_wider(arguments[0].toTensor(), arguments[3].toScalarType()))
     return native_kernel().callBoxed(op, keys, stack);
   at::Tensor out = arguments[4].toTensor();
-  TORCH_CHECK(out.scalar_type() == at::kHalf, op.schema().name(), ": expected out of Half, as the input was, but got ",
-      out.scalar_type());
+  TORCH_CHECK(out.scalar_type() == at::kHalf, op.schema().name(),
+      ": expected out of Half, the dtype of the input, but got ", out.scalar_type());
   const at::Tensor result = softmax_backward<Op, kernel>(
       arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toInt(), arguments[3].toScalarType());
   at::native::resize_output(out, result.sizes());

@@ -125,7 +125,7 @@ inline Kind check_floating(const char* op, const char* name, const Tensor& x) {
   return kind;
 }
 
-// x has this dtype, which is that of `of`, and is where y is.
+// Checks that x has this dtype, the dtype of `of`, and is on the device of y.
 inline void check_kind(const char* op, const char* name, const Tensor& x, int32_t dtype, const char* of,
     const char* y_name, const Kind& y) {
   check_tensor(op, name, x);
@@ -142,11 +142,11 @@ inline void check_shape(const char* op, const char* name, const Tensor& x, Sizes
     fail(op, ": expected ", name, " of shape ", shape_of(shape), ", ", of, ", but got ", shape_of(x.sizes()));
 }
 
-// Device, dtype and shape of x are those of y.
+// Checks that x has the device, dtype and shape of y.
 inline void check_like(
     const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y, const Kind& kind) {
   check_kind(op, name, x, kind.dtype, of, of, kind);
-  if (x.sizes() != y.sizes()) check_shape(op, name, x, y.sizes(), ("that of " + std::string(of)).c_str());
+  if (x.sizes() != y.sizes()) check_shape(op, name, x, y.sizes(), ("the same as " + std::string(of)).c_str());
 }
 
 // ---- memory and work ----

@@ -1,7 +1,7 @@
 // rms_norm: y = x * rstd * weight, rstd = (mean(x^2) + eps)^(-1/2), over the last dimension.
 // Zhang & Sennrich 2019, arXiv:1910.07467.
-// rstd is an output so that backward need not recompute it. The derivatives, the fake kernels and everything else
-// are in src/stable_operators/rms_norm.py.
+// rstd is an output so that backward does not have to recompute it. The derivatives, the fake kernels and everything
+// else are in src/stable_operators/rms_norm.py.
 #include "kernels.h"
 
 #include <algorithm>
@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad_y, Tensor x, Tensor wei
   const Kind kind = check_row(op, x, weight);
   check_like(op, "grad_y", grad_y, "x", x, kind);
   check_kind(op, "rstd", rstd, wide_dtype(kind.dtype), "its rms_norm output", "x", kind);
-  check_shape(op, "rstd", rstd, rows_of(x), "that of x without its last dimension");
+  check_shape(op, "rstd", rstd, rows_of(x), "the same as x without its last dimension");
 
   make_contiguous(grad_y, x, weight, rstd);
   Tensor grad_x = memory(x.sizes(), kind.dtype, kind), grad_weight = memory(weight.sizes(), kind.dtype, kind);

@@ -1,6 +1,6 @@
 // Tensors, and the form in which the dispatcher calls a kernel of them. torch::stable::Tensor and TORCH_BOX do the same
 // and are enough for most operators. These are faster, which shows in an operator of one microsecond: a tensor
-// allocates no memory of its own, and results are moved to the caller instead of copied.
+// allocates no memory, and results are moved to the caller instead of copied.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -56,7 +56,7 @@ class Tensor {
   std::unique_ptr<AtenTensorOpaque, Delete> handle_;
 };
 
-// The stack has the handles of the arguments, which the kernel owns, and takes those of the results.
+// The stack holds the handles of the arguments, which the kernel owns, and gets the handles of the results.
 template <auto kernel, class... Results, class... Args, size_t... in, size_t... out>
 void call_boxed(
     StableIValue* stack, std::tuple<Results...> (*)(Args...), std::index_sequence<in...>, std::index_sequence<out...>) {

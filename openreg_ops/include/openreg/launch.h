@@ -34,8 +34,8 @@ struct Stream {
   bool operator==(const Stream&) const = default;
 };
 
-// A launch, for errors, profiles and faults: where it is, and the name of its work, by default that of the function
-// that launches it. `name` is not copied. `bytes`: the size of a copy.
+// A launch, for errors, profiles and faults: where it is, and the name of its work, by default the function that
+// launches it. `name` is not copied. `bytes`: the size of a copy.
 struct Site : openreg_site {
   enum Kind { kKernel = OPENREG_KERNEL, kCopy = OPENREG_COPY, kWait = OPENREG_WAIT };
   Site(std::source_location where) noexcept : Site(nullptr, kKernel, 0, where) {} // not explicit: for default arguments
@@ -112,7 +112,7 @@ decltype(auto) with_result(Work&& work, Call&& call) {
     return Result(*std::move(result));
   }
 }
-// Work of type W that runs before its caller goes on, so it is never queued.
+// Work of type W that runs before its caller continues, so it is never queued.
 template <class W>
 constexpr openreg_work run_only{[](void* context) -> const char* {
                                   (*static_cast<W*>(context))();

@@ -97,7 +97,7 @@ inline void check_address([[maybe_unused]] const void* address, [[maybe_unused]]
   const int found = device_of(address);
   if (found == stream.device) return;
   throw std::invalid_argument("openreg: expected an address of device " + std::to_string(stream.device) + ", but got " +
-      (found < 0 ? std::string("one of the host's; pass memory from allocate() or a tensor on openreg")
+      (found < 0 ? std::string("a host address; pass memory from allocate() or a tensor on openreg")
                  : "one of device " + std::to_string(found) + "; copy it, or launch on a stream of that device"));
 #endif
 }

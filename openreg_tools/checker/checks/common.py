@@ -236,6 +236,6 @@ def resized(tensors: Sequence[Tensor], old: int, new: int) -> list[Tensor]:
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The distinct sizes above one, those of the largest tensor first."""
+    """The distinct sizes above one, starting with the largest tensor's."""
     ordered = sorted(tensors, key=lambda x: -x.dim())
     return list(dict.fromkeys(size for x in ordered for size in x.shape if size > 1))

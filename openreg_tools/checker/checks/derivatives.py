@@ -155,7 +155,7 @@ def _finite_differences(case: Case, check: Callable[..., bool], what: str, remed
     except GradcheckError as error:
         text = re.split(r"numerical: ?\n?tensor|\nThe max per-element|, but got", str(error))[0]
         fail(f"{case.name}: {what}: {' '.join(text.split())[:300].rstrip(' ,')}", remedy)
-    return None if case.wide else "in float32, as it takes no float64"
+    return None if case.wide else "in float32, because it does not take float64"
 
 
 def gradcheck(case: Case) -> str | None:
@@ -280,7 +280,7 @@ def gradgradcheck(case: Case) -> str | None:
 
 
 def forward_ad(case: Case) -> str | None:
-    """Forward-mode derivatives agree with those of backward, or raise an error."""
+    """Forward-mode derivatives agree with backward, or raise an error."""
     if case.derivative.status not in ("pass", "refused"):
         skip("there is no derivative to check: see backward")
     forward = torch.autograd.forward_ad

@@ -96,7 +96,7 @@ def _has_its_own(op: Any) -> bool:
 
 
 def dtensor(case: Case) -> str | None:
-    """On DTensors, however its arguments are sharded, outputs and gradients are those of plain tensors."""
+    """On DTensors, however its arguments are sharded, outputs and gradients are the same as for plain tensors."""
     if not torch.distributed.is_available():
         skip("this PyTorch has no torch.distributed")
     if torch.distributed.is_initialized():

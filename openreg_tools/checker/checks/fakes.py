@@ -225,7 +225,7 @@ def fake_dtypes(case: Case) -> str | None:
                 if a.dtype != b.dtype:
                     fail(
                         f"{case.name}: {said} output {i} is {dtype_name(a)}, but {who} {dtype_name(b)}",
-                        "compute the dtype of an output from those of the arguments by the same rule in every kernel, real "
+                        "compute the dtype of an output from the dtypes of the arguments by the same rule in every kernel, real "
                         "and fake",
                     )
     return f"{taken} choices of dtypes taken"

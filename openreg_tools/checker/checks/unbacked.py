@@ -50,7 +50,7 @@ def _depends(case: Case, where: str, error: Exception) -> NoReturn:
 
 
 def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:
-    """Which dimensions get which symbol: each dimension alone, those of equal size together, and all with different
+    """Which dimensions get which symbol: each dimension alone, dimensions of equal size together, and all with different
     symbols."""
     dims = _dims(case)
     for i, d in dims:

@@ -38,7 +38,7 @@ def register(
         batched: the operator on a batch: takes the arguments with the mapped dimension first, or without one.
         samples: yields arguments, from (device, dtype).
         derivative: ``save(ctx, inputs, output)`` and ``backward(ctx, *grads)``, as for `torch.library.register_autograd`
-            Without them the derivative is that of the reference.
+            Without them, autograd differentiates the reference.
         autocast: the dtype that autocast converts floating-point arguments to.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -174,10 +174,10 @@ def check_shape(op: str, name: str, x: Tensor, shape: Sequence[int], of: str) ->
 
 
 def check_like(op: str, name: str, x: Tensor, of: str, y: Tensor) -> None:
-    """Device, dtype and shape of x are those of y."""
+    """Check that x has the device, dtype and shape of y."""
     check_same_device(op, of, y, name, x)
     check_dtype(op, name, x, y.dtype, of)
-    check_shape(op, name, x, y.shape, f"that of {of}")
+    check_shape(op, name, x, y.shape, f"the same as {of}")
 
 
 def _name(dtype: torch.dtype) -> str:

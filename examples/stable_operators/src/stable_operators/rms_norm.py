@@ -81,7 +81,7 @@ def _check_backward(name, grad_y, x, weight, rstd):
     check_like(name, "grad_y", grad_y, "x", x)
     check_same_device(name, "x", x, "rstd", rstd)
     check_dtype(name, "rstd", rstd, wide(x.dtype), "its rms_norm output")
-    check_shape(name, "rstd", rstd, x.shape[:-1], "that of x without its last dimension")
+    check_shape(name, "rstd", rstd, x.shape[:-1], "the same as x without its last dimension")
 
 
 def _reference(x, weight, eps=1e-6):
