@@ -46,6 +46,7 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
     "aten::_empty_per_channel_affine_quantized.out": _BY_CHANNEL,
     "aten::_make_per_channel_quantized_tensor.out": _BY_CHANNEL,
     "aten::quantize_per_channel.out": _BY_CHANNEL,
+    "aten::scalar_tensor": (re.compile("sparse"), "PyTorch ignores layout= on the CPU only"),
     **{
         f"aten::{name}{which}": _Q
         for name in ("quantile", "nanquantile")
