@@ -183,8 +183,9 @@ class NativeKernel final : public c10::OperatorKernel {
           const LendGenerator lend(lent);
           op.redispatchBoxed(DispatchKeySet(target_), stack);
         });
-      } catch (const c10::Error&) {
-        TORCH_CHECK_NOT_IMPLEMENTED(std::ranges::none_of(held, lacks_quantizer), op.operator_name().name,
+      } catch (const c10::Error& error) { // every function of an UnknownQuantizer is an internal assertion that fails
+        const bool internal = error.msg().find("INTERNAL ASSERT FAILED") != std::string::npos;
+        TORCH_CHECK_NOT_IMPLEMENTED(!internal || std::ranges::none_of(held, lacks_quantizer), op.operator_name().name,
             ": expected quantized tensors with a quantizer, but got one that torch.empty made; use "
             "torch.quantize_per_tensor or torch._empty_affine_quantized");
         throw;

@@ -346,12 +346,16 @@ SavedHostGenerator::SavedHostGenerator()
   if (outermost) lent_state = saved_.get();
 }
 
+void SavedHostGenerator::note_seed() {
+  if (const uint64_t now = host_->current_seed(); now != seed_) seeded_ = now;
+}
 SavedHostGenerator::~SavedHostGenerator() {
   {
     std::lock_guard lock(host_->mutex_);
-    const uint64_t now = host_->current_seed();
+    note_seed();
     host_->set_state(*saved_);
-    if (now != seed_) host_->set_current_seed(now);
+    if (seeded_ && outer_seeded_) *outer_seeded_ = seeded_;
+    else if (seeded_) host_->set_current_seed(*seeded_);
   }
   if (--lent) return;
   lent_state = nullptr;
@@ -359,14 +363,7 @@ SavedHostGenerator::~SavedHostGenerator() {
 }
 
 namespace {
-
 thread_local LendGenerator* innermost = nullptr; // of the calling thread
-
-void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
-  std::scoped_lock lock(from.mutex_, to.mutex_);
-  to.set_state(*from.get_state());
-}
-
 } // namespace
 
 LendGenerator::LendGenerator(const at::Generator& inner) {
@@ -374,18 +371,29 @@ LendGenerator::LendGenerator(const at::Generator& inner) {
   device_ = at::check_generator<at::CPUGeneratorImpl>(inner);
   host_.emplace();
   outer_ = std::exchange(innermost, this);
-  if (outer_) copy_state(*host_->host_, *outer_->device_);
-  copy_state(*device_, *host_->host_);
+  if (outer_) outer_->take_back();
+  std::scoped_lock lock(host_->host_->mutex_, device_->mutex_);
+  if (outer_) {
+    outer_->host_->note_seed();
+    host_->outer_seeded_ = &outer_->host_->seeded_;
+  }
+  host_->host_->set_state(*device_->get_state());
   host_->seed_ = device_->current_seed();
+}
+
+void LendGenerator::take_back() {
+  std::scoped_lock lock(host_->host_->mutex_, device_->mutex_);
+  if (device_->current_seed() == host_->seed_) device_->set_state(*host_->host_->get_state());
 }
 
 LendGenerator::~LendGenerator() {
   if (!host_) return;
-  if (device_->current_seed() == host_->seed_) copy_state(*host_->host_, *device_);
+  take_back();
   innermost = outer_;
   if (!outer_) return;
-  std::lock_guard lock(outer_->device_->mutex_);
+  std::lock_guard lock(outer_->device_->mutex_); // the outer one continues with the device's state
   host_->saved_ = outer_->device_->get_state();
+  outer_->host_->seed_ = outer_->device_->current_seed();
 }
 
 } // namespace openreg

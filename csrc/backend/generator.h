@@ -39,8 +39,11 @@ class SavedHostGenerator {
  private:
   friend class LendGenerator;
   at::CPUGeneratorImpl* const host_;
+  void note_seed(); // with the generator's mutex
   c10::intrusive_ptr<c10::TensorImpl> saved_;
   uint64_t seed_; // the seed that it has until another thread seeds it
+  std::optional<uint64_t> seeded_; // the seed that it was given meanwhile
+  std::optional<uint64_t>* outer_seeded_ = nullptr; // of the lend that contains this one
 };
 
 // A random operator without a Generator argument draws from the CPU's default generator. While this object lives, that
@@ -55,6 +58,7 @@ class LendGenerator {
   LendGenerator& operator=(const LendGenerator&) = delete;
 
  private:
+  void take_back(); // the numbers drawn so far count for the device's generator, unless it was seeded meanwhile
   at::CPUGeneratorImpl* device_ = nullptr;
   LendGenerator* outer_ = nullptr; // of the calling thread
   std::optional<SavedHostGenerator> host_;

@@ -406,9 +406,10 @@ class Captures:
             out = func(*args, **kwargs)
         finally:
             self.passed.views = outer
+        viewed = stale[:1] if stale and stale[0] is self._view_of(given[0]) else []  # others may only give a shape
         for x in _tensors(out):
             if x.device.type == "openreg" and not any(x is each for each in given):
-                self._made_view(x, stale)
+                self._made_view(x, viewed)
         return out
 
     def _made_view(self, x: torch.Tensor, stale: list[Any]) -> None:

@@ -215,3 +215,16 @@ def test_a_quantized_tensor_without_a_quantizer_is_refused(op):
         op(torch.empty((), dtype=torch.qint8, device="openreg"))
     with pytest.raises(NotImplementedError):  # which calls fill_; on the CPU it is also this error
         torch.scalar_tensor(2.0, dtype=torch.qint8, device="openreg")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("op", [
+    lambda x: x.view(7), lambda x: x.squeeze(9), lambda x: x.unfold(0, 9, 1), lambda x: torch.eq(x, x.view(2, 6)),
+    lambda x: F.max_pool2d(x.view(1, 1, 3, 4), 9),
+], ids=["view", "squeeze", "unfold", "eq", "max_pool2d"])  # fmt: skip
+def test_other_errors_of_a_quantized_tensor_without_a_quantizer_are_pytorchs(op):
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        op(torch.empty(3, 4, dtype=torch.quint8))
+    with pytest.raises(expected.type) as raised:
+        op(torch.empty(3, 4, dtype=torch.quint8, device="openreg"))
+    assert type(raised.value) is expected.type and str(raised.value) == str(expected.value)

@@ -216,6 +216,7 @@ def test_an_old_view_is_read_in_other_ways(read):
         READS[read](seen[0])
     for each in READS.values():
         each(seen[1])  # is not old
+    seen[1].view_as(seen[0]) + 1  # only the shape of the old one
 
 
 def test_an_output_that_backward_needs():

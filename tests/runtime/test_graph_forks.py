@@ -193,6 +193,42 @@ def test_an_operator_that_draws_in_another_goes_on_with_its_numbers(devices):
         assert torch.equal(torch.cat([*seen, after]), expected)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("seed", ["torch", "torch.openreg"])
+@pytest.mark.parametrize("place", ["outer", "inner"])
+def test_a_seed_is_set_while_an_operator_draws_in_another(place, seed):
+    library = torch.library.Library("seeded_nest", "DEF")
+    x = torch.ones(4, device=DEVICE)
+
+    def set_seed(at):
+        if at == place:
+            thread = threading.Thread(target=lambda: eval(seed).manual_seed(11))
+            thread.start()
+            thread.join()
+
+    def inner(y):
+        z = torch.rand_like(y)
+        set_seed("inner")
+        return z
+
+    def outer(y):
+        z = torch.rand_like(y)
+        set_seed("outer")
+        return z + torch.ops.seeded_nest.inner(x).cpu()
+
+    for name, kernel in (("outer", outer), ("inner", inner)):
+        library.define(f"{name}(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+        library.impl(name, kernel, "CPU")
+    torch.manual_seed(5)
+    before = torch.rand(4)
+    torch.manual_seed(5)
+    torch.ops.seeded_nest.outer(x)
+    expected = torch.rand(8, generator=torch.Generator().manual_seed(11))
+    assert torch.equal(torch.rand(4), before if seed == "torch.openreg" else expected[:4])
+    drawn = 4 if place == "outer" else 0  # by the inner operator, from the new seed
+    assert torch.equal(torch.rand(4, device=DEVICE).cpu(), expected[drawn : drawn + 4])
+
+
 def test_an_operator_that_draws_launches_while_another_waits_to_draw():
     """The other has its stream's turn, which it gives up while it waits for the host's generator."""
     code = """

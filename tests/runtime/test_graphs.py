@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from graph_kit import DEVICE, captured
+from processes import python
 
 from openreg_ops import _C
 
@@ -215,6 +216,71 @@ def test_the_line_is_in_the_program(wrapper):
     }
     with pytest.raises(torch.AcceleratorError, match=r" at \S*test_graphs.py:\d+: "):
         captured(calls[wrapper])
+
+
+@pytest.mark.parametrize("end", ["invalid", "unjoined", "ended", "reset", "another thread"])
+def test_an_exception_of_the_body_is_not_replaced_by_one_of_the_end(end):
+    x = torch.ones(3, device=DEVICE)
+    g = torch.openreg.Graph()
+    stream = torch.openreg.Stream()
+
+    def body():
+        x + 1
+        if end == "invalid":
+            with pytest.raises(torch.AcceleratorError):
+                x.sum().item()
+        elif end == "unjoined":
+            stream.wait_stream(torch.openreg.current_stream())
+            with stream:
+                x * 2
+        elif end == "ended":
+            g.capture_end()
+        elif end == "reset":
+            g.reset()
+        else:
+            raised = []
+            thread = threading.Thread(target=lambda: raised.append(pytest.raises(RuntimeError, g.capture_end)))
+            thread.start()
+            thread.join()
+            assert "expected the thread that called capture_begin" in str(raised[0].value)
+
+    liveness = end == "another thread"
+    context = torch.openreg.graph(g, check_input_liveness=liveness)
+    with pytest.raises(RuntimeError), context:  # without an exception of the body, that of the end
+        body()
+    g.reset()  # where the body has captured it
+    context = torch.openreg.graph(g, check_input_liveness=liveness)
+    with pytest.raises(KeyError, match="of the body"), context:
+        body()
+        raise KeyError("of the body")
+    assert not torch.openreg.is_current_stream_capturing()
+    g.reset()
+    with torch.openreg.graph(g):
+        y = x + 1
+    g.replay()
+    assert y.tolist() == [2.0] * 3
+
+
+@pytest.mark.processes
+def test_a_child_process_raises_in_the_body_of_its_parents_capture():
+    done = python(
+        "-c",
+        "import os, torch\n"
+        "x, g, parent = torch.ones(3, device='openreg'), torch.openreg.Graph(), os.getpid()\n"
+        "try:\n"
+        "    with torch.openreg.graph(g):\n"
+        "        y = x + 1\n"
+        "        if (pid := os.fork()) == 0:\n"
+        "            raise KeyError('of the body')\n"
+        "        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
+        "except KeyError:\n"
+        "    os._exit(parent == os.getpid())\n"
+        "except BaseException:\n"
+        "    os._exit(1)\n"
+        "g.replay()\n"
+        "assert y.tolist() == [2.0] * 3\n",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_errors_of_the_program_do_not_end_the_capture():
