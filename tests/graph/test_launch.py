@@ -47,7 +47,7 @@ ctypes.string_at(y.data_ptr(), 4)
 def test_strict_isolation(tmp_path):
     """Kernels of the Python wrapper, a template's and a package's may touch device memory, in each mode; the host not."""
     environment = {"OPENREG_ISOLATION": "strict", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = python("-c", ISOLATED, tmp_path / "model.pt2", **environment)
+    done = python("-c", ISOLATED, tmp_path / "model.pt2", dynamo=True, **environment)
     assert done.stdout.strip() == "right", done.stderr[-3000:]
     assert done.returncode < 0 and "openreg: the host read device memory" in done.stderr
 
