@@ -38,8 +38,9 @@ class SavedHostGenerator {
 
  private:
   friend class LendGenerator;
-  at::CPUGeneratorImpl* const host_;
   void note_seed(); // with the generator's mutex
+
+  at::CPUGeneratorImpl* const host_;
   c10::intrusive_ptr<c10::TensorImpl> saved_;
   uint64_t seed_; // the seed that it has until another thread seeds it
   std::optional<uint64_t> seeded_; // the seed that it was given meanwhile
