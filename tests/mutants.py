@@ -3,9 +3,12 @@
 The faults are mutmut's (a changed operator, number, argument, condition, return value), without faults in strings, which
 are mostly messages. mutmut itself cannot run them here: it replaces functions with trampolines, which Dynamo cannot trace,
 and skips decorated ones, which is what most of meta/ is. So this samples mutants with a seed, writes each into a copy of
-the tree, and runs the tests that cover its line there, the quickest of each test function first.
+the tree, and runs the tests that cover its line there, the quickest of each test function first. They run in a fork of a
+process that has collected all tests, and that gives the functions of the changed file their new code. Where the line
+runs at import, and for tests that fail in a fork without any mutant, a new process does.
 
-The first run measures which test covers which line (``--measure`` renews that). What has survived is printed as a diff, and
+A mutant counts as noticed when a test fails that passes without it, or when the tests take several times their usual
+time: the output says so. The first run measures which test covers which line (``--measure`` renews that). What has survived is printed as a diff, and
 kept in ``out/mutants/results.jsonl``; ``tests/mutants_known.txt`` lists the survivors that no test can notice, with the reason.
 """
 
@@ -13,26 +16,32 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
+import contextlib
+import ctypes
 import difflib
 import functools
+import gc
 import itertools
 import json
 import os
-import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import coverage
 import libcst
+import pytest
+from _pytest.runner import runtestprotocol
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators, operator_string
 
@@ -46,6 +55,11 @@ EXCLUDED = {ROOT / "openreg_ops" / "_build.py", ROOT / "openreg_tools" / "confor
 # What is not there to be run twice: annotations, decorators, and what names a module's interface.
 SKIPPED = libcst.Annotation | libcst.Decorator | libcst.Import | libcst.ImportFrom
 COPY_NOT = shutil.ignore_patterns(".git", ".venv*", "build", "out", "*.egg-info", "__pycache__", ".*_cache")
+OPTIONS = ["-pno:cacheprovider", "-pno:cov", "-pno:xdist"]
+CO_NEWLOCALS = 2  # the flag of a function's code
+UNFIT = 9  # the exit status of a fork that did not find what to change
+# glibc's own, because the device refuses to work in a child of os.fork(), and the server has touched it when it collects.
+FORK = ctypes.PyDLL(None)._Fork
 COVERAGE = """[run]
 source = {sources}
 data_file = {data}
@@ -67,11 +81,12 @@ class Mutant:
 
 @dataclass
 class Result:
-    """What became of a mutant. `tests` of `covering` tests ran."""
+    """What became of a mutant. `tests` of `covering` tests were to run."""
 
     file: str
     line: int
-    outcome: str  # noticed, survived, known (survived, with a reason in mutants_known.txt)
+    outcome: str  # noticed, timeout, survived, known (survived, with a reason in mutants_known.txt)
+    by: str  # the test that noticed it
     tests: int
     covering: int
     seconds: float
@@ -149,7 +164,7 @@ def measure(tests: list[str], workers: int) -> None:
 
 @functools.cache
 def _contexts(file: str) -> dict[int, set[str]]:
-    """The tests that run each line of a file."""
+    """The tests that run each line of a file; "" stands for an import outside tests."""
     data = coverage.CoverageData(str(OUT / "coverage"))
     data.read()
     found = collections.defaultdict(set)
@@ -157,10 +172,10 @@ def _contexts(file: str) -> dict[int, set[str]]:
         for context in contexts:
             for part in context.split("|"):
                 test, _, phase = part.partition(" (")
-                found[line].add(test)
+                found[line].add(test if "::" in test else "")
                 if phase == "setup)":  # a process that a fixture starts serves every test of the file
                     found[line].update(_tests_of(test.partition("::")[0]))
-    return {line: {test for test in tests if "::" in test} for line, tests in found.items()}
+    return found
 
 
 @functools.cache
@@ -174,20 +189,26 @@ def _seconds() -> dict[str, float]:
     return {f"{case.get('file')}::{case.get('name')}": float(case.get("time")) for case in cases if case.get("file")}
 
 
+def runs_at_import(mutant: Mutant) -> bool:
+    return "" in _contexts(mutant.file).get(mutant.line, ())
+
+
 def covering(mutant: Mutant, budget: float) -> tuple[list[str], int]:
-    """The tests to run, the quickest of each function first, until `budget` seconds are spent; and how many cover it."""
+    """The tests to run until `budget` seconds are spent, and how many cover the line. Tests that name the file come first,
+    then the quickest of each function."""
     lines = _contexts(mutant.file)
-    # A line that runs at import, such as a default, counts as run by every test that uses the file.
-    tests = lines.get(mutant.line, ()) or (set().union(*lines.values()) if mutant.line in lines else ())
-    every = sorted(tests, key=lambda test: (_seconds().get(test, 1.0), test))
+    # What runs at import, such as a default, may matter to every test that uses the file.
+    tests = set().union(*lines.values()) if runs_at_import(mutant) else lines.get(mutant.line, set())
+    every = sorted(tests - {""}, key=lambda test: (_seconds().get(test, 1.0), test))
     seen: collections.Counter[str] = collections.Counter()
     turns = []
+    stem = Path(mutant.file).stem
     for test in every:
         function = test.partition("[")[0]
-        turns.append((seen[function], test))
+        turns.append((stem not in test, seen[function], test))
         seen[function] += 1
     chosen, spent = [], 0.0
-    for _turn, test in sorted(turns, key=lambda each: each[0]):
+    for *_turn, test in sorted(turns, key=lambda each: each[:2]):
         if chosen and spent + _seconds().get(test, 1.0) > budget:
             break
         chosen.append(test)
@@ -195,37 +216,162 @@ def covering(mutant: Mutant, budget: float) -> tuple[list[str], int]:
     return chosen, len(every)
 
 
-def run(mutant: Mutant, folder: Path, budget: float) -> Result:
-    """Run the tests that cover the mutant's line in a copy of the tree that has it."""
-    tests, count = covering(mutant, budget)
-    began, target = time.monotonic(), folder / mutant.file
-    kept = target.read_text()
-    noticed = False
-    if tests:
-        target.write_text(mutant.source)
-        (folder / "mutant_tests.txt").write_text("\n".join(tests))
-        command = [sys.executable, "-m", "pytest", "-xq", "-pno:cacheprovider", "-pno:cov", "-pno:xdist"]
-        process = subprocess.Popen(
-            [*command, "@mutant_tests.txt"],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+def new_code(path: Path, source: str, changed: str) -> dict[tuple[str, int, bytes], types.CodeType] | None:
+    """The code in `changed` for each function of `source`; None if more than functions differs."""
+    found = {}
+
+    def walk(old: types.CodeType, new: types.CodeType) -> bool:
+        if old.co_flags & new.co_flags & CO_NEWLOCALS and old.co_freevars == new.co_freevars:
+            found[_name(old)] = new
+        elif _alone(old) != _alone(new):  # a module or a class
+            return False
+        nested = [[each for each in code.co_consts if isinstance(each, types.CodeType)] for code in (old, new)]
+        return len(nested[0]) == len(nested[1]) and all(itertools.starmap(walk, zip(*nested, strict=True)))
+
+    both = [compile(text, str(path), "exec") for text in (source, changed)]
+    return found if walk(*both) else None
+
+
+def _alone(code: types.CodeType) -> types.CodeType:
+    """Without the functions in it, and wherever its lines are."""
+    consts = tuple(each for each in code.co_consts if not isinstance(each, types.CodeType))
+    return code.replace(co_consts=consts, co_linetable=b"", co_firstlineno=1)
+
+
+def _name(code: types.CodeType) -> tuple[str, int, bytes]:
+    return code.co_qualname, code.co_firstlineno, code.co_code
+
+
+def swap(path: Path, codes: dict[tuple[str, int, bytes], types.CodeType]) -> int:
+    """Give the functions of the file this code; returns how many have it."""
+    gc.unfreeze()
+    is_path = functools.cache(lambda name: os.path.realpath(name) == os.path.realpath(path))  # meta/ has two names
+    count = 0
+    for each in gc.get_objects():
+        if type(each) is types.FunctionType and is_path(each.__code__.co_filename):
+            if code := codes.get(_name(each.__code__)):
+                each.__code__ = code
+                count += 1
+    return count
+
+
+class Server:
+    """A plugin that runs the mutants' tests in place of all tests. An outcome is survived, noticed or timeout, or unfit,
+    if this way to run the tests would not see the mutant; with it comes the test that failed."""
+
+    def __init__(self, sample: list[Mutant], budget: float, folder: Path, out: TextIO) -> None:
+        self.sample, self.budget, self.folder, self.out = sample, budget, folder, out
+        self.results: list[Result] = []
+        # Whether a test passes without a mutant, in a fork and in a new process.
+        self.passes: dict[tuple[str, str], bool] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.items = {item.nodeid: item for item in session.items}
+        with open(OUT / "results.jsonl", "w") as log:
+            for mutant in self.sample:
+                self.results.append(result := self.result(mutant))
+                log.write(json.dumps(asdict(result)) + "\n")
+                log.flush()
+                head = f"[{len(self.results)}/{len(self.sample)}] {result.outcome} {result.file}:{result.line}"
+                by = f", by {result.by}" if result.by else ""
+                ran = f"{result.tests} of {result.covering} tests, {result.seconds:.1f} s{by}"
+                diff = [result.diff] if result.outcome in ("survived", "timeout") else []
+                print(f"{head}  ({ran})", *diff, sep="\n", file=self.out, flush=True)
+        return True
+
+    def result(self, mutant: Mutant) -> Result:
+        began = time.monotonic()
+        chosen, count = covering(mutant, self.budget)
+        outcome, by, rest = self.run(self.fork, mutant, [test for test in chosen if test in self.items])
+        if outcome == "survived" and rest:
+            outcome, by, _ = self.run(self.process, mutant, rest)
+        if outcome == "survived" and _key(mutant.file, mutant.diff) in _known():
+            outcome = "known"
+        seconds = time.monotonic() - began
+        return Result(mutant.file, mutant.line, outcome, by, len(chosen), count, seconds, mutant.diff)
+
+    def run(self, way: Callable, mutant: Mutant, tests: list[str]) -> tuple[str, str, list[str]]:
+        """With the tests that say nothing this way, because they fail without the mutant too."""
+        while these := [test for test in tests if self.passes.get((way.__name__, test), True)]:
+            with self.written(mutant):
+                outcome, by = way(mutant, these)
+            if outcome == "unfit":
+                return "survived", "", tests
+            if outcome == "noticed" and by and (way.__name__, by) not in self.passes:
+                self.passes[way.__name__, by] = way(None, [by])[0] == "survived"
+            if outcome != "noticed" or self.passes.get((way.__name__, by), True):
+                return outcome, by, [test for test in tests if test not in these]
+        return "survived", "", tests
+
+    @contextlib.contextmanager
+    def written(self, mutant: Mutant) -> Iterator[None]:
+        """With the mutant in the copy of the tree, where new processes read it."""
+        path = self.folder / mutant.file
+        kept = path.read_text()
+        path.write_text(mutant.source)
         try:
-            noticed = process.wait(30 + 4 * sum(_seconds().get(test, 1.0) for test in tests)) != 0
-        except subprocess.TimeoutExpired:
-            noticed = True  # it hangs
+            yield
         finally:
+            path.write_text(kept)
+
+    def fork(self, mutant: Mutant | None, tests: list[str]) -> tuple[str, str]:
+        codes = self.codes(mutant) if mutant else {}
+        if codes is None:
+            return "unfit", ""
+        by = self.folder / "noticed_by.txt"
+        by.write_text("")
+        if not (pid := FORK()):
+            status = 1
             try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
-            target.write_text(kept)
-    outcome = "noticed" if noticed else "known" if _key(mutant.file, mutant.diff) in _known() else "survived"
-    return Result(mutant.file, mutant.line, outcome, len(tests), count, time.monotonic() - began, mutant.diff)
+                os.setsid()
+                if codes and not swap(self.folder / mutant.file, codes):
+                    os._exit(UNFIT)
+                items = [self.items[test] for test in tests]
+                for item, following in itertools.zip_longest(items, items[1:]):
+                    by.write_text(item.nodeid)
+                    if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):
+                        break
+                else:
+                    status = 0
+            finally:
+                os._exit(status)
+        return _outcome(pid, tests), by.read_text()
+
+    def codes(self, mutant: Mutant) -> dict[tuple[str, int, bytes], types.CodeType] | None:
+        """What a fork replaces: nothing, if the file is imported only there; None if that does not have its effect."""
+        if runs_at_import(mutant):
+            return None
+        path = (self.folder / mutant.file).resolve()
+        files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+        if not any(Path(file).resolve() == path for file in files if file and Path(file).name == path.name):
+            return {}
+        return new_code(self.folder / mutant.file, (ROOT / mutant.file).read_text(), mutant.source)
+
+    def process(self, mutant: Mutant | None, tests: list[str]) -> tuple[str, str]:
+        (self.folder / "mutant_tests.txt").write_text("\n".join(tests))
+        output = self.folder / "output.txt"
+        command = [sys.executable, "-m", "pytest", *OPTIONS, "-xqrfE", "@mutant_tests.txt"]
+        opened = (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        file_actions = [opened, (os.POSIX_SPAWN_DUP2, 1, 2)]
+        pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=file_actions, setsid=True)
+        outcome = _outcome(pid, tests)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", output.read_text(errors="replace"), re.MULTILINE)
+        return outcome, failed[1] if failed else ""
+
+
+def _outcome(pid: int, tests: list[str]) -> str:
+    """When the process with the tests has ended, or taken several times as long as usual; none of its processes stays."""
+    deadline = time.monotonic() + 30 + 6 * sum(_seconds().get(test, 1.0) for test in tests)
+    while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if not found[0]:
+        os.waitpid(pid, 0)
+        return "timeout"
+    status = os.waitstatus_to_exitcode(found[1])
+    return {0: "survived", UNFIT: "unfit"}.get(status, "noticed")
 
 
 def _key(file: str, diff: str) -> str:
@@ -245,6 +391,22 @@ def package(file: str) -> str:
     """The row that a file counts in."""
     parts = file.removesuffix(".py").split("/")
     return parts[0] if len(parts) == 2 and parts[0] == "meta" else "/".join(parts[:2])
+
+
+def serve(sample: list[Mutant], budget: float) -> list[Result]:
+    """Run the tests of each mutant in a copy of the tree."""
+    folder = OUT / "tree"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=COPY_NOT)
+    os.chdir(folder)
+    sys.path[:] = [str(folder), *(each for each in sys.path if each not in ("", str(ROOT / "tests")))]
+    sys.dont_write_bytecode = True
+    os.environ.update(PYTHONPATH=str(folder), OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    files = sorted({test.partition("::")[0] for test in _seconds()})
+    with os.fdopen(os.dup(1), "w") as out:  # pytest captures what it prints
+        server = Server(sample, budget, folder, out)
+        pytest.main(["-q", *OPTIONS, "--rootdir", str(folder), *files], plugins=[server])
+    return server.results
 
 
 def main() -> int:
@@ -270,38 +432,15 @@ def main() -> int:
     sample = [*itertools.islice(filter(None, (place() for place in every)), arguments.sample)]
     print(f"about {len(every):,} mutants of {len(files)} files; {len(sample)} with seed {arguments.seed}", flush=True)
 
-    folders: queue.Queue[Path] = queue.Queue()
-    for i in range(arguments.workers):
-        folder = OUT / f"tree{i}"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(ROOT, folder, symlinks=True, ignore=COPY_NOT)
-        folders.put(folder)
-
-    def one(mutant: Mutant) -> Result:
-        folder = folders.get()
-        try:
-            return run(mutant, folder, arguments.budget)
-        finally:
-            folders.put(folder)
-
-    results = []
-    with concurrent.futures.ThreadPoolExecutor(arguments.workers) as pool, open(OUT / "results.jsonl", "w") as log:
-        for done in concurrent.futures.as_completed([pool.submit(one, mutant) for mutant in sample]):
-            results.append(result := done.result())
-            log.write(json.dumps(asdict(result)) + "\n")
-            log.flush()
-            head = f"[{len(results)}/{len(sample)}] {result.outcome} {result.file}:{result.line}"
-            ran = f"{result.tests} of {result.covering} tests, {result.seconds:.0f} s"
-            print(f"{head}  ({ran})", *([result.diff] if result.outcome == "survived" else []), sep="\n", flush=True)
-
+    results = serve(sample, arguments.budget)
     rows = collections.defaultdict(collections.Counter)
     for result in results:
         rows[package(result.file)][result.outcome] += 1
         rows["all"][result.outcome] += 1
-    print(f"\n{'':32}  mutants  noticed  known  survived  score")
+    print(f"\n{'':32}  mutants  noticed  timeout  known  survived  score")
     for name, row in sorted(rows.items(), key=lambda each: (each[0] == "all", each[0])):
-        score = row["noticed"] / max(1, row.total() - row["known"])
-        counts = f"{row['noticed']:9}{row['known']:7}{row['survived']:10}"
+        score = (row["noticed"] + row["timeout"]) / max(1, row.total() - row["known"])
+        counts = f"{row['noticed']:9}{row['timeout']:9}{row['known']:7}{row['survived']:10}"
         print(f"{name:32}{row.total():9}{counts}{score:7.0%}  {'#' * round(20 * score)}")
     return 0
 

@@ -456,6 +456,21 @@ def test_wrong_on_large_inputs():
     assert "which the reference gives" in sentence
 
 
+def test_a_long_sum_may_round_more():
+    def total(x):
+        return x.sum(0) * (1 + 5e-4 * (len(x) > 1000))
+
+    op = define("long_sum(Tensor x) -> Tensor", total, lambda x: x.new_empty(x.shape[1:]))
+    report = check(op, [(torch.rand(4, 6),)], reference=lambda x: x.sum(0), only=["large"])
+    assert report.of("pass", "large"), str(report)
+
+
+def test_a_step_near_a_value_has_no_gradient_there():
+    """The finite difference is taken in float64, whose step does not reach it."""
+    report = check(torch.ops.aten.floor.default, [(torch.tensor([1.001, 2.001, 3.001]),)], only=["backward"])
+    assert report.of("pass", "backward"), str(report)
+
+
 def test_wrong_gradient():
     @torch.library.custom_op("broken::wrong_gradient", mutates_args=())
     def wrong_gradient(x: Tensor) -> Tensor:
