@@ -81,7 +81,7 @@ class Mutant:
 
 @dataclass
 class Result:
-    """What became of a mutant. `tests` of `covering` tests were to run."""
+    """What became of a mutant: `tests` were to run, and `covering` run the line."""
 
     file: str
     line: int
@@ -170,11 +170,11 @@ def _contexts(file: str) -> dict[int, set[str]]:
     found = collections.defaultdict(set)
     for line, contexts in data.contexts_by_lineno(str(ROOT / file)).items():
         for context in contexts:
-            for part in context.split("|"):
-                test, _, phase = part.partition(" (")
-                found[line].add(test if "::" in test else "")
-                if phase == "setup)":  # a process that a fixture starts serves every test of the file
-                    found[line].update(_tests_of(test.partition("::")[0]))
+            parts = [part for part in context.split("|") if "::" in part]
+            found[line].update({part.partition(" (")[0] for part in parts} or {""})
+            for part in parts:
+                if part.endswith(" (setup)"):  # a process that a fixture starts serves every test of the file
+                    found[line].update(_tests_of(part.partition("::")[0]))
     return found
 
 
@@ -194,26 +194,29 @@ def runs_at_import(mutant: Mutant) -> bool:
 
 
 def covering(mutant: Mutant, budget: float) -> tuple[list[str], int]:
-    """The tests to run until `budget` seconds are spent, and how many cover the line. Tests that name the file come first,
-    then the quickest of each function."""
+    """The tests to run until `budget` seconds are spent, and how many cover the line: of those, and then of others, first
+    the tests that name the file, then the quickest of each function."""
     lines = _contexts(mutant.file)
-    # What runs at import, such as a default, may matter to every test that uses the file.
-    tests = set().union(*lines.values()) if runs_at_import(mutant) else lines.get(mutant.line, set())
-    every = sorted(tests - {""}, key=lambda test: (_seconds().get(test, 1.0), test))
+    named = re.compile(f"(?<![a-z]){re.escape(Path(mutant.file).stem)}(?![a-z])")
+    tests = lines.get(mutant.line, set()) - {""}
+    # What runs at import, such as a default, may matter to every test that uses the file or names it. And coverage sees no
+    # thread that C++ starts, such as autograd's.
+    others = set().union(*lines.values()) - {""} - tests
+    if runs_at_import(mutant):
+        tests, others = tests | others | set(filter(named.search, _seconds())), set()
     seen: collections.Counter[str] = collections.Counter()
     turns = []
-    stem = Path(mutant.file).stem
-    for test in every:
+    for test in sorted(tests | others, key=lambda test: (_seconds().get(test, 1.0), test)):
         function = test.partition("[")[0]
-        turns.append((stem not in test, seen[function], test))
+        turns.append((test in others, not named.search(test), seen[function], test))
         seen[function] += 1
     chosen, spent = [], 0.0
-    for *_turn, test in sorted(turns, key=lambda each: each[:2]):
+    for *_turn, test in sorted(turns, key=lambda each: each[:-1]):
         if chosen and spent + _seconds().get(test, 1.0) > budget:
             break
         chosen.append(test)
         spent += _seconds().get(test, 1.0)
-    return chosen, len(every)
+    return chosen, len(tests)
 
 
 def new_code(path: Path, source: str, changed: str) -> dict[tuple[str, int, bytes], types.CodeType] | None:
@@ -275,7 +278,7 @@ class Server:
                 log.flush()
                 head = f"[{len(self.results)}/{len(self.sample)}] {result.outcome} {result.file}:{result.line}"
                 by = f", by {result.by}" if result.by else ""
-                ran = f"{result.tests} of {result.covering} tests, {result.seconds:.1f} s{by}"
+                ran = f"{result.tests} tests, {result.covering} cover it, {result.seconds:.1f} s{by}"
                 diff = [result.diff] if result.outcome in ("survived", "timeout") else []
                 print(f"{head}  ({ran})", *diff, sep="\n", file=self.out, flush=True)
         return True
@@ -336,7 +339,8 @@ class Server:
                     status = 0
             finally:
                 os._exit(status)
-        return _outcome(pid, tests), by.read_text()
+        outcome = _outcome(pid, tests)
+        return outcome, "" if outcome == "survived" else by.read_text()
 
     def codes(self, mutant: Mutant) -> dict[tuple[str, int, bytes], types.CodeType] | None:
         """What a fork replaces: nothing, if the file is imported only there; None if that does not have its effect."""

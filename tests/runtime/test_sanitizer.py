@@ -413,7 +413,9 @@ def test_a_backward_under_anomaly_mode_names_its_forward():
             w.data.mul_(2)
         with caught() as error:
             loss.backward()
-    assert "whose forward was called here:" in message(error) and "loss = (x * w).sum()" in message(error)
+    text = message(error)
+    assert "in the backward of MulBackward0 whose forward was called here:" in text
+    assert "loss.backward()" in text and "loss = (x * w).sum()" in text
 
 
 def test_views_race_where_they_overlap():

@@ -456,6 +456,20 @@ def test_wrong_on_large_inputs():
     assert "which the reference gives" in sentence
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex128", "complex64"])
+def test_values_that_are_a_fifth_too_large(dtype):
+    op = define(f"larger_{dtype}(Tensor x) -> Tensor", lambda x: x * 1.2, torch.empty_like)
+    report = check(op, [(torch.ones(3, dtype=getattr(torch, dtype)),)], reference=lambda x: x, only=["reference"])
+    assert "output 0 differs" in report.failures[0].sentence
+
+
+def test_another_dtype_than_the_cpu_kernel():
+    op = define("wider_on_cpu(Tensor x) -> Tensor", lambda x: x.double(), torch.empty_like)
+    LIBRARY.impl("wider_on_cpu", lambda x: x + 0, "PrivateUse1")
+    report = check(op, [(torch.rand(3),)], "openreg", only=["reference"])
+    assert "output 0 is float32 instead of float64" in report.failures[0].sentence
+
+
 def test_a_long_sum_may_round_more():
     def total(x):
         return x.sum(0) * (1 + 5e-4 * (len(x) > 1000))
