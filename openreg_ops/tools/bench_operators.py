@@ -6,14 +6,17 @@ machine's bandwidth: the bytes per second that they must read and write, as a fr
 achieves. Peak memory is the device allocator's, for the operator and for the eager mathematics on the device.
 
 With `--against best` the other side is the fastest of eager PyTorch, `torch.compile` and ATen's own fused operator, in
-three dtypes, with one thread and with all.
+three dtypes, with one thread and with all. The compiled side first runs in a process of its own, and does not compete
+if that process crashes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -313,23 +316,44 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
     return result
 
 
-def contenders(case: Case) -> dict[str, Callable[..., Any]]:
+def contenders(case: Case, compiles: bool = True) -> dict[str, Callable[..., Any]]:
     """What a CPU user would write: its name in the table, and the function."""
     torch._dynamo.reset()
     found = {"eager": case.eager}
-    if case.compiles:
+    if case.compiles and compiles:
         found["compiled"] = torch.compile(case.eager, dynamic=False)
     if case.fused:
         found["fused"] = case.fused
     return found
 
 
-def against_best(case: Case, dtype: torch.dtype, training_too: bool, budget: float) -> tuple[str, Comparison]:
+def trial(name: str, dtype: str, training_too: bool, threads: int) -> None:
+    """Compile the eager side of a case, and call it once."""
+    torch.set_num_threads(threads)
+    case = next(case for case in CASES if case.name == name)
+    make = training if training_too else inference
+    make(contenders(case)["compiled"], list(case.inputs(getattr(torch, dtype))))()
+
+
+TRIAL = "from openreg_ops.tools import bench_operators; bench_operators.trial"
+
+
+def crash(*cell: Any) -> str:
+    """Why `trial(*cell)` fails in a process of its own, or "": a signal in generated code would end this process too."""
+    done = subprocess.run([sys.executable, "-P", "-c", f"{TRIAL}{cell}"], capture_output=True, text=True)
+    if done.returncode < 0:
+        return f"crashed, {signal.Signals(-done.returncode).name}"
+    return "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+
+
+def against_best(
+    case: Case, dtype: torch.dtype, training_too: bool, budget: float, compiles: bool
+) -> tuple[str, Comparison]:
     """Which contender is the fastest, and the operator compared with it."""
     torch.manual_seed(0)
     host = list(case.inputs(dtype))
     make = training if training_too else inference
-    others = contenders(case)
+    others = contenders(case, compiles)
     calls = [make(each, host) for each in others.values()] + [make(case.operator, on_device(host))]
     *theirs, ours = alternate(calls, budget, patience=PATIENCE)
     best = min(range(len(theirs)), key=lambda index: statistics.median(theirs[index]))
@@ -344,7 +368,7 @@ def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> d
     say("The fastest of e: eager PyTorch, c: torch.compile, f: ATen's fused operator, over openreg: above 1 is ahead.")
     results: dict[str, Any] = {"torch": torch.__version__, "against": "best", "cases": []}
     cells: list[Comparison] = []
-    behind = []
+    behind, left_out = [], []
     before = torch.get_num_threads()
     for threads in [before] if options.threads or before == 1 else [1, before]:
         torch.set_num_threads(threads)
@@ -360,14 +384,22 @@ def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> d
                     if mode == "training" and case.backward_bytes is None:
                         say(f"{'':{width + 1}}", end="")
                         continue
-                    best, found = against_best(case, getattr(torch, dtype), mode == "training", options.seconds)
-                    say(f"{f'{1 / found.ratio:.2f} {best[0]}':>{width}}{' ' * (mode == 'training')}", end="")
+                    cell = f"{case.name}, {dtype}, {mode}, {threads} threads"
+                    failed = crash(case.name, dtype, mode == "training", threads) if case.compiles else ""
+                    best, found = against_best(
+                        case, getattr(torch, dtype), mode == "training", options.seconds, not failed
+                    )
+                    mark = f"{best[0]}{'*' * bool(failed)}"
+                    say(f"{f'{1 / found.ratio:.2f} {mark}':>{width}}{' ' * (mode == 'training')}", end="")
                     cells.append(found)
                     where = {"name": case.name, "dtype": dtype, "threads": threads, "mode": mode}
                     results["cases"].append(where | {"best": best} | entry(found))
+                    if failed:
+                        results["cases"][-1]["compiled"] = failed
+                        left_out.append(f"{cell}: {failed}")
                     if verdict(found, 1.0) != "reached":
                         words = f"{1 / found.high:.2f} to {1 / found.low:.2f}"
-                        behind.append(f"{case.name}, {dtype}, {mode}, {threads} threads: {words}")
+                        behind.append(f"{cell}: {words}")
             say()
     torch.set_num_threads(before)
     if not cells:
@@ -375,6 +407,8 @@ def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> d
     average = mean(cells)
     results["mean"] = 1 / average.ratio
     say(f"\ngeometric mean {1 / average.ratio:.2f}, target {MEAN:.2f}: {verdict(average, 1 / MEAN)}")
+    if left_out:
+        say("\n".join(["*: without torch.compile's code, which failed:", *left_out]))
     say("\n".join(["behind, or too noisy to tell:", *behind]) if behind else "every cell is at least 1.00")
     return results
 

@@ -401,6 +401,7 @@ def test_report_of_operators(monkeypatch, capsys, tmp_path, small):
 def test_report_against_the_best(monkeypatch, capsys, tmp_path, small):
     """Eager takes 3 ms, the compiled function 1 ms, and the operator 2 ms."""
     monkeypatch.setattr(torch, "compile", lambda body, **_: body)
+    monkeypatch.setattr(bench_operators, "crash", lambda *cell: "")
     sides = []
 
     def alternate(calls, budget, patience):
@@ -421,6 +422,46 @@ def test_report_against_the_best(monkeypatch, capsys, tmp_path, small):
     assert "geometric mean 0.50, target 1.80: missed" in said
     assert f"rms_norm, bfloat16, training, {threads} threads: 0.50 to 0.50" in said
     assert {case["ratio"] for case in report["cases"]} == {2.0} and {c["best"] for c in report["cases"]} == {"compiled"}
+
+
+def test_report_without_a_contender_that_crashes(monkeypatch, capsys, tmp_path, small):
+    monkeypatch.setattr(torch, "compile", lambda body, **_: pytest.fail("its code must not run in this process"))
+    monkeypatch.setattr(bench_operators, "crash", lambda *cell: "crashed, SIGSEGV")
+    monkeypatch.setattr(bench_operators, "alternate", lambda calls, *_, **__: [[3e-3] * 9, [2e-3] * 9])
+    words = ("--against", "best", "--only", "quantize_rowwise", "adamw_step_", "--dtype", "bfloat16")
+    assert bench.main(options("operators", *words, "--json", str(tmp_path / "best.json"))) == 0
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "best.json").read_text())
+    assert re.search(r"^quantize_rowwise +1.50 e\* *$", said, re.M)
+    assert re.search(r"^adamw_step_ +1.50 e *$", said, re.M)
+    assert "failed:\nquantize_rowwise, bfloat16, forward, 1 threads: crashed, SIGSEGV\n" in said
+    assert {(each["name"], each.get("compiled")) for each in report["cases"]} == {
+        ("quantize_rowwise", "crashed, SIGSEGV"),
+        ("adamw_step_", None),
+    }
+
+
+@pytest.mark.processes
+def test_crash_of_a_contender(monkeypatch):
+    for code, reason in (
+        ("print", ""),
+        ("raise ValueError", "ValueError: ('rms_norm', 1)"),
+        ("import os; os.abort() or print", "crashed, SIGABRT"),
+    ):
+        monkeypatch.setattr(bench_operators, "TRIAL", code)
+        assert bench_operators.crash("rms_norm", 1) == reason
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_trial_of_a_contender(monkeypatch, small, training):
+    calls = []
+
+    def compile(body, **_):
+        return lambda *inputs: calls.append(inputs) or body(*inputs)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    bench_operators.trial("swiglu", "bfloat16", training, torch.get_num_threads())
+    assert calls and {each.dtype for inputs in calls for each in inputs} == {torch.bfloat16}
+    assert all(each.requires_grad == training for inputs in calls for each in inputs)
 
 
 @pytest.mark.parametrize("case", bench_operators.CASES, ids=lambda case: case.name)
