@@ -364,7 +364,7 @@ def test_a_thread_that_launches_for_ever():
         over.append(0)
         for thread in threads:
             thread.join()
-    assert report.passed and 1000 < report.work < 100_000  # it launches on until the order has ended
+    assert report.passed and report.work > 1000  # it launches on until the order has ended, however long that takes
 
 
 def test_ctrl_c_at_any_time():
