@@ -17,6 +17,10 @@ from openreg_ops import _C
 
 # Environment variables that a test restores. Inductor sets some permanently.
 OURS = ("OPENREG_", "PYTHON", "TORCH_")
+# The files of most of the time, longest first.
+LONGEST = """test_every_operator test_pytest_plugin test_new_package test_docs test_stable_operators test_dtensor
+test_stress test_flex_attention test_compiled_opinfo test_generated test_distributed test_writing_an_operator
+test_opinfo test_export test_compare_traces""".split()
 
 
 def pytest_sessionstart():
@@ -26,12 +30,13 @@ def pytest_sessionstart():
 
 
 def pytest_collection_modifyitems(items):
-    """Files of long tests first, so that no worker process is left with one of them when the others are done."""
+    """Long files first, then by the markers of their tests, so that no worker process is left with one at the end."""
     seconds = {"slow": 3.0, "compiles": 2.0, "processes": 0.5, "conformance": 0.2}  # of a test that is marked so
     cost = collections.Counter()
     for item in items:
         cost[item.path] += max([0.05, *(seconds.get(mark.name, 0.0) for mark in item.iter_markers())])
-    items.sort(key=lambda item: -cost[item.path])
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path.stem, len(LONGEST)), -cost[item.path]))
 
 
 def pytest_collection_finish():
@@ -44,7 +49,8 @@ def without_waste(tmp_path_factory):
     """PyTorch formats the stack, in 5 to 50 ms, when it seeds an absent accelerator or creates samples in a
     unittest, and flushes the cache, in 15 ms, to log the time of each compiled function's guards. It compiles six
     programs, in 6 s, to learn whether the compiler knows the processor's instructions. To link with libtorch takes the
-    usual linker a third of a kernel's compilation, and gold half of that."""
+    usual linker a third of a kernel's compilation, and gold half of that. g++ optimizes the wrapper of an AOTInductor
+    package, which runs once in a test, for three of five seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for accelerator in (torch.cuda, torch.xpu, torch.mtia):
             if not accelerator.is_available():
@@ -53,6 +59,8 @@ def without_waste(tmp_path_factory):
         patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0, raising=False)
         patch.setattr(config.cpp, "vec_isa_ok", True)
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes
+        patch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
+        patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
         if gold := shutil.which("ld.gold"):
             programs = tmp_path_factory.mktemp("programs")
             (programs / "ld").symlink_to(gold)
