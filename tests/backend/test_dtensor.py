@@ -499,7 +499,7 @@ def validation():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_strategies_by_pytorchs_own_validator(validation, size):
-    assert f"{size} is right\n" in validation.stdout, validation.stderr[-3000:]
+    assert f"{size} is right\n" in validation.stdout and validation.returncode == 0, validation.stderr[-3000:]
 
 
 def test_dtensor_is_not_imported():

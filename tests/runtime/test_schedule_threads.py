@@ -351,7 +351,7 @@ def test_a_thread_that_launches_for_ever():
         y = torch.ones(1, device=DEVICE)
         while not over:
             y.mul_(1)
-            time.sleep(0.0001)
+            time.sleep(0.001)  # in real time, once the thread is abandoned
 
     def program():
         threads.append(threading.Thread(target=work))
@@ -364,7 +364,7 @@ def test_a_thread_that_launches_for_ever():
         over.append(0)
         for thread in threads:
             thread.join()
-    assert report.passed and report.work > 1000  # it launches on until the order has ended, however long that takes
+    assert report.passed and 1000 < report.work < 100_000  # it launches on until the order has ended
 
 
 def test_ctrl_c_at_any_time():

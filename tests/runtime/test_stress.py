@@ -23,7 +23,7 @@ def test_stress_under_sanitizers(sanitizers, tmp_path):
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     environment = {**os.environ, "OPENREG_DEVICE_MEMORY": "2GiB", "OPENREG_DEVICE_COUNT": "2"}
-    seconds = os.environ.get("OPENREG_STRESS_SECONDS", "3")
+    seconds = os.environ.get("OPENREG_STRESS_SECONDS", "6")
     for isolation in ("auto", "strict"):
         environment["OPENREG_ISOLATION"] = isolation
         ran = subprocess.run([program, seconds], capture_output=True, text=True, env=environment)
