@@ -246,6 +246,9 @@ class Comparison:
         self.report, self.check, self.sample, self.values = report, check, sample, values
         self.device = torch.device(device)
         self.exact = False
+        self.computed_in: torch.dtype | None = (
+            None  # the tolerance is this dtype's, if a result's own dtype has a smaller one
+        )
         self.unequal: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # results whose values differ: the CPU's, the device's
@@ -323,7 +326,9 @@ class Comparison:
             self.report.notes["beyond its storage"] += 1
         elif self.values:
             try:
-                actual = actual.detach().cpu()
+                actual = actual.detach()
+                # PyTorch's .cpu() leaves a quantized tensor with gaps between its elements on its device.
+                actual = (actual.contiguous() if actual.is_quantized else actual).cpu()
             except RuntimeError as error:
                 if not _is_comparable(expected):
                     self.report.notes["cannot be compared"] += 1
@@ -349,11 +354,19 @@ class Comparison:
         if self.exact:
             return self.fail("rng", f"from the same seed: {message}")
         try:
-            torch.testing.assert_close(actual, expected, equal_nan=True)
+            torch.testing.assert_close(self.rounded(actual), self.rounded(expected), equal_nan=True)
             self.report.notes["rounding"] += 1
         except AssertionError as error:
             self.unequal.append((expected, actual))
             self.fail(kind, _one_line(error))
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """In the dtype `computed_in`, if that is less precise than the dtype of x."""
+        floating = x.is_floating_point() or x.is_complex()
+        if self.computed_in is None or not floating or torch.finfo(self.computed_in).eps <= torch.finfo(x.dtype).eps:
+            return x
+        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        return x.to(self.computed_in.to_real())
 
     def aliases(self, expected: torch.Tensor, actual: torch.Tensor, cpu: Mover, device: Mover) -> None:
         e, a = _shares(expected, cpu), _shares(actual, device)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import dispatch
 from openreg_tools.conformance import generated, layouts, opinfo, schemas, survey
@@ -23,8 +23,8 @@ from openreg_tools.generate import changes
 
 __all__ = [
     "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
-    "LACKS_MEMORY", "WITHOUT_VALUES", "Plain", "called", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
-    "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "lacks_tensor", "overflows",
+    "LACKS_MEMORY", "NEGATIVE_SIZE", "WITHOUT_VALUES", "Plain", "called", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
+    "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_unreadable", "lacks_tensor", "overflows", "plain_error",
     "returns_another", "rounds", "takes_it_plain", "widened", "writes_an_input",
 ]  # fmt: skip
 
@@ -46,6 +46,14 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
     "aten::_empty_per_channel_affine_quantized.out": _BY_CHANNEL,
     "aten::_make_per_channel_quantized_tensor.out": _BY_CHANNEL,
     "aten::quantize_per_channel.out": _BY_CHANNEL,
+    **{
+        f"aten::convolution_backward{which}": (
+            re.compile("expected a gradient of shape"),
+            "the CPU does not check the gradient",
+        )
+        for which in ("", ".out")
+    },
+    "aten::_grouped_mm": (re.compile("aligned to 16 bytes"), "PyTorch requires this of every device except the CPU"),
     "aten::scalar_tensor": (re.compile("sparse"), "PyTorch ignores layout= on the CPU only"),
     **{
         f"aten::{name}{which}": _Q
@@ -62,14 +70,28 @@ ABOUT_MEMORY = re.compile(
 # Operators whose CPU kernels ignore the strides of an argument, and the file of PyTorch that makes it contiguous before
 # it calls them, or operators whose results depend on strides otherwise.
 IGNORES_STRIDES: dict[str, str] = {
-    "aten::_native_batch_norm_legit_no_training": "it reads as many values of weight and bias as there are channels",
     "aten::_nested_compute_contiguous_strides_offsets": "nested tensors make their sizes contiguous",
     "aten::_embedding_bag": "aten/src/ATen/native/EmbeddingBag.cpp, make_offset2bag_out: offset2bag stays empty on the fast path, which "
     "depends on the strides",
     "aten::embedding_bag": "as _embedding_bag",
     "aten::_embedding_bag_forward_only": "as _embedding_bag",
     "aten::_linalg_det": "aten/src/ATen/native/LinearAlgebra.cpp: a contiguous A is factored as its transpose",
-    "aten::_linalg_slogdet": "as _linalg_det",
+    **dict.fromkeys(
+        (
+            "aten::_linalg_slogdet",
+            "aten::linalg_det",
+            "aten::linalg_slogdet",
+            "aten::det",
+            "aten::slogdet",
+            "aten::logdet",
+        ),
+        "as _linalg_det",
+    ),
+    **{
+        f"aten::_scaled_dot_product_flash_attention_for_cpu{which}": "aten/src/ATen/native/transformers/sdp_utils_cpp.h, "
+        "check_last_dim_stride_equals_1_dense: scaled_dot_product_attention calls it only with contiguous rows"
+        for which in ("", "_backward")
+    },
     "aten::mkldnn_rnn_layer": "aten/src/ATen/native/mkldnn/RNN.cpp: mkldnn_rnn passes a contiguous input, hx and cx",
     **{
         f"aten::{name}{which}": "with equal indices, the order of the memory decides which element stays"
@@ -84,11 +106,21 @@ IGNORES_STRIDES: dict[str, str] = {
     },
 }
 
+# Operators that check neither that gradients have the input's shape nor that statistics and weights have one element for
+# each channel. If not, the result depends on the layouts.
+BATCH_NORM = re.compile(r"aten::(_batch_norm_(no|with)_update|_?native_batch_norm|batch_norm_backward\b)")
+_OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
+# Operators whose results are compared squared: they take the root of a difference, and near zero that enlarges its rounding.
+ROOTS = {"aten::_euclidean_dist", "aten::_euclidean_dist.out"}
+
 # Errors about memory, whose types and limits differ between devices.
 MEMORY = re.compile(
     r"allocat|bad_alloc|(not enough|out of) memory|can be pinned|overflow|too large|Storage size calculation", re.I
 )
 
+
+# The CPU's out= operators accept a negative size if another size is 0.
+NEGATIVE_SIZE = re.compile(r"negative dimension")
 
 # Errors that the device may raise where the CPU computes a result: it has less memory, or cannot pin it.
 LACKS_MEMORY = re.compile(r"(not enough|out of) memory|allocat|can be pinned", re.I)
@@ -162,8 +194,17 @@ def _given_to(name: str, call: Call) -> list[tuple[Any, Any]]:
 
 def takes_it_plain(name: str, call: Call) -> opinfo.Outcome | None:
     """The CPU's outcome if each argument is contiguous and has its own memory, unless it refuses that too."""
-    plain = opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
+    plain = _run_plain(name, call)
     return plain if plain.error is None else None
+
+
+def plain_error(name: str, call: Call) -> BaseException | None:
+    """The CPU's error if each argument is contiguous and has its own memory, as the device may pass them to a kernel."""
+    return _run_plain(name, call).error
+
+
+def _run_plain(name: str, call: Call) -> opinfo.Outcome:
+    return opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
 
 
 def differs_when_plain(name: str, call: Call, plain: opinfo.Outcome, there: opinfo.Outcome, device: str) -> str:
@@ -171,7 +212,7 @@ def differs_when_plain(name: str, call: Call, plain: opinfo.Outcome, there: opin
     if not _is_memory_separate(name, call) or any(map(_overlaps_itself, _tensors(call))):
         return ""
     there = dataclasses.replace(there, value=there.value[0], mover=there.value[1])
-    found = differences(plain, there, device)
+    found = differences(name, call, plain, there, device)
     return found[0].message if found else ""
 
 
@@ -304,17 +345,32 @@ def doubtful(name: str, call: Call, is_plain: bool) -> str:
     Args:
         is_plain: whether the expected results are those in contiguous memory.
     """
-    within = functools.partial(schemas._call, name, call)
     outs = [each["at"] for each in changes.profile(name, call) if each.get("out")]
-    emptied = changes.changed(name, call, [["out", i, "empty"] for i in outs])  # guarded memory cannot be resized
-    if not is_plain and _differs_plain(name, call):
+    calls = [call]
+    if outs:
+        calls.append(
+            changes.changed(name, call, [["out", i, "empty"] for i in outs])
+        )  # guarded memory cannot be resized
+    if is_plain:
+        calls += [_plain(each) for each in calls]
+    elif _differs_plain(name, call):
         return "the CPU's kernel gives different results in contiguous memory"
     (_, outcome), *_ = survey.survey(
-        1, lambda _: (_checked(within), outs and _checked(functools.partial(schemas._call, name, emptied)))
+        1, lambda _: [_checked(functools.partial(schemas._call, name, each)) for each in calls]
     ) or [(0, survey.Outcome("crashed"))]
     if outcome.kind == "returned":
         return ""
     return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
+
+
+def _plain(call: Call) -> Call:
+    """The call with each tensor in contiguous memory of its own."""
+    move = Plain("cpu")
+
+    def moved(x: Any) -> Any:
+        return move.tensor(x) if isinstance(x, torch.Tensor) else x
+
+    return Call(tree_map(moved, call.args), tree_map(moved, call.kwargs), call.alone)
 
 
 def _is_memory_separate(name: str, call: Call) -> bool:
@@ -339,7 +395,8 @@ def writes_an_input(name: str, call: Call) -> bool:
 
 
 def is_read_and_written(name: str, call: Call) -> bool:
-    """Whether an argument that is written shares memory with another, but is not the same view of it.
+    """Whether an argument that is written shares memory with another that is a different view of it, or that has elements
+    that share memory.
 
     PyTorch refuses such calls, but only if both arguments are dense. The results depend on the order of the elements.
     """
@@ -352,9 +409,9 @@ def is_read_and_written(name: str, call: Call) -> bool:
     return any(
         changes._is_plain(other)
         and other.untyped_storage()._cdata == leaves[i].untyped_storage()._cdata
-        and view(other) != view(leaves[i])
+        and (view(other) != view(leaves[i]) or i != j and _overlaps_itself(other))
         for i in written
-        for other in leaves
+        for j, other in enumerate(leaves)
     )
 
 
@@ -368,19 +425,39 @@ def _differs_plain(name: str, call: Call) -> bool:
     if as_is.error or plain.error:
         return False
     as_is.value, as_is.mover = as_is.value
-    return bool(differences(plain, as_is, "cpu"))
+    return bool(differences(name, call, plain, as_is, "cpu"))
 
 
-def differences(plain: opinfo.Outcome, other: opinfo.Outcome, device: str) -> list[opinfo.Failure]:
+def differences(
+    name: str, call: Call, plain: opinfo.Outcome, other: opinfo.Outcome, device: str
+) -> list[opinfo.Failure]:
     """How the values and shapes of `other` differ from the results of a call in contiguous memory."""
     report = opinfo.Report()
-    opinfo.Comparison(report, "generated", -1, device, True).results(
-        opinfo.Outcome(plain.value[0], mover=plain.value[1]), other
-    )
+    expected = opinfo.Outcome(plain.value[0], mover=plain.value[1])
+    if name in ROOTS:
+        expected, other = (
+            dataclasses.replace(each, value=tree_map(_squared, each.value)) for each in (expected, other)
+        )
+    comparison = opinfo.Comparison(report, "generated", -1, device, True)
+    comparison.computed_in = _narrowest(name, call)
+    comparison.results(expected, other)
     found = [failure for failure in report.failures if failure.kind in ("value", "shape", "rng")]
     for failure in found:
         failure.message = f"as the CPU computes in contiguous memory, {failure.message}"
     return found
+
+
+def _squared(x: Any) -> Any:
+    return x.square() if isinstance(x, torch.Tensor) else x
+
+
+def _narrowest(name: str, call: Call) -> torch.dtype | None:
+    """The least precise floating-point dtype of the arguments other than out=, in which the operator may compute."""
+    given = [value for argument, value in _given_to(name, call) if not argument.is_out]
+    dtypes = {
+        x.dtype for x in tree_leaves(given) if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    }
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcome | None:
@@ -392,6 +469,8 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
     if all(not changes._is_plain(each) or each.is_contiguous() for each in tensors) or ABOUT_MEMORY.match(name):
         return None
     if name.partition(".")[0] in IGNORES_STRIDES:
+        return None
+    if BATCH_NORM.match(name) and not _fits_channels(name, call):
         return None
     if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
         return None  # random numbers are drawn in the order of the memory
@@ -405,8 +484,27 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
     twice = [each for each, count in collections.Counter(map(id, tensors)).items() if count > 1]
     if any(cpu.mover.tensors[id(each)].shape != each.shape for each in tensors if id(each) in twice):
         return None  # it is an argument and the out= tensor that is resized
-    plain = opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
-    return plain if plain.error is None and differences(plain, cpu, "cpu") else None
+    plain = _run_plain(name, call)
+    return plain if plain.error is None and differences(name, call, plain, cpu, "cpu") else None
+
+
+def _fits_channels(name: str, call: Call) -> bool:
+    """Whether the arguments of a batch norm have the shapes that it expects but does not check."""
+    given = {argument.name: value for argument, value in _given_to(name, call)}
+    shape, gradient = given["input"].shape, given.get("grad_out")
+    of_channels = (given.get(each) for each in _OF_CHANNELS)
+    return (gradient is None or gradient.shape == shape) and all(
+        x is None or x.shape == shape[1:2] for x in of_channels
+    )
+
+
+def is_unreadable(name: str, call: Call) -> bool:
+    """Whether PyTorch returns a nested tensor with uninitialized offsets, or a quantized one without a quantizer."""
+    x = call.args[0] if call.args else None
+    if not isinstance(x, torch.Tensor):
+        return False
+    is_nested = x.is_nested and x.layout == torch.strided
+    return name == "aten::select.int" and is_nested or name == "aten::_lazy_clone" and x.is_quantized
 
 
 def _is_ordinary(t: torch.Tensor) -> bool:

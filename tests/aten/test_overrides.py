@@ -493,3 +493,18 @@ def test_cells_raise_the_cpus_errors_for_other_dimensions(cell, which, shape):
             return type(raised)
 
     assert error("openreg") == error("cpu") is not None
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_the_backward_of_a_convolution_rejects_a_gradient_of_another_shape(batch, transposed):
+    x, weight = (torch.rand(1, 2, 5, 5, device="openreg"), torch.rand(2, 2, 2, 2, device="openreg"))
+    side = 6 if transposed else 4
+    size, expected = [batch, 2, side, side], rf"\[1, 2, {side}, {side}\]"
+    arguments = [[1, 1], [0, 0], [1, 1], transposed, [0, 0], 1, [True, True, True]]
+    with pytest.raises(
+        RuntimeError, match=f"convolution_backward: expected a gradient of shape {expected}, .* but got"
+    ):
+        torch.ops.aten.convolution_backward(torch.rand(size, device="openreg"), x, weight, None, *arguments)
+    with pytest.raises(RuntimeError, match="stride"):  # ATen's own error
+        torch.ops.aten.convolution_backward(torch.rand(size, device="openreg"), x, weight, None, [0, 0], *arguments[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openreg_tools.conformance import opinfo
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import allowed, changes, child, report, search, snippet
@@ -295,6 +297,149 @@ def test_what_the_long_runs_found(name, change, base):
     assert end(name, change, base=base) == "equal"
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "base", "ends"),
+    [
+        ("aten::fft_hfftn.out", [("dtype", 4, "float64"), ("layout", 0, "reversed")], 2, "equal"),  # rounds in float32
+        ("aten::_euclidean_dist", [("layout", 0, "reversed"), ("alias", 1, 0, "same")], 3, "equal"),  # roots near zero
+        ("aten::tensor_split.sections", [("garbage", 28)], 0, "equal"),  # quantized columns, which .cpu() leaves
+        ("aten::select.int", [("garbage", 67)], 0, "equal"),  # a nested result with uninitialized offsets
+        ("aten::_lazy_clone", [("garbage", 0)], 0, "equal"),  # a quantized result without a quantizer
+        ("aten::_grouped_mm", [("offset", 0, 1)], 0, "allowed"),
+        ("aten::full.out", [("number", 0, -1), ("sizes", 3, 0)], 0, "allowed"),
+        ("aten::_weight_norm_interface_backward.out", [("layout", 2, "reversed"), ("garbage", 10)], 0, "both raised"),
+        ("aten::grid_sampler_3d_backward.out", [("shape", 0, "first of size 1"), ("layout", 0, "reversed")], 0, "allowed"),
+        ("aten::adaptive_avg_pool3d.out", [("layout", 0, "overlapping"), ("alias", 4, 0, "transposed")], 1, "allowed"),
+        ("aten::convolution_backward_overrideable.out", [("shape", 0, "first of size 0")], 0, "refused alone"),
+    ],
+)  # fmt: skip
+def test_what_pytorch_leaves_open_is_not_a_finding(name, changes, base, ends):
+    assert end(name, *changes, base=base) == ends
+
+
+def outcome(name, call):
+    return opinfo.run(functools.partial(allowed.called, name, call, allowed.Plain("cpu")), "cpu")
+
+
+def test_a_wide_out_tensor_is_compared_in_the_dtype_of_the_inputs():
+    def differ(difference, dtype, name="aten::add.out"):
+        x = torch.ones(3, dtype=dtype)
+        call = Call([x, x], {"out": torch.zeros(3, dtype=torch.float64)})
+        other = outcome(name, call)
+        (out, _), other.mover = other.value
+        other.value = out + difference, {}
+        plain = outcome(name, call)
+        plain.value = (plain.value[0][0], {}), plain.value[1]
+        return allowed.differences(name, call, plain, other, "cpu")
+
+    assert not differ(1e-6, torch.float32) and differ(1e-4, torch.float32)
+    assert differ(1e-6, torch.float64) and not differ(0.0, torch.float64)
+    assert not differ(1e-2, torch.bfloat16) and differ(1e-1, torch.bfloat16)
+
+
+def test_distances_are_compared_squared():
+    x = torch.rand(3, 2)
+
+    def differ(name, difference):
+        call = Call([x, x + 10], {})
+        plain, other = outcome("aten::_euclidean_dist", call), outcome("aten::_euclidean_dist", call)
+        (out, written), other.mover = other.value
+        other.value = out * (1 + difference), written
+        return allowed.differences(name, call, plain, other, "cpu")
+
+    assert differ("aten::_euclidean_dist", 1e-4) and not differ("aten::_euclidean_dist", 0.0)
+
+
+def test_a_batch_norm_with_the_right_shapes_is_compared_in_contiguous_memory():
+    x, of_channels, one = torch.rand(2, 3, 4), torch.ones(3), torch.ones(1)
+    forward, backward = "aten::native_batch_norm", "aten::native_batch_norm_backward"
+
+    def fits(name, *given):
+        return allowed._fits_channels(name, Call(list(given), {}))
+
+    assert fits(forward, x, of_channels, None, of_channels, of_channels, True, 0.1, 1e-5)
+    assert not fits(forward, x, one, None, of_channels, of_channels, True, 0.1, 1e-5)
+    statistics = (of_channels, None, None, of_channels, of_channels, True, 1e-5, [True] * 3)
+    assert fits(backward, x, x, *statistics) and not fits(backward, x[:1], x, *statistics)
+    assert not allowed.BATCH_NORM.match("aten::batch_norm_backward_reduce") and allowed.BATCH_NORM.match(backward)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_what_the_tool_cannot_read_is_narrow():
+    x, nested = torch.rand(2, 3), torch.nested.nested_tensor([torch.rand(2, 3)])
+    quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+    assert allowed.is_unreadable("aten::select.int", Call([nested, -1, 0], {}))
+    assert allowed.is_unreadable("aten::_lazy_clone", Call([quantized], {}))
+    for name, argument in (
+        ("select.int", x),
+        ("_lazy_clone", x),
+        ("select.int", quantized),
+        ("neg", nested),
+        ("neg", 1),
+    ):
+        assert not allowed.is_unreadable(f"aten::{name}", Call([argument], {}))
+
+
+def test_rules_about_arguments_are_narrow():
+    x, out = torch.rand(2, 3), torch.empty(0)
+    assert allowed.lacks_tensor("aten::add.Tensor", Call([x, None], {}))
+    assert not allowed.lacks_tensor("aten::clamp", Call([x, None, 1], {}))  # None where the schema allows it
+    assert allowed.has_shared_memory("aten::neg.out", Call([x], {"out": x.t()}))
+    assert allowed.has_shared_memory("aten::neg.out", Call([x], {"out": torch.zeros(1).expand(2, 3)}))
+    assert not allowed.has_shared_memory("aten::neg.out", Call([x], {"out": out}))
+    assert not allowed.has_shared_memory("aten::neg", Call([torch.zeros(1).expand(2, 3)], {}))  # it is only read
+    assert allowed.is_elsewhere("aten::empty.memory_format", Call([[2]], {}))  # nothing says where
+    assert allowed.is_elsewhere("aten::add.Tensor", Call([x, Stays(x)], {}))
+    assert allowed.is_elsewhere("aten::neg", Call([x], {}, alone=True))
+    assert not allowed.is_elsewhere("aten::neg", Call([x], {}))
+    assert allowed.is_read_and_written("aten::neg.out", Call([shared := x[:1].expand(2, 3)], {"out": shared}))
+    assert not allowed.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
+    assert allowed.writes_an_input("aten::neg.out", Call([x], {"out": x}))
+    assert not allowed.writes_an_input("aten::neg.out", Call([x], {"out": out}))
+
+
+def test_rules_about_the_cpu_are_narrow():
+    x = torch.rand(3, 4)
+    assert allowed.takes_it_plain("aten::neg", Call([x], {})) and not allowed.takes_it_plain(
+        "aten::neg", Call([None], {})
+    )
+    assert allowed.plain_error("aten::add.Tensor", Call([x, torch.rand(5)], {}))
+    assert allowed.plain_error("aten::neg", Call([x], {})) is None
+    grown = outcome("aten::cat", Call([[x, x]], {}))
+    (grown.value, _), _ = grown.value
+    assert allowed.grows(grown, Call([[x, x]], {})) and not allowed.grows(grown, Call([torch.rand(99)], {}))
+    assert allowed.returns_another(opinfo.Outcome(((x, {"out": x.clone()}), None)))
+    assert not allowed.returns_another(opinfo.Outcome(((x, {"out": x}), None)))
+    assert not allowed.returns_another(opinfo.Outcome(((x, {}), None)))
+
+
+def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
+    x = torch.rand(3, 4)
+    call = Call([x.t()], {})
+    plain, same, other = outcome("aten::neg", call), outcome("aten::neg", call), outcome("aten::abs", call)
+    assert not allowed.differs_when_plain("aten::neg", call, plain, same, "cpu")
+    assert allowed.differs_when_plain("aten::neg", call, plain, other, "cpu")
+    shared = Call([x, x.t()], {})
+    assert not allowed.differs_when_plain("aten::add_.Tensor", shared, plain, other, "cpu")  # its order decides
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allows", "refuses"),
+    [
+        (allowed.MEMORY, "DefaultCPUAllocator: can't allocate memory", "expected 2 dimensions"),
+        (allowed.LACKS_MEMORY, "CPU out of memory", "Storage size calculation overflowed"),
+        (allowed.OUT_OF_BOUNDS, "index 4 is out of bounds for dimension 0", "Dimension out of range"),
+        (allowed.NEGATIVE_SIZE, "trying to create a tensor with negative dimension -1", "a negative number"),
+        (allowed.CHECKED_BY_DEVICE["aten::quantile"][0], "quantile() q values must be in [0, 1]", "quantile() input"),
+        (allowed.CHECKED_BY_DEVICE["aten::scalar_tensor"][0], "a sparse layout", "an empty tensor"),
+        (allowed.CHECKED_BY_DEVICE["aten::quantize_per_channel.out"][0], "cannot be resized", "scales"),
+        (allowed.CHECKED_BY_DEVICE["aten::convolution_backward"][0], "expected a gradient of shape", "expected input"),
+    ],
+)
+def test_errors_that_rules_allow(pattern, allows, refuses):
+    assert pattern.search(allows) and not pattern.search(refuses)
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_a_kernel_that_does_not_write_to_out_is_refused():
     x = torch.quantize_per_tensor(torch.tensor([2.0]), 0.1, 0, torch.qint8).to("openreg")
@@ -368,6 +513,7 @@ def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
     a, b = torch.eye(5), torch.rand(1, 2, 5, 5)
     assert allowed.doubtful("aten::_cholesky_solve_helper.out", Call([a, b, True], {"out": b.clone()}), is_plain=True)
     assert not allowed.doubtful("aten::neg", Call([a], {}), is_plain=True)
+    assert not allowed.doubtful("aten::neg.out", Call([a.t()], {"out": a.clone()}), is_plain=True)
 
 
 def test_differences_after_an_overflow_are_allowed():

@@ -1,5 +1,6 @@
 // Convolution and its backward. ATen sends every unknown device to convolution_overrideable; there the CPU's own choice
 // (oneDNN, THNN, depthwise, …) runs on aliases.
+#include <ATen/native/ConvUtils.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <torch/library.h>
@@ -25,10 +26,29 @@ at::Tensor convolution_overrideable(const at::Tensor& input, const at::Tensor& w
       [&] { return at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups); }));
 }
 
+// The CPU's kernels do not check the gradient's shape, and crash if it is empty. Other wrong arguments are left to
+// ATen.
+void check_gradient(at::IntArrayRef grad, at::IntArrayRef input, at::IntArrayRef weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups) {
+  const auto fits = [&](at::IntArrayRef each) { return each.size() + 2 == input.size(); };
+  const auto is_positive = [](int64_t step) { return step > 0; };
+  if (input.size() < 3 || weight.size() != input.size() || !fits(stride) || !fits(padding) || !fits(dilation) ||
+      (transposed && !fits(output_padding)) || !std::ranges::all_of(stride, is_positive))
+    return;
+  const std::vector<int64_t> expected = transposed
+      ? at::native::conv_input_size(input, weight, padding, output_padding, stride, dilation, groups)
+      : at::native::conv_output_size(input, weight, padding, stride, dilation);
+  TORCH_CHECK(grad == expected, "convolution_backward: expected a gradient of shape ", at::IntArrayRef(expected),
+      ", the shape of the output, but got ", grad);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable(const at::Tensor& grad,
     const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding,
     at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
     std::array<bool, 3> mask) {
+  check_gradient(
+      grad.sizes(), input.sizes(), weight.sizes(), stride, padding, dilation, transposed, output_padding, groups);
   CpuCall call("aten::convolution_backward");
   const at::Tensor &g = call.alias(grad), &x = call.alias(input), &w = call.alias(weight);
   // The bias has one element per output channel, whatever its gradient is used for.
