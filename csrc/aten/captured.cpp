@@ -113,10 +113,11 @@ class CallArguments {
     }
   }
 
-  // Gives out= tensors the shape that they ended up with on the scratch buffer.
+  // Gives out= tensors the shape and the lazy conjugation that they ended up with on the scratch buffer.
   void resize_results() {
     for (CallArgument& each : all_) {
       const at::Tensor &now = each.scratch, &real = each.real;
+      if (each.written && now.is_conj() != real.is_conj()) real._set_conj(now.is_conj());
       if (!each.written || (now.sizes() == real.sizes() && now.strides() == real.strides())) continue;
       real.resize_(now.sizes());
       real.unsafeGetTensorImpl()->set_sizes_and_strides(now.sizes(), now.strides(), now.storage_offset());

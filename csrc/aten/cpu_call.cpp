@@ -404,6 +404,7 @@ void CpuCall::carry_back() {
     if (C10_UNLIKELY(real->sizes() != alias->sizes() || real->strides() != alias->strides() ||
             real->storage_offset() != alias->storage_offset()))
       real->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
+    if (C10_UNLIKELY(real->is_conj() != alias->is_conj())) real->_set_conj(alias->is_conj()); // linalg.solve does
   }
   for (size_t i = base_; i < slots_.top; ++i) // last: their members are among the others
     if (Slot& slot = *slots_.all[i]; C10_UNLIKELY(!slot.dense) && slot.write) carry_back_special(slot);

@@ -141,13 +141,15 @@ class Copies {
       });
       bytes_ += part.last - part.first;
     }
-    for (auto& [real, copy] : tensors_)
+    for (auto& [real, copy] : tensors_) {
+      if (real.is_conj() != copy.is_conj()) real._set_conj(copy.is_conj());
       if (real.sizes() != copy.sizes() || real.strides() != copy.strides()) {
         real.resize_(copy.sizes());
         real.unsafeGetTensorImpl()->set_sizes_and_strides(copy.sizes(), copy.strides());
         real.copy_(copy);
         bytes_ += copy.nbytes();
       }
+    }
   }
 
   at::Tensor device(const at::Tensor& t) {

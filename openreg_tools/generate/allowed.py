@@ -22,7 +22,7 @@ from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, Sto
 from openreg_tools.generate import changes
 
 __all__ = [
-    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
+    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "PYTORCHS_ASSERT", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
     "LACKS_MEMORY", "NEGATIVE_SIZE", "WITHOUT_VALUES", "Plain", "called", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
     "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_unreadable", "lacks_tensor", "overflows", "plain_error",
     "returns_another", "rounds", "takes_it_plain", "widened", "writes_an_input",
@@ -54,7 +54,7 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
         for which in ("", ".out")
     },
     "aten::_grouped_mm": (re.compile("aligned to 16 bytes"), "PyTorch requires this of every device except the CPU"),
-    "aten::scalar_tensor": (re.compile("sparse"), "PyTorch ignores layout= on the CPU only"),
+    "aten::scalar_tensor": (re.compile("sparse", re.I), "PyTorch ignores layout= on the CPU only"),
     **{
         f"aten::{name}{which}": _Q
         for name in ("quantile", "nanquantile")
@@ -124,6 +124,8 @@ NEGATIVE_SIZE = re.compile(r"negative dimension")
 
 # Errors that the device may raise where the CPU computes a result: it has less memory, or cannot pin it.
 LACKS_MEMORY = re.compile(r"(not enough|out of) memory|allocat|can be pinned", re.I)
+# Internal assertions of PyTorch's own code before it calls a kernel: MathBitsFallback, and the boxing of sizes near -2**63.
+PYTORCHS_ASSERT = re.compile(r"MathBitsFallback|isIntList\(\)")
 OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds|index out of range|out of DATA bounds")
 RETURNS_ANOTHER = "the CPU's kernel returns another tensor instead of writing to out="
 # Kernels that return an uninitialized value for NaN: their loop ends before it sets one.

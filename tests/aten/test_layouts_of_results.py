@@ -241,3 +241,37 @@ def test_fft_fftfreq_into_a_slice():
     out = torch.zeros(8, device=D)
     torch.fft.fftfreq(4, out=out[::2])
     assert out.tolist() == [0, 0, 0.25, 0, -0.5, 0, -0.25, 0]
+
+
+SOLVERS = {
+    "solve_ex": lambda x, y, _, **given: torch.linalg.solve_ex(x, y, **given),
+    "solve_triangular": lambda x, y, _, **given: torch.linalg.solve_triangular(x, y, upper=True, **given),
+    "lu_solve": lambda _, y, factors, **given: torch.linalg.lu_solve(*factors, y, **given),
+    "lu_solve adjoint": lambda _, y, factors, **given: torch.linalg.lu_solve(*factors, y, adjoint=True, **given),
+}
+
+
+@pytest.mark.parametrize("way", ["inline", "async", "graph"])
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_out_tensors_get_the_lazy_conjugation_that_the_kernel_gives_them(name, left, way):
+    x, y = torch.randn(3, 3, dtype=torch.complex64), torch.randn(3, 3, dtype=torch.complex64)
+    factors = torch.linalg.lu_factor(x)
+    expected = SOLVERS[name](x, y, factors, left=left)
+    is_pair = isinstance(expected, tuple)
+    expected = expected[0] if is_pair else expected
+    x, y, factors = x.to(D), y.to(D), [each.to(D) for each in factors]
+    out = torch.zeros(3, 3, dtype=torch.complex64, device=D)
+    given = (out, torch.empty((), dtype=torch.int32, device=D)) if is_pair else out
+    if way == "graph":
+        graph = torch.openreg.Graph()
+        with torch.openreg.graph(graph):
+            SOLVERS[name](x, y, factors, left=left, out=given)
+            after = out + 1
+        graph.replay()
+    else:
+        with torch.openreg.launch_mode(way):
+            SOLVERS[name](x, y, factors, left=left, out=given)
+            after = out + 1
+    torch.testing.assert_close(out.cpu().resolve_conj(), expected.resolve_conj())
+    torch.testing.assert_close(after.cpu(), expected + 1)
