@@ -389,6 +389,8 @@ def test_rules_about_arguments_are_narrow():
     assert not allowed.has_shared_memory("aten::neg.out", Call([x], {"out": out}))
     assert not allowed.has_shared_memory("aten::neg", Call([torch.zeros(1).expand(2, 3)], {}))  # it is only read
     assert allowed.is_elsewhere("aten::empty.memory_format", Call([[2]], {}))  # nothing says where
+    assert allowed.is_elsewhere("aten::block_diag.out", Call([[]], {"out": out}))  # nothing but out= does
+    assert not allowed.is_elsewhere("aten::block_diag.out", Call([[x]], {"out": out}))
     assert allowed.is_elsewhere("aten::add.Tensor", Call([x, Stays(x)], {}))
     assert allowed.is_elsewhere("aten::neg", Call([x], {}, alone=True))
     assert not allowed.is_elsewhere("aten::neg", Call([x], {}))
