@@ -40,7 +40,7 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
 // are not. Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes
 // to out= in the memory format of its inputs.
 const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
-    {"aten::_dyn_quant_matmul_4bit", {"inp"}},
+    {"aten::_dyn_quant_matmul_4bit", {"inp", "packed_weights"}},
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},
@@ -50,6 +50,7 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::_weight_norm_interface_backward", {"grad_w", "saved_v", "saved_g", "saved_norms"}},
     {"aten::adaptive_max_pool3d_backward", {"indices"}},
     {"aten::batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_var"}},
+    {"aten::fractional_max_pool2d_backward", {"indices"}},
     {"aten::fractional_max_pool3d_backward", {"indices"}},
     {"aten::native_batch_norm.out", {"input"}},
     {"aten::native_group_norm", {"weight", "bias"}},

@@ -83,6 +83,9 @@ class _Guarded(Move):
         super().__init__("cpu")
         self.guard, self.memory = bytes([value]), []
 
+    def __call__(self, value: Any) -> Any:
+        return self.tensor(value.tensor) if isinstance(value, Stays) else super().__call__(value)
+
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         lazy = tensor.is_conj() or tensor.is_neg()
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or lazy or not tensor.numel():
@@ -114,20 +117,24 @@ def stays_within(call: Callable[[Move], Any], resizes: bool = False) -> bool:
     """Whether a call on the CPU stays within the memory of its arguments. Some kernels do not check shapes.
 
     The call runs three times, with guards of another value each time. It must return the same results each time and
-    leave the guards unchanged. A call that resizes an argument with elements, or raises, is answered by `resizes`.
+    leave the guards unchanged. A call that raises the same error each time, for example because it resizes an argument
+    with elements, is answered by `resizes`.
     """
-    found = []
+    found: list[Any] = []
     for value in (0, 0xFF, 0x5A):
         move = _Guarded(value)
         opinfo.seed("cpu")
         try:
             out = call(move)
-        except Exception:  # for example, an argument cannot be resized
-            return resizes
+        except Exception as error:
+            found.append(str(error))
+        else:
+            found.append([_bits(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
         if not move.is_whole():
             return False
-        found.append([_bits(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
-    return all(each == found[0] for each in found)
+    if any(each != found[0] for each in found):
+        return False
+    return resizes or not isinstance(found[0], str)
 
 
 def _bits(x: torch.Tensor) -> Any:

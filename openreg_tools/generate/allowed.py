@@ -180,7 +180,10 @@ def is_elsewhere(name: str, call: Call) -> bool:
     ):
         return True  # some operators then use the CPU, others the device of an argument
     inputs = [(argument, value) for argument, value in _given_to(name, call) if not argument.is_out]
-    if any(value == [] and "List[Tensor]" in argument.real_type.annotation_str for argument, value in inputs):
+    if any(
+        isinstance(value, list) and not value and "List[Tensor]" in argument.real_type.annotation_str
+        for argument, value in inputs
+    ):
         if not any(isinstance(each, torch.Tensor) for each in tree_leaves([value for _, value in inputs])):
             return True  # only out= names a device
     stays = any(isinstance(each, Stays) or isinstance(each, torch.device) and each.type != "cpu" for each in leaves)

@@ -38,10 +38,15 @@ class Child(Worker):
 
     pid = 0  # of the worker process, forked by the process that was started
 
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__(arguments)
+        self.earlier: list[dict[str, Any]] = []  # the cases that this worker process has run
+
     def read(self, deadline: float) -> dict[str, Any] | None:
         answer = super().read(deadline)
         if answer and "pid" in answer:
             self.pid = answer["pid"]
+            self.earlier = []
         return answer
 
     def stop(self) -> None:
@@ -57,11 +62,13 @@ class Child(Worker):
 
     def case(self, case: dict[str, Any]) -> dict[str, Any]:
         """How a case ends. A crash on the device's side is a failure; a crash on the CPU's side is not."""
+        earlier = self.earlier
         answer, kind, message, where = self.exchange(json.dumps(case), "end")
         if answer is not None:
+            self.earlier.append(case)
             return answer
         if where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"]):
-            if note := kind == "crash" and where != "cpu" and self.doubt(case):
+            if kind == "crash" and where != "cpu" and (note := self.doubt(case) or self.damage(case, earlier)):
                 return {"end": "allowed", "note": note}
             return {"end": "failed", "kind": kind, "message": message, "call": ""}
         side = "the CPU's kernel" if where in ("cpu", "cpu alone") else f"the tool's step {where!r}"
@@ -71,6 +78,14 @@ class Child(Worker):
         """Why the CPU's kernel may have caused a crash on the device's side, by writing beyond its arguments."""
         answer, *_ = self.exchange(json.dumps({"doubtful": case}), "done")
         return answer["note"] if answer else "the CPU's kernel ends the process"
+
+    def damage(self, case: dict[str, Any], earlier: list[dict[str, Any]]) -> str:
+        """Why an earlier case may have caused a crash that does not repeat in a new process."""
+        answer, *_ = self.exchange(json.dumps(case), "end")
+        if answer is None:
+            return ""
+        notes = (self.doubt(each) for each in reversed(earlier) if each["op"] == case["op"])
+        return next((f"after an earlier call: {note}" for note in notes if note), "")
 
     def bases(self, name: str) -> tuple[list[Any], bool, str]:
         """The profiles of the base calls, whether the calls are valid, and the reason if there are none."""

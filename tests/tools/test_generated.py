@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import json
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openreg_tools.conformance import opinfo
+from openreg_tools.conformance import calls, opinfo
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import allowed, changes, child, report, search, snippet
@@ -460,6 +461,16 @@ def test_strided_weights_of_group_norm_have_the_right_gradient():
     torch.testing.assert_close(*gradients)
 
 
+def test_strided_indices_of_a_fractional_pool_give_the_right_gradient():
+    gradient, x, indices = torch.rand(2, 3, 3), torch.rand(2, 3, 3), torch.randint(0, 9, (2, 3, 3))
+    expected = torch.ops.aten.fractional_max_pool2d_backward(gradient, x, [3, 2], [3, 3], indices)
+    strided = torch.full((2, 3, 6), 7, device="openreg")[:, :, ::2].copy_(indices)
+    got = torch.ops.aten.fractional_max_pool2d_backward(
+        gradient.to("openreg"), x.to("openreg"), [3, 2], [3, 3], strided
+    )
+    torch.testing.assert_close(got.cpu(), expected)
+
+
 def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
     with pytest.raises(RuntimeError, match="empty: expected a dtype, but got the number -2"):
         torch.ops.aten.empty.memory_format([2], dtype=-2, device="openreg")
@@ -516,6 +527,47 @@ def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
     assert allowed.doubtful("aten::_cholesky_solve_helper.out", Call([a, b, True], {"out": b.clone()}), is_plain=True)
     assert not allowed.doubtful("aten::neg", Call([a], {}), is_plain=True)
     assert not allowed.doubtful("aten::neg.out", Call([a.t()], {"out": a.clone()}), is_plain=True)
+
+
+def test_a_kernel_whose_errors_change_with_the_memory_around_its_arguments_reads_beyond_them():
+    def call(move):
+        x = move(torch.zeros(2))
+        beyond = ctypes.string_at(x.data_ptr() + x.nbytes, 1)
+        raise ValueError(beyond if reads else "the same error")
+
+    for reads in (True, False):
+        assert calls.stays_within(call, resizes=True) is not reads
+    assert not calls.stays_within(call)
+
+
+def test_a_tensor_that_stays_on_the_cpu_is_guarded_too():
+    def call(move):
+        x = move(Stays(torch.zeros(())))
+        return torch.tensor(ctypes.string_at(x.data_ptr() + x.nbytes, 1)[0])
+
+    assert not calls.stays_within(call)
+
+
+@pytest.mark.parametrize("doubted", ["a::b", "a::c"])
+def test_a_crash_after_a_call_that_damaged_memory(doubted):
+    class Damaged(search.Child):
+        def __init__(self):
+            super().__init__(argparse.Namespace())
+            self.answers = [{"end": "equal"}, None, {"end": "equal"}]
+
+        def exchange(self, line, last):
+            answer = self.answers.pop(0)
+            return answer, "" if answer else "crash", "signal 11", "device"
+
+        def doubt(self, case):
+            return "it writes beyond its arguments" if case.get("n") == 0 and case["op"] == doubted else ""
+
+    worker = Damaged()
+    assert worker.case({"op": "a::b", "n": 0})["end"] == "equal"
+    found = worker.case({"op": "a::b", "n": 1})
+    assert found["end"] == ("allowed" if doubted == "a::b" else "failed")
+    worker.answers = [None, None]  # it crashes again: this call is the cause
+    assert worker.case({"op": "a::b", "n": 2})["end"] == "failed"
 
 
 def test_differences_after_an_overflow_are_allowed():
