@@ -53,6 +53,10 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
         )
         for which in ("", ".out")
     },
+    "aten::max_pool1d": (
+        re.compile("without overflow"),
+        "only the CPU has a kernel for it, which takes larger numbers",
+    ),
     "aten::_grouped_mm": (re.compile("aligned to 16 bytes"), "PyTorch requires this of every device except the CPU"),
     "aten::scalar_tensor": (re.compile("sparse", re.I), "PyTorch ignores layout= on the CPU only"),
     **{
@@ -92,6 +96,7 @@ IGNORES_STRIDES: dict[str, str] = {
         "check_last_dim_stride_equals_1_dense: scaled_dot_product_attention calls it only with contiguous rows"
         for which in ("", "_backward")
     },
+    "aten::fbgemm_linear_int8_weight_fp32_activation": "it reads the memory of a lazily negated bias",
     "aten::mkldnn_rnn_layer": "aten/src/ATen/native/mkldnn/RNN.cpp: mkldnn_rnn passes a contiguous input, hx and cx",
     **{
         f"aten::{name}{which}": "with equal indices, the order of the memory decides which element stays"
