@@ -23,7 +23,7 @@ from openreg_tools.generate import changes
 
 __all__ = [
     "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "PYTORCHS_ASSERT", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
-    "LACKS_MEMORY", "NEGATIVE_SIZE", "WITHOUT_VALUES", "Plain", "called", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
+    "LACKS_MEMORY", "NEGATIVE_SIZE", "UNCHECKED", "WITHOUT_VALUES", "Plain", "called", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
     "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_unreadable", "lacks_tensor", "overflows", "plain_error",
     "returns_another", "rounds", "takes_it_plain", "widened", "writes_an_input",
 ]  # fmt: skip
@@ -64,6 +64,12 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
         for name in ("quantile", "nanquantile")
         for which in ("", ".out", ".scalar", ".scalar_out")
     },
+}
+
+# Operators that are not called, because PyTorch calls them with arguments that it has checked, and others damage memory.
+UNCHECKED = {
+    f"aten::{name}": "cummax and cummin check the arguments; with others, the CPU's kernel writes anywhere"
+    for name in ("_cummax_helper", "_cummin_helper")
 }
 
 # Operators whose results depend on the strides of their arguments, or that take a storage.

@@ -508,3 +508,20 @@ def test_the_backward_of_a_convolution_rejects_a_gradient_of_another_shape(batch
         torch.ops.aten.convolution_backward(torch.rand(size, device="openreg"), x, weight, None, *arguments)
     with pytest.raises(RuntimeError, match="stride"):  # ATen's own error
         torch.ops.aten.convolution_backward(torch.rand(size, device="openreg"), x, weight, None, [0, 0], *arguments[1:])
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0), (1, 2, 0, 0)], ids=str)
+def test_fused_attention_without_scores(sizes):
+    batch, heads, length, keys = sizes
+    q = torch.rand(batch, heads, length, 8, device="openreg")
+    k, v = torch.rand(batch, heads, keys, 8, device="openreg"), torch.rand(batch, heads, keys, 5, device="openreg")
+    op = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+    out, logsumexp, *rest = op(q, k, v)
+    assert torch.equal(out.cpu(), (q.cpu() @ k.cpu().mT).softmax(-1) @ v.cpu())  # zeros
+    assert torch.equal(logsumexp.cpu(), (q.cpu() @ k.cpu().mT).logsumexp(-1))
+    given = (torch.ones_like(out), q, k, v, None, [True, True, True, False], out, logsumexp)
+    gradients = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward(
+        *given, *rest[:4], 0.0, False, *rest[4:6]
+    )
+    for gradient, x in zip(gradients, (q, k, v), strict=False):
+        assert gradient.shape == x.shape and not gradient.any()

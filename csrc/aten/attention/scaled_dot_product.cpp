@@ -5,10 +5,12 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
+
+#include <limits>
 
 #include "../../ops/attention.h"
 #include "../transforms.h"
@@ -72,11 +74,17 @@ void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key
       ", but got ", bias->sizes());
 }
 
-// The results for zero heads. The kernel would divide by the number of heads.
-std::tuple<at::Tensor, at::Tensor> nothing(const at::Tensor& query, const at::Tensor& value) {
-  const auto batch = query.size(0), length = query.size(2);
-  return {at::empty({batch, 0, length, value.size(3)}, query.options()),
-      at::empty({batch, 0, length}, query.options().dtype(at::toOpMathType(query.scalar_type())))};
+// Whether there are no scores. The kernel would divide by zero.
+bool has_no_scores(const at::Tensor& query, const at::Tensor& key) {
+  return !query.size(0) || !query.size(1) || !query.size(2) || !key.size(2);
+}
+
+// The results without scores: a softmax over no keys is 0, and its logsumexp is -inf.
+std::tuple<at::Tensor, at::Tensor> without_scores(const at::Tensor& query, const at::Tensor& value) {
+  const auto batch = query.size(0), heads = query.size(1), length = query.size(2);
+  return {at::zeros({batch, heads, length, value.size(3)}, query.options()),
+      at::full({batch, heads, length}, -std::numeric_limits<double>::infinity(),
+          query.options().dtype(at::toOpMathType(query.scalar_type())))};
 }
 
 Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -87,8 +95,8 @@ Attention fused_attention(const at::Tensor& query, const at::Tensor& key, const 
       "dropout, but got dropout_p=",
       dropout_p, "; call scaled_dot_product_attention, which decomposes it");
   check_inputs("_scaled_dot_product_fused_attention_overrideable", query, key, value, bias);
-  auto [out, logsumexp] = !key.size(1)
-      ? nothing(query, value)
+  auto [out, logsumexp] = has_no_scores(query, key)
+      ? without_scores(query, value)
       : at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal, bias, scale);
   const auto none = at::empty({0}, query.options().dtype(at::kLong));
   return {out, logsumexp, none, none, query.sym_size(2), key.sym_size(2), none, none, none};
@@ -139,8 +147,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backw
   }
   ops::check_same_device(op, "query", query, "logsumexp", logsumexp);
   ops::check_shape(op, "logsumexp", logsumexp, query.sizes().slice(0, 3), "the same as forward's output");
-  if (!key.size(1))
-    return {at::empty_like(query), at::empty_like(key), at::empty_like(value),
+  if (has_no_scores(query, key))
+    return {at::zeros_like(query), at::zeros_like(key), at::zeros_like(value),
         mask[3] ? at::zeros_like(bias) : at::Tensor()};
   auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, logsumexp,
       dropout_p, is_causal, bias.defined() ? std::optional(bias) : std::nullopt, scale);
