@@ -232,9 +232,11 @@ std::optional<detail::Task> fill(const at::Tensor& x, const at::Scalar& value) {
   if (!x.is_non_overlapping_and_dense() || x.is_conj() || x.is_neg()) return std::nullopt;
   void* to = x.mutable_data_ptr();
   const size_t bytes = x.nbytes();
-  if (value.isComplex() ? value.toComplexDouble() == 0.0 : value.toDouble() == 0)
-    if (value.isIntegral(/*includeBool=*/true) || !std::signbit(value.toDouble()))
-      return detail::Task([to, bytes] { std::memset(to, 0, bytes); });
+  const auto is_zero = [](double part) { return part == 0 && !std::signbit(part); }; // -0 has other bytes
+  const bool zero = value.isComplex()
+      ? is_zero(value.toComplexDouble().real()) && is_zero(value.toComplexDouble().imag())
+      : is_zero(value.toDouble());
+  if (zero) return detail::Task([to, bytes] { std::memset(to, 0, bytes); });
   return std::nullopt;
 }
 

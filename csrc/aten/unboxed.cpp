@@ -182,6 +182,14 @@ at::Tensor& relu_(at::Tensor& self) {
   return self.scalar_type() == at::kBool ? at::cpu::relu_(self) : at::cpu::clamp_min_(self, 0);
 }
 
+// The CPU's kernel reads mean and rstd as if they were contiguous.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm_backward(const at::Tensor& grad_out,
+    const at::Tensor& input, c10::SymIntArrayRef normalized_shape, const at::Tensor& mean, const at::Tensor& rstd,
+    const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, std::array<bool, 3> output_mask) {
+  return at::cpu::native_layer_norm_backward_symint(
+      grad_out, input, normalized_shape, mean.contiguous(), rstd.contiguous(), weight, bias, output_mask);
+}
+
 } // namespace
 
 // Run-time function pointers instead of TORCH_FN, and no inlining: half the compile time.
@@ -216,7 +224,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // The kernels of softmax are in overrides/softmax.cpp.
   META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
   STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); STRUCTURED("nll_loss_backward", nll_loss_backward, nll_loss_backward_symint);
-  UNBOXED("native_layer_norm", native_layer_norm, native_layer_norm_symint); UNBOXED("native_layer_norm_backward", native_layer_norm_backward, native_layer_norm_backward_symint);
+  UNBOXED("native_layer_norm", native_layer_norm, native_layer_norm_symint); m.impl("native_layer_norm_backward", (native<at::_ops::native_layer_norm_backward, native_layer_norm_backward>));
   UNBOXED("index_select", index_select, index_select); UNBOXED("embedding_dense_backward", embedding_dense_backward, embedding_dense_backward_symint);
   STRUCTURED("cat", cat, cat);
 }

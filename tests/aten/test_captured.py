@@ -162,15 +162,23 @@ def test_repeats_whose_sum_is_given_are_captured(size, dtype):
         graph.replay()
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8], ids=str)
+def test_an_index_that_is_a_mask_is_refused(dtype):
+    with pytest.raises(torch.AcceleratorError, match="aten::index"):
+        captured(lambda: MATRIX[MATRIX[0].to(dtype)])
+
+
 def test_a_node_says_what_it_reads_and_writes():
     x = torch.ones(4, 8, device=DEVICE)
     columns = x[:, 2:6]
     graph, y = captured(lambda: columns.exp())
     ((*_, uses),) = [node for node in graph._nodes() if node[0] == "aten::exp"]
     assert uses == [(columns.data_ptr(), 4 * (3 * 8 + 4), False), (y.data_ptr(), y.nbytes, True)]
-    graph, _ = captured(lambda: torch.exp(x, out=x))
-    ((*_, uses),) = [node for node in graph._nodes() if node[0] == "aten::exp"]
-    assert uses == [(x.data_ptr(), x.nbytes, True)]
+    for name, both in {"exp": lambda: torch.exp(x, out=x), "mul_": lambda: x.mul_(x)}.items():
+        graph, _ = captured(both)
+        ((*_, uses),) = [node for node in graph._nodes() if node[0] == f"aten::{name}"]
+        assert uses == [(x.data_ptr(), x.nbytes, True)]
 
 
 def test_pinned_memory_is_read_at_each_replay():
@@ -218,6 +226,7 @@ def test_operators_of_the_suite(name):
     lambda x, y: (torch.add(clone := torch._lazy_clone(x), 1, out=clone), x),  # reads the clone first
     lambda x, y: (clone := torch._lazy_clone(x), torch.exp(clone.t()[:4, :4], out=clone[:, 4:]), x),  # of other strides
     lambda x, y: x.clone().fill_(-0.0).reciprocal(),
+    lambda x, y: torch.complex(x, y).fill_(complex(0.0, -0.0)).imag.reciprocal(),
 ])  # fmt: skip
 def test_expressions(expression):
     report = opinfo.Report()

@@ -212,6 +212,8 @@ def test_refusals():
         torch.exp(x[:4], out=x[:1].expand(4))
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         torch.fft.fft(half[:4].requires_grad_(), out=complex32(0))
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.fft.fft(half[:4].detach(), out=complex32(0).requires_grad_())
     with pytest.raises(RuntimeError, match="fft_fft: Expected all tensors to be on the same device, but out is on cpu"):
         torch.fft.fft(half[:4].detach(), out=torch.empty(0, dtype=torch.complex32))
     with pytest.raises(RuntimeError, match="Expected out tensor to have dtype .*BFloat16, but got float"):

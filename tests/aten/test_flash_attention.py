@@ -196,6 +196,10 @@ def test_flash_dropout_drops_a_share():
     dropped = (mask[..., :300] < 0).float()
     assert abs(dropped.mean().item() - 0.25) < 0.01
     assert not dropped[0].equal(dropped[1]) and not dropped[:, 0].equal(dropped[:, 1])
+    each = offsets([150, 150])
+    *_, mask = flash(q[0], k[0], v[0], each, each, 150, 150, 0.25, False, True)  # of two packed sequences
+    dropped = (mask[..., :150] < 0).float()
+    assert abs(dropped.mean().item() - 0.25) < 0.01 and not dropped[0].equal(dropped[1])
     torch.openreg.manual_seed(7)
     assert flash(q, k, v, None, None, 300, 300, 0.25, False, False)[0].equal(out)
     assert not flash(q, k, v, None, None, 300, 300, 0.25, False, False)[0].equal(out)
@@ -257,8 +261,9 @@ def test_varlen_attn_out():
     assert out.equal(varlen_attn(q, k, v, offsets(), offsets(), 12, 12))
     with pytest.raises(RuntimeError, match="_inplace: expected out of shape"):
         varlen_attn_out(out[:5], q, k, v, offsets(), offsets(), 12, 12)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        varlen_attn_out(q, q, k, v, offsets(), offsets(), 12, 12)
+    for shared in (q, k, v):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            varlen_attn_out(shared, q, k, v, offsets(), offsets(), 12, 12)
 
 
 # ---- jagged tensors ----

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from openreg_tools.conformance import layouts, opinfo, sweep
 
@@ -179,50 +183,136 @@ def test_the_check_sees():
 
 # ---- inputs that the CPU's kernels read as if they were contiguous ----
 
-A = torch.rand(4, 6, generator=torch.Generator().manual_seed(3)) + 0.5
-C = torch.rand(4, 6, 1, generator=torch.Generator().manual_seed(4)).squeeze(-1) + 0.5
-V = [A[i].clone() for i in range(4)] + [C[i].clone() for i in range(2)]
-INDICES = torch.nn.functional.adaptive_max_pool3d(A.view(1, 1, 4, 6, 1), (2, 3, 1), return_indices=True)[1]
+ops = torch.ops.aten
+
+
+def rand(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+A, C, V = rand(4, 6, seed=3), rand(4, 6, seed=4), [rand(6, seed=seed) for seed in range(5)]
+G = C[:, :1].contiguous()
+GROUPS, IMAGE, CUBE, OF_CUBE = rand(2, 6, 3), rand(1, 2, 4, 5), rand(1, 1, 4, 4, 4), rand(1, 1, 2, 2, 2, seed=1)
+CONVOLUTION = dict(kernel_size=[3, 3], stride=[1, 1], padding=[0, 0])
+STATISTICS = dict(weight=V[0], bias=V[1], running_mean=V[2], running_var=V[3])
+BACKWARD = dict(grad_out=C, input=A, weight=V[0], running_mean=V[1], running_var=V[2], save_mean=V[3], eps=1e-5)
+GROUP = dict(N=2, C=6, HxW=3, group=3)
+_, GROUP_MEAN, GROUP_RSTD = torch.native_group_norm(GROUPS, V[0], V[1], 2, 6, 3, 3, 1e-5)
+_, LAYER_MEAN, LAYER_RSTD = torch.native_layer_norm(A, [6], V[0], V[1], 1e-5)
+WEIGHT_4BIT = ops._dyn_quant_pack_4bit_weight(
+    torch.arange(512, dtype=torch.uint8).view(32, 16), torch.ones(32), None, 32, 32, 32
+)
+
+
+def normalized(**results):
+    new = dict(out=torch.empty(4, 6), save_mean=torch.empty(6), save_invstd=torch.empty(6))
+    return dict(input=A, training=True, momentum=0.1, eps=1e-5, **new) | results
+
+
+# Arguments for each operator in kReadAsContiguous, by name.
 INPUTS = {
-    "_masked_softmax": lambda lay: torch._masked_softmax(lay(A), lay(C > 0.8), 1, 2),
-    "_native_batch_norm_legit.out": lambda lay: torch.ops.aten._native_batch_norm_legit.no_stats_out(
-        lay(A), V[0].to(lay.device), V[1].to(lay.device), True, 0.1, 1e-5,
-        out=torch.empty(4, 6, device=lay.device), save_mean=torch.empty(6, device=lay.device),
-        save_invstd=torch.empty(6, device=lay.device),
-    ),
-    "_weight_norm_interface": lambda lay: torch._weight_norm_interface(lay(A), lay(V[0][:4, None]), 0),
-    "adaptive_max_pool3d_backward": lambda lay: torch.ops.aten.adaptive_max_pool3d_backward(
-        torch.ones(1, 1, 2, 3, 1, device=lay.device), A.view(1, 1, 4, 6, 1).to(lay.device), lay(INDICES)
-    ),
-    "native_batch_norm_backward": lambda lay: torch.ops.aten.native_batch_norm_backward(
-        lay(A), lay(C), *(lay(each) for each in V[:5]), False, 1e-5, [True, True, True]
-    ),
-    "_dyn_quant_matmul_4bit": lambda lay: torch.ops.aten._dyn_quant_matmul_4bit(
-        lay(torch.rand(4, 32, generator=torch.Generator().manual_seed(5))),
-        torch.ops.aten._dyn_quant_pack_4bit_weight(
-            torch.arange(32 * 16, dtype=torch.uint8).view(32, 16), torch.ones(32), None, 32, 32, 32
-        ).to(lay.device), 32, 32, 32,
-    ),
+    "aten::_dyn_quant_matmul_4bit": [
+        dict(inp=rand(4, 32), packed_weights=WEIGHT_4BIT, block_size=32, in_features=32, out_features=32)
+    ],
+    "aten::_masked_softmax": [
+        dict(self=rand(2, 3, 4, 4), mask=rand(4, 4) > 0.9, dim=1, mask_type=0),
+        dict(self=A, mask=C > 0.8, dim=1, mask_type=2),
+    ],
+    "aten::_native_batch_norm_legit.no_stats_out": [normalized(weight=V[0], bias=V[1])],
+    "aten::_native_batch_norm_legit.out": [normalized(**STATISTICS)],
+    "aten::_slow_conv2d_backward.output_mask": [
+        dict(grad_output=rand(1, 3, 2, 3), self=IMAGE, weight=rand(3, 2, 3, 3), output_mask=[True] * 3, **CONVOLUTION)
+    ],
+    "aten::_weight_int8pack_mm": [
+        dict(self=torch.ones(2, 32), mat2=torch.ones(32, 32, dtype=torch.int8), scales=torch.arange(32.0))
+    ],
+    "aten::_weight_norm_interface": [dict(v=A, g=G, dim=0)],
+    "aten::_weight_norm_interface_backward": [
+        dict(grad_w=C, saved_v=A, saved_g=G, saved_norms=torch._weight_norm_interface(A, G, 0)[1], dim=0)
+    ],
+    "aten::adaptive_max_pool3d_backward": [
+        dict(grad_output=OF_CUBE, self=CUBE, indices=ops.adaptive_max_pool3d(CUBE, [2] * 3)[1])
+    ],
+    "aten::batch_norm_backward": [
+        dict(**BACKWARD, save_var=V[4], update=train, output_mask=[True] * 3, reserve=torch.empty(0, dtype=torch.uint8))
+        for train in (False, True)
+    ],
+    "aten::fractional_max_pool3d_backward": [
+        dict(
+            grad_output=OF_CUBE, self=CUBE, kernel_size=[2] * 3, output_size=[2] * 3,
+            indices=ops.fractional_max_pool3d(CUBE, [2] * 3, [2] * 3, rand(1, 1, 3) - 0.5)[1],
+        )
+    ],
+    "aten::native_batch_norm.out": [normalized(**STATISTICS)],
+    "aten::native_batch_norm_backward": [
+        dict(**BACKWARD, save_invstd=V[4], train=train, output_mask=[True] * 3) for train in (False, True)
+    ],
+    "aten::native_group_norm": [dict(input=GROUPS, weight=V[0], bias=V[1], eps=1e-5, **GROUP)],
+    "aten::native_group_norm_backward": [
+        dict(
+            grad_out=GROUPS.exp(), input=GROUPS, mean=GROUP_MEAN, rstd=GROUP_RSTD, weight=V[0], output_mask=[True] * 3,
+            **GROUP,
+        )
+    ],
+    "aten::native_layer_norm_backward": [
+        dict(
+            grad_out=C, input=A, normalized_shape=[6], mean=LAYER_MEAN, rstd=LAYER_RSTD, weight=V[0], bias=V[1],
+            output_mask=[True] * 3,
+        )
+    ],
+    "aten::slow_conv_transpose2d.out": [
+        dict(self=IMAGE, weight=rand(2, 3, 3, 3), out=torch.empty(1, 3, 6, 7), **CONVOLUTION)
+    ],
+    "quantized::embedding_bag_2bit_unpack": [dict(weight=torch.arange(48, dtype=torch.uint8).view(4, 12))],
+    "quantized::embedding_bag_4bit_unpack": [dict(weight=torch.arange(48, dtype=torch.uint8).view(4, 12))],
 }  # fmt: skip
 
 
-class Laid:
-    """Puts a tensor on a device, there in every second element of a larger one."""
+def read_as_contiguous():
+    """kReadAsContiguous: the arguments by operator."""
+    source = Path(__file__, "../../../csrc/aten/own_memory.cpp").resolve().read_text()
+    table = re.search(r"kReadAsContiguous = \{(.*?)\n\};", source, re.DOTALL)[1]
+    return {name: re.findall(r'"(\w+)"', which) for name, which in re.findall(r'\{"([\w:.]+)", \{(.*?)\}\}', table)}
 
-    def __init__(self, device, step):
-        self.device, self.step = device, step
 
-    def __call__(self, x):
-        around = torch.full((*x.shape, self.step), 3, device=self.device).to(x.dtype)
-        around[..., 0] = x.to(self.device)
-        return around[..., 0]
+def apart(x):
+    """In every second element of a larger tensor."""
+    around = torch.full((*x.shape, 2), 3, device=x.device).to(x.dtype)
+    around[..., 0] = x
+    return around[..., 0]
+
+
+def reversed_in_memory(x):
+    order = range(x.dim())[::-1]
+    return x.permute(*order).contiguous().permute(*order)
 
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_inputs(name, mode):
-    expected, actual = INPUTS[name](Laid("cpu", 1)), INPUTS[name](Laid(D, 2))
-    for e, a in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (expected, actual)), strict=True):
-        torch.testing.assert_close(a.cpu(), e)
+    """Each input that the table names, alone and together with the others, in two layouts."""
+    (which,) = [arguments for each, arguments in read_as_contiguous().items() if f"{name}.".startswith(f"{each}.")]
+    namespace, _, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+
+    def of(arguments, device, layout=None, changed=()):
+        arguments = {key: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+        return tree_leaves(call(**{key: layout(x) if key in changed else x for key, x in arguments.items()}))
+
+    for arguments in INPUTS[name]:
+        expected = of(arguments, "cpu")
+        for changed in {*((key,) for key in which), tuple(which)}:
+            for layout in (apart, reversed_in_memory):
+                for e, a in zip(expected, of(arguments, D, layout, changed), strict=True):
+                    torch.testing.assert_close(
+                        a.cpu(), e, equal_nan=True, msg=lambda text, case=(changed, layout): f"{case}: {text}"
+                    )
+
+
+def test_the_inputs_of_every_operator_are_tried():
+    assert {each for each in read_as_contiguous() for name in INPUTS if f"{name}.".startswith(f"{each}.")} == set(
+        read_as_contiguous()
+    )
 
 
 @pytest.mark.parametrize("last", [("x",), ("w",), ("x", "w"), ("x", "out"), ("out",)], ids="-".join)

@@ -210,6 +210,19 @@ def test_recurrent_equals_the_cpu(name, packed, dtype):
             assert torch.equal(y, e) and y.dtype == e.dtype and y.stride() == e.stride()
 
 
+def test_cell_states_of_other_shapes_do_not_reach_onednn():
+    """Its kernel reads as many numbers as the hidden states have; the decomposition broadcasts or raises."""
+    weights = [p.detach() for p in torch.nn.LSTM(5, 7).to("openreg").parameters()]
+    x, h, c = (torch.rand(*shape, device="openreg") for shape in ((4, 3, 5), (1, 3, 7), (1, 1, 7)))
+
+    def lstm(c):
+        return torch.lstm(x, (h, c), weights, True, 1, 0.0, False, False, False)
+
+    assert_close(lstm(c), lstm(c.repeat(1, 3, 1)))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        lstm(c.repeat(1, 2, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cell", [torch.nn.LSTMCell, torch.nn.GRUCell, torch.nn.RNNCell])
 def test_cells_equal_the_cpu(cell, dtype):

@@ -101,6 +101,13 @@ def test_resize_keeps_views_of_the_same_storage():
     assert base[:4].tolist() == [0, 7, 7, 3]
 
 
+def test_resize_of_a_view_grows_the_storage_from_its_offset_on():
+    views = [torch.arange(4.0, device=device)[2:].resize_(3, 2) for device in ("cpu", "openreg")]
+    same_geometry(*views)
+    assert views[1].untyped_storage().nbytes() == views[0].untyped_storage().nbytes() == 8 * 4
+    assert views[1].flatten()[:2].tolist() == [2, 3]
+
+
 def test_resize_refuses_a_negative_size():
     with pytest.raises(RuntimeError, match="resize_: trying to create a tensor with negative dimension -2"):
         torch.zeros(2, device="openreg").resize_(-2)

@@ -58,6 +58,7 @@ WAITS = {
     "torch.repeat_interleave(x, two)": "aten::repeat_interleave",
     "torch.nn.functional.one_hot(i)": "aten::_local_scalar_dense",
     "torch.multinomial(x, 2)": "aten::multinomial",
+    "torch.multinomial(x, 1, replacement=True)": "aten::multinomial",
     "torch.normal(0.0, x)": "aten::normal",
     "torch.openreg.current_stream().synchronize()": "Stream.synchronize",
 }

@@ -376,6 +376,15 @@ def test_rejects_shared_memory():
     adamw_step_(p, [g[0], g[0]], m, v, [], s, **OPTIONS)  # gradients are only read
 
 
+def test_rejects_shared_memory_around_others():
+    """Between the first element of params[0] and its last one, params[1] lies apart from it."""
+    whole = random(20)
+    params = [whole[0:20:2], whole[1:4:2], whole[12:20:4]]
+    _, *state = lists_of([p.shape for p in params])
+    with pytest.raises(RuntimeError, match=r"adamw_step_: params\[0\] and params\[2\] share memory"):
+        adamw_step_(params, *state, **OPTIONS)
+
+
 def test_rejects_strided_views_that_share_memory():
     _, g, m, v, _, s = lists_of([(6,), (6,)])
     whole = random(40)

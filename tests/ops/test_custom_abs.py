@@ -191,13 +191,16 @@ def test_writing_is_counted_and_refused_for_leaves():
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_forms_that_write_compiled(where, backend):
-    """Functionalized, also through a view, and the arguments hold the result afterwards."""
+    """Functionalized, also through a view and after another one was written to, and the arguments hold the result
+    afterwards."""
 
     def program(x, out):
         y = x * 2
         custom_abs_(y[1:])
         custom_abs_(x[0])
-        custom_abs(y - 1, out=out)
+        z = y - 1
+        z[1].add_(5)
+        custom_abs(z, out=out)
         return y + out
 
     torch._dynamo.reset()

@@ -9,6 +9,7 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, LAYOUTS
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_ops.meta import op
@@ -271,3 +272,22 @@ def test_what_requires_gradients(name):
             there = [x.detach().cpu().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
             actual, expected = ([out.requires_grad for out in function(*each)] for each in (here, there))
             assert actual == expected, wanted
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_a_tangent_of_one_input(name):
+    """Of any, the later tensors of a list too: the outputs' tangents are as if the others had tangents of zeros."""
+    function, tensors = next(calls(name))
+    floats = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+    for one in floats:
+        found = []
+        for given in ([one], floats):
+            torch.manual_seed(0)
+            with forward_ad.dual_level():
+                tangents = {i: torch.full_like(tensors[i], float(i == one)) for i in given}
+                outs = function(
+                    *(forward_ad.make_dual(x, tangents[i]) if i in given else x for i, x in enumerate(tensors))
+                )
+                duals = [forward_ad.unpack_dual(out).tangent for out in outs]
+                found.append([torch.zeros_like(y) if t is None else t for y, t in zip(outs, duals, strict=True)])
+        torch.testing.assert_close(*found, equal_nan=True)

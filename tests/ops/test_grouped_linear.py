@@ -168,6 +168,20 @@ def test_does_not_depend_on_threads(dtype, numbers):
 # ---- autograd ----
 
 
+@pytest.mark.parametrize("numbers", [(40,), (40, 20)], ids=["one tile", "two tiles"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_threads_of_the_process_stay_as_they_are(dtype, numbers):
+    """oneDNN gets one thread for a tile, and the calling thread computes a single tile."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        grouped_linear(*inputs_of(numbers, (32, 24), dtype=dtype))
+        torch.openreg.synchronize()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_reference_takes_none_for_no_bias():
     x, weights, _, group_sizes = inputs_of((2, 1), (3, 4))
     expected = reference(x, weights, None, group_sizes)

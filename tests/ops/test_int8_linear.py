@@ -137,10 +137,15 @@ def test_on_the_cpu():
 
 @pytest.mark.parametrize("device_type", ["openreg", "cpu"])
 def test_autocast_leaves_the_dtype_alone(device_type):
-    x, pair = random(3, 8, device=device_type), weight(5, 8, device=device_type)
+    """Of x. Scales and bias may have any."""
+    x, (weight_q, scale) = random(3, 8, device=device_type), weight(5, 8, device=device_type)
+    bias, scale = random(5, device=device_type).bfloat16(), scale.bfloat16()
     with kit.autocast(torch.bfloat16, device_type):
-        assert int8_linear(x, *pair, random(5, device=device_type)).dtype == torch.float32
-        assert int8_linear(x.bfloat16(), *pair, random(5, device=device_type)).dtype == torch.bfloat16
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = int8_linear(x.to(dtype), weight_q, scale.float(), bias.float())
+            assert expected.dtype == dtype
+            assert torch.equal(int8_linear(x.to(dtype), weight_q, scale.float(), bias), expected)
+            assert torch.equal(int8_linear(x.to(dtype), weight_q, scale, bias.float()), expected)
 
 
 def test_rejects():

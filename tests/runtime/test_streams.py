@@ -146,18 +146,28 @@ def test_blocking_and_pageable_copies_wait():
         assert x.cpu().sum() == 1 << 20
 
 
-def test_pinned_memory_is_reused_only_when_its_copies_are_done():
-    with torch.openreg.Stream() as stream:
-        torch.openreg._sleep(300 * MS)
-        host = torch.ones(1 << 19, pin_memory=True)
-        address = host.data_ptr()
-        x = host.to("openreg", non_blocking=True)
-        del host
-        other = torch.full((1 << 19,), 7.0).pin_memory()
-        assert other.data_ptr() != address
-    stream.synchronize()
-    assert x.sum().item() == 1 << 19
-    again = torch.empty(1 << 19, pin_memory=True)
+# Of two sizes, so that the blocks that one case leaves behind do not serve the other.
+@pytest.mark.parametrize(("n", "to_host"), [(1 << 19, False), (1 << 18, True)], ids=["to the device", "to the host"])
+def test_pinned_memory_is_reused_only_when_its_copies_are_done(n, to_host):
+    x = torch.ones(n, device="openreg")
+    for milliseconds in (100, 1000, 10_000):  # until the copy still waits when the memory has been asked for
+        with side_stream() as stream:
+            torch.openreg._sleep(milliseconds * MS)
+            host = torch.ones(n, pin_memory=True)
+            address = host.data_ptr()
+            if to_host:
+                host.copy_(x, non_blocking=True)
+            else:
+                x = host.to("openreg", non_blocking=True)
+            del host
+            others = [torch.full((n,), 7.0).pin_memory() for _ in range(2)]
+            busy = not stream.query()
+        stream.synchronize()
+        assert x.sum().item() == n
+        if busy:
+            break
+    assert busy and address not in {other.data_ptr() for other in others}
+    again = torch.empty(n, pin_memory=True)
     assert again.data_ptr() == address
 
 
