@@ -239,6 +239,9 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
+_RTOL = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}  # torch.testing.assert_close
+
+
 class Comparison:
     """Compares the device's outcome with the CPU's, collecting failures and notes into a report."""
 
@@ -246,9 +249,8 @@ class Comparison:
         self.report, self.check, self.sample, self.values = report, check, sample, values
         self.device = torch.device(device)
         self.exact = False
-        self.computed_in: torch.dtype | None = (
-            None  # the tolerance is this dtype's, if a result's own dtype has a smaller one
-        )
+        # The tolerance is this dtype's, if the dtype of a result has a smaller one.
+        self.computed_in: torch.dtype | None = None
         self.unequal: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # results whose values differ: the CPU's, the device's
@@ -354,19 +356,20 @@ class Comparison:
         if self.exact:
             return self.fail("rng", f"from the same seed: {message}")
         try:
-            torch.testing.assert_close(self.rounded(actual), self.rounded(expected), equal_nan=True)
+            torch.testing.assert_close(actual, expected, equal_nan=True, **self.tolerances(expected))
             self.report.notes["rounding"] += 1
         except AssertionError as error:
             self.unequal.append((expected, actual))
             self.fail(kind, _one_line(error))
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """In the dtype `computed_in`, if that is less precise than the dtype of x."""
-        floating = x.is_floating_point() or x.is_complex()
-        if self.computed_in is None or not floating or torch.finfo(self.computed_in).eps <= torch.finfo(x.dtype).eps:
-            return x
-        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-        return x.to(self.computed_in.to_real())
+    def tolerances(self, expected: torch.Tensor) -> dict[str, float]:
+        """torch.testing's tolerances of the dtype `computed_in`, if that is less precise than the result's."""
+        floating = expected.is_floating_point() or expected.is_complex()
+        if self.computed_in is None or not floating:
+            return {}
+        if torch.finfo(self.computed_in).eps <= torch.finfo(expected.dtype).eps:
+            return {}
+        return {"rtol": _RTOL[self.computed_in], "atol": 1e-5} if self.computed_in in _RTOL else {}
 
     def aliases(self, expected: torch.Tensor, actual: torch.Tensor, cpu: Mover, device: Mover) -> None:
         e, a = _shares(expected, cpu), _shares(actual, device)

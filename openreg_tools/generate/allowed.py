@@ -6,6 +6,7 @@ A rule is as narrow as its reason. A difference that no rule allows is a finding
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -18,13 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import dispatch
 from openreg_tools.conformance import generated, layouts, opinfo, schemas, survey
-from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, StorageOf, stays_within
+from openreg_tools.conformance.calls import Call, Move, RequiresGrad, Stays, StorageOf, stays_within, writes_beyond
 from openreg_tools.generate import changes
 
 __all__ = [
-    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "PYTORCHS_ASSERT", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
-    "LACKS_MEMORY", "NEGATIVE_SIZE", "UNCHECKED", "WITHOUT_VALUES", "Plain", "called", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
-    "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_unreadable", "lacks_tensor", "overflows", "plain_error",
+    "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
+    "LACKS_MEMORY", "UNCHECKED", "WITHOUT_VALUES", "Plain", "called", "damages", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
+    "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_pytorchs_assert", "is_unreadable", "lacks_tensor", "overflows", "plain_error", "raises_when_plain", "refuses_gradient", "takes_negative_size",
     "returns_another", "rounds", "takes_it_plain", "widened", "writes_an_input",
 ]  # fmt: skip
 
@@ -46,13 +47,6 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
     "aten::_empty_per_channel_affine_quantized.out": _BY_CHANNEL,
     "aten::_make_per_channel_quantized_tensor.out": _BY_CHANNEL,
     "aten::quantize_per_channel.out": _BY_CHANNEL,
-    **{
-        f"aten::convolution_backward{which}": (
-            re.compile("expected a gradient of shape"),
-            "the CPU does not check the gradient",
-        )
-        for which in ("", ".out")
-    },
     "aten::max_pool1d": (
         re.compile("without overflow"),
         "only the CPU has a kernel for it, which takes larger numbers",
@@ -86,23 +80,12 @@ IGNORES_STRIDES: dict[str, str] = {
     "aten::embedding_bag": "as _embedding_bag",
     "aten::_embedding_bag_forward_only": "as _embedding_bag",
     "aten::_linalg_det": "aten/src/ATen/native/LinearAlgebra.cpp: a contiguous A is factored as its transpose",
-    **dict.fromkeys(
-        (
-            "aten::_linalg_slogdet",
-            "aten::linalg_det",
-            "aten::linalg_slogdet",
-            "aten::det",
-            "aten::slogdet",
-            "aten::logdet",
-        ),
-        "as _linalg_det",
-    ),
+    "aten::_linalg_slogdet": "as _linalg_det",
     **{
         f"aten::_scaled_dot_product_flash_attention_for_cpu{which}": "aten/src/ATen/native/transformers/sdp_utils_cpp.h, "
         "check_last_dim_stride_equals_1_dense: scaled_dot_product_attention calls it only with contiguous rows"
         for which in ("", "_backward")
     },
-    "aten::fbgemm_linear_int8_weight_fp32_activation": "it reads the memory of a lazily negated bias",
     "aten::mkldnn_rnn_layer": "aten/src/ATen/native/mkldnn/RNN.cpp: mkldnn_rnn passes a contiguous input, hx and cx",
     **{
         f"aten::{name}{which}": "with equal indices, the order of the memory decides which element stays"
@@ -117,10 +100,14 @@ IGNORES_STRIDES: dict[str, str] = {
     },
 }
 
-# Operators that check neither that gradients have the input's shape nor that statistics and weights have one element for
-# each channel. If not, the result depends on the layouts.
+# Operators whose gradients should have the input's shape, and whose statistics and weights one element for each channel.
+# They do not check this, and otherwise the result depends on the layouts.
 BATCH_NORM = re.compile(r"aten::(_batch_norm_(no|with)_update|_?native_batch_norm|batch_norm_backward\b)")
 _OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
+# Composite operators that read the memory of a lazily negated argument as it is.
+IGNORES_NEGATION = {"aten::fbgemm_linear_int8_weight_fp32_activation"}
+# Operators that factor a contiguous matrix as its transpose: with denormal elements, one of the two may be singular.
+DETERMINANTS = re.compile(r"aten::(linalg_)?(log|slog)?det(\.|$)")
 # Operators whose results are compared squared: they take the root of a difference, and near zero that enlarges its rounding.
 ROOTS = {"aten::_euclidean_dist", "aten::_euclidean_dist.out"}
 
@@ -130,13 +117,8 @@ MEMORY = re.compile(
 )
 
 
-# The CPU's out= operators accept a negative size if another size is 0.
-NEGATIVE_SIZE = re.compile(r"negative dimension")
-
 # Errors that the device may raise where the CPU computes a result: it has less memory, or cannot pin it.
 LACKS_MEMORY = re.compile(r"(not enough|out of) memory|allocat|can be pinned", re.I)
-# Internal assertions of PyTorch's own code before it calls a kernel: MathBitsFallback, and the boxing of sizes near -2**63.
-PYTORCHS_ASSERT = re.compile(r"MathBitsFallback|isIntList\(\)")
 OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds|index out of range|out of DATA bounds")
 RETURNS_ANOTHER = "the CPU's kernel returns another tensor instead of writing to out="
 # Kernels that return an uninitialized value for NaN: their loop ends before it sets one.
@@ -359,18 +341,17 @@ def widened(t: torch.Tensor) -> torch.Tensor:
     return t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t
 
 
-def doubtful(name: str, call: Call, is_plain: bool) -> str:
+def doubtful(name: str, call: Call, is_plain: bool, emptied: bool = True) -> str:
     """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary from call to call.
 
     Args:
         is_plain: whether the expected results are those in contiguous memory.
+        emptied: whether to call it with empty out= tensors too, because guarded memory cannot be resized.
     """
     outs = [each["at"] for each in changes.profile(name, call) if each.get("out")]
     calls = [call]
-    if outs:
-        calls.append(
-            changes.changed(name, call, [["out", i, "empty"] for i in outs])
-        )  # guarded memory cannot be resized
+    if outs and emptied:
+        calls.append(changes.changed(name, call, [["out", i, "empty"] for i in outs]))
     if is_plain:
         calls += [_plain(each) for each in calls]
     elif _differs_plain(name, call):
@@ -381,6 +362,17 @@ def doubtful(name: str, call: Call, is_plain: bool) -> str:
     if outcome.kind == "returned":
         return ""
     return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
+
+
+def damages(name: str, call: Call) -> bool:
+    """Whether the CPU's kernel writes beyond its arguments, or ends the process."""
+
+    def check(_: int) -> None:
+        if writes_beyond(functools.partial(schemas._call, name, call)):
+            raise ValueError
+
+    (_, outcome), *_ = survey.survey(1, check) or [(0, survey.Outcome("crashed"))]
+    return outcome.kind != "returned"
 
 
 def _plain(call: Call) -> Call:
@@ -459,7 +451,7 @@ def differences(
             dataclasses.replace(each, value=tree_map(_squared, each.value)) for each in (expected, other)
         )
     comparison = opinfo.Comparison(report, "generated", -1, device, True)
-    comparison.computed_in = _narrowest(name, call)
+    comparison.computed_in = _computed_in(name, call)
     comparison.results(expected, other)
     found = [failure for failure in report.failures if failure.kind in ("value", "shape", "rng")]
     for failure in found:
@@ -468,16 +460,19 @@ def differences(
 
 
 def _squared(x: Any) -> Any:
-    return x.square() if isinstance(x, torch.Tensor) else x
+    return x * x.abs() if isinstance(x, torch.Tensor) else x  # with its sign
 
 
-def _narrowest(name: str, call: Call) -> torch.dtype | None:
-    """The least precise floating-point dtype of the arguments other than out=, in which the operator may compute."""
-    given = [value for argument, value in _given_to(name, call) if not argument.is_out]
-    dtypes = {
-        x.dtype for x in tree_leaves(given) if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-    }
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+def _computed_in(name: str, call: Call) -> torch.dtype | None:
+    """The floating-point dtype that the inputs promote to, in which an operator computes before it converts to out=."""
+    given = _given_to(name, call)
+    inputs = tree_leaves([value for argument, value in given if not argument.is_out])
+    dtypes = [x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return (
+        functools.reduce(torch.promote_types, dtypes)
+        if dtypes and len(inputs) < len(tree_leaves([v for _, v in given]))
+        else None
+    )
 
 
 def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcome | None:
@@ -491,6 +486,10 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
     if name.partition(".")[0] in IGNORES_STRIDES:
         return None
     if BATCH_NORM.match(name) and not _fits_channels(name, call):
+        return None
+    if name in IGNORES_NEGATION and any(each.is_neg() for each in tensors):
+        return None
+    if DETERMINANTS.match(name) and any(map(_has_denormals, tensors)):
         return None
     if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
         return None  # random numbers are drawn in the order of the memory
@@ -512,19 +511,60 @@ def _fits_channels(name: str, call: Call) -> bool:
     """Whether the arguments of a batch norm have the shapes that it expects but does not check."""
     given = {argument.name: value for argument, value in _given_to(name, call)}
     shape, gradient = given["input"].shape, given.get("grad_out")
-    of_channels = (given.get(each) for each in _OF_CHANNELS)
+    unused = () if given.get("train", given.get("training", True)) else ("save_mean", "save_invstd", "save_var")
+    shapes = {each: given[each].shape for each in _OF_CHANNELS if given.get(each) is not None}
     return (gradient is None or gradient.shape == shape) and all(
-        x is None or x.shape == shape[1:2] for x in of_channels
+        each == shape[1:2] or which in unused and each.numel() == 0 for which, each in shapes.items()
     )
 
 
-def is_unreadable(name: str, call: Call) -> bool:
-    """Whether PyTorch returns a nested tensor with uninitialized offsets, or a quantized one without a quantizer."""
-    x = call.args[0] if call.args else None
-    if not isinstance(x, torch.Tensor):
+def _has_denormals(x: torch.Tensor) -> bool:
+    x = widened(x.detach().resolve_conj().resolve_neg()).abs()
+    return bool(((x > 0) & (x < torch.finfo(torch.float32).tiny)).any())
+
+
+def is_unreadable(name: str, call: Call, result: Any) -> bool:
+    """Whether PyTorch returned a nested tensor with uninitialized offsets, or a quantized one without a quantizer."""
+    if not isinstance(result, torch.Tensor):
         return False
-    is_nested = x.is_nested and x.layout == torch.strided
-    return name == "aten::select.int" and is_nested or name == "aten::_lazy_clone" and x.is_quantized
+    is_nested = result.is_nested and result.layout == torch.strided
+    return name == "aten::select.int" and is_nested or name == "aten::_lazy_clone" and result.is_quantized
+
+
+def refuses_gradient(name: str, call: Call, message: str) -> bool:
+    """Whether the device refused the gradient of a convolution that has another shape than the output.
+
+    The CPU does not refuse each of these.
+    """
+    if not name.startswith("aten::convolution_backward") or "expected a gradient of shape" not in message:
+        return False
+    given = {argument.name: value for argument, value in _given_to(name, call)}
+    x, weight = (given[each].to("meta") for each in ("input", "weight"))
+    numbers = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    with contextlib.suppress(RuntimeError):
+        return torch.ops.aten.convolution(x, weight, None, *map(given.get, numbers)).shape != given["grad_output"].shape
+    return True
+
+
+def takes_negative_size(name: str, call: Call, message: str) -> bool:
+    """Whether the device refused a negative size beside a size of 0, which the CPU's out= operators accept."""
+    has_out = any(argument.is_out for argument in dispatch.schema(name).arguments)
+    sizes = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, int)]
+    return has_out and "negative dimension" in message and 0 in sizes and min(sizes) < 0
+
+
+def raises_when_plain(name: str, call: Call, message: str) -> bool:
+    """Whether the CPU raises this error too if each argument is contiguous and has its own memory."""
+    error = None if ABOUT_MEMORY.match(name) else plain_error(name, call)
+    return error is not None and opinfo.first_line(error) == message
+
+
+def is_pytorchs_assert(call: Call, message: str) -> bool:
+    """Whether an internal assertion is of PyTorch's code before it calls a kernel: MathBitsFallback, or the boxing of sizes
+    that SymInt keeps on the heap.
+    """
+    is_large = any(isinstance(x, int) and x < -(2**62) for x in tree_leaves((call.args, call.kwargs)))
+    return "MathBitsFallback" in message or "isIntList()" in message and is_large
 
 
 def _is_ordinary(t: torch.Tensor) -> bool:

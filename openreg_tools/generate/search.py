@@ -80,12 +80,16 @@ class Child(Worker):
         return answer["note"] if answer else "the CPU's kernel ends the process"
 
     def damage(self, case: dict[str, Any], earlier: list[dict[str, Any]]) -> str:
-        """Why an earlier case may have caused a crash that does not repeat in a new process."""
+        """Why a crash does not repeat in a new process: an earlier call of the operator wrote beyond its arguments."""
         answer, *_ = self.exchange(json.dumps(case), "end")
         if answer is None:
             return ""
-        notes = (self.doubt(each) for each in reversed(earlier) if each["op"] == case["op"])
-        return next((f"after an earlier call: {note}" for note in notes if note), "")
+        for each in reversed(earlier):
+            if each["op"] == case["op"]:
+                answer, *_ = self.exchange(json.dumps({"damages": each}), "done")
+                if answer is None or answer["damages"]:
+                    return "an earlier call of the CPU's kernel wrote beyond its arguments"
+        return ""
 
     def bases(self, name: str) -> tuple[list[Any], bool, str]:
         """The profiles of the base calls, whether the calls are valid, and the reason if there are none."""

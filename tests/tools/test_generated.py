@@ -23,6 +23,15 @@ HERE = Path(__file__).parent
 CASES = 100  # of each operator
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A pool of threads does not survive the forks in which the CPU's kernels are tried."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tool(*words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "openreg_tools", *words]
     return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=500)
@@ -324,9 +333,10 @@ def outcome(name, call):
 
 
 def test_a_wide_out_tensor_is_compared_in_the_dtype_of_the_inputs():
-    def differ(difference, dtype, name="aten::add.out"):
+    def differ(difference, dtype, has_out=True):
+        name = "aten::add.out" if has_out else "aten::add.Tensor"
         x = torch.ones(3, dtype=dtype)
-        call = Call([x, x], {"out": torch.zeros(3, dtype=torch.float64)})
+        call = Call([x, x], {"out": torch.zeros(3, dtype=torch.float64)} if has_out else {})
         other = outcome(name, call)
         (out, _), other.mover = other.value
         other.value = out + difference, {}
@@ -337,19 +347,26 @@ def test_a_wide_out_tensor_is_compared_in_the_dtype_of_the_inputs():
     assert not differ(1e-6, torch.float32) and differ(1e-4, torch.float32)
     assert differ(1e-6, torch.float64) and not differ(0.0, torch.float64)
     assert not differ(1e-2, torch.bfloat16) and differ(1e-1, torch.bfloat16)
+    assert differ(2e-6, torch.float64, has_out=False)
+    mixed = Call([torch.ones(3, dtype=torch.float64), torch.tensor(1).bfloat16()], {"out": torch.zeros(3).double()})
+    assert allowed._computed_in("aten::add.out", mixed) == torch.float64
 
 
 def test_distances_are_compared_squared():
     x = torch.rand(3, 2)
 
-    def differ(name, difference):
-        call = Call([x, x + 10], {})
+    def differ(name, change):
+        call = Call([x, x], {})  # distances near zero
         plain, other = outcome("aten::_euclidean_dist", call), outcome("aten::_euclidean_dist", call)
         (out, written), other.mover = other.value
-        other.value = out * (1 + difference), written
+        other.value = change(out), written
         return allowed.differences(name, call, plain, other, "cpu")
 
-    assert differ("aten::_euclidean_dist", 1e-4) and not differ("aten::_euclidean_dist", 0.0)
+    def rounded(distances):
+        return (distances.square() + 1e-6).sqrt()
+
+    assert not differ("aten::_euclidean_dist", rounded) and differ("aten::cdist", rounded)
+    assert differ("aten::_euclidean_dist", torch.neg) and differ("aten::_euclidean_dist", lambda out: out * 1.001)
 
 
 def test_a_batch_norm_with_the_right_shapes_is_compared_in_contiguous_memory():
@@ -363,6 +380,9 @@ def test_a_batch_norm_with_the_right_shapes_is_compared_in_contiguous_memory():
     assert not fits(forward, x, one, None, of_channels, of_channels, True, 0.1, 1e-5)
     statistics = (of_channels, None, None, of_channels, of_channels, True, 1e-5, [True] * 3)
     assert fits(backward, x, x, *statistics) and not fits(backward, x[:1], x, *statistics)
+    for train in (True, False):  # saved statistics are not used in eval mode
+        unsaved = (of_channels, of_channels, of_channels, one[:0], one[:0], train, 1e-5, [True] * 3)
+        assert fits(backward, x, x, *unsaved) is not train
     assert not allowed.BATCH_NORM.match("aten::batch_norm_backward_reduce") and allowed.BATCH_NORM.match(backward)
 
 
@@ -370,16 +390,11 @@ def test_a_batch_norm_with_the_right_shapes_is_compared_in_contiguous_memory():
 def test_what_the_tool_cannot_read_is_narrow():
     x, nested = torch.rand(2, 3), torch.nested.nested_tensor([torch.rand(2, 3)])
     quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
-    assert allowed.is_unreadable("aten::select.int", Call([nested, -1, 0], {}))
-    assert allowed.is_unreadable("aten::_lazy_clone", Call([quantized], {}))
-    for name, argument in (
-        ("select.int", x),
-        ("_lazy_clone", x),
-        ("select.int", quantized),
-        ("neg", nested),
-        ("neg", 1),
-    ):
-        assert not allowed.is_unreadable(f"aten::{name}", Call([argument], {}))
+    assert allowed.is_unreadable("aten::select.int", Call([nested, 1, 0], {}), nested)
+    assert not allowed.is_unreadable("aten::select.int", Call([nested, 0, 0], {}), x)  # a tensor of the list
+    assert allowed.is_unreadable("aten::_lazy_clone", Call([quantized], {}), quantized)
+    for name, result in (("_lazy_clone", x), ("select.int", quantized), ("neg", nested), ("neg", [nested])):
+        assert not allowed.is_unreadable(f"aten::{name}", Call([result], {}), result)
 
 
 def test_rules_about_arguments_are_narrow():
@@ -433,11 +448,9 @@ def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
         (allowed.MEMORY, "DefaultCPUAllocator: can't allocate memory", "expected 2 dimensions"),
         (allowed.LACKS_MEMORY, "CPU out of memory", "Storage size calculation overflowed"),
         (allowed.OUT_OF_BOUNDS, "index 4 is out of bounds for dimension 0", "Dimension out of range"),
-        (allowed.NEGATIVE_SIZE, "trying to create a tensor with negative dimension -1", "a negative number"),
         (allowed.CHECKED_BY_DEVICE["aten::quantile"][0], "quantile() q values must be in [0, 1]", "quantile() input"),
         (allowed.CHECKED_BY_DEVICE["aten::scalar_tensor"][0], "a sparse layout", "an empty tensor"),
         (allowed.CHECKED_BY_DEVICE["aten::quantize_per_channel.out"][0], "cannot be resized", "scales"),
-        (allowed.CHECKED_BY_DEVICE["aten::convolution_backward"][0], "expected a gradient of shape", "expected input"),
     ],
 )
 def test_errors_that_rules_allow(pattern, allows, refuses):
@@ -541,12 +554,57 @@ def test_a_kernel_whose_errors_change_with_the_memory_around_its_arguments_reads
     assert not calls.stays_within(call)
 
 
+def test_a_kernel_that_writes_beyond_its_arguments_is_told_from_one_that_reads_beyond_them():
+    def call(move):
+        x = move(torch.zeros(2))
+        beyond = x.data_ptr() + x.nbytes
+        return ctypes.memset(beyond, 1, 1) if writes else ctypes.string_at(beyond, 1)
+
+    for writes in (True, False):
+        assert calls.writes_beyond(call) is writes
+
+
 def test_a_tensor_that_stays_on_the_cpu_is_guarded_too():
     def call(move):
         x = move(Stays(torch.zeros(())))
         return torch.tensor(ctypes.string_at(x.data_ptr() + x.nbytes, 1)[0])
 
     assert not calls.stays_within(call)
+
+
+def test_errors_that_depend_on_the_call_are_allowed_for_that_call_only():
+    negative, x, out = "trying to create a tensor with negative dimension -1", torch.rand(4, 8), torch.empty(0)
+    assert allowed.takes_negative_size("aten::full.out", Call([[-1, 0], 2], {"out": out}), negative)
+    for name, sizes, message in (
+        ("full.out", [-1, 2], negative),
+        ("full", [-1, 0], negative),
+        ("full.out", [-1, 0], ""),
+    ):
+        assert not allowed.takes_negative_size(f"aten::{name}", Call([sizes, 2], {"out": out}), message)
+
+    refused = "convolution_backward: expected a gradient of shape"
+    image, weight = torch.rand(1, 2, 5, 5), torch.rand(3, 2, 2, 2)
+    numbers = [[1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3]
+    for batch, differs in ((1, False), (2, True)):
+        call = Call([torch.rand(batch, 3, 4, 4), image, weight, None, *numbers], {})
+        assert allowed.refuses_gradient("aten::convolution_backward", call, refused) is differs
+        assert not allowed.refuses_gradient("aten::convolution_backward", call, "another error")
+        assert not allowed.refuses_gradient("aten::neg", call, refused)
+
+    call = Call([x, torch.rand(5)], {})
+    message = opinfo.first_line(allowed.plain_error("aten::add.Tensor", call))
+    assert allowed.raises_when_plain("aten::add.Tensor", call, message)
+    assert not allowed.raises_when_plain("aten::add.Tensor", call, "RuntimeError: the device cannot do this")
+    assert not allowed.raises_when_plain("aten::as_strided", Call([x[:, :4], [4, 6], [8, 1]], {}), message)
+
+    boxed, large = "isIntList() INTERNAL ASSERT FAILED", Call([x, [-(2**63), 1]], {})
+    assert allowed.is_pytorchs_assert(large, boxed) and not allowed.is_pytorchs_assert(Call([x, [1]], {}), boxed)
+    assert allowed.is_pytorchs_assert(Call([x], {}), "MathBitsFallback") and not allowed.is_pytorchs_assert(large, "")
+
+
+def test_values_that_depend_on_the_layout_are_allowed_for_those_values_only():
+    assert allowed._has_denormals(torch.tensor([1e-40])) and not allowed._has_denormals(torch.tensor([0.0, 1.0]))
+    assert allowed.DETERMINANTS.match("aten::linalg_slogdet") and not allowed.DETERMINANTS.match("aten::detach")
 
 
 @pytest.mark.parametrize("doubted", ["a::b", "a::c"])
@@ -557,11 +615,13 @@ def test_a_crash_after_a_call_that_damaged_memory(doubted):
             self.answers = [{"end": "equal"}, None, {"end": "equal"}]
 
         def exchange(self, line, last):
+            if "damages" in (request := json.loads(line)):
+                return {"damages": request["damages"]["op"] == doubted}, "", "", ""
             answer = self.answers.pop(0)
             return answer, "" if answer else "crash", "signal 11", "device"
 
         def doubt(self, case):
-            return "it writes beyond its arguments" if case.get("n") == 0 and case["op"] == doubted else ""
+            return ""
 
     worker = Damaged()
     assert worker.case({"op": "a::b", "n": 0})["end"] == "equal"

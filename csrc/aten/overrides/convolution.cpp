@@ -26,7 +26,7 @@ at::Tensor convolution_overrideable(const at::Tensor& input, const at::Tensor& w
       [&] { return at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups); }));
 }
 
-// The CPU's kernels do not check the gradient's shape, and crash if it is empty. Other wrong arguments are left to
+// The CPU's kernels check the gradient's shape only in part, and crash if it is empty. Other wrong arguments are left to
 // ATen.
 void check_gradient(at::IntArrayRef grad, at::IntArrayRef input, at::IntArrayRef weight, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
