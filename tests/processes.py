@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
 import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 # Read by Python, the loader or torch before a program begins: a program for which one differs starts from nothing.
 READ_EARLY = ("COVERAGE", "KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH_")
@@ -37,13 +40,15 @@ def python(
     timeout: float = 600,
     dynamo: bool = False,
     destructors: bool = False,
+    nested: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -P ARGUMENTS`` (``-c CODE …``, ``-m MODULE …`` or ``FILE …``), with `environment` added to this one.
 
     stdout and stderr are in the result; after `timeout` seconds it is killed, and subprocess.TimeoutExpired is raised.
     `dynamo` is for a program that compiles: Dynamo is imported already, which takes a second. `destructors` is for a
-    program whose end is tested: what torch has loaded is destroyed too.
+    program whose end is tested: what torch has loaded is destroyed too. `nested` is for a program that starts others
+    with subprocess.Popen([sys.executable, "-m", …]): they fork too.
     """
     words = [str(each) for each in arguments]
     env = {**os.environ, **environment}
@@ -56,7 +61,8 @@ def python(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "stdin").write_text(input)
-        request = {"folder": name, "arguments": words, "env": env, "cwd": str(Path(cwd).absolute())}
+        files = [f"{name}/{each}" for each in ("stdin", "stdout", "stderr")]
+        request = {"files": files, "arguments": words, "env": env, "cwd": str(Path(cwd).absolute()), "nested": nested}
         (folder / "request").write_text(json.dumps(request))
         server = _server(dynamo, destructors)
         print(folder / "request", file=server.stdin, flush=True)
@@ -87,6 +93,9 @@ def _server(dynamo: bool, destructors: bool) -> subprocess.Popen[str]:
 
 def _serve() -> dict | None:
     """Fork for each request, and tell its process and then its status. In a fork, return the request."""
+    kept: dict[str, types.ModuleType] = {}
+    if "destructors" not in sys.argv:
+        _keep_at_exit(kept)  # before torch, so that what its modules do at exit comes first
     import torch  # noqa: F401
 
     if "dynamo" in sys.argv:
@@ -98,6 +107,7 @@ def _serve() -> dict | None:
         del sys.modules["triton"]
     if "destructors" not in sys.argv:
         _end_after_own_destructors()
+        kept |= {name: module for name, module in sys.modules.items() if name not in ("__main__", "builtins", "sys")}
     gc.freeze()  # a collection in a fork, as at its exit, would copy the pages, which takes a second
     for line in sys.stdin:
         process = os.fork()
@@ -106,6 +116,12 @@ def _serve() -> dict | None:
         print(process, flush=True)
         print(os.waitpid(process, 0)[1], flush=True)
     return None
+
+
+def _keep_at_exit(modules: dict[str, types.ModuleType]) -> None:
+    """Make a fork end without clearing these modules, which would copy their memory. It clears the program's own."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+    atexit.register(lambda: [sys.modules.pop(name, None) for name in modules])
 
 
 def _end_after_own_destructors() -> None:
@@ -117,10 +133,12 @@ def _end_after_own_destructors() -> None:
 
 def _become(request: dict) -> None:
     """Run the program of the request, as the interpreter does after it has imported torch."""
-    for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDWR), (2, "stderr", os.O_RDWR)):
-        file = os.open(os.path.join(request["folder"], name), flags | os.O_CREAT)
+    for number, name in enumerate(request["files"]):
+        file = os.open(name, (os.O_RDWR if number else os.O_RDONLY) | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
+    if request.get("nested"):
+        request = _nest() or request
     sys.stdin = open(0)  # the old one has read ahead
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -128,7 +146,8 @@ def _become(request: dict) -> None:
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     if action := os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter(action)
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = request.get("path", [])
+    sys.path[:0] = first + [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     import torch
 
     if torch._is_device_backend_autoload_enabled():
@@ -144,6 +163,77 @@ def _become(request: dict) -> None:
         case [file, *rest]:
             sys.argv = [file, *rest]
             runpy.run_path(os.path.abspath(file), run_name="__main__")  # spawned workers find it by this
+
+
+# ---- the processes that a program starts ----
+
+
+def _nest() -> dict | None:
+    """Let the program's Popen ask a process that forks now, and forks again for each. In such a fork, return its request."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if process := os.fork():
+        theirs.close()
+        atexit.register(lambda: (ours.close(), os.waitpid(process, 0)))
+        _Popen.server = ours
+        subprocess.Popen = _Popen
+        return None
+    ours.close()
+    while True:
+        message, files, _, _ = socket.recv_fds(theirs, 1 << 18, 16)
+        if not message:
+            os._exit(0)
+        if (process := os.fork()) == 0:
+            theirs.close()
+            return _take(json.loads(message), files)
+        for file in files:
+            os.close(file)
+        theirs.send(str(process).encode())
+        theirs.send(str(os.waitpid(process, 0)[1]).encode())
+
+
+def _take(request: dict, files: list[int]) -> dict:
+    """Give the files the numbers that the program knows them by."""
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, request["numbers"], strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    return request | {"files": []}
+
+
+class _Popen(subprocess.Popen):
+    """``python -m MODULE …`` forks, and any other command starts as usual."""
+
+    server: socket.socket
+    _child_created = False  # for __del__
+
+    def __init__(self, args: list[str], **options: Any) -> None:
+        self.forked = args[:2] == [sys.executable, "-m"] and _early(options.get("env") or {}) == _early(os.environ)
+        if not self.forked:
+            super().__init__(args, **options)
+            return
+        self.returncode = None
+        opened = [os.open(os.devnull, os.O_RDONLY)] if options["stdin"] == subprocess.DEVNULL else []
+        given = [*(opened or [options["stdin"]]), options["stdout"], options["stderr"], *options["pass_fds"]]
+        numbers, cwd = [0, 1, 2, *options["pass_fds"]], str(options["cwd"])
+        request = {"numbers": numbers, "arguments": args[1:], "env": options["env"], "cwd": cwd, "path": [cwd]}
+        files = [file if isinstance(file, int) else file.fileno() for file in given]
+        socket.send_fds(self.server, [json.dumps(request).encode()], files)
+        for file in opened:
+            os.close(file)
+        self.pid = int(self.server.recv(64))
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.forked and self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(int(self.server.recv(64)))
+        return self.returncode if self.forked else super().wait(timeout)
+
+    def kill(self) -> None:
+        if not self.forked:
+            super().kill()
+        elif self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__" and (request := _serve()):

@@ -25,7 +25,10 @@ PATH = os.pathsep.join({str(Path(module.__file__).parents[1]) for module in (ope
 
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """Runs pytest with the plugin on the files of the test's folder; `process=True` in a process of its own."""
+    """Runs pytest with the plugin on the files of the test's folder; `process=True` in a process of its own.
+
+    The isolated process that it starts forks too, unless `forks` is false.
+    """
     monkeypatch.setenv("PYTHONPATH", PATH)
     # A test writes its files again within the second, and Python knows what it has compiled by time and size.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -36,13 +39,14 @@ def run(pytester, monkeypatch):
     monkeypatch.setattr(pytester, "_Pytester__take_sys_modules_snapshot", snapshot)
     pytester._sys_modules_snapshot = snapshot()
 
-    def run(*arguments, process=False):
+    def run(*arguments, process=False, forks=True):
         arguments = ("-p", "pytest_openreg_ops", "-p", "no:cacheprovider", "-W", "ignore", *arguments)
         if not process:
             return pytester.runpytest_inprocess(*arguments)
         own = f"--basetemp={pytester.path}/basetemp"
         path = os.pathsep.join([str(pytester.path), PATH])
-        done = python("-m", "pytest", own, *arguments, cwd=pytester.path, dynamo=True, PYTHONPATH=path)
+        options = dict(cwd=pytester.path, dynamo=True, nested=forks, PYTHONPATH=path)
+        done = python("-m", "pytest", own, *arguments, **options)
         print(done.stdout, done.stderr)
         return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
@@ -755,7 +759,7 @@ def test_the_page_shows_what_its_command_prints(pytester, run):
     for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.S):
         (pytester.path / name).write_text(f"# {name}\n{code}")
     ((command, shown),) = re.findall(r"```console\n\$ pytest ([^\n]*)\n(.*?)```", text, re.S)
-    result = run(*command.split(), process=True)
+    result = run(*command.split(), process=True, forks=False)
     drop_time = lambda line: re.sub(r" in [\d.]+s.*", "", line)  # noqa: E731
     assert [*map(drop_time, result.outlines)] == [*map(drop_time, shown.splitlines())]
 
