@@ -55,7 +55,9 @@ print("end")
 )
 def test_threads_that_launch_for_ever(mode, call):
     """Python cancels its daemon threads when the process ends, which PyTorch does not survive inside an operator."""
-    done = python("-c", DAEMONS.format(mode=mode, call=call, how="start(); time.sleep(0.05)"), timeout=60)
+    done = python(
+        "-c", DAEMONS.format(mode=mode, call=call, how="start(); time.sleep(0.05)"), timeout=60, destructors=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
@@ -70,7 +72,7 @@ def test_threads_that_a_handler_waits_for():
         "atexit.register(lambda: (go.set(), thread.join(), print(x)))\n"
         "import torch, openreg_ops; torch.ones(3, device='openreg'); thread.start()\n"
     )
-    done = python("-c", code, timeout=60)
+    done = python("-c", code, timeout=60, destructors=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[3.0]\n", "")
 
 
