@@ -30,11 +30,11 @@ using c10::DispatchKey;
 
 const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices_from_coo_to_csr",
     "aten::_convert_indices_from_csr_to_coo", "aten::_log_softmax", "aten::_log_softmax_backward_data",
-    "aten::_softmax", "aten::_softmax_backward_data", "aten::adaptive_max_pool3d", "aten::avg_pool3d",
-    "aten::avg_pool3d_backward", "aten::fractional_max_pool2d", "aten::fractional_max_pool2d_backward",
-    "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward", "aten::linalg_lu", "aten::lu_unpack",
-    "aten::reflection_pad3d", "aten::replication_pad2d", "aten::replication_pad3d", "aten::tril",
-    "aten::slow_conv_transpose2d", "aten::triu"};
+    "aten::_softmax", "aten::_softmax_backward_data", "aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward",
+    "aten::avg_pool3d", "aten::avg_pool3d_backward", "aten::fractional_max_pool2d",
+    "aten::fractional_max_pool2d_backward", "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward",
+    "aten::linalg_lu", "aten::lu_unpack", "aten::reflection_pad3d", "aten::replication_pad2d",
+    "aten::replication_pad3d", "aten::tril", "aten::slow_conv_transpose2d", "aten::triu"};
 
 // Inputs that a CPU kernel reads as if they were contiguous, by operator and argument: the device copies them if they
 // are not. Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes
@@ -45,6 +45,7 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},
     {"aten::_slow_conv2d_backward", {"self"}},
+    {"aten::_weight_int4pack_mm_for_cpu", {"qScaleAndZeros"}},
     {"aten::_weight_int8pack_mm", {"scales"}},
     {"aten::_weight_norm_interface", {"v", "g"}},
     {"aten::_weight_norm_interface_backward", {"grad_w", "saved_v", "saved_g", "saved_norms"}},

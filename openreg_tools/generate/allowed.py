@@ -25,7 +25,7 @@ from openreg_tools.generate import changes
 __all__ = [
     "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
     "LACKS_MEMORY", "UNCHECKED", "WITHOUT_VALUES", "Plain", "called", "damages", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
-    "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides", "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_pytorchs_assert", "is_unreadable", "lacks_tensor", "overflows", "plain_error", "raises_when_plain", "refuses_gradient", "takes_negative_size",
+    "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides",  "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_pytorchs_assert", "is_unreadable", "lacks_tensor", "overflows", "plain_error", "raises_when_plain", "refuses_gradient", "takes_negative_size",
     "returns_another", "rounds", "takes_it_plain", "widened", "writes_an_input",
 ]  # fmt: skip
 
@@ -64,6 +64,9 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
 UNCHECKED = {
     f"aten::{name}": "cummax and cummin check the arguments; with others, the CPU's kernel writes anywhere"
     for name in ("_cummax_helper", "_cummin_helper")
+} | {
+    f"aten::fbgemm_linear_int8_weight{which}": "its packed weights have no size; with another input, the CPU's kernel reads anywhere"
+    for which in ("", "_fp32_activation")
 }
 
 # Operators whose results depend on the strides of their arguments, or that take a storage.
@@ -104,8 +107,6 @@ IGNORES_STRIDES: dict[str, str] = {
 # They do not check this, and otherwise the result depends on the layouts.
 BATCH_NORM = re.compile(r"aten::(_batch_norm_(no|with)_update|_?native_batch_norm|batch_norm_backward\b)")
 _OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
-# Composite operators that read the memory of a lazily negated argument as it is.
-IGNORES_NEGATION = {"aten::fbgemm_linear_int8_weight_fp32_activation"}
 # Operators that factor a contiguous matrix as its transpose: with denormal elements, one of the two may be singular.
 DETERMINANTS = re.compile(r"aten::(linalg_)?(log|slog)?det(\.|$)")
 # Operators whose results are compared squared: they take the root of a difference, and near zero that enlarges its rounding.
@@ -486,8 +487,6 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
     if name.partition(".")[0] in IGNORES_STRIDES:
         return None
     if BATCH_NORM.match(name) and not _fits_channels(name, call):
-        return None
-    if name in IGNORES_NEGATION and any(each.is_neg() for each in tensors):
         return None
     if DETERMINANTS.match(name) and any(map(_has_denormals, tensors)):
         return None

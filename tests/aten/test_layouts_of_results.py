@@ -209,6 +209,9 @@ def normalized(**results):
     return dict(input=A, training=True, momentum=0.1, eps=1e-5, **new) | results
 
 
+WEIGHT_INT4 = ops._convert_weight_to_int4pack_for_cpu(torch.arange(32 * 64, dtype=torch.int32).view(32, 64) % 16, 2)
+
+
 # Arguments for each operator in kReadAsContiguous, by name.
 INPUTS = {
     "aten::_dyn_quant_matmul_4bit": [
@@ -223,6 +226,9 @@ INPUTS = {
     "aten::_slow_conv2d_backward.output_mask": [
         dict(grad_output=rand(1, 3, 2, 3), self=IMAGE, weight=rand(3, 2, 3, 3), output_mask=[True] * 3, **CONVOLUTION)
     ],
+    "aten::_weight_int4pack_mm_for_cpu": [
+        dict(self=rand(4, 64), mat2=WEIGHT_INT4, qGroupSize=32, qScaleAndZeros=rand(2, 32, 2))
+    ],
     "aten::_weight_int8pack_mm": [
         dict(self=torch.ones(2, 32), mat2=torch.ones(32, 32, dtype=torch.int8), scales=torch.arange(32.0))
     ],
@@ -236,6 +242,12 @@ INPUTS = {
     "aten::batch_norm_backward": [
         dict(**BACKWARD, save_var=V[4], update=train, output_mask=[True] * 3, reserve=torch.empty(0, dtype=torch.uint8))
         for train in (False, True)
+    ],
+    "aten::fractional_max_pool2d_backward": [
+        dict(
+            grad_output=OF_CUBE[0, :, 0], self=CUBE[0, :, 0], kernel_size=[2] * 2, output_size=[2] * 2,
+            indices=ops.fractional_max_pool2d(CUBE[0, :, 0], [2] * 2, [2] * 2, rand(1, 1, 2) - 0.5)[1],
+        )
     ],
     "aten::fractional_max_pool3d_backward": [
         dict(
