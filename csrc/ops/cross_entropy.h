@@ -3,6 +3,7 @@
 #pragma once
 
 #include "checks.h"
+#include "exp.h"
 #include "loops.h"
 
 #include <cmath>
@@ -73,7 +74,7 @@ template <class T>
 Acc<T> logsumexp_row(const T* x, int64_t n) {
   const Acc<T> max = max_of(x, n);
   if (!std::isfinite(max)) return max;
-  const double total = sum<T>(n, [m = Vec<T>(max)](Vec<T> x) { return (x - m).exp_u20(); }, x);
+  const double total = sum<T>(n, [m = Vec<T>(max)](Vec<T> x) { return exp_in_sum(x - m); }, x);
   return static_cast<Acc<T>>(max + std::log(total));
 }
 
@@ -103,8 +104,8 @@ void cross_entropy_backward_row(
       g == 0 ? 0 : w * std::exp(static_cast<double>(x[target]) - lse) - g * (1 - s + s / static_cast<double>(n));
   const V l(static_cast<A>(lse)), scale(static_cast<A>(w)), least(static_cast<A>(g * s / static_cast<double>(n)));
   // exp_u20 loses NaN, but x - lse is NaN for an infinite logit.
-  if (std::isfinite(lse)) at::vec::map<T>([=](V x) { return scale * (x - l).exp_u20() - least; }, dx, x, n);
-  else at::vec::map<T>([=](V x) { return scale * (x - l).exp() - least; }, dx, x, n);
+  if (std::isfinite(lse)) map([=](V x) { return scale * (x - l).exp_u20() - least; }, dx, n, x);
+  else map([=](V x) { return scale * exp(x - l) - least; }, dx, n, x);
   if (g != 0) dx[target] = static_cast<T>(at_target);
 }
 

@@ -12,9 +12,9 @@ namespace {
 // One row of n elements.
 template <class T>
 void forward_row(const T* x, const T* residual, const T* weight, T* y, T* s, int64_t n, double eps) {
-  at::vec::map2<T>([](Vec<T> x, Vec<T> r) { return x + r; }, s, x, residual, n);
+  map([](Vec<T> x, Vec<T> r) { return x + r; }, s, n, x, residual);
   const Vec<T> rstd(static_cast<Acc<T>>(1 / std::sqrt(mean_square(s, n) + eps)));
-  at::vec::map2<T>([rstd](Vec<T> s, Vec<T> w) { return s * rstd * w; }, y, s, weight, n);
+  map([rstd](Vec<T> s, Vec<T> w) { return s * rstd * w; }, y, n, s, weight);
 }
 
 // grad_x = grad_sum + rstd * g - s * rstd^3 * mean(g * s) with g = grad_y * weight, for one row; adds (or, for
@@ -27,9 +27,8 @@ void backward_row(const T* grad_y, const T* grad_sum, const T* s, const T* weigh
   const double mean = sum<T>(n, [](V g, V w, V s) { return g * w * s; }, grad_y, weight, s) / static_cast<double>(n);
   const V r(static_cast<Acc<T>>(rstd)), c(static_cast<Acc<T>>(mean * rstd * rstd * rstd));
   if (grad_sum)
-    at::vec::map4<T>(
-        [r, c](V g, V w, V s, V d) { return d + (r * g * w - c * s); }, grad_x, grad_y, weight, s, grad_sum, n);
-  else at::vec::map3<T>([r, c](V g, V w, V s) { return r * g * w - c * s; }, grad_x, grad_y, weight, s, n);
+    map([r, c](V g, V w, V s, V d) { return d + (r * g * w - c * s); }, grad_x, n, grad_y, weight, s, grad_sum);
+  else map([r, c](V g, V w, V s) { return r * g * w - c * s; }, grad_x, n, grad_y, weight, s);
   add_to_grad_weight(grad_y, s, r, grad_weight, first, n);
 }
 

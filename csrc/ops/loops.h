@@ -7,7 +7,9 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <utility>
 
 namespace openreg::ops {
 
@@ -55,6 +57,87 @@ void write(const Vec<T>* values, T* p) {
   else at::vec::convert_from_float<T>(values[0], values[1]).store(p);
 }
 
+// Elements of T as Acc<T>: those of one register, in one Vec, or two if T is a half type.
+template <class T>
+using Chunk = std::array<Vec<T>, kChunk<T> / kLanes<T>>;
+
+// Note [Order in a chunk]: the two vectors of a bfloat16 chunk are its even and its odd elements. A shift and a mask
+// separate them; the first and the second half would take more instructions. So a chunk is for arithmetic on each
+// element, and for sums in any order.
+template <class T>
+C10_ALWAYS_INLINE Chunk<T> read_chunk(const T* p) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m512i both = _mm512_loadu_si512(p);
+    return {Vec<T>(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))),
+        Vec<T>(_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536))))};
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {Vec<T>(_mm256_castsi256_ps(_mm256_slli_epi32(both, 16))),
+        Vec<T>(_mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536))))};
+#endif
+  }
+  if constexpr (std::is_same_v<T, Acc<T>>) return {read(p)};
+  else return {read(p), read(p + kLanes<T>)};
+}
+
+// The register that holds a chunk.
+template <class T>
+C10_ALWAYS_INLINE at::vec::Vectorized<T> pack(const Chunk<T>& chunk) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    // Rounds to the nearest, to even in the middle: adds 0x7fff, or 0x8000 if the last bit that stays is set.
+#if defined(CPU_CAPABILITY_AVX512)
+    const auto round = [](__m512 value) {
+      const __m512i bits = _mm512_castps_si512(value),
+                    last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1)),
+                    rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+      return _mm512_mask_mov_epi32(
+          rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    };
+    return _mm512_mask_mov_epi16(_mm512_srli_epi32(round(chunk[0]), 16), 0xaaaaaaaa, round(chunk[1]));
+#elif defined(CPU_CAPABILITY_AVX2)
+    const auto round = [](__m256 value) {
+      const __m256i bits = _mm256_castps_si256(value),
+                    last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+      return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+    };
+    const auto without_nan = [](__m256i rounded, __m256 value) {
+      return _mm256_blendv_epi8(
+          rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q)));
+    };
+    __m256i even = round(chunk[0]), odd = round(chunk[1]);
+    if (C10_UNLIKELY(_mm256_movemask_ps(_mm256_cmp_ps(chunk[0], chunk[1], _CMP_UNORD_Q)))) {
+      even = without_nan(even, chunk[0]);
+      odd = without_nan(odd, chunk[1]);
+    }
+    return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+#endif
+  }
+  if constexpr (std::is_same_v<T, Acc<T>>) return chunk[0];
+  else return at::vec::convert_from_float<T>(chunk[0], chunk[1]);
+}
+
+// f(a, b, …) of every vector of chunks.
+template <class T, class F, class... C>
+C10_ALWAYS_INLINE Chunk<T> for_each(F f, const C&... chunks) {
+  if constexpr (std::is_same_v<T, Acc<T>>) return {f(chunks[0]...)};
+  else return {f(chunks[0]...), f(chunks[1]...)};
+}
+
+// y[i] = f(a[i], b[i], …) for i < n. y may be one of the others.
+template <class T, class F, class... P>
+void map(F f, T* y, int64_t n, const P*... a) {
+  int64_t i = 0;
+  for (; i + kChunk<T> <= n; i += kChunk<T>) pack<T>(for_each<T>(f, read_chunk(a + i)...)).store(y + i);
+  if (i == n) return;
+  const auto rest = [&](const T* p) {
+    T in[kChunk<T>] = {};
+    std::copy(p + i, p + n, in);
+    return read_chunk(in);
+  };
+  pack<T>(for_each<T>(f, rest(a)...)).store(y + i, static_cast<int>(n - i));
+}
+
 // Sum of f(a[i], b[i], …) over i < n. Vectors within a block, double between blocks: the error does
 // not grow with n.
 template <class T, class F, class... P>
@@ -65,8 +148,14 @@ double sum(int64_t n, F f, const P*... a) {
     const int64_t end = std::min(n, begin + block);
     Vec<T> part[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)}; // four, because an addition takes four cycles
     int64_t i = begin;
-    for (; i + 4 * lanes <= end; i += 4 * lanes)
-      for (int64_t k = 0; k < 4; ++k) part[k] = part[k] + f(read(a + i + k * lanes)...);
+    for (; i + 4 * lanes <= end; i += 4 * lanes) {
+#pragma GCC unroll 4
+      for (int64_t k = 0; k < 4; k += kChunk<T> / lanes) {
+        const auto chunk = for_each<T>(f, read_chunk(a + i + k * lanes)...);
+        part[k] = part[k] + chunk.front();
+        if constexpr (chunk.size() > 1) part[k + 1] = part[k + 1] + chunk.back();
+      }
+    }
     for (; i + lanes <= end; i += lanes) part[0] = part[0] + f(read(a + i)...);
     if (i < end) part[1] = part[1] + Vec<T>::set(Vec<T>(0), f(read(a + i, end - i)...), end - i);
     Acc<T> out[lanes];
@@ -84,8 +173,14 @@ Acc<T> max_of(const T* x, int64_t n) {
   const V least(-std::numeric_limits<Acc<T>>::infinity());
   V part[4] = {least, least, least, least};
   int64_t i = 0;
-  for (; i + 4 * lanes <= n; i += 4 * lanes)
-    for (int64_t k = 0; k < 4; ++k) part[k] = at::vec::maximum(part[k], read(x + i + k * lanes));
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < 4; k += kChunk<T> / lanes) {
+      const auto chunk = read_chunk(x + i + k * lanes);
+      part[k] = at::vec::maximum(part[k], chunk.front());
+      if constexpr (chunk.size() > 1) part[k + 1] = at::vec::maximum(part[k + 1], chunk.back());
+    }
+  }
   for (; i + lanes <= n; i += lanes) part[0] = at::vec::maximum(part[0], read(x + i));
   if (i < n) part[1] = at::vec::maximum(part[1], V::set(least, read(x + i, n - i), n - i));
   return at::vec::vec_reduce_all<Acc<T>>([](V a, V b) { return at::vec::maximum(a, b); },

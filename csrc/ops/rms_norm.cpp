@@ -12,7 +12,7 @@ namespace {
 template <class T>
 Acc<T> rms_norm_row(const T* x, const T* weight, T* y, int64_t n, double eps) {
   const auto rstd = static_cast<Acc<T>>(1 / std::sqrt(mean_square(x, n) + eps));
-  at::vec::map2<T>([r = Vec<T>(rstd)](Vec<T> x, Vec<T> w) { return x * r * w; }, y, x, weight, n);
+  map([r = Vec<T>(rstd)](Vec<T> x, Vec<T> w) { return x * r * w; }, y, n, x, weight);
   return rstd;
 }
 
@@ -24,7 +24,7 @@ void rms_norm_backward_row(
   using V = Vec<T>;
   const double mean = sum<T>(n, [](V g, V x, V w) { return g * w * x; }, grad_y, x, weight) / static_cast<double>(n);
   const V r(rstd), c(static_cast<Acc<T>>(mean * rstd * rstd * rstd));
-  at::vec::map3<T>([r, c](V g, V x, V w) { return r * g * w - c * x; }, grad_x, grad_y, x, weight, n);
+  map([r, c](V g, V x, V w) { return r * g * w - c * x; }, grad_x, n, grad_y, x, weight);
   add_to_grad_weight(grad_y, x, r, grad_weight, first, n);
 }
 

@@ -18,40 +18,38 @@ int64_t far_size() {
 }
 
 template <class V>
-V sigmoid(V g) {
+C10_ALWAYS_INLINE V sigmoid(V g) {
   return V(1) / (V(1) + exp(g.neg()));
 }
 
-// write() that bypasses the caches, for results too large to stay there: memory is not read first. `p` is aligned to a
-// register.
+// Stores past the caches, for results too large to stay there: memory is not read first. `p` is aligned to a register.
 template <class T>
-void stream(const Vec<T>* values, T* p) {
+void stream(const at::vec::Vectorized<T>& values, T* p) {
 #if defined(CPU_CAPABILITY_AVX512)
   alignas(64) T lanes[kChunk<T>];
-  write(values, lanes);
+  values.store(lanes);
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(lanes));
 #else
-  write(values, p);
+  values.store(p);
 #endif
 }
 
 // dg = dy * u * sigma * (1 + g * (1 - sigma)), du = dy * g * sigma with sigma = sigmoid(g), for one chunk.
 template <class T, class Write>
 void swiglu_backward_chunk(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, Write write) {
-  Vec<T> to_gate[kChunk<T> / kLanes<T>], to_up[kChunk<T> / kLanes<T>];
-  for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) {
-    const auto at = k * kLanes<T>;
-    const Vec<T> dy = read(grad_y + at), g = read(gate + at), u = read(up + at), sigma = sigmoid(g), one(1);
-    to_gate[k] = dy * u * sigma * (one + g * (one - sigma));
-    to_up[k] = dy * g * sigma;
-  }
-  write(to_gate, grad_gate);
-  write(to_up, grad_up);
+  const auto dy = read_chunk(grad_y), g = read_chunk(gate), u = read_chunk(up),
+             sigma = for_each<T>([](Vec<T> g) { return sigmoid(g); }, g);
+  const auto to_gate = [one = Vec<T>(1)](Vec<T> dy, Vec<T> g, Vec<T> u, Vec<T> sigma) {
+    return dy * u * sigma * (one + g * (one - sigma));
+  };
+  write(pack<T>(for_each<T>(to_gate, dy, g, u, sigma)), grad_gate);
+  write(pack<T>(for_each<T>([](Vec<T> dy, Vec<T> g, Vec<T> sigma) { return dy * g * sigma; }, dy, g, sigma)), grad_up);
 }
 
 template <class T>
 void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t n, bool far) {
   int64_t i = 0;
+  const auto store = [](const auto& values, T* p) { values.store(p); };
   const auto whole = [&](auto write) {
     for (; i + kChunk<T> <= n; i += kChunk<T>)
       swiglu_backward_chunk(grad_y + i, gate + i, up + i, grad_gate + i, grad_up + i, write);
@@ -61,13 +59,13 @@ void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_g
 #if defined(CPU_CAPABILITY_AVX512)
     _mm_sfence(); // such stores are not ordered
 #endif
-  } else whole(write<T>);
+  } else whole(store);
   if (i == n) return;
   T in[3][kChunk<T>] = {}, out[2][kChunk<T>];
   std::copy(grad_y + i, grad_y + n, in[0]);
   std::copy(gate + i, gate + n, in[1]);
   std::copy(up + i, up + n, in[2]);
-  swiglu_backward_chunk(in[0], in[1], in[2], out[0], out[1], write<T>);
+  swiglu_backward_chunk(in[0], in[1], in[2], out[0], out[1], store);
   std::copy_n(out[0], n - i, grad_gate + i);
   std::copy_n(out[1], n - i, grad_up + i);
 }
@@ -86,8 +84,7 @@ Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
     launch(current_stream(gate.get_device()),
         [n = gate.numel(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(), y = y.mutable_data_ptr<T>()] {
           at::parallel_for(0, n, kExpGrain, [&](int64_t begin, int64_t end) {
-            at::vec::map2<T>(
-                [](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; }, y + begin, g + begin, u + begin, end - begin);
+            map([](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; }, y + begin, end - begin, g + begin, u + begin);
           });
         });
   });
