@@ -263,8 +263,12 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
                     print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
                 progress.step(of.wanted, len(of.findings), of.name)
 
-    with contextlib.suppress(KeyboardInterrupt):  # report what was found so far
-        on_workers(given, [Child(arguments) for _ in range(arguments.jobs)], one)
+    workers = [Child(arguments) for _ in range(arguments.jobs)]
+    try:
+        on_workers(given, workers, one)
+    except KeyboardInterrupt:  # report what was found so far
+        for worker in workers:
+            worker.stop()
     with lock:
         names_done = {of.name for of in done}
         skipped = [

@@ -26,8 +26,8 @@ at::Tensor convolution_overrideable(const at::Tensor& input, const at::Tensor& w
       [&] { return at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups); }));
 }
 
-// The CPU's kernels check the gradient's shape only in part, and crash if it is empty. Other wrong arguments are left to
-// ATen.
+// The CPU's kernels check the gradient's shape only in part, and crash if it is empty. Other wrong arguments are left
+// to ATen.
 void check_gradient(at::IntArrayRef grad, at::IntArrayRef input, at::IntArrayRef weight, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
     int64_t groups) {
