@@ -139,7 +139,7 @@ def _become(request: dict) -> None:
         os.close(file)
     if request.get("nested"):
         request = _nest() or request
-    sys.stdin = open(0)  # the old one has read ahead
+    sys.stdin = open(0, closefd=False)  # the old one has read ahead
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
