@@ -91,6 +91,15 @@ def poisoned():
     _C.set_poison(False)
 
 
+@pytest.fixture
+def one_thread():
+    """PyTorch computes on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def restored():
     """Every test starts on device 0, seeded, under the default policies. The pool gives 32 streams in turns, so a

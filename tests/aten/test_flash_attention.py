@@ -18,16 +18,9 @@ FLOATS = [torch.float32, *HALVES]
 NEAR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LENGTHS = [3, 5, 12]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 flash = torch.ops.aten._flash_attention_forward
 efficient = torch.ops.aten._efficient_attention_forward
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def offsets(lengths=LENGTHS, device=DEVICE):

@@ -18,18 +18,10 @@ from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import allowed, changes, child, report, search, snippet
 
-pytestmark = pytest.mark.processes
+# A pool of threads does not survive the forks in which the CPU's kernels are tried.
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 HERE = Path(__file__).parent
 CASES = 100  # of each operator
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A pool of threads does not survive the forks in which the CPU's kernels are tried."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tool(*words: str) -> subprocess.CompletedProcess:
