@@ -134,6 +134,8 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
             call = call_of(case)
     except Exception as error:  # a change that does not fit, such as a dtype that the values do not have
         return {"end": "unfit", "note": opinfo.first_line(error)}
+    if allowed.writes_anywhere(name, call):
+        return {"end": "allowed", "note": "the CPU's kernel does not check its indices, and writes anywhere"}
     with warnings.catch_warnings(), schemas._filled_memory():
         warnings.simplefilter("ignore")
         end = _compared(name, call, device, at)

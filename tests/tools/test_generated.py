@@ -594,6 +594,14 @@ def test_errors_that_depend_on_the_call_are_allowed_for_that_call_only():
     assert allowed.is_pytorchs_assert(Call([x], {}), "MathBitsFallback") and not allowed.is_pytorchs_assert(large, "")
 
 
+def test_indices_out_of_range_are_not_written_with():
+    name, gradient = "aten::embedding_dense_backward", torch.rand(3, 4)
+    for indices, anywhere in (([0, 1, 4], False), ([0, 1, 5], True), ([-1, 1, 2], True)):
+        call = Call([gradient, torch.tensor(indices), 5, -1, False], {})
+        assert allowed.writes_anywhere(name, call) is anywhere
+        assert not allowed.writes_anywhere("aten::embedding_backward", call)
+
+
 def test_values_that_depend_on_the_layout_are_allowed_for_those_values_only():
     assert allowed._has_denormals(torch.tensor([1e-40])) and not allowed._has_denormals(torch.tensor([0.0, 1.0]))
     assert allowed.DETERMINANTS.match("aten::linalg_slogdet") and not allowed.DETERMINANTS.match("aten::detach")
