@@ -24,7 +24,7 @@ from openreg_tools.generate import changes
 
 __all__ = [
     "BYTES", "CHECKED_BY_DEVICE", "ELSEWHERE", "MEMORY", "NAN", "OUT_OF_BOUNDS", "OVERFLOWS", "READ_AND_WRITTEN", "RETURNS_ANOTHER", "ROUNDS",
-    "LACKS_MEMORY", "UNCHECKED", "WITHOUT_VALUES", "Plain", "called", "damages", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "in_plain_memory",
+    "LACKS_MEMORY", "UNCHECKED", "WITHOUT_VALUES", "Plain", "called", "damages", "differences", "differs_when_plain", "doubtful", "grows", "has_shared_memory", "has_short_padding", "in_plain_memory",
     "is_elsewhere", "is_finite_equal", "is_infinite_on_both_sides",  "is_read_and_written", "is_uncompared", "is_undefined_for_nan", "is_pytorchs_assert", "is_unreadable", "lacks_tensor", "overflows", "plain_error", "raises_when_plain", "refuses_gradient", "takes_negative_size", "writes_anywhere",
     "returns_another", "rounds", "takes_it_plain", "widened", "writes_an_input",
 ]  # fmt: skip
@@ -182,6 +182,14 @@ def is_elsewhere(name: str, call: Call) -> bool:
             return True  # only out= names a device
     stays = any(isinstance(each, Stays) or isinstance(each, torch.device) and each.type != "cpu" for each in leaves)
     return call.alone or stays
+
+
+def has_short_padding(name: str, call: Call) -> bool:
+    """Whether the gradient of a padding got fewer numbers than its kernel reads, which PyTorch does not check."""
+    if not re.match(r"aten::(reflection|replication)_pad[123]d_backward", name):
+        return False
+    given = [(argument, value) for argument, value in _given_to(name, call) if argument.name == "padding"]
+    return any(isinstance(value, list) and len(value) < argument.N for argument, value in given)
 
 
 def writes_anywhere(name: str, call: Call) -> bool:

@@ -309,6 +309,7 @@ def test_what_the_long_runs_found(name, change, base):
         ("aten::_lazy_clone", [("garbage", 0)], 0, "equal"),  # a quantized result without a quantizer
         ("aten::_grouped_mm", [("offset", 0, 1)], 0, "allowed"),
         ("aten::max_pool1d", [("garbage", 13)], 0, "allowed"),
+        ("aten::set_data", [("garbage", 59)], 0, "allowed"),
         ("aten::full.out", [("number", 0, -1), ("sizes", 3, 0)], 0, "allowed"),
         ("aten::_weight_norm_interface_backward.out", [("layout", 2, "reversed"), ("garbage", 10)], 0, "both raised"),
         ("aten::grid_sampler_3d_backward.out", [("shape", 0, "first of size 1"), ("layout", 0, "reversed")], 0, "allowed"),
@@ -600,6 +601,13 @@ def test_indices_out_of_range_are_not_written_with():
         call = Call([gradient, torch.tensor(indices), 5, -1, False], {})
         assert allowed.writes_anywhere(name, call) is anywhere
         assert not allowed.writes_anywhere("aten::embedding_backward", call)
+
+
+def test_short_paddings():
+    x, backward = torch.rand(1, 2, 5, 5), "aten::reflection_pad2d_backward"
+    assert allowed.has_short_padding(backward, Call([x, x, [0, 0, 0]], {}))
+    assert not allowed.has_short_padding(backward, Call([x, x, [0, 0, 0, 0]], {}))
+    assert not allowed.has_short_padding("aten::reflection_pad2d", Call([x, [0, 0, 0]], {}))  # which checks it
 
 
 def test_values_that_depend_on_the_layout_are_allowed_for_those_values_only():
