@@ -62,8 +62,8 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
 
 # Operators that are not called, because PyTorch calls them with arguments that it has checked, and others damage memory.
 UNCHECKED = {
-    f"aten::{name}": "cummax and cummin check the arguments; with others, the CPU's kernel writes anywhere"
-    for name in ("_cummax_helper", "_cummin_helper")
+    f"aten::{name}": "the public operator checks the arguments; with others, the CPU's kernel reads or writes anywhere"
+    for name in ("_cummax_helper", "_cummin_helper", "_cholesky_solve_helper", "_cholesky_solve_helper.out")
 } | {
     f"aten::fbgemm_linear_int8_weight{which}": "its packed weights have no size; with another input, the CPU's kernel reads anywhere"
     for which in ("", "_fp32_activation")
@@ -473,6 +473,8 @@ def differences(
     comparison = opinfo.Comparison(report, "generated", -1, device, True)
     comparison.computed_in = _computed_in(name, call)
     comparison.results(expected, other)
+    if rounds(call, comparison.unequal):  # a half type, in another order
+        report.failures = [failure for failure in report.failures if failure.kind != "value"]
     found = [failure for failure in report.failures if failure.kind in ("value", "shape", "rng")]
     for failure in found:
         failure.message = f"as the CPU computes in contiguous memory, {failure.message}"

@@ -345,6 +345,19 @@ def test_a_wide_out_tensor_is_compared_in_the_dtype_of_the_inputs():
     assert allowed._computed_in("aten::add.out", mixed) == torch.float64
 
 
+def test_half_types_may_round_terms_that_cancel_in_another_order():
+    x = torch.tensor([8.0, 0.25], dtype=torch.bfloat16)
+
+    def differ(difference, dtype):
+        call = Call([x.to(dtype)], {})
+        plain, other = outcome("aten::neg", call), outcome("aten::neg", call)
+        (out, written), other.mover = other.value
+        other.value = out + torch.tensor([0, difference], dtype=dtype), written
+        return allowed.differences("aten::neg", call, plain, other, "cpu")
+
+    assert not differ(0.03, torch.bfloat16) and differ(0.3, torch.bfloat16) and differ(0.03, torch.float32)
+
+
 def test_distances_are_compared_squared():
     x = torch.rand(3, 2)
 
