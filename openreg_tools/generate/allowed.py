@@ -51,6 +51,13 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
         re.compile("without overflow"),
         "only the CPU has a kernel for it, which takes larger numbers",
     ),
+    **{
+        f"aten::addr{which}": (
+            re.compile("size mismatch, input|2D tensor expected"),
+            "only the CPU has a kernel for it; math_addr, for other devices, resizes the result",
+        )
+        for which in ("", "_", ".out")
+    },
     "aten::_grouped_mm": (re.compile("aligned to 16 bytes"), "PyTorch requires this of every device except the CPU"),
     "aten::scalar_tensor": (re.compile("sparse", re.I), "PyTorch ignores layout= on the CPU only"),
     **{

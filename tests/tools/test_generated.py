@@ -310,6 +310,7 @@ def test_what_the_long_runs_found(name, change, base):
         ("aten::_grouped_mm", [("offset", 0, 1)], 0, "allowed"),
         ("aten::max_pool1d", [("garbage", 13)], 0, "allowed"),
         ("aten::set_data", [("garbage", 59)], 0, "allowed"),
+        ("aten::addr_", [("shape", 0, "first of size 1")], 0, "allowed"),
         ("aten::full.out", [("number", 0, -1), ("sizes", 3, 0)], 0, "allowed"),
         ("aten::_weight_norm_interface_backward.out", [("layout", 2, "reversed"), ("garbage", 10)], 0, "both raised"),
         ("aten::grid_sampler_3d_backward.out", [("shape", 0, "first of size 1"), ("layout", 0, "reversed")], 0, "allowed"),
