@@ -458,9 +458,8 @@ def _differs_plain(name: str, call: Call) -> bool:
     """Whether the CPU's results change if the same values are in separate contiguous memory."""
     if not _is_memory_separate(name, call):
         return False
-    as_is, plain = (
-        opinfo.run(functools.partial(called, name, call, move), "cpu") for move in (Move("cpu"), Plain("cpu"))
-    )
+    as_is = opinfo.run(functools.partial(called, name, call, Move("cpu")), "cpu")
+    plain = _run_plain(name, call)
     if as_is.error or plain.error:
         return False
     as_is.value, as_is.mover = as_is.value
@@ -550,7 +549,7 @@ def _has_denormals(x: torch.Tensor) -> bool:
     return bool(((x > 0) & (x < torch.finfo(torch.float32).tiny)).any())
 
 
-def is_unreadable(name: str, call: Call, result: Any) -> bool:
+def is_unreadable(name: str, result: Any) -> bool:
     """Whether PyTorch returned a nested tensor with uninitialized offsets, or a quantized one without a quantizer."""
     if not isinstance(result, torch.Tensor):
         return False

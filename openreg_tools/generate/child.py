@@ -187,7 +187,7 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     if (
         name.startswith(("aten::set_.", "aten::set."))
         and allowed.grows(cpu, call)
-        or allowed.is_unreadable(name, call, cpu.value[0])
+        or allowed.is_unreadable(name, cpu.value[0])
     ):
         values = False
     report = opinfo.Report()
