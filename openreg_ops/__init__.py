@@ -79,7 +79,18 @@ try:
     from openreg_ops import openreg
 
     openreg.register()
-    from openreg_ops import autograd_fallback, distributed, dlpack, fallback, meta, nested, optim, sharing, tags
+    from openreg_ops import (
+        autograd_fallback,
+        backward,
+        distributed,
+        dlpack,
+        fallback,
+        meta,
+        nested,
+        optim,
+        sharing,
+        tags,
+    )
     from openreg_ops.inductor import registration as graphs
 except environment.WrongVariable as wrong:
     _refuse(wrong)
@@ -108,6 +119,7 @@ from openreg_ops.tools.backend import Openreg  # noqa: E402
 autograd = autograd_fallback  # the same module under a shorter name
 
 graphs.register()
+backward.register()
 dlpack.register()
 sharing.register()
 tags.register()
