@@ -31,5 +31,8 @@ def _engine_run_backward(outputs: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def register() -> None:
-    """Install the patch, in both modules that have the function."""
+    """Install the patch, in both modules that have the function; Dynamo does not trace it, nor the original."""
+    dynamo = torch._C._dynamo.eval_frame
+    skipped = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    dynamo.set_code_exec_strategy(_engine_run_backward.__code__, skipped)
     torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = _engine_run_backward

@@ -445,10 +445,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a node of autograd saved, without calling hooks that unpack them."""
+    """The tensors that a node of autograd saved and has not freed, without calling hooks that unpack them."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
-            raw = getattr(node, name)
+            try:
+                raw = getattr(node, name)
+            except RuntimeError:  # freed: what runs now adds the node's gradients to others
+                return
             for each in raw if isinstance(raw, (list, tuple)) else (raw,):
                 if getattr(each, "unpack_hook", None) is None and isinstance(getattr(each, "data", None), torch.Tensor):
                     yield each.data

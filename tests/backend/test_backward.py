@@ -59,6 +59,22 @@ def test_both_devices_and_the_host():
     assert b.grad.tolist() == [2, 2, 2] and c.grad.tolist() == [3, 3, 3] and inner == [[2, 2, 2]]
 
 
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_dynamo_does_not_trace_it(device):
+    """As a frame of its own, when it leaves the graph at a backward."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def step(x):
+        loss = x.square().sum()
+        loss.backward()
+        return loss * 2
+
+    x = torch.ones(3, device=device, requires_grad=True)
+    assert step(x).item() == 6 and x.grad.tolist() == [2, 2, 2]
+    assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(backward._engine_run_backward.__code__)
+
+
 def test_what_the_program_chose_stays():
     def fails(grad):
         assert not torch.autograd.is_multithreading_enabled()

@@ -170,14 +170,15 @@ def test_copies_say_how_many_bytes(mode, tmp_path):
     assert {copy["args"]["bytes"] for copy in copies} == {4000}
 
 
-def test_backward():
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_backward(mode):
     layer = torch.nn.Linear(4, 3, device="openreg")
     x = torch.ones(2, 4, device="openreg")
-    with profile(activities=BOTH) as prof:
+    with torch.openreg.launch_mode(mode), profile(activities=BOTH) as prof:
         layer(x).sum().backward()
     (backward,) = on_host(prof, "autograd::engine::evaluate_function: AddmmBackward0")
     assert "aten::mm kernel" in names(on_device(prof)) and backward.device_time_total > 0
-    assert backward.thread != on_host(prof, "aten::addmm")[0].thread
+    assert (backward.thread == on_host(prof, "aten::addmm")[0].thread) == (mode == "inline")
 
 
 def test_generated_kernels():

@@ -102,7 +102,8 @@ def traced(library):
     """Two devices, two streams and a backward, with waits of the host and of a stream."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus()).to("openreg")
     x, side = torch.ones(4, 8, device="openreg"), torch.openreg.Stream()
-    with Trace("openreg", name=f"program {HOSTILE}") as recorded:
+    # With a thread of the backward's own.
+    with torch.openreg.launch_mode("async"), Trace("openreg", name=f"program {HOSTILE}") as recorded:
         for _ in range(3):
             model(torch.ops.test_pages.slow(x)).sum().backward()
             side.wait_stream(torch.openreg.current_stream())

@@ -64,8 +64,9 @@ def test_counts_times_and_bytes():
     )
 
 
-def test_the_same_as_without():
-    """Recording changes neither results nor gradients, and sees the backward, which runs on another thread."""
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_the_same_as_without(mode):
+    """Recording changes neither results nor gradients, and sees the backward, on whichever thread it runs."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Softplus(), torch.nn.LayerNorm(8)).to("openreg")
     x = torch.randn(5, 4, device="openreg")
@@ -76,12 +77,12 @@ def test_the_same_as_without():
         return [p.grad.clone() for p in model.parameters()]
 
     expected = gradients()
-    with openreg_ops.trace() as recorded:
+    with torch.openreg.launch_mode(mode), openreg_ops.trace() as recorded:
         got = gradients()
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert rows(recorded)["aten::softplus_backward"].calls == 1
     (backward,) = {call.thread for call in recorded.calls if call.name == "aten::softplus_backward"}
-    assert backward != recorded.calls[0].thread
+    assert (backward == recorded.calls[0].thread) == (mode == "inline")
 
 
 def test_fallbacks_are_those_of_the_report(library):
