@@ -18,7 +18,7 @@ from openreg_tools.conformance import generated, layouts
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.conformance.generated import SIZES
 
-__all__ = ["Change", "changed", "profile"]
+__all__ = ["Change", "changed", "given_to", "profile"]
 
 Change = list[Any]
 
@@ -274,3 +274,9 @@ def _aliased(first: torch.Tensor, second: torch.Tensor, how: str) -> tuple[torch
         shape = plain.shape
         return storage[:-1].view(shape), storage[1:].view(shape)
     return first, first
+
+
+def given_to(name: str, call: Call) -> list[tuple[Any, Any]]:
+    """Arguments of the schema, and their values."""
+    arguments = {argument.name: argument for argument in dispatch.schema(name).arguments}
+    return [*zip(arguments.values(), call.args, strict=False), *((arguments[k], v) for k, v in call.kwargs.items())]

@@ -28,7 +28,7 @@ from openreg_tools import backends, dispatch, operators
 from openreg_tools.conformance import generated, layouts, opinfo, schemas
 from openreg_tools.conformance.calls import Call, Move
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import allowed, changes, snippet
+from openreg_tools.generate import aliasing, allowed, changes, contiguous, numerics, snippet, tables
 
 __all__ = ["Record", "bases", "listed", "run", "serve"]
 
@@ -153,7 +153,7 @@ def _may_raise(case: Record, error: str, at: Callable[[str], None]) -> bool:
     fewer = (each for count in range(1, len(made)) for each in itertools.combinations(made, count))
     for changes_ in fewer:
         call = call_of({**case, "changes": list(changes_)})
-        outcome = opinfo.run(functools.partial(allowed.called, case["op"], call, Move("cpu")), "cpu")
+        outcome = opinfo.run(functools.partial(contiguous.called, case["op"], call, Move("cpu")), "cpu")
         if type(outcome.error).__name__ == error:
             return True
     return False
@@ -162,31 +162,31 @@ def _may_raise(case: Record, error: str, at: Callable[[str], None]) -> bool:
 def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> Record:
     if not schemas._on_cpu(name):
         at("device")
-        there = opinfo.run(functools.partial(allowed.called, name, call, Move(device)), device)
+        there = opinfo.run(functools.partial(contiguous.called, name, call, Move(device)), device)
         if "INTERNAL ASSERT" in str(there.error) and not allowed.is_pytorchs_assert(call, str(there.error)):
             return _failed("internal", opinfo.first_line(there.error), call)
         return {"end": "alone" if there.error is None else "refused alone"}
     alone = torch.device(device).type == "cpu"
     at("cpu alone" if call.alone else "cpu")
-    reference = allowed.Plain("cpu") if alone else Move("cpu")
-    cpu = opinfo.run(functools.partial(allowed.called, name, call, reference), "cpu")
+    reference = contiguous.Plain("cpu") if alone else Move("cpu")
+    cpu = opinfo.run(functools.partial(contiguous.called, name, call, reference), "cpu")
     at("device")
-    there = opinfo.run(functools.partial(allowed.called, name, call, Move(device)), device)
+    there = opinfo.run(functools.partial(contiguous.called, name, call, Move(device)), device)
     raised = _raised(name, call, cpu, there, device)
     if raised is not None:
         if raised.get("kind") == "no error":
             at("confirmation")
-            if note := allowed.doubtful(name, call, is_plain=False, emptied=False):
+            if note := contiguous.doubtful(name, call, is_plain=False, emptied=False):
                 return {"end": "allowed", "note": note, "reached": True}
         return raised
     at("comparison")
     for outcome in (cpu, there):
         outcome.value, outcome.mover = outcome.value
-    uncompared = allowed.is_uncompared(name)
-    values = not (schemas.is_uninitialized(name) or name in allowed.WITHOUT_VALUES or uncompared)
+    uncompared = tables.is_uncompared(name)
+    values = not (schemas.is_uninitialized(name) or name in tables.WITHOUT_VALUES or uncompared)
     if (
         name.startswith(("aten::set_.", "aten::set."))
-        and allowed.grows(cpu, call)
+        and aliasing.grows(cpu, call)
         or allowed.is_unreadable(name, cpu.value[0])
     ):
         values = False
@@ -199,37 +199,37 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     plain = None
     if values and not alone:
         at("contiguous memory")
-        plain = allowed.in_plain_memory(name, call, cpu)
-        if not report.failures and allowed.writes_an_input(name, call):
+        plain = contiguous.in_plain_memory(name, call, cpu)
+        if not report.failures and aliasing.writes_an_input(name, call):
             plain = None  # what a matrix product into its own input gives depends on the layout
     if plain is not None:
         report.failures = [each for each in report.failures if each.kind not in ("value", "shape", "guard")]
-        report.failures += allowed.differences(name, call, plain, there, device)
+        report.failures += contiguous.differences(name, call, plain, there, device)
     if not report.failures:
         return {"end": "equal", "notes": dict(report.notes)}
     failure = report.failures[0]
     is_of_device = failure.kind in ("device", "alias", "rng") or "attribute 'device'" in failure.message
     if is_of_device and allowed.is_elsewhere(name, call):
         return {"end": "allowed", "note": allowed.ELSEWHERE, "reached": True}
-    if failure.kind == "value" and allowed.is_undefined_for_nan(name, call, comparison.unequal):
-        return {"end": "allowed", "note": allowed.NAN, "reached": True}
+    if failure.kind == "value" and numerics.is_undefined_for_nan(name, call, comparison.unequal):
+        return {"end": "allowed", "note": numerics.NAN, "reached": True}
     if failure.kind == "rng" and schemas._of_package(name) and comparison.exact:
         return {"end": "allowed", "note": "a package's operator may draw other numbers", "reached": True}
     if failure.kind == "value" and schemas.is_own(name, device):
-        differs = name in backends.of_operator(name).differs() and allowed.is_finite_equal(comparison.unequal)
+        differs = name in backends.of_operator(name).differs() and numerics.is_finite_equal(comparison.unequal)
         for is_allowed, note in (
-            (allowed.is_infinite_on_both_sides(call, comparison.unequal), "an infinite argument gives inf or NaN"),
+            (numerics.is_infinite_on_both_sides(call, comparison.unequal), "an infinite argument gives inf or NaN"),
             (differs, "this operator's infinities and NaN differ between devices"),
-            (allowed.rounds(call, comparison.unequal), allowed.ROUNDS),
-            (allowed.overflows(call, comparison.unequal), allowed.OVERFLOWS),
+            (numerics.rounds(call, comparison.unequal), numerics.ROUNDS),
+            (numerics.overflows(call, comparison.unequal), numerics.OVERFLOWS),
         ):
             if is_allowed:
                 return {"end": "allowed", "note": note, "reached": True}
-    if failure.kind == "value" and allowed.is_read_and_written(name, call):
-        return {"end": "allowed", "note": allowed.READ_AND_WRITTEN, "reached": True}
+    if failure.kind == "value" and aliasing.is_read_and_written(name, call):
+        return {"end": "allowed", "note": aliasing.READ_AND_WRITTEN, "reached": True}
     if failure.kind in ("value", "shape", "guard", "rng", "structure"):
         at("confirmation")
-        if note := allowed.doubtful(name, call, is_plain=plain is not None):
+        if note := contiguous.doubtful(name, call, is_plain=plain is not None):
             return {"end": "allowed", "note": note, "reached": True}
     return _failed(failure.kind, failure.message, call)
 
@@ -249,24 +249,24 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
     if (
         asserts in str(there.error)
         and not is_pytorchs
-        and asserts not in f"{cpu.error} {allowed.plain_error(name, call)}"
+        and asserts not in f"{cpu.error} {contiguous.plain_error(name, call)}"
     ):
         return _failed("internal", ours, call)
     differs = {**schemas.DIFFERENT, **backends.of_operator(name).differs()}
-    checked, _ = allowed.CHECKED_BY_DEVICE.get(name, (None, ""))
+    checked, _ = tables.CHECKED_BY_DEVICE.get(name, (None, ""))
     note = ""
     if torch.device(device).type == "cpu":
         note = "refuses a layout"
     elif allowed.is_elsewhere(name, call):
         note = allowed.ELSEWHERE
-    elif allowed.is_uncompared(name):
+    elif tables.is_uncompared(name):
         note = "results and errors of this operator are not compared"
     elif allowed.OUT_OF_BOUNDS.search(theirs) and (
         isinstance(there.error, IndexError) or allowed.OUT_OF_BOUNDS.search(ours)
     ):
         note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
-    elif not theirs and isinstance(there.error, NotImplementedError) and allowed.returns_another(cpu):
-        note = allowed.RETURNS_ANOTHER
+    elif not theirs and isinstance(there.error, NotImplementedError) and aliasing.returns_another(cpu):
+        note = aliasing.RETURNS_ANOTHER
     elif name in differs or checked and (checked.search(theirs) or checked.search(ours)):
         note = "this operator's errors differ between devices"
     elif allowed.MEMORY.search(theirs) or (allowed.MEMORY if theirs else allowed.LACKS_MEMORY).search(ours):
@@ -283,10 +283,10 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         note = "a dtype that the CPU lacks"
     elif "INTERNAL ASSERT" in theirs:
         note = "the CPU fails an internal assertion"
-    elif layouts._OVERLAP.search(ours) and allowed.has_shared_memory(name, call):
+    elif layouts._OVERLAP.search(ours) and aliasing.has_shared_memory(name, call):
         note = "the device refuses to write to memory that overlaps"
-    elif theirs and not ours and (plain := allowed.takes_it_plain(name, call)):
-        if message := allowed.differs_when_plain(name, call, plain, there, device):
+    elif theirs and not ours and (plain := contiguous.takes_it_plain(name, call)):
+        if message := contiguous.differs_when_plain(name, call, plain, there, device):
             return _failed("value", message, call)
         note = "the device takes a layout or alias that the CPU refuses"
     elif (not theirs or ours) and allowed.lacks_tensor(name, call):
@@ -319,7 +319,7 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
         a, was = there.mover.storages.get(key), before.get(key)
         if a is None or was is None or not e.untyped_storage().nbytes() or not a.untyped_storage().nbytes():
             continue
-        dtype, (a, e, was) = e.dtype, map(allowed.widened, (a.cpu(), e, was))
+        dtype, (a, e, was) = e.dtype, map(numerics.widened, (a.cpu(), e, was))
         differ = ~(torch.isclose(a, e, equal_nan=True) | torch.isclose(a, was, rtol=0, atol=0, equal_nan=True))
         try:  # as close as results have to be
             torch.testing.assert_close(a[differ].to(dtype), e[differ].to(dtype), equal_nan=True)
@@ -370,10 +370,10 @@ def _work(device: str, threads: int, answer: Callable[..., None], has_infos: mma
 
 
 def _limit_memory(device: str) -> None:
-    """Limit tensors on the device to `allowed.BYTES`, if its module can."""
+    """Limit tensors on the device to `contiguous.BYTES`, if its module can."""
     module = torch.get_device_module(device)
     if limit := getattr(module, "set_per_process_memory_fraction", None):
-        limit(min(1.0, allowed.BYTES / module.mem_get_info(device)[1]), device)
+        limit(min(1.0, contiguous.BYTES / module.mem_get_info(device)[1]), device)
 
 
 def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> None:
@@ -390,10 +390,10 @@ def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> No
             answer(done=True, valid=valid, bases=profiles)
         elif "doubtful" in request:
             case = request["doubtful"]
-            answer(done=True, note=allowed.doubtful(case["op"], call_of(case), is_plain=True))
+            answer(done=True, note=contiguous.doubtful(case["op"], call_of(case), is_plain=True))
         elif "damages" in request:
             case = request["damages"]
-            answer(done=True, damages=allowed.damages(case["op"], call_of(case)))
+            answer(done=True, damages=aliasing.damages(case["op"], call_of(case)))
         elif "source" in request:
             case = request["source"]
             answer(done=True, source=snippet.source(case["op"], call_of(case), device, request["modules"]))

@@ -21,7 +21,7 @@ from openreg_tools import dispatch
 from openreg_tools.conformance import schemas
 from openreg_tools.conformance.worker import Progress, Worker, on_workers
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import allowed, child
+from openreg_tools.generate import child, tables
 from openreg_tools.generate.report import Finding, GeneratedReport, Operator
 
 __all__ = ["Child", "replay", "search"]
@@ -151,7 +151,7 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
     from openreg_tools.generate import draw
 
     of = Operator(name, has, wanted=count)
-    if reason := schemas.NOT_CALLED.get(name) or allowed.UNCHECKED.get(name):
+    if reason := schemas.NOT_CALLED.get(name) or tables.UNCHECKED.get(name):
         of.never = reason
         return of
     profiles, valid, reason = worker.bases(name)

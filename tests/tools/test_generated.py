@@ -16,7 +16,18 @@ import torch
 from openreg_tools.conformance import calls, opinfo
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import allowed, changes, child, report, search, snippet
+from openreg_tools.generate import (
+    aliasing,
+    allowed,
+    changes,
+    child,
+    contiguous,
+    numerics,
+    report,
+    search,
+    snippet,
+    tables,
+)
 
 # A pool of threads does not survive the forks in which the CPU's kernels are tried.
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
@@ -326,7 +337,7 @@ def test_what_pytorch_leaves_open_is_not_a_finding(name, changes, base, ends):
 
 
 def outcome(name, call):
-    return opinfo.run(functools.partial(allowed.called, name, call, allowed.Plain("cpu")), "cpu")
+    return opinfo.run(functools.partial(contiguous.called, name, call, contiguous.Plain("cpu")), "cpu")
 
 
 def test_a_wide_out_tensor_is_compared_in_the_dtype_of_the_inputs():
@@ -339,14 +350,14 @@ def test_a_wide_out_tensor_is_compared_in_the_dtype_of_the_inputs():
         other.value = out + difference, {}
         plain = outcome(name, call)
         plain.value = (plain.value[0][0], {}), plain.value[1]
-        return allowed.differences(name, call, plain, other, "cpu")
+        return contiguous.differences(name, call, plain, other, "cpu")
 
     assert not differ(1e-6, torch.float32) and differ(1e-4, torch.float32)
     assert differ(1e-6, torch.float64) and not differ(0.0, torch.float64)
     assert not differ(1e-2, torch.bfloat16) and differ(1e-1, torch.bfloat16)
     assert differ(2e-6, torch.float64, has_out=False)
     mixed = Call([torch.ones(3, dtype=torch.float64), torch.tensor(1).bfloat16()], {"out": torch.zeros(3).double()})
-    assert allowed._computed_in("aten::add.out", mixed) == torch.float64
+    assert contiguous._computed_in("aten::add.out", mixed) == torch.float64
 
 
 def test_half_types_may_round_terms_that_cancel_in_another_order():
@@ -357,7 +368,7 @@ def test_half_types_may_round_terms_that_cancel_in_another_order():
         plain, other = outcome("aten::neg", call), outcome("aten::neg", call)
         (out, written), other.mover = other.value
         other.value = out + torch.tensor([0, difference], dtype=dtype), written
-        return allowed.differences("aten::neg", call, plain, other, "cpu")
+        return contiguous.differences("aten::neg", call, plain, other, "cpu")
 
     assert not differ(0.03, torch.bfloat16) and differ(0.3, torch.bfloat16) and differ(0.03, torch.float32)
 
@@ -370,7 +381,7 @@ def test_distances_are_compared_squared():
         plain, other = outcome("aten::_euclidean_dist", call), outcome("aten::_euclidean_dist", call)
         (out, written), other.mover = other.value
         other.value = change(out), written
-        return allowed.differences(name, call, plain, other, "cpu")
+        return contiguous.differences(name, call, plain, other, "cpu")
 
     def rounded(distances):
         return (distances.square() + 1e-6).sqrt()
@@ -384,7 +395,7 @@ def test_a_batch_norm_with_the_right_shapes_is_compared_in_contiguous_memory():
     forward, backward = "aten::native_batch_norm", "aten::native_batch_norm_backward"
 
     def fits(name, *given):
-        return allowed._fits_channels(name, Call(list(given), {}))
+        return contiguous._fits_channels(name, Call(list(given), {}))
 
     assert fits(forward, x, of_channels, None, of_channels, of_channels, True, 0.1, 1e-5)
     assert not fits(forward, x, one, None, of_channels, of_channels, True, 0.1, 1e-5)
@@ -393,7 +404,7 @@ def test_a_batch_norm_with_the_right_shapes_is_compared_in_contiguous_memory():
     for train in (True, False):  # saved statistics are not used in eval mode
         unsaved = (of_channels, of_channels, of_channels, one[:0], one[:0], train, 1e-5, [True] * 3)
         assert fits(backward, x, x, *unsaved) is not train
-    assert not allowed.BATCH_NORM.match("aten::batch_norm_backward_reduce") and allowed.BATCH_NORM.match(backward)
+    assert not tables.BATCH_NORM.match("aten::batch_norm_backward_reduce") and tables.BATCH_NORM.match(backward)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -411,45 +422,45 @@ def test_rules_about_arguments_are_narrow():
     x, out = torch.rand(2, 3), torch.empty(0)
     assert allowed.lacks_tensor("aten::add.Tensor", Call([x, None], {}))
     assert not allowed.lacks_tensor("aten::clamp", Call([x, None, 1], {}))  # None where the schema allows it
-    assert allowed.has_shared_memory("aten::neg.out", Call([x], {"out": x.t()}))
-    assert allowed.has_shared_memory("aten::neg.out", Call([x], {"out": torch.zeros(1).expand(2, 3)}))
-    assert not allowed.has_shared_memory("aten::neg.out", Call([x], {"out": out}))
-    assert not allowed.has_shared_memory("aten::neg", Call([torch.zeros(1).expand(2, 3)], {}))  # it is only read
+    assert aliasing.has_shared_memory("aten::neg.out", Call([x], {"out": x.t()}))
+    assert aliasing.has_shared_memory("aten::neg.out", Call([x], {"out": torch.zeros(1).expand(2, 3)}))
+    assert not aliasing.has_shared_memory("aten::neg.out", Call([x], {"out": out}))
+    assert not aliasing.has_shared_memory("aten::neg", Call([torch.zeros(1).expand(2, 3)], {}))  # it is only read
     assert allowed.is_elsewhere("aten::empty.memory_format", Call([[2]], {}))  # nothing says where
     assert allowed.is_elsewhere("aten::block_diag.out", Call([[]], {"out": out}))  # nothing but out= does
     assert not allowed.is_elsewhere("aten::block_diag.out", Call([[x]], {"out": out}))
     assert allowed.is_elsewhere("aten::add.Tensor", Call([x, Stays(x)], {}))
     assert allowed.is_elsewhere("aten::neg", Call([x], {}, alone=True))
     assert not allowed.is_elsewhere("aten::neg", Call([x], {}))
-    assert allowed.is_read_and_written("aten::neg.out", Call([shared := x[:1].expand(2, 3)], {"out": shared}))
-    assert not allowed.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
-    assert allowed.writes_an_input("aten::neg.out", Call([x], {"out": x}))
-    assert not allowed.writes_an_input("aten::neg.out", Call([x], {"out": out}))
+    assert aliasing.is_read_and_written("aten::neg.out", Call([shared := x[:1].expand(2, 3)], {"out": shared}))
+    assert not aliasing.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
+    assert aliasing.writes_an_input("aten::neg.out", Call([x], {"out": x}))
+    assert not aliasing.writes_an_input("aten::neg.out", Call([x], {"out": out}))
 
 
 def test_rules_about_the_cpu_are_narrow():
     x = torch.rand(3, 4)
-    assert allowed.takes_it_plain("aten::neg", Call([x], {})) and not allowed.takes_it_plain(
+    assert contiguous.takes_it_plain("aten::neg", Call([x], {})) and not contiguous.takes_it_plain(
         "aten::neg", Call([None], {})
     )
-    assert allowed.plain_error("aten::add.Tensor", Call([x, torch.rand(5)], {}))
-    assert allowed.plain_error("aten::neg", Call([x], {})) is None
+    assert contiguous.plain_error("aten::add.Tensor", Call([x, torch.rand(5)], {}))
+    assert contiguous.plain_error("aten::neg", Call([x], {})) is None
     grown = outcome("aten::cat", Call([[x, x]], {}))
     (grown.value, _), _ = grown.value
-    assert allowed.grows(grown, Call([[x, x]], {})) and not allowed.grows(grown, Call([torch.rand(99)], {}))
-    assert allowed.returns_another(opinfo.Outcome(((x, {"out": x.clone()}), None)))
-    assert not allowed.returns_another(opinfo.Outcome(((x, {"out": x}), None)))
-    assert not allowed.returns_another(opinfo.Outcome(((x, {}), None)))
+    assert aliasing.grows(grown, Call([[x, x]], {})) and not aliasing.grows(grown, Call([torch.rand(99)], {}))
+    assert aliasing.returns_another(opinfo.Outcome(((x, {"out": x.clone()}), None)))
+    assert not aliasing.returns_another(opinfo.Outcome(((x, {"out": x}), None)))
+    assert not aliasing.returns_another(opinfo.Outcome(((x, {}), None)))
 
 
 def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
     x = torch.rand(3, 4)
     call = Call([x.t()], {})
     plain, same, other = outcome("aten::neg", call), outcome("aten::neg", call), outcome("aten::abs", call)
-    assert not allowed.differs_when_plain("aten::neg", call, plain, same, "cpu")
-    assert allowed.differs_when_plain("aten::neg", call, plain, other, "cpu")
+    assert not contiguous.differs_when_plain("aten::neg", call, plain, same, "cpu")
+    assert contiguous.differs_when_plain("aten::neg", call, plain, other, "cpu")
     shared = Call([x, x.t()], {})
-    assert not allowed.differs_when_plain("aten::add_.Tensor", shared, plain, other, "cpu")  # its order decides
+    assert not contiguous.differs_when_plain("aten::add_.Tensor", shared, plain, other, "cpu")  # its order decides
 
 
 @pytest.mark.parametrize(
@@ -458,9 +469,9 @@ def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
         (allowed.MEMORY, "DefaultCPUAllocator: can't allocate memory", "expected 2 dimensions"),
         (allowed.LACKS_MEMORY, "CPU out of memory", "Storage size calculation overflowed"),
         (allowed.OUT_OF_BOUNDS, "index 4 is out of bounds for dimension 0", "Dimension out of range"),
-        (allowed.CHECKED_BY_DEVICE["aten::quantile"][0], "quantile() q values must be in [0, 1]", "quantile() input"),
-        (allowed.CHECKED_BY_DEVICE["aten::scalar_tensor"][0], "a sparse layout", "an empty tensor"),
-        (allowed.CHECKED_BY_DEVICE["aten::quantize_per_channel.out"][0], "cannot be resized", "scales"),
+        (tables.CHECKED_BY_DEVICE["aten::quantile"][0], "quantile() q values must be in [0, 1]", "quantile() input"),
+        (tables.CHECKED_BY_DEVICE["aten::scalar_tensor"][0], "a sparse layout", "an empty tensor"),
+        (tables.CHECKED_BY_DEVICE["aten::quantize_per_channel.out"][0], "cannot be resized", "scales"),
     ],
 )
 def test_errors_that_rules_allow(pattern, allows, refuses):
@@ -513,15 +524,15 @@ def test_an_out_tensor_that_is_an_input():
 def test_what_the_cpu_leaves_undefined_is_allowed():
     x = torch.rand(2, 3)
     overlaps = Call([x], {"out": x.t()})
-    assert allowed.is_read_and_written("aten::neg.out", overlaps)
-    assert not allowed.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
+    assert aliasing.is_read_and_written("aten::neg.out", overlaps)
+    assert not aliasing.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
     legendre, nan = "aten::special_legendre_polynomial_p", x.clone()
     nan[0] = torch.nan
     pairs = [(torch.zeros(2, 3), torch.stack([x[0], torch.zeros(3)]))]
-    assert allowed.is_undefined_for_nan(legendre, Call([nan, 2], {}), pairs)
-    assert not allowed.is_undefined_for_nan(legendre, Call([nan.flip(0), 2], {}), pairs)  # other elements differ
-    assert not allowed.is_undefined_for_nan(legendre, Call([x, 2], {}), pairs)
-    assert not allowed.is_undefined_for_nan("aten::add.Tensor", Call([nan, 2], {}), pairs)
+    assert numerics.is_undefined_for_nan(legendre, Call([nan, 2], {}), pairs)
+    assert not numerics.is_undefined_for_nan(legendre, Call([nan.flip(0), 2], {}), pairs)  # other elements differ
+    assert not numerics.is_undefined_for_nan(legendre, Call([x, 2], {}), pairs)
+    assert not numerics.is_undefined_for_nan("aten::add.Tensor", Call([nan, 2], {}), pairs)
 
 
 def test_infinite_arguments_may_give_inf_or_nan():
@@ -530,10 +541,10 @@ def test_infinite_arguments_may_give_inf_or_nan():
         torch.tensor([torch.inf, 1.0]),
         torch.tensor([torch.nan, 1.0]),
     )
-    assert allowed.is_infinite_on_both_sides(call, [(inf, nan)])
-    assert not allowed.is_infinite_on_both_sides(call, [(inf, nan.flip(0))])
-    assert not allowed.is_infinite_on_both_sides(call, [(inf, torch.tensor([-torch.inf, 1.0]))])
-    assert not allowed.is_infinite_on_both_sides(Call([torch.ones(1)], {}), [(inf, nan)])
+    assert numerics.is_infinite_on_both_sides(call, [(inf, nan)])
+    assert not numerics.is_infinite_on_both_sides(call, [(inf, nan.flip(0))])
+    assert not numerics.is_infinite_on_both_sides(call, [(inf, torch.tensor([-torch.inf, 1.0]))])
+    assert not numerics.is_infinite_on_both_sides(Call([torch.ones(1)], {}), [(inf, nan)])
 
 
 def test_terms_that_cancel_are_rounded_at_their_own_size():
@@ -541,16 +552,18 @@ def test_terms_that_cancel_are_rounded_at_their_own_size():
         return [(torch.zeros(2).to(dtype), torch.tensor([difference, 0]).to(dtype))]
 
     call = Call([torch.tensor([2.0]).bfloat16()], {})
-    assert allowed.rounds(call, pair(0.01)) and not allowed.rounds(call, pair(0.1))
-    assert not allowed.rounds(call, pair(0.01, torch.float32)) and not allowed.rounds(call, [])
-    assert not allowed.rounds(Call([torch.tensor([1e30]).bfloat16()], {}), pair(1.0))  # or every value would pass
+    assert numerics.rounds(call, pair(0.01)) and not numerics.rounds(call, pair(0.1))
+    assert not numerics.rounds(call, pair(0.01, torch.float32)) and not numerics.rounds(call, [])
+    assert not numerics.rounds(Call([torch.tensor([1e30]).bfloat16()], {}), pair(1.0))  # or every value would pass
 
 
 def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
     a, b = torch.eye(5), torch.rand(1, 2, 5, 5)
-    assert allowed.doubtful("aten::_cholesky_solve_helper.out", Call([a, b, True], {"out": b.clone()}), is_plain=True)
-    assert not allowed.doubtful("aten::neg", Call([a], {}), is_plain=True)
-    assert not allowed.doubtful("aten::neg.out", Call([a.t()], {"out": a.clone()}), is_plain=True)
+    assert contiguous.doubtful(
+        "aten::_cholesky_solve_helper.out", Call([a, b, True], {"out": b.clone()}), is_plain=True
+    )
+    assert not contiguous.doubtful("aten::neg", Call([a], {}), is_plain=True)
+    assert not contiguous.doubtful("aten::neg.out", Call([a.t()], {"out": a.clone()}), is_plain=True)
 
 
 def test_a_kernel_whose_errors_change_with_the_memory_around_its_arguments_reads_beyond_them():
@@ -602,7 +615,7 @@ def test_errors_that_depend_on_the_call_are_allowed_for_that_call_only():
         assert not allowed.refuses_gradient("aten::neg", call, refused)
 
     call = Call([x, torch.rand(5)], {})
-    message = opinfo.first_line(allowed.plain_error("aten::add.Tensor", call))
+    message = opinfo.first_line(contiguous.plain_error("aten::add.Tensor", call))
     assert allowed.raises_when_plain("aten::add.Tensor", call, message)
     assert not allowed.raises_when_plain("aten::add.Tensor", call, "RuntimeError: the device cannot do this")
     assert not allowed.raises_when_plain("aten::as_strided", Call([x[:, :4], [4, 6], [8, 1]], {}), message)
@@ -628,8 +641,8 @@ def test_short_paddings():
 
 
 def test_values_that_depend_on_the_layout_are_allowed_for_those_values_only():
-    assert allowed._has_denormals(torch.tensor([1e-40])) and not allowed._has_denormals(torch.tensor([0.0, 1.0]))
-    assert allowed.DETERMINANTS.match("aten::linalg_slogdet") and not allowed.DETERMINANTS.match("aten::detach")
+    assert contiguous._has_denormals(torch.tensor([1e-40])) and not contiguous._has_denormals(torch.tensor([0.0, 1.0]))
+    assert tables.DETERMINANTS.match("aten::linalg_slogdet") and not tables.DETERMINANTS.match("aten::detach")
 
 
 @pytest.mark.parametrize("doubted", ["a::b", "a::c"])
@@ -658,9 +671,11 @@ def test_a_crash_after_a_call_that_damaged_memory(doubted):
 
 def test_differences_after_an_overflow_are_allowed():
     large, nan = Call([torch.tensor([3e38])], {}), torch.tensor([torch.nan])
-    assert allowed.overflows(large, [(nan, torch.ones(1))])
-    assert not allowed.overflows(large, [(torch.zeros(2), torch.tensor([torch.nan, 1.0]))])
-    assert not allowed.overflows(Call([torch.ones(1)], {}), [(nan, torch.ones(1))]) and not allowed.overflows(large, [])
+    assert numerics.overflows(large, [(nan, torch.ones(1))])
+    assert not numerics.overflows(large, [(torch.zeros(2), torch.tensor([torch.nan, 1.0]))])
+    assert not numerics.overflows(Call([torch.ones(1)], {}), [(nan, torch.ones(1))]) and not numerics.overflows(
+        large, []
+    )
 
 
 def test_what_is_listed_reaches_the_device():

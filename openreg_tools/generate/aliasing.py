@@ -1,0 +1,121 @@
+"""Arguments that share memory, and calls that write beyond it or make it grow."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from openreg_tools.conformance import opinfo, schemas, survey
+from openreg_tools.conformance.calls import Call, StorageOf, writes_beyond
+from openreg_tools.generate import changes
+
+__all__ = [
+    "READ_AND_WRITTEN",
+    "RETURNS_ANOTHER",
+    "damages",
+    "grows",
+    "has_shared_memory",
+    "is_memory_separate",
+    "is_read_and_written",
+    "overlaps_itself",
+    "returns_another",
+    "writes_an_input",
+]
+
+READ_AND_WRITTEN = "memory is written to that is also read in other places, which PyTorch does not detect"
+RETURNS_ANOTHER = "the CPU's kernel returns another tensor instead of writing to out="
+
+
+def grows(outcome: opinfo.Outcome, call: Call) -> bool:
+    """Whether a result has more memory than any argument: a call of `set_` makes a storage grow, which leaves the new part
+    uninitialized.
+    """
+    leaves = tree_leaves((call.args, call.kwargs))
+    given = [
+        (x.tensor if isinstance(x, StorageOf) else x).untyped_storage().nbytes() for x in leaves if _has_storage(x)
+    ]
+    results = [x for x in tree_leaves(outcome.value) if _has_storage(x)]
+    return any(x.untyped_storage().nbytes() > max(given, default=0) for x in results)
+
+
+def returns_another(cpu: opinfo.Outcome) -> bool:
+    """Whether the CPU returned a tensor other than the out= tensors that it was given."""
+    (out, written), _ = cpu.value
+    results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+    return bool(written) and any(all(x is not each for each in tree_leaves(written)) for x in results)
+
+
+def has_shared_memory(name: str, call: Call) -> bool:
+    """Whether an argument that is written shares memory with another argument, or has elements that share memory."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    written = [leaves[each["at"]] for each in changes.profile(name, call) if each.get("written")]
+    return not is_memory_separate(name, call) or any(map(overlaps_itself, written))
+
+
+def _has_storage(x: Any) -> bool:
+    return isinstance(x, StorageOf) or isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+
+
+def is_memory_separate(name: str, call: Call) -> bool:
+    """Whether every tensor argument is plain, and no written argument shares its storage with another argument."""
+    written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
+    tensors = {
+        id(leaf): (leaf, i in written)
+        for i, leaf in enumerate(tree_leaves((call.args, call.kwargs)))
+        if isinstance(leaf, torch.Tensor)
+    }
+    if not all(changes._is_plain(leaf) for leaf, _ in tensors.values()):
+        return False
+    storages = collections.Counter(leaf.untyped_storage()._cdata for leaf, _ in tensors.values())
+    return all(storages[leaf.untyped_storage()._cdata] == 1 for leaf, is_written in tensors.values() if is_written)
+
+
+def writes_an_input(name: str, call: Call) -> bool:
+    """Whether one tensor is both an input and an out= tensor."""
+    leaves = tree_leaves((call.args, call.kwargs))
+    outs = [each["at"] for each in changes.profile(name, call) if each.get("out")]
+    return any(leaves[i] is other for i in outs for j, other in enumerate(leaves) if i != j)
+
+
+def is_read_and_written(name: str, call: Call) -> bool:
+    """Whether an argument that is written shares memory with another that is a different view of it, or that has elements
+    that share memory.
+
+    PyTorch refuses such calls, but only if both arguments are dense. The results depend on the order of the elements.
+    """
+    leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs))]
+    written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
+
+    def view(t: torch.Tensor) -> tuple[Any, ...]:
+        return t.shape, t.stride(), t.storage_offset(), t.dtype
+
+    return any(
+        changes._is_plain(other)
+        and other.untyped_storage()._cdata == leaves[i].untyped_storage()._cdata
+        and (view(other) != view(leaves[i]) or i != j and overlaps_itself(other))
+        for i in written
+        for j, other in enumerate(leaves)
+    )
+
+
+def overlaps_itself(t: torch.Tensor) -> bool:
+    """Whether two elements share memory."""
+    if not changes._is_plain(t) or not t.numel():
+        return False
+    where = torch.arange(t.untyped_storage().nbytes() // t.element_size())
+    return where.as_strided(t.shape, t.stride(), t.storage_offset()).unique().numel() < t.numel()
+
+
+def damages(name: str, call: Call) -> bool:
+    """Whether the CPU's kernel writes beyond its arguments, or ends the process."""
+
+    def check(_: int) -> None:
+        if writes_beyond(functools.partial(schemas._call, name, call)):
+            raise ValueError
+
+    (_, outcome), *_ = survey.survey(1, check) or [(0, survey.Outcome("crashed"))]
+    return outcome.kind != "returned"

@@ -1,0 +1,221 @@
+"""The same call with each argument in contiguous memory of its own: what a kernel would receive if layouts did not matter."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from openreg_tools.conformance import generated, opinfo, schemas, survey
+from openreg_tools.conformance.calls import Call, Move, stays_within
+from openreg_tools.generate import aliasing, changes, numerics, tables
+
+__all__ = [
+    "BYTES",
+    "Plain",
+    "called",
+    "differences",
+    "differs_when_plain",
+    "doubtful",
+    "in_plain_memory",
+    "plain_error",
+    "takes_it_plain",
+]
+
+BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
+_OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
+
+
+class Plain(Move):
+    """Copies in separate contiguous memory: what a kernel would receive if layouts did not matter."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            return super().copy(tensor)
+        return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
+    """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
+    with survey.at_most(BYTES):
+        out, written = schemas._call(name, call, move)
+        if move.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(move.device)
+    return (out, written), move
+
+
+def takes_it_plain(name: str, call: Call) -> opinfo.Outcome | None:
+    """The CPU's outcome if each argument is contiguous and has its own memory, unless it refuses that too."""
+    plain = _run_plain(name, call)
+    return plain if plain.error is None else None
+
+
+def plain_error(name: str, call: Call) -> BaseException | None:
+    """The CPU's error if each argument is contiguous and has its own memory, as the device may pass them to a kernel."""
+    return _run_plain(name, call).error
+
+
+def _run_plain(name: str, call: Call) -> opinfo.Outcome:
+    return opinfo.run(functools.partial(called, name, call, Plain("cpu")), "cpu")
+
+
+def differs_when_plain(name: str, call: Call, plain: opinfo.Outcome, there: opinfo.Outcome, device: str) -> str:
+    """How the device's results differ from the CPU's in contiguous memory, where the memory of the arguments is separate."""
+    if not aliasing.is_memory_separate(name, call) or any(map(aliasing.overlaps_itself, _tensors(call))):
+        return ""
+    there = dataclasses.replace(there, value=there.value[0], mover=there.value[1])
+    found = differences(name, call, plain, there, device)
+    return found[0].message if found else ""
+
+
+def doubtful(name: str, call: Call, is_plain: bool, emptied: bool = True) -> str:
+    """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary from call to call.
+
+    Args:
+        is_plain: whether the expected results are those in contiguous memory.
+        emptied: whether to call it with empty out= tensors too, because guarded memory cannot be resized.
+    """
+    outs = [each["at"] for each in changes.profile(name, call) if each.get("out")]
+    calls = [call]
+    if outs and emptied:
+        calls.append(changes.changed(name, call, [["out", i, "empty"] for i in outs]))
+    if is_plain:
+        calls += [_plain(each) for each in calls]
+    elif _differs_plain(name, call):
+        return "the CPU's kernel gives different results in contiguous memory"
+    (_, outcome), *_ = survey.survey(
+        1, lambda _: [_checked(functools.partial(schemas._call, name, each)) for each in calls]
+    ) or [(0, survey.Outcome("crashed"))]
+    if outcome.kind == "returned":
+        return ""
+    return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
+
+
+def _plain(call: Call) -> Call:
+    """The call with each tensor in contiguous memory of its own."""
+    move = Plain("cpu")
+
+    def moved(x: Any) -> Any:
+        return move.tensor(x) if isinstance(x, torch.Tensor) else x
+
+    return Call(tree_map(moved, call.args), tree_map(moved, call.kwargs), call.alone)
+
+
+def _checked(within: Callable[[Move], Any]) -> None:
+    if not stays_within(within, resizes=True):
+        raise ValueError
+
+
+def _differs_plain(name: str, call: Call) -> bool:
+    """Whether the CPU's results change if the same values are in separate contiguous memory."""
+    if not aliasing.is_memory_separate(name, call):
+        return False
+    as_is = opinfo.run(functools.partial(called, name, call, Move("cpu")), "cpu")
+    plain = _run_plain(name, call)
+    if as_is.error or plain.error:
+        return False
+    as_is.value, as_is.mover = as_is.value
+    return bool(differences(name, call, plain, as_is, "cpu"))
+
+
+def differences(
+    name: str, call: Call, plain: opinfo.Outcome, other: opinfo.Outcome, device: str
+) -> list[opinfo.Failure]:
+    """How the values and shapes of `other` differ from the results of a call in contiguous memory."""
+    report = opinfo.Report()
+    expected = opinfo.Outcome(plain.value[0], mover=plain.value[1])
+    if name in tables.ROOTS:
+        expected, other = (
+            dataclasses.replace(each, value=tree_map(_squared, each.value)) for each in (expected, other)
+        )
+    comparison = opinfo.Comparison(report, "generated", -1, device, True)
+    comparison.computed_in = _computed_in(name, call)
+    comparison.results(expected, other)
+    if numerics.rounds(call, comparison.unequal):  # a half type, in another order
+        report.failures = [failure for failure in report.failures if failure.kind != "value"]
+    found = [failure for failure in report.failures if failure.kind in ("value", "shape", "rng")]
+    for failure in found:
+        failure.message = f"as the CPU computes in contiguous memory, {failure.message}"
+    return found
+
+
+def _squared(x: Any) -> Any:
+    return x * x.abs() if isinstance(x, torch.Tensor) else x  # with its sign
+
+
+def _computed_in(name: str, call: Call) -> torch.dtype | None:
+    """The floating-point dtype that the inputs promote to, in which an operator computes before it converts to out=."""
+    given = changes.given_to(name, call)
+    inputs = tree_leaves([value for argument, value in given if not argument.is_out])
+    dtypes = [x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return (
+        functools.reduce(torch.promote_types, dtypes)
+        if dtypes and len(inputs) < len(tree_leaves([v for _, v in given]))
+        else None
+    )
+
+
+def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcome | None:
+    """The CPU's results in contiguous memory, if the call should have given them and did not.
+
+    Some of the CPU's kernels ignore strides. A device that shares such a kernel gives the same wrong results.
+    """
+    tensors = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
+    if all(not changes._is_plain(each) or each.is_contiguous() for each in tensors) or tables.ABOUT_MEMORY.match(name):
+        return None
+    if name.partition(".")[0] in tables.IGNORES_STRIDES:
+        return None
+    if tables.BATCH_NORM.match(name) and not _fits_channels(name, call):
+        return None
+    if tables.DETERMINANTS.match(name) and any(map(_has_denormals, tensors)):
+        return None
+    if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
+        return None  # random numbers are drawn in the order of the memory
+    numbers = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, float)]
+    if (
+        not aliasing.is_memory_separate(name, call)
+        or not all(map(_is_ordinary, tensors))
+        or not all(map(math.isfinite, numbers))
+    ):
+        return None
+    twice = [each for each, count in collections.Counter(map(id, tensors)).items() if count > 1]
+    if any(cpu.mover.tensors[id(each)].shape != each.shape for each in tensors if id(each) in twice):
+        return None  # it is an argument and the out= tensor that is resized
+    plain = _run_plain(name, call)
+    return plain if plain.error is None and differences(name, call, plain, cpu, "cpu") else None
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
+
+
+def _fits_channels(name: str, call: Call) -> bool:
+    """Whether the arguments of a batch norm have the shapes that it expects but does not check."""
+    given = {argument.name: value for argument, value in changes.given_to(name, call)}
+    shape, gradient = given["input"].shape, given.get("grad_out")
+    unused = () if given.get("train", given.get("training", True)) else ("save_mean", "save_invstd", "save_var")
+    shapes = {each: given[each].shape for each in _OF_CHANNELS if given.get(each) is not None}
+    return (gradient is None or gradient.shape == shape) and all(
+        each == shape[1:2] or which in unused and each.numel() == 0 for which, each in shapes.items()
+    )
+
+
+def _has_denormals(x: torch.Tensor) -> bool:
+    x = numerics.widened(x.detach().resolve_conj().resolve_neg()).abs()
+    return bool(((x > 0) & (x < torch.finfo(torch.float32).tiny)).any())
+
+
+def _is_ordinary(t: torch.Tensor) -> bool:
+    """Whether no two elements share memory, and sums of elements are finite in any order."""
+    if not t.numel():
+        return True
+    if aliasing.overlaps_itself(t):
+        return False
+    x = numerics.widened(t.detach().resolve_conj().resolve_neg())
+    return not (x.is_floating_point() or x.is_complex()) or bool((x.abs() < 1e4).all())
