@@ -54,11 +54,14 @@ class RequiresGrad:
 class Move(opinfo.Mover):
     """Takes the arguments of a `Call` to a device."""
 
+    host: Move | None = None  # for tensors that stay on the CPU: a call may write to them
+
     def __call__(self, value: Any) -> Any:
         if isinstance(value, StorageOf):
             return self.tensor(value.tensor).untyped_storage()
         if isinstance(value, Stays):
-            return value.tensor
+            self.host = self.host or Move("cpu")
+            return self.host.tensor(value.tensor)
         if isinstance(value, RequiresGrad):
             return self.tensor(value.tensor).requires_grad_()
         if isinstance(value, torch.ScriptObject):

@@ -26,20 +26,16 @@ __all__ = [
     "writes_an_input",
 ]
 
-READ_AND_WRITTEN = "memory is written to that is also read in other places, which PyTorch does not detect"
+READ_AND_WRITTEN = "memory is written to that is also read or written in other places, which PyTorch does not detect"
 RETURNS_ANOTHER = "the CPU's kernel returns another tensor instead of writing to out="
 
 
 def grows(outcome: opinfo.Outcome, call: Call) -> bool:
-    """Whether a result has more memory than any argument: a call of `set_` makes a storage grow, which leaves the new part
-    uninitialized.
-    """
+    """Whether the call made the memory of its source larger, as `set_` does, which leaves the new part uninitialized."""
     leaves = tree_leaves((call.args, call.kwargs))
-    given = [
-        (x.tensor if isinstance(x, StorageOf) else x).untyped_storage().nbytes() for x in leaves if _has_storage(x)
-    ]
-    results = [x for x in tree_leaves(outcome.value) if _has_storage(x)]
-    return any(x.untyped_storage().nbytes() > max(given, default=0) for x in results)
+    sources = [x.tensor if isinstance(x, StorageOf) else x for x in leaves[1:] if _has_storage(x)]
+    moved = outcome.mover.tensors
+    return any(moved[id(x)].untyped_storage().nbytes() > x.untyped_storage().nbytes() for x in sources)
 
 
 def returns_another(cpu: opinfo.Outcome) -> bool:
@@ -85,9 +81,10 @@ def is_read_and_written(name: str, call: Call) -> bool:
     """Whether an argument that is written shares memory with another that is a different view of it, or that has elements
     that share memory.
 
-    PyTorch refuses such calls, but only if both arguments are dense. The results depend on the order of the elements.
+    PyTorch refuses such calls, but only if both arguments are dense, and not in every kernel. The results depend on the
+    order of the elements.
     """
-    leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs))]
+    leaves = tree_leaves((call.args, call.kwargs))
     written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
 
     def view(t: torch.Tensor) -> tuple[Any, ...]:
@@ -96,9 +93,9 @@ def is_read_and_written(name: str, call: Call) -> bool:
     return any(
         changes._is_plain(other)
         and other.untyped_storage()._cdata == leaves[i].untyped_storage()._cdata
-        and (view(other) != view(leaves[i]) or i != j and overlaps_itself(other))
+        and (view(other) != view(leaves[i]) or overlaps_itself(other))
         for i in written
-        for j, other in enumerate(leaves)
+        for other in leaves
     )
 
 

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,12 +88,18 @@ def doubtful(name: str, call: Call, is_plain: bool, emptied: bool = True) -> str
         calls += [_plain(each) for each in calls]
     elif _differs_plain(name, call):
         return "the CPU's kernel gives different results in contiguous memory"
-    (_, outcome), *_ = survey.survey(
-        1, lambda _: [_checked(functools.partial(schemas._call, name, each)) for each in calls]
-    ) or [(0, survey.Outcome("crashed"))]
+
+    def check(_: int) -> None:
+        if not all(stays_within(functools.partial(schemas._call, name, each), resizes=True) for each in calls):
+            raise ValueError
+        ran = opinfo.run(functools.partial(called, name, call, Move("cpu")), "cpu")
+        if ran.error is None and _resizes_an_input(call, ran.value[1]):
+            raise ValueError
+
+    (_, outcome), *_ = survey.survey(1, check) or [(0, survey.Outcome("crashed"))]
     if outcome.kind == "returned":
         return ""
-    return "the CPU's kernel reads or writes beyond its arguments, or changes from call to call"
+    return "the CPU's kernel reads or writes beyond its arguments, changes from call to call, or resizes an input"
 
 
 def _plain(call: Call) -> Call:
@@ -107,9 +112,11 @@ def _plain(call: Call) -> Call:
     return Call(tree_map(moved, call.args), tree_map(moved, call.kwargs), call.alone)
 
 
-def _checked(within: Callable[[Move], Any]) -> None:
-    if not stays_within(within, resizes=True):
-        raise ValueError
+def _resizes_an_input(call: Call, move: Move) -> bool:
+    """Whether the call has resized an argument that is an input too: its kernel then read what the new memory held."""
+    tensors = _tensors(call)
+    twice = [each for each, count in collections.Counter(map(id, tensors)).items() if count > 1]
+    return any(move.tensors[id(each)].shape != each.shape for each in tensors if id(each) in twice)
 
 
 def _differs_plain(name: str, call: Call) -> bool:
@@ -166,14 +173,12 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
 
     Some of the CPU's kernels ignore strides. A device that shares such a kernel gives the same wrong results.
     """
-    tensors = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
+    tensors = _tensors(call)
     if all(not changes._is_plain(each) or each.is_contiguous() for each in tensors) or tables.ABOUT_MEMORY.match(name):
         return None
     if name.partition(".")[0] in tables.IGNORES_STRIDES:
         return None
     if tables.BATCH_NORM.match(name) and not _fits_channels(name, call):
-        return None
-    if tables.DETERMINANTS.match(name) and any(map(_has_denormals, tensors)):
         return None
     if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
         return None  # random numbers are drawn in the order of the memory
@@ -184,9 +189,10 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
         or not all(map(math.isfinite, numbers))
     ):
         return None
-    twice = [each for each, count in collections.Counter(map(id, tensors)).items() if count > 1]
-    if any(cpu.mover.tensors[id(each)].shape != each.shape for each in tensors if id(each) in twice):
-        return None  # it is an argument and the out= tensor that is resized
+    if tables.DETERMINANTS.match(name) and any(_has_denormals(each) or _is_singular(each) for each in tensors):
+        return None
+    if _resizes_an_input(call, cpu.mover):
+        return None
     plain = _run_plain(name, call)
     return plain if plain.error is None and differences(name, call, plain, cpu, "cpu") else None
 
@@ -204,6 +210,15 @@ def _fits_channels(name: str, call: Call) -> bool:
     return (gradient is None or gradient.shape == shape) and all(
         each == shape[1:2] or which in unused and each.numel() == 0 for which, each in shapes.items()
     )
+
+
+def _is_singular(x: torch.Tensor) -> bool:
+    """Whether rounding decides if a matrix is singular."""
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not (x.is_floating_point() or x.is_complex()):
+        return False
+    x = numerics.widened(x.detach())
+    found = torch.linalg.svdvals(x.to(torch.promote_types(x.dtype, torch.float64)))
+    return bool((found[..., -1] <= x.shape[-1] * torch.finfo(x.dtype).eps * found[..., 0]).any())
 
 
 def _has_denormals(x: torch.Tensor) -> bool:

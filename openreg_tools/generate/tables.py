@@ -102,7 +102,7 @@ IGNORES_STRIDES: dict[str, str] = {
 # They do not check this, and otherwise the result depends on the layouts.
 BATCH_NORM = re.compile(r"aten::(_batch_norm_(no|with)_update|_?native_batch_norm|batch_norm_backward\b)")
 
-# Operators that factor a contiguous matrix as its transpose: with denormal elements, one of the two may be singular.
+# Operators that factor a contiguous matrix as its transpose: rounding, or denormal elements, may make one of the two singular.
 DETERMINANTS = re.compile(r"aten::(linalg_)?(log|slog)?det(\.|$)")
 
 # Operators whose results are compared squared: they take the root of a difference, and near zero that enlarges its rounding.

@@ -243,6 +243,9 @@ def test_sizes_and_aliases():
     assert x is y
     x, y, alpha = changed(("host", 1), ("number", 2, {"complex": [0, 1]}))
     assert isinstance(y, Stays) and y.tensor.shape == () and alpha == 1j
+    move = calls.Move("openreg")
+    moved = move(y).fill_(5)
+    assert moved.device.type == "cpu" and move(y) is moved and y.tensor != 5  # the other side gets the number as it was
 
 
 def test_a_program_builds_the_arguments_again():
@@ -323,7 +326,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::_lazy_clone", [("garbage", 0)], 0, "equal"),  # a quantized result without a quantizer
         ("aten::_grouped_mm", [("offset", 0, 1)], 0, "allowed"),
         ("aten::max_pool1d", [("garbage", 13)], 0, "allowed"),
-        ("aten::set_data", [("garbage", 59)], 0, "allowed"),
+        ("aten::set_data", [("garbage", 59)], 0, "equal"),
         ("aten::addr_", [("shape", 0, "first of size 1")], 0, "allowed"),
         ("aten::full.out", [("number", 0, -1), ("sizes", 3, 0)], 0, "allowed"),
         ("aten::_weight_norm_interface_backward.out", [("layout", 2, "reversed"), ("garbage", 10)], 0, "both raised"),
@@ -445,9 +448,11 @@ def test_rules_about_the_cpu_are_narrow():
     )
     assert contiguous.plain_error("aten::add.Tensor", Call([x, torch.rand(5)], {}))
     assert contiguous.plain_error("aten::neg", Call([x], {})) is None
-    grown = outcome("aten::cat", Call([[x, x]], {}))
-    (grown.value, _), _ = grown.value
-    assert aliasing.grows(grown, Call([[x, x]], {})) and not aliasing.grows(grown, Call([torch.rand(99)], {}))
+    for size, grown in ((9, True), (2, False)):  # of a source of 3, whatever the first argument had
+        call = Call([torch.zeros(99), torch.zeros(3), 0, [size]], {})
+        ran = outcome("aten::set_.source_Tensor_storage_offset", call)
+        ran.value, ran.mover = ran.value
+        assert aliasing.grows(ran, call) is grown
     assert aliasing.returns_another(opinfo.Outcome(((x, {"out": x.clone()}), None)))
     assert not aliasing.returns_another(opinfo.Outcome(((x, {"out": x}), None)))
     assert not aliasing.returns_another(opinfo.Outcome(((x, {}), None)))
@@ -524,6 +529,7 @@ def test_an_out_tensor_that_is_an_input():
 def test_what_the_cpu_leaves_undefined_is_allowed():
     x = torch.rand(2, 3)
     overlaps = Call([x], {"out": x.t()})
+    assert aliasing.is_read_and_written("aten::neg.out", Call([x], {"out": torch.zeros(4).as_strided((2, 3), (1, 1))}))
     assert aliasing.is_read_and_written("aten::neg.out", overlaps)
     assert not aliasing.is_read_and_written("aten::neg.out", Call([x], {"out": x}))
     legendre, nan = "aten::special_legendre_polynomial_p", x.clone()
@@ -564,6 +570,16 @@ def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
     )
     assert not contiguous.doubtful("aten::neg", Call([a], {}), is_plain=True)
     assert not contiguous.doubtful("aten::neg.out", Call([a.t()], {"out": a.clone()}), is_plain=True)
+
+
+def test_a_kernel_that_resizes_its_input_reads_new_memory():
+    convert, x = "aten::_convert_indices_from_coo_to_csr.out", torch.tensor(1)
+    assert contiguous.doubtful(convert, Call([x, 1], {"out": x}), is_plain=True)
+    assert not contiguous.doubtful(
+        convert, Call([torch.tensor([0, 0]), 1], {"out": torch.zeros((), dtype=torch.long)}), True
+    )
+    fits = torch.tensor([0, 1])
+    assert not contiguous.doubtful("aten::neg.out", Call([fits], {"out": fits}), is_plain=True)
 
 
 def test_a_kernel_whose_errors_change_with_the_memory_around_its_arguments_reads_beyond_them():
@@ -642,6 +658,9 @@ def test_short_paddings():
 
 def test_values_that_depend_on_the_layout_are_allowed_for_those_values_only():
     assert contiguous._has_denormals(torch.tensor([1e-40])) and not contiguous._has_denormals(torch.tensor([0.0, 1.0]))
+    equal_rows = torch.tensor([[0.3, 0.6], [0.3, 0.6]])
+    assert contiguous._is_singular(equal_rows) and contiguous._is_singular(equal_rows.expand(3, 2, 2).cfloat())
+    assert not contiguous._is_singular(equal_rows + 0.1 * torch.eye(2)) and not contiguous._is_singular(equal_rows[:1])
     assert tables.DETERMINANTS.match("aten::linalg_slogdet") and not tables.DETERMINANTS.match("aten::detach")
 
 
