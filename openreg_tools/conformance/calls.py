@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from openreg_tools.conformance import opinfo
 
-__all__ = ["Call", "Move", "RequiresGrad", "Stays", "StorageOf", "stays_within", "writes_beyond"]
+__all__ = ["Call", "Move", "Packed", "RequiresGrad", "Stays", "StorageOf", "stays_within", "writes_beyond"]
 
 
 @dataclasses.dataclass
@@ -44,6 +44,10 @@ class Stays:
     tensor: torch.Tensor
 
 
+class Packed(Stays):
+    """A tensor whose memory holds an object of C++, such as fbgemm's packed weights, and therefore cannot be copied."""
+
+
 @dataclasses.dataclass
 class RequiresGrad:
     """A tensor that requires a gradient after the move."""
@@ -59,6 +63,8 @@ class Move(opinfo.Mover):
     def __call__(self, value: Any) -> Any:
         if isinstance(value, StorageOf):
             return self.tensor(value.tensor).untyped_storage()
+        if isinstance(value, Packed):
+            return value.tensor
         if isinstance(value, Stays):
             self.host = self.host or Move("cpu")
             return self.host.tensor(value.tensor)
@@ -89,7 +95,9 @@ class _Guarded(Move):
         self.guard, self.memory = bytes([value]), []
 
     def __call__(self, value: Any) -> Any:
-        return self.tensor(value.tensor) if isinstance(value, Stays) else super().__call__(value)
+        if isinstance(value, Stays) and not isinstance(value, Packed):
+            return self.tensor(value.tensor)
+        return super().__call__(value)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         lazy = tensor.is_conj() or tensor.is_neg()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from openreg_tools.conformance.calls import Call, RequiresGrad, Stays, StorageOf
+from openreg_tools.conformance.calls import Call, Packed, RequiresGrad, Stays, StorageOf
 
 __all__ = ["RECIPES"]
 
@@ -217,7 +217,7 @@ def _scaled() -> list[torch.Tensor]:
 def _fbgemm(gates: int, size: int) -> tuple[torch.Tensor, Stays, torch.Tensor, float, int]:
     """A weight of 5 features for each gate: quantized, packed, and the sums of its columns, its scale and zero point."""
     weight, sums, scale, zero_point = torch.fbgemm_linear_quantize_weight(torch.rand(gates * 5, size))
-    return weight, Stays(torch.fbgemm_pack_quantized_matrix(weight)), sums, scale, zero_point
+    return weight, Packed(torch.fbgemm_pack_quantized_matrix(weight)), sums, scale, zero_point
 
 
 def _quantized_cell(gates: int, lstm: bool) -> Call:
@@ -234,7 +234,7 @@ def _linear_int8() -> Call:
 
 
 def _linear_fp16(*out: torch.Tensor) -> Call:
-    return _of(torch.rand(2, 3), Stays(torch.fbgemm_pack_gemm_matrix_fp16(torch.rand(5, 3))), torch.rand(5), *out)
+    return _of(torch.rand(2, 3), Packed(torch.fbgemm_pack_gemm_matrix_fp16(torch.rand(5, 3))), torch.rand(5), *out)
 
 
 def _observed() -> Call:
@@ -483,7 +483,7 @@ RECIPES: dict[str, Callable[[], Call]] = {
     ),
     "aten::_wrapped_quantized_linear_prepacked": lambda: _of(
         torch.rand(2, 3), torch.tensor(0.1), torch.tensor(0),
-        Stays(torch.ops.aten._wrapped_linear_prepack(torch.rand(5, 3), torch.tensor(0.1), torch.tensor(0), torch.rand(5))),
+        Packed(torch.ops.aten._wrapped_linear_prepack(torch.rand(5, 3), torch.tensor(0.1), torch.tensor(0), torch.rand(5))),
         torch.tensor(0.2), torch.tensor(0), 5,
     ),
     "aten::_convert_weight_to_int4pack_for_cpu": lambda: _of(torch.randint(0, 15, (32, 64), dtype=torch.int32), 2),

@@ -60,9 +60,12 @@ UNCHECKED = {
     f"aten::{name}": "the public operator checks the arguments; with others, the CPU's kernel reads or writes anywhere"
     for name in ("_cummax_helper", "_cummin_helper", "_cholesky_solve_helper", "_cholesky_solve_helper.out")
 } | {
-    f"aten::fbgemm_linear_int8_weight{which}": "its packed weights have no size; with another input, the CPU's kernel reads anywhere"
-    for which in ("", "_fp32_activation")
-}
+    f"aten::{name}": "its packed weights have no size; with another input, the CPU's kernel reads anywhere"
+    for name in (
+        "fbgemm_linear_int8_weight", "fbgemm_linear_int8_weight_fp32_activation",
+        "quantized_gru_cell", "quantized_lstm_cell", "quantized_rnn_relu_cell", "quantized_rnn_tanh_cell",
+    )
+}  # fmt: skip
 
 # Operators whose results depend on the strides of their arguments, or that take a storage.
 ABOUT_MEMORY = re.compile(
