@@ -222,6 +222,7 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
             (differs, "this operator's infinities and NaN differ between devices"),
             (numerics.rounds(call, comparison.unequal), numerics.ROUNDS),
             (numerics.overflows(call, comparison.unequal), numerics.OVERFLOWS),
+            (contiguous.is_as_exact(name, call, cpu, comparison.unequal), "terms cancel, on the CPU too"),
         ):
             if is_allowed:
                 return {"end": "allowed", "note": note, "reached": True}

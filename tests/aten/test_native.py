@@ -1,11 +1,15 @@
 """The kernel that lends device memory to CPU kernels: what an alias must never leak, lose or mix up."""
 
 import gc
+import itertools
+import re
 import threading
 
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo
 
 from openreg_ops import fallback, kernels
 
@@ -345,3 +349,43 @@ def test_an_index_on_another_device_is_refused_as_on_cuda():
     for x, name in [(torch.ones(2), "cpu"), (torch.ones(2, device="openreg:0"), "openreg:0")]:
         with pytest.raises(RuntimeError, match=rf"indices should be either on cpu or on the same device .* \({name}\)"):
             x[index]
+
+
+# ---- what a composite computes ----
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
+
+
+def ends(dtype):
+    """The extremes of a dtype, with subnormal numbers and NaN."""
+    if dtype == torch.bool:
+        return torch.tensor([False, True])
+    if not dtype.is_floating_point:
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        return torch.tensor([least, least + 1, 0, 1, 7, 100, most - 1, most], dtype=dtype)
+    info, inf, nan = torch.finfo(dtype), torch.inf, torch.nan
+    subnormal = info.smallest_normal * info.eps
+    values = [info.min, -1.5, -info.tiny, -subnormal, -0.0, 0.0, subnormal, info.tiny, 1, 2.5, info.max, inf, -inf, nan]
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+# A polynomial of a degree of 2**31 takes minutes, the CPU's lcm of two least numbers divides by zero, and the jiterator
+# compiles for CUDA alone.
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(
+    "info",
+    [each for each in op_db if isinstance(each, BinaryUfuncInfo) and not re.search("polynomial|^lcm$|jiterator", each.name)],
+    ids=lambda info: info.formatted_name,
+)
+def test_binary_operators_at_the_ends_of_each_pair_of_dtypes(info):
+    """Bit for bit as on the CPU, where a composite may compute in another way if its arguments are on a device."""
+    for first, second in itertools.product(FLOATS + INTEGERS, repeat=2):
+        x, y = (each.contiguous() for each in torch.broadcast_tensors(ends(first)[:, None], ends(second)))
+        try:
+            expected = info.op(x, y)
+        except (RuntimeError, NotImplementedError) as error:
+            with pytest.raises(type(error)):
+                info.op(x.to("openreg"), y.to("openreg")).cpu()
+        else:
+            assert_close(info.op(x.to("openreg"), y.to("openreg")).cpu(), expected, rtol=0, atol=0, equal_nan=True)

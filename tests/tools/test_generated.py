@@ -563,6 +563,24 @@ def test_terms_that_cancel_are_rounded_at_their_own_size():
     assert not numerics.rounds(Call([torch.tensor([1e30]).bfloat16()], {}), pair(1.0))  # or every value would pass
 
 
+def test_float64_decides_about_terms_that_cancel():
+    name = "openreg::fused_add_rms_norm_backward"
+    call = Call([torch.tensor([0.5]), None, torch.tensor([-1.0]), torch.tensor([3e38]), 1e-3], {})
+    cpu = opinfo.run(functools.partial(contiguous.called, name, call, calls.Move("cpu")), "cpu")
+    cpu.value, _ = cpu.value
+    x = cpu.value[0][0]  # of 1.5e35: its terms have 1.5e38
+    assert contiguous.is_as_exact(name, call, cpu, [(x, x * (1 + 1e-5))])
+    assert not contiguous.is_as_exact(name, call, cpu, [(x, x * (1 + 1e-2))])
+    assert not contiguous.is_as_exact(name, call, cpu, []) and not contiguous.is_as_exact(
+        name, call, cpu, [(x.bfloat16(), x.bfloat16() * 1.1)]
+    )
+    well = Call([torch.tensor([0.5, 0.1]), None, torch.tensor([-1.0, 2.0]), torch.ones(2), 1e-3], {})
+    cpu = opinfo.run(functools.partial(contiguous.called, name, well, calls.Move("cpu")), "cpu")
+    cpu.value, _ = cpu.value
+    x = cpu.value[0][0]
+    assert not contiguous.is_as_exact(name, well, cpu, [(x, x * (1 + 1e-4))])
+
+
 def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
     a, b = torch.eye(5), torch.rand(1, 2, 5, 5)
     assert contiguous.doubtful(
