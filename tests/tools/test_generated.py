@@ -501,16 +501,6 @@ def test_strided_weights_of_group_norm_have_the_right_gradient():
     torch.testing.assert_close(*gradients)
 
 
-def test_strided_indices_of_a_fractional_pool_give_the_right_gradient():
-    gradient, x, indices = torch.rand(2, 3, 3), torch.rand(2, 3, 3), torch.randint(0, 9, (2, 3, 3))
-    expected = torch.ops.aten.fractional_max_pool2d_backward(gradient, x, [3, 2], [3, 3], indices)
-    strided = torch.full((2, 3, 6), 7, device="openreg")[:, :, ::2].copy_(indices)
-    got = torch.ops.aten.fractional_max_pool2d_backward(
-        gradient.to("openreg"), x.to("openreg"), [3, 2], [3, 3], strided
-    )
-    torch.testing.assert_close(got.cpu(), expected)
-
-
 def test_a_number_that_is_no_dtype():  # which the CPU reads a table by
     with pytest.raises(RuntimeError, match="empty: expected a dtype, but got the number -2"):
         torch.ops.aten.empty.memory_format([2], dtype=-2, device="openreg")
