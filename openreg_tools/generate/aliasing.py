@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 READ_AND_WRITTEN = "memory is written to that is also read or written in other places, which PyTorch does not detect"
-RETURNS_ANOTHER = "the CPU's kernel returns another tensor instead of writing to out="
+RETURNS_ANOTHER = "the CPU's kernel returns another tensor than the one to write to"
 
 
 def grows(outcome: opinfo.Outcome, call: Call) -> bool:
@@ -38,9 +38,9 @@ def grows(outcome: opinfo.Outcome, call: Call) -> bool:
     return any(moved[id(x)].untyped_storage().nbytes() > x.untyped_storage().nbytes() for x in sources)
 
 
-def returns_another(cpu: opinfo.Outcome) -> bool:
-    """Whether the CPU returned a tensor other than the out= tensors that it was given."""
-    (out, written), _ = cpu.value
+def returns_another(value: tuple[Any, Any]) -> bool:
+    """Whether the call, which gave these results and written arguments, returned another tensor than it had to write to."""
+    out, written = value
     results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
     return bool(written) and any(all(x is not each for each in tree_leaves(written)) for x in results)
 

@@ -375,7 +375,11 @@ def ends(dtype):
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(
     "info",
-    [each for each in op_db if isinstance(each, BinaryUfuncInfo) and not re.search("polynomial|^lcm$|jiterator", each.name)],
+    [
+        each
+        for each in op_db
+        if isinstance(each, BinaryUfuncInfo) and not re.search("polynomial|^lcm$|jiterator", each.name)
+    ],
     ids=lambda info: info.formatted_name,
 )
 def test_binary_operators_at_the_ends_of_each_pair_of_dtypes(info):

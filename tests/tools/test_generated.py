@@ -453,9 +453,16 @@ def test_rules_about_the_cpu_are_narrow():
         ran = outcome("aten::set_.source_Tensor_storage_offset", call)
         ran.value, ran.mover = ran.value
         assert aliasing.grows(ran, call) is grown
-    assert aliasing.returns_another(opinfo.Outcome(((x, {"out": x.clone()}), None)))
-    assert not aliasing.returns_another(opinfo.Outcome(((x, {"out": x}), None)))
-    assert not aliasing.returns_another(opinfo.Outcome(((x, {}), None)))
+    assert aliasing.returns_another((x, {"out": x.clone()}))
+    assert not aliasing.returns_another((x, {"out": x}))
+    assert not aliasing.returns_another((x, {}))
+
+
+def test_an_operator_in_place_returns_its_argument():
+    assert (
+        end("aten::_add_relu_.Tensor", ("dtype", 1, "float64")) == "allowed"
+    )  # where the CPU returns a float64 tensor
+    assert end("aten::_add_relu_.Tensor") == "equal"
 
 
 def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
