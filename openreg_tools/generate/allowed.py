@@ -103,7 +103,7 @@ def is_unreadable(name: str, result: Any) -> bool:
 def refuses_gradient(name: str, call: Call, message: str) -> bool:
     """Whether the device refused the gradient of a convolution that has another shape than the output.
 
-    The CPU does not refuse each of these.
+    The CPU does not refuse each of these, and some only where a kernel indexes it.
     """
     if not name.startswith("aten::convolution_backward") or "expected a gradient of shape" not in message:
         return False

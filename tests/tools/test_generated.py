@@ -333,6 +333,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::grid_sampler_3d_backward.out", [("shape", 0, "first of size 1"), ("layout", 0, "reversed")], 0, GRID),
         ("aten::adaptive_avg_pool3d.out", [("layout", 0, "overlapping"), ("alias", 4, 0, "transposed")], 1, "allowed"),
         ("aten::convolution_backward_overrideable.out", [("shape", 0, "first of size 0")], 0, "refused alone"),
+        ("aten::convolution_backward.out", [("shape", 0, "first of size 0")], 0, "both raised"),
     ],
 )  # fmt: skip
 def test_what_pytorch_leaves_open_is_not_a_finding(name, changes, base, ends):
