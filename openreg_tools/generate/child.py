@@ -290,9 +290,10 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
     elif layouts._OVERLAP.search(ours) and aliasing.has_shared_memory(name, call):
         note = "the device refuses to write to memory that overlaps"
     elif theirs and not ours and (plain := contiguous.takes_it_plain(name, call)):
-        if message := contiguous.differs_when_plain(name, call, plain, there, device):
-            return _failed("value", message, call)
         note = "the device takes a layout or alias that the CPU refuses"
+        if message := contiguous.differs_when_plain(name, call, plain, there, device):
+            if not (note := contiguous.doubtful(name, call, is_plain=True)):
+                return _failed("value", message, call)
     elif (not theirs or ours) and allowed.lacks_tensor(name, call):
         note = "None for a tensor that is not optional"
     if theirs and ours and (isinstance(there.error, type(cpu.error)) or note):
