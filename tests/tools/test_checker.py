@@ -568,6 +568,12 @@ def test_every_row_fails_where_it_should(row, kernel, sentence):
     assert sentence in report.failures[0].sentence
 
 
+def test_tensors_without_storage_share_none():
+    op = define("sparse(Tensor x) -> Tensor", lambda x: x.to_sparse() if x.numel() else x, torch.empty_like)
+    report = check(op, [(torch.ones(0, 3),), (torch.eye(3),)], only=["schema"])
+    assert len(report.of("pass", "schema")) == 2, str(report)
+
+
 def test_no_fake_kernel():
     LIBRARY.define("no_fake(Tensor x) -> Tensor")
     LIBRARY.impl("no_fake", lambda x: x * 2, "CPU")

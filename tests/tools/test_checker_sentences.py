@@ -443,7 +443,7 @@ TABLE = [
            lambda x: x * 2 if x.dim() else x.double()),
     Broken("empty", "size 4 are empty, its backward raised RuntimeError: Function", double,
            backward=lambda ctx, g: g * 2 if g.numel() else g.new_ones(3, 3)),
-    Broken("large", ", which one thread gives", of_threads),
+    Broken("large", "given inputs whose dimensions of size … are … long, … , which one thread gives", of_threads),
     # machine
     Broken("stream", "on another stream output 0 differs … , which the default stream gives",
            lambda x: x + stream_id(x), key="PrivateUse1", device="openreg"),
@@ -496,9 +496,9 @@ TABLE = [
            backward=lambda ctx, g: g * 2 if ctx.saved_tensors[0].dtype != torch.bfloat16 else accident()),
     # unbacked
     Broken("fake_unbacked", " it raised KeyError", double, fake=bare_double_size),
-    Broken("fake_unbacked", " it asks for a size that is not known before the program runs (… ); a program with such "
-           "sizes (nonzero, item, masks) does not compile", double, status="warn",
-           fake=lambda x: x.new_empty([int(n) for n in x.shape])),
+    Broken("fake_unbacked", " it asks for a size that is not known before the program runs (… guard on … ); a program "
+           "with such sizes (nonzero, item, masks) does not compile", double, status="warn",
+           fake=lambda x: torch.empty_like(x) if x.shape[0] > 2 else torch.empty_like(x)),
     Broken("fake_unbacked", "the fake kernel says that output 0 is float32 of shape", lambda x: x.double()),
     Broken("compile_unbacked", "under torch.compile with every dimension unbacked output 0 differs", noise),
     Broken("compile_unbacked", "under torch.compile with every dimension unbacked the gradient of differentiable", double,
