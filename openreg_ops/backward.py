@@ -1,4 +1,4 @@
-"""backward() runs on the thread that calls it, as on the CPU.
+"""Python's backward() and grad() run on the thread that calls them, as on the CPU.
 
 PyTorch's engine has a thread for each device of an accelerator, which launches the backward while the device computes.
 Here the thread that launches also computes, except in the launch mode `async`. On a thread of the engine it would have

@@ -49,7 +49,7 @@ const std::unordered_set<std::string> kAsksRequiresGrad = {"aten::_sparse_mm_red
 // Composites that work only on aliases: they require a CPU tensor by name, or call a CPU stub directly. ldexp computes
 // 2 ** other on any other device, which overflows where the result does not.
 const std::unordered_set<std::string> kHostComposites = {"aten::mode", "aten::mode.values", "aten::conj_physical_",
-    "aten::_batch_norm_no_update", "aten::ldexp.Tensor", "aten::ldexp.out", "aten::ldexp_"};
+    "aten::_batch_norm_no_update", "aten::ldexp.Tensor", "aten::ldexp_"};
 
 // Whether this is a quantized tensor of torch.empty, which few kernels take.
 bool lacks_quantizer(const at::Tensor& t) {

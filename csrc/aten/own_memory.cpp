@@ -44,7 +44,7 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},
-    {"aten::_slow_conv2d_backward", {"self"}},
+    {"aten::_slow_conv2d_backward", {"self", "weight"}},
     {"aten::_weight_int4pack_mm_for_cpu", {"qScaleAndZeros"}},
     {"aten::_weight_int8pack_mm", {"scales"}},
     {"aten::_weight_norm_interface", {"v", "g"}},

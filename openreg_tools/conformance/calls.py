@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import mmap
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from openreg_tools.conformance import opinfo
 
-__all__ = ["Call", "Move", "Packed", "RequiresGrad", "Stays", "StorageOf", "stays_within", "writes_beyond"]
+__all__ = ["Call", "Move", "Packed", "RequiresGrad", "Stays", "StorageOf", "fenced", "stays_within", "writes_beyond"]
+
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 @dataclasses.dataclass
@@ -108,16 +111,20 @@ class _Guarded(Move):
         if not count:
             return super().copy(tensor)
         if key not in self.storages:
-            buffer = bytearray(2 * self.PAGE + storage.nbytes())
-            memory = torch.frombuffer(buffer, dtype=torch.uint8)
-            start = -memory.data_ptr() % 64 + self.PAGE - 64  # aligned like a tensor's memory
+            buffer, start = self.place(storage.nbytes())
             held = torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start)
-            buffer[:] = self.guard * len(buffer)
             held.copy_(torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,)))
             self.storages[key] = held
             self.memory.append((buffer, start, start + storage.nbytes()))
             self.kept.append(storage)
         return self.storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def place(self, size: int) -> tuple[Any, int]:
+        """Memory, and where in it `size` bytes start."""
+        buffer = bytearray(2 * self.PAGE + size)
+        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        buffer[:] = self.guard * len(buffer)
+        return buffer, -address % 64 + self.PAGE - 64  # aligned like a tensor's memory
 
     def is_whole(self) -> bool:
         return all(
@@ -126,28 +133,55 @@ class _Guarded(Move):
         )
 
 
+class _Fenced(_Guarded):
+    """Copies arguments to the end of pages, before a page that cannot be read: a call that reads on ends the process."""
+
+    def place(self, size: int) -> tuple[Any, int]:
+        end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        buffer = mmap.mmap(-1, end + mmap.PAGESIZE)
+        fence = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + end
+        if ctypes.CDLL(None).mprotect(ctypes.c_void_p(fence), mmap.PAGESIZE, 0):
+            raise OSError("mprotect failed")
+        return buffer, end - size
+
+
+def fenced(call: Callable[[Move], Any]) -> None:
+    """Make a call on the CPU that ends the process if it reads or writes beyond the memory of its arguments."""
+    with contextlib.suppress(Exception):
+        call(_Fenced(0))
+
+
 def stays_within(call: Callable[[Move], Any], resizes: bool = False) -> bool:
     """Whether a call on the CPU stays within the memory of its arguments. Some kernels do not check shapes.
 
-    The call runs three times, with guards of another value each time. It must return the same results each time and
-    leave the guards unchanged. A call that raises the same error each time, for example because it resizes an argument
-    with elements, is answered by `resizes`.
+    The call runs three times, with guards of another value each time, which new memory is filled with too. It must
+    return the same results each time and leave the guards unchanged. A call that raises the same error each time, for
+    example because it resizes an argument with elements, is answered by `resizes`.
     """
     found: list[Any] = []
     for value in (0, 0xFF, 0x5A):
         move = _Guarded(value)
         opinfo.seed("cpu")
+        _fill_new_memory(~value & 0xFF or 1)
         try:
             out = call(move)
         except Exception as error:
             found.append(re.sub("0x[0-9a-f]+", "", str(error)))  # without addresses
         else:
             found.append([_bits(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
+        finally:
+            _fill_new_memory(0)
         if not move.is_whole():
             return False
     if any(each != found[0] for each in found):
         return False
     return resizes or not isinstance(found[0], str)
+
+
+def _fill_new_memory(value: int) -> None:
+    """Fill what malloc gives from now on with the complement of this byte, where the C library can; 0 ends it."""
+    if _MALLOPT:
+        _MALLOPT(-6, value)  # M_PERTURB
 
 
 def writes_beyond(call: Callable[[Move], Any]) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from openreg_tools import dispatch
 from openreg_tools.conformance import opinfo, schemas, survey
 from openreg_tools.conformance.calls import Call, StorageOf, writes_beyond
-from openreg_tools.generate import changes
+from openreg_tools.generate import changes, tables
 
 __all__ = [
     "READ_AND_WRITTEN",
@@ -38,11 +39,18 @@ def grows(outcome: opinfo.Outcome, call: Call) -> bool:
     return any(moved[id(x)].untyped_storage().nbytes() > x.untyped_storage().nbytes() for x in sources)
 
 
-def returns_another(value: tuple[Any, Any]) -> bool:
+def returns_another(name: str, value: tuple[Any, Any]) -> bool:
     """Whether the call, which gave these results and written arguments, returned another tensor than it had to write to."""
     out, written = value
-    results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-    return bool(written) and any(all(x is not each for each in tree_leaves(written)) for x in results)
+    returns = dispatch.schema(name).returns
+    results = out if isinstance(out, tuple | list) and len(returns) > 1 else [out]
+    return bool(written) and any(
+        isinstance(x, torch.Tensor)
+        and each.alias_info is not None
+        and each.alias_info.is_write
+        and all(x is not other for other in tree_leaves(written))
+        for x, each in zip(results, returns, strict=False)
+    )
 
 
 def has_shared_memory(name: str, call: Call) -> bool:
@@ -71,10 +79,10 @@ def is_memory_separate(name: str, call: Call) -> bool:
 
 
 def writes_an_input(name: str, call: Call) -> bool:
-    """Whether one tensor is both an input and an out= tensor."""
+    """Whether one tensor is both an input and written."""
     leaves = tree_leaves((call.args, call.kwargs))
-    outs = [each["at"] for each in changes.profile(name, call) if each.get("out")]
-    return any(leaves[i] is other for i in outs for j, other in enumerate(leaves) if i != j)
+    written = [each["at"] for each in changes.profile(name, call) if each.get("written")]
+    return any(leaves[i] is other for i in written for j, other in enumerate(leaves) if i != j)
 
 
 def is_read_and_written(name: str, call: Call) -> bool:
@@ -82,8 +90,10 @@ def is_read_and_written(name: str, call: Call) -> bool:
     that share memory.
 
     PyTorch refuses such calls, but only if both arguments are dense, and not in every kernel. The results depend on the
-    order of the elements.
+    order of the elements, except where each element gets the same number.
     """
+    if tables.FILLS.match(name):
+        return False
     leaves = tree_leaves((call.args, call.kwargs))
     written = {each["at"] for each in changes.profile(name, call) if each.get("written")}
 

@@ -214,7 +214,7 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     if failure.kind == "value" and numerics.is_undefined_for_nan(name, call, comparison.unequal):
         return {"end": "allowed", "note": numerics.NAN, "reached": True}
     of_tensor = all(each.kind in ("dtype", "alias") for each in report.failures)
-    if of_tensor and aliasing.returns_another(cpu.value) and not aliasing.returns_another(there.value):
+    if of_tensor and aliasing.returns_another(name, cpu.value) and not aliasing.returns_another(name, there.value):
         return {"end": "allowed", "note": aliasing.RETURNS_ANOTHER, "reached": True}
     if failure.kind == "rng" and schemas._of_package(name) and comparison.exact:
         return {"end": "allowed", "note": "a package's operator may draw other numbers", "reached": True}
@@ -225,7 +225,10 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
             (differs, "this operator's infinities and NaN differ between devices"),
             (numerics.rounds(call, comparison.unequal), numerics.ROUNDS),
             (numerics.overflows(call, comparison.unequal), numerics.OVERFLOWS),
-            (contiguous.is_as_exact(name, call, cpu, comparison.unequal), "terms cancel, on the CPU too"),
+            (
+                plain is None and contiguous.is_as_exact(name, call, cpu, comparison.unequal),
+                "terms cancel, on the CPU too",
+            ),
         ):
             if is_allowed:
                 return {"end": "allowed", "note": note, "reached": True}
@@ -269,7 +272,7 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         isinstance(there.error, IndexError) or allowed.OUT_OF_BOUNDS.search(ours)
     ):
         note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
-    elif not theirs and isinstance(there.error, NotImplementedError) and aliasing.returns_another(cpu.value[0]):
+    elif not theirs and isinstance(there.error, NotImplementedError) and aliasing.returns_another(name, cpu.value[0]):
         note = aliasing.RETURNS_ANOTHER
     elif name in differs or checked and (checked.search(theirs) or checked.search(ours)):
         note = "this operator's errors differ between devices"
@@ -281,7 +284,9 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         note = "the CPU raises this only if the arguments are contiguous"
     elif not theirs and allowed.takes_negative_size(name, call, ours):
         note = "the CPU accepts a negative size"
-    elif allowed.refuses_gradient(name, call, ours):
+    elif (not theirs or isinstance(cpu.error, IndexError | RuntimeError)) and allowed.refuses_gradient(
+        name, call, ours
+    ):
         note = "a gradient of another shape, which the CPU accepts or refuses elsewhere"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):
         note = "a dtype that the CPU lacks"

@@ -55,7 +55,7 @@ CHECKED_BY_DEVICE: dict[str, tuple[re.Pattern[str], str]] = {
     },
 }
 
-# Operators that are not contiguous.called, because PyTorch calls them with arguments that it has checked, and others damage memory.
+# Operators that are not called, because PyTorch calls them with arguments that it has checked, and others damage memory.
 UNCHECKED = {
     f"aten::{name}": "the public operator checks the arguments; with others, the CPU's kernel reads or writes anywhere"
     for name in ("_cummax_helper", "_cummin_helper", "_cholesky_solve_helper", "_cholesky_solve_helper.out")
@@ -100,6 +100,9 @@ IGNORES_STRIDES: dict[str, str] = {
         for which in ("", "_")
     },
 }
+
+# Operators that write the same number to each element.
+FILLS = re.compile(r"aten::(fill_|zero_|fill\.|zero\.)")
 
 # Operators whose gradients should have the input's shape, and whose statistics and weights one element for each channel.
 # They do not check this, and otherwise the result depends on the layouts.

@@ -383,13 +383,40 @@ def ends(dtype):
     ids=lambda info: info.formatted_name,
 )
 def test_binary_operators_at_the_ends_of_each_pair_of_dtypes(info):
-    """Bit for bit as on the CPU, where a composite may compute in another way if its arguments are on a device."""
+    """As on the CPU, the sign of zero included, where a composite may compute otherwise if its arguments are on a device."""
     for first, second in itertools.product(FLOATS + INTEGERS, repeat=2):
         x, y = (each.contiguous() for each in torch.broadcast_tensors(ends(first)[:, None], ends(second)))
+        there = x.to("openreg"), y.to("openreg")
         try:
             expected = info.op(x, y)
         except (RuntimeError, NotImplementedError) as error:
             with pytest.raises(type(error)):
-                info.op(x.to("openreg"), y.to("openreg")).cpu()
-        else:
-            assert_close(info.op(x.to("openreg"), y.to("openreg")).cpu(), expected, rtol=0, atol=0, equal_nan=True)
+                info.op(*there)
+            continue
+        results = [info.op(*there), info.op(*there)]
+        if name := getattr(torch.ops.aten, info.name, None):
+            if "out" in name.overloads():
+                results.append(info.op(*there, out=results.pop()))
+        for got in results:
+            assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+            if expected.is_floating_point():
+                signs = (torch.where(each.isnan(), 1, each).signbit() for each in (got.cpu(), expected))
+                assert torch.equal(*signs)
+
+
+def test_ldexp_where_a_power_of_two_overflows():
+    x, powers = torch.tensor([1e-38, 1e-45, -3.0], device="openreg"), torch.tensor([130, 150, 2], device="openreg")
+    expected = torch.ldexp(x.cpu(), powers.cpu())
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        out = torch.empty(0, dtype=dtype, device="openreg")
+        assert torch.ldexp(x, powers, out=out) is out
+        assert_close(out.cpu(), expected.to(dtype), rtol=0, atol=0)
+    strided = torch.zeros(6, device="openreg")[::2]
+    torch.ldexp(x, powers, out=strided)
+    assert_close(strided.cpu(), expected, rtol=0, atol=0)
+    assert_close(x.clone().ldexp_(powers).cpu(), expected, rtol=0, atol=0)
+    assert_close(torch.ldexp(x, powers, out=x).cpu(), expected, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long"):
+        torch.ldexp(x, powers, out=powers)
+    with pytest.raises(RuntimeError, match="move one with"):
+        torch.ldexp(x, powers, out=torch.empty(3))

@@ -455,9 +455,9 @@ def test_rules_about_the_cpu_are_narrow():
         ran = outcome("aten::set_.source_Tensor_storage_offset", call)
         ran.value, ran.mover = ran.value
         assert aliasing.grows(ran, call) is grown
-    assert aliasing.returns_another((x, {"out": x.clone()}))
-    assert not aliasing.returns_another((x, {"out": x}))
-    assert not aliasing.returns_another((x, {}))
+    assert aliasing.returns_another("aten::neg.out", (x, {"out": x.clone()}))
+    assert not aliasing.returns_another("aten::neg.out", (x, {"out": x}))
+    assert not aliasing.returns_another("aten::neg.out", (x, {}))
 
 
 def test_an_operator_in_place_returns_its_argument():
@@ -564,15 +564,18 @@ def test_terms_that_cancel_are_rounded_at_their_own_size():
 
 def test_float64_decides_about_terms_that_cancel():
     name = "openreg::fused_add_rms_norm_backward"
-    call = Call([torch.tensor([0.5]), None, torch.tensor([-1.0]), torch.tensor([3e38]), 1e-3], {})
+    numbers = torch.tensor([0.5548185110092163, -1.0480875968933105, 3.4028234663852886e38]).unbind()
+    grad_y, sum, weight = (each.reshape(1) for each in numbers)
+    call = Call([grad_y, None, sum, weight, 1e-3], {})
     cpu = opinfo.run(functools.partial(contiguous.called, name, call, calls.Move("cpu")), "cpu")
     cpu.value, _ = cpu.value
-    x = cpu.value[0][0]  # of 1.5e35: its terms have 1.5e38
-    assert contiguous.is_as_exact(name, call, cpu, [(x, x * (1 + 1e-5))])
+    x = cpu.value[0][0]  # of 1.6e35: its terms have 1.8e38
+    assert contiguous.is_as_exact(name, call, cpu, [(x, x * (1 - 6e-5))])
     assert not contiguous.is_as_exact(name, call, cpu, [(x, x * (1 + 1e-2))])
     assert not contiguous.is_as_exact(name, call, cpu, []) and not contiguous.is_as_exact(
         name, call, cpu, [(x.bfloat16(), x.bfloat16() * 1.1)]
     )
+    assert not contiguous.is_as_exact(name, call, cpu, [(torch.full_like(x, torch.inf), -x)])
     well = Call([torch.tensor([0.5, 0.1]), None, torch.tensor([-1.0, 2.0]), torch.ones(2), 1e-3], {})
     cpu = opinfo.run(functools.partial(contiguous.called, name, well, calls.Move("cpu")), "cpu")
     cpu.value, _ = cpu.value
@@ -618,6 +621,18 @@ def test_a_kernel_that_writes_beyond_its_arguments_is_told_from_one_that_reads_b
 
     for writes in (True, False):
         assert calls.writes_beyond(call) is writes
+
+
+def test_new_memory_that_a_kernel_does_not_write_changes_from_call_to_call():
+    assert not calls.stays_within(lambda move: torch.empty(100))
+    assert calls.stays_within(lambda move: torch.zeros(100))
+
+
+def test_a_read_that_no_guard_shows_ends_the_process():
+    unpack, lu = "aten::lu_unpack", torch.rand(5, 5)  # each guard is an invalid pivot
+    short, whole = (torch.full((count,), 5, dtype=torch.int32) for count in (1, 5))
+    assert contiguous.doubtful(unpack, Call([lu, short], {}), is_plain=False, emptied=False)
+    assert not contiguous.doubtful(unpack, Call([lu, whole], {}), is_plain=False, emptied=False)
 
 
 def test_a_tensor_that_stays_on_the_cpu_is_guarded_too():
