@@ -23,7 +23,7 @@ __all__ = [
     "LACKS_MEMORY",
     "MEMORY",
     "OUT_OF_BOUNDS",
-    "has_short_padding",
+    "has_short_list",
     "is_elsewhere",
     "is_pytorchs_assert",
     "is_unreadable",
@@ -66,8 +66,14 @@ def is_elsewhere(name: str, call: Call) -> bool:
     return call.alone or stays
 
 
-def has_short_padding(name: str, call: Call) -> bool:
-    """Whether the gradient of a padding got fewer numbers than its kernel reads, which PyTorch does not check."""
+def has_short_list(name: str, call: Call) -> bool:
+    """Whether a kernel reads more numbers than a list has, which PyTorch does not check: of the gradient of a padding, or
+    of the sizes of a tensor with a negative number of batch dimensions.
+    """
+    if name.startswith("aten::_new_zeros_with_same_feature_meta"):
+        return any(
+            value < 0 for argument, value in changes.given_to(name, call) if argument.name == "self_num_batch_dims"
+        )
     if not re.match(r"aten::(reflection|replication)_pad[123]d_backward", name):
         return False
     given = [(argument, value) for argument, value in changes.given_to(name, call) if argument.name == "padding"]

@@ -278,7 +278,7 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         note = "this operator's errors differ between devices"
     elif allowed.MEMORY.search(theirs) or (allowed.MEMORY if theirs else allowed.LACKS_MEMORY).search(ours):
         note = "memory"
-    elif allowed.has_short_padding(name, call):
+    elif allowed.has_short_list(name, call):
         note = "the kernel reads beyond a list that is too short"
     elif not theirs and allowed.raises_when_plain(name, call, ours):
         note = "the CPU raises this only if the arguments are contiguous"

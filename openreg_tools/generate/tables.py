@@ -101,6 +101,9 @@ IGNORES_STRIDES: dict[str, str] = {
     },
 }
 
+# Pools whose indices PyTorch gets wrong for uint8 in channels last.
+WRONG_FOR_UINT8 = re.compile(r"aten::max_pool3d_with_indices(\.|$)")
+
 # Operators that write the same number to each element.
 FILLS = re.compile(r"aten::(fill_|zero_|fill\.|zero\.)")
 

@@ -681,11 +681,26 @@ def test_indices_out_of_range_are_not_written_with():
         assert not allowed.writes_anywhere("aten::embedding_backward", call)
 
 
+def pooled(dtype):
+    x = torch.arange(192).remainder(4).to(dtype).view(1, 2, 3, 4, 8).contiguous(memory_format=torch.channels_last_3d)
+    call = Call([x, [1] * 3, [], [0] * 3, [1] * 3], {})
+    cpu = opinfo.run(
+        functools.partial(contiguous.called, name := "aten::max_pool3d_with_indices", call, calls.Move("cpu")), "cpu"
+    )
+    cpu.value, cpu.mover = cpu.value
+    return name, call, cpu
+
+
 def test_short_paddings():
     x, backward = torch.rand(1, 2, 5, 5), "aten::reflection_pad2d_backward"
-    assert allowed.has_short_padding(backward, Call([x, x, [0, 0, 0]], {}))
-    assert not allowed.has_short_padding(backward, Call([x, x, [0, 0, 0, 0]], {}))
-    assert not allowed.has_short_padding("aten::reflection_pad2d", Call([x, [0, 0, 0]], {}))  # which checks it
+    assert allowed.has_short_list(backward, Call([x, x, [0, 0, 0]], {}))
+    assert not allowed.has_short_list(backward, Call([x, x, [0, 0, 0, 0]], {}))
+    assert not allowed.has_short_list("aten::reflection_pad2d", Call([x, [0, 0, 0]], {}))  # which checks it
+    zeros = "aten::_new_zeros_with_same_feature_meta"
+    assert allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": -1}))
+    assert not allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": 0}))
+    assert contiguous.in_plain_memory(*pooled(torch.float32)) is None  # which does not depend on the layout
+    assert contiguous.in_plain_memory(*pooled(torch.uint8)) is None  # which PyTorch gives wrong indices
 
 
 def test_values_that_depend_on_the_layout_are_allowed_for_those_values_only():
