@@ -157,8 +157,13 @@ def measure(tests: list[str], workers: int) -> None:
     command += [f"--junitxml={OUT}/times.xml", "-o", "junit_family=xunit1"]
     # Processes that a test starts read the file themselves, so that their lines count for the test.
     ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "COVERAGE_PROCESS_START": f"{OUT}/coveragerc"})
-    if ran.returncode not in (0, 1):  # a test that fails under coverage is left out where it fails without a mutant too
+    if ran.returncode not in (0, 1):
         raise SystemExit(f"mutants: pytest ended with {ran.returncode} without a mutant")
+    suite = xml.etree.ElementTree.parse(OUT / "times.xml").find("testsuite")
+    if int(suite.get("errors")) or "crashed while running" in (OUT / "times.xml").read_text():
+        raise SystemExit("mutants: a test file was not measured, because it cannot be imported or ended its process")
+    if failed := int(suite.get("failures")):  # a test is left out where it fails without a mutant
+        print(f"mutants: {failed} tests fail without a mutant", flush=True)
     combine = [sys.executable, "-m", "coverage", "combine", "--append", f"--rcfile={OUT}/coveragerc"]
     subprocess.run(combine, cwd=ROOT, check=False)  # of processes that were still running when pytest-cov did it
 
