@@ -1,6 +1,7 @@
 #include "wider.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/native/Resize.h>
 #include <ATen/native/TypeProperties.h>
 #include <ATen/ops/_to_copy.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -245,6 +246,13 @@ void check_half_transform(const char* name, at::IntArrayRef sizes) {
   TORCH_CHECK(all, name,
       ": expected signal sizes that are powers of two in half precision, as cuFFT requires, but got ", sizes,
       "; convert the input to float32, or pad the signal with n= or s=");
+}
+
+at::Tensor& write_out(const char* name, const at::Tensor& result, at::Tensor& out) {
+  TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), name, ": result type ", result.scalar_type(),
+      " can't be cast to the desired output type ", out.scalar_type());
+  at::native::resize_output(out, result.sizes());
+  return out.copy_(result);
 }
 
 } // namespace openreg

@@ -51,4 +51,7 @@ constexpr bool kBFloat16Transforms = OPENREG_TORCH_AT_LEAST(2, 15);
 // Throws, as cuFFT does, where a transform of `half` precision has a size that is not a power of two.
 void check_half_transform(const char* name, at::IntArrayRef sizes);
 
+// Writes the result of an operator to its out= tensor, which is resized; throws where the dtypes do not cast.
+at::Tensor& write_out(const char* name, const at::Tensor& result, at::Tensor& out);
+
 } // namespace openreg

@@ -17,7 +17,7 @@ from openreg_tools.conformance import opinfo
 
 __all__ = ["Call", "Move", "Packed", "RequiresGrad", "Stays", "StorageOf", "fenced", "stays_within", "writes_beyond"]
 
-_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclasses.dataclass
@@ -140,7 +140,7 @@ class _Fenced(_Guarded):
         end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         buffer = mmap.mmap(-1, end + mmap.PAGESIZE)
         fence = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + end
-        if ctypes.CDLL(None).mprotect(ctypes.c_void_p(fence), mmap.PAGESIZE, 0):
+        if _LIBC.mprotect(ctypes.c_void_p(fence), mmap.PAGESIZE, 0):
             raise OSError("mprotect failed")
         return buffer, end - size
 
@@ -180,8 +180,8 @@ def stays_within(call: Callable[[Move], Any], resizes: bool = False) -> bool:
 
 def _fill_new_memory(value: int) -> None:
     """Fill what malloc gives from now on with the complement of this byte, where the C library can; 0 ends it."""
-    if _MALLOPT:
-        _MALLOPT(-6, value)  # M_PERTURB
+    if hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(-6, value)  # M_PERTURB
 
 
 def writes_beyond(call: Callable[[Move], Any]) -> bool:

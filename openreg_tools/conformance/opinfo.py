@@ -341,11 +341,11 @@ class Comparison:
     def close(self, expected: torch.Tensor, actual: torch.Tensor, kind: str) -> None:
         if expected.is_nested:
             try:
-                pairs = [*zip(expected.unbind(), actual.unbind(), strict=True)]
+                parts = expected.unbind()
             except RuntimeError:  # offsets beyond the storage, which _nested_view_from_buffer does not check
                 self.report.notes["cannot be compared"] += 1
                 return
-            for e, a in pairs:
+            for e, a in zip(parts, actual.unbind(), strict=True):
                 self.close(e, a, kind)
             return
         try:

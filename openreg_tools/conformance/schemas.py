@@ -319,7 +319,7 @@ def _emptied(result: Any, shaped: bool) -> Any:
 def _samples(name: str) -> list[Call]:
     """Calls of an operator of a device's package, from the samples that the package provides."""
     arguments = dispatch.schema(name).arguments
-    torch.manual_seed(opinfo.SEED)
+    opinfo.seed("cpu")
     samples = backends.of_operator(name).samples(name.partition(".")[0])
     calls = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -32,9 +32,6 @@ BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of m
 _OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
 
 
-_FLOAT32: dict[str, float] = {"rtol": 1.3e-6, "atol": 1e-5}  # torch.testing's
-
-
 class Plain(Move):
     """Copies in separate contiguous memory: what a kernel would receive if layouts did not matter."""
 
@@ -169,17 +166,19 @@ def is_as_exact(name: str, call: Call, cpu: opinfo.Outcome, unequal: list[tuple[
     if not unequal or any(expected.dtype != torch.float32 for expected, _ in unequal):
         return False
     plain = _plain(call)
-    exact = _run_plain(name, Call(tree_map(wide, plain.args), tree_map(wide, plain.kwargs), call.alone))
-    if exact.error is not None:
+    again = _run_plain(name, Call(tree_map(wide, plain.args), tree_map(wide, plain.kwargs), call.alone))
+    if again.error is not None:
         return False
-    pairs = list(zip(tree_leaves(cpu.value), tree_leaves(exact.value[0]), strict=True))
+    rtol = opinfo._RTOL[torch.float32]
+    pairs = list(zip(tree_leaves(cpu.value), tree_leaves(again.value[0]), strict=True))
     for expected, actual in unequal:
-        found = [wide for own, wide in pairs if isinstance(own, torch.Tensor) and torch.equal(own, expected)]
-        if not found or found[0].dtype != torch.float64:
+        exact = next((y for x, y in pairs if isinstance(x, torch.Tensor) and torch.equal(x, expected)), None)
+        if exact is None or exact.dtype != torch.float64:
             return False
-        differs, exact = ~torch.isclose(actual, expected, equal_nan=True, **_FLOAT32), found[0]
-        cancels = expected.isfinite() & exact.isfinite() & ((expected - exact).abs() > _FLOAT32["rtol"] * exact.abs())
-        if (differs & ~(cancels & ((actual - exact).abs() <= 16 * (expected - exact).abs()))).any():
+        differs = ~torch.isclose(actual, expected, rtol=rtol, atol=1e-5, equal_nan=True)
+        error = (expected - exact).abs()
+        cancels = expected.isfinite() & exact.isfinite() & (error > rtol * exact.abs())
+        if (differs & ~(cancels & ((actual - exact).abs() <= 16 * error))).any():
             return False
     return True
 

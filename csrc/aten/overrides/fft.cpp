@@ -1,7 +1,6 @@
 // torch.fft of Half and BFloat16, which PyTorch supports only on CUDA and rejects elsewhere before it calls a kernel.
 // Both are computed in float32; only Half results are rounded to half precision, as on CUDA. Everything else is
 // PyTorch's own composite. Transforms of complex32 reach the kernels: see Note [Wider dtypes].
-#include <ATen/native/Resize.h>
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -70,10 +69,7 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   result = result.to(result.is_complex() ? at::kComplexHalf : at::kHalf);
   if (count > 4) {
     at::Tensor out = (*stack)[first + 4].toTensor();
-    TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), name, ": result type ", result.scalar_type(),
-        " can't be cast to the desired output type ", out.scalar_type());
-    at::native::resize_output(out, result.sizes());
-    result = out.copy_(result);
+    result = write_out(op.schema().name().c_str(), result, out);
   }
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(result));
