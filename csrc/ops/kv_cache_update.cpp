@@ -180,7 +180,8 @@ auto in_cache_dtype(
 }
 
 // A cache with a lazy conjugation or negation is written through a view without one. torch's fallback for these bits
-// reads the returns of an operator that writes. This one has none, so the fallback would write beyond the stack.
+// reads the returns of an operator that writes. This one has none, so the fallback would write beyond the stack. Dtypes
+// are compared before: PyTorch calls itself without end for the values of a quantized tensor with such a bit.
 void kv_cache_update_lazy(
     const Tensor& k_cache, const Tensor& v_cache, const Tensor& k, const Tensor& v, const Tensor& slots) {
   const auto memory = [](Tensor cache) {
@@ -192,6 +193,7 @@ void kv_cache_update_lazy(
     if (cache.is_neg()) x = x._neg_view();
     return x.resolve_conj().resolve_neg();
   };
+  check_kv_cache_update("kv_cache_update_", k_cache, v_cache, k, v, slots);
   op<kv_cache_update_>(kInPlace).call(
       memory(k_cache), memory(v_cache), value(k, k_cache), value(v, v_cache), slots.resolve_conj().resolve_neg());
 }

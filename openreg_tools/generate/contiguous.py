@@ -209,7 +209,7 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
         return None
     if name.partition(".")[0] in tables.IGNORES_STRIDES:
         return None
-    if tables.BATCH_NORM.match(name) and not _fits_channels(name, call):
+    if tables.BATCH_NORM.match(name) and not _fits_channels(name, call) or not _fits_kernel(name, call):
         return None
     if cpu.drew or torch.Tag.nondeterministic_seeded in generated.overload(name).tags:
         return None  # random numbers are drawn in the order of the memory
@@ -243,6 +243,18 @@ def _fits_channels(name: str, call: Call) -> bool:
     return (gradient is None or gradient.shape == shape) and all(
         each == shape[1:2] or which in unused and each.numel() == 0 for which, each in shapes.items()
     )
+
+
+def _fits_kernel(name: str, call: Call) -> bool:
+    """Whether the weight of a convolution has the kernel_size given beside it. PyTorch's operators with both arguments do
+    not check this, and read the weight differently in each layout.
+    """
+    given = {argument.name: value for argument, value in changes.given_to(name, call)}
+    weight, size = given.get("weight"), given.get("kernel_size")
+    if not isinstance(weight, torch.Tensor) or not isinstance(size, list):
+        return True
+    sizes = list(weight.shape[2:])
+    return sizes == (size * len(sizes) if len(size) == 1 else size)
 
 
 def _is_singular(x: torch.Tensor) -> bool:

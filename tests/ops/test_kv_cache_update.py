@@ -152,6 +152,16 @@ def test_negative_views(dtype, of_cache):
         assert torch.equal(k_cache[slots], view(value) if of_cache else value)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_negative_views_beside_another_dtype(device):
+    """A quantized tensor has no negative: PyTorch calls itself without end to make one."""
+    k_cache, v_cache, k, _, slots = (x.to(device) for x in inputs_of())
+    v = torch.quantize_per_tensor(k.cpu(), 0.1, 0, torch.qint8).to(device)
+    with pytest.raises(RuntimeError, match="expected v of float32, the dtype of v_cache, but got qint8"):
+        kv_cache_update_(k_cache, torch._neg_view(v_cache), k, v, slots)
+
+
 def test_does_not_depend_on_threads():
     inputs = inputs_of(3000, 2000, (4, 32))
     threads = torch.get_num_threads()

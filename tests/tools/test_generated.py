@@ -414,6 +414,24 @@ def test_a_batch_norm_with_the_right_shapes_is_compared_in_contiguous_memory():
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_the_weight_of_a_convolution_has_the_size_of_its_kernel():
+    x, weight = torch.rand(1, 2, 5, 5), torch.rand(2, 2, 3, 4)
+
+    def fits(name, *given):
+        return contiguous._fits_kernel(name, Call([x, weight, *given], {}))
+
+    transposed = "aten::slow_conv_transpose2d"
+    assert fits(transposed, [3, 4]) and not fits(transposed, [3, 3]) and not fits(transposed, [4])
+    assert fits("aten::conv2d", None, [3, 3])  # which takes the size of the weight
+
+    for size, is_compared in ([4, 4], True), ([3, 3], False):
+        given = Call([torch.rand(2, 2, 4, 4).transpose(2, 3), torch.rand(2, 2, 4, 4), size], {})
+        wrong = outcome(transposed, given)
+        (result, written), wrong.mover = wrong.value
+        wrong.value = result + 1, written  # as from a kernel that ignores strides
+        assert (contiguous.in_plain_memory(transposed, given, wrong) is not None) is is_compared
+
+
 def test_what_the_tool_cannot_read_is_narrow():
     x, nested = torch.rand(2, 3), torch.nested.nested_tensor([torch.rand(2, 3)])
     quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
