@@ -33,7 +33,7 @@ RETURNS_ANOTHER = "the CPU's kernel returns another tensor than the one to write
 
 def grows(outcome: opinfo.Outcome, call: Call) -> bool:
     """Whether the call made the memory of its source larger, as `set_` does, which leaves the new part uninitialized."""
-    leaves = tree_leaves((call.args, call.kwargs))
+    leaves = tree_leaves((call.args, {key: value for key, value in call.kwargs.items() if key != "out"}))
     sources = [x.tensor if isinstance(x, StorageOf) else x for x in leaves[1:] if _has_storage(x)]
     moved = outcome.mover.tensors
     return any(moved[id(x)].untyped_storage().nbytes() > x.untyped_storage().nbytes() for x in sources)

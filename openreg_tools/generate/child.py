@@ -194,6 +194,7 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     if not uncompared:
         comparison = opinfo.Comparison(report, "generated", -1, device, values)
         comparison.outcomes(cpu, there)
+        unequal = comparison.unequal
         if values and not report.failures and not alone and not report.notes["strides"]:
             _memory(comparison, call, cpu, there)
     plain = None
@@ -204,14 +205,15 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
             plain = None  # what a matrix product into its own input gives depends on the layout
     if plain is not None:
         report.failures = [each for each in report.failures if each.kind not in ("value", "shape", "guard")]
-        report.failures += contiguous.differences(name, call, plain, there, device)
+        found, unequal = contiguous.differences(name, call, plain, there, device)
+        report.failures += found
     if not report.failures:
         return {"end": "equal", "notes": dict(report.notes)}
     failure = report.failures[0]
     is_of_device = failure.kind in ("device", "alias", "rng") or "attribute 'device'" in failure.message
     if is_of_device and allowed.is_elsewhere(name, call):
         return {"end": "allowed", "note": allowed.ELSEWHERE, "reached": True}
-    if failure.kind == "value" and numerics.is_undefined_for_nan(name, call, comparison.unequal):
+    if failure.kind == "value" and numerics.is_undefined_for_nan(name, call, unequal):
         return {"end": "allowed", "note": numerics.NAN, "reached": True}
     of_tensor = all(each.kind in ("dtype", "alias") for each in report.failures)
     if of_tensor and aliasing.returns_another(name, cpu.value) and not aliasing.returns_another(name, there.value):
@@ -219,14 +221,14 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
     if failure.kind == "rng" and schemas._of_package(name) and comparison.exact:
         return {"end": "allowed", "note": "a package's operator may draw other numbers", "reached": True}
     if failure.kind == "value" and schemas.is_own(name, device):
-        differs = name in backends.of_operator(name).differs() and numerics.is_finite_equal(comparison.unequal)
+        differs = name in backends.of_operator(name).differs() and numerics.is_finite_equal(unequal)
         for is_allowed, note in (
-            (numerics.is_infinite_on_both_sides(call, comparison.unequal), "an infinite argument gives inf or NaN"),
+            (numerics.is_infinite_on_both_sides(call, unequal), "an infinite argument gives inf or NaN"),
             (differs, "this operator's infinities and NaN differ between devices"),
-            (numerics.rounds(call, comparison.unequal), numerics.ROUNDS),
-            (numerics.overflows(call, comparison.unequal), numerics.OVERFLOWS),
+            (numerics.rounds(call, unequal), numerics.ROUNDS),
+            (numerics.overflows(call, unequal), numerics.OVERFLOWS),
             (
-                plain is None and contiguous.is_as_exact(name, call, cpu, comparison.unequal),
+                plain is None and contiguous.is_as_exact(name, call, cpu, unequal),
                 "terms cancel, on the CPU too",
             ),
         ):

@@ -70,7 +70,7 @@ def differs_when_plain(name: str, call: Call, plain: opinfo.Outcome, there: opin
     if not aliasing.is_memory_separate(name, call) or any(map(aliasing.overlaps_itself, _tensors(call))):
         return ""
     there = dataclasses.replace(there, value=there.value[0], mover=there.value[1])
-    found = differences(name, call, plain, there, device)
+    found, _ = differences(name, call, plain, there, device)
     return found[0].message if found else ""
 
 
@@ -131,13 +131,14 @@ def _differs_plain(name: str, call: Call) -> bool:
     if as_is.error or plain.error:
         return False
     as_is.value, as_is.mover = as_is.value
-    return bool(differences(name, call, plain, as_is, "cpu"))
+    found, _ = differences(name, call, plain, as_is, "cpu")
+    return bool(found)
 
 
 def differences(
     name: str, call: Call, plain: opinfo.Outcome, other: opinfo.Outcome, device: str
-) -> list[opinfo.Failure]:
-    """How the values and shapes of `other` differ from the results of a call in contiguous memory."""
+) -> tuple[list[opinfo.Failure], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """How the values and shapes of `other` differ from the results of a call in contiguous memory, and which results do."""
     report = opinfo.Report()
     expected = opinfo.Outcome(plain.value[0], mover=plain.value[1])
     if name in tables.ROOTS:
@@ -152,7 +153,7 @@ def differences(
     found = [failure for failure in report.failures if failure.kind in ("value", "shape", "rng")]
     for failure in found:
         failure.message = f"as the CPU computes in contiguous memory, {failure.message}"
-    return found
+    return found, comparison.unequal
 
 
 def is_as_exact(name: str, call: Call, cpu: opinfo.Outcome, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -227,7 +228,10 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
     if tables.WRONG_FOR_UINT8.match(name) and any(each.dtype == torch.uint8 for each in tensors):
         return None
     plain = _run_plain(name, call)
-    return plain if plain.error is None and differences(name, call, plain, cpu, "cpu") else None
+    if plain.error is not None:
+        return None
+    found, _ = differences(name, call, plain, cpu, "cpu")
+    return plain if found else None
 
 
 def _tensors(call: Call) -> list[torch.Tensor]:

@@ -356,7 +356,7 @@ def test_a_wide_out_tensor_is_compared_in_the_dtype_of_the_inputs():
         other.value = out + difference, {}
         plain = outcome(name, call)
         plain.value = (plain.value[0][0], {}), plain.value[1]
-        return contiguous.differences(name, call, plain, other, "cpu")
+        return contiguous.differences(name, call, plain, other, "cpu")[0]
 
     assert not differ(1e-6, torch.float32) and differ(1e-4, torch.float32)
     assert differ(1e-6, torch.float64) and not differ(0.0, torch.float64)
@@ -374,7 +374,7 @@ def test_half_types_may_round_terms_that_cancel_in_another_order():
         plain, other = outcome("aten::neg", call), outcome("aten::neg", call)
         (out, written), other.mover = other.value
         other.value = out + torch.tensor([0, difference], dtype=dtype), written
-        return contiguous.differences("aten::neg", call, plain, other, "cpu")
+        return contiguous.differences("aten::neg", call, plain, other, "cpu")[0]
 
     assert not differ(0.03, torch.bfloat16) and differ(0.3, torch.bfloat16) and differ(0.03, torch.float32)
 
@@ -387,7 +387,7 @@ def test_distances_are_compared_squared():
         plain, other = outcome("aten::_euclidean_dist", call), outcome("aten::_euclidean_dist", call)
         (out, written), other.mover = other.value
         other.value = change(out), written
-        return contiguous.differences(name, call, plain, other, "cpu")
+        return contiguous.differences(name, call, plain, other, "cpu")[0]
 
     def rounded(distances):
         return (distances.square() + 1e-6).sqrt()
@@ -474,6 +474,10 @@ def test_rules_about_the_cpu_are_narrow():
         ran = outcome("aten::set_.source_Tensor_storage_offset", call)
         ran.value, ran.mover = ran.value
         assert aliasing.grows(ran, call) is grown
+    call = Call([torch.zeros(1), torch.zeros(3)], {"out": torch.zeros(0)})  # out= grows, and its source does not
+    ran = outcome("aten::set.source_Tensor_out", call)
+    ran.value, ran.mover = ran.value
+    assert ran.mover.tensors[id(call.kwargs["out"])].untyped_storage().nbytes() and not aliasing.grows(ran, call)
     assert aliasing.returns_another("aten::neg.out", (x, {"out": x.clone()}))
     assert not aliasing.returns_another("aten::neg.out", (x, {"out": x}))
     assert not aliasing.returns_another("aten::neg.out", (x, {}))
@@ -491,6 +495,9 @@ def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
     plain, same, other = outcome("aten::neg", call), outcome("aten::neg", call), outcome("aten::abs", call)
     assert not contiguous.differs_when_plain("aten::neg", call, plain, same, "cpu")
     assert contiguous.differs_when_plain("aten::neg", call, plain, other, "cpu")
+    wrong = opinfo.Outcome(other.value[0], mover=other.value[1])
+    found, [(expected, actual)] = contiguous.differences("aten::neg", call, plain, wrong, "cpu")
+    assert found and torch.equal(expected, -x.t()) and torch.equal(actual, x.t())  # not what the CPU gave for the strides
     shared = Call([x, x.t()], {})
     assert not contiguous.differs_when_plain("aten::add_.Tensor", shared, plain, other, "cpu")  # its order decides
 
