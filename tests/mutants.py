@@ -308,10 +308,21 @@ class Server:
             if outcome == "unfit":
                 return "survived", "", tests
             if outcome == "noticed" and by and (way.__name__, by) not in self.passes:
-                self.passes[way.__name__, by] = way(None, [by])[0] == "survived"
+                self.learn(way.__name__, by, these)
             if outcome != "noticed" or self.passes.get((way.__name__, by), True):
                 return outcome, by, [test for test in tests if test not in these]
         return "survived", "", tests
+
+    def learn(self, way: str, by: str, tests: list[str]) -> None:
+        """Whether `by` passes without a mutant. A new process says so of all tests at once: its start is what takes time."""
+        if way == "fork":
+            self.passes[way, by] = self.fork(None, [by])[0] == "survived"
+            return
+        unknown = [test for test in tests if (way, test) not in self.passes]
+        outcome, failed = self.pytest(unknown)
+        if outcome == "timeout":
+            unknown, failed = [by], [by]
+        self.passes.update(((way, test), test not in failed) for test in unknown)
 
     @contextlib.contextmanager
     def written(self, mutant: Mutant) -> Iterator[None]:
@@ -358,16 +369,21 @@ class Server:
             return {}
         return new_code(self.folder / mutant.file, (ROOT / mutant.file).read_text(), mutant.source)
 
-    def process(self, mutant: Mutant | None, tests: list[str]) -> tuple[str, str]:
+    def process(self, mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+        outcome, failed = self.pytest(tests, "-x")
+        return outcome, failed[0] if failed else ""
+
+    def pytest(self, tests: list[str], *options: str) -> tuple[str, list[str]]:
+        """Run the tests in a new process. Returns the outcome, and which have failed."""
         (self.folder / "mutant_tests.txt").write_text("\n".join(tests))
         output = self.folder / "output.txt"
-        command = [sys.executable, "-m", "pytest", *OPTIONS, "-xqrfE", "@mutant_tests.txt"]
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *options, "-qrfE", "@mutant_tests.txt"]
         opened = (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         file_actions = [opened, (os.POSIX_SPAWN_DUP2, 1, 2)]
         pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=file_actions, setsid=True)
         outcome = _outcome(pid, tests)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", output.read_text(errors="replace"), re.MULTILINE)
-        return outcome, failed[1] if failed else ""
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", output.read_text(errors="replace"), re.MULTILINE)
+        return outcome, failed
 
 
 def _outcome(pid: int, tests: list[str]) -> str:

@@ -24,7 +24,7 @@ from openreg_ops import _C
 from openreg_ops.testing import Sample, check
 from openreg_tools.checker.case import Case
 from openreg_tools.checker.checker import derived, operator, preserved
-from openreg_tools.checker.checks import CHECKS
+from openreg_tools.checker.checks import CHECKS, unbacked
 from openreg_tools.checker.checks.derivatives import derivative
 from openreg_tools.checker.report import MARKS
 from openreg_tools.forms import Wrong
@@ -1093,6 +1093,38 @@ def test_samples_keep_strides_and_memory():
     assert x.stride() == (12, 1) and x.storage_offset() == 1 and x.untyped_storage().nbytes() == 192
     assert x.untyped_storage()._cdata == y.untyped_storage()._cdata
     assert torch.equal(x.cpu(), whole[::2, 1:])
+
+
+def case_of(op, *arguments, **options):
+    return Case(op, Sample(*arguments, **options), "cpu", None, derivative)
+
+
+def test_a_keyword_argument_that_is_written():
+    case = case_of(torch.ops.aten.add.out, torch.ones(2), torch.ones(2), alpha=2, out=torch.zeros(2))
+    assert case.names == ["self", "other", "out"] and case.written == [2]
+    _, written = case.function()(*(given := case.fresh()))
+    assert torch.equal(written, torch.full((2,), 3.0)) and torch.equal(given[2], torch.zeros(2))
+
+
+def test_fresh_arguments_of_another_dtype():
+    case = case_of(torch.ops.aten.where.self, torch.ones(2, dtype=torch.bool), torch.ones(2), torch.ones(2) + 1j)
+    assert [x.dtype for x in case.fresh(dtype=torch.float64)] == [torch.bool, torch.float64, torch.complex128]
+
+
+def test_which_sizes_are_unbacked_together():
+    case = case_of(torch.ops.aten.addmm.default, torch.ones(5), torch.ones(4, 6), torch.ones(6, 5))
+    variants = dict(unbacked._variants(case))
+    alone = [
+        f"with an unbacked dimension {d} of {name}"
+        for name, d in (("self", 0), ("mat1", 0), ("mat1", 1), ("mat2", 0), ("mat2", 1))
+    ]
+    together = {5: {(0, 0), (2, 1)}, 6: {(1, 1), (2, 0)}}
+    every = "with every dimension unbacked"
+    assert [*variants] == [*alone, *(f"with an unbacked size instead of {size}" for size in together), every]
+    for size, dims in together.items():
+        symbols = variants[f"with an unbacked size instead of {size}"]
+        assert symbols.keys() == dims and len(set(symbols.values())) == 1
+    assert len(set(variants[every].values())) == len(variants[every]) == 5
 
 
 def test_made_up_samples():
