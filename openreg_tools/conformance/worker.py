@@ -84,7 +84,8 @@ class Worker:
             while answer := self.read(start + self.arguments.timeout):
                 if last in answer:
                     return answer, "", "", where
-                if "died" in answer:  # a process that this one forked; the next line goes to another
+                # A process that this one forked; the next line goes to another, and so does one that it had not read.
+                if "died" in answer and where != "start":
                     return None, "crash", f"{shown_code(answer['died'])}: {self.last_words()}", where
                 where = answer.get("at", where)
             kind, message = "crash", f"{shown_code(self.process.wait())}: {self.last_words()}"

@@ -66,18 +66,20 @@ def is_elsewhere(name: str, call: Call) -> bool:
     return call.alone or stays
 
 
+# Kernels that read the numbers of these lists without a check of how many there are.
+_UNCHECKED_LISTS = re.compile(r"aten::((reflection|replication)_pad[123]d_backward|_slow_conv2d_(forward|backward))")
+_LISTS = ("padding", "kernel_size", "stride")
+
+
 def has_short_list(name: str, call: Call) -> bool:
-    """Whether a kernel reads more numbers than a list has, which PyTorch does not check: of the gradient of a padding, or
-    of the sizes of a tensor with a negative number of batch dimensions.
+    """Whether a kernel reads more numbers than a list has, which PyTorch does not check: of the gradient of a padding, of
+    a convolution, or of the sizes of a tensor with a negative number of batch dimensions.
     """
+    given = {argument.name: (argument, value) for argument, value in changes.given_to(name, call)}
     if name.startswith("aten::_new_zeros_with_same_feature_meta"):
-        return any(
-            value < 0 for argument, value in changes.given_to(name, call) if argument.name == "self_num_batch_dims"
-        )
-    if not re.match(r"aten::(reflection|replication)_pad[123]d_backward", name):
-        return False
-    given = [(argument, value) for argument, value in changes.given_to(name, call) if argument.name == "padding"]
-    return any(isinstance(value, list) and len(value) < argument.N for argument, value in given)
+        return given.get("self_num_batch_dims", (None, 0))[1] < 0
+    lists = [given[each] for each in _LISTS if each in given and _UNCHECKED_LISTS.match(name)]
+    return any(isinstance(value, list) and len(value) < argument.N for argument, value in lists)
 
 
 def writes_anywhere(name: str, call: Call) -> bool:

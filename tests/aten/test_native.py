@@ -403,6 +403,33 @@ def test_binary_operators_at_the_ends_of_each_pair_of_dtypes(info):
                 assert torch.equal(*signs)
 
 
+@pytest.mark.parametrize("overlap", ["same", "smaller", "shifted", "expanded"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_binary_operators_refuse_the_out_tensors_that_the_cpu_refuses(which, overlap):
+    """out= that is an argument, is an argument of a smaller shape, overlaps one, or has elements that share memory."""
+    for info in op_db:
+        overloads = getattr(getattr(torch.ops.aten, info.name, None), "overloads", list)()
+        if not isinstance(info, BinaryUfuncInfo) or "out" not in overloads or "polynomial" in info.name:
+            continue
+        outcomes = []
+        for device in ("cpu", "openreg"):
+            whole = torch.full((4, 3), 0.5).to(
+                device, torch.float32 if info.supports_dtype(torch.float32, "cpu") else torch.int32
+            )
+            arguments = [whole[:3].clone(), whole[:3].clone()]
+            if overlap == "smaller":
+                arguments[which] = whole[:1]
+            elif overlap == "shifted":
+                arguments[which] = whole[1:]
+            out = {"shifted": whole[:3], "expanded": whole[:1].expand(3, 3)}.get(overlap, arguments[which])
+            try:
+                info.op(*arguments, out=out)
+                outcomes.append(None)
+            except RuntimeError as error:
+                outcomes.append(str(error).splitlines()[0])
+        assert (outcomes[0] is None) == (outcomes[1] is None), f"{info.name}: {outcomes}"
+
+
 def test_ldexp_where_a_power_of_two_overflows():
     x, powers = torch.tensor([1e-38, 1e-45, -3.0], device="openreg"), torch.tensor([130, 150, 2], device="openreg")
     expected = torch.ldexp(x.cpu(), powers.cpu())

@@ -6,7 +6,9 @@ import argparse
 import ctypes
 import functools
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -497,7 +499,9 @@ def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
     assert contiguous.differs_when_plain("aten::neg", call, plain, other, "cpu")
     wrong = opinfo.Outcome(other.value[0], mover=other.value[1])
     found, [(expected, actual)] = contiguous.differences("aten::neg", call, plain, wrong, "cpu")
-    assert found and torch.equal(expected, -x.t()) and torch.equal(actual, x.t())  # not what the CPU gave for the strides
+    assert (
+        found and torch.equal(expected, -x.t()) and torch.equal(actual, x.t())
+    )  # not what the CPU gave for the strides
     shared = Call([x, x.t()], {})
     assert not contiguous.differs_when_plain("aten::add_.Tensor", shared, plain, other, "cpu")  # its order decides
 
@@ -727,6 +731,10 @@ def test_lists_that_are_too_short():
     assert allowed.has_short_list(backward, Call([x, x, [0, 0, 0]], {}))
     assert not allowed.has_short_list(backward, Call([x, x, [0, 0, 0, 0]], {}))
     assert not allowed.has_short_list("aten::reflection_pad2d", Call([x, [0, 0, 0]], {}))  # which checks it
+    convolution = Call([x, x, torch.rand(2, 2, 3, 3), [3, 3], [1, 1], [0], [True] * 3], {})
+    assert allowed.has_short_list("aten::_slow_conv2d_backward.output_mask", convolution)
+    convolution.args[5] = [0, 0]
+    assert not allowed.has_short_list("aten::_slow_conv2d_backward.output_mask", convolution)
     zeros = "aten::_new_zeros_with_same_feature_meta"
     assert allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": -1}))
     assert not allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": 0}))
@@ -762,6 +770,21 @@ def test_a_crash_after_a_call_that_damaged_memory(doubted):
     assert found["end"] == ("allowed" if doubted == "a::b" else "failed")
     worker.answers = [None, None]  # it crashes again: this call is the cause
     assert worker.case({"op": "a::b", "n": 2})["end"] == "failed"
+
+
+def test_a_process_that_dies_between_two_requests_does_not_shift_the_answers():
+    options = argparse.Namespace(device="openreg", timeout=60, threads=1, modules=["openreg_ops"], given={})
+    worker = search.Child(options)
+    try:
+        for name in ("aten::add.Tensor", "aten::neg"):
+            assert worker.bases(name)[1]
+            server = worker.process.pid
+            (forked,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+            os.kill(int(forked), signal.SIGKILL)
+            assert worker.case({"op": name, "base": 0, "changes": []})["end"] == "equal"
+            assert len(worker.bases(name)[0])
+    finally:
+        worker.stop()
 
 
 def test_differences_after_an_overflow_are_allowed():
