@@ -1,7 +1,13 @@
 // Operators whose small-tensor latency matters: the CPU kernels that the boxed path calls, without boxing (`python -m
 // openreg_ops bench` measures the gain).
+#include "direct.h"
 #include "native.h"
 
+#include <ATen/native/Activation.h>
+#include <ATen/native/BinaryOps.h>
+#include <ATen/native/PointwiseOps.h>
+#include <ATen/native/TensorCompare.h>
+#include <ATen/native/UnaryOps.h>
 #include <ATen/ops/_log_softmax_backward_data_meta_dispatch.h>
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
 #include <ATen/ops/_log_softmax_meta_dispatch.h>
@@ -11,12 +17,15 @@
 #include <ATen/ops/_softmax_meta_dispatch.h>
 #include <ATen/ops/_softmax_ops.h>
 #include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/add_meta.h>
 #include <ATen/ops/add_meta_dispatch.h>
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/addcdiv_cpu_dispatch.h>
+#include <ATen/ops/addcdiv_meta.h>
 #include <ATen/ops/addcdiv_meta_dispatch.h>
 #include <ATen/ops/addcdiv_ops.h>
 #include <ATen/ops/addcmul_cpu_dispatch.h>
+#include <ATen/ops/addcmul_meta.h>
 #include <ATen/ops/addcmul_meta_dispatch.h>
 #include <ATen/ops/addcmul_ops.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
@@ -37,29 +46,35 @@
 #include <ATen/ops/clamp_cpu_dispatch.h>
 #include <ATen/ops/clamp_meta_dispatch.h>
 #include <ATen/ops/clamp_min_cpu_dispatch.h>
+#include <ATen/ops/clamp_min_meta.h>
 #include <ATen/ops/clamp_min_meta_dispatch.h>
 #include <ATen/ops/clamp_min_ops.h>
 #include <ATen/ops/clamp_ops.h>
 #include <ATen/ops/cos_cpu_dispatch.h>
+#include <ATen/ops/cos_meta.h>
 #include <ATen/ops/cos_meta_dispatch.h>
 #include <ATen/ops/cos_ops.h>
 #include <ATen/ops/cumsum_cpu_dispatch.h>
 #include <ATen/ops/cumsum_meta_dispatch.h>
 #include <ATen/ops/cumsum_ops.h>
 #include <ATen/ops/div_cpu_dispatch.h>
+#include <ATen/ops/div_meta.h>
 #include <ATen/ops/div_meta_dispatch.h>
 #include <ATen/ops/div_ops.h>
 #include <ATen/ops/embedding_dense_backward_cpu_dispatch.h>
 #include <ATen/ops/embedding_dense_backward_ops.h>
 #include <ATen/ops/eq_cpu_dispatch.h>
+#include <ATen/ops/eq_meta.h>
 #include <ATen/ops/eq_meta_dispatch.h>
 #include <ATen/ops/eq_ops.h>
 #include <ATen/ops/exp_cpu_dispatch.h>
+#include <ATen/ops/exp_meta.h>
 #include <ATen/ops/exp_meta_dispatch.h>
 #include <ATen/ops/exp_ops.h>
 #include <ATen/ops/fill_cpu_dispatch.h>
 #include <ATen/ops/fill_ops.h>
 #include <ATen/ops/ge_cpu_dispatch.h>
+#include <ATen/ops/ge_meta.h>
 #include <ATen/ops/ge_meta_dispatch.h>
 #include <ATen/ops/ge_ops.h>
 #include <ATen/ops/gelu_backward_cpu_dispatch.h>
@@ -69,35 +84,42 @@
 #include <ATen/ops/gelu_meta_dispatch.h>
 #include <ATen/ops/gelu_ops.h>
 #include <ATen/ops/gt_cpu_dispatch.h>
+#include <ATen/ops/gt_meta.h>
 #include <ATen/ops/gt_meta_dispatch.h>
 #include <ATen/ops/gt_ops.h>
 #include <ATen/ops/index_select_cpu_dispatch.h>
 #include <ATen/ops/index_select_ops.h>
 #include <ATen/ops/le_cpu_dispatch.h>
+#include <ATen/ops/le_meta.h>
 #include <ATen/ops/le_meta_dispatch.h>
 #include <ATen/ops/le_ops.h>
 #include <ATen/ops/lerp_cpu_dispatch.h>
 #include <ATen/ops/lerp_meta_dispatch.h>
 #include <ATen/ops/lerp_ops.h>
 #include <ATen/ops/log_cpu_dispatch.h>
+#include <ATen/ops/log_meta.h>
 #include <ATen/ops/log_meta_dispatch.h>
 #include <ATen/ops/log_ops.h>
 #include <ATen/ops/lt_cpu_dispatch.h>
+#include <ATen/ops/lt_meta.h>
 #include <ATen/ops/lt_meta_dispatch.h>
 #include <ATen/ops/lt_ops.h>
 #include <ATen/ops/maximum_cpu_dispatch.h>
+#include <ATen/ops/maximum_meta.h>
 #include <ATen/ops/maximum_meta_dispatch.h>
 #include <ATen/ops/maximum_ops.h>
 #include <ATen/ops/mean_cpu_dispatch.h>
 #include <ATen/ops/mean_meta_dispatch.h>
 #include <ATen/ops/mean_ops.h>
 #include <ATen/ops/minimum_cpu_dispatch.h>
+#include <ATen/ops/minimum_meta.h>
 #include <ATen/ops/minimum_meta_dispatch.h>
 #include <ATen/ops/minimum_ops.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mm_meta_dispatch.h>
 #include <ATen/ops/mm_ops.h>
 #include <ATen/ops/mul_cpu_dispatch.h>
+#include <ATen/ops/mul_meta.h>
 #include <ATen/ops/mul_meta_dispatch.h>
 #include <ATen/ops/mul_ops.h>
 #include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
@@ -105,9 +127,11 @@
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_ops.h>
 #include <ATen/ops/ne_cpu_dispatch.h>
+#include <ATen/ops/ne_meta.h>
 #include <ATen/ops/ne_meta_dispatch.h>
 #include <ATen/ops/ne_ops.h>
 #include <ATen/ops/neg_cpu_dispatch.h>
+#include <ATen/ops/neg_meta.h>
 #include <ATen/ops/neg_meta_dispatch.h>
 #include <ATen/ops/neg_ops.h>
 #include <ATen/ops/nll_loss_backward_cpu_dispatch.h>
@@ -120,44 +144,56 @@
 #include <ATen/ops/pow_meta_dispatch.h>
 #include <ATen/ops/pow_ops.h>
 #include <ATen/ops/reciprocal_cpu_dispatch.h>
+#include <ATen/ops/reciprocal_meta.h>
 #include <ATen/ops/reciprocal_meta_dispatch.h>
 #include <ATen/ops/reciprocal_ops.h>
 #include <ATen/ops/relu_cpu_dispatch.h>
 #include <ATen/ops/relu_ops.h>
 #include <ATen/ops/rsqrt_cpu_dispatch.h>
+#include <ATen/ops/rsqrt_meta.h>
 #include <ATen/ops/rsqrt_meta_dispatch.h>
 #include <ATen/ops/rsqrt_ops.h>
 #include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_backward_meta.h>
 #include <ATen/ops/sigmoid_backward_meta_dispatch.h>
 #include <ATen/ops/sigmoid_backward_ops.h>
 #include <ATen/ops/sigmoid_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_meta.h>
 #include <ATen/ops/sigmoid_meta_dispatch.h>
 #include <ATen/ops/sigmoid_ops.h>
 #include <ATen/ops/silu_backward_cpu_dispatch.h>
+#include <ATen/ops/silu_backward_meta.h>
 #include <ATen/ops/silu_backward_meta_dispatch.h>
 #include <ATen/ops/silu_backward_ops.h>
 #include <ATen/ops/silu_cpu_dispatch.h>
+#include <ATen/ops/silu_meta.h>
 #include <ATen/ops/silu_meta_dispatch.h>
 #include <ATen/ops/silu_ops.h>
 #include <ATen/ops/sin_cpu_dispatch.h>
+#include <ATen/ops/sin_meta.h>
 #include <ATen/ops/sin_meta_dispatch.h>
 #include <ATen/ops/sin_ops.h>
 #include <ATen/ops/sqrt_cpu_dispatch.h>
+#include <ATen/ops/sqrt_meta.h>
 #include <ATen/ops/sqrt_meta_dispatch.h>
 #include <ATen/ops/sqrt_ops.h>
 #include <ATen/ops/sub_cpu_dispatch.h>
+#include <ATen/ops/sub_meta.h>
 #include <ATen/ops/sub_meta_dispatch.h>
 #include <ATen/ops/sub_ops.h>
 #include <ATen/ops/sum_cpu_dispatch.h>
 #include <ATen/ops/sum_meta_dispatch.h>
 #include <ATen/ops/sum_ops.h>
 #include <ATen/ops/tanh_backward_cpu_dispatch.h>
+#include <ATen/ops/tanh_backward_meta.h>
 #include <ATen/ops/tanh_backward_meta_dispatch.h>
 #include <ATen/ops/tanh_backward_ops.h>
 #include <ATen/ops/tanh_cpu_dispatch.h>
+#include <ATen/ops/tanh_meta.h>
 #include <ATen/ops/tanh_meta_dispatch.h>
 #include <ATen/ops/tanh_ops.h>
 #include <ATen/ops/threshold_backward_cpu_dispatch.h>
+#include <ATen/ops/threshold_backward_meta.h>
 #include <ATen/ops/threshold_backward_meta_dispatch.h>
 #include <ATen/ops/threshold_backward_ops.h>
 #include <ATen/ops/where_cpu_dispatch.h>
@@ -174,7 +210,22 @@ void set_meta(const char* name, typename Op::schema* kernel) {
   set_meta_kernel(name, c10::KernelFunction::makeFromUnboxedRuntimeFunction(kernel));
 }
 
+struct Difference {
+  static void compute(at::TensorIteratorBase& iter, const at::Tensor&, const at::Scalar& alpha) {
+    at::native::add_stub(at::kCPU, iter, -alpha);
+  }
+};
+struct ThresholdBackward {
+  static void compute(at::TensorIteratorBase& iter, const at::Tensor&, const at::Scalar& threshold) {
+    at::native::threshold_stub(at::kCPU, iter, threshold, 0);
+  }
+};
+
 // The CPU's relu is clamp_min, which it calls through the dispatcher.
+struct Relu : at::meta::structured_clamp_min {
+  void meta(const at::Tensor& self) { structured_clamp_min::meta(self, 0); }
+  static void compute(at::TensorIteratorBase& iter) { at::native::clamp_min_scalar_stub(at::kCPU, iter, 0); }
+};
 at::Tensor relu(const at::Tensor& self) {
   return self.scalar_type() == at::kBool ? at::cpu::relu(self) : at::cpu::clamp_min(self, 0); // relu raises for bool
 }
@@ -198,24 +249,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm_backward(const 
 // A structured operator, with its Meta kernel: see Note [Queued operators].
 #define META(name) set_meta<at::_ops::name>("aten::" #name, at::meta::name)
 #define STRUCTURED(schema, op, name) UNBOXED(schema, op, name); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
-#define UNARY(name) STRUCTURED(#name, name, name); STRUCTURED(#name "_", name##_, name##_); STRUCTURED(#name ".out", name##_out, name##_outf)
-#define BINARY(name) STRUCTURED(#name ".Tensor", name##_Tensor, name); STRUCTURED(#name "_.Tensor", name##__Tensor, name##_); STRUCTURED(#name ".out", name##_out, name##_outf)
-#define COMPARE(name) STRUCTURED(#name ".Tensor", name##_Tensor, name); STRUCTURED(#name ".Scalar", name##_Scalar, name)
+#define DIRECT(text, op, name, structured, ...) m.impl(text, (direct<at::_ops::op, at::meta::structured, __VA_ARGS__, at::cpu::name>)); set_meta<at::_ops::op>("aten::" text, at::meta::name)
+#define UNARY(name) DIRECT(#name, name, name, structured_##name, Stub<at::native::name##_stub>); DIRECT(#name "_", name##_, name##_, structured_##name, Stub<at::native::name##_stub>); STRUCTURED(#name ".out", name##_out, name##_outf)
+#define BINARY(name, ...) DIRECT(#name ".Tensor", name##_Tensor, name, structured_##name##_Tensor, __VA_ARGS__); DIRECT(#name "_.Tensor", name##__Tensor, name##_, structured_##name##_Tensor, __VA_ARGS__); STRUCTURED(#name ".out", name##_out, name##_outf)
+#define COMPARE(name) DIRECT(#name ".Tensor", name##_Tensor, name, structured_##name##_Tensor, Stub<at::native::name##_stub>); STRUCTURED(#name ".Scalar", name##_Scalar, name)
+#define OF_STUB(name) DIRECT(#name, name, name, structured_##name, Stub<at::native::name##_stub>)
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  BINARY(add); BINARY(sub); BINARY(mul); BINARY(div);
+  BINARY(add, StubOfNumber<at::native::add_stub>); BINARY(sub, Difference); BINARY(mul, Stub<at::native::mul_stub>); BINARY(div, Stub<at::native::div_true_stub>);
   UNARY(neg); UNARY(exp); UNARY(log); UNARY(sqrt); UNARY(rsqrt); UNARY(reciprocal); UNARY(sin); UNARY(cos);
   UNARY(tanh); UNARY(sigmoid);
   COMPARE(eq); COMPARE(ne); COMPARE(lt); COMPARE(le); COMPARE(gt); COMPARE(ge);
-  m.impl("relu", (native<at::_ops::relu, relu>)); m.impl("relu_", (native<at::_ops::relu_, relu_>)); STRUCTURED("threshold_backward", threshold_backward, threshold_backward);
+  m.impl("relu", (direct<at::_ops::relu, Relu, Relu, relu>)); m.impl("relu_", (direct<at::_ops::relu_, Relu, Relu, relu_>)); DIRECT("threshold_backward", threshold_backward, threshold_backward, structured_threshold_backward, ThresholdBackward);
   STRUCTURED("gelu", gelu, gelu); STRUCTURED("gelu_backward", gelu_backward, gelu_backward);
-  STRUCTURED("silu", silu, silu); STRUCTURED("silu_backward", silu_backward, silu_backward);
-  STRUCTURED("sigmoid_backward", sigmoid_backward, sigmoid_backward); STRUCTURED("tanh_backward", tanh_backward, tanh_backward);
-  STRUCTURED("maximum", maximum, maximum); STRUCTURED("minimum", minimum, minimum);
+  OF_STUB(silu); OF_STUB(silu_backward);
+  OF_STUB(sigmoid_backward); OF_STUB(tanh_backward);
+  OF_STUB(maximum); OF_STUB(minimum);
   STRUCTURED("clamp", clamp, clamp); STRUCTURED("clamp_min", clamp_min, clamp_min);
   STRUCTURED("pow.Tensor_Scalar", pow_Tensor_Scalar, pow); STRUCTURED("pow.Tensor_Tensor", pow_Tensor_Tensor, pow);
   UNBOXED("where.self", where_self, where); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
-  STRUCTURED("addcmul_", addcmul_, addcmul_); STRUCTURED("addcdiv_", addcdiv_, addcdiv_);
+  DIRECT("addcmul_", addcmul_, addcmul_, structured_addcmul, StubOfNumber<at::native::addcmul_stub>); DIRECT("addcdiv_", addcdiv_, addcdiv_, structured_addcdiv, StubOfNumber<at::native::addcdiv_stub>);
   UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("fill_.Tensor", fill__Tensor, fill_); UNBOXED("zero_", zero_, zero_);
   STRUCTURED("sum.dim_IntList", sum_dim_IntList, sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
   STRUCTURED("cumsum", cumsum, cumsum);

@@ -1,0 +1,99 @@
+// Elementwise operators on device tensors themselves, for those whose small-tensor latency matters.
+#pragma once
+
+#include <ATen/TensorIterator.h>
+#include <ATen/core/Tensor.h>
+
+#include <tuple>
+#include <type_traits>
+
+#include "minimal.h"
+#include "native.h"
+
+namespace openreg {
+
+// What computes an operator: the CPU's function behind a stub, which takes no other argument or the last one, a number.
+template <auto& stub>
+struct Stub {
+  template <class... A>
+  static void compute(at::TensorIteratorBase& iter, const A&...) {
+    stub(at::kCPU, iter);
+  }
+};
+template <auto& stub>
+struct StubOfNumber {
+  template <class... A>
+  static void compute(at::TensorIteratorBase& iter, const A&... arguments) {
+    stub(at::kCPU, iter, std::get<sizeof...(A) - 1>(std::tie(arguments...)));
+  }
+};
+
+namespace detail {
+
+// ATen's Meta function builds an iterator over device tensors; the result is allocated here, unless it is an argument.
+template <class Meta>
+struct OnDevice final : Meta {
+  at::Tensor out;
+
+  void set_output_raw_strided(
+      int64_t index, at::IntArrayRef sizes, at::IntArrayRef strides, at::TensorOptions options) override {
+    if (!out.defined()) {
+      const auto device = options.device().index();
+      const auto dtype = c10::typeMetaToScalarType(options.dtype());
+      out = strides.empty() ? empty_on(device, sizes, dtype, options.memory_format_opt())
+                            : empty_strided_on(device, sizes, strides, dtype);
+    }
+    Meta::set_output_raw_strided(index, sizes, strides, options);
+  }
+  const at::Tensor& maybe_get_output(int64_t) override { return out; }
+};
+
+// Whether the iterator can be over the argument itself. It converts dtypes for CPU tensors only, so all have the dtype of
+// `self`; and only an alias can stand for a lazy clone, or a tensor without memory.
+inline bool is_direct(const c10::TensorImpl* self, const at::Tensor& t, bool written) {
+  const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
+  if (!impl->key_set().has(c10::DispatchKey::PrivateUse1) || impl->dtype() != self->dtype() ||
+      impl->device() != self->device() || (written && impl->sizes() != self->sizes()))
+    return false;
+  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  return storage->data() && !storage->has_materializer();
+}
+template <class T>
+bool is_direct(const c10::TensorImpl*, const T&, bool) {
+  return true;
+}
+
+// The dtypes that no operator here promotes.
+inline bool is_floating(const c10::TensorImpl* self) {
+  return c10::isFloatingType(c10::typeMetaToScalarType(self->dtype()));
+}
+
+template <class Op, class Meta, class Computes, class Signature, Signature* kernel>
+struct Direct;
+template <class Op, class Meta, class Computes, class R, class Self, class... A, R (*kernel)(Self, A...)>
+struct Direct<Op, Meta, Computes, R(Self, A...), kernel> {
+  static constexpr bool kInPlace = std::is_reference_v<R>;
+
+  static R call(Self self, A... arguments) {
+    const c10::TensorImpl* impl = self.unsafeGetTensorImpl();
+    if (redirected() || !is_floating(impl) || !is_direct(impl, self, kInPlace) ||
+        !(is_direct(impl, arguments, kInPlace) && ...)) [[unlikely]]
+      return Native<Op, R(Self, A...), kernel>::call(self, std::forward<A>(arguments)...);
+    OnDevice<Meta> iter;
+    if constexpr (kInPlace) iter.out = self;
+    iter.meta(self, arguments...);
+    run_directly(
+        thread_stream(impl->device().index()), [&] { Computes::compute(iter, arguments...); }, Site(Op::name));
+    if constexpr (kInPlace) return self;
+    else return std::move(iter.out);
+  }
+};
+
+} // namespace detail
+
+// The device kernel of an elementwise operator, given its Meta function, what computes it, and the CPU's kernel, which
+// runs on aliases where the tensors cannot be used themselves.
+template <class Op, class Meta, class Computes, typename Op::schema* kernel>
+constexpr auto* direct = &detail::Direct<Op, Meta, Computes, typename Op::schema, kernel>::call;
+
+} // namespace openreg
