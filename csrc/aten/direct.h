@@ -48,8 +48,8 @@ struct OnDevice final : Meta {
   const at::Tensor& maybe_get_output(int64_t) override { return out; }
 };
 
-// Whether the iterator can be over the argument itself. It converts dtypes for CPU tensors only, so all have the dtype of
-// `self`; and only an alias can stand for a lazy clone, or a tensor without memory.
+// Whether the iterator can be over the argument itself. It converts dtypes for CPU tensors only, so all have the dtype
+// of `self`; and only an alias can stand for a lazy clone, or a tensor without memory.
 inline bool is_direct(const c10::TensorImpl* self, const at::Tensor& t, bool written) {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   if (!impl->key_set().has(c10::DispatchKey::PrivateUse1) || impl->dtype() != self->dtype() ||
@@ -82,8 +82,7 @@ struct Direct<Op, Meta, Computes, R(Self, A...), kernel> {
     OnDevice<Meta> iter;
     if constexpr (kInPlace) iter.out = self;
     iter.meta(self, arguments...);
-    run_directly(
-        thread_stream(impl->device().index()), [&] { Computes::compute(iter, arguments...); }, Site(Op::name));
+    run_directly(thread_stream(impl->device().index()), [&] { Computes::compute(iter, arguments...); }, Site(Op::name));
     if constexpr (kInPlace) return self;
     else return std::move(iter.out);
   }

@@ -70,8 +70,8 @@ at::Tensor filled(at::Tensor tensor) {
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
-  return filled(empty_on(
-      checked_options("empty", layout, device, pin_memory), size, checked_dtype("empty", dtype), format));
+  return filled(
+      empty_on(checked_options("empty", layout, device, pin_memory), size, checked_dtype("empty", dtype), format));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
@@ -176,8 +176,8 @@ void record_stream_of_tensor(at::Tensor& self, at::Stream stream) {
 
 } // namespace
 
-at::Tensor empty_on(c10::DeviceIndex device, at::IntArrayRef size, at::ScalarType dtype,
-    std::optional<at::MemoryFormat> format) {
+at::Tensor empty_on(
+    c10::DeviceIndex device, at::IntArrayRef size, at::ScalarType dtype, std::optional<at::MemoryFormat> format) {
   return make_on(device, [&](c10::Allocator* allocator) {
     return at::Tensor(at::detail::empty_generic(size, allocator, kDevice, dtype, format));
   });
