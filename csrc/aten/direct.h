@@ -12,6 +12,14 @@
 
 namespace openreg {
 
+// Note [Elementwise operators]
+// The device computes like the CPU, so most operators call the CPU's kernel on aliases: see Note [CpuCall]. For an
+// elementwise operator that is not necessary. ATen's Meta function, the part of it that all devices share, checks the
+// arguments and builds a TensorIterator over them, and the CPU's function behind the operator's stub reads and writes
+// the memory that the iterator points to, whatever the device. Only the result has to be allocated here.
+// An iterator converts dtypes for CPU tensors only. So arguments of several dtypes, or of one that is promoted, still
+// go through aliases, and so do arguments whose memory an alias prepares: lazy clones, and tensors without memory.
+
 // What computes an operator: the CPU's function behind a stub, which takes no other argument or the last one, a number.
 template <auto& stub>
 struct Stub {
@@ -30,7 +38,7 @@ struct StubOfNumber {
 
 namespace detail {
 
-// ATen's Meta function builds an iterator over device tensors; the result is allocated here, unless it is an argument.
+// The iterator, with its result: an argument, or new memory.
 template <class Meta>
 struct OnDevice final : Meta {
   at::Tensor out;
@@ -48,8 +56,7 @@ struct OnDevice final : Meta {
   const at::Tensor& maybe_get_output(int64_t) override { return out; }
 };
 
-// Whether the iterator can be over the argument itself. It converts dtypes for CPU tensors only, so all have the dtype
-// of `self`; and only an alias can stand for a lazy clone, or a tensor without memory.
+// Whether the iterator can be over the argument itself.
 inline bool is_direct(const c10::TensorImpl* self, const at::Tensor& t, bool written) {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   if (!impl->key_set().has(c10::DispatchKey::PrivateUse1) || impl->dtype() != self->dtype() ||
