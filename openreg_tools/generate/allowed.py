@@ -73,11 +73,12 @@ _LISTS = ("padding", "kernel_size", "stride")
 
 def has_short_list(name: str, call: Call) -> bool:
     """Whether a kernel reads more numbers than a list has, which PyTorch does not check: of the gradient of a padding, of
-    a convolution, or of the sizes of a tensor with a negative number of batch dimensions.
+    a convolution, or of the sizes of a tensor with another number of batch dimensions than it can have.
     """
     given = {argument.name: (argument, value) for argument, value in changes.given_to(name, call)}
     if name.startswith("aten::_new_zeros_with_same_feature_meta"):
-        return given.get("self_num_batch_dims", (None, 0))[1] < 0
+        x, count = given["self"][1], given.get("self_num_batch_dims", (None, 0))[1]
+        return isinstance(x, torch.Tensor) and not 0 <= count <= x.dim()
     lists = [given[each] for each in _LISTS if each in given and _UNCHECKED_LISTS.match(name)]
     return any(isinstance(value, list) and len(value) < argument.N for argument, value in lists)
 

@@ -434,6 +434,18 @@ def test_the_weight_of_a_convolution_has_the_size_of_its_kernel():
         assert (contiguous.in_plain_memory(transposed, given, wrong) is not None) is is_compared
 
 
+@pytest.mark.filterwarnings("ignore:.*fbgemm")
+def test_a_kernel_that_ignores_a_negative_view_ignores_it_in_contiguous_memory_too():
+    name = "aten::fbgemm_linear_fp16_weight_fp32_activation"
+    weight = torch.ops.aten.fbgemm_pack_gemm_matrix_fp16(torch.rand(5, 3))
+    given = Call([torch._neg_view(torch.rand(2, 3)), calls.Packed(weight), torch.rand(10)[::2]], {})
+    for added, is_compared in (0, False), (1, True):
+        cpu = outcome(name, given, calls.Move)
+        (result, written), cpu.mover = cpu.value
+        cpu.value = result + added, written
+        assert (contiguous.in_plain_memory(name, given, cpu) is not None) is is_compared
+
+
 def test_what_the_tool_cannot_read_is_narrow():
     x, nested = torch.rand(2, 3), torch.nested.nested_tensor([torch.rand(2, 3)])
     quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
@@ -737,7 +749,8 @@ def test_lists_that_are_too_short():
     assert not allowed.has_short_list("aten::_slow_conv2d_backward.output_mask", convolution)
     zeros = "aten::_new_zeros_with_same_feature_meta"
     assert allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": -1}))
-    assert not allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": 0}))
+    assert allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": 5}))
+    assert not allowed.has_short_list(zeros, Call([x, x], {"self_num_batch_dims": 4}))
 
 
 def test_values_that_depend_on_the_layout_are_allowed_for_those_values_only():
