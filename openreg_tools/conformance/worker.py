@@ -28,6 +28,8 @@ def shown_code(code: int) -> str:
 class Worker:
     """A worker process, restarted after it dies."""
 
+    late = ""  # how a process ended after it had answered
+
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.process: subprocess.Popen | None = None
@@ -84,9 +86,11 @@ class Worker:
             while answer := self.read(start + self.arguments.timeout):
                 if last in answer:
                     return answer, "", "", where
-                # A process that this one forked; the next line goes to another, and so does one that it had not read.
-                if "died" in answer and where != "start":
-                    return None, "crash", f"{shown_code(answer['died'])}: {self.last_words()}", where
+                if "died" in answer:  # a process that this one forked; the next line goes to another
+                    ended = f"{shown_code(answer['died'])}: {self.last_words()}"
+                    if where != "start" or self.late:
+                        return None, "crash", ended, where
+                    self.late = ended  # before it had read this line, which goes to the next one
                 where = answer.get("at", where)
             kind, message = "crash", f"{shown_code(self.process.wait())}: {self.last_words()}"
         except TimeoutError:

@@ -269,8 +269,8 @@ def _fits_kernel(name: str, call: Call) -> bool:
     """
     given = {argument.name: value for argument, value in changes.given_to(name, call)}
     weight, size = given.get("weight"), given.get("kernel_size")
-    if not isinstance(weight, torch.Tensor) or not isinstance(size, list):
-        return True
+    if not isinstance(weight, torch.Tensor) or not isinstance(size, list) or weight.dim() == 2:
+        return True  # of two dimensions, it is a matrix of any kernel
     sizes = list(weight.shape[2:])
     return sizes == (size * len(sizes) if len(size) == 1 else size)
 

@@ -41,6 +41,7 @@ class Child(Worker):
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
         self.earlier: list[dict[str, Any]] = []  # the cases that this worker process has run
+        self.previous: dict[str, Any] | None = None  # the last case, whichever process ran it
 
     def read(self, deadline: float) -> dict[str, Any] | None:
         answer = super().read(deadline)
@@ -64,11 +65,23 @@ class Child(Worker):
         """How a case ends. A crash on the device's side is a failure; a crash on the CPU's side is not."""
         earlier = self.earlier
         answer, kind, message, where = self.exchange(json.dumps(case), "end")
+        late, self.late = self.late, ""
+        previous, self.previous = self.previous, case
+        if late and previous is not None:
+            if not (self.doubt(previous) or self.damage(previous, earlier)):
+                said = f"a process ended after it had answered {json.dumps(previous)}: {late}"
+                return {"end": "failed", "kind": "crash", "message": said, "call": ""}
+            earlier = []
         if answer is not None:
             self.earlier.append(case)
             return answer
-        if where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"]):
-            if kind == "crash" and where != "cpu" and (note := self.doubt(case) or self.damage(case, earlier)):
+        is_ours = where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"])
+        if is_ours or kind == "crash" and where == "start":  # a process that does not start
+            if (
+                kind == "crash"
+                and where not in ("cpu", "start")
+                and (note := self.doubt(case) or self.damage(case, earlier))
+            ):
                 return {"end": "allowed", "note": note}
             return {"end": "failed", "kind": kind, "message": message, "call": ""}
         side = "the CPU's kernel" if where in ("cpu", "cpu alone") else f"the tool's step {where!r}"

@@ -403,7 +403,7 @@ def test_binary_operators_at_the_ends_of_each_pair_of_dtypes(info):
                 assert torch.equal(*signs)
 
 
-@pytest.mark.parametrize("overlap", ["same", "smaller", "shifted", "expanded"])
+@pytest.mark.parametrize("overlap", ["same", "smaller", "shifted", "expanded", "expanded and smaller"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_binary_operators_refuse_the_out_tensors_that_the_cpu_refuses(which, overlap):
     """out= that is an argument, is an argument of a smaller shape, overlaps one, or has elements that share memory."""

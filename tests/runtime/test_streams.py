@@ -150,7 +150,8 @@ def test_blocking_and_pageable_copies_wait():
 @pytest.mark.parametrize(("n", "to_host"), [(1 << 19, False), (1 << 18, True)], ids=["to the device", "to the host"])
 def test_pinned_memory_is_reused_only_when_its_copies_are_done(n, to_host):
     x = torch.ones(n, device="openreg")
-    for repeats, milliseconds in enumerate((100, 1000, 10_000)):  # until the copy still waits when memory was asked for
+    free = 1  # blocks of this size, at the end
+    for milliseconds in (100, 1000, 10_000):  # until the copy still waits when the memory has been asked for
         with side_stream() as stream:
             torch.openreg._sleep(milliseconds * MS)
             host = torch.ones(n, pin_memory=True)
@@ -166,8 +167,9 @@ def test_pinned_memory_is_reused_only_when_its_copies_are_done(n, to_host):
         assert x.sum().item() == n
         if busy:
             break
+        free += 3
     assert busy and address not in {other.data_ptr() for other in others}
-    again = [torch.empty(n, pin_memory=True) for _ in range(1 + 3 * repeats)]  # each repeat leaves three blocks
+    again = [torch.empty(n, pin_memory=True) for _ in range(free)]
     assert address in {each.data_ptr() for each in again}
 
 

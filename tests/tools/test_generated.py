@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import io
 import json
 import os
 import re
@@ -425,6 +426,7 @@ def test_the_weight_of_a_convolution_has_the_size_of_its_kernel():
     transposed = "aten::slow_conv_transpose2d"
     assert fits(transposed, [3, 4]) and not fits(transposed, [3, 3]) and not fits(transposed, [4])
     assert fits("aten::conv2d", None, [3, 3])  # which takes the size of the weight
+    assert contiguous._fits_kernel("aten::thnn_conv2d", Call([x, torch.rand(2, 18), [3, 3]], {}))
 
     for size, is_compared in ([4, 4], True), ([3, 3], False):
         given = Call([torch.rand(2, 2, 4, 4).transpose(2, 3), torch.rand(2, 2, 4, 4), size], {})
@@ -742,7 +744,10 @@ def test_lists_that_are_too_short():
     x, backward = torch.rand(1, 2, 5, 5), "aten::reflection_pad2d_backward"
     assert allowed.has_short_list(backward, Call([x, x, [0, 0, 0]], {}))
     assert not allowed.has_short_list(backward, Call([x, x, [0, 0, 0, 0]], {}))
-    assert not allowed.has_short_list("aten::reflection_pad2d", Call([x, [0, 0, 0]], {}))  # which checks it
+    for checks in ("reflection_pad2d", "replication_pad2d_backward", "reflection_pad3d_backward"):
+        assert not allowed.has_short_list(
+            f"aten::{checks}", Call([x, x, [0, 0, 0]][checks == "reflection_pad2d" :], {})
+        )
     convolution = Call([x, x, torch.rand(2, 2, 3, 3), [3, 3], [1, 1], [0], [True] * 3], {})
     assert allowed.has_short_list("aten::_slow_conv2d_backward.output_mask", convolution)
     convolution.args[5] = [0, 0]
@@ -785,19 +790,49 @@ def test_a_crash_after_a_call_that_damaged_memory(doubted):
     assert worker.case({"op": "a::b", "n": 2})["end"] == "failed"
 
 
-def test_a_process_that_dies_between_two_requests_does_not_shift_the_answers():
+def test_a_process_that_ends_after_its_answer():
+    """Its end is a failure that names its last case, and the answers to later requests are theirs."""
     options = argparse.Namespace(device="openreg", timeout=60, threads=1, modules=["openreg_ops"], given={})
     worker = search.Child(options)
+
+    def kill():
+        server = worker.process.pid
+        (forked,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        os.kill(int(forked), signal.SIGKILL)
+
+    add, neg = ({"op": name, "base": 0, "changes": []} for name in ("aten::add.Tensor", "aten::neg"))
     try:
-        for name in ("aten::add.Tensor", "aten::neg"):
-            assert worker.bases(name)[1]
-            server = worker.process.pid
-            (forked,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-            os.kill(int(forked), signal.SIGKILL)
-            assert worker.case({"op": name, "base": 0, "changes": []})["end"] == "equal"
-            assert len(worker.bases(name)[0])
+        assert worker.bases(add["op"])[1]
+        kill()  # before any case
+        assert worker.case(add)["end"] == "equal"
+        kill()
+        assert worker.bases(neg["op"])[1]
+        found = worker.case(neg)
+        assert found["kind"] == "crash" and f"answered {json.dumps(add)}: signal 9" in found["message"]
+        assert worker.case(neg)["end"] == "equal"
     finally:
         worker.stop()
+
+
+def test_a_process_that_does_not_start():
+    class Broken(search.Child):
+        def __init__(self):
+            super().__init__(argparse.Namespace(timeout=1))
+            self.answers = [{"died": 1}, {"ready": True, "pid": 0}] * 9
+
+        def start(self):
+            self.process = argparse.Namespace(stdin=io.BytesIO())
+
+        def read(self, deadline):
+            return self.answers.pop(0)
+
+        def last_words(self):
+            return "RuntimeError: no such device"
+
+    worker = Broken()
+    assert worker.bases("aten::neg") == ([], False, "making arguments: crash, exit 1: RuntimeError: no such device")
+    found = worker.case({"op": "aten::neg", "base": 0, "changes": []})
+    assert found["end"] == "failed" and "no such device" in found["message"]
 
 
 def test_differences_after_an_overflow_are_allowed():

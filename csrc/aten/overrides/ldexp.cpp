@@ -9,10 +9,12 @@ namespace openreg {
 namespace {
 
 at::Tensor& ldexp_out(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
+  // As every elementwise operator.
+  at::assert_no_internal_overlap(out);
+  if (!out.is_same(self)) at::assert_no_partial_overlap(out, self);
   const at::Tensor result = at::ldexp(self, other); // before out, which may be an argument, changes
   TORCH_CHECK(out.device() == result.device(), "ldexp: out is on ", out.device(), " but the arguments are on ",
       result.device(), "; move one with .to()");
-  if (!out.is_same(self)) at::assert_no_partial_overlap(out, self);
   TORCH_CHECK(!out.is_same(self) || out.sizes() == result.sizes(), "output with shape ", out.sizes(),
       " doesn't match the broadcast shape ", result.sizes());
   return write_out("ldexp", result, out);
