@@ -20,6 +20,9 @@ from openreg_tools import backends
 from openreg_tools.conformance.report import Record
 
 
+START = 600  # seconds that a worker may take to import torch, on a machine that is busy with other programs
+
+
 def shown_code(code: int) -> str:
     """How a process ended, from what `Popen.wait` returns."""
     return f"signal {-code}" if code < 0 else f"exit {code}"
@@ -51,7 +54,7 @@ class Worker:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.process.stdout, selectors.EVENT_READ)
         self.buffer = b""
-        if not (self.read(time.monotonic() + 120) or {}).get("ready"):
+        if not (self.read(time.monotonic() + START) or {}).get("ready"):
             self.stop()
             raise RuntimeError(f"the worker did not start: {self.last_words()}")
 
