@@ -642,6 +642,30 @@ def test_sharding_strategies():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_sharding_strategy_of_a_backward(right):
+    """If it is wrong, the result stays right, and each device sums only its own part for the gradient."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    name = f"by_sum_{right}".lower()
+    by_sum = define(f"{name}(Tensor x) -> Tensor", lambda x: x * x.sum(), torch.empty_like)
+    backward = define(f"{name}_backward(Tensor g, Tensor x) -> Tensor", lambda g, x: g * x.sum() + (g * x).sum(),
+                      lambda g, x: torch.empty_like(x))  # fmt: skip
+    torch.library.register_autograd(
+        f"broken::{name}",
+        lambda ctx, g: backward(g, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        lib=LIBRARY,
+    )
+    places = [Replicate()] if right else [Replicate(), Shard(0)]
+    register_sharding(by_sum)(lambda x: [([Replicate()], [Replicate()])])
+    register_sharding(backward)(lambda g, x: [([place], [place, place]) for place in places])
+    (result,) = check(by_sum, [(torch.rand(4, 6),)], only=["dtensor"]).results
+    assert result.status == ("pass" if right else "fail")
+    assert right or "which backward on plain tensors gives" in result.sentence, result.sentence
+
+
 def test_sharding_in_a_process_group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
