@@ -18,6 +18,7 @@ _TOKENS = re.compile(
     r"|(?P<open>\{)|(?P<close>\})"
 )
 _NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|(?<!extern )\"(?:\\.|[^\"\\\n])*\"|^[ \t]*#(?:\\\n|[^\n])*", re.S | re.M)
+_STUB = re.compile(r"DECLARE_DISPATCH\((?:(?!DECLARE_DISPATCH).)*?,\s*(\w+)\s*\)(?!\s*[,)])", re.S)  # of a kernel of ATen
 
 # Prefixes of names, and what to write instead so that a binary works with other releases too.
 _REPLACEMENTS = (
@@ -62,7 +63,7 @@ def path_of(text: str) -> tuple[str, ...]:
 def torch_headers(paths: Iterable[tuple[str, ...]], include: Path) -> dict[tuple[str, ...], str]:
     """The header that declares each name, or the class that it is a member of, if one is found.
 
-    This tracks namespaces, classes and braces without a compiler, so it misses declarations made by macros.
+    This tracks namespaces, classes and braces without a compiler, so it misses declarations made by other macros than DECLARE_DISPATCH.
     """
     paths = [path for path in paths if path]
     wanted = {path[:n] for path in paths for n in range(min(2, len(path)), len(path) + 1)}
@@ -91,18 +92,25 @@ def torch_headers(paths: Iterable[tuple[str, ...]], include: Path) -> dict[tuple
 
 
 def _of_key(path: tuple[str, ...], include: Path) -> str:
-    """The header of a per-dispatch-key function, such as at::cpu::add or at::native::add."""
-    if len(path) != 3 or path[0] != "at":
+    """The header of a per-dispatch-key function, such as at::cpu::add or at::native::add_, or of a structured operator, such
+    as at::meta::structured_add_Tensor.
+    """
+    if len(path) < 3 or path[0] != "at":
         return ""
     name = re.sub(r"(_outf?)?(_symint)?(_outf?)?$", "", path[2])
-    files = (f"ATen/ops/{name}_{path[1]}_dispatch.h", f"ATen/ops/{name}_{path[1]}.h")
+    words = name.removeprefix("structured_").split("_")
+    if words == name.split("_"):  # a function; in place, its name ends with _
+        names, ends = [name, name.removesuffix("_")] if len(path) == 3 else [], ("_dispatch", "")
+    else:  # the name of the operator, then of its overload
+        names, ends = ["_".join(words[:n]) for n in range(len(words), 0, -1)], ("",)
+    files = (f"ATen/ops/{each}_{path[1]}{end}.h" for each in names for end in ends)
     return next((file for file in files if (include / file).exists()), "")
 
 
 def _declares(text: str) -> Iterable[tuple[str, ...]]:
     """The names that a header declares, as parts: classes and enumerations with a body, functions and variables."""
     scopes: list[tuple[str, ...] | None] = []  # what each open brace adds to a name; None inside a function
-    for token in _TOKENS.finditer(_NOISE.sub(" ", text)):
+    for token in _TOKENS.finditer(_STUB.sub(r"extern int \1;", _NOISE.sub(" ", text))):
         inside = tuple(part for scope in scopes for part in scope or ())
         function = None in scopes
         match token.lastgroup:

@@ -146,11 +146,19 @@ def test_blocking_and_pageable_copies_wait():
         assert x.cpu().sum() == 1 << 20
 
 
+def without_free_pinned_blocks(n):
+    """Pinned tensors of n numbers until one has new memory: earlier tests have left blocks of this size."""
+    made, held = torch.openreg.host_memory_stats()["num_host_alloc"], []
+    while torch.openreg.host_memory_stats()["num_host_alloc"] == made:
+        held.append(torch.empty(n, pin_memory=True))
+    return held
+
+
 # Of two sizes, so that the blocks that one case leaves behind do not serve the other.
 @pytest.mark.parametrize(("n", "to_host"), [(1 << 19, False), (1 << 18, True)], ids=["to the device", "to the host"])
 def test_pinned_memory_is_reused_only_when_its_copies_are_done(n, to_host):
     x = torch.ones(n, device="openreg")
-    free = 1  # blocks of this size, at the end
+    held = without_free_pinned_blocks(n)
     for milliseconds in (100, 1000, 10_000):  # until the copy still waits when the memory has been asked for
         with side_stream() as stream:
             torch.openreg._sleep(milliseconds * MS)
@@ -167,10 +175,11 @@ def test_pinned_memory_is_reused_only_when_its_copies_are_done(n, to_host):
         assert x.sum().item() == n
         if busy:
             break
-        free += 3
+        del others
+        held += without_free_pinned_blocks(n)
     assert busy and address not in {other.data_ptr() for other in others}
-    again = [torch.empty(n, pin_memory=True) for _ in range(free)]
-    assert address in {each.data_ptr() for each in again}
+    again = torch.empty(n, pin_memory=True)
+    assert again.data_ptr() == address and held
 
 
 def test_copy_between_devices_is_ordered_on_both(mode):
