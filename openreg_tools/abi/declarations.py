@@ -18,7 +18,9 @@ _TOKENS = re.compile(
     r"|(?P<open>\{)|(?P<close>\})"
 )
 _NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|(?<!extern )\"(?:\\.|[^\"\\\n])*\"|^[ \t]*#(?:\\\n|[^\n])*", re.S | re.M)
-_STUB = re.compile(r"DECLARE_DISPATCH\((?:(?!DECLARE_DISPATCH).)*?,\s*(\w+)\s*\)(?!\s*[,)])", re.S)  # of a kernel of ATen
+_STUB = re.compile(
+    r"DECLARE_DISPATCH\((?:(?!DECLARE_DISPATCH).)*?,\s*(\w+)\s*\)(?!\s*[,)])", re.S
+)  # of a kernel of ATen
 
 # Prefixes of names, and what to write instead so that a binary works with other releases too.
 _REPLACEMENTS = (

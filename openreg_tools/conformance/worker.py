@@ -19,7 +19,6 @@ from typing import Any, TextIO
 from openreg_tools import backends
 from openreg_tools.conformance.report import Record
 
-
 START = 600  # seconds that a worker may take to import torch, on a machine that is busy with other programs
 
 
