@@ -175,7 +175,7 @@ def test_pinned_memory_is_reused_only_when_its_copies_are_done(n, to_host):
         assert x.sum().item() == n
         if busy:
             break
-        del others
+        others.clear()
         held += without_free_pinned_blocks(n)
     assert busy and address not in {other.data_ptr() for other in others}
     again = torch.empty(n, pin_memory=True)
