@@ -74,7 +74,7 @@ def outcome(name, count, how, device):
     arguments = ARGUMENTS[how](lambda x: x.to(device))[:count]
     try:
         result = operator(*arguments, **NUMBERS.get(name, {}))
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         return type(error), str(error).splitlines()[0]
     assert (result is arguments[0]) is name.partition(".")[0].endswith("_")
     return result, arguments

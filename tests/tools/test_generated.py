@@ -674,7 +674,8 @@ def test_new_memory_that_a_kernel_does_not_write_changes_from_call_to_call():
 def test_a_read_that_no_guard_shows_ends_the_process():
     unpack, lu = "aten::lu_unpack", torch.rand(5, 5)  # each guard is an invalid pivot
     short, whole = (torch.full((count,), 5, dtype=torch.int32) for count in (1, 5))
-    assert contiguous.doubtful(unpack, Call([lu, short], {}), is_plain=False, emptied=False)
+    reads_on = torch.__version__ < "2.15"  # which refuses pivots of another shape
+    assert bool(contiguous.doubtful(unpack, Call([lu, short], {}), is_plain=False, emptied=False)) is reads_on
     assert not contiguous.doubtful(unpack, Call([lu, whole], {}), is_plain=False, emptied=False)
 
 
