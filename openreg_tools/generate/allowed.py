@@ -119,7 +119,7 @@ def refuses_gradient(name: str, call: Call, message: str) -> bool:
     given = {argument.name: value for argument, value in changes.given_to(name, call)}
     x, weight = (given[each].to("meta") for each in ("input", "weight"))
     numbers = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, TypeError):  # no such output, or a size that overflows
         return torch.ops.aten.convolution(x, weight, None, *map(given.get, numbers)).shape != given["grad_output"].shape
     return True
 
