@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import selectors
 import subprocess
 import sys
@@ -119,8 +120,12 @@ class Worker:
         self.stderr.seek(0)  # a forked process that follows writes its own
         self.stderr.truncate()
         for i, line in enumerate(lines):
-            if line.startswith(("Fatal Python error", "Traceback")):
-                return lines[i if line.startswith("Fatal") else -1]
+            if line.startswith("Fatal Python error"):
+                return line
+            if line.startswith("Traceback"):  # PyTorch's messages go on with frames of C++
+                return next(
+                    (each for each in lines[i:] if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", each)), lines[-1]
+                )
         return " ".join(lines[-2:])[:300]
 
 

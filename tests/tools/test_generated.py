@@ -705,6 +705,8 @@ def test_errors_that_depend_on_the_call_are_allowed_for_that_call_only():
         assert allowed.refuses_gradient("aten::convolution_backward", call, refused) is differs
         assert not allowed.refuses_gradient("aten::convolution_backward", call, "another error")
         assert not allowed.refuses_gradient("aten::neg", call, refused)
+    call.args[4], call.args[7] = [2**62, 1], True  # the output of this transposed convolution has a size that overflows
+    assert allowed.refuses_gradient("aten::convolution_backward", call, refused)
 
     call = Call([x, torch.rand(5)], {})
     message = opinfo.first_line(contiguous.plain_error("aten::add.Tensor", call))
@@ -813,6 +815,19 @@ def test_a_process_that_ends_after_its_answer():
         assert worker.case(neg)["end"] == "equal"
     finally:
         worker.stop()
+
+
+def test_the_last_words_of_a_process_are_its_error():
+    worker = search.Child(argparse.Namespace())
+    trace = "Traceback (most recent call last):\n  File \"a.py\"\n"
+    for said, words in (
+        (f"a warning\n{trace}TypeError: of size 3\nframe #0: c10::Error\n\"\n", "TypeError: of size 3"),
+        (f"{trace}torch.OutOfMemoryError: 4 GiB", "torch.OutOfMemoryError: 4 GiB"),
+        ("Fatal Python error: Aborted\nCurrent thread", "Fatal Python error: Aborted"),
+        ("a\nb\nc", "b c"),
+    ):
+        worker.stderr = io.BytesIO(said.encode())
+        assert worker.last_words() == words and not worker.stderr.getvalue()
 
 
 def test_a_process_that_does_not_start():
