@@ -819,9 +819,9 @@ def test_a_process_that_ends_after_its_answer():
 
 def test_the_last_words_of_a_process_are_its_error():
     worker = search.Child(argparse.Namespace())
-    trace = "Traceback (most recent call last):\n  File \"a.py\"\n"
+    trace = 'Traceback (most recent call last):\n  File "a.py"\n'
     for said, words in (
-        (f"a warning\n{trace}TypeError: of size 3\nframe #0: c10::Error\n\"\n", "TypeError: of size 3"),
+        (f'a warning\n{trace}TypeError: of size 3\nframe #0: c10::Error\n"\n', "TypeError: of size 3"),
         (f"{trace}torch.OutOfMemoryError: 4 GiB", "torch.OutOfMemoryError: 4 GiB"),
         ("Fatal Python error: Aborted\nCurrent thread", "Fatal Python error: Aborted"),
         ("a\nb\nc", "b c"),
