@@ -101,12 +101,15 @@ def lacks_tensor(name: str, call: Call) -> bool:
     )
 
 
+_WITHOUT_QUANTIZER = ("aten::_lazy_clone", "aten::view.dtype")
+
+
 def is_unreadable(name: str, result: Any) -> bool:
     """Whether PyTorch returned a nested tensor with uninitialized offsets, or a quantized one without a quantizer."""
     if not isinstance(result, torch.Tensor):
         return False
     is_nested = result.is_nested and result.layout == torch.strided
-    return name == "aten::select.int" and is_nested or name == "aten::_lazy_clone" and result.is_quantized
+    return name == "aten::select.int" and is_nested or name in _WITHOUT_QUANTIZER and result.is_quantized
 
 
 def refuses_gradient(name: str, call: Call, message: str) -> bool:

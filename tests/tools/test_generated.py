@@ -328,6 +328,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::tensor_split.sections", [("garbage", 28)], 0, "equal"),  # quantized columns, which .cpu() leaves
         ("aten::select.int", [("garbage", 67)], 0, "equal"),  # a nested result with uninitialized offsets
         ("aten::_lazy_clone", [("garbage", 0)], 0, "equal"),  # a quantized result without a quantizer
+        ("aten::view.dtype", [("garbage", 49)], 0, "equal"),  # the same
         ("aten::_grouped_mm", [("offset", 0, 1)], 0, "allowed"),
         ("aten::max_pool1d", [("garbage", 13)], 0, "allowed"),
         ("aten::set_data", [("garbage", 59)], 0, "equal"),
@@ -453,8 +454,14 @@ def test_what_the_tool_cannot_read_is_narrow():
     quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
     assert allowed.is_unreadable("aten::select.int", nested)
     assert not allowed.is_unreadable("aten::select.int", x)  # a tensor of the list
-    assert allowed.is_unreadable("aten::_lazy_clone", quantized)
-    for name, result in (("_lazy_clone", x), ("select.int", quantized), ("neg", nested), ("neg", [nested])):
+    assert all(allowed.is_unreadable(f"aten::{name}", quantized) for name in ("_lazy_clone", "view.dtype"))
+    for name, result in (
+        ("_lazy_clone", x),
+        ("view.dtype", x),
+        ("select.int", quantized),
+        ("neg", nested),
+        ("neg", [nested]),
+    ):
         assert not allowed.is_unreadable(f"aten::{name}", result)
 
 
