@@ -320,8 +320,8 @@ class Server:
             return
         unknown = [test for test in tests if (way, test) not in self.passes]
         outcome, failed = self.pytest(unknown)
-        if outcome == "timeout":
-            unknown, failed = [by], [by]
+        if outcome != "survived" and not failed:  # it hung, or ended before it said which
+            unknown = failed = [by]
         self.passes.update(((way, test), test not in failed) for test in unknown)
 
     @contextlib.contextmanager

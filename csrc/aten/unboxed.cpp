@@ -250,10 +250,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm_backward(const 
 #define META(name) set_meta<at::_ops::name>("aten::" #name, at::meta::name)
 #define STRUCTURED(schema, op, name) UNBOXED(schema, op, name); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
 #define DIRECT(text, op, name, structured, ...) m.impl(text, (direct<at::_ops::op, at::meta::structured, __VA_ARGS__, at::cpu::name>)); set_meta<at::_ops::op>("aten::" text, at::meta::name)
-#define UNARY(name) DIRECT(#name, name, name, structured_##name, Stub<at::native::name##_stub>); DIRECT(#name "_", name##_, name##_, structured_##name, Stub<at::native::name##_stub>); STRUCTURED(#name ".out", name##_out, name##_outf)
+#define OF_STUB(name) DIRECT(#name, name, name, structured_##name, Stub<at::native::name##_stub>)
+#define UNARY(name) OF_STUB(name); DIRECT(#name "_", name##_, name##_, structured_##name, Stub<at::native::name##_stub>); STRUCTURED(#name ".out", name##_out, name##_outf)
 #define BINARY(name, ...) DIRECT(#name ".Tensor", name##_Tensor, name, structured_##name##_Tensor, __VA_ARGS__); DIRECT(#name "_.Tensor", name##__Tensor, name##_, structured_##name##_Tensor, __VA_ARGS__); STRUCTURED(#name ".out", name##_out, name##_outf)
 #define COMPARE(name) DIRECT(#name ".Tensor", name##_Tensor, name, structured_##name##_Tensor, Stub<at::native::name##_stub>); STRUCTURED(#name ".Scalar", name##_Scalar, name)
-#define OF_STUB(name) DIRECT(#name, name, name, structured_##name, Stub<at::native::name##_stub>)
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   BINARY(add, StubOfNumber<at::native::add_stub>); BINARY(sub, Difference); BINARY(mul, Stub<at::native::mul_stub>); BINARY(div, Stub<at::native::div_true_stub>);

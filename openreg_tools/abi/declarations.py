@@ -18,9 +18,8 @@ _TOKENS = re.compile(
     r"|(?P<open>\{)|(?P<close>\})"
 )
 _NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|(?<!extern )\"(?:\\.|[^\"\\\n])*\"|^[ \t]*#(?:\\\n|[^\n])*", re.S | re.M)
-_STUB = re.compile(
-    r"DECLARE_DISPATCH\((?:(?!DECLARE_DISPATCH).)*?,\s*(\w+)\s*\)(?!\s*[,)])", re.S
-)  # of a kernel of ATen
+# Declares a variable that holds the kernels of one of ATen's functions.
+_STUB = re.compile(r"DECLARE_DISPATCH\((?:(?!DECLARE_DISPATCH).)*?,\s*(\w+)\s*\)(?!\s*[,)])", re.S)
 
 # Prefixes of names, and what to write instead so that a binary works with other releases too.
 _REPLACEMENTS = (
@@ -65,7 +64,8 @@ def path_of(text: str) -> tuple[str, ...]:
 def torch_headers(paths: Iterable[tuple[str, ...]], include: Path) -> dict[tuple[str, ...], str]:
     """The header that declares each name, or the class that it is a member of, if one is found.
 
-    This tracks namespaces, classes and braces without a compiler, so it misses declarations made by other macros than DECLARE_DISPATCH.
+    This tracks namespaces, classes and braces without a compiler, so it misses declarations made by other macros than
+    DECLARE_DISPATCH.
     """
     paths = [path for path in paths if path]
     wanted = {path[:n] for path in paths for n in range(min(2, len(path)), len(path) + 1)}

@@ -75,15 +75,13 @@ class Child(Worker):
         if answer is not None:
             self.earlier.append(case)
             return answer
-        is_ours = where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"])
-        if is_ours or kind == "crash" and where == "start":  # a process that does not start
-            if (
-                kind == "crash"
-                and where not in ("cpu", "start")
-                and (note := self.doubt(case) or self.damage(case, earlier))
-            ):
+        failed = {"end": "failed", "kind": kind, "message": message, "call": ""}
+        if kind == "crash" and where == "start":  # a process that does not start
+            return failed
+        if where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"]):
+            if kind == "crash" and where != "cpu" and (note := self.doubt(case) or self.damage(case, earlier)):
                 return {"end": "allowed", "note": note}
-            return {"end": "failed", "kind": kind, "message": message, "call": ""}
+            return failed
         side = "the CPU's kernel" if where in ("cpu", "cpu alone") else f"the tool's step {where!r}"
         return {"end": "allowed", "note": f"{side} ends the process" if kind == "crash" else f"{side} hangs"}
 

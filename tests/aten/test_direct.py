@@ -14,13 +14,18 @@ from torch.testing import assert_close
 aten = torch.ops.aten
 UNARY = ["neg", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "relu", "silu"]
 BINARY = ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum", "minimum", "silu_backward"]
-BINARY += ["sigmoid_backward", "tanh_backward", *(f"{name}.Tensor" for name in ("eq", "ne", "lt", "le", "gt", "ge"))]
+BINARY += [
+    "sigmoid_backward",
+    "tanh_backward",
+    "threshold_backward",
+    *(f"{name}.Tensor" for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+]
 IN_PLACE = ["add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor"]
 POINTWISE = ["addcmul_", "addcdiv_"]
 OF_ONE = [*UNARY, *(f"{name}_" for name in UNARY[:-1])]
 # Numbers after the tensors.
 NUMBERS = {"add.Tensor": {"alpha": 0.3}, "sub.Tensor": {"alpha": 0.3}, "add_.Tensor": {"alpha": -2}, "sub_.Tensor": {"alpha": -2},
-           "addcmul_": {"value": 0.7}, "addcdiv_": {"value": 0.7}}  # fmt: skip
+           "threshold_backward": {"threshold": 0.1}, "addcmul_": {"value": 0.7}, "addcdiv_": {"value": 0.7}}  # fmt: skip
 OPERATORS = (
     [(name, 1) for name in OF_ONE] + [(name, 2) for name in BINARY + IN_PLACE] + [(name, 3) for name in POINTWISE]
 )
