@@ -1,4 +1,4 @@
-// Elementwise operators on device tensors themselves, for those whose small-tensor latency matters.
+// Operators on device tensors themselves, for those whose small-tensor latency matters.
 #pragma once
 
 #include <ATen/TensorIterator.h>
@@ -12,11 +12,14 @@
 
 namespace openreg {
 
-// Note [Elementwise operators]
-// The device computes like the CPU, so most operators call the CPU's kernel on aliases: see Note [CpuCall]. For an
-// elementwise operator that is not necessary. ATen's Meta function, the part of it that all devices share, checks the
-// arguments and builds a TensorIterator over them, and the CPU's function behind the operator's stub reads and writes
-// the memory that the iterator points to, whatever the device. Only the result has to be allocated here.
+// Note [Direct operators]
+// The device computes like the CPU, so most operators call the CPU's kernel on aliases: see Note [CpuCall]. For many
+// that is not necessary. ATen's Meta function, the part of an operator that all devices share, checks the arguments and
+// asks for the result, which is allocated here. What then computes reads and writes memory, whatever its device:
+//  - For an elementwise operator, the Meta function also builds a TensorIterator over the arguments, and the CPU's
+//    function behind the operator's stub computes what the iterator points to.
+//  - For others, the CPU's implementation takes the tensors themselves, if it does not have to copy or convert one,
+//    because that goes through the dispatcher. Each of them says which arguments it accepts as they are (accepts()).
 // An iterator converts dtypes for CPU tensors only. So arguments of several dtypes, or of one that is promoted, still
 // go through aliases, and so do arguments whose memory an alias prepares: lazy clones, and tensors without memory.
 
@@ -35,10 +38,17 @@ struct StubOfNumber {
     stub(at::kCPU, iter, std::get<sizeof...(A) - 1>(std::tie(arguments...)));
   }
 };
+// The same: the CPU's implementation of a structured operator, which is then the class with the Meta function too.
+struct Implementation {
+  template <class Structured, class... A>
+  static void compute(Structured& op, const A&... arguments) {
+    op.impl(arguments..., op.out);
+  }
+};
 
 namespace detail {
 
-// The iterator, with its result: an argument, or new memory.
+// The operator with its Meta function, and its result: an argument, or new memory.
 template <class Meta>
 struct OnDevice final : Meta {
   at::Tensor out;
@@ -51,12 +61,13 @@ struct OnDevice final : Meta {
       out = strides.empty() ? empty_on(device, sizes, dtype, options.memory_format_opt())
                             : empty_strided_on(device, sizes, strides, dtype);
     }
-    Meta::set_output_raw_strided(index, sizes, strides, options);
+    if constexpr (std::is_base_of_v<at::TensorIteratorBase, Meta>)
+      Meta::set_output_raw_strided(index, sizes, strides, options);
   }
   const at::Tensor& maybe_get_output(int64_t) override { return out; }
 };
 
-// Whether the iterator can be over the argument itself.
+// Whether an operator can compute in the argument itself.
 inline bool is_direct(const c10::TensorImpl* self, const at::Tensor& t, bool written) {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
   if (!impl->key_set().has(c10::DispatchKey::PrivateUse1) || impl->dtype() != self->dtype() ||
@@ -81,24 +92,32 @@ template <class Op, class Meta, class Computes, class R, class Self, class... A,
 struct Direct<Op, Meta, Computes, R(Self, A...), kernel> {
   static constexpr bool kInPlace = std::is_reference_v<R>;
 
+  static bool accepts(const c10::TensorImpl* impl, const at::Tensor& self, const std::remove_cvref_t<A>&... arguments) {
+    if (redirected() || !is_floating(impl) || !is_direct(impl, self, kInPlace) ||
+        !(is_direct(impl, arguments, kInPlace) && ...))
+      return false;
+    if constexpr (requires { Computes::accepts(self, arguments...); }) return Computes::accepts(self, arguments...);
+    else return true;
+  }
+
   static R call(Self self, A... arguments) {
     const c10::TensorImpl* impl = self.unsafeGetTensorImpl();
-    if (redirected() || !is_floating(impl) || !is_direct(impl, self, kInPlace) ||
-        !(is_direct(impl, arguments, kInPlace) && ...)) [[unlikely]]
+    if (!accepts(impl, self, arguments...)) [[unlikely]]
       return Native<Op, R(Self, A...), kernel>::call(self, std::forward<A>(arguments)...);
-    OnDevice<Meta> iter;
-    if constexpr (kInPlace) iter.out = self;
-    iter.meta(self, arguments...);
-    run_directly(thread_stream(impl->device().index()), [&] { Computes::compute(iter, arguments...); }, Site(Op::name));
+    OnDevice<Meta> op;
+    if constexpr (kInPlace) op.out = self;
+    op.meta(self, arguments...);
+    run_directly(
+        thread_stream(impl->device().index()), [&] { Computes::compute(op, self, arguments...); }, Site(Op::name));
     if constexpr (kInPlace) return self;
-    else return std::move(iter.out);
+    else return std::move(op.out);
   }
 };
 
 } // namespace detail
 
-// The device kernel of an elementwise operator, given its Meta function, what computes it, and the CPU's kernel, which
-// runs on aliases where the tensors cannot be used themselves.
+// The device kernel of an operator, given its Meta function, what computes it, and the CPU's kernel, which runs on
+// aliases where the tensors cannot be used themselves.
 template <class Op, class Meta, class Computes, typename Op::schema* kernel>
 constexpr auto* direct = &detail::Direct<Op, Meta, Computes, typename Op::schema, kernel>::call;
 

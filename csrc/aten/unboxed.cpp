@@ -5,9 +5,13 @@
 
 #include <ATen/native/Activation.h>
 #include <ATen/native/BinaryOps.h>
+#include <ATen/native/Copy.h>
 #include <ATen/native/PointwiseOps.h>
+#include <ATen/native/ReduceOps.h>
+#include <ATen/native/ReduceOpsUtils.h>
 #include <ATen/native/TensorCompare.h>
 #include <ATen/native/UnaryOps.h>
+#include <ATen/native/layer_norm.h>
 #include <ATen/ops/_log_softmax_backward_data_meta_dispatch.h>
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
 #include <ATen/ops/_log_softmax_meta_dispatch.h>
@@ -30,6 +34,7 @@
 #include <ATen/ops/addcmul_ops.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/addmm_meta_dispatch.h>
+#include <ATen/ops/addmm_native.h>
 #include <ATen/ops/addmm_ops.h>
 #include <ATen/ops/argmax_cpu_dispatch.h>
 #include <ATen/ops/argmax_meta_dispatch.h>
@@ -117,6 +122,7 @@
 #include <ATen/ops/minimum_ops.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mm_meta_dispatch.h>
+#include <ATen/ops/mm_native.h>
 #include <ATen/ops/mm_ops.h>
 #include <ATen/ops/mul_cpu_dispatch.h>
 #include <ATen/ops/mul_meta.h>
@@ -182,6 +188,7 @@
 #include <ATen/ops/sub_meta_dispatch.h>
 #include <ATen/ops/sub_ops.h>
 #include <ATen/ops/sum_cpu_dispatch.h>
+#include <ATen/ops/sum_meta.h>
 #include <ATen/ops/sum_meta_dispatch.h>
 #include <ATen/ops/sum_ops.h>
 #include <ATen/ops/tanh_backward_cpu_dispatch.h>
@@ -211,12 +218,12 @@ void set_meta(const char* name, typename Op::schema* kernel) {
 }
 
 struct Difference {
-  static void compute(at::TensorIteratorBase& iter, const at::Tensor&, const at::Scalar& alpha) {
+  static void compute(at::TensorIteratorBase& iter, const at::Tensor&, const at::Tensor&, const at::Scalar& alpha) {
     at::native::add_stub(at::kCPU, iter, -alpha);
   }
 };
 struct ThresholdBackward {
-  static void compute(at::TensorIteratorBase& iter, const at::Tensor&, const at::Scalar& threshold) {
+  static void compute(at::TensorIteratorBase& iter, const at::Tensor&, const at::Tensor&, const at::Scalar& threshold) {
     at::native::threshold_stub(at::kCPU, iter, threshold, 0);
   }
 };
@@ -224,13 +231,91 @@ struct ThresholdBackward {
 // The CPU's relu is clamp_min, which it calls through the dispatcher.
 struct Relu : at::meta::structured_clamp_min {
   void meta(const at::Tensor& self) { structured_clamp_min::meta(self, 0); }
-  static void compute(at::TensorIteratorBase& iter) { at::native::clamp_min_scalar_stub(at::kCPU, iter, 0); }
+  static void compute(at::TensorIteratorBase& iter, const at::Tensor&) {
+    at::native::clamp_min_scalar_stub(at::kCPU, iter, 0);
+  }
 };
 at::Tensor relu(const at::Tensor& self) {
   return self.scalar_type() == at::kBool ? at::cpu::relu(self) : at::cpu::clamp_min(self, 0); // relu raises for bool
 }
 at::Tensor& relu_(at::Tensor& self) {
   return self.scalar_type() == at::kBool ? at::cpu::relu_(self) : at::cpu::clamp_min_(self, 0);
+}
+
+// The CPU sums low-precision numbers into a buffer of its own, for which it asks the dispatcher.
+struct Sum {
+  static bool accepts(const at::Tensor& self, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType> dtype) {
+    const at::ScalarType type = self.scalar_type();
+    return (type == at::kFloat || type == at::kDouble) && dtype.value_or(type) == type && self.numel() > 0;
+  }
+  template <class Structured>
+  static void compute(Structured& op, const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
+      std::optional<at::ScalarType>) {
+    at::TensorIterator iter = at::meta::make_reduction_from_out_ty(self, op.out, dim, keepdim, op.out.scalar_type());
+    at::native::sum_stub(at::kCPU, iter);
+  }
+};
+
+// Whether BLAS reads a matrix as it is. The CPU's kernel copies any other.
+bool is_matrix(const at::Tensor& t) {
+  if (t.dim() != 2 || t.numel() == 0) return false;
+  const auto sizes = t.sizes(), strides = t.strides();
+  return (strides[1] == 1 && strides[0] >= sizes[1]) || (strides[0] == 1 && strides[1] >= sizes[0]);
+}
+struct Product : Implementation {
+  // On other processors, the kernel may pass the tensors to oneDNN, which asks for their device.
+#ifdef __x86_64__
+  static bool accepts(const at::Tensor& a, const at::Tensor& b) { return is_matrix(a) && is_matrix(b); }
+#else
+  static bool accepts(const at::Tensor&, const at::Tensor&) { return false; }
+#endif
+};
+struct SumAndProduct {
+  static bool accepts(
+      const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b, const at::Scalar&, const at::Scalar&) {
+    return Product::accepts(a, b) && bias.dim() == 1 && bias.sizes()[0] == b.sizes()[1];
+  }
+  // The kernel copies the bias through the dispatcher, unless the result holds it already.
+  template <class Structured>
+  static void compute(Structured& op, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,
+      const at::Scalar& beta, const at::Scalar& alpha) {
+    if (beta.toComplexDouble() != 0.0) {
+      at::TensorIterator iter = at::TensorIteratorConfig()
+                                    .set_check_mem_overlap(false)
+                                    .resize_outputs(false)
+                                    .add_output(op.out)
+                                    .add_const_input(bias)
+                                    .build();
+      at::native::copy_stub(at::kCPU, iter, false);
+    }
+    op.impl(op.out, a, b, beta, alpha, op.out);
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm(const at::Tensor& input,
+    c10::SymIntArrayRef normalized_shape, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, double eps) {
+  const c10::TensorImpl* impl = input.unsafeGetTensorImpl();
+  const auto accepts = [&](const at::Tensor& t) { return detail::is_direct(impl, t, false) && t.is_contiguous(); };
+  const auto accepts_optional = [&](const std::optional<at::Tensor>& t) { return !t || !t->defined() || accepts(*t); };
+  if (detail::redirected() || !detail::is_floating(impl) || !accepts(input) || input.numel() == 0 ||
+      !accepts_optional(weight) || !accepts_optional(bias)) [[unlikely]]
+    return native<at::_ops::native_layer_norm, at::cpu::native_layer_norm_symint>(
+        input, normalized_shape, weight, bias, eps);
+  const at::Tensor none, &gamma = weight ? *weight : none, &beta = bias ? *bias : none;
+  const auto shape = C10_AS_INTARRAYREF_SLOW(normalized_shape);
+  const auto [rows, columns] = at::native::_check_layer_norm_inputs(input, shape, gamma, beta);
+  c10::DimVector of_rows(input.sizes());
+  std::fill(of_rows.end() - static_cast<ptrdiff_t>(shape.size()), of_rows.end(), 1);
+  const auto device = impl->device().index();
+  at::Tensor out = empty_on(device, input.sizes(), input.scalar_type(), std::nullopt);
+  at::Tensor mean = empty_on(device, of_rows, input.scalar_type(), std::nullopt);
+  at::Tensor rstd = empty_on(device, of_rows, input.scalar_type(), std::nullopt);
+  detail::run_directly(
+      detail::thread_stream(device),
+      [&] { at::native::LayerNormKernel(at::kCPU, input, gamma, beta, rows, columns, eps, &out, &mean, &rstd); },
+      Site(at::_ops::native_layer_norm::name));
+  return {std::move(out), std::move(mean), std::move(rstd)};
 }
 
 // The CPU's kernel reads mean and rstd as if they were contiguous.
@@ -249,7 +334,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm_backward(const 
 // A structured operator, with its Meta kernel: see Note [Queued operators].
 #define META(name) set_meta<at::_ops::name>("aten::" #name, at::meta::name)
 #define STRUCTURED(schema, op, name) UNBOXED(schema, op, name); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
-#define DIRECT(text, op, name, structured, ...) m.impl(text, (direct<at::_ops::op, at::meta::structured, __VA_ARGS__, at::cpu::name>)); set_meta<at::_ops::op>("aten::" text, at::meta::name)
+#define DIRECT_AS(text, op, name, ...) m.impl(text, (direct<at::_ops::op, __VA_ARGS__, at::cpu::name>)); set_meta<at::_ops::op>("aten::" text, at::meta::name)
+#define DIRECT(text, op, name, structured, ...) DIRECT_AS(text, op, name, at::meta::structured, __VA_ARGS__)
 #define OF_STUB(name) DIRECT(#name, name, name, structured_##name, Stub<at::native::name##_stub>)
 #define UNARY(name) OF_STUB(name); DIRECT(#name "_", name##_, name##_, structured_##name, Stub<at::native::name##_stub>); STRUCTURED(#name ".out", name##_out, name##_outf)
 #define BINARY(name, ...) DIRECT(#name ".Tensor", name##_Tensor, name, structured_##name##_Tensor, __VA_ARGS__); DIRECT(#name "_.Tensor", name##__Tensor, name##_, structured_##name##_Tensor, __VA_ARGS__); STRUCTURED(#name ".out", name##_out, name##_outf)
@@ -270,14 +356,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   UNBOXED("where.self", where_self, where); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
   DIRECT("addcmul_", addcmul_, addcmul_, structured_addcmul, StubOfNumber<at::native::addcmul_stub>); DIRECT("addcdiv_", addcdiv_, addcdiv_, structured_addcdiv, StubOfNumber<at::native::addcdiv_stub>);
   UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("fill_.Tensor", fill__Tensor, fill_); UNBOXED("zero_", zero_, zero_);
-  STRUCTURED("sum.dim_IntList", sum_dim_IntList, sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
+  DIRECT("sum.dim_IntList", sum_dim_IntList, sum, structured_sum_dim_IntList, Sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
   STRUCTURED("cumsum", cumsum, cumsum);
-  STRUCTURED("mm", mm, mm); STRUCTURED("mm.out", mm_out, mm_outf); STRUCTURED("addmm", addmm, addmm); STRUCTURED("addmm.out", addmm_out, addmm_outf);
+  DIRECT_AS("mm", mm, mm, at::native::structured_mm_out_cpu, Product); STRUCTURED("mm.out", mm_out, mm_outf); DIRECT_AS("addmm", addmm, addmm, at::native::structured_addmm_out_cpu, SumAndProduct); STRUCTURED("addmm.out", addmm_out, addmm_outf);
   STRUCTURED("bmm", bmm, bmm); STRUCTURED("baddbmm", baddbmm, baddbmm);
   // The kernels of softmax are in overrides/softmax.cpp.
   META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
   STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); STRUCTURED("nll_loss_backward", nll_loss_backward, nll_loss_backward_symint);
-  UNBOXED("native_layer_norm", native_layer_norm, native_layer_norm_symint); m.impl("native_layer_norm_backward", (native<at::_ops::native_layer_norm_backward, native_layer_norm_backward>));
+  m.impl("native_layer_norm", native_layer_norm); m.impl("native_layer_norm_backward", (native<at::_ops::native_layer_norm_backward, native_layer_norm_backward>));
   UNBOXED("index_select", index_select, index_select); UNBOXED("embedding_dense_backward", embedding_dense_backward, embedding_dense_backward_symint);
   STRUCTURED("cat", cat, cat);
 }

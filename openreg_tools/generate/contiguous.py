@@ -236,6 +236,8 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
         return None
     if _resizes_an_input(call, cpu.mover):
         return None
+    if tables.THRESHOLDS.match(name) and any(number < 0 for number in numbers):
+        return None
     if tables.WRONG_FOR_UINT8.match(name) and any(each.dtype == torch.uint8 for each in tensors):
         return None
     plain = _run_plain(name, call)

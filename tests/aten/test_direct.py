@@ -1,4 +1,4 @@
-"""Elementwise operators that compute in the device's tensors themselves (csrc/aten/direct.h), and where they do not.
+"""Operators that compute in the device's tensors themselves (csrc/aten/direct.h), and where they do not.
 
 The results have the CPU's bits, strides and dtypes, and the errors its sentences, whichever way an argument takes.
 """
@@ -6,6 +6,7 @@ The results have the CPU's bits, strides and dtypes, and the errors its sentence
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -73,16 +74,28 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def outcome(name, count, how, device):
+def outcome(name, arguments, **named):
     """The result, and the arguments after the call; or the error's first line."""
     operator = functools.reduce(getattr, name.split("."), aten)
-    arguments = ARGUMENTS[how](lambda x: x.to(device))[:count]
     try:
-        result = operator(*arguments, **NUMBERS.get(name, {}))
-    except (RuntimeError, TypeError) as error:
+        result = operator(*arguments, **named)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
         return type(error), str(error).splitlines()[0]
-    assert (result is arguments[0]) is name.partition(".")[0].endswith("_")
     return result, arguments
+
+
+def check(expected, got, message):
+    """Check that the device's outcome is the CPU's: bits, strides, dtypes and sentences."""
+    if isinstance(expected[1], str) or isinstance(got[1], str):
+        assert expected == got, message
+        return
+    (results, left), (there, right) = ((r if isinstance(r, tuple) else (r,), a) for r, a in (expected, got))
+    for want, result in zip(results, there, strict=True):
+        assert result.device.type == "openreg" and result.dtype == want.dtype, message
+        assert result.stride() == want.stride() and result.is_neg() == want.is_neg(), message
+    for want, result in [*zip(results, there, strict=True), *zip(left, right, strict=True)]:
+        if isinstance(want, torch.Tensor):
+            assert_close(result.cpu(), want, rtol=0, atol=0, equal_nan=True, msg=message)
 
 
 @pytest.mark.parametrize("how", ARGUMENTS)
@@ -90,17 +103,121 @@ def test_as_on_the_cpu(how):
     for name, count in OPERATORS:
         if "host scalar" in how and (count == 3 or "backward" in name):
             continue  # CUDA's kernels take none, or not each: see test_host_scalars.py
-        first, second = (outcome(name, count, how, device) for device in ("cpu", "openreg"))
-        wrong = f"{name} of {how}"
-        if isinstance(first[1], str) or isinstance(second[1], str):
-            assert first == second, wrong
+        arguments = [ARGUMENTS[how](lambda x, device=device: x.to(device))[:count] for device in ("cpu", "openreg")]
+        first, second = (outcome(name, each, **NUMBERS.get(name, {})) for each in arguments)
+        in_place = name.partition(".")[0].endswith("_")
+        assert in_place is any(second[0] is each for each in arguments[1]) or isinstance(second[1], str), name
+        check(first, second, f"{name} of {how}")
+
+
+# Other operators: the shapes of their tensors, and what follows them.
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x,
+    "padded": lambda x: torch.nn.functional.pad(x, (1, 2))[..., 1:-2] if x.dim() else x,
+    "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x,
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
+    "negative": lambda x: torch._neg_view(-x),
+    "lazy clone": torch._lazy_clone,
+}
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
+OTHERS = [
+    *[("mm", [(n, k), (k, m)], []) for n, k, m in [(4, 3, 5), (1, 3, 5), (4, 1, 5), (4, 3, 1), (1, 1, 1), (0, 3, 5), (4, 0, 5), (70, 80, 90)]],
+    ("mm", [(4, 3), (4, 3)], []), ("mm", [(4,), (4, 3)], []), ("mm", [(2, 4, 3), (3, 4)], []),
+    *[("addmm", [bias, (4, 3), (3, 5)], []) for bias in [(5,), (1,), (), (4, 5), (4, 1), (1, 5), (4,), (2, 4, 5)]],
+    ("addmm", [(5,), (4, 0), (0, 5)], []), ("addmm", [(5,), (0, 3), (3, 5)], []), ("addmm", [(1,), (4, 3), (3, 1)], []),
+    ("addmm", [(5,), (4, 3), (4, 3)], []), ("addmm", [(90,), (70, 80), (80, 90)], []),
+    *[("sum.dim_IntList", [shape], [dim, keep]) for shape in [(2, 3, 4), (5,), (), (0, 3), (70, 90)]
+      for dim in ([], None, [0], [0, -1], [7]) for keep in (False, True)],
+    *[(name, [shape], [dim, False]) for name in ("_softmax", "_log_softmax") for dim in (0, 1, -1, 5)
+      for shape in [(4, 3), (2, 3, 4), (1, 1), (), (0, 3), (4, 0), (40, 50)]],
+    *[("native_layer_norm", [shape, weight, bias], []) for shape in [(4, 3), (2, 4, 3), (3,), (0, 3), (4, 0), (), (40, 3)]
+      for weight in ((3,), None, (4,)) for bias in ((3,), None)],
+]  # fmt: skip
+# Each of these, in turn, after the arguments above. The first one is for all layouts.
+NAMED = {
+    "addmm": [{}, {"beta": 0}, {"beta": 0.5, "alpha": -2}, {"beta": 0, "alpha": 0}, {"beta": 2j}, {"alpha": True}],
+    "sum.dim_IntList": [{}, {"dtype": torch.float64}, {"dtype": torch.float32}, {"dtype": torch.int64}],
+}
+
+
+def combinations(count):
+    """Layouts of several tensors: each of them in each place, beside contiguous tensors and beside its own kind."""
+    for layout in LAYOUTS:
+        yield (layout,) * count
+        if layout != "contiguous" and count > 1:
+            yield from (tuple(layout if i == place else "contiguous" for i in range(count)) for place in range(count))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sorted({name for name, *_ in OTHERS}))
+def test_others_as_on_the_cpu(name, dtype):
+    for shapes, after in (case[1:] for case in OTHERS if case[0] == name):
+        given = [None if shape is None else values(*shape, dtype=dtype) for shape in shapes]
+        if name == "native_layer_norm":
+            after = [[3], *given[1:], 1e-5]
+            given = given[:1]
+        for layouts in combinations(len(given)):
+            host, device = (
+                [LAYOUTS[how](x.to(to)) for how, x in zip(layouts, given, strict=True)] for to in ("cpu", "openreg")
+            )
+            there = [x.to("openreg") if isinstance(x, torch.Tensor) else x for x in after]
+            for named in NAMED.get(name, [{}])[: None if set(layouts) <= {"contiguous", "transposed"} else 1]:
+                check(
+                    outcome(name, host + after, **named),
+                    outcome(name, device + there, **named),
+                    f"{name} of {shapes}, {layouts}, {after}, {named}",
+                )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
+@pytest.mark.parametrize("name", ["_softmax_backward_data", "_log_softmax_backward_data"])
+def test_the_backward_of_softmax_as_on_the_cpu(name, dtype):
+    for shape in (4, 3), (2, 3, 4), (), (0, 3):
+        for layouts in combinations(2):
+            host, device = (
+                [LAYOUTS[how](values(*shape, dtype=dtype).to(to)) for how in layouts] for to in ("cpu", "openreg")
+            )
+            for dim, asked in itertools.product((0, -1, 5), (dtype, torch.float64)):
+                check(
+                    outcome(name, [*host, dim, asked]),
+                    outcome(name, [*device, dim, asked]),
+                    f"{name} of {shape}, {layouts}, {dim}, {asked}",
+                )
+
+
+@pytest.mark.parametrize("operand", range(3))
+def test_others_with_tensors_elsewhere_or_of_other_dtypes(operand):
+    """In each place: a tensor on the host, on the other device, and of a wider dtype."""
+    for name, shapes, after in [
+        ("mm", [(4, 3), (3, 5)], []),
+        ("addmm", [(5,), (4, 3), (3, 5)], []),
+        ("native_layer_norm", [(4, 3), (3,), (3,)], [1e-5]),
+        ("_softmax_backward_data", [(4, 3), (4, 3)], [-1, torch.float32]),
+    ]:
+        if operand >= len(shapes):
             continue
-        (expected, left), (result, there) = first, second
-        assert result.device.type == "openreg" and result.dtype == expected.dtype, wrong
-        assert result.stride() == expected.stride() and result.is_neg() == expected.is_neg(), wrong
-        for got, want in [(result, expected), *zip(there, left, strict=True)]:
-            if isinstance(got, torch.Tensor):
-                assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True, msg=wrong)
+        operator = functools.reduce(getattr, name.split("."), aten)
+
+        def call(change, name=name, shapes=shapes, after=after, operator=operator):
+            tensors = [values(*shape).to("openreg") for shape in shapes]
+            tensors[operand] = change(tensors[operand])
+            first, *rest = tensors
+            return operator(first, *([[3]] if name == "native_layer_norm" else []), *rest, *after)
+
+        for elsewhere in ("cpu", "openreg:1"):
+            with pytest.raises(RuntimeError, match="on the same device|at least two devices"):
+                call(lambda x, elsewhere=elsewhere: x.to(elsewhere))
+
+        def freed(x):
+            x = x.clone()
+            x.untyped_storage().resize_(0)
+            return x
+
+        with pytest.raises(RuntimeError, match="without memory"):
+            call(freed)
+        with pytest.raises(RuntimeError, match="dtype|type"):
+            call(lambda x: x.double())
 
 
 def test_on_another_device_than_the_current_one():

@@ -437,6 +437,19 @@ def test_the_weight_of_a_convolution_has_the_size_of_its_kernel():
         assert (contiguous.in_plain_memory(transposed, given, wrong) is not None) is is_compared
 
 
+def test_a_negative_threshold_of_a_loss_has_two_meanings():
+    name, target = "aten::smooth_l1_loss_backward", torch.zeros(64)
+
+    def differs(threshold):
+        given = Call([torch.ones(128)[::2], torch.linspace(-2, 2, 128)[::2], target, 0, threshold], {})
+        cpu = outcome(name, given, calls.Move)
+        (result, written), cpu.mover = cpu.value
+        cpu.value = -result, written  # as in contiguous memory, where the threshold is negative
+        return contiguous.in_plain_memory(name, given, cpu) is not None
+
+    assert differs(0.5) and not differs(-0.5)
+
+
 @pytest.mark.filterwarnings("ignore:.*fbgemm")
 def test_a_kernel_that_ignores_a_negative_view_ignores_it_in_contiguous_memory_too():
     name = "aten::fbgemm_linear_fp16_weight_fp32_activation"

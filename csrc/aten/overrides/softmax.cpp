@@ -3,15 +3,20 @@
 #include <ATen/WrapDimUtils.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_log_softmax_backward_data_cpu_dispatch.h>
+#include <ATen/ops/_log_softmax_backward_data_native.h>
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
 #include <ATen/ops/_log_softmax_cpu_dispatch.h>
+#include <ATen/ops/_log_softmax_native.h>
 #include <ATen/ops/_log_softmax_ops.h>
 #include <ATen/ops/_softmax_backward_data_cpu_dispatch.h>
+#include <ATen/ops/_softmax_backward_data_native.h>
 #include <ATen/ops/_softmax_backward_data_ops.h>
 #include <ATen/ops/_softmax_cpu_dispatch.h>
+#include <ATen/ops/_softmax_native.h>
 #include <ATen/ops/_softmax_ops.h>
 #include <torch/library.h>
 
+#include "../direct.h"
 #include "../native.h"
 
 namespace openreg {
@@ -28,16 +33,30 @@ bool is_wider(const at::Tensor& grad, at::ScalarType input_dtype) {
   return input_dtype == at::kHalf && grad.scalar_type() == at::kFloat;
 }
 
-template <class Op, typename Op::schema* kernel>
+// The CPU's kernels copy what is not contiguous, and give a tensor without dimensions one.
+bool is_dense(const at::Tensor& t) {
+  return t.is_contiguous() && t.dim() > 0 && t.numel() > 0;
+}
+struct Softmax : Implementation {
+  static bool accepts(const at::Tensor& self, int64_t, bool) { return is_dense(self); }
+};
+struct SoftmaxBackward : Implementation {
+  static bool accepts(const at::Tensor& grad, const at::Tensor& output, int64_t, at::ScalarType input_dtype) {
+    return is_dense(grad) && is_dense(output) && grad.sizes() == output.sizes() && input_dtype == grad.scalar_type();
+  }
+};
+
+template <class Op, class Structured, typename Op::schema* kernel>
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
-  if (C10_LIKELY(!half_to_float)) return native<Op, kernel>(self, dim, false);
+  if (C10_LIKELY(!half_to_float)) return direct<Op, Structured, Softmax, kernel>(self, dim, false);
   check_half(self, dim);
   return Op::call(self.to(at::kFloat), dim, false);
 }
 
-template <class Op, typename Op::schema* kernel>
+template <class Op, class Structured, typename Op::schema* kernel>
 at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& output, int64_t dim, at::ScalarType input_dtype) {
-  if (C10_LIKELY(!is_wider(grad, input_dtype))) return native<Op, kernel>(grad, output, dim, input_dtype);
+  if (C10_LIKELY(!is_wider(grad, input_dtype)))
+    return direct<Op, Structured, SoftmaxBackward, kernel>(grad, output, dim, input_dtype);
   return Op::call(grad, output, dim, at::kFloat).to(at::kHalf);
 }
 
@@ -53,7 +72,7 @@ void softmax_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
 }
 
 // (grad, output, dim, input_dtype, out)
-template <class Op, typename Op::schema* kernel>
+template <class Op, class Structured, typename Op::schema* kernel>
 void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 5);
   if (!is_wider(arguments[0].toTensor(), arguments[3].toScalarType()))
@@ -61,7 +80,7 @@ void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet key
   at::Tensor out = arguments[4].toTensor();
   TORCH_CHECK(out.scalar_type() == at::kHalf, op.schema().name(),
       ": expected out of Half, the dtype of the input, but got ", out.scalar_type());
-  const at::Tensor result = softmax_backward<Op, kernel>(
+  const at::Tensor result = softmax_backward<Op, Structured, kernel>(
       arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toInt(), arguments[3].toScalarType());
   at::native::resize_output(out, result.sizes());
   out.copy_(result);
@@ -72,19 +91,23 @@ void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet key
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_softmax", softmax<at::_ops::_softmax, at::cpu::_softmax>);
-  m.impl("_log_softmax", softmax<at::_ops::_log_softmax, at::cpu::_log_softmax>);
-  m.impl("_softmax_backward_data", softmax_backward<at::_ops::_softmax_backward_data, at::cpu::_softmax_backward_data>);
+  m.impl("_softmax", softmax<at::_ops::_softmax, at::native::structured_softmax_cpu_out, at::cpu::_softmax>);
+  m.impl("_log_softmax",
+      softmax<at::_ops::_log_softmax, at::native::structured_log_softmax_cpu_out, at::cpu::_log_softmax>);
+  m.impl("_softmax_backward_data",
+      softmax_backward<at::_ops::_softmax_backward_data, at::native::structured_softmax_backward_cpu_out,
+          at::cpu::_softmax_backward_data>);
   m.impl("_log_softmax_backward_data",
-      softmax_backward<at::_ops::_log_softmax_backward_data, at::cpu::_log_softmax_backward_data>);
+      softmax_backward<at::_ops::_log_softmax_backward_data, at::native::structured_log_softmax_backward_cpu_out,
+          at::cpu::_log_softmax_backward_data>);
   m.impl("_softmax.out", torch::CppFunction::makeFromBoxedFunction<&softmax_out>());
   m.impl("_log_softmax.out", torch::CppFunction::makeFromBoxedFunction<&softmax_out>());
   m.impl("_softmax_backward_data.out",
-      torch::CppFunction::makeFromBoxedFunction<
-          &softmax_backward_out<at::_ops::_softmax_backward_data, at::cpu::_softmax_backward_data>>());
+      torch::CppFunction::makeFromBoxedFunction<&softmax_backward_out<at::_ops::_softmax_backward_data,
+          at::native::structured_softmax_backward_cpu_out, at::cpu::_softmax_backward_data>>());
   m.impl("_log_softmax_backward_data.out",
-      torch::CppFunction::makeFromBoxedFunction<
-          &softmax_backward_out<at::_ops::_log_softmax_backward_data, at::cpu::_log_softmax_backward_data>>());
+      torch::CppFunction::makeFromBoxedFunction<&softmax_backward_out<at::_ops::_log_softmax_backward_data,
+          at::native::structured_log_softmax_backward_cpu_out, at::cpu::_log_softmax_backward_data>>());
 }
 
 } // namespace openreg
