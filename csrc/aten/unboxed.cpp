@@ -7,7 +7,6 @@
 #include <ATen/native/BinaryOps.h>
 #include <ATen/native/Copy.h>
 #include <ATen/native/PointwiseOps.h>
-#include <ATen/native/ReduceOps.h>
 #include <ATen/native/ReduceOpsUtils.h>
 #include <ATen/native/TensorCompare.h>
 #include <ATen/native/UnaryOps.h>
@@ -188,7 +187,6 @@
 #include <ATen/ops/sub_meta_dispatch.h>
 #include <ATen/ops/sub_ops.h>
 #include <ATen/ops/sum_cpu_dispatch.h>
-#include <ATen/ops/sum_meta.h>
 #include <ATen/ops/sum_meta_dispatch.h>
 #include <ATen/ops/sum_ops.h>
 #include <ATen/ops/tanh_backward_cpu_dispatch.h>
@@ -242,19 +240,18 @@ at::Tensor& relu_(at::Tensor& self) {
   return self.scalar_type() == at::kBool ? at::cpu::relu_(self) : at::cpu::clamp_min_(self, 0);
 }
 
-// The CPU sums low-precision numbers into a buffer of its own, for which it asks the dispatcher.
-struct Sum {
-  static bool accepts(const at::Tensor& self, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType> dtype) {
-    const at::ScalarType type = self.scalar_type();
-    return (type == at::kFloat || type == at::kDouble) && dtype.value_or(type) == type && self.numel() > 0;
-  }
-  template <class Structured>
-  static void compute(Structured& op, const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
-      std::optional<at::ScalarType>) {
-    at::TensorIterator iter = at::meta::make_reduction_from_out_ty(self, op.out, dim, keepdim, op.out.scalar_type());
-    at::native::sum_stub(at::kCPU, iter);
-  }
-};
+// A result without the dimensions that were summed over would be computed through a view of it. One that keeps them is
+// contiguous either way, so only its sizes differ.
+at::Tensor sum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, std::optional<at::ScalarType> dtype) {
+  at::Tensor out = at::cpu::sum(self, dim, /*keepdim=*/true, dtype);
+  if (keepdim || self.dim() == 0) return out;
+  const auto reduced = at::native::make_dim_mask(dim, self.dim());
+  c10::DimVector sizes;
+  for (size_t i = 0; i < self.sizes().size(); ++i)
+    if (!reduced[i]) sizes.push_back(self.sizes()[i]);
+  out.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return out;
+}
 
 // Whether BLAS reads a matrix as it is. The CPU's kernel copies any other.
 bool is_matrix(const at::Tensor& t) {
@@ -356,7 +353,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   UNBOXED("where.self", where_self, where); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
   DIRECT("addcmul_", addcmul_, addcmul_, structured_addcmul, StubOfNumber<at::native::addcmul_stub>); DIRECT("addcdiv_", addcdiv_, addcdiv_, structured_addcdiv, StubOfNumber<at::native::addcdiv_stub>);
   UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("fill_.Tensor", fill__Tensor, fill_); UNBOXED("zero_", zero_, zero_);
-  DIRECT("sum.dim_IntList", sum_dim_IntList, sum, structured_sum_dim_IntList, Sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
+  m.impl("sum.dim_IntList", (native<at::_ops::sum_dim_IntList, sum>)); set_meta<at::_ops::sum_dim_IntList>("aten::sum.dim_IntList", at::meta::sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
   STRUCTURED("cumsum", cumsum, cumsum);
   DIRECT_AS("mm", mm, mm, at::native::structured_mm_out_cpu, Product); STRUCTURED("mm.out", mm_out, mm_outf); DIRECT_AS("addmm", addmm, addmm, at::native::structured_addmm_out_cpu, SumAndProduct); STRUCTURED("addmm.out", addmm_out, addmm_outf);
   STRUCTURED("bmm", bmm, bmm); STRUCTURED("baddbmm", baddbmm, baddbmm);

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import openreg_ops
+
 aten = torch.ops.aten
 UNARY = ["neg", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "relu", "silu"]
 BINARY = ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum", "minimum", "silu_backward"]
@@ -184,6 +186,25 @@ def test_the_backward_of_softmax_as_on_the_cpu(name, dtype):
                     outcome(name, [*device, dim, asked]),
                     f"{name} of {shape}, {layouts}, {dim}, {asked}",
                 )
+
+
+def test_each_call_is_one_launch():
+    """A kernel that asked the dispatcher for a copy or a fill of a device tensor would launch twice."""
+    x = values(4, 4).to("openreg")
+    calls = [(name, [x] * count, NUMBERS.get(name, {})) for name, count in OPERATORS]
+    calls += [(name, [x, *after], {}) for name, after in [
+        ("mm", [x]), ("mm", [x.t()]), ("addmm", [x, x]), ("addmm", [x, x.t()]), ("sum.dim_IntList", [[]]), ("sum.dim_IntList", [[0]]),
+        ("_softmax", [0, False]), ("_softmax", [1, False]), ("_log_softmax", [0, False]), ("_log_softmax", [1, False]),
+        *[(f"{name}_backward_data", [x, dim, x.dtype]) for name in ("_softmax", "_log_softmax") for dim in (0, 1)],
+        ("native_layer_norm", [[4], x[0], x[0], 1e-5]), ("native_layer_norm", [[4, 4], None, None, 1e-5])]]  # fmt: skip
+    calls += [("addmm", [x[0], x, x], {"beta": beta}) for beta in (0, 1)]
+    for name, arguments, named in calls:
+        for dtype in DTYPES[:4]:
+            given = [y.to(dtype) if isinstance(y, torch.Tensor) else y for y in arguments]
+            given = [dtype if isinstance(y, torch.dtype) else y for y in given]
+            before = openreg_ops._C.launch_count()
+            functools.reduce(getattr, name.split("."), aten)(*given, **named)
+            assert openreg_ops._C.launch_count() - before == 1, f"{name} in {dtype}"
 
 
 @pytest.mark.parametrize("operand", range(3))
