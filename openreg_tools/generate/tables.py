@@ -17,6 +17,7 @@ __all__ = [
     "UNCHECKED",
     "UNDEFINED_FOR_NAN",
     "WITHOUT_VALUES",
+    "WRONG_FOR_WIDTH_1",
     "is_uncompared",
 ]
 
@@ -108,6 +109,9 @@ WRONG_FOR_UINT8 = re.compile(r"aten::max_pool3d_with_indices(\.|$)")
 # Losses whose forward refuses a negative threshold, the last argument. The backward does not: a number is then both beyond
 # the threshold and before its negative, and strides decide which of the two the CPU tests first.
 THRESHOLDS = re.compile(r"aten::smooth_l1_loss_backward(\.|$)")
+
+# Antialiased resizing, which PyTorch gets wrong for a result of width 1 in channels last, on the CPU.
+WRONG_FOR_WIDTH_1 = re.compile(r"aten::_upsample_(bilinear|bicubic|lanczos)2d_aa(\.|$)")
 
 # Operators that write the same number to each element.
 FILLS = re.compile(r"aten::(fill_|zero_|fill\.|zero\.)")

@@ -450,6 +450,20 @@ def test_a_negative_threshold_of_a_loss_has_two_meanings():
     assert differs(0.5) and not differs(-0.5)
 
 
+def test_antialiased_resizing_to_a_width_of_one_is_wrong_in_channels_last():
+    name = "aten::_upsample_bilinear2d_aa"
+    x = torch.rand(1, 2, 5, 4).to(memory_format=torch.channels_last)
+
+    def differs(width, added=1):
+        given = Call([x, [3, width], False], {})
+        cpu = outcome(name, given, calls.Move)
+        (result, written), cpu.mover = cpu.value
+        cpu.value = result + added, written
+        return contiguous.in_plain_memory(name, given, cpu) is not None
+
+    assert differs(2) and not differs(1) and not differs(2, added=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*fbgemm")
 def test_a_kernel_that_ignores_a_negative_view_ignores_it_in_contiguous_memory_too():
     name = "aten::fbgemm_linear_fp16_weight_fp32_activation"
