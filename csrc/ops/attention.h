@@ -4,6 +4,7 @@
 #pragma once
 
 #include "checks.h"
+#include "exp.h"
 #include "gemm.h"
 #include "philox.h"
 
@@ -159,19 +160,46 @@ void scale_row(Acc<T>* s, Acc<T> scale, const T* bias, int64_t bias_col, int64_t
   });
 }
 
-// s = exp(scale * s - max) over n elements, and 0 up to the end of the last register; returns the sum.
+// p = exp(scale * s - max) over n elements, and 0 up to the end of the last register; returns the sum. p may be s.
 template <class A>
-A exp_row(A* s, A scale, A max, int64_t n) {
+A exp_row(const A* s, A scale, A max, int64_t n, A* out) {
   const V<A> by(scale), m(max);
   V<A> sum(0);
   each_register<A>(n, [&](int64_t i, auto count) {
     V<A> p = at::vec::fmsub(V<A>::loadu(s + i), by, m).exp_u20();
     if constexpr (std::is_same_v<decltype(count), int64_t>) p = V<A>::set(V<A>(0), p, count);
-    p.store(s + i);
+    p.store(out + i);
     sum = sum + p;
   });
   return at::vec::vec_reduce_all<A>([](V<A> a, V<A> b) { return a + b; }, sum);
 }
+
+#if defined(CPU_CAPABILITY_AVX512)
+// The same with p in bfloat16, for processors with its instructions.
+__attribute__((target("avx512bf16"))) inline float exp_row(
+    const float* s, float scale, float max, int64_t n, c10::BFloat16* out) {
+  constexpr float log2_e = 1.44269504088896341f;
+  constexpr int64_t lanes = V<float>::size();
+  const V<float> by(scale * log2_e), m(max * log2_e);
+  V<float> sum[2] = {V<float>(0), V<float>(0)};
+  const auto step = [&](const float* from, c10::BFloat16* to) __attribute__((always_inline, target("avx512bf16"))) {
+    const V<float> first = exp2(at::vec::fmsub(V<float>::loadu(from), by, m)),
+                   second = exp2(at::vec::fmsub(V<float>::loadu(from + lanes), by, m));
+    sum[0] = sum[0] + first;
+    sum[1] = sum[1] + second;
+    const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
+    std::memcpy(to, &both, sizeof both);
+  };
+  int64_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes) step(s + i, out + i);
+  if (i < n) {
+    float rest[2 * lanes];
+    std::fill(std::copy_n(s + i, n - i, rest), rest + 2 * lanes, -std::numeric_limits<float>::infinity());
+    step(rest, out + i);
+  }
+  return at::vec::vec_reduce_all<float>([](V<float> a, V<float> b) { return a + b; }, sum[0] + sum[1]);
+}
+#endif
 
 // s -= slope * |distance - k| over n elements, k being the index.
 template <class A>
@@ -180,10 +208,10 @@ void slope_row(A* s, float slope, int64_t distance, int64_t n) {
 }
 
 // Writes 0 from the end of the last register that n elements take, up to `end`.
-template <class A>
-void fill_rest(A* s, int64_t n, int64_t end) {
-  const int64_t done = at::divup(n, V<A>::size()) * V<A>::size();
-  if (done < end) std::fill(s + done, s + end, A(0));
+template <class E>
+void fill_rest(E* s, int64_t n, int64_t end) {
+  const int64_t done = at::divup(n, V<E>::size()) * V<E>::size();
+  if (done < end) std::fill(s + done, s + end, E(0));
 }
 
 // ---- forward ----
@@ -216,16 +244,17 @@ class Forward {
     take_head(b, h / s_.group);
     std::fill_n(max_.data(), rows, -inf);
     std::fill_n(sum_.data(), rows, A(0));
-    std::fill_n(static_cast<A*>(out_), rows * out_row_, A(0));
     const int64_t width = P::terms(s_.width);
     for (int64_t i = 0; i < rows; ++i) P::take(s_.q.at(b, h, begin + i), s_.q.col, s_.width, q_ + i * width);
-    for (int64_t j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
+    bool add = false;
+    for (int64_t j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys, add = true) {
       const int64_t keys = std::min(kKeys, seen.end - j);
       P::multiply(rows, keys, Left<E>{q_, width, 1, width}, k_ + j * width, width, scores_, kRow, false);
       for (int64_t i = 0; i < rows; ++i) softmax(b, h, begin + i, i, j, keys);
-      P::multiply(rows, s_.value_width, P::template rounded<kRow>(scores_, rows, keys, rounded_), v_ + j * P::kPanel,
-          P::depth(s_.keys), out_, out_row_, true);
+      P::multiply(rows, s_.value_width, P::template factor<kRow>(probabilities(), rows, keys), v_ + j * P::kPanel,
+          P::depth(s_.keys), out_, out_row_, add);
     }
+    if (!add) std::fill_n(static_cast<A*>(out_), rows * out_row_, A(0));
     for (int64_t i = 0; i < rows; ++i) {
       // A maximum of -inf is a row that sees no key; a row with a maximum of inf or NaN has no softmax, and exp_u20 has
       // lost that.
@@ -251,11 +280,18 @@ class Forward {
     head_ = h;
   }
 
+  // Where a block of probabilities is: in place of the scores, or rounded.
+  E* probabilities() const {
+    if constexpr (P::kRounded) return rounded_;
+    else return scores_;
+  }
+
   // Turns a query's scores, in row i of the block, with `keys` keys from j on, into exponentials relative to the
   // largest score so far, and rescales the earlier sums.
   void softmax(int64_t b, int64_t h, int64_t query, int64_t i, int64_t j, int64_t keys) {
     const Range seen = s_.seen(query, j, keys);
-    A *all = scores_ + i * kRow, *row = all + seen.begin;
+    A* row = scores_ + i * kRow + seen.begin;
+    E* all = probabilities() + i * kRow;
     const T* bias = s_.bias_at(b, h, query, j + seen.begin);
     // Without a bias, exp_row applies the scale if it keeps the order.
     const bool waits = bias == nullptr && s_.slopes.data == nullptr && s_.scale > 0;
@@ -264,19 +300,21 @@ class Forward {
       slope_row(row, *s_.slopes.at(b, h), query + s_.keys - s_.queries - j - seen.begin, seen.size());
     const A by = waits ? s_.scale : A(1), here = max_of(row, seen.size()) * by;
     const A max = std::isnan(here) || here > max_[i] ? here : max_[i];
-    if (max == -inf) return static_cast<void>(std::fill_n(all, keys, A(0)));
+    if (max == -inf) return static_cast<void>(std::fill_n(all, P::span(keys), E(0)));
     if (max != max_[i]) {
-      const A shrink = std::exp(max_[i] - max);
-      sum_[i] *= shrink;
-      at::vec::map<A>(
-          [by = V<A>(shrink)](V<A> x) { return x * by; }, out_ + i * out_row_, out_ + i * out_row_, out_row_);
+      if (max_[i] != -inf) { // else there are no sums yet
+        const A shrink = std::exp(max_[i] - max);
+        sum_[i] *= shrink;
+        at::vec::map<A>(
+            [by = V<A>(shrink)](V<A> x) { return x * by; }, out_ + i * out_row_, out_ + i * out_row_, out_row_);
+      }
       max_[i] = max;
     }
-    sum_[i] += exp_row(row, by, max, seen.size());
-    std::fill_n(all, seen.begin, A(0));
-    fill_rest(row, seen.size(), keys - seen.begin);
+    sum_[i] += exp_row(row, by, max, seen.size(), all + seen.begin);
+    std::fill_n(all, seen.begin, E(0));
+    fill_rest(all + seen.begin, seen.size(), P::span(keys) - seen.begin);
     if (s_.dropout.least > 0)
-      s_.each_kept(b, h, query, j, keys, [&](int64_t k, bool keep) { all[k] = keep ? all[k] : A(0); });
+      s_.each_kept(b, h, query, j, keys, [&](int64_t k, bool keep) { all[k] = keep ? all[k] : E(0); });
   }
 
   const Scores<T>& s_;

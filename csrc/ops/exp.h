@@ -84,4 +84,16 @@ C10_ALWAYS_INLINE V exp_in_sum(V x) {
   return x.exp_u20();
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// 2^x for x <= 0 or NaN, within 4 units in the last place, and 0 below -126, because processors are slow to make a
+// denormal number. The polynomial is the best one of its degree for the relative error.
+C10_ALWAYS_INLINE Floats exp2(Floats x) {
+  const Floats n = x.round();
+  return Floats(_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126), _CMP_NLT_UQ),
+      polynomial(x - n, 0.0013276472454890609f, 0.009675541892647743f, 0.05550713092088699f, 0.24022120237350464f,
+          0.6931469440460205f, 1.0000001192092896f),
+      n));
+}
+#endif
+
 } // namespace openreg::ops

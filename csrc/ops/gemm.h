@@ -243,17 +243,24 @@ inline void pack_pairs(
     at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(b), col / 2, reinterpret_cast<float*>(to), to_row,
         static_cast<int>(n), static_cast<int>(k / 2));
   }
-  const auto rest = [&](auto step) { // of elements; 1 if that is known
-    for (; i < k; i += 2) {
-      for (int64_t j = 0; j < n; ++j) {
-        const c10::BFloat16* from = b + i * row + j * step;
-        const uint32_t pair = from->x | (i + 1 < k ? static_cast<uint32_t>(from[row].x) << 16 : 0);
-        std::memcpy(to + i * to_row + 2 * j, &pair, sizeof pair);
-      }
+  for (; i < k; i += 2) {
+    const c10::BFloat16* from = b + i * row;
+    c10::BFloat16* pairs = to + i * to_row;
+    int64_t j = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+    for (; col == 1 && i + 1 < k && j + 16 <= n; j += 16) {
+      const auto widened = [](const c10::BFloat16* x) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+      };
+      _mm512_storeu_si512(
+          pairs + 2 * j, _mm512_or_si512(widened(from + j), _mm512_slli_epi32(widened(from + row + j), 16)));
     }
-  };
-  if (col == 1) rest(std::integral_constant<int64_t, 1>());
-  else rest(col);
+#endif
+    for (; j < n; ++j) {
+      pairs[2 * j] = from[j * col];
+      pairs[2 * j + 1] = i + 1 < k ? from[row + j * col] : c10::BFloat16(0.f);
+    }
+  }
 }
 
 // to = x transposed: m rows of n elements become n rows.
@@ -295,7 +302,14 @@ struct Wide {
   static void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
     openreg::ops::pack(b, row, col, k, n, to, stride);
   }
-  // x, a block of numbers that a loop has computed, as a left factor. `to` has room for kRounded such blocks.
+  // How many elements of a row, of which a loop has computed k, a product uses.
+  static int64_t span(int64_t k) { return k; }
+  // x, m rows that a loop has filled up to span(k), as a left factor.
+  template <int64_t kRow>
+  static Left<Element, kRow> factor(Element* x, int64_t /*m*/, int64_t k) {
+    return {x, kRow, 1, k};
+  }
+  // The same for numbers in Acc<T>. `to` has room for kRounded such blocks.
   template <int64_t kRow>
   static Left<Element, kRow> rounded(const Element* x, int64_t /*m*/, int64_t k, Element* /*to*/) {
     return {x, kRow, 1, k};
@@ -324,7 +338,9 @@ struct Paired {
   static int64_t terms(int64_t k) { return at::divup(k, 2) * 2; }
   static int64_t depth(int64_t k) { return whole(k) + kStep; } // a part may begin anywhere
   static void take(const Element* x, int64_t col, int64_t n, Element* to) {
-    for (int64_t i = 0; i < n; ++i) to[i] = x[i * col];
+    if (col == 1) std::copy_n(x, n, to);
+    else
+      for (int64_t i = 0; i < n; ++i) to[i] = x[i * col];
     std::fill(to + n, to + terms(n), Element(0.f));
   }
   static void pack(const Element* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
@@ -333,14 +349,19 @@ struct Paired {
       std::fill(to + terms(k) * kPanel, to + stride * kPanel, Element(0.f));
     }
   }
+  static int64_t span(int64_t k) { return whole(k); }
+  template <int64_t row>
+  static Left<Element, row> factor(Element* x, int64_t m, int64_t k) {
+    for (int64_t i = m; i < whole(m); ++i) std::fill_n(x + i * row, whole(k), Element(0.f));
+    return {x, row, 1, whole(k)};
+  }
   template <int64_t row>
   static Left<Element, row> rounded(const float* x, int64_t m, int64_t k, Element* to) {
     for (int64_t i = 0; i < m; ++i) {
       narrow(x + i * row, 1.f, k, to + i * row, 1);
       std::fill(to + i * row + k, to + i * row + whole(k), Element(0.f));
     }
-    for (int64_t i = m; i < whole(m); ++i) std::fill_n(to + i * row, whole(k), Element(0.f));
-    return {to, row, 1, whole(k)};
+    return factor<row>(to, m, k);
   }
   template <int64_t kRow>
   static Left<Element> transposed(const Left<Element, kRow>& x, int64_t m, Element* to) {
