@@ -8,6 +8,9 @@
 
 #include <unistd.h>
 
+#include <array>
+#include <optional>
+
 namespace openreg::ops {
 namespace {
 
@@ -21,6 +24,55 @@ template <class V>
 C10_ALWAYS_INLINE V sigmoid(V g) {
   return V(1) / (V(1) + exp(g.neg()));
 }
+
+// How far apart the rows of the last dimension are, if equally far and if each is contiguous, as in a half of a wider
+// tensor. Then they need no copy.
+std::optional<int64_t> distance_of_rows(const Tensor& x) {
+  if (x.dim() > 0 && x.size(-1) > 1 && x.stride(-1) != 1) return std::nullopt;
+  int64_t row = 0, next = 0;
+  for (int64_t d = x.dim() - 2; d >= 0; --d) {
+    if (x.size(d) == 1) continue;
+    if (next != 0 && x.stride(d) != next) return std::nullopt;
+    if (next == 0) row = x.stride(d);
+    next = x.stride(d) * x.size(d);
+    if (next == 0) return std::nullopt; // expanded
+  }
+  return row;
+}
+
+// Arguments as rows of `width` elements; contiguous ones are a single row.
+template <class T, size_t count>
+struct Rows {
+  std::array<const T*, count> data;
+  std::array<int64_t, count> row;
+  int64_t width;
+
+  // Copies arguments that have no such rows; `kept` holds them.
+  static Rows of(std::array<Tensor, count>& kept) {
+    Rows rows{{}, {}, kept[0].numel()};
+    const bool flat = std::all_of(kept.begin(), kept.end(), [](const Tensor& x) { return x.is_contiguous(); });
+    if (!flat && kept[0].dim() > 0) rows.width = kept[0].size(-1);
+    for (size_t i = 0; i < count; ++i) {
+      std::optional<int64_t> distance = flat ? 0 : distance_of_rows(kept[i]);
+      if (!distance) {
+        kept[i] = kept[i].contiguous();
+        distance = rows.width;
+      }
+      rows.row[i] = *distance;
+      rows.data[i] = kept[i].template const_data_ptr<T>();
+    }
+    return rows;
+  }
+  const T* at(size_t which, int64_t i) const { return data[which] + i / width * row[which] + i % width; }
+  // f(i, size) for each part of a row from begin to end.
+  template <class F>
+  void each(int64_t begin, int64_t end, F f) const {
+    for (int64_t i = begin, next; i < end; i = next) {
+      next = std::min(end, (i / width + 1) * width);
+      f(i, next - i);
+    }
+  }
+};
 
 // Stores past the caches, for results too large to stay there: memory is not read first. `p` is aligned to a register.
 template <class T>
@@ -75,16 +127,18 @@ void check_swiglu(const char* op, const Tensor& gate, const Tensor& up) {
   check_like(op, "up", up, "gate", gate);
 }
 
-Tensor swiglu(const Tensor& gate_, const Tensor& up_) {
-  check_swiglu("swiglu", gate_, up_);
-  const Tensor gate = gate_.contiguous(), up = up_.contiguous();
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+  check_swiglu("swiglu", gate, up);
   Tensor y = at::empty(gate.sizes(), gate.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), "swiglu", [&] {
     using T = scalar_t;
-    launch(current_stream(gate.get_device()),
-        [n = gate.numel(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(), y = y.mutable_data_ptr<T>()] {
+    std::array<Tensor, 2> kept{gate, up};
+    launch(
+        current_stream(gate.get_device()), [n = gate.numel(), x = Rows<T, 2>::of(kept), y = y.mutable_data_ptr<T>()] {
           at::parallel_for(0, n, kExpGrain, [&](int64_t begin, int64_t end) {
-            map([](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; }, y + begin, end - begin, g + begin, u + begin);
+            x.each(begin, end, [&](int64_t i, int64_t count) {
+              map([](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; }, y + i, count, x.at(0, i), x.at(1, i));
+            });
           });
         });
   });
@@ -96,21 +150,24 @@ void check_swiglu_backward(const char* op, const Tensor& grad_y, const Tensor& g
   check_like(op, "grad_y", grad_y, "gate", gate);
 }
 
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y_, const Tensor& gate_, const Tensor& up_) {
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
   constexpr const char* op = "swiglu_backward";
-  check_swiglu_backward(op, grad_y_, gate_, up_);
-  const Tensor grad_y = grad_y_.contiguous(), gate = gate_.contiguous(), up = up_.contiguous();
+  check_swiglu_backward(op, grad_y, gate, up);
   Tensor grad_gate = at::empty(gate.sizes(), gate.options()), grad_up = at::empty(gate.sizes(), gate.options());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gate.scalar_type(), op, [&] {
     using T = scalar_t;
+    std::array<Tensor, 3> kept{grad_y, gate, up};
+    const auto rows = Rows<T, 3>::of(kept);
     launch(current_stream(gate.get_device()),
-        [n = gate.numel(), far = gate.numel() * static_cast<int64_t>(sizeof(T)) >= far_size(),
-            dy = grad_y.const_data_ptr<T>(), g = gate.const_data_ptr<T>(), u = up.const_data_ptr<T>(),
+        [n = gate.numel(), x = rows,
+            far = (rows.width % kChunk<T> == 0 || rows.width == gate.numel()) &&
+                gate.numel() * static_cast<int64_t>(sizeof(T)) >= far_size(),
             dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
           // In chunks, so that every thread's part is aligned.
           at::parallel_for(0, (n + kChunk<T> - 1) / kChunk<T>, kExpGrain / kChunk<T>, [&](int64_t first, int64_t last) {
-            const int64_t begin = first * kChunk<T>, end = std::min(n, last * kChunk<T>);
-            swiglu_backward_loop(dy + begin, g + begin, u + begin, dg + begin, du + begin, end - begin, far);
+            x.each(first * kChunk<T>, std::min(n, last * kChunk<T>), [&](int64_t i, int64_t count) {
+              swiglu_backward_loop(x.at(0, i), x.at(1, i), x.at(2, i), dg + i, du + i, count, far);
+            });
           });
         });
   });

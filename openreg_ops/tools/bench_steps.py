@@ -9,6 +9,7 @@ import argparse
 import gc
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from openreg_ops.tools.timing import Comparison, compare, entry, machine, report
 from openreg_tools.forms import seconds
 
 Step = Callable[[], Any]
+WARM_UP = 2.0  # seconds of steps before the first that counts: in the first hundreds, malloc has not settled yet
 DEMO = PACKAGE.parent / "examples" / "train_char_transformer.py"
 
 
@@ -107,6 +109,10 @@ def measure(name: str, rounds: int) -> Comparison:
     calls = make("cpu"), make("openreg")
     gc.disable()
     try:
+        until = time.perf_counter() + WARM_UP
+        while time.perf_counter() < until:
+            for call in calls:
+                call()
         return compare(*calls, rounds)
     finally:
         gc.enable()

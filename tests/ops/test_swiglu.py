@@ -9,7 +9,7 @@ import torch
 from kit import DEVICE, FLOATS, LAYOUTS, random
 from torch.testing import assert_close
 
-from openreg_ops import swiglu, swiglu_backward
+from openreg_ops import _C, swiglu, swiglu_backward
 
 OP = torch.ops.openreg.swiglu.default
 BACKWARD = torch.ops.openreg.swiglu_backward.default
@@ -42,6 +42,37 @@ def test_layouts(layout):
     kit.check_against(swiglu, reference, up, gate)
 
 
+# Pieces of wider tensors, and whether they are read where they are: if rows are contiguous and equally far apart.
+PIECES = {
+    "halves": (lambda x: x.chunk(2, -1), (6, 5, 24), True),
+    "halves of odd width": (lambda x: x.chunk(2, -1), (6, 5, 46), True),
+    "halves of one row": (lambda x: x.chunk(2, -1), (1, 1, 70), True),
+    "halves of a batch of one": (lambda x: x.chunk(2, -1), (4, 1, 3, 34), True),
+    "every second row": (lambda x: (x[::2], x[1::2]), (6, 33), True),
+    "width 1": (lambda x: x.chunk(2, -1), (40, 2), True),
+    "one of them": (lambda x: (x[..., :20], x[..., 20:].contiguous()), (7, 40), True),
+    "rows that are not equally far apart": (lambda x: x[:, :3].chunk(2, -1), (6, 5, 24), False),
+    "expanded": (lambda x: x[:1].expand(x.shape).chunk(2, -1), (5, 24), False),
+    "columns": (lambda x: (x[..., ::2], x[..., 1::2]), (5, 24), False),
+    "transposed": (lambda x: x.transpose(0, 1).chunk(2, -1), (6, 5, 24), False),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_pieces_of_wider_tensors(name, dtype):
+    pieces, shape, in_place = PIECES[name]
+    gate, up = pieces(random(*shape, dtype=dtype))
+    grad = random(*gate.shape, dtype=dtype)
+    for call in (lambda: swiglu(gate, up), lambda: swiglu_backward(grad, gate, up)):
+        before = _C.launch_count()
+        call()
+        assert (_C.launch_count() - before == 1) is in_place
+    kit.check_against(swiglu, reference, gate, up)
+    for order in ((grad, gate, up), (gate, grad, up), (gate, up, grad)):
+        kit.check_against(swiglu_backward, reference_backward, *order)
+
+
 def test_large_arguments_stay_finite():
     gate = kit.tensor([-1e4, -90.0, 90.0, 1e4]).requires_grad_()
     y = swiglu(gate, torch.ones(4, device=DEVICE))
@@ -72,6 +103,10 @@ for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
     many = lambda x: x.repeat(n // x.numel() + 1)[:n]
     for gradient, expected in zip(swiglu_backward(*map(many, few)), swiglu_backward(*few), strict=True):
         print(dtype, torch.equal(gradient, many(expected)))
+    flat = [many(x)[: n // 128 * 128].view(-1, 128) for x in few]
+    halves = torch.cat(flat[1:], 1).chunk(2, 1)
+    for gradient, expected in zip(swiglu_backward(flat[0], *halves), swiglu_backward(*flat), strict=True):
+        print(dtype, torch.equal(gradient, expected))
 """
 
 
@@ -84,7 +119,7 @@ def test_gradients_that_no_cache_holds(tmp_path):
     command = ["gcc", "-shared", "-fPIC", tmp_path / "no_cache.c", "-o", tmp_path / "no_cache.so"]
     subprocess.run(command, check=True)
     done = processes.python("-c", GRADIENTS, LD_PRELOAD=str(tmp_path / "no_cache.so"))
-    assert done.stdout.splitlines() == [f"{dtype} True" for dtype in FLOATS for _ in range(2)], done.stderr
+    assert done.stdout.splitlines() == [f"{dtype} True" for dtype in FLOATS for _ in range(4)], done.stderr
 
 
 def test_all_magnitudes():
