@@ -43,7 +43,7 @@ SUITES = {
     "scaling": Suite("bench_scaling", "how times grow with size and with processes, with a picture"),
 }
 SIZES = {"64": (8, 8), "1M": (1024, 1024)}
-TARGETS = {"64": 1.2, "1M": 1.05, "step": 1.1, "import": 0.3}
+TARGETS = {"64": 0.95, "1M": 1.05, "step": 1.05, "import": 0.15}
 
 
 def custom_abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:

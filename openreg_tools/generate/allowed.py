@@ -105,11 +105,14 @@ _WITHOUT_QUANTIZER = ("aten::_lazy_clone", "aten::view.dtype")
 
 
 def is_unreadable(name: str, result: Any) -> bool:
-    """Whether PyTorch returned a nested tensor with uninitialized offsets, or a quantized one without a quantizer."""
+    """Whether PyTorch returned a nested tensor with uninitialized offsets, a quantized one without a quantizer, or a negative
+    view of a quantized one: on the CPU, an operator that gets such a view calls itself without end.
+    """
     if not isinstance(result, torch.Tensor):
         return False
-    is_nested = result.is_nested and result.layout == torch.strided
-    return name == "aten::select.int" and is_nested or name in _WITHOUT_QUANTIZER and result.is_quantized
+    if result.is_quantized:
+        return name in _WITHOUT_QUANTIZER or result.is_neg()
+    return name == "aten::select.int" and result.is_nested and result.layout == torch.strided
 
 
 def refuses_gradient(name: str, call: Call, message: str) -> bool:

@@ -482,10 +482,13 @@ def test_what_the_tool_cannot_read_is_narrow():
     assert allowed.is_unreadable("aten::select.int", nested)
     assert not allowed.is_unreadable("aten::select.int", x)  # a tensor of the list
     assert all(allowed.is_unreadable(f"aten::{name}", quantized) for name in ("_lazy_clone", "view.dtype"))
+    assert allowed.is_unreadable("aten::_neg_view", torch._neg_view(quantized))
     for name, result in (
         ("_lazy_clone", x),
         ("view.dtype", x),
         ("select.int", quantized),
+        ("_neg_view", quantized),
+        ("_neg_view", torch._neg_view(x)),
         ("neg", nested),
         ("neg", [nested]),
     ):
