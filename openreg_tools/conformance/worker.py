@@ -78,15 +78,19 @@ class Worker:
         return json.loads(line)
 
     def exchange(self, line: str, last: str) -> tuple[Record | None, str, str, str]:
-        """The answer to a line, which has the field `last`; or how the process ended, its message, and where it was."""
+        """The answer to a line, which has the field `last`; or how the process ended, its message, and where it was.
+
+        Where a call runs on the reference first, the device has the time limit to itself, and twice the reference's time.
+        """
         if self.process is None:
             self.start()
         start, where = time.monotonic(), "start"
+        until = start + self.arguments.timeout
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
         try:
-            while answer := self.read(start + self.arguments.timeout):
+            while answer := self.read(until):
                 if last in answer:
                     return answer, "", "", where
                 if "died" in answer:  # a process that this one forked; the next line goes to another
@@ -95,6 +99,9 @@ class Worker:
                         return None, "crash", ended, where
                     self.late = ended  # before it had read this line, which goes to the next one
                 where = answer.get("at", where)
+                if where == "device":
+                    now = time.monotonic()
+                    until = max(until, now + self.arguments.timeout + 2 * (now - start))
             kind, message = "crash", f"{shown_code(self.process.wait())}: {self.last_words()}"
         except TimeoutError:
             kind, message = "timeout", f"no result after {self.arguments.timeout} s"

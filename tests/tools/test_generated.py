@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from openreg_tools.conformance import calls, opinfo
+from openreg_tools.conformance import calls, opinfo, worker
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import (
@@ -886,6 +886,35 @@ def test_a_process_that_does_not_start():
     assert worker.bases("aten::neg") == ([], False, "making arguments: crash, exit 1: RuntimeError: no such device")
     found = worker.case({"op": "aten::neg", "base": 0, "changes": []})
     assert found["end"] == "failed" and "no such device" in found["message"]
+
+
+def test_the_device_has_the_time_limit_to_itself(monkeypatch):
+    """A call that takes the CPU nearly the whole limit is not a finding because the device takes as long."""
+    clock = [0.0]
+    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+
+    class Slow(search.Child):
+        def __init__(self, steps):
+            super().__init__(argparse.Namespace(timeout=60))
+            self.process, self.steps = argparse.Namespace(stdin=io.BytesIO()), steps
+
+        def read(self, deadline):
+            seconds, answer = self.steps.pop(0)
+            clock[0] += seconds
+            if clock[0] > deadline:
+                raise TimeoutError
+            return answer
+
+        def stop(self):
+            pass
+
+    def end(*seconds):
+        marks = [{"at": "cpu"}, {"at": "device"}, {"end": "equal"}]
+        return Slow(list(zip(seconds, marks, strict=True))).case({"op": "aten::neg", "base": 0, "changes": []})
+
+    assert end(1, 55, 150)["end"] == "equal"
+    assert end(1, 1, 70)["kind"] == "timeout"  # the CPU took a second
+    assert end(1, 70, 1) == {"end": "allowed", "note": "the CPU's kernel hangs"}
 
 
 def test_differences_after_an_overflow_are_allowed():
