@@ -263,8 +263,7 @@ class Chunk {
       each_target(begin, end, [&](int64_t t, int64_t c) { logits[c * row_ + t] -= of_target_[t]; });
       if constexpr (kHasPairs)
         if (pairs_) multiply_pairs_by_x(begin, m, rounded);
-      if (out_.x != nullptr && !pairs_)
-        transpose(logits, row_, m, n_, by_row_ + begin % kClassBlock, kBlockRow);
+      if (out_.x != nullptr && !pairs_) transpose(logits, row_, m, n_, by_row_ + begin % kClassBlock, kBlockRow);
       if (out_.weight != nullptr && !pairs_)
         gemm<A>(m, in_.width, n_, logits, row_, 1, x_rows_, n_, out_.weight + begin * in_.width, in_.width, !first_);
       for (int64_t c = 0; out_.bias != nullptr && c < m; ++c) {
