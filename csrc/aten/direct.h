@@ -38,7 +38,7 @@ struct StubOfNumber {
     stub(at::kCPU, iter, std::get<sizeof...(A) - 1>(std::tie(arguments...)));
   }
 };
-// The same: the CPU's implementation of a structured operator, which is then the class with the Meta function too.
+// What computes an operator whose class has its Meta function and the CPU's implementation.
 struct Implementation {
   template <class Structured, class... A>
   static void compute(Structured& op, const A&... arguments) {

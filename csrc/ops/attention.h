@@ -160,13 +160,14 @@ void scale_row(Acc<T>* s, Acc<T> scale, const T* bias, int64_t bias_col, int64_t
   });
 }
 
-// p = exp(scale * s - max) over n elements, and 0 up to the end of the last register; returns the sum. p may be s.
+// p = exp(by * (s - max)) over n elements, and 0 up to the end of the last register; returns the sum. p may be s.
+// The difference comes first, because a product is rounded, by more than 1 for large scores.
 template <class A>
-A exp_row(const A* s, A scale, A max, int64_t n, A* out) {
-  const V<A> by(scale), m(max);
+A exp_row(const A* s, A by_, A max, int64_t n, A* out) {
+  const V<A> by(by_), m(max);
   V<A> sum(0);
   each_register<A>(n, [&](int64_t i, auto count) {
-    V<A> p = at::vec::fmsub(V<A>::loadu(s + i), by, m).exp_u20();
+    V<A> p = ((V<A>::loadu(s + i) - m) * by).exp_u20();
     if constexpr (std::is_same_v<decltype(count), int64_t>) p = V<A>::set(V<A>(0), p, count);
     p.store(out + i);
     sum = sum + p;
@@ -175,16 +176,16 @@ A exp_row(const A* s, A scale, A max, int64_t n, A* out) {
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
-// The same with p in bfloat16, for processors with its instructions.
+// The same with p rounded to bfloat16, of which a register holds twice as many, by the processor's instruction.
 __attribute__((target("avx512bf16"))) inline float exp_row(
-    const float* s, float scale, float max, int64_t n, c10::BFloat16* out) {
+    const float* s, float by_, float max, int64_t n, c10::BFloat16* out) {
   constexpr float log2_e = 1.44269504088896341f;
   constexpr int64_t lanes = V<float>::size();
-  const V<float> by(scale * log2_e), m(max * log2_e);
+  const V<float> by(by_ * log2_e), m(max);
   V<float> sum[2] = {V<float>(0), V<float>(0)};
   const auto step = [&](const float* from, c10::BFloat16* to) __attribute__((always_inline, target("avx512bf16"))) {
-    const V<float> first = exp2(at::vec::fmsub(V<float>::loadu(from), by, m)),
-                   second = exp2(at::vec::fmsub(V<float>::loadu(from + lanes), by, m));
+    const V<float> first = exp2((V<float>::loadu(from) - m) * by),
+                   second = exp2((V<float>::loadu(from + lanes) - m) * by);
     sum[0] = sum[0] + first;
     sum[1] = sum[1] + second;
     const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
@@ -258,7 +259,7 @@ class Forward {
     for (int64_t i = 0; i < rows; ++i) {
       // A maximum of -inf is a row that sees no key; a row with a maximum of inf or NaN has no softmax, and exp_u20 has
       // lost that.
-      const A max = max_[i];
+      const A max = max_[i] * by_;
       const A by = max == -inf ? 0 : max < inf ? 1 / sum_[i] : std::numeric_limits<A>::quiet_NaN();
       if (logsumexp != nullptr) {
         // If inf marks a row that sees no key, a row that overflows needs another mark.
@@ -293,24 +294,22 @@ class Forward {
     A* row = scores_ + i * kRow + seen.begin;
     E* all = probabilities() + i * kRow;
     const T* bias = s_.bias_at(b, h, query, j + seen.begin);
-    // Without a bias, exp_row applies the scale if it keeps the order.
-    const bool waits = bias == nullptr && s_.slopes.data == nullptr && s_.scale > 0;
-    if (!waits) scale_row(row, s_.scale, bias, s_.bias.col, seen.size());
+    if (!waits_) scale_row(row, s_.scale, bias, s_.bias.col, seen.size());
     if (s_.slopes.data != nullptr)
       slope_row(row, *s_.slopes.at(b, h), query + s_.keys - s_.queries - j - seen.begin, seen.size());
-    const A by = waits ? s_.scale : A(1), here = max_of(row, seen.size()) * by;
+    const A here = max_of(row, seen.size());
     const A max = std::isnan(here) || here > max_[i] ? here : max_[i];
     if (max == -inf) return static_cast<void>(std::fill_n(all, P::span(keys), E(0)));
     if (max != max_[i]) {
       if (max_[i] != -inf) { // else there are no sums yet
-        const A shrink = std::exp(max_[i] - max);
+        const A shrink = std::exp((max_[i] - max) * by_);
         sum_[i] *= shrink;
         at::vec::map<A>(
             [by = V<A>(shrink)](V<A> x) { return x * by; }, out_ + i * out_row_, out_ + i * out_row_, out_row_);
       }
       max_[i] = max;
     }
-    sum_[i] += exp_row(row, by, max, seen.size(), all + seen.begin);
+    sum_[i] += exp_row(row, by_, max, seen.size(), all + seen.begin);
     std::fill_n(all, seen.begin, E(0));
     fill_rest(all + seen.begin, seen.size(), P::span(keys) - seen.begin);
     if (s_.dropout.least > 0)
@@ -318,13 +317,16 @@ class Forward {
   }
 
   const Scores<T>& s_;
+  // If nothing is added to the scores and the scale keeps their order, exp_row applies it.
+  const bool waits_ = s_.bias.data == nullptr && s_.slopes.data == nullptr && s_.scale > 0;
+  const A by_ = waits_ ? s_.scale : A(1);
   int64_t out_row_, batch_ = -1, head_ = -1;
   const P products_{};
   Scratch<E> k_, v_, q_;
   Scratch<A> scores_;
   Scratch<E> rounded_;
   Scratch<A> out_;
-  std::array<A, kQueries> max_, sum_;
+  std::array<A, kQueries> max_, sum_; // of a row: by_ * max_ is the largest score
 };
 
 template <class T, class P>

@@ -85,8 +85,8 @@ C10_ALWAYS_INLINE V exp_in_sum(V x) {
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
-// 2^x for x <= 0 or NaN, within 4 units in the last place, and 0 below -126, because processors are slow to make a
-// denormal number. The polynomial is the best one of its degree for the relative error.
+// 2^x, within 4 units in the last place, but 0 below -126, because processors are slow to make a denormal number. The
+// polynomial is the best one of its degree for the relative error.
 C10_ALWAYS_INLINE Floats exp2(Floats x) {
   const Floats n = x.round();
   return Floats(_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126), _CMP_NLT_UQ),

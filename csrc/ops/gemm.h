@@ -303,7 +303,7 @@ struct Wide {
   static void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
     openreg::ops::pack(b, row, col, k, n, to, stride);
   }
-  // How many elements of a row, of which a loop has computed k, a product uses.
+  // A product reads span(k) elements of a row of which a loop has computed k.
   static int64_t span(int64_t k) { return k; }
   // x, m rows that a loop has filled up to span(k), as a left factor.
   template <int64_t kRow>

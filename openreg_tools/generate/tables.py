@@ -106,8 +106,8 @@ IGNORES_STRIDES: dict[str, str] = {
 # Pools whose indices PyTorch gets wrong for uint8 in channels last.
 WRONG_FOR_UINT8 = re.compile(r"aten::max_pool3d_with_indices(\.|$)")
 
-# Losses whose forward refuses a negative threshold, the last argument. The backward does not: a number is then both beyond
-# the threshold and before its negative, and strides decide which of the two the CPU tests first.
+# Losses whose forward refuses a negative threshold, the last argument. The backward does not. A number can then be above the
+# threshold and below its negative at once, and which of the two the CPU tests first depends on the strides.
 THRESHOLDS = re.compile(r"aten::smooth_l1_loss_backward(\.|$)")
 
 # Antialiased resizing, which PyTorch gets wrong for a result of width 1 in channels last, on the CPU.

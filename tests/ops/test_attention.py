@@ -170,6 +170,49 @@ def test_large_scores_do_not_overflow():
     check(100 * q, k, v, scale_tolerance=20)
 
 
+NEAR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def check_in_a_wider_type(q, k, v, bias, grads):
+    """Outputs and gradients as torch computes them in the dtype that the operator computes in."""
+    ours = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.detach().cpu().to(torch.promote_types(q.dtype, torch.float32)).requires_grad_() for x in (q, k, v)]
+    out, _ = attention(*ours, bias)
+    expected, _ = reference(*wide, bias.cpu().to(wide[0].dtype))
+    pairs = [(out, expected)]
+    if grads:
+        grad = torch.rand_like(expected)
+        out.backward(grad.to(DEVICE, q.dtype))
+        expected.backward(grad)
+        pairs += [(x.grad, y.grad) for x, y in zip(ours, wide, strict=True)]
+    near = NEAR[q.dtype]
+    for got, want in pairs:
+        assert_close(got.detach().cpu().to(want.dtype), want.detach(), rtol=near, atol=near * want.abs().max().item())
+
+
+@pytest.mark.parametrize("masked", [300, 512, 600], ids=["a block and more", "two blocks", "all"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_keys_masked_by_a_large_number(dtype, masked):
+    """As model libraries mask keys: a block of 256 keys, or all of them, may have no other score."""
+    q, k, v = qkv(1, 2, 2, 64, 600, 32, 32, dtype=dtype)
+    least = torch.finfo(dtype).min
+    for value in {least, *(x for x in (-1e30, -3e10, -5e9, -1e9) if x > least)}:
+        bias = torch.zeros(1, 1, 64, 600, dtype=dtype, device=DEVICE)
+        bias[..., :masked] = value
+        # If all are masked, the logsumexp, from which backward computes the weights, rounds to the largest score.
+        check_in_a_wider_type(q, k, v, bias, grads=masked < 600)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_scores_beyond_the_precision_of_1(dtype):
+    """The largest score of a row has the weight 1, however large it is."""
+    q, k, v = qkv(1, 2, 2, 64, 600, 32, 32, dtype=dtype)
+    for factor, scale in (1e5, None), (1.0, 1e10):
+        out, _ = attention(q * factor, k, v, scale=scale)
+        scores = (q * factor).cpu().double() @ k.cpu().double().mT
+        assert_close(out.cpu(), v.cpu()[torch.arange(1)[:, None, None], torch.arange(2)[:, None], scores.argmax(-1)])
+
+
 def test_backward_operator():
     """It is a function of independent tensors: out and logsumexp need not belong to q, k and v."""
     q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
