@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     values = Path(f"{path}.inputs.pt")
     lines = [
         f'"""{first.operator} on {result.device} differs from {result.reference}: {_one_line(first.sentence())}.{once}"""',
-        "import torch", "from openreg_tools.compare import assert_operator", "", "",
+        "import torch", "from openreg_tools.compare import assert_operator", *_definition(func), "", "",
         f"def test_{name}():",
     ]  # fmt: skip
     if saved:
@@ -203,6 +204,23 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     text = "\n".join(lines) + "\n"
     path.write_text(text)
     return text
+
+
+def _definition(func: OpOverload) -> list[str]:
+    """Lines that define an operator of Python's, unless something else has: they import its module, or run its script."""
+    found = re.search(r"^debug: registered at (.*\.py):\d+$", torch._C._dispatch_dump(func.name()), re.M)
+    if not found:
+        return []
+    path = found[1]
+    modules = [name for name, each in list(sys.modules.items()) if getattr(each, "__file__", None) == path]
+    named = [name for name in modules if name != "__main__"]
+    how = (
+        f"import {named[0]}"
+        if named
+        else f'__import__("runpy").run_path({str(Path(path).resolve())!r}, run_name="operators")'
+    )
+    namespace, _, name = func._schema.name.partition("::")
+    return [f'if not hasattr(torch.ops.{namespace}, "{name}"):', f"    {how}"]
 
 
 def _one_line(text: str) -> str:

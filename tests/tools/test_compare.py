@@ -415,6 +415,32 @@ def test_the_written_test_fails_with_the_wrong_kernel_alone(library, tmp_path):
     assert passing.returncode == 0, passing.stdout
 
 
+SCRIPT = """
+import torch
+library = torch.library.Library("of_a_script", "DEF")
+library.define("halve(Tensor x) -> Tensor")
+library.impl("halve", lambda x: x / 2, "CPU")
+library.impl("halve", lambda x: x / 2 + (x > 3), "PrivateUse1")
+"""
+CALL = 'torch.ops.of_a_script.halve(torch.full((2, 2), 4.0).to("openreg"))'
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("defined_by", ["the script", "a module"])
+def test_the_written_test_defines_the_operator(defined_by, tmp_path):
+    program, path = tmp_path / "program.py", tmp_path / "test_first.py"
+    program.write_text(f'{SCRIPT}if __name__ == "__main__":\n    {CALL}')
+    if defined_by == "a module":
+        (tmp_path / "operators_of_it.py").write_text(SCRIPT)
+        program.write_text("import torch, operators_of_it\n" + CALL)
+    command = ["-P", "-m", "openreg_tools", "compare", program, "--device", DEVICE, "--test", path]
+    done = python(*command, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert len(path.read_text().splitlines()) <= 10
+    failing = run_test(path, "import sys\nsys.path.insert(0, '.')\n")
+    assert failing.returncode == 1 and "of_a_script::halve" in failing.stdout, failing.stdout
+
+
 def test_large_inputs_are_beside_the_test(library, tmp_path):
     with compare() as result:
         library.scale(torch.full((20, 20), 500.0).to(DEVICE))
