@@ -264,12 +264,11 @@ inline void pack_pairs(
 }
 
 // to = x transposed: m rows of n elements become n rows.
-template <class E>
-void transpose(const E* x, int64_t row, int64_t m, int64_t n, E* to, int64_t to_row) {
+inline void transpose(const c10::BFloat16* x, int64_t row, int64_t m, int64_t n, c10::BFloat16* to, int64_t to_row) {
   constexpr int64_t block = 32;
   for (int64_t i = 0; i < m; i += block)
     for (int64_t j = 0; j < n; j += block)
-      at::vec::transpose_mxn<E>(x + i * row + j, row, to + j * to_row + i, to_row,
+      at::vec::transpose_mxn<c10::BFloat16>(x + i * row + j, row, to + j * to_row + i, to_row,
           static_cast<int>(std::min(block, m - i)), static_cast<int>(std::min(block, n - j)));
 }
 

@@ -106,7 +106,8 @@ class Chunk {
     x_rows_ = take(gradients_ ? padded<A>(most) * padded<A>(in_.width) : 0);
     grad_x_ = take(gradients_ ? padded<A>(most) * in_.width : 0);
     logits_ = take(gradients_ ? in_.classes * row_ : 0);
-    by_row_ = take(gradients_ ? row_ * kBlockRow : 0);
+    // The same size with and without pairs, because the user may enable or disable oneDNN before the work runs.
+    by_row_ = take(gradients_ && kHasPairs ? row_ * kBlockRow / 2 : 0);
     for (A** each : {&tile_max_, &tile_sum_, &tile_total_}) *each = take(tiles_ * row_);
     for (A** each : {&max_, &sum_, &total_, &logsumexp_, &at_target_, &factor_, &least_, &of_target_})
       *each = take(row_);
@@ -263,7 +264,6 @@ class Chunk {
       each_target(begin, end, [&](int64_t t, int64_t c) { logits[c * row_ + t] -= of_target_[t]; });
       if constexpr (kHasPairs)
         if (pairs_) multiply_pairs_by_x(begin, m, rounded);
-      if (out_.x != nullptr && !pairs_) transpose(logits, row_, m, n_, by_row_ + begin % kClassBlock, kBlockRow);
       if (out_.weight != nullptr && !pairs_)
         gemm<A>(m, in_.width, n_, logits, row_, 1, x_rows_, n_, out_.weight + begin * in_.width, in_.width, !first_);
       for (int64_t c = 0; out_.bias != nullptr && c < m; ++c) {
@@ -320,7 +320,7 @@ class Chunk {
         for (int64_t v = begin; v < end; v += kDepth) {
           const int64_t depth = std::min(kDepth, end - v);
           pack(in_.weight + v * in_.width + column, in_.width, 1, depth, columns, weight, depth);
-          gemm<A>(rows, columns, depth, by_row_ + row * kBlockRow + v - begin, kBlockRow, 1, weight, depth,
+          gemm<A>(rows, columns, depth, logits_ + v * row_ + row, 1, row_, weight, depth,
               grad_x_ + row * in_.width + column, in_.width, v > 0);
         }
       }

@@ -344,9 +344,9 @@ def test_report_of_the_device(monkeypatch, capsys, tmp_path, twice):
     assert twice == [9, 9, 4, 4] and report["cases"][-1]["cpu_s"] == 9
     assert report["summary"] == pytest.approx({"64": 2, "1M": 2, "step": 2, "import_s": 0.05})
     assert re.search(r"^add +64 +1 us +2 us +2.00$", said, re.M)
-    assert re.search(r"64 elements +geometric mean +2.00 +target 1.20: missed", said)
-    assert re.search(r"training step +ratio +2.00 +target 1.10: missed", said)
-    assert re.search(r"import +adds seconds +0.05 +target 0.30: reached", said)
+    assert re.search(r"64 elements +geometric mean +2.00 +target 0.95: missed", said)
+    assert re.search(r"training step +ratio +2.00 +target 1.05: missed", said)
+    assert re.search(r"import +adds seconds +0.05 +target 0.15: reached", said)
     assert bench.main(options("--rounds", "2", "--only", "relu", "--json", "-")) == 0
     said = capsys.readouterr()
     assert [case["cpu_s"] for case in json.loads(said.out)["cases"]] == [1e-6, 1e-6] and "relu" in said.err
@@ -359,7 +359,7 @@ def test_every_case_of_the_device_is_the_default(monkeypatch, capsys, twice):
     monkeypatch.setattr(bench, "SIZES", {"64": (8, 8)})
     assert bench.main(options("--rounds", "3")) == 0
     said = capsys.readouterr().out
-    assert all(re.search(rf"^{name} +64 ", said, re.M) for name in bench.CASES) and "target 0.30: missed" in said
+    assert all(re.search(rf"^{name} +64 ", said, re.M) for name in bench.CASES) and "target 0.15: missed" in said
 
 
 def test_a_name_that_is_no_case(capsys):
