@@ -4,6 +4,7 @@
 #include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <tuple>
 #include <type_traits>
 
@@ -75,6 +76,9 @@ inline bool is_direct(const c10::TensorImpl* self, const at::Tensor& t, bool wri
     return false;
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   return storage->data() && !storage->has_materializer();
+}
+inline bool is_direct(const c10::TensorImpl* self, const std::optional<at::Tensor>& t, bool written) {
+  return !t || !t->defined() || is_direct(self, *t, written);
 }
 template <class T>
 bool is_direct(const c10::TensorImpl*, const T&, bool) {

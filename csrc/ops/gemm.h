@@ -306,13 +306,13 @@ struct Wide {
   static int64_t span(int64_t k) { return k; }
   // x, m rows that a loop has filled up to span(k), as a left factor.
   template <int64_t kRow>
-  static Left<Element, kRow> factor(Element* x, int64_t /*m*/, int64_t k) {
+  static Left<Element, kRow> factor(const Element* x, int64_t /*m*/, int64_t k) {
     return {x, kRow, 1, k};
   }
   // The same for numbers in Acc<T>. `to` has room for kRounded such blocks.
   template <int64_t kRow>
-  static Left<Element, kRow> rounded(const Element* x, int64_t /*m*/, int64_t k, Element* /*to*/) {
-    return {x, kRow, 1, k};
+  static Left<Element, kRow> rounded(const Element* x, int64_t m, int64_t k, Element* /*to*/) {
+    return factor<kRow>(x, m, k);
   }
   template <int64_t kRow>
   static Left<Element> transposed(const Left<Element, kRow>& x, int64_t m, Element* /*to*/) {
