@@ -77,6 +77,11 @@ class Worker:
         line, self.buffer = self.buffer.split(b"\n", 1)
         return json.loads(line)
 
+    def send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{line}\n".encode())
+            self.process.stdin.flush()
+
     def exchange(self, line: str, last: str) -> tuple[Record | None, str, str, str]:
         """The answer to a line, which has the field `last`; or how the process ended, its message, and where it was.
 
@@ -86,18 +91,18 @@ class Worker:
             self.start()
         start, where = time.monotonic(), "start"
         until = start + self.arguments.timeout
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(f"{line}\n".encode())
-            self.process.stdin.flush()
+        self.send(line)
         try:
             while answer := self.read(until):
                 if last in answer:
                     return answer, "", "", where
-                if "died" in answer:  # a process that this one forked; the next line goes to another
+                if "died" in answer:  # a process that this one forked; another follows
                     ended = f"{shown_code(answer['died'])}: {self.last_words()}"
                     if where != "start" or self.late:
                         return None, "crash", ended, where
-                    self.late = ended  # before it had read this line, which goes to the next one
+                    self.late = ended
+                if "ready" in answer:
+                    self.send(line)
                 where = answer.get("at", where)
                 if where == "device":
                     now = time.monotonic()

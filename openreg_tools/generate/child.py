@@ -391,8 +391,11 @@ def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> No
         answer(at=where)
 
     for line in sys.stdin:
+        pid, _, text = line.partition(" ")
+        if int(pid) != os.getpid():  # to a process that ended
+            continue
         at("request")
-        request = json.loads(line)
+        request = json.loads(text)
         if "bases" in request:
             at("making arguments")
             calls, valid = bases(request["bases"])

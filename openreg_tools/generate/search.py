@@ -50,6 +50,10 @@ class Child(Worker):
             self.earlier = []
         return answer
 
+    def send(self, line: str) -> None:
+        """Send a line to one process: another that reads it drops it, and gets its own copy when it is ready."""
+        super().send(f"{self.pid} {line}")
+
     def stop(self) -> None:
         if self.process and self.pid:
             with contextlib.suppress(ProcessLookupError):

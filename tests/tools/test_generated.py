@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import ctypes
 import functools
 import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -850,6 +853,28 @@ def test_a_process_that_ends_after_its_answer():
         found = worker.case(neg)
         assert found["kind"] == "crash" and f"answered {json.dumps(add)}: signal 9" in found["message"]
         assert worker.case(neg)["end"] == "equal"
+    finally:
+        worker.stop()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_request_to_a_process_that_ends_goes_to_the_next(is_read):
+    """Also if the process had read it."""
+    options = argparse.Namespace(device="openreg", timeout=60, threads=1, modules=["openreg_ops"], given={})
+    worker = search.Child(options)
+    try:
+        assert worker.bases("aten::neg")[1]
+        os.kill(worker.pid, signal.SIGSTOP)
+        while "T (stopped)" not in Path(f"/proc/{worker.pid}/status").read_text():
+            time.sleep(0.01)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            case = pool.submit(worker.case, {"op": "aten::neg", "base": 0, "changes": []})
+            with open(f"/proc/{worker.process.pid}/fd/0", "rb", buffering=0) as requests:
+                assert select.select([requests], [], [], 60)[0]
+                if is_read:
+                    assert b"aten::neg" in requests.read(1 << 16)
+            os.kill(worker.pid, signal.SIGKILL)
+            assert case.result()["end"] == "equal"
     finally:
         worker.stop()
 
