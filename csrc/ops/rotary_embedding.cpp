@@ -5,8 +5,7 @@
 #include "autograd.h"
 #include "checks.h"
 #include "loops.h"
-
-#include <ATen/core/DimVector.h>
+#include "rows.h"
 
 namespace openreg::ops {
 namespace {
@@ -51,36 +50,6 @@ void rotate_row(const T* x, const Table* cos, const Table* sin, T* y, int64_t ha
   if constexpr (!interleaved) std::copy_n(out + chunk, rest, y + half + i);
 }
 
-// The start of the rows of x, cos and sin: each of x's dimensions but the last has a stride in each of them.
-class RowOffsets {
- public:
-  RowOffsets(const Tensor& x, const Tensor& cos, const Tensor& sin)
-      : sizes_(x.sizes().slice(0, x.dim() - 1)), index_(sizes_.size(), 0),
-        strides_{at::DimVector(x.strides()), at::DimVector(cos.strides()), at::DimVector(sin.strides())} {}
-  void seek(int64_t row) {
-    offset = {};
-    for (size_t dim = sizes_.size(); dim-- > 0;) {
-      index_[dim] = row % sizes_[dim];
-      row /= sizes_[dim];
-      for (size_t k = 0; k < offset.size(); ++k) offset[k] += index_[dim] * strides_[k][dim];
-    }
-  }
-  void next() {
-    for (size_t dim = sizes_.size(); dim-- > 0;) {
-      const bool carry = ++index_[dim] == sizes_[dim];
-      const int64_t steps = carry ? 1 - sizes_[dim] : 1;
-      for (size_t k = 0; k < offset.size(); ++k) offset[k] += steps * strides_[k][dim];
-      if (!carry) return;
-      index_[dim] = 0;
-    }
-  }
-  std::array<int64_t, 3> offset{};
-
- private:
-  at::DimVector sizes_, index_;
-  std::array<at::DimVector, 3> strides_;
-};
-
 void check_tables(const char* op, const char* name, const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check_floating(op, name, x);
   check_rows(op, name, x);
@@ -109,11 +78,6 @@ void check_rotary_embedding_backward(const char* op, const Tensor& grad_y, const
   check_tables(op, "grad_y", grad_y, cos, sin);
 }
 
-// A tensor whose rows are contiguous; there may be gaps between them.
-Tensor with_dense_rows(const Tensor& x) {
-  return x.size(-1) > 1 && x.stride(-1) != 1 ? x.contiguous() : x;
-}
-
 Tensor rotate(const Tensor& x_, const Tensor& cos_, const Tensor& sin_, bool interleaved, int sign) {
   at::DimVector full(x_.sizes());
   full.back() /= 2;
@@ -125,12 +89,12 @@ Tensor rotate(const Tensor& x_, const Tensor& cos_, const Tensor& sin_, bool int
     using T = scalar_t;
     const auto run = [&]<class Table>(const Table* c) {
       launch(current_stream(x.get_device()),
-          [=, scattered = !x.is_contiguous(), at = RowOffsets(x, cos, sin), x = x.const_data_ptr<T>(),
+          [=, scattered = !x.is_contiguous(), at = RowOffsets<3>({x, cos, sin}), x = x.const_data_ptr<T>(),
               s = sin.const_data_ptr<Table>(), y = y.mutable_data_ptr<T>()] {
             at::parallel_for(0, rows, at::divup(kGrain, 2 * half + 1), [&](int64_t begin, int64_t end) {
               // A processor prefetches only within a page, and the rows of a transposed x may be a page apart.
               constexpr int64_t kAhead = 8;
-              RowOffsets row = at, ahead = at;
+              auto row = at, ahead = at;
               row.seek(begin);
               if (scattered) ahead.seek(begin + kAhead);
               const Vec<T> with_sign(static_cast<Acc<T>>(sign));

@@ -5,11 +5,9 @@
 #include "checks.h"
 #include "exp.h"
 #include "loops.h"
+#include "rows.h"
 
 #include <unistd.h>
-
-#include <array>
-#include <optional>
 
 namespace openreg::ops {
 namespace {
@@ -25,51 +23,34 @@ C10_ALWAYS_INLINE V sigmoid(V g) {
   return V(1) / (V(1) + exp(g.neg()));
 }
 
-// How far apart the rows of the last dimension are, if equally far and if each is contiguous, as in a half of a wider
-// tensor. Then they need no copy.
-std::optional<int64_t> distance_of_rows(const Tensor& x) {
-  if (x.dim() > 0 && x.size(-1) > 1 && x.stride(-1) != 1) return std::nullopt;
-  int64_t row = 0, next = 0;
-  for (int64_t d = x.dim() - 2; d >= 0; --d) {
-    if (x.size(d) == 1) continue;
-    if (next != 0 && x.stride(d) != next) return std::nullopt;
-    if (next == 0) row = x.stride(d);
-    next = x.stride(d) * x.size(d);
-    if (next == 0) return std::nullopt; // expanded
-  }
-  return row;
-}
-
 // Arguments as rows of `width` elements; contiguous ones are a single row.
 template <class T, size_t count>
 struct Rows {
   std::array<const T*, count> data;
-  std::array<int64_t, count> row;
+  RowOffsets<count> offsets;
   int64_t width;
 
-  // Copies arguments that have no such rows; `kept` holds them.
+  // `kept` holds copies of arguments whose rows are not contiguous.
   static Rows of(std::array<Tensor, count>& kept) {
     Rows rows{{}, {}, kept[0].numel()};
-    const bool flat = std::all_of(kept.begin(), kept.end(), [](const Tensor& x) { return x.is_contiguous(); });
-    if (!flat && kept[0].dim() > 0) rows.width = kept[0].size(-1);
-    for (size_t i = 0; i < count; ++i) {
-      std::optional<int64_t> distance = flat ? 0 : distance_of_rows(kept[i]);
-      if (!distance) {
-        kept[i] = kept[i].contiguous();
-        distance = rows.width;
-      }
-      rows.row[i] = *distance;
-      rows.data[i] = kept[i].template const_data_ptr<T>();
+    if (!std::all_of(kept.begin(), kept.end(), [](const Tensor& x) { return x.is_contiguous(); })) {
+      rows.width = kept[0].size(-1);
+      for (Tensor& x : kept) x = with_dense_rows(x);
+      rows.offsets = RowOffsets<count>(kept);
     }
+    for (size_t k = 0; k < count; ++k) rows.data[k] = kept[k].template const_data_ptr<T>();
     return rows;
   }
-  const T* at(size_t which, int64_t i) const { return data[which] + i / width * row[which] + i % width; }
-  // f(i, size) for each part of a row from begin to end.
+  // f(i, size, pointers) for each part of a row from element `begin` to `end`.
   template <class F>
   void each(int64_t begin, int64_t end, F f) const {
-    for (int64_t i = begin, next; i < end; i = next) {
+    RowOffsets<count> row = offsets;
+    row.seek(begin / width);
+    for (int64_t i = begin, next; i < end; i = next, row.next()) {
       next = std::min(end, (i / width + 1) * width);
-      f(i, next - i);
+      std::array<const T*, count> at = data;
+      for (size_t k = 0; k < count; ++k) at[k] += row.offset[k] + i % width;
+      f(i, next - i, at);
     }
   }
 };
@@ -136,8 +117,8 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) {
     launch(
         current_stream(gate.get_device()), [n = gate.numel(), x = Rows<T, 2>::of(kept), y = y.mutable_data_ptr<T>()] {
           at::parallel_for(0, n, kExpGrain, [&](int64_t begin, int64_t end) {
-            x.each(begin, end, [&](int64_t i, int64_t count) {
-              map([](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; }, y + i, count, x.at(0, i), x.at(1, i));
+            x.each(begin, end, [&](int64_t i, int64_t count, const auto& at) {
+              map([](Vec<T> g, Vec<T> u) { return g * sigmoid(g) * u; }, y + i, count, at[0], at[1]);
             });
           });
         });
@@ -165,8 +146,8 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y, const Tensor& g
             dg = grad_gate.mutable_data_ptr<T>(), du = grad_up.mutable_data_ptr<T>()] {
           // In chunks, so that every thread's part is aligned.
           at::parallel_for(0, (n + kChunk<T> - 1) / kChunk<T>, kExpGrain / kChunk<T>, [&](int64_t first, int64_t last) {
-            x.each(first * kChunk<T>, std::min(n, last * kChunk<T>), [&](int64_t i, int64_t count) {
-              swiglu_backward_loop(x.at(0, i), x.at(1, i), x.at(2, i), dg + i, du + i, count, far);
+            x.each(first * kChunk<T>, std::min(n, last * kChunk<T>), [&](int64_t i, int64_t count, const auto& at) {
+              swiglu_backward_loop(at[0], at[1], at[2], dg + i, du + i, count, far);
             });
           });
         });
