@@ -4,6 +4,7 @@ import collections
 import gc
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -26,6 +27,8 @@ test_opinfo test_export test_compare_traces""".split()
 
 def pytest_sessionstart():
     """PyTorch's half a million objects stay, and compilers create as many: scanning them takes a tenth of the time."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background of a script ignores interrupts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     gc.set_threshold(50_000, 20, 50)
 

@@ -30,12 +30,14 @@ struct Rows {
   RowOffsets<count> offsets;
   int64_t width;
 
-  // `kept` holds copies of arguments whose rows are not contiguous.
+  // `kept` holds copies of arguments whose rows are not contiguous, or so short that their starts take longer than a
+  // copy.
   static Rows of(std::array<Tensor, count>& kept) {
+    const bool is_short = kept[0].dim() > 0 && kept[0].size(-1) < kChunk<T>;
+    for (Tensor& x : kept) x = is_short ? x.contiguous() : with_dense_rows(x);
     Rows rows{{}, {}, kept[0].numel()};
     if (!std::all_of(kept.begin(), kept.end(), [](const Tensor& x) { return x.is_contiguous(); })) {
       rows.width = kept[0].size(-1);
-      for (Tensor& x : kept) x = with_dense_rows(x);
       rows.offsets = RowOffsets<count>(kept);
     }
     for (size_t k = 0; k < count; ++k) rows.data[k] = kept[k].template const_data_ptr<T>();

@@ -16,7 +16,6 @@ import os, signal, sys, threading, torch, openreg_ops
 from openreg_ops import _C
 torch.set_num_threads(1)
 D, S = "openreg", 1_000_000_000
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a script ignores it
 
 def send(number=signal.SIGINT, times=1):
     def run():
