@@ -30,10 +30,10 @@ struct Rows {
   RowOffsets<count> offsets;
   int64_t width;
 
-  // `kept` holds copies of arguments whose rows are not contiguous, or so short that their starts take longer than a
-  // copy.
+  // `kept` holds copies of arguments whose rows are not contiguous, or so short that a copy of them takes less time
+  // than the start and the end of each.
   static Rows of(std::array<Tensor, count>& kept) {
-    const bool is_short = kept[0].dim() > 0 && kept[0].size(-1) < kChunk<T>;
+    const bool is_short = kept[0].dim() > 0 && kept[0].size(-1) < 4 * kChunk<T>;
     for (Tensor& x : kept) x = is_short ? x.contiguous() : with_dense_rows(x);
     Rows rows{{}, {}, kept[0].numel()};
     if (!std::all_of(kept.begin(), kept.end(), [](const Tensor& x) { return x.is_contiguous(); })) {

@@ -1,8 +1,8 @@
 """The child process: makes an operator's base calls, and runs one case on the CPU and on the device.
 
-It reads JSON lines from stdin and answers with JSON lines. It announces each step that may end the process, so that the
-parent knows on which side a crash happened. The process that the parent starts imports everything once and forks a
-worker. When the worker dies, it forks a new one.
+It reads lines from stdin, each the number of the process that is to serve it and a request in JSON, and answers with JSON
+lines. It announces each step that may end the process, so that the parent knows on which side a crash happened. The
+process that the parent starts imports everything once and forks a worker. When the worker dies, it forks a new one.
 """
 
 from __future__ import annotations

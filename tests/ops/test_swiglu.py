@@ -44,17 +44,18 @@ def test_layouts(layout):
 
 # Pieces of wider tensors. The first ones have contiguous rows that are equally far apart.
 PIECES = {
-    "halves": (lambda x: x.chunk(2, -1), (6, 5, 24)),
-    "halves of odd width": (lambda x: x.chunk(2, -1), (6, 5, 46)),
-    "halves of one row": (lambda x: x.chunk(2, -1), (1, 1, 70)),
-    "halves of a batch of one": (lambda x: x.chunk(2, -1), (4, 1, 3, 34)),
-    "every second row": (lambda x: (x[::2], x[1::2]), (6, 33)),
+    "halves": (lambda x: x.chunk(2, -1), (6, 5, 320)),
+    "halves of odd width": (lambda x: x.chunk(2, -1), (6, 5, 302)),
+    "halves of one row": (lambda x: x.chunk(2, -1), (1, 1, 270)),
+    "halves of a batch of one": (lambda x: x.chunk(2, -1), (4, 1, 3, 290)),
+    "short halves": (lambda x: x.chunk(2, -1), (6, 5, 46)),
+    "every second row": (lambda x: (x[::2], x[1::2]), (6, 133)),
     "width 1": (lambda x: x.chunk(2, -1), (40, 2)),
-    "one of them": (lambda x: (x[..., :20], x[..., 20:].contiguous()), (7, 40)),
-    "rows that are not equally far apart": (lambda x: x[:, :3].chunk(2, -1), (6, 5, 24)),
-    "expanded": (lambda x: x[:1].expand(x.shape).chunk(2, -1), (5, 24)),
-    "columns": (lambda x: (x[..., ::2], x[..., 1::2]), (5, 24)),
-    "transposed": (lambda x: x.transpose(0, 1).chunk(2, -1), (6, 5, 24)),
+    "one of them": (lambda x: (x[..., :140], x[..., 140:].contiguous()), (7, 280)),
+    "rows that are not equally far apart": (lambda x: x[:, :3].chunk(2, -1), (6, 5, 280)),
+    "expanded": (lambda x: x[:1].expand(x.shape).chunk(2, -1), (5, 280)),
+    "columns": (lambda x: (x[..., ::2], x[..., 1::2]), (5, 280)),
+    "transposed": (lambda x: x.transpose(0, 1).chunk(2, -1), (6, 5, 280)),
 }
 
 
