@@ -1,6 +1,7 @@
 """meta/op.py: the functions that `op.operator` makes."""
 
 import inspect
+import itertools
 import pickle
 from types import FunctionType
 
@@ -150,3 +151,11 @@ def test_swiglu_reads_long_rows_in_place(pieces, in_place):
         before = _C.launch_count()
         operator(*arguments)
         assert (_C.launch_count() - before == 1) is in_place
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_the_memory_order_of_sizes_that_may_change(order):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.empty(2, 3, 4, 5).permute(order), static_shapes=False)
+    assert isinstance(fake.stride(order.index(0)), torch.SymInt)
+    assert op.memory_order(fake) == [order.index(dim) for dim in range(4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import os
 import re
@@ -477,6 +478,30 @@ def test_a_long_sum_may_round_more():
     op = define("long_sum(Tensor x) -> Tensor", total, lambda x: x.new_empty(x.shape[1:]))
     report = check(op, [(torch.rand(4, 6),)], reference=lambda x: x.sum(0), only=["large"])
     assert report.of("pass", "large"), str(report)
+
+
+def test_a_large_input_has_no_huge_result():
+    """With half a million elements, as many as other inputs get, it would have 2**38."""
+    op = define("outer(Tensor x) -> Tensor", lambda x: torch.outer(x, x), lambda x: x.new_empty(len(x), len(x)))
+    (result,) = check(op, [(torch.rand(5),)], only=["large"]).of("pass", "large")
+    assert result.sentence == "2048 instead of 5"
+
+
+@pytest.mark.parametrize("device", ["cpu", "openreg", "openreg:1"])
+def test_the_samples_give_the_device(device):
+    x = torch.ones(3, device=device)
+    assert check("openreg::custom_abs", [(x,)], only=["runs"]).device == str(x.device)
+
+
+def test_a_fake_kernel_gets_tensors_of_the_device():
+    def fake(x):
+        assert x.device.type == "openreg"
+        return torch.empty_like(x)
+
+    op = define("on_the_device(Tensor x) -> Tensor", lambda x: x + 0, fake, "PrivateUse1")
+    only = ["fake_layouts", "fake_dtypes", "fake_dynamic", "fake_unbacked", "fake_errors", "compile", "export", "large"]
+    report = check(op, [(torch.rand(3, 4, device="openreg"),)], only=only)
+    assert not report.failures and len(report.of("pass")) == len(only), str(report)
 
 
 def test_a_step_near_a_value_has_no_gradient_there():
@@ -1350,6 +1375,23 @@ def test_command_refuses(module, monkeypatch, capsys, arguments, sentence):
     monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", *arguments])
     assert openreg_ops.__main__.main() == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_progress_is_one_line_on_a_terminal(module, monkeypatch):
+    import openreg_ops.__main__
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(
+        sys, "argv", ["openreg_ops", "check", "aten::sin", "--input", "f32[3]", "--only", "runs", "copies"]
+    )
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert openreg_ops.__main__.main() == 0
+    *lines, end = sys.stderr.getvalue().split("\r")[1:]
+    assert [each.strip() for each in lines] == ["checking sample 0: runs", "checking sample 0: copies", ""] and not end
+    assert {len(each) for each in lines} == {60}
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])

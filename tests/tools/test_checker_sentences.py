@@ -396,6 +396,8 @@ TABLE = [
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
     # fakes
     Broken("compile", "under torch.compile with static shapes zeros like output 0 is float32", lambda x: x.double() * 2),
+    Broken("compile", "under torch.compile with static shapes contiguous() of output 0 has strides (1, 4) instead of (6, 1)",
+           lambda x: (x * 2).mT.contiguous().mT),
     Broken("compile", "under torch.compile with static shapes the gradient of differentiable argument 0 differs", double,
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
     Broken("compile", "torch.compile with static shapes raised", double, fake=None),
