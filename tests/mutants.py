@@ -200,7 +200,7 @@ def runs_at_import(mutant: Mutant) -> bool:
 
 
 def covering(mutant: Mutant, budget: float) -> tuple[list[str], int]:
-    """The tests to run until `budget` seconds are spent, and how many cover the line: of those, and then of others, first
+    """The tests to run in `budget` seconds, and how many cover the line: of those, and then of others, first
     the tests that name the file, then the quickest of each function."""
     lines = _contexts(mutant.file)
     named = re.compile(f"(?<![a-z]){re.escape(Path(mutant.file).stem)}(?![a-z])")
@@ -218,10 +218,10 @@ def covering(mutant: Mutant, budget: float) -> tuple[list[str], int]:
         seen[function] += 1
     chosen, spent = [], 0.0
     for *_turn, test in sorted(turns, key=lambda each: each[:-1]):
-        if chosen and spent + _seconds().get(test, 1.0) > budget:
-            break
-        chosen.append(test)
-        spent += _seconds().get(test, 1.0)
+        takes = max(0.02, _seconds().get(test, 1.0))
+        if not chosen or spent + takes <= budget:
+            chosen.append(test)
+            spent += takes
     return chosen, len(tests)
 
 
@@ -307,9 +307,9 @@ class Server:
                 outcome, by = way(mutant, these)
             if outcome == "unfit":
                 return "survived", "", tests
-            if outcome == "noticed" and by and (way.__name__, by) not in self.passes:
+            if outcome != "survived" and by and (way.__name__, by) not in self.passes:
                 self.learn(way.__name__, by, these)
-            if outcome != "noticed" or self.passes.get((way.__name__, by), True):
+            if outcome == "survived" or self.passes.get((way.__name__, by), True):
                 return outcome, by, [test for test in tests if test not in these]
         return "survived", "", tests
 

@@ -47,39 +47,40 @@ struct Update {
   float* step;
 };
 
-// kLanes<T> elements of type T or, if the state is wider, Acc<T>.
-template <class T, class S>
-Vec<T> read_state(const S* p) {
-  if constexpr (std::is_same_v<T, S>) return read(p);
-  else return Vec<T>::loadu(p);
+// A chunk of elements of T or, if the state S is wider, of T or S. All chunks have the same order: that of Note [Order
+// in a chunk], or that of memory where the state is wider.
+template <class T, class S, class P>
+C10_ALWAYS_INLINE Chunk<T> load(const P* p) {
+  if constexpr (std::is_same_v<T, S>) return read_chunk(p);
+  else return {read(p), read(p + kLanes<T>)};
 }
-// kChunk<T> of them.
-template <class T, class S>
-void write_state(const Vec<T>* values, S* p) {
-  if constexpr (std::is_same_v<T, S>) write(values, p);
+template <class T, class S, class P>
+C10_ALWAYS_INLINE void store(const Chunk<T>& values, P* p) {
+  if constexpr (std::is_same_v<T, S>) pack<T>(values).store(p);
+  else if constexpr (std::is_same_v<T, P>) write(values.data(), p);
   else
-    for (int64_t k = 0; k < kChunk<T> / kLanes<T>; ++k) values[k].store(p + k * kLanes<T>);
+    for (size_t k = 0; k < values.size(); ++k) values[k].store(p + k * kLanes<T>);
 }
 
 template <class T, class S, bool amsgrad>
-void update_chunk(const Factors<Acc<T>>& f, T* param, const T* grad, S* exp_avg, S* exp_avg_sq, S* max_exp_avg_sq) {
+C10_ALWAYS_INLINE void update_chunk(
+    const Factors<Acc<T>>& f, T* param, const T* grad, S* exp_avg, S* exp_avg_sq, S* max_exp_avg_sq) {
   using V = Vec<T>;
-  constexpr int64_t vectors = kChunk<T> / kLanes<T>;
-  V p[vectors], m[vectors], v[vectors], top[vectors];
-  for (int64_t k = 0; k < vectors; ++k) {
-    const int64_t at = k * kLanes<T>;
-    const V g = read(grad + at) * V(f.scale), one_minus_beta2(1 - f.beta2);
-    const V old = read_state<T>(exp_avg + at);
-    m[k] = old + (g - old) * V(f.beta1);
-    v[k] = read_state<T>(exp_avg_sq + at) * V(f.beta2) + one_minus_beta2 * g * g;
-    if constexpr (amsgrad) top[k] = at::vec::maximum(read_state<T>(max_exp_avg_sq + at), v[k]);
+  Chunk<T> p = load<T, S>(param), m = load<T, S>(exp_avg), v = load<T, S>(exp_avg_sq), top = v;
+  const Chunk<T> grads = load<T, S>(grad);
+  if constexpr (amsgrad) top = load<T, S>(max_exp_avg_sq);
+  for (size_t k = 0; k < p.size(); ++k) {
+    const V g = grads[k] * V(f.scale), one_minus_beta2(1 - f.beta2);
+    m[k] = m[k] + (g - m[k]) * V(f.beta1);
+    v[k] = v[k] * V(f.beta2) + one_minus_beta2 * g * g;
+    if constexpr (amsgrad) top[k] = at::vec::maximum(top[k], v[k]);
     const V denominator = (amsgrad ? top[k] : v[k]).sqrt() * V(f.root) + V(f.eps);
-    p[k] = read(param + at) * V(f.decay) - V(f.step_size) * m[k] / denominator;
+    p[k] = p[k] * V(f.decay) - V(f.step_size) * m[k] / denominator;
   }
-  write(p, param);
-  write_state<T>(m, exp_avg);
-  write_state<T>(v, exp_avg_sq);
-  if constexpr (amsgrad) write_state<T>(top, max_exp_avg_sq);
+  store<T, S>(p, param);
+  store<T, S>(m, exp_avg);
+  store<T, S>(v, exp_avg_sq);
+  if constexpr (amsgrad) store<T, S>(top, max_exp_avg_sq);
 }
 
 // Elements [begin, end), anywhere in the tensor: the last ones go through a chunk on the stack, so that an element's
