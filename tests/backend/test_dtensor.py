@@ -413,8 +413,24 @@ def check_optimizer():
     assert_close(sharded.full_tensor(), plain)
 
 
+def check_grouped_linear_stays():
+    """Rows, outputs or inputs stay sharded, forward and backward; nothing is gathered."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = meshes()[0]
+    sizes = placed(torch.tensor([3, 5], device="openreg"), mesh, [R])
+    for x_at, weight_at, y_at, grads_at in ((0, R, 0, [0, S, S]), (R, 0, 1, [S, 0, 0]), (1, 1, S, [1, 1, 1])):
+        x = placed(torch.rand(8, 4, device="openreg"), mesh, [x_at]).requires_grad_()
+        weights = [placed(torch.rand(8, 4, device="openreg"), mesh, [weight_at]).requires_grad_() for _ in range(2)]
+        with CommDebugMode() as traffic:
+            y = torch.ops.openreg.grouped_linear(x, weights, [], sizes)
+            grads = torch.autograd.grad(y, [x, *weights], torch.ones_like(y))
+        assert at_of(y) == (y_at,) and [at_of(grad) for grad in grads] == [(at,) for at in grads_at]
+        assert not [each for each in traffic.get_comm_counts() if "reduce" not in str(each)]
+
+
 CHECKS = [
-    check_whole_results, check_dropout, check_options_are_seen, check_half_types, check_errors,
+    check_whole_results, check_dropout, check_grouped_linear_stays, check_options_are_seen, check_half_types, check_errors,
     check_wrong_rules, check_out, check_second_derivatives, check_optimizer,
 ]  # fmt: skip
 
