@@ -392,7 +392,7 @@ def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> No
 
     for line in sys.stdin:
         pid, _, text = line.partition(" ")
-        if int(pid) != os.getpid():  # to a process that ended
+        if pid != str(os.getpid()):  # to a process that ended, or the rest of a line that it began to read
             continue
         at("request")
         request = json.loads(text)
