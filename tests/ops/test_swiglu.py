@@ -42,7 +42,7 @@ def test_layouts(layout):
     kit.check_against(swiglu, reference, up, gate)
 
 
-# Pieces of wider tensors. The first ones have contiguous rows that are equally far apart.
+# Pieces of wider tensors. All but the short ones and the columns are read in place.
 PIECES = {
     "halves": (lambda x: x.chunk(2, -1), (6, 5, 320)),
     "halves of odd width": (lambda x: x.chunk(2, -1), (6, 5, 302)),

@@ -833,50 +833,44 @@ def test_a_crash_after_a_call_that_damaged_memory(doubted):
     assert worker.case({"op": "a::b", "n": 2})["end"] == "failed"
 
 
-def test_a_process_that_ends_after_its_answer():
+@pytest.fixture
+def started():
+    """A child process, which the test may kill."""
+    worker = search.Child(
+        argparse.Namespace(device="openreg", timeout=60, threads=1, modules=["openreg_ops"], given={})
+    )
+    yield worker
+    worker.stop()
+
+
+def test_a_process_that_ends_after_its_answer(started):
     """Its end is a failure that names its last case, and the answers to later requests are theirs."""
-    options = argparse.Namespace(device="openreg", timeout=60, threads=1, modules=["openreg_ops"], given={})
-    worker = search.Child(options)
-
-    def kill():
-        server = worker.process.pid
-        (forked,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        os.kill(int(forked), signal.SIGKILL)
-
     add, neg = ({"op": name, "base": 0, "changes": []} for name in ("aten::add.Tensor", "aten::neg"))
-    try:
-        assert worker.bases(add["op"])[1]
-        kill()  # before any case
-        assert worker.case(add)["end"] == "equal"
-        kill()
-        assert worker.bases(neg["op"])[1]
-        found = worker.case(neg)
-        assert found["kind"] == "crash" and f"answered {json.dumps(add)}: signal 9" in found["message"]
-        assert worker.case(neg)["end"] == "equal"
-    finally:
-        worker.stop()
+    assert started.bases(add["op"])[1]
+    os.kill(started.pid, signal.SIGKILL)  # before any case
+    assert started.case(add)["end"] == "equal"
+    os.kill(started.pid, signal.SIGKILL)
+    assert started.bases(neg["op"])[1]
+    found = started.case(neg)
+    assert found["kind"] == "crash" and f"answered {json.dumps(add)}: signal 9" in found["message"]
+    assert started.case(neg)["end"] == "equal"
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_request_to_a_process_that_ends_goes_to_the_next(is_read):
+def test_a_request_to_a_process_that_ends_goes_to_the_next(started, is_read):
     """Also if the process had read it."""
-    options = argparse.Namespace(device="openreg", timeout=60, threads=1, modules=["openreg_ops"], given={})
-    worker = search.Child(options)
-    try:
-        assert worker.bases("aten::neg")[1]
-        os.kill(worker.pid, signal.SIGSTOP)
-        while "T (stopped)" not in Path(f"/proc/{worker.pid}/status").read_text():
-            time.sleep(0.01)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            case = pool.submit(worker.case, {"op": "aten::neg", "base": 0, "changes": []})
-            with open(f"/proc/{worker.process.pid}/fd/0", "rb", buffering=0) as requests:
-                assert select.select([requests], [], [], 60)[0]
-                if is_read:
-                    assert b"aten::neg" in requests.read(1 << 16)
-            os.kill(worker.pid, signal.SIGKILL)
-            assert case.result()["end"] == "equal"
-    finally:
-        worker.stop()
+    assert started.bases("aten::neg")[1]
+    os.kill(started.pid, signal.SIGSTOP)
+    while "T (stopped)" not in Path(f"/proc/{started.pid}/status").read_text():
+        time.sleep(0.01)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        case = pool.submit(started.case, {"op": "aten::neg", "base": 0, "changes": []})
+        with open(f"/proc/{started.process.pid}/fd/0", "rb", buffering=0) as requests:
+            assert select.select([requests], [], [], 60)[0]
+            if is_read:
+                assert b"aten::neg" in requests.read(1 << 16)
+        os.kill(started.pid, signal.SIGKILL)
+        assert case.result()["end"] == "equal"
 
 
 def test_the_last_words_of_a_process_are_its_error():
