@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from openreg_tools.forms import Wrong
+
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 APART = ("compare", "record")  # whose programs have their own arguments after --
 
@@ -43,6 +45,9 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str)
     arguments.rest = rest
     try:
         return importlib.import_module(commands[arguments.command][0]).main(arguments)
+    except Wrong as error:
+        print(f"{arguments.command}: {str(error).removeprefix(f'{arguments.command}: ')}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -44,6 +44,13 @@ def file(text: str) -> str:
     return text
 
 
+def count(text: str) -> int:
+    """A number above 0, as the type of an argument."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, but got {text!r}")
+    return int(text)
+
+
 def wrapped(texts: Iterable[str], indent: int = 4) -> list[str]:
     """The texts as lines of at most 80 columns."""
     margin = " " * indent
@@ -104,14 +111,24 @@ def add_arguments(parser: argparse.ArgumentParser, page: bool = True) -> None:
 
 def write(report: Any, arguments: argparse.Namespace, **options: Any) -> None:
     """Print the report and write the requested formats; `options` are passed to `text()`."""
-    if arguments.json:
-        text = json.dumps(report.dict(), indent=1)
-        if arguments.json == "-":
-            print(text)
-        else:
-            Path(arguments.json).write_text(text + "\n")
+    if arguments.json == "-":
+        print(json.dumps(report.dict(), indent=1))
+    else:
+        print(report.text(**options))  # first, for a file that cannot be written loses nothing then
+    if arguments.json not in (None, "-"):
+        write_file(arguments.json, json.dumps(report.dict(), indent=1) + "\n")
     if getattr(arguments, "html", None):
-        # A file name that is not valid Unicode appears with its bytes escaped.
-        Path(arguments.html).write_text(report.html(), encoding="utf-8", errors="backslashreplace")
-    if arguments.json != "-":
-        print(report.text(**options))
+        write_file(arguments.html, report.html())
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file that an option names.
+
+    Raises:
+        Wrong: it cannot be written.
+    """
+    try:
+        # A file name that is not valid Unicode appears in a page with its bytes escaped.
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise Wrong(f"{path} cannot be written: {error.strerror}; name another file") from None

@@ -27,7 +27,8 @@ __all__ = ["Place", "Places", "frames", "line", "relative", "site", "stack"]
 
 _TOOLS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
-_OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, "<frozen", "<eval_with_key>")
+_THREADS = (threading.__file__, os.path.join(os.path.dirname(threading.__file__), "concurrent", "futures") + os.sep)
+_OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, *_THREADS, "<frozen", "<eval_with_key>")
 _MOST = 200_000  # forward calls whose place is kept for backward
 
 
@@ -61,7 +62,9 @@ class Places:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: dict[str, int] = {}
         self._local = threading.local()
-        self._forward: dict[int, tuple[str, Any]] = {}
+        self._forward: dict[
+            int, tuple[str, Any, int | None]
+        ] = {}  # by sequence number: the module, the site, the thread
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Places:
@@ -135,7 +138,7 @@ class Places:
             if node is None:
                 return Place("", None, "backward")
             number = _number(node)  # in-place operators clone their input between their node and themselves
-            module, where = self._forward.get(number) or self._forward.get(number + 1, ("", None))
+            module, where, _ = self._forward.get(number) or self._forward.get(number + 1, ("", None, None))
             return Place(module, where, "backward", node.name().rpartition("::")[2])
         modules = self._modules()
         module, where = modules[-1] if modules else "", self._locate()
@@ -143,7 +146,9 @@ class Places:
         if len(self._forward) >= _MOST:
             for key in list(self._forward)[: _MOST // 2]:
                 del self._forward[key]
-        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, where))
+        number, thread = torch._C._autograd._get_sequence_nr() - 1, threading.get_ident()
+        if self._forward.setdefault(number, (module, where, thread))[2] != thread:
+            self._forward[number] = "", None, None  # each thread counts for itself, and the node does not say which
         return Place(module, where, "optimizer" if getattr(self._local, "step", False) else "forward")
 
 
@@ -165,7 +170,8 @@ def frames() -> Iterator[FrameType]:
     """The program's frames, those outside PyTorch and these tools, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != "<frozen runpy>":  # a command runs the program through it
-        if not frame.f_code.co_filename.startswith(_OURS):
+        code = frame.f_code
+        if not code.co_filename.startswith(_OURS) and code.co_name != "_engine_run_backward":  # which backends wrap
             yield frame
         frame = frame.f_back
 

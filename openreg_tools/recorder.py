@@ -172,6 +172,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.target, self.events, self.overhead = target, events, overhead
         self.type = torch.device(target.device).type
+        self.active = True  # a thread that the program started may outlive the recording
         self.calls: list[Call] = []
         self.elsewhere = 0  # calls that touched no tensor of the device
         self.origin = time.perf_counter()
@@ -208,7 +209,7 @@ class Recorder(TorchDispatchMode):
     def _call(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         entered = time.perf_counter()
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
+        if not self.active or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         device = kwargs.get("device")

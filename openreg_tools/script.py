@@ -44,11 +44,16 @@ def run(words: list[str], context: Any) -> int:
         with context:
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as exit:
-        status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
+        status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        if status and not isinstance(exit.code, int):
+            print(exit.code, file=sys.stderr)
     except Wrong:
         raise
-    except Exception:
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != words[0]:
+            trace = trace.tb_next  # as Python prints it: from the program's own frame on
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         status = 1
     finally:
         sys.argv, sys.path[:] = before

@@ -16,7 +16,6 @@ import sys
 import time
 import timeit
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from openreg_tools.explain import trace_lines
 from openreg_tools.forms import Wrong
 from openreg_tools.recorder import Call, Recorder
 from openreg_tools.script import Rank, apart, of_rank, run
+from openreg_tools.threads import InThreads
 from openreg_tools.timeline import Timeline
 from openreg_tools.waits import Waits
 
@@ -76,17 +76,20 @@ class Trace:
 
     def __enter__(self) -> Trace:
         self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target), details=True)
-        self._waits, self._rank = Waits(self._recorder), Rank()
+        self._waits, self._rank, self._threads = Waits(self._recorder), Rank(), InThreads(self._recorder)
         self._recorder.places.__enter__()
         self._recorder.__enter__()
         self._waits.__enter__()
         self._rank.__enter__()
+        self._threads.__enter__()
         self._started = time.perf_counter()
         self.time = time.time_ns() - int(self._recorder.now() * 1e9)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.seconds = time.perf_counter() - self._started
+        self._threads.__exit__()
+        self._recorder.active = False
         self._rank.__exit__()
         self._waits.__exit__()
         self._recorder.__exit__(*exception)
@@ -327,7 +330,7 @@ def _speeds(target: dispatch.Target, size: int = 1 << 22) -> tuple[float, float]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     dispatch.add_arguments(parser)
     parser.add_argument("--calls", action="store_true", help="print every call, nested as in the dispatch trace")
-    parser.add_argument("--top", type=int, default=25, metavar="N", help="lines of each table (default 25)")
+    parser.add_argument("--top", type=forms.count, default=25, metavar="N", help="lines of each table (default 25)")
     forms.add_arguments(parser)
     parser.add_argument(
         "--chrome", type=forms.file, metavar="FILE", help="write the timeline for Perfetto or chrome://tracing"
@@ -350,7 +353,7 @@ def main(arguments: argparse.Namespace) -> int:
         status = run([arguments.script, *arguments.arguments], recording)
     for name in ("json", "html", "chrome"):
         setattr(arguments, name, of_rank(getattr(arguments, name), recording.rank, recording.ranks))
-    if arguments.chrome:
-        Path(arguments.chrome).write_text(json.dumps(recording.chrome()))
     forms.write(recording, arguments, top=arguments.top, calls=arguments.calls)
+    if arguments.chrome:
+        forms.write_file(arguments.chrome, json.dumps(recording.chrome()))
     return status

@@ -6,6 +6,7 @@ docs/tools.md has both commands and their options.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +18,22 @@ from openreg_tools.compare.lockstep import Lockstep
 from openreg_tools.compare.recording import mark, record
 from openreg_tools.compare.regions import Regions
 from openreg_tools.compare.result import Difference, Result, Row
-from openreg_tools.compare.testcase import assert_operator, written
+from openreg_tools.compare.testcase import assert_operator, load_operators, written
 from openreg_tools.compare.tolerance import Tolerance, Tolerances
 from openreg_tools.forms import Wrong
 
-__all__ = ["Comparing", "Difference", "Result", "Row", "Tolerance", "assert_operator", "compare", "mark", "record"]
+__all__ = [
+    "Comparing",
+    "Difference",
+    "Result",
+    "Row",
+    "Tolerance",
+    "assert_operator",
+    "compare",
+    "load_operators",
+    "mark",
+    "record",
+]
 
 
 def compare(
@@ -73,6 +85,8 @@ class Comparing:
             dispatch.usable(each)
         if torch.device(target.device).type == torch.device(against).type:
             raise Wrong(f"compare: expected two devices, but both are {torch.device(against).type}")
+        if "meta" in (torch.device(target.device).type, torch.device(against).type):
+            raise Wrong("compare: tensors on meta have no values to compare; name another device")
         self.result = Result(torch.device(target.device).type, against, name)
         self.result.writer = written
         self.mode = Lockstep(target.device, against, tolerances, self.result, progress)
@@ -80,6 +94,7 @@ class Comparing:
 
     def __enter__(self) -> Result:
         self._started = time.perf_counter()
+        self.result.command = sys.argv[:]
         self.regions.__enter__()
         self.mode.__enter__()
         return self.result
@@ -90,5 +105,8 @@ class Comparing:
             region.failed(*region.where, error)
         self.regions.__exit__()
         self.result.seconds = time.perf_counter() - self._started
+        self.result.used(self.mode.tolerances)
+        if isinstance(error, Exception):
+            self.result.raised = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if error is not None and (first := self.result.first) is not None and hasattr(error, "add_note"):
             error.add_note(f"compare: the first difference is in {first.operator} at {first.place}")

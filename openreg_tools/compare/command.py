@@ -9,16 +9,17 @@ from pathlib import Path
 
 from openreg_tools import dispatch, forms
 from openreg_tools.compare import compare
+from openreg_tools.compare.parting import Parting
 from openreg_tools.forms import Wrong
-from openreg_tools.script import apart, run
+from openreg_tools.script import Rank, apart, of_rank, run
 
 __all__ = ["add_arguments", "main"]
 
 
 def _tolerance(text: str) -> tuple[str, float]:
-    pattern, equals, ulps = text.rpartition("=")
+    pattern, _, ulps = text.rpartition("=")
     try:
-        if not equals or not float(ulps) >= 0:
+        if not pattern or not float(ulps) >= 0:
             raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected OPERATOR=ULPS, such as 'aten::mm=32', but got {text!r}") from None
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factor", type=float, default=1.0, help="multiply every default tolerance (default 1)")
     parser.add_argument("--test", type=forms.file, metavar="FILE",
                         help="write a pytest test of the first operator that differs, with shrunk inputs")  # fmt: skip
-    parser.add_argument("--top", type=int, default=15, metavar="N", help="lines of each table (default 15)")
+    parser.add_argument("--top", type=forms.count, default=15, metavar="N", help="lines of each table (default 15)")
     forms.add_arguments(parser)
     parser.add_argument("what", nargs="+", metavar="SCRIPT.py | A.trace B.trace",
                         help="the program, whose own arguments follow --, or two traces of `record`")  # fmt: skip
@@ -49,25 +50,37 @@ def _traces(a: str, b: str) -> list[tuple[str, str]]:
     return pairs or [(a, b)]
 
 
+def _of_ranks(results: list[Parting]) -> list[str]:
+    """A line for each rank, where there are several."""
+    lines = ["", f"{len(results)} ranks:"]
+    for rank, each in enumerate(results):
+        if each.first is None:
+            found = "has no operator in common" if each.parted else "does not part"
+        else:
+            found = f"parts at operator {each.first.a.index}: {each.first.a.name}"
+        lines.append(f"  rank {rank} {found}")
+    return lines
+
+
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing differs; 1 if something does or the program raised, else its exit status; 2 for a wrong request."""
+    """0 if nothing differs; 1 if something does, the program raised, or two traces have no operator in common; else the
+    program's exit status."""
     tolerances, words = dict(arguments.tolerance), [*arguments.what, *getattr(arguments, "rest", [])]
     try:
         dispatch.load(arguments.modules)
-        if not arguments.factor > 0:
-            raise Wrong(f"expected --factor above 0, but got {arguments.factor}")
         if not words[0].endswith(".py"):
             if len(words) != 2:
                 raise Wrong(f"expected a script (.py) or two traces, but got {' '.join(words)}")
             results = [compare(*pair, tolerances=tolerances, factor=arguments.factor) for pair in _traces(*words)]
-            first = next((r for r in results if r.first is not None), results[0])
-            forms.write(first, arguments, top=arguments.top)
-            if len(results) > 1:
-                parted = [i for i, r in enumerate(results) if r.first is not None]
-                print(f"{len(results)} ranks; {'different results on: ' + str(parted) if parted else 'none differ'}")
             if arguments.test:
                 raise Wrong("--test needs a program: a trace keeps no inputs")
-            return int(first.first is not None)
+            parted = [r for r in results if r.parted]
+            # Ranks run the same program, and a wrong result reaches the others with the next collective.
+            first = min(parted, key=lambda r: r.first.a.index if r.first else -1, default=results[0])
+            forms.write(first, arguments, top=arguments.top)
+            if len(results) > 1 and arguments.json != "-":
+                print(*_of_ranks(results), sep="\n")
+            return int(bool(parted))
         if len(arguments.what) > 1:
             raise Wrong(f"the arguments of {words[0]} follow --: compare {words[0]} -- {' '.join(words[1:])}")
         if not os.path.isfile(words[0]):
@@ -76,17 +89,23 @@ def main(arguments: argparse.Namespace) -> int:
             device=arguments.device, against=arguments.against, tolerances=tolerances, factor=arguments.factor,
             name=os.path.basename(words[0]), progress=True,
         )  # fmt: skip
-        with apart(arguments.json):
+        with apart(arguments.json), Rank() as known:
             status = run(words, context)
-    except (Wrong, RuntimeError) as error:
-        print(f"compare: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    result = context.result
-    forms.write(result, arguments, top=arguments.top)
+    except RuntimeError as error:
+        raise Wrong(str(error).splitlines()[0]) from None
+    result, (rank, ranks) = context.result, known.last()
+    if ranks > 1:
+        result.name += f" (rank {rank} of {ranks})"
+    for name in ("json", "html", "test"):
+        setattr(arguments, name, of_rank(getattr(arguments, name), rank, ranks))
     if arguments.test:
         try:
             result.write_test(arguments.test)
-            print(f"compare: {arguments.test} has a test of {result.first.operator}", file=sys.stderr)
+            passes = ", which passes: the operator is correct when it runs again" if result.transient else ""
+            print(f"compare: {arguments.test} has a test of {result.first.operator}{passes}", file=sys.stderr)
         except ValueError as error:
             print(f"compare: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"compare: {arguments.test} cannot be written: {error.strerror}; name another file", file=sys.stderr)
+    forms.write(result, arguments, top=arguments.top)
     return status or int(result.first is not None)

@@ -33,11 +33,17 @@ __all__ = [
     "tied",
 ]
 
+_SMALL = 1 << 20  # bytes of a storage that is copied whole for a call that writes a part of it
 # Their results have no content yet, or they only manage memory.
 UNDEFINED = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_empty_affine_quantized",
     "resize_", "resize_as_", "set_", "_unsafe_view", "_reshape_alias", "record_stream", "is_pinned", "_pin_memory",
     "_resize_output_", "_efficientzerotensor",
+}  # fmt: skip
+# Results that only the operator's own backward reads, as bytes that are partly never written.
+SCRATCH = {
+    "mkldnn_rnn_layer": 3, "_cudnn_rnn": 3, "miopen_rnn": 3, "cudnn_batch_norm": 3, "_batch_norm_with_update": 3,
+    "_batch_norm_with_update_functional": 3,
 }  # fmt: skip
 # Effects on the host or the process that no tensor shows.
 ASIDE = {"profiler", "prim", "debug_mode_ops", "mempool", "streams", "prims_debug"}
@@ -56,6 +62,7 @@ class Facts:
     names: tuple[str, ...]
     aliased: tuple[bool, ...]  # by result: an argument that was written
     collective: bool
+    scratch: int  # the index of a result whose bytes have no meaning, or -1
 
     def writes(self, position: int | str) -> bool:
         if isinstance(position, str):
@@ -80,6 +87,7 @@ def facts(func: OpOverload) -> Facts:
         tuple(a.name for a in schema.arguments),
         tuple(write(r) for r in schema.returns),
         namespace == "c10d",  # its operators do not declare their writes
+        SCRATCH.get(plain, -1),
     )
 
 
@@ -123,6 +131,8 @@ class Arguments:
     # The same before the call, to rerun it; clone its tensors if they are written.
     before: Callable[[], tuple[list[Any], dict[str, Any]]]
     read: list[tuple[Tensor, Tensor]]  # the device's, the copy, of arguments that are read only
+    # Views that are written: the name, the view, the same as it was, and its whole storage on the reference.
+    parts: list[tuple[str, Tensor, Tensor, torch.UntypedStorage]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -155,8 +165,9 @@ class Copies:
                         groups.setdefault(tensor.untyped_storage()._cdata, []).append((tensor, writes))
         copies: dict[int, Tensor] = {}
         before: dict[int, Callable[[], Tensor]] = {}
+        wholes: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
         for cdata, group in groups.items():
-            self._group(cdata, group, copies, before)
+            self._group(cdata, group, copies, before, wholes)
         written: list[tuple[str, Tensor, Tensor]] = []
         read: list[tuple[Tensor, Tensor]] = []
         out: list[Any] = []
@@ -176,7 +187,8 @@ class Copies:
 
             return [*map(argument, out)], {name: argument(value) for name, value in named.items()}
 
-        return Arguments(out, named, written, earlier, read)
+        parts = [(name, tensor, *wholes[id(tensor)]) for name, tensor, _ in written if id(tensor) in wholes]
+        return Arguments(out, named, written, earlier, read, parts)
 
     def _argument(
         self, name: str, value: Any, writes: bool, copies: dict, before: dict, written: list, read: list
@@ -202,9 +214,9 @@ class Copies:
             return self.reference
         return value
 
-    def _group(self, cdata: int, group: list[tuple[Tensor, bool]], copies: dict, before: dict) -> None:
-        """Copy the arguments that share one storage: the full storage, cached, if they are only read, else what they
-        span."""
+    def _group(self, cdata: int, group: list[tuple[Tensor, bool]], copies: dict, before: dict, wholes: dict) -> None:
+        """Copy the arguments that share one storage: the full storage, cached, if they are only read; also if one is
+        written and the storage is small, to see writes outside it; else what they span."""
         here = group[0][0].device.type == self.type
         if not any(writes for _, writes in group):
             if not here and group[0][0].device == self.reference:
@@ -222,9 +234,13 @@ class Copies:
             before[id(copy)] = functools.partial(_view, kept.storage, tensor.detach(), 0)
             return
         low, high = _span([tensor for tensor, _ in group])
+        if whole := here and (size := group[0][0].untyped_storage().nbytes()) <= _SMALL:
+            low, high = 0, size
         own = _bytes(group[0][0], low, high).to(self.reference, copy=True).untyped_storage()
         earlier, start = (kept.storage, 0) if kept else (own.clone(), low)
-        for tensor, _ in group:
+        for tensor, writes in group:
+            if writes and whole and not _whole(tensor):
+                wholes[id(tensor)] = tensor.detach(), own
             copy = copies[id(tensor)] = _view(own, tensor, low)
             # The call may resize or transpose the tensor, but not its detached alias.
             before[id(copy)] = functools.partial(_view, earlier, tensor.detach(), start)
@@ -236,6 +252,22 @@ class Copies:
         return copy
 
     # ---- after it ----
+
+    def strayed(self, arguments: Arguments) -> list[str]:
+        """The views beside which a call changed the device's memory in a way that it did not change the reference's."""
+        names: list[str] = []
+        for name, tensor, earlier, expected in arguments.parts:
+            storage = tensor.untyped_storage()
+            if names or storage.nbytes() != expected.nbytes() or not _alike(tensor, earlier):  # resized
+                continue
+            now = _bytes(tensor, 0, storage.nbytes()).to(self.reference, copy=True).untyped_storage()
+            for _, _, each, own in arguments.parts:
+                if own._cdata == expected._cdata:  # the values themselves are compared within their tolerance
+                    _of_elements(now, each).copy_(_of_elements(expected, each))
+            both = [torch.empty(0, dtype=torch.uint8, device=self.reference).set_(each) for each in (now, expected)]
+            if not torch.equal(*both):
+                names.append(name)
+        return names
 
     def read(self, tensor: Tensor, by: int) -> tuple[Tensor, Callable[[], None]]:
         """A tensor's present content, and a function that caches it for later calls and drops the old cache entry."""
@@ -305,6 +337,15 @@ class Copies:
                 changed.append(kept.by if kept else -1)
                 copy.copy_(now)
         return changed
+
+
+def _of_elements(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """The bits of a tensor's elements in a copy of its storage, each element once."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    kind = kinds[like.element_size()]
+    sizes = [1 if step == 0 else size for size, step in zip(like.shape, like.stride(), strict=True)]
+    x = torch.empty(0, dtype=kind, device=storage.device)
+    return x.set_(storage, like.storage_offset(), sizes, like.stride())
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ The reference starts each operator from the device's own inputs, so each error b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 import threading
@@ -34,8 +35,9 @@ from openreg_tools.compare.copies import (
 )
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
-from openreg_tools.places import Place, Places, stack
+from openreg_tools.places import Place, Places, site, stack
 from openreg_tools.samples import shown
+from openreg_tools.threads import InThreads
 
 __all__ = ["Lockstep"]
 
@@ -57,6 +59,9 @@ class Lockstep(TorchDispatchMode):
         self.tolerances, self.result, self.progress = tolerances, result, progress
         self.copies = Copies(self.type, self.reference)
         self.places = Places()
+        self.active = False  # a thread that the program started may outlive the context
+        self._inside = self._begun = 0  # calls that run now, and that have begun, in all threads
+        self._threads = InThreads(self)
         self.lock = threading.RLock()
         current = torch.accelerator.current_accelerator()
         of_torch = current is not None and current.type == self.type
@@ -74,7 +79,7 @@ class Lockstep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
+        if not self.active or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if subclasses(types):  # their component operators arrive here separately
             return func(*args, **kwargs) if tracing(types) else NotImplemented
@@ -84,19 +89,30 @@ class Lockstep(TorchDispatchMode):
         place = self.places.now()  # of a view too, for its backward
         if of.view:
             return func(*args, **kwargs)
+        if place.site is None:  # of a function with a backward in Python
+            place = dataclasses.replace(place, site=site())
         index = self.result.count()
         if self.progress:
             self._say()
         if of.skipped:
             return self._run(func, of, index, place, args, kwargs, None)
-        with self.quiet():
+        with self.lock, self.quiet():
             if not self.copies.keeping:
                 self._synchronize()  # an error in a compiled kernel does not belong to this operator
             arguments = self._take(of, index, place, args, kwargs)
             state = self._numbers(of, args, kwargs) if of.random else None
-        out = self._run(func, of, index, place, args, kwargs, arguments, state)
+            alone, begun = not self._inside, self._begun + 1
+            self._inside, self._begun = self._inside + 1, begun
+        try:
+            out = self._run(func, of, index, place, args, kwargs, arguments, state)
+        finally:
+            with self.lock:
+                self._inside -= 1
+                alone = alone and self._begun == begun
         if arguments is None:
             return out
+        if not alone:  # another thread may write beside the view
+            arguments.parts = []
         if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
             for each in tensors_of((out,)):
                 torch.ops._c10d_functional.wait_tensor(each)
@@ -252,10 +268,17 @@ class Lockstep(TorchDispatchMode):
                 self._statistics(func, of, index, place, args, kwargs, arguments, expected, out)
             else:
                 pairs = self._pairs(func, of, arguments, expected, out)
+                for what, count, wanted in self._counts(of, expected, out):
+                    found = f"has {count}, and {wanted} on {self.reference}"
+                    self._differs(func, of, index, place, args, kwargs, arguments, what, None, None, None, None, found)
                 for what, tensor, want in pairs:
                     commits.append(
                         self._one(func, of, index, place, args, kwargs, arguments, state, what, tensor, want)
                     )
+        if there:
+            for name in self.copies.strayed(arguments):
+                found = f"is a view, and memory beside it changed, which it did not on {self.reference}"
+                self._differs(func, of, index, place, args, kwargs, arguments, name, None, None, None, None, found)
         for _, tensor, _ in arguments.written:
             if not there or (of.random and state is None):
                 self.copies.forget(tensor.untyped_storage())
@@ -271,13 +294,27 @@ class Lockstep(TorchDispatchMode):
             return pairs
         several = isinstance(out, (tuple, list)) and len(func._schema.returns) != 1
         for i, (got, want) in enumerate(zip(out, expected, strict=False) if several else [(out, expected)]):
-            if i < len(of.aliased) and of.aliased[i]:
+            if i < len(of.aliased) and of.aliased[i] or i == of.scratch:
                 continue
             if isinstance(got, (list, tuple)):
                 pairs += [(f"result[{j}]", g, w) for j, (g, w) in enumerate(zip(got, want, strict=False))]
             elif got is not None:
                 pairs.append((f"result {i}" if several else "result", got, want))
         return pairs
+
+    def _counts(self, of: Facts, expected: Any, out: Any) -> list[tuple[str, str, str]]:
+        """Lists among the results that have another length than the reference's, and results that are missing."""
+        lists = [("result", out, expected)]
+        if isinstance(out, tuple) and isinstance(expected, tuple):
+            # The formula of attention has the first result only.
+            lists = [(f"result {i}", *both) for i, both in enumerate(zip(out, expected, strict=False))]
+        found = []
+        for what, got, want in lists:
+            if isinstance(got, (list, tuple)) and isinstance(want, (list, tuple)) and len(got) != len(want):
+                found.append((what, f"{len(got)} tensors", f"{len(want)}"))
+            elif got is None and isinstance(want, Tensor) and want.numel() and not of.collective:
+                found.append((what, "no tensor", shown(want)))
+        return found
 
     def _one(
         self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict, arguments: Arguments,
@@ -316,7 +353,8 @@ class Lockstep(TorchDispatchMode):
                 writer = max(changed)
                 self.result.note(
                     f"{of.name} at {place.line()}: the memory of an input had changed outside operators since call "
-                    f"{writer} wrote it: by host code, or a kernel that was launched directly"
+                    f"{writer} wrote it: by host code, by a kernel that was launched directly, or by an operator whose "
+                    "schema does not say that it writes there"
                 )
                 if not arguments.written:
                     expected, there = self._expected(func, of, arguments, state, index)
@@ -426,9 +464,9 @@ class Lockstep(TorchDispatchMode):
         )  # fmt: skip
         self.result.row(of.name).beyond += 1
         if self.result.first is None:
-            difference.stack = stack() if place.phase != "backward" else []
+            difference.stack = stack()
             if arguments is not None:
-                difference.call = (func, [cloned(v) for v in before], {k: cloned(v) for k, v in words.items()})
+                difference.call = (func, [cloned(v) for v in given], {k: cloned(v) for k, v in named.items()})
         self.result.add(difference)
 
     def _failed(
@@ -455,11 +493,15 @@ class Lockstep(TorchDispatchMode):
     def __enter__(self) -> Lockstep:
         self._said = self._started = time.monotonic()
         self.places.__enter__()
+        self.active = True
         super().__enter__()
+        self._threads.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._threads.__exit__()
         super().__exit__(*exception)
+        self.active = False
         self.places.__exit__()
         self.copies.kept.clear()
 

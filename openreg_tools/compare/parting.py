@@ -58,7 +58,8 @@ class Trace:
     def __str__(self) -> str:
         h = self.header
         rank = f", rank {h['rank']} of {h['world']}" if h.get("world", 1) > 1 else ""
-        return f"{self.path}: {h.get('program') or 'a program'} on {h.get('device')}, torch {h.get('torch')}{rank}, {len(self.ops):,} operators"
+        on = f" on {h['device']}" if "device" in h else ""
+        return f"{self.path}: {h.get('program') or 'a program'}{on}, torch {h.get('torch')}{rank}, {len(self.ops):,} operators"
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
@@ -134,7 +135,7 @@ def of_debug_mode(mode: Any, path: str = "DebugMode") -> Trace:
                 prints,
             )
         )
-    return Trace(path, {"torch": torch.__version__, "device": "?", "program": path}, ops)
+    return Trace(path, {"torch": torch.__version__, "program": path}, ops)
 
 
 def _trace(given: Any) -> Trace:
@@ -225,7 +226,9 @@ class Parted:
         node = f", backward of {self.a.node}" if self.a.node else ""
         places = self.a.line if self.a.line == self.b.line else f"{self.a.line} and {self.b.line}"
         out += forms.wrapped([f"{self.what}; relative difference {self.relative:.3g}, allowed {self.allowed:.3g}"], 2)
-        return out + forms.wrapped([f"at {places}{', in ' + self.a.module if self.a.module else ''}{node}{label}"], 2)
+        where = f"at {places}" if places else ""
+        where = f"{where}{', in ' + self.a.module if self.a.module else ''}{node}{label}".removeprefix(", ")
+        return out + forms.wrapped([where] if where else [], 2)
 
     def dict(self) -> dict[str, Any]:
         return {
@@ -276,9 +279,14 @@ class Parting:
     def ranked(self) -> list[Parted]:
         return sorted(self._parted, key=lambda p: (-p.grown, -p.relative))
 
+    @property
+    def parted(self) -> bool:
+        """Whether the runs diverge, or have no operator in common."""
+        return self.first is not None or all(x is None or y is None for x, y in self.pairs)
+
     def assert_close(self) -> None:
-        """Raise AssertionError with the report if the runs diverge."""
-        if self.first is not None:
+        """Raise AssertionError with the report if the runs diverge, or have no operator in common."""
+        if self.parted:
             raise AssertionError(self.report())
 
     def write_test(self, path: Any) -> str:
@@ -323,8 +331,14 @@ class Parting:
                 names = ", ".join(dict.fromkeys(f"{op.name} ({op.line})" for op in ops[:5]))
                 lines += forms.wrapped([f"{len(ops):,} only in {trace.path}: {names}{', …' * (len(ops) > 5)}"], 0)
         lines.append("")
-        if self.first is None:
-            lines.append("The runs do not part." if not self._parted else "The runs do not part beyond the tolerance.")
+        if not both:
+            lines += forms.wrapped(["The runs have no operator in common, so nothing is compared."], 0)
+        elif self.first is None:
+            cut = [trace.path for trace in (self.a, self.b) if trace.truncated]
+            beyond = " beyond the tolerance" * bool(self._parted)
+            lines += forms.wrapped(
+                [f"The runs do not part{beyond}{', as far as ' + cut[0] + ' goes' if cut else ''}."], 0
+            )
         else:
             lines += ["The runs part at", *self.first.lines()]
         if self.first_bits is not None and self.first_bits is not self.first:
@@ -337,7 +351,7 @@ class Parting:
             "b": self.b.header | {"path": self.b.path, "operators": len(self.b.ops), "truncated": self.b.truncated},
             "first": self.first.dict() if self.first else None,
             "first_bits": self.first_bits.dict() if self.first_bits else None,
-            "beyond": self.beyond, "only_a": len(self.only_a), "only_b": len(self.only_b),
+            "parted": self.parted, "beyond": self.beyond, "only_a": len(self.only_a), "only_b": len(self.only_b),
             "ranked": [each.dict() for each in self.ranked[:1000]],
         }  # fmt: skip
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The program's exit status, 1 if it raised, 2 if the request is wrong."""
+    """The program's exit status, 1 if it raised."""
     words = [*arguments.what, *getattr(arguments, "rest", [])]
     try:
         dispatch.load(arguments.modules)
@@ -40,8 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
             progress=True,
         )
         status = run(words, context)
-    except Wrong as error:
-        print(f"record: {error}", file=sys.stderr)
-        return 2
+    except RuntimeError as error:
+        raise Wrong(str(error).splitlines()[0]) from None
     print(f"record: {context.operators:,} operators in {context.path}", file=sys.stderr)
     return status

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 import warnings
 import zlib
@@ -30,11 +31,13 @@ from openreg_tools.compare.lockstep import subclasses, tracing, wait
 from openreg_tools.forms import Wrong
 from openreg_tools.places import Places
 from openreg_tools.samples import dtype_name, shape_of
+from openreg_tools.threads import InThreads
 
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 
 KIND = "openreg_tools.compare"  # at the start of every trace
-VERSION = 3  # of the fingerprints
+VERSION = 4  # of the fingerprints
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
 _labels: dict[str, Any] = {}
 
@@ -98,6 +101,8 @@ class Recording(TorchDispatchMode):
         self.places = Places()
         self._file: Any = None
         self._names: dict[str, int] = {}
+        self._active = False  # a thread that the program started may outlive the context
+        self._threads, self._lock = InThreads(self), threading.Lock()
         self._unread: set[str] = set()  # operators whose results could not be read
 
     @classmethod
@@ -111,13 +116,18 @@ class Recording(TorchDispatchMode):
 
         self._said = self._started = time.monotonic()
         self.places.__enter__()
+        self._active = True
         super().__enter__()
+        self._threads.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._threads.__exit__()
         super().__exit__(*exception)
         self.places.__exit__()
-        self._open().close()
+        with self._lock:
+            self._active = False
+            self._open().close()
 
     def _open(self) -> Any:
         """The file, named when the first operator runs, because the program knows its rank by then."""
@@ -140,7 +150,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
+        if not self._active or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if subclasses(types):
             return func(*args, **kwargs) if tracing(types) else NotImplemented
@@ -148,22 +158,23 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         if of.view or of.skipped:
             return out
-        kinds = [(t, t.device.type) for t in tensors_of((out,))]
+        returned = out if of.scratch < 0 else [each for i, each in enumerate(out) if i != of.scratch]
+        kinds = [(t, t.device.type) for t in tensors_of((returned,))]
         results = [t for t, kind in kinds if kind == self.type or (kind != "meta" and _from(args, self.type))]
         written = [] if not any(of.written) and not of.collective else [
             t for i, v in [*enumerate(args), *kwargs.items()] if of.writes(i) for t in tensors_of((v,))
         ]  # fmt: skip
         unique = {id(t): t for t in (*written, *results)}
-        numbers = (
-            [] if unique or not _from(args, self.type) else [v for v in (out,) if isinstance(v, (bool, int, float))]
-        )
+        numbers = [] if unique or not _from(args, self.type) else [v for v in (out,) if type(v) in NUMBERS]
         if not any(t.device.type == self.type for t in (*unique.values(), *tensors_of(args))):
             return out
         if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
             return out  # wait_tensor has the result
         if of.collective:
             wait(out)
-        with Quiet(self.type):
+        with self._lock, Quiet(self.type):
+            if not self._active:
+                return out
             self._write(of.name, args, kwargs, list(unique.values()), numbers)
         return out
 
@@ -226,7 +237,9 @@ def _prints(results: list[Tensor], numbers: list[Any]) -> tuple[list[list[Any]],
         flat, copies = joined
         return [_of_list(flat, copies)], copies
     prints = [
-        [str(v), [], zlib.crc32(repr(v).encode()), float(v), abs(float(v)), abs(float(v)), 0, 0, []] for v in numbers
+        [dtype_name(x.dtype), [], zlib.crc32(repr(v).encode()), *fingerprint(x)[3:]]
+        for v in numbers
+        for x in (torch.tensor(v, dtype=NUMBERS[type(v)]),)
     ]
     copies = [_on_host(t) for t in results]
     prints += [fingerprint(t) for t in copies]

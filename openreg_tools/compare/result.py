@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from openreg_tools import forms, pages
-from openreg_tools.compare.tolerance import Error, Tolerance
+from openreg_tools.compare.tolerance import Error, Tolerance, Tolerances, matches
 from openreg_tools.places import Place
 
 __all__ = ["Difference", "Result", "Row"]
@@ -104,6 +104,9 @@ class Result:
         self.notes: dict[str, int] = {}
         self.skipped: dict[str, str] = {}  # operators that were not compared, and why
         self.seconds = 0.0
+        self.transient = False  # whether the first difference was gone when `write_test` ran the operator again
+        self.raised = ""  # what ended the program early
+        self.command: list[str] = []  # the program's sys.argv
         self._rows: dict[str, Row] = {}
         self._points: list[tuple[int, float, float, str]] = []
         self._counter = itertools.count()
@@ -137,6 +140,12 @@ class Result:
     def note(self, text: str) -> None:
         """Add a note to the report; equal notes are counted."""
         self.notes[text] = self.notes.get(text, 0) + 1
+
+    def used(self, tolerances: Tolerances) -> None:
+        """Add a note for each tolerance that no operator of the program had."""
+        for pattern in tolerances.given:
+            if not any(matches(name, pattern) for name in self._rows):
+                self.note(f"The program called no operator that the tolerance of {pattern} is for.")
 
     # ---- queries ----
 
@@ -177,7 +186,7 @@ class Result:
         """The report as text, with the `top` operators that add the most error."""
         lines = [*self._summary(), ""]
         if self.first is None:
-            lines.append("Nothing differs beyond its tolerance.")
+            lines += forms.wrapped([self._verdict()], 0)
         else:
             lines += ["The first difference:", *self.first.lines()]
             others: dict[str, int] = {}
@@ -201,6 +210,13 @@ class Result:
         for note, times in self.notes.items():
             lines += forms.wrapped([note + (f" ({times} times)" if times > 1 else "")], 0)
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if not self.operators:
+            text = f"No operator touched a tensor of {self.device}"
+        else:
+            text = "Nothing differs beyond its tolerance"
+        return f"{text} until the program raised {self.raised}" if self.raised else f"{text}."
 
     def _summary(self) -> list[str]:
         compared = sum(row.compared for row in self._rows.values())
@@ -236,7 +252,7 @@ class Result:
             "first": self.first.dict() if self.first else None,
             "differences": [each.dict() for each in self.differences],
             "ranked": [dataclasses.asdict(row) for row in self.ranked],
-            "skipped": self.skipped, "notes": self.notes,
+            "skipped": self.skipped, "notes": self.notes, "raised": self.raised,
         }  # fmt: skip
 
     def html(self) -> str:
@@ -254,7 +270,7 @@ class Result:
         }
         first = self.first
         found = (
-            pages.text("Nothing differs beyond its tolerance.")
+            pages.text(self._verdict())
             if first is None
             else f'<pre class="wrapped">{html.escape(chr(10).join(first.lines()))}</pre>'
         )

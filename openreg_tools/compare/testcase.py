@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import runpy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from openreg_tools import dispatch
 from openreg_tools.compare.copies import tensors_of
 from openreg_tools.compare.lockstep import Lockstep
 from openreg_tools.compare.result import Result
 from openreg_tools.compare.tolerance import Tolerances
 
-__all__ = ["assert_operator", "differs", "shrunk", "written"]
+__all__ = ["assert_operator", "differs", "load_operators", "shrunk", "written"]
 
+TAKEN = ("operator", "device", "against", "tolerances", "keywords")  # the names of assert_operator's own arguments
 INLINE = 64  # tensors up to this many elements are written into the test; larger ones go into a file beside it
 Call = tuple[OpOverload, list[Any], dict[str, Any]]
 
@@ -36,7 +43,7 @@ def differs(call: Call, device: str, against: str, tolerances: dict[str, float] 
 
 def assert_operator(
     operator: OpOverload | str, *args: Any, device: str, against: str = "cpu",
-    tolerances: dict[str, float] | None = None, **kwargs: Any,
+    tolerances: dict[str, float] | None = None, keywords: dict[str, Any] | None = None, **kwargs: Any,
 ) -> None:  # fmt: skip
     """Assert that an operator, such as torch.ops.aten.mm.default, gives the same on two devices for these arguments.
 
@@ -47,10 +54,11 @@ def assert_operator(
         args, kwargs: its arguments.
         device, against: the two devices.
         tolerances: ulps by pattern of operators, as for `compare`.
+        keywords: more of its arguments, such as one that is itself named `device`.
     Raises:
         AssertionError: a result, or what the operator wrote in place, is beyond its tolerance.
     """
-    found = differs((operator, list(args), kwargs), device, against, tolerances)
+    found = differs((operator, list(args), kwargs | (keywords or {})), device, against, tolerances)
     if found is not None:
         raise AssertionError("\n".join(found.lines()))
 
@@ -68,7 +76,7 @@ def _moved(value: Any, device: str, memo: dict[int, Tensor]) -> Any:
         return x.set_(moved.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     if isinstance(value, (list, tuple)):
         return [_moved(each, device, memo) for each in value]
-    return torch.device(device) if isinstance(value, torch.device) else value
+    return value
 
 
 # ---- shrinking ----
@@ -176,13 +184,18 @@ def written(result: Result, path: Path, shrink: bool) -> str:
         raise ValueError(f"write_test: {first.operator} is not an operator whose inputs are known: {first.sentence()}")
     call = first.call
     repeats = _fails(call, result.device, result.reference)
+    result.transient = not repeats
     if shrink and repeats:
         call = shrunk(call, result.device, result.reference)
     func, args, kwargs = call
     tensors: list[Tensor] = []
     saved: list[Tensor] = []
     source = lambda value: _source(value, tensors, saved)  # noqa: E731
-    words = [source(value) for value in args] + [f"{name}={source(value)}" for name, value in kwargs.items()]
+    taken = {name: value for name, value in kwargs.items() if name in TAKEN}
+    words = [source(value) for value in args]
+    words += [f"{name}={source(value)}" for name, value in kwargs.items() if name not in taken]
+    if taken:
+        words.append(f"keywords={{{', '.join(f'{name!r}: {source(value)}' for name, value in taken.items())}}}")
     name = re.sub(r"\W+", "_", f"{func._schema.name}_{func._overloadname}".replace("::", "_"))
     once = (
         ""
@@ -190,9 +203,11 @@ def written(result: Result, path: Path, shrink: bool) -> str:
         else "\n\nThe operator returned the correct result when it ran again: the difference was transient."
     )
     values = Path(f"{path}.inputs.pt")
+    registered = _registered(func, result)
     lines = [
         f'"""{first.operator} on {result.device} differs from {result.reference}: {_one_line(first.sentence())}.{once}"""',
-        "import torch", "from openreg_tools.compare import assert_operator", *_definition(func), "", "",
+        "import torch", f"from openreg_tools.compare import assert_operator{', load_operators' * bool(registered)}",
+        *registered, "", "",
         f"def test_{name}():",
     ]  # fmt: skip
     if saved:
@@ -206,21 +221,53 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     return text
 
 
-def _definition(func: OpOverload) -> list[str]:
-    """Lines that define an operator of Python's, unless something else has: they import its module, or run its script."""
-    found = re.search(r"^debug: registered at (.*\.py):\d+$", torch._C._dispatch_dump(func.name()), re.M)
-    if not found:
-        return []
-    path = found[1]
-    modules = [name for name, each in list(sys.modules.items()) if getattr(each, "__file__", None) == path]
-    named = [name for name in modules if name != "__main__"]
-    how = (
-        f"import {named[0]}"
-        if named
-        else f'__import__("runpy").run_path({str(Path(path).resolve())!r}, run_name="operators")'
-    )
+def load_operators(path: str, arguments: Sequence[str] = (), module: str = "") -> None:
+    """Register what a Python file does, unless it has already: import it as `module`, or run the script without its
+    ``__main__``.
+
+    Args:
+        path: the file.
+        arguments: of the script, in sys.argv.
+        module: the full name of the module; its folder is added to sys.path.
+    """
+    if module:
+        root = str(Path(path).resolve().parents[module.count(".") + (Path(path).name == "__init__.py")])
+        if root not in sys.path:
+            sys.path.append(root)
+        importlib.import_module(module)
+        return
+    if path not in _ran:
+        _ran.add(path)
+        with mock.patch("sys.argv", [path, *arguments]):
+            runpy.run_path(path, run_name="operators")
+
+
+_ran: set[str] = set()
+
+
+def _registered(func: OpOverload, result: Result) -> list[str]:
+    """Lines that define the operator, unless something else has, and its kernels, where Python files did."""
+    keys = "|".join(re.escape(dispatch.target(each).key) for each in (result.device, result.reference))
+    known = rf"^(debug|{keys}|Composite\w+(?:\[alias\])?): registered at (.*\.py):\d+"
+    found = re.findall(known, torch._C._dispatch_dump(func.name()), re.MULTILINE)
+    defined = {path for key, path in found if key == "debug"}
+    lines = []
     namespace, _, name = func._schema.name.partition("::")
-    return [f'if not hasattr(torch.ops.{namespace}, "{name}"):', f"    {how}"]
+    for path in dict.fromkeys(
+        path for _, path in found if not path.startswith(os.path.dirname(torch.__file__) + os.sep)
+    ):
+        line = _loading(path, result.command)
+        lines += [f'if not hasattr(torch.ops.{namespace}, "{name}"):', f"    {line}"] if path in defined else [line]
+    return lines
+
+
+def _loading(path: str, command: list[str]) -> str:
+    full = str(Path(path).resolve())
+    modules = [(name, each) for name, each in list(sys.modules.items()) if getattr(each, "__file__", None) == path]
+    named = [name for name, each in modules if name not in ("__main__", "__mp_main__") and each.__spec__ is not None]
+    if named:
+        return f"load_operators({full!r}, module={named[0]!r})"
+    return f"load_operators({full!r}, arguments={command[1:]!r})" if command[1:] else f"load_operators({full!r})"
 
 
 def _one_line(text: str) -> str:

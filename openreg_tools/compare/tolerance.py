@@ -32,7 +32,7 @@ from torch._ops import OpOverload
 from openreg_tools.compare.copies import facts, tensors_of
 from openreg_tools.forms import Wrong
 
-__all__ = ["Error", "Tolerance", "Tolerances", "measure"]
+__all__ = ["Error", "Tolerance", "Tolerances", "matches", "measure"]
 
 EXACT = set(
     "copy _to_copy clone contiguous cat stack index index_select gather scatter masked_fill masked_select where fill zero "
@@ -90,7 +90,15 @@ class Tolerances:
     """By operator; `given` maps patterns such as "aten::mm*" to ulps, `factor` multiplies every default."""
 
     def __init__(self, given: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
+        if given is not None and not isinstance(given, Mapping):
+            raise Wrong(f"expected the tolerances as a mapping of operators to ulps, but got {given!r}")
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise Wrong(f"expected the factor of the tolerances as a number above 0, but got {factor!r}")
         for pattern, ulps in (given or {}).items():
+            if not isinstance(pattern, str) or not pattern:
+                raise Wrong(
+                    f"expected a tolerance for an operator or a pattern, such as 'aten::mm', but got {pattern!r}"
+                )
             if not isinstance(ulps, (int, float)) or not ulps >= 0:
                 raise Wrong(f"expected the tolerance of {pattern} as ulps, at least 0, but got {ulps!r}")
         self.given, self.factor = dict(given or {}), factor
@@ -102,7 +110,7 @@ class Tolerances:
         if not (result.is_floating_point() or result.is_complex()):
             kind = "exact"
         for pattern, ulps in self.given.items():
-            if fnmatch.fnmatchcase(of.name, pattern) or fnmatch.fnmatchcase(of.name.partition(".")[0], pattern):
+            if matches(of.name, pattern):
                 return Tolerance(kind, float(ulps), _terms(of.base, args, result) if kind in ("sum", "chain") else 1)
         if kind in ("sum", "chain"):
             terms = max(_terms(of.base, args, result), extra_terms)
@@ -116,7 +124,7 @@ class Tolerances:
         """Ulps for an operator in a trace, even if this torch does not have it."""
         plain = name.partition(".")[0]
         for pattern, ulps in self.given.items():
-            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(plain, pattern):
+            if matches(name, pattern):
                 return float(ulps)
         packet = getattr(getattr(torch.ops, name.partition("::")[0]), plain.partition("::")[2], None)
         func = getattr(packet, name.partition(".")[2] or "default", None)
@@ -126,6 +134,11 @@ class Tolerances:
 
     def kind(self, func: OpOverload) -> str:
         return _kind(func)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether an operator, with its overload or without, matches a pattern."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.partition(".")[0], pattern)
 
 
 @functools.cache
@@ -164,6 +177,7 @@ def measure(got: Tensor, expected: Tensor, kind: str, scale: Tensor | float | No
         return None
     if not (got.is_floating_point() or got.is_complex()):
         return _of_integers(got, expected)
+    values = got, expected
     if got.is_complex():
         got, expected = torch.view_as_real(got.resolve_conj()), torch.view_as_real(expected.resolve_conj())
         if isinstance(scale, Tensor):
@@ -182,13 +196,15 @@ def measure(got: Tensor, expected: Tensor, kind: str, scale: Tensor | float | No
         magnitude = magnitude.clamp(min=scale)
     errors = difference / _ulp(torch.where(finite, magnitude, 1.0), dtype)
     errors = torch.where(same | finite, errors, math.inf)
+    if values[0].is_complex():
+        errors = errors.amax(-1)
     worst = int(errors.argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
     norm = float(torch.where(finite, b, 0.0).norm())
     moved = float(torch.where(finite, difference, 0.0).norm())
     relative = math.inf if not bool((same | finite).all()) else moved / norm if norm else math.inf
     return Error(
-        float(errors.flatten()[worst]), at, got.flatten()[worst].item(), expected.flatten()[worst].item(), relative,
+        float(errors.flatten()[worst]), at, *(each.flatten()[worst].item() for each in values), relative,
         int((errors > ulps).sum()),
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ __all__ = [
     "lacks_tensor",
     "raises_when_plain",
     "refuses_gradient",
+    "refuses_state",
     "takes_negative_size",
     "writes_anywhere",
 ]
@@ -128,6 +129,14 @@ def refuses_gradient(name: str, call: Call, message: str) -> bool:
     with contextlib.suppress(RuntimeError, TypeError):  # no such output, or a size that overflows
         return torch.ops.aten.convolution(x, weight, None, *map(given.get, numbers)).shape != given["grad_output"].shape
     return True
+
+
+def refuses_state(name: str, call: Call, message: str) -> bool:
+    """Whether the device refused a state that is not a matrix, as PyTorch 2.15 does. Before, the CPU broadcasts it."""
+    if name not in ("aten::lstm_cell", "aten::gru_cell") or "of two dimensions, but got shape" not in message:
+        return False
+    states = next(value for argument, value in changes.given_to(name, call) if argument.name == "hx")
+    return any(isinstance(x, torch.Tensor) and x.dim() != 2 for x in tree_leaves(states))
 
 
 def takes_negative_size(name: str, call: Call, message: str) -> bool:

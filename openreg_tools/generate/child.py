@@ -238,6 +238,9 @@ def _compared(name: str, call: Call, device: str, at: Callable[[str], None]) -> 
                 return {"end": "allowed", "note": note, "reached": True}
     if failure.kind == "value" and aliasing.is_read_and_written(name, call):
         return {"end": "allowed", "note": aliasing.READ_AND_WRITTEN, "reached": True}
+    if failure.kind == "value" and aliasing.writes_an_input(name, call):
+        if contiguous.gives_separate(name, call, there, device):
+            return {"end": "allowed", "note": "the results are those of a call with memory apart", "reached": True}
     if failure.kind in ("value", "shape", "guard", "rng", "structure"):
         at("confirmation")
         if note := contiguous.doubtful(name, call, is_plain=plain is not None):
@@ -286,6 +289,8 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         note = "the CPU raises this only if the arguments are contiguous"
     elif not theirs and allowed.takes_negative_size(name, call, ours):
         note = "the CPU accepts a negative size"
+    elif not theirs and allowed.refuses_state(name, call, ours):
+        note = "before PyTorch 2.15, the CPU broadcasts a state that is not a matrix"
     elif isinstance(cpu.error, IndexError | RuntimeError | None) and allowed.refuses_gradient(name, call, ours):
         note = "a gradient of another shape, which the CPU accepts or refuses elsewhere"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):

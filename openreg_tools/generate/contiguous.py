@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from openreg_tools.conformance import generated, opinfo, schemas, survey
 from openreg_tools.conformance.calls import Call, Move, fenced, stays_within
@@ -22,6 +22,7 @@ __all__ = [
     "differences",
     "differs_when_plain",
     "doubtful",
+    "gives_separate",
     "in_plain_memory",
     "is_as_exact",
     "plain_error",
@@ -165,6 +166,20 @@ def differences(
     for failure in found:
         failure.message = f"as the CPU computes in contiguous memory, {failure.message}"
     return found, comparison.unequal
+
+
+def gives_separate(name: str, call: Call, there: opinfo.Outcome, device: str) -> bool:
+    """Whether the device's results are the CPU's for written arguments in contiguous memory apart from the inputs.
+
+    PyTorch does not say what a kernel gives that writes to its own input, and the CPU's results depend on the layout.
+    """
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    for each in changes.profile(name, call):
+        if each.get("written"):
+            leaves[each["at"]] = leaves[each["at"]].clone()
+    apart = Call(*tree_unflatten(leaves, spec))
+    plain = _run_plain(name, apart)
+    return plain.error is None and not differences(name, apart, plain, there, device)[0]
 
 
 def is_as_exact(name: str, call: Call, cpu: opinfo.Outcome, unequal: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:

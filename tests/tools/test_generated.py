@@ -341,6 +341,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::_weight_norm_interface_backward", [("shape", 0, "first of size 1"), ("layout", 1, "channels last")], 4, "allowed"),
         ("aten::grid_sampler_3d_backward.out", [("shape", 0, "first of size 1"), ("layout", 0, "reversed")], 0, GRID),
         ("aten::adaptive_avg_pool3d.out", [("layout", 0, "overlapping"), ("alias", 4, 0, "transposed")], 1, "allowed"),
+        ("aten::avg_pool3d.out", [("layout", 0, "reversed"), ("bit", 0, "neg"), ("alias", 10, 0, "same")], 0, "allowed"),
         ("aten::convolution_backward_overrideable.out", [("shape", 0, "first of size 0")], 0, "refused alone"),
         ("aten::convolution_backward.out", [("shape", 0, "first of size 0")], 0, "both raised"),
     ],
@@ -747,6 +748,16 @@ def test_errors_that_depend_on_the_call_are_allowed_for_that_call_only():
         assert not allowed.refuses_gradient("aten::neg", call, refused)
     call.args[4], call.args[7] = [2**62, 1], True  # the output of this transposed convolution has a size that overflows
     assert allowed.refuses_gradient("aten::convolution_backward", call, refused)
+
+    refused, weights = (
+        "lstm_cell: expected hx of two dimensions, but got shape [1, 5, 1]",
+        [torch.rand(20, 3), torch.rand(20, 5)],
+    )
+    for shape, differs in (((1, 5), False), ((1, 5, 1), True)):
+        call = Call([torch.rand(1, 3), [torch.rand(1, 5), torch.rand(shape)], *weights], {})
+        assert allowed.refuses_state("aten::lstm_cell", call, refused) is differs
+        assert not allowed.refuses_state("aten::lstm_cell", call, "another error")
+    assert not allowed.refuses_state("aten::neg", call, refused)
 
     call = Call([x, torch.rand(5)], {})
     message = opinfo.first_line(contiguous.plain_error("aten::add.Tensor", call))
