@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import traceback
@@ -149,7 +150,8 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
     """
 
     def __init__(self, memory: Memory, current: Access, previous: Access) -> None:
-        super().__init__(current.span.start, memory.trace, current, previous)
+        # As it is now: its memory may be freed before the report is read.
+        super().__init__(current.span.start, memory.trace, current, copy.copy(previous))
 
     def _remedy(self) -> str:
         now, then = _stream_name(self.current_access.stream), _stream_name(self.previous_access.stream)

@@ -121,6 +121,8 @@ def difference_of(values: dict[str, Any], expected: dict[str, Any], rtol: float,
 
 def _differs(a: Any, b: Any, rtol: float, atol: float) -> str | None:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        if isinstance(a, type) and isinstance(b, type):  # a class in the program's body is a new one each time
+            a, b = (f"{each.__module__}.{each.__qualname__}" for each in (a, b))
         same = type(a) is type(b) and (a == b or (a != a and b != b))
         return None if same else f" is {_said(a)}, but {_said(b)} in the program's order"
     if (a.shape, a.dtype) != (b.shape, b.dtype):

@@ -130,9 +130,16 @@ class _Lock:
         return True
 
     def release(self) -> None:
+        if self.hand_over() and _takes_part():
+            _C.try_point("release")  # the thread that waited may continue first
+
+    def hand_over(self) -> bool:
+        """Release the lock and continue; returns whether a thread waited."""
         self._lock.release()
-        if self._waiters:
-            self._waiters.pop(0).wake()
+        if not self._waiters:
+            return False
+        self._waiters.pop(0).wake()
+        return True
 
     def locked(self) -> bool:
         if self._lock.locked() and _takes_part():
@@ -216,13 +223,19 @@ def _start(thread: threading.Thread) -> None:
     place, run, ended = _C.add_thread(), thread.run, _Lock()
 
     def controlled_run() -> None:
+        number = 0
         try:
             _enter(place)
+            number = _C.order_thread()
+            _C.pass_point("begin")  # so that the order shows when, although the thread may queue no work
             run()
         except _Over:
             pass
+        except Exception as error:
+            _raised.setdefault(number, type(error).__qualname__)
+            raise
         finally:
-            ended.release()
+            ended.hand_over()
             _C.leave_thread()
 
     thread.run = controlled_run  # type: ignore[method-assign]
@@ -234,6 +247,7 @@ def _start(thread: threading.Thread) -> None:
         except RuntimeError:  # the operating system has no thread left
             _C.drop_thread(place)
             raise
+    _C.try_point("start")  # the new thread may run first
 
 
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -295,12 +309,17 @@ _native_init, _native_start, _native_join = threading.Thread.__init__, threading
 _native_is_alive, _native_is_set, _native_sleep = threading.Thread.is_alive, threading.Event.is_set, time.sleep
 
 
+_raised: dict[int, str] = {}  # by thread of the order, the exception that ended it
+
+
 @contextlib.contextmanager
-def controlled() -> Iterator[None]:
+def controlled() -> Iterator[dict[int, str]]:
     """In the body, the schedule controls how threads that the program starts start, end, lock and sleep.
 
-    This covers everything that Python's `threading`, `queue` and `concurrent.futures` build on locks.
+    This covers everything that Python's `threading`, `queue` and `concurrent.futures` build on locks. Yields the
+    exceptions that end a thread, by its number in the order.
     """
+    _raised.clear()
     threading.Thread.__hash__ = _hash  # type: ignore[method-assign]  # stays: a thread may still start when an order ends
     monotonic = _Clock(time.monotonic)
     replaced = [
@@ -324,7 +343,7 @@ def controlled() -> Iterator[None]:
     for owner, name, value in replaced:
         setattr(owner, name, value)
     try:
-        yield
+        yield _raised
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -129,7 +130,8 @@ class Schedules:
 
     def __str__(self) -> str:
         if (found := self.difference) is None:
-            return f"schedules: {self.orders} orders of {pieces(self.work)} give the same result"
+            orders = "1 order" if self.orders == 1 else f"{self.orders} orders"
+            return f"schedules: {orders} of {pieces(self.work)} give{'s' * (self.orders == 1)} the same result"
         return "\n".join(
             [
                 f"schedules: order {found.orders} of {len(self.seeds)}, seed {found.seed}, gives a different result",
@@ -157,8 +159,8 @@ def schedules(
     as possible, then with two.
 
     Every order must give the result of the program's own order, in which work runs as soon as it is launched. The result
-    is what the program raises, and the tensors, arrays, numbers and strings that it returns, in any nesting of
-    containers, dataclasses and objects of your own classes. It is read the way a caller would read it: on the current
+    is what the program raises, which exceptions end its threads, and the tensors, arrays, numbers and strings that it
+    returns, in any nesting of containers, dataclasses and objects of your own classes. It is read the way a caller would read it: on the current
     stream, and by the host immediately. A program that returns the output of a side stream must therefore wait for it. A
     program that asserts does not need to return anything. Before a difference is reported, the program's own order and
     the order that differs run again.
@@ -177,7 +179,8 @@ def schedules(
         The report, with `difference`, `passed` and `raise_if_failed()`.
     Raises:
         TypeError: `program` cannot be called.
-        ValueError: `seeds` names no order, the program queues no work, or it gives two results in one order.
+        ValueError: `seeds` names no order, `rtol` or `atol` is no finite number, the program queues no work, or it gives
+            two results in one order.
         RuntimeError: called inside another call's program, while another thread tries orders, or inside a capture.
 
     Exceptions that the program raises in its own order are passed on.
@@ -229,6 +232,9 @@ class Exploration:
             )
         if _C.is_current_stream_capturing():
             raise RuntimeError("schedules: the current stream is being captured; call it outside the capture")
+        for name, value in (("rtol", rtol), ("atol", atol)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"schedules: expected {name} to be a finite number, at least 0, but got {value!r}")
         self.patience = 30.0  # seconds that an order may wait for something that its own threads do not do
         self.program, self.args, self.seeds, self.rtol, self.atol = program, args, seeds, rtol, atol
 
@@ -247,8 +253,8 @@ class Exploration:
             report.work = sum(each.what == "launch" for log in self.logs for each in log)
             if not report.work:
                 raise ValueError(
-                    "schedules: the program queues no work on openreg, so it has only one order; create its tensors on "
-                    "the device, inside the program"
+                    "schedules: the program queues no work on openreg, so there is nothing to order; run operators on the "
+                    "device's tensors inside the program (what is drawn on the host is not queued)"
                 )
             for seed in self.seeds:
                 self.ranks.order = f"in the order of seed {seed}"
@@ -277,13 +283,16 @@ class Exploration:
         interrupts.wait()
         try:
             _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
-            with schedule_threads.controlled(), torch.autograd.set_multithreading_enabled(False):
+            with schedule_threads.controlled() as of_threads, torch.autograd.set_multithreading_enabled(False):
                 try:
                     try:
                         interrupts.handle()
                         result = self.program(*self.args)
                         _C.pass_point(RETURN)
                         values = values_of(result)
+                        values |= {
+                            f"the exception that ends thread {i}": kind for i, kind in sorted(of_threads.items())
+                        }
                     except Exception as raised:
                         error = raised
                     log = _C.end_order()

@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
-    parser.add_argument("--generate", type=int, default=0, metavar="N",
+    parser.add_argument("--generate", type=int, metavar="N",
                         help="also make N calls with hypothesis, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the generated calls: equal seeds give equal calls (default 0)"
+        "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
     forms.add_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="also show why checks were skipped, and what passed")
@@ -69,12 +69,16 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"\r{where:<60.60}" if live else where, end="" if live else "\n", file=sys.stderr, flush=True)
 
     try:
+        if arguments.seed is not None and arguments.generate is None:
+            raise Wrong("--seed is the seed of generated calls: add --generate N")
+        if "generated" in _names([*arguments.only, *arguments.skip]):
+            raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
         report = check(
             *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
             skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
             progress=progress,
         )  # fmt: skip
-        if arguments.generate:
+        if arguments.generate is not None:
             _generated(report, arguments)
     except (Wrong, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
@@ -100,7 +104,7 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
         text.partition(":")[0] for text in (arguments.op, arguments.samples or "") if ":" in text and "::" not in text
     ]
     asked = argparse.Namespace(
-        device=report.device, generate=arguments.generate, seed=arguments.seed, jobs=1, threads=1, timeout=60,
+        device=report.device, generate=arguments.generate, seed=arguments.seed or 0, jobs=1, threads=1, timeout=60,
         modules=[*arguments.modules, *named], given={"samples": arguments.samples, "inputs": arguments.input},
         quiet=arguments.quiet,
     )  # fmt: skip
@@ -108,7 +112,8 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
     report.about["generated"] = "generated calls give the same results as on the CPU"
     report.seconds += found.seconds
     for finding in found.findings:
-        again = f"To run it again: {finding.command(report.device, asked.modules)}"
+        given = {name: value for name, value in asked.given.items() if value}
+        again = f"To run it again: {finding.command(report.device, asked.modules, given)}"
         report.results.append(
             Result(
                 "generated", 0, "fail", f"{report.operator}: {finding.kind}: {finding.message} {finding.call}", again

@@ -185,7 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generate", type=int, metavar="N",
                         help="instead of the suites, make N calls with hypothesis, of every operator that the dispatcher lists")  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the generated calls: equal seeds give equal calls (default 0)"
+        "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
     parser.add_argument(
         "--case", metavar="JSON", help="run one generated call again, from the JSON that a finding prints"
@@ -210,6 +210,12 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.worker:
             work(arguments.device, arguments.suites, arguments.samples, tuple(arguments.checks), arguments.threads)
             return 0
+        if arguments.seed is not None and arguments.generate is None:
+            raise Wrong("--seed is the seed of generated calls: add --generate N")
+        if arguments.generate is not None:
+            options = {"--suites": SUITES, "--dtypes": opinfo.DTYPES, "--checks": CHECKS}
+            if given := [name for name, default in options.items() if getattr(arguments, name[2:]) is not default]:
+                raise Wrong(f"--generate makes calls instead of running the suites: leave out {' and '.join(given)}")
         return _generate(arguments) if arguments.generate is not None or arguments.case else _run(arguments)
     except Wrong as error:
         print(f"conformance: {error}", file=sys.stderr)
@@ -219,6 +225,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from openreg_tools.generate import child, search
 
+    arguments.seed = arguments.seed or 0
     if arguments.case:
         report = search.replay(arguments)
     else:

@@ -18,7 +18,7 @@ from openreg_tools.conformance import generated, layouts
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.conformance.generated import SIZES
 
-__all__ = ["Change", "changed", "given_to", "profile"]
+__all__ = ["KINDS", "Change", "changed", "given_to", "profile"]
 
 Change = list[Any]
 
@@ -257,6 +257,7 @@ _ONE: dict[str, Callable[..., torch.Tensor]] = {
     "bit": _bit,
     "out": _emptied,
 }
+KINDS = frozenset(_ONE) | {"garbage", "sizes", "dtypes", "number", "alias", "host"}
 
 
 # ---- aliases ----

@@ -42,10 +42,10 @@ class Finding:
     source: str  # a program that makes the call on both devices
     repeats: bool  # whether it failed again, in a separate child process or in the same one
 
-    def command(self, device: str, modules: list[str]) -> str:
-        """The command that reproduces the case."""
+    def command(self, device: str, modules: list[str], given: dict[str, Any] | None = None) -> str:
+        """The command that reproduces the case; `given` are the samples that it starts from, if not the schema's."""
         imports = "".join(f" --import {module}" for module in modules)
-        case = shlex.quote(json.dumps(self.case))
+        case = shlex.quote(json.dumps(self.case | ({"given": given} if given else {})))
         return f"python -m openreg_tools conformance --device {device}{imports} --case {case}"
 
 

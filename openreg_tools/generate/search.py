@@ -21,7 +21,7 @@ from openreg_tools import dispatch
 from openreg_tools.conformance import schemas
 from openreg_tools.conformance.worker import Progress, Worker, on_workers
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import child, tables
+from openreg_tools.generate import changes, child, tables
 from openreg_tools.generate.report import Finding, GeneratedReport, Operator
 
 __all__ = ["Child", "replay", "search"]
@@ -307,17 +307,26 @@ def replay(arguments: argparse.Namespace) -> GeneratedReport:
     Raises:
         Wrong: it is not a case, or its operator does not exist.
     """
+    wanted = f"--case takes the JSON that a finding prints, but got {arguments.case!r}: "
     try:
-        case = json.loads(arguments.case)
-        name = case["op"]
-        case = {"op": name, "base": int(case["base"]), "changes": [list(each) for each in case["changes"]]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Wrong(f"--case takes the JSON that a finding prints, but got {arguments.case!r}: {error}") from None
+        text = json.loads(arguments.case)
+        name = text["op"]
+        case = {"op": name, "base": int(text["base"]), "changes": [list(each) for each in text["changes"]]}
+        arguments.given = dict(text.get("given", {}))
+    except KeyError as error:
+        raise Wrong(f"{wanted}it has no {error.args[0]!r}") from None
+    except (ValueError, TypeError) as error:
+        raise Wrong(f"{wanted}{error}") from None
+    if wrong := [each for each in case["changes"] if not each or each[0] not in changes.KINDS]:
+        raise Wrong(f"{wanted}the changes are {', '.join(sorted(changes.KINDS))}, not {wrong[0]}")
     has = child.listed(arguments.device)
     if name not in has:
         raise Wrong(f"{arguments.device} lists no operator {name}")
     worker = Child(arguments)
     try:
+        count = len(worker.bases(name)[0])
+        if count and not 0 <= case["base"] < count:
+            raise Wrong(f"{wanted}{name} has {count} calls to start from, from 0 on")
         of = Operator(name, has[name], wanted=1)
         end = worker.case(case)
         of.count(end)

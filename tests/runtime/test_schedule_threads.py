@@ -426,3 +426,54 @@ def test_ctrl_c_while_an_order_ends():
         schedules(program, seeds=50)
     assert not _C.order_on() and _C.poison() == before
     assert schedules(lambda: torch.ones(1, device=DEVICE), seeds=1).passed
+
+
+def reads_after_start():
+    x, found = torch.ones(4, device=DEVICE), {}
+    threading.Thread(target=lambda: found.update(v=x.sum().item())).start()
+    return dict(found)
+
+
+def reads_after_submit():
+    x, found = torch.ones(4, device=DEVICE), {}
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(lambda: None).result()
+        executor.submit(lambda: found.update(v=x.sum().item()))
+        return dict(found)
+
+
+def writes_after_start():
+    x, state, found = torch.ones(4, device=DEVICE), {}, {}
+    thread = threading.Thread(target=lambda: found.update(v=state.get("v", 0)))
+    thread.start()
+    state["v"] = 1
+    thread.join()
+    return found, x + 1
+
+
+@pytest.mark.parametrize("program", [reads_after_start, reads_after_submit, writes_after_start])
+def test_a_thread_that_starts_may_run_first(program):
+    report = schedules(program, seeds=50)
+    assert not report.passed and "another thread" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_that_ends_a_thread_is_part_of_the_result(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+
+    def program(wait):
+        there = torch.zeros(4, pin_memory=True)
+
+        def work():
+            there.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
+            if wait:
+                current().synchronize()
+            assert there.sum() == 4
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    report = schedules(program, False, seeds=50)
+    assert "the exception that ends thread 1" in report.difference.what
+    assert schedules(program, True, seeds=50).passed

@@ -1,6 +1,7 @@
 """Orders of streams: programs with a missing wait are found, correct ones are not, and a seed gives one order."""
 
 import asyncio
+import collections
 import os
 import random
 import re
@@ -281,7 +282,13 @@ def test_what_is_no_program():
                          ("20", TypeError), (2.5, TypeError), (True, TypeError), ([0.5], ValueError)):  # fmt: skip
         with pytest.raises(error, match="schedules: expected seeds to be a number of orders above 0, or a list"):
             schedules(lambda: None, seeds=seeds)
-    with pytest.raises(ValueError, match="queues no work on openreg, so it has only one order"):
+    for options in ({"rtol": float("nan")}, {"atol": -1}, {"rtol": "a"}, {"atol": True}):
+        with pytest.raises(ValueError, match="schedules: expected [ra]tol to be a finite number, at least 0, but got"):
+            schedules(lambda: None, **options)
+    assert str(schedules(lambda: torch.ones(1, device=DEVICE), seeds=1)) == (
+        "schedules: 1 order of 1 piece of work gives the same result"
+    )
+    with pytest.raises(ValueError, match="queues no work on openreg, so there is nothing to order"):
         schedules(lambda: torch.ones(2) + 1)
 
 
@@ -291,6 +298,29 @@ def test_what_is_no_program():
 def test_seeds_of_every_type(seeds):
     report = schedules(lambda: torch.ones(1, device=DEVICE), seeds=seeds)
     assert report.orders == 2 and [type(each) for each in report.seeds] == [int, int]
+
+
+def test_classes_of_the_programs_body():
+    def program():
+        class Pair:
+            def __init__(self, x):
+                self.x = x
+
+        return Pair(torch.ones(2, device=DEVICE)), collections.namedtuple("Named", "a")(3)
+
+    assert schedules(program, seeds=3).passed
+
+
+def test_memory_that_is_freed_later_does_not_change_what_is_missing():
+    def program():
+        x, side = torch.zeros(32, device=DEVICE), torch.openreg.Stream()
+        side.wait_stream(torch.openreg.current_stream())
+        with side:
+            x.add_(5)
+        return (x * 1).cpu()
+
+    report = schedules(program, seeds=50)
+    assert "wait_stream()" in report.difference.missing and "record_stream" not in report.difference.missing
 
 
 def test_what_the_program_raises_in_its_own_order():

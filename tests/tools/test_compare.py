@@ -2,7 +2,9 @@
 
 import functools
 import json
+import threading
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from openreg_tools.forms import Wrong
 DEVICE = "openreg"
 SCHEMAS = (
     "scale(Tensor x, float by=2.0) -> Tensor", "scale_(Tensor(a!) x) -> Tensor(a!)", "rows(Tensor x, Tensor y) -> (Tensor, Tensor)",
-    "resized(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", "turned_(Tensor(a!) x) -> Tensor(a!)", "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor",
+    "list(Tensor x) -> Tensor[]", "none(Tensor x) -> (Tensor, Tensor)", "beside_(Tensor(a!) x) -> Tensor(a!)", "resized(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", "turned_(Tensor(a!) x) -> Tensor(a!)", "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor",
 )  # fmt: skip
 
 
@@ -28,6 +30,11 @@ def wrong_scale_(x):
 
 def resized(x, *, out, more=0.0):
     return out.resize_(x.shape).copy_(x * 2 + more)
+
+
+def beside_(x):
+    x.as_strided((1,), (1,), 0).fill_(99.0)
+    return x.add_(1)
 
 
 def raises(x):
@@ -46,6 +53,9 @@ def library():
         ("rows", lambda x, y: (x + y, x.sum(0)), lambda x, y: (x + y, x[1:].sum(0))),
         ("resized", resized, functools.partial(resized, more=1.0)),
         ("turned_", lambda x: x.transpose_(0, 1), lambda x: x.transpose_(0, 1).add_(1)),
+        ("list", lambda x: [x + 1, x + 2], lambda x: [x + 1]),
+        ("none", lambda x: (x + 1, x + 2), lambda x: (x + 1, None)),
+        ("beside_", lambda x: x.add_(1), beside_),
         ("shape", lambda x: x.clone(), lambda x: x[None].clone()),
         ("only_device_raises", lambda x: x.clone(), raises),
         ("nan", lambda x: x / x, lambda x: torch.ones_like(x)),
@@ -197,6 +207,131 @@ def test_an_argument_that_the_call_transposes(library):
 def test_the_second_result(library):
     first = first_of(library.rows, torch.ones(3, 2), torch.ones(3, 2))
     assert (first.what, first.error.got, first.error.expected) == ("result 1", 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("list", "result has 1 tensors, and 2 on cpu"), ("none", "result 1 has no tensor, and float32[3]")],
+)
+def test_results_that_are_missing(library, name, found):
+    first = first_of(getattr(library, name), torch.ones(3))
+    assert first.operator == f"test_compare::{name}" and first.sentence().startswith(found)
+
+
+def test_memory_beside_a_view(library):
+    def write(x):
+        library.beside_(x[1:, 1:])
+
+    first = first_of(write, torch.zeros(3, 3))
+    assert first.sentence() == "x is a view, and memory beside it changed, which it did not on cpu"
+
+    def right(x, y):
+        for view in (x[1:, 1:], x[:, :1].expand(3, 3)[0, :1], x.T[1], x[:, 1], x[2:2]):
+            view.add_(1)
+        torch.add(x, 1, out=y[:3])  # resized, within its storage
+        torch.sort(x[0], out=(y[:3].view(-1)[:3], torch.empty(0, dtype=torch.int64, device=DEVICE)))
+
+    assert first_of(right, torch.zeros(3, 3), torch.zeros(6, 3)) is None
+
+
+def test_threads_of_the_program(library):
+    x = torch.full((4,), 101.0, device=DEVICE)
+
+    class Mine(threading.Thread):
+        def run(self):
+            library.scale(x)
+
+    def pool():
+        with ThreadPoolExecutor(2) as executor:
+            [*executor.map(library.scale, [x, x])]
+
+    def thread():
+        started = Mine()
+        started.start()
+        started.join()
+
+    for start, calls in ((thread, 1), (pool, 2)):
+        with compare(device=DEVICE) as result:
+            start()
+        assert (
+            len(result.differences) == calls
+            and "test_threads_of_the_program" in result.first.stack[-1] + "test_compare.py"
+        )
+        assert result.first.place.line().startswith("tests/tools/test_compare.py") and "threading.py" not in str(result)
+    before = threading.Thread.start
+    with compare(device=DEVICE):
+        assert threading.Thread.start is not before
+    assert threading.Thread.start is before
+
+
+def test_threads_that_write_parts_of_one_tensor():
+    x = torch.zeros(8, 64, device=DEVICE)
+
+    def work(i):
+        for _ in range(20):
+            x[i].add_(1)
+
+    with compare(device=DEVICE) as result, ThreadPoolExecutor(8) as executor:
+        [*executor.map(work, range(8))]
+    result.assert_close()
+    assert result.operators >= 160 and x.cpu().eq(20).all()
+
+
+def test_a_thread_that_outlives_the_context_is_left_alone(library):
+    x, go = torch.full((4,), 101.0, device=DEVICE), threading.Event()
+    done = []
+
+    def work():
+        go.wait(30)
+        done.append(library.scale(x).tolist())
+
+    with compare(device=DEVICE) as result:
+        thread = threading.Thread(target=work)
+        thread.start()
+    go.set()
+    thread.join(30)
+    assert done == [[203.0] * 4] and result.operators == 0
+
+
+def test_scratch_memory_is_not_a_result():
+    lstm = nn.LSTM(4, 8, batch_first=True).to(DEVICE)
+    x = torch.randn(2, 5, 4, device=DEVICE)
+    with compare(device=DEVICE) as result:
+        lstm(x)[0].sum().backward()
+    result.assert_close()
+    assert any("rnn_layer" in row for row in result._rows)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_gradients_that_are_zero_but_for_rounding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(DEVICE)  # the bias does not matter to the result
+    x = torch.randn(6, 8, device=DEVICE)
+    with compare(device=DEVICE) as result:
+        torch.compile(model)(x).square().sum().backward()
+    result.assert_close()
+    assert "compiled graph" in " ".join(result._rows)
+
+
+def test_what_decides_the_tolerance_of_a_graph():
+    """The reference's own sensitivity, and not a constant: a wrong gradient of ordinary size is still found."""
+    from openreg_tools.compare.lockstep import Lockstep
+    from openreg_tools.compare.regions import Regions, _nearby, _Region
+    from openreg_tools.compare.result import Result
+
+    x = torch.tensor([3.0, -5.0, 0.0])
+    moved = (_nearby(x, 1.0) - x).abs()
+    assert moved[2] == 0 and all(0 < moved[:2]) and all(moved[:2] <= 4 * torch.finfo(torch.float32).eps * x[:2].abs())
+    assert torch.equal(_nearby(x, 0.0), x) and _nearby(3, 1.0) == 3
+
+    def moves(function, *inputs):
+        mode = Lockstep(DEVICE, "cpu", Tolerances(), Result(DEVICE, "cpu"), False)
+        region = _Region(Regions(mode), torch.fx.symbolic_trace(function), None)
+        return region._moves([*inputs], 0)
+
+    assert moves(lambda x: x * 2, x) <= 2
+    assert moves(lambda x: (x + 1e6) - 1e6 - x, torch.rand(64)) > 100
 
 
 def test_another_shape(library):
@@ -464,7 +599,84 @@ def test_assert_operator(library):
 # ---- bad requests, forms ----
 
 
+def test_complex_results_by_hand():
+    got, want = torch.tensor([1 + 1j, 2 + 2j]), torch.tensor([1 + 1j, 2 + 3j])
+    error = measure(got, want, "rounded", None, 2.0)
+    assert (error.at, error.got, error.expected, error.count) == ((1,), 2 + 2j, 2 + 3j, 1)
+
+
+def test_the_report_says_how_the_program_ended():
+    with pytest.raises(KeyError), compare(device=DEVICE, tolerances={"aten::nosuch*": 3}) as result:
+        torch.ones(2, device=DEVICE).add_(1)
+        raise KeyError("the program's")
+    assert "Nothing differs beyond its tolerance until the program raised KeyError" in str(result)
+    assert "no operator that the tolerance of aten::nosuch* is for" in " ".join(str(result).split())
+    with compare(device=DEVICE) as result:
+        pass
+    assert "No operator touched a tensor of openreg." in str(result)
+
+
+def test_the_backward_of_a_function_is_located(library):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, grad):
+            return library.scale(grad * 101)
+
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    with compare(device=DEVICE) as result:
+        torch.utils.checkpoint.checkpoint(Function.apply, x, use_reentrant=True).sum().backward()
+    assert result.first.operator == "test_compare::scale" and result.first.place.node == "FunctionBackward"
+    assert any("in backward: return library.scale" in frame for frame in result.first.stack)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "registers",
+    ["torch.library.Library('aten', 'IMPL')", "aten_of_it"],
+    ids=["the script", "a module"],
+)
+def test_the_written_test_registers_the_kernel(registers, tmp_path):
+    kernel = "import torch\nlibrary = torch.library.Library('aten', 'IMPL')\n"
+    kernel += "library.impl('tanh_backward', lambda g, y: g * (1 - y * y) + 1, 'PrivateUse1')\n"
+    if registers == "aten_of_it":
+        (tmp_path / "aten_of_it.py").write_text(kernel)
+        kernel = "import torch, aten_of_it\n"
+    program, path = tmp_path / "program.py", tmp_path / "test_first.py"
+    body = "import sys\nx = torch.ones(int(sys.argv[1]), device='openreg', requires_grad=True)\nx.tanh().sum().backward()\n"
+    program.write_text(kernel + body)
+    command = ["-P", "-m", "openreg_tools", "compare", program, "--device", DEVICE, "--test", path, "--", "3"]
+    done = python(*command, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and "has a test of aten::tanh_backward" in done.stderr, done.stderr
+    assert len(path.read_text().splitlines()) <= 10
+    failing = run_test(path, "")
+    assert failing.returncode == 1 and "aten::tanh_backward" in failing.stdout, failing.stdout
+
+
+def test_arguments_with_the_names_of_assert_operators(library, tmp_path):
+    operator = torch.ops.aten._to_copy.default
+    assert_operator(
+        operator, torch.ones(2), device=DEVICE, keywords={"dtype": torch.float64, "device": torch.device("cpu")}
+    )
+    with torch.openreg.faults.inject("copy", after=1), compare(device=DEVICE) as result:
+        torch.ones(3).to(DEVICE).cpu()
+    text = result.write_test(tmp_path / "test_it.py")
+    assert "keywords={'device': torch.device(" in text and result.transient
+    compile(text, "test_it.py", "exec")
+
+
 def test_bad_requests():
+    for options, message in (
+        ({"tolerances": 3}, "expected the tolerances as a mapping of operators to ulps, but got 3"),
+        ({"tolerances": {"": 3}}, "expected a tolerance for an operator or a pattern, such as 'aten::mm', but got ''"),
+        ({"factor": 0}, "expected the factor of the tolerances as a number above 0, but got 0"),
+        ({"against": "meta"}, "tensors on meta have no values to compare"),
+    ):
+        with pytest.raises(Wrong, match=message):
+            compare(device=DEVICE, **options)
     with pytest.raises(Wrong, match="both are cpu"):
         compare(device="cpu")
     with pytest.raises(Wrong, match="no device|there is no"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -276,6 +277,44 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         record(tmp_path / "no" / "a").__enter__()
 
 
+def test_numbers_are_compared_by_value(tmp_path):
+    def run(path, value):
+        with record(path) as recording:
+            torch.full((3,), value, device=DEVICE).sum().item()
+        return recording.path
+
+    a, b = run(tmp_path / "a", 1.0), run(tmp_path / "b", 2.0)
+    parting = compare(a, b)
+    assert not parting.only_a and not parting.only_b and parting.pairs[-1][0].name == "aten::_local_scalar_dense"
+    assert parting.pairs[-1][0].prints[0][:2] == ["float64", []] and parting.pairs[-1][0].prints[0][3] == 3.0
+    assert not compare(a, a).parted
+
+
+def test_runs_without_a_common_operator_part(tmp_path):
+    for name, function in (("a", torch.neg), ("b", torch.abs)):
+        x = torch.ones(3, device=DEVICE)
+        with record(tmp_path / name):
+            function(x)
+    parting = compare(tmp_path / "a", tmp_path / "b")
+    assert parting.parted and parting.first is None and "have no operator in common" in str(parting)
+    with pytest.raises(AssertionError, match="no operator in common"):
+        parting.assert_close()
+
+
+def test_threads_write_whole_lines(tmp_path):
+    x = torch.ones(64, device=DEVICE)
+
+    def work(_):
+        for _ in range(30):
+            x + 1
+
+    with record(tmp_path / "a") as recording, ThreadPoolExecutor(4) as executor:
+        [*executor.map(work, range(4))]
+    assert recording.operators == 120
+    trace = read(tmp_path / "a")
+    assert len(trace.ops) == 120 and not trace.truncated
+
+
 def test_marks():
     from openreg_tools.compare.recording import _labels
 
@@ -318,6 +357,7 @@ for i in [int(word) for word in sys.argv[1:]] or [0, 1]:
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "exit.py").write_text("raise SystemExit('bye')")
     return tmp_path
 
 
@@ -377,6 +417,12 @@ def test_the_commands_on_traces(folder):
         (("compare", "program.py", "--tolerance", "mm"), 2, "expected OPERATOR=ULPS, such as 'aten::mm=32', but got 'mm'"),
         (("compare", "program.py", "--", "raise"), 1, "KeyError: \"the program's own\""),
         (("record", "program.py", "--out", "t", "--", "raise"), 1, "KeyError"),
+        (("compare", "program.py", "--against", "meta", "--", "1"), 2, "compare: tensors on meta have no values to compare"),
+        (("compare", "program.py", "--html", "/proc/x", "--", "1", "2"), 2, "compare: /proc/x cannot be written"),
+        (("compare", "program.py", "--top", "0"), 2, "expected a number above 0, but got '0'"),
+        (("record", "program.py", "--out", "/proc/x", "--", "1", "2"), 2, "record: /proc/x cannot be written"),
+        (("trace", "--chrome", "/proc/x", "program.py", "1", "2"), 2, "trace: /proc/x cannot be written"),
+        (("compare", "exit.py"), 1, "bye"),
         (("record", "nothing.py", "--out", "t"), 2, "record: there is no file nothing.py"),
         (("record", "program.py", "--out", "no/t"), 2, "there is no folder no"),
     ],

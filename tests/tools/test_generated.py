@@ -264,7 +264,49 @@ def test_a_program_builds_the_arguments_again():
     assert "no short source" in snippet.source("aten::add.Tensor", Call([X.to_sparse(), X], {}), "openreg", [])
 
 
+def test_a_case_of_given_samples_is_run_again(faulty):
+    words = ("--import", "openreg_ops", "--import", "generated_faults", "--device", "openreg")
+    done = tool(
+        "check", "faulty::offset", *words, "--input", "f64[2,5]", "--generate", "40", "--only", "schema", "--quiet"
+    )
+    case = json.loads(" ".join(re.search(r"--case '(.*?)'", done.stdout, re.DOTALL)[1].split()))
+    assert case["given"] == {"inputs": ["f64[2,5]"]}
+    done = tool("conformance", *words, "--case", json.dumps(case))
+    assert done.returncode == 1 and "float64[2, 5]" in done.stdout, done.stdout
+
+
+def test_operators_without_samples_start_from_several_dtypes(faulty):
+    calls, valid = child.bases("faulty::right")
+    dtypes = [call.args[0].dtype for call in calls]
+    assert valid and dtypes[-2:] == [torch.int64, torch.bfloat16] and set(dtypes[:-2]) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("check", "aten::neg", "--generate", "0"), "--generate takes a number of calls above 0, but got 0"),
+        (("check", "aten::neg", "--seed", "1"), "--seed is the seed of generated calls: add --generate N"),
+        (("check", "aten::neg", "--only", "generated"), "generated calls are made with --generate N alone"),
+        (("conformance", "--seed", "1"), "--seed is the seed of generated calls: add --generate N"),
+        (("conformance", "--generate", "1", "--suites", "operators"), "leave out --suites"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together(words, message):
+    done = tool(*words, "--device", "openreg")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
 def test_a_wrong_case_is_refused():
+    for text, message in (
+        ("{}", "it has no 'op'"),
+        ('{"op": "aten::neg", "base": 0, "changes": [["foo", 1]]}', r"the changes are alias, .*, not \['foo', 1\]"),
+        ('{"op": "aten::neg", "base": 99, "changes": []}', r"aten::neg has \d+ calls to start from"),
+    ):
+        arguments = argparse.Namespace(
+            device="openreg", case=text, modules=["openreg_ops"], threads=1, timeout=60, quiet=True, given={}
+        )
+        with pytest.raises(Wrong, match=message):
+            search.replay(arguments)
     arguments = argparse.Namespace(device="openreg", case='{"op": "aten::neg"}', modules=[])
     with pytest.raises(Wrong, match="--case takes the JSON that a finding prints"):
         search.replay(arguments)
