@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from typing import Any
 
@@ -17,27 +19,41 @@ class InThreads:
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        self._mode = mode
+        self._mode, self._active = mode, False
+        self._local, self._numbers = threading.local(), itertools.count(1)
+
+    def number(self) -> int:
+        """The number of the calling thread, in the order in which threads started; 0 for any other."""
+        return getattr(self._local, "number", 0)
 
     def __enter__(self) -> InThreads:
-        self._start, mode = threading.Thread.start, self._mode
-        before = self._start
+        self._before, self._active = threading.Thread.start, True
+        before = self._before
 
         def start(thread: threading.Thread) -> None:
-            run = thread.run
-
-            def run_in_mode() -> None:
-                _push_mode(mode)  # not mode.__enter__(), which keeps what it restores on the mode
-                try:
-                    run()
-                finally:
-                    _pop_mode()
-
-            thread.run = run_in_mode
+            if self._active and thread.ident is None:
+                with contextlib.suppress(AttributeError):  # of a class that does not let itself be changed
+                    thread.run = self._in_mode(thread, thread.run)
             before(thread)
 
-        threading.Thread.start = start
+        self._start = threading.Thread.start = start
         return self
 
+    def _in_mode(self, thread: threading.Thread, run: Any) -> Any:
+        number = next(self._numbers)
+
+        def run_in_mode() -> None:
+            thread.__dict__.pop("run", None)
+            self._local.number = number
+            _push_mode(self._mode)  # not mode.__enter__(), which keeps what it restores on the mode
+            try:
+                run()
+            finally:
+                _pop_mode()
+
+        return run_in_mode
+
     def __exit__(self, *exception: Any) -> None:
-        threading.Thread.start = self._start
+        self._active = False
+        if threading.Thread.start is self._start:  # else another has replaced it since, and calls this one
+            threading.Thread.start = self._before

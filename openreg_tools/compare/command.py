@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from openreg_tools import dispatch, forms
-from openreg_tools.compare import compare
+from openreg_tools.compare import Result, compare
 from openreg_tools.compare.parting import Parting
 from openreg_tools.forms import Wrong
 from openreg_tools.script import Rank, apart, of_rank, run
@@ -62,6 +62,19 @@ def _of_ranks(results: list[Parting]) -> list[str]:
     return lines
 
 
+def _write_test(result: Result, path: Path, suffix: str) -> None:
+    path = path.with_name(f"{path.stem}{suffix}{path.suffix}")
+    try:
+        result.write_test(path)
+    except ValueError as error:
+        print(f"compare: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"compare: {path} cannot be written: {error.strerror}; name another file", file=sys.stderr)
+    else:
+        passes = ", which passes: the operator is correct when it runs again" if result.transient else ""
+        print(f"compare: {path} has a test of {result.first.operator}{passes}", file=sys.stderr)
+
+
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing differs; 1 if something does, the program raised, or two traces have no operator in common; else the
     program's exit status."""
@@ -96,16 +109,11 @@ def main(arguments: argparse.Namespace) -> int:
     result, (rank, ranks) = context.result, known.last()
     if ranks > 1:
         result.name += f" (rank {rank} of {ranks})"
-    for name in ("json", "html", "test"):
+    for name in ("json", "html"):
         setattr(arguments, name, of_rank(getattr(arguments, name), rank, ranks))
-    if arguments.test:
-        try:
-            result.write_test(arguments.test)
-            passes = ", which passes: the operator is correct when it runs again" if result.transient else ""
-            print(f"compare: {arguments.test} has a test of {result.first.operator}{passes}", file=sys.stderr)
-        except ValueError as error:
-            print(f"compare: {error}", file=sys.stderr)
-        except OSError as error:
-            print(f"compare: {arguments.test} cannot be written: {error.strerror}; name another file", file=sys.stderr)
-    forms.write(result, arguments, top=arguments.top)
+    try:
+        forms.write(result, arguments, top=arguments.top)
+    finally:  # also if a file of the report cannot be written
+        if arguments.test:
+            _write_test(result, Path(arguments.test), f"_rank{rank}" * (ranks > 1))
     return status or int(result.first is not None)

@@ -33,7 +33,7 @@ __all__ = [
     "tied",
 ]
 
-_SMALL = 1 << 20  # bytes of a storage that is copied whole for a call that writes a part of it
+_SMALL = 1 << 14  # bytes of a storage that is copied whole for a call that writes a part of it
 # Their results have no content yet, or they only manage memory.
 UNDEFINED = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_empty_affine_quantized",

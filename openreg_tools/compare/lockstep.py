@@ -60,7 +60,6 @@ class Lockstep(TorchDispatchMode):
         self.copies = Copies(self.type, self.reference)
         self.places = Places()
         self.active = False  # a thread that the program started may outlive the context
-        self._inside = self._begun = 0  # calls that run now, and that have begun, in all threads
         self._threads = InThreads(self)
         self.lock = threading.RLock()
         current = torch.accelerator.current_accelerator()
@@ -96,28 +95,25 @@ class Lockstep(TorchDispatchMode):
             self._say()
         if of.skipped:
             return self._run(func, of, index, place, args, kwargs, None)
-        with self.lock, self.quiet():
-            if not self.copies.keeping:
-                self._synchronize()  # an error in a compiled kernel does not belong to this operator
-            arguments = self._take(of, index, place, args, kwargs)
-            state = self._numbers(of, args, kwargs) if of.random else None
-            alone, begun = not self._inside, self._begun + 1
-            self._inside, self._begun = self._inside + 1, begun
-        try:
+        # Random numbers: no other thread draws between the state and the call.
+        with self.lock if of.random and self._draws else contextlib.nullcontext():
+            with self.lock, self.quiet():
+                if not self.copies.keeping:
+                    self._synchronize()  # an error in a compiled kernel does not belong to this operator
+                arguments = self._take(of, index, place, args, kwargs)
+                state = self._numbers(of, args, kwargs) if of.random else None
             out = self._run(func, of, index, place, args, kwargs, arguments, state)
-        finally:
-            with self.lock:
-                self._inside -= 1
-                alone = alone and self._begun == begun
         if arguments is None:
             return out
-        if not alone:  # another thread may write beside the view
+        if threading.active_count() > 1:  # another thread may write beside the view
             arguments.parts = []
         if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
             for each in tensors_of((out,)):
                 torch.ops._c10d_functional.wait_tensor(each)
+        with self.quiet():  # without the lock: the kernel may wait for another thread
+            expected, there = self._expected(func, of, arguments, state, index)
         with self.lock, self.quiet():
-            self._compare(func, of, index, place, args, kwargs, arguments, state, out)
+            self._compare(func, of, index, place, args, kwargs, arguments, state, out, expected, there)
         return out
 
     def _touches(self, args: tuple, kwargs: dict) -> bool:
@@ -156,8 +152,10 @@ class Lockstep(TorchDispatchMode):
             with self.own_work():
                 self._synchronize()
         except Exception as error:
+            with self.quiet():
+                both = getattr(error, "_compared", False) or self._raises_too(func, of, arguments, state, error)
             with self.lock, self.quiet():
-                if not getattr(error, "_compared", False) and not self._raises_too(func, of, arguments, state, error):
+                if not both:
                     error._compared = True
                     self._failed(func, of, index, place, args, kwargs, arguments, error)
             raise
@@ -194,7 +192,7 @@ class Lockstep(TorchDispatchMode):
                 generator.set_state(state)
                 where[key] = generator
                 return func(*args, **kwargs)
-        with self.drawing(state):
+        with self.lock, self.drawing(state):
             return func(*args, **kwargs)
 
     def state_of(self, device: torch.device) -> Tensor | None:
@@ -232,7 +230,13 @@ class Lockstep(TorchDispatchMode):
     ) -> tuple[Any, bool]:
         """The reference's result, and whether there is one."""
         try:
-            return self._on_reference(func, of, arguments, state), True
+            expected = self._on_reference(func, of, arguments, state)
+            if of.collective:
+                wait(expected)
+            elif of.name.startswith("_c10d_functional::") and "wait" not in of.name:
+                for each in tensors_of((expected,)):
+                    torch.ops._c10d_functional.wait_tensor(each)
+            return expected, True
         except Exception as error:
             plain = func._schema.name.partition("::")[2]
             if plain in ATTENTION:
@@ -256,11 +260,10 @@ class Lockstep(TorchDispatchMode):
 
     def _compare(
         self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict,
-        arguments: Arguments, state: Tensor | None, out: Any,
+        arguments: Arguments, state: Tensor | None, out: Any, expected: Any, there: bool,
     ) -> None:  # fmt: skip
         row = self.result.row(of.name)
         row.calls += 1
-        expected, there = self._expected(func, of, arguments, state, index)
         commits = []
         if there:
             row.compared += 1

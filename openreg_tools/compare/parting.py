@@ -36,6 +36,7 @@ class Op:
     phase: str
     inputs: list[Any]
     prints: list[list[Any]]
+    thread: str = ""  # its number, of a thread that the program started
 
     def key(self) -> tuple[Any, ...]:
         """The key by which operators correspond."""
@@ -102,6 +103,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
                     PHASES[words["p"]],
                     words["i"],
                     words["r"],
+                    word("t"),
                 )
             )
         except (ValueError, KeyError, IndexError, TypeError):
@@ -150,13 +152,15 @@ def _trace(given: Any) -> Trace:
 
 
 def align(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
-    """Pairs of corresponding operators, in order; None if one run has none. Labeled operators are matched by label."""
-    groups_a, groups_b = _groups(a), _groups(b)
+    """Pairs of corresponding operators, in order; None if one run has none. Operators are matched within their thread,
+    and labeled ones by label."""
     out: list[tuple[Op | None, Op | None]] = []
-    for key, ops in groups_a.items():
-        out += _in_order(ops, groups_b.pop(key, []))
-    for ops in groups_b.values():
-        out += [(None, op) for op in ops]
+    for thread in dict.fromkeys(op.thread for op in [*a, *b]):
+        groups_a, groups_b = (_groups([op for op in ops if op.thread == thread]) for ops in (a, b))
+        for key, ops in groups_a.items():
+            out += _in_order(ops, groups_b.pop(key, []))
+        for ops in groups_b.values():
+            out += [(None, op) for op in ops]
     return out
 
 

@@ -197,7 +197,8 @@ class Recording(TorchDispatchMode):
         shown = itertools.islice(tensors_of((*args, *kwargs.values())), 6)
         inputs = [f'["{dtype_name(t.dtype)}",{shape_of(t)}]' for t in shown]
         label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items())) if _labels else ""
-        words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label}
+        thread = str(self._threads.number() or "")
+        words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label, "t": thread}
         parts = [f'"{key}":{self._number(text)}' for key, text in words.items() if text]
         parts += [f'"p":"{place.phase[0]}"', '"r":[' + ",".join(map(_json, prints)) + "]"]
         head = "{" + ",".join(parts)

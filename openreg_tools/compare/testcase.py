@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import runpy
@@ -292,7 +293,9 @@ def _source(value: Any, tensors: list[Tensor], saved: list[Tensor]) -> str:
         return f"[{', '.join(_source(each, tensors, saved) for each in value)}]"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
-    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
+    if isinstance(value, (torch.ScriptObject, torch.Generator)):
+        raise ValueError(f"write_test: the call has a {type(value).__name__}, which a file cannot hold")
+    if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
 

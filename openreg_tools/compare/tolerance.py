@@ -32,7 +32,7 @@ from torch._ops import OpOverload
 from openreg_tools.compare.copies import facts, tensors_of
 from openreg_tools.forms import Wrong
 
-__all__ = ["Error", "Tolerance", "Tolerances", "matches", "measure"]
+__all__ = ["Error", "Tolerance", "Tolerances", "matches", "measure", "ulp"]
 
 EXACT = set(
     "copy _to_copy clone contiguous cat stack index index_select gather scatter masked_fill masked_select where fill zero "
@@ -194,7 +194,7 @@ def measure(got: Tensor, expected: Tensor, kind: str, scale: Tensor | float | No
         magnitude = torch.maximum(magnitude, scale.to(torch.float64).abs())
     elif scale is not None:
         magnitude = magnitude.clamp(min=scale)
-    errors = difference / _ulp(torch.where(finite, magnitude, 1.0), dtype)
+    errors = difference / ulp(torch.where(finite, magnitude, 1.0), dtype)
     errors = torch.where(same | finite, errors, math.inf)
     if values[0].is_complex():
         errors = errors.amax(-1)
@@ -209,7 +209,7 @@ def measure(got: Tensor, expected: Tensor, kind: str, scale: Tensor | float | No
     )  # fmt: skip
 
 
-def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance between neighboring numbers of a dtype at this magnitude."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(magnitude.clamp(min=info.tiny))

@@ -35,7 +35,6 @@ __all__ = ["Record", "bases", "listed", "run", "serve"]
 Record = dict[str, Any]
 BASES = 6  # calls that the CPU accepts, per operator: of up to four dimensions. OpInfo adds up to four
 REFUSED = 8  # calls that the CPU refuses, if it accepts none
-OTHERS = ("int64", "bfloat16")  # dtypes of more calls to start from, of operators that no database has samples of
 
 # ---- the operators and their base calls ----
 
@@ -82,11 +81,6 @@ def bases(name: str) -> tuple[list[Call], bool]:
         if name.startswith("aten::"):
             for source in _infos().get(base, ())[:2]:
                 found += [call for call in generated.recorded(name, source)[:2] if _returns(name, call)]
-        else:  # of other dtypes too, so that their extremes are one change away
-            others = [
-                changes.changed(name, call, [["dtypes", "float32", each]]) for call in found[:1] for each in OTHERS
-            ]
-            found += [call for call in others if _returns(name, call)]
     if not found:
         return [generated.call(name, k) for k in range(REFUSED)], False
     return [_with_whole_outs(name, call) for call in found], True

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -299,6 +300,27 @@ def test_runs_without_a_common_operator_part(tmp_path):
     assert parting.parted and parting.first is None and "have no operator in common" in str(parting)
     with pytest.raises(AssertionError, match="no operator in common"):
         parting.assert_close()
+
+
+def test_operators_correspond_within_their_thread(tmp_path):
+    weight = torch.ones(8, 8, device=DEVICE)
+
+    def work(i, gates, order):
+        gates[i].wait(30)
+        torch.full((8, 8), float(i + 1), device=DEVICE) @ weight
+        gates[order[order.index(i) + 1]].set() if i != order[-1] else None
+
+    def run(path, order):
+        gates = [threading.Event() for _ in order]
+        threads = [threading.Thread(target=work, args=(i, gates, order)) for i in range(3)]
+        with record(path):
+            [thread.start() for thread in threads]
+            gates[order[0]].set()
+            [thread.join() for thread in threads]
+        return path
+
+    parting = compare(run(tmp_path / "a", [0, 1, 2]), run(tmp_path / "b", [2, 0, 1]))
+    assert len(parting.pairs) == 6 and not parting.parted and not parting.first_bits and not parting.only_a
 
 
 def test_threads_write_whole_lines(tmp_path):

@@ -275,12 +275,6 @@ def test_a_case_of_given_samples_is_run_again(faulty):
     assert done.returncode == 1 and "float64[2, 5]" in done.stdout, done.stdout
 
 
-def test_operators_without_samples_start_from_several_dtypes(faulty):
-    calls, valid = child.bases("faulty::right")
-    dtypes = [call.args[0].dtype for call in calls]
-    assert valid and dtypes[-2:] == [torch.int64, torch.bfloat16] and set(dtypes[:-2]) == {torch.float32}
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
