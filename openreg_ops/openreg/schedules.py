@@ -160,10 +160,10 @@ def schedules(
 
     Every order must give the result of the program's own order, in which work runs as soon as it is launched. The result
     is what the program raises, which exceptions end its threads, and the tensors, arrays, numbers and strings that it
-    returns, in any nesting of containers, dataclasses and objects of your own classes. It is read the way a caller would read it: on the current
-    stream, and by the host immediately. A program that returns the output of a side stream must therefore wait for it. A
-    program that asserts does not need to return anything. Before a difference is reported, the program's own order and
-    the order that differs run again.
+    returns, in any nesting of containers, dataclasses and objects of your own classes. It is read the way a caller would
+    read it: on the current stream, and by the host immediately. A program that returns the output of a side stream must
+    therefore wait for it. A program that asserts does not need to return anything. Before a difference is reported, the
+    program's own order and the order that differs run again.
 
     The program is passed as a function, because it runs many times. Used as
     ``with torch.openreg.schedules(program, seeds=200) as found:``, it raises at the end of the body if an order made a

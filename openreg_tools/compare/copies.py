@@ -253,12 +253,11 @@ class Copies:
 
     # ---- after it ----
 
-    def strayed(self, arguments: Arguments) -> list[str]:
-        """The views beside which a call changed the device's memory in a way that it did not change the reference's."""
-        names: list[str] = []
+    def strayed(self, arguments: Arguments) -> str:
+        """The first view beside which a call changed the device's memory, and not the reference's; "" if there is none."""
         for name, tensor, earlier, expected in arguments.parts:
             storage = tensor.untyped_storage()
-            if names or storage.nbytes() != expected.nbytes() or not _alike(tensor, earlier):  # resized
+            if storage.nbytes() != expected.nbytes() or not _alike(tensor, earlier):  # resized
                 continue
             now = _bytes(tensor, 0, storage.nbytes()).to(self.reference, copy=True).untyped_storage()
             for _, _, each, own in arguments.parts:
@@ -266,8 +265,8 @@ class Copies:
                     _of_elements(now, each).copy_(_of_elements(expected, each))
             both = [torch.empty(0, dtype=torch.uint8, device=self.reference).set_(each) for each in (now, expected)]
             if not torch.equal(*both):
-                names.append(name)
-        return names
+                return name
+        return ""
 
     def read(self, tensor: Tensor, by: int) -> tuple[Tensor, Callable[[], None]]:
         """A tensor's present content, and a function that caches it for later calls and drops the old cache entry."""

@@ -107,9 +107,7 @@ class Lockstep(TorchDispatchMode):
             return out
         if threading.active_count() > 1:  # another thread may write beside the view
             arguments.parts = []
-        if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
-            for each in tensors_of((out,)):
-                torch.ops._c10d_functional.wait_tensor(each)
+        _wait_for_tensors(of, out)
         with self.quiet():  # without the lock: the kernel may wait for another thread
             expected, there = self._expected(func, of, arguments, state, index)
         with self.lock, self.quiet():
@@ -233,9 +231,7 @@ class Lockstep(TorchDispatchMode):
             expected = self._on_reference(func, of, arguments, state)
             if of.collective:
                 wait(expected)
-            elif of.name.startswith("_c10d_functional::") and "wait" not in of.name:
-                for each in tensors_of((expected,)):
-                    torch.ops._c10d_functional.wait_tensor(each)
+            _wait_for_tensors(of, expected)
             return expected, True
         except Exception as error:
             plain = func._schema.name.partition("::")[2]
@@ -278,8 +274,7 @@ class Lockstep(TorchDispatchMode):
                     commits.append(
                         self._one(func, of, index, place, args, kwargs, arguments, state, what, tensor, want)
                     )
-        if there:
-            for name in self.copies.strayed(arguments):
+            if name := self.copies.strayed(arguments):
                 found = f"is a view, and memory beside it changed, which it did not on {self.reference}"
                 self._differs(func, of, index, place, args, kwargs, arguments, name, None, None, None, None, found)
         for _, tensor, _ in arguments.written:
@@ -539,6 +534,13 @@ def wait(out: Any) -> None:
     for each in out if isinstance(out, (tuple, list)) else (out,):
         if isinstance(each, torch.ScriptObject) and hasattr(each, "wait"):
             each.wait()
+
+
+def _wait_for_tensors(of: Facts, out: Any) -> None:
+    """Wait for a functional collective, whose results are tensors."""
+    if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
+        for each in tensors_of((out,)):
+            torch.ops._c10d_functional.wait_tensor(each)
 
 
 def _generator(device: torch.device) -> torch.Generator:
