@@ -94,7 +94,7 @@ def compare(
         report.failures.append(opinfo.Failure(check, kind, index, f"{what}: {message}"))
 
     error = expected.outcome.error
-    theirs, ours = (each and opinfo.first_line(each) for each in (error, actual.outcome.error))
+    theirs, ours = (each and _said(each) for each in (error, actual.outcome.error))
     if actual.late is not None:
         if error is None or not (ASSERTS.search(str(error)) and str(error).splitlines()[0] in str(actual.late)):
             fail("late", f"the synchronization raised {opinfo.first_line(actual.late)}; inline: {theirs}")
@@ -134,6 +134,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         if a.element_size() > 1 and a.dtype != torch.complex32:
             return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error; of one that ran out of memory, without how much is in use at that moment."""
+    line = opinfo.first_line(error)
+    return line.partition(" Device ")[0] if isinstance(error, torch.OutOfMemoryError) else line
 
 
 def _short(x: Any) -> str:

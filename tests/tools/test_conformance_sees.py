@@ -323,6 +323,20 @@ def test_results_in_async_mode(kind):
     assert not report.failures and report.ran["async_errors"] >= 4
 
 
+@pytest.mark.parametrize("more", [0, 1 << 50])
+def test_out_of_memory_in_async_mode(more):
+    """What is in use at that moment may differ, the size that is asked for may not."""
+
+    def function(x):
+        size = (1 << 50) + (more if torch.openreg.get_launch_mode() == "async" else 0)
+        held.append(torch.empty(1 << 20, device=x.device))
+        return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+    held = []
+    report = sweep.check(operator(function), torch.float32, DEVICE, 1, ("async_errors",))
+    assert report.ran["async_errors"] and bool(report.failures) == bool(more)
+
+
 # ---- layouts ----
 
 
