@@ -15,7 +15,7 @@ except ImportError as error:
 
 from openreg_tools.generate.changes import ALIASES, DTYPES, LAYOUTS, SHAPES, VALUES
 
-__all__ = ["cases", "without_constants"]
+__all__ = ["cases", "first", "without_constants"]
 
 _COUNTS = (0, 1, 1, 1, 2, 2, 3, 4)  # how many changes a case has
 _NUMBERS: dict[str, tuple[Any, ...]] = {
@@ -63,6 +63,21 @@ def cases(name: str, bases: list[list[dict[str, Any]]], aliases: bool = True) ->
         return {"op": name, "base": base, "changes": sorted(drawn, key=lambda change: _ORDER.index(change[0]))}
 
     return case()
+
+
+def first(name: str, bases: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The cases that every search begins with: the widest base call with each tensor's strides reversed, out= first.
+
+    Kernels that step through a tensor as if it were contiguous fail with these, some of them only in four dimensions.
+    """
+
+    def width(leaf: dict[str, Any]) -> int:
+        return len([size for size in leaf["shape"] if size > 1]) if leaf["kind"] == "tensor" else 0
+
+    widths = [max(map(width, profile), default=0) for profile in bases]
+    base = widths.index(max(widths))
+    wide = sorted((leaf for leaf in bases[base] if width(leaf) > 1), key=lambda leaf: not leaf["out"])
+    return [{"op": name, "base": base, "changes": [["layout", leaf["at"], "reversed"]]} for leaf in wide]
 
 
 def _changes(profile: list[dict[str, Any]], aliases: bool) -> Any:

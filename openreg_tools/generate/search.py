@@ -206,6 +206,8 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
     number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])
     test = hypothesis.seed(number)(settings(hypothesis.given(draw.cases(name, profiles, aliases))(attempt)))
     try:
+        for case in draw.first(name, profiles)[: count // 4]:
+            attempt(case)
         test()
     except (Found, errors.Flaky, EnoughError):
         pass  # `best` has the failure, even if it does not repeat
