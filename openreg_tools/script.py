@@ -7,6 +7,7 @@ import functools
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,17 @@ def apart(json: str | None) -> Iterator[None]:
 
 def run(words: list[str], context: Any) -> int:
     """Run a script as a program inside a context; returns its exit status, 1 if it raised."""
-    before, status = (sys.argv, sys.path[:]), 0
+    before, status, started_before = (sys.argv, sys.path[:]), 0, set(threading.enumerate())
     sys.argv = words
     sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
     try:
         with context:
-            runpy.run_path(words[0], run_name="__main__")
+            try:
+                runpy.run_path(words[0], run_name="__main__")
+            except SystemExit:
+                _wait_for_threads(started_before)
+                raise
+            _wait_for_threads(started_before)
     except SystemExit as exit:
         status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         if status and not isinstance(exit.code, int):
@@ -58,6 +64,17 @@ def run(words: list[str], context: Any) -> int:
     finally:
         sys.argv, sys.path[:] = before
     return status
+
+
+def _wait_for_threads(others: set[threading.Thread]) -> None:
+    """Wait as Python does when a program ends: for threads that are not daemons, and for what executors still have."""
+    if "concurrent.futures.thread" in sys.modules:
+        futures = sys.modules["concurrent.futures.thread"]
+        futures._python_exit()
+        futures._shutdown = False  # the tool may need them
+    for thread in threading.enumerate():
+        if thread not in others and not thread.daemon and thread is not threading.current_thread():
+            thread.join()
 
 
 def rank() -> tuple[int, int]:

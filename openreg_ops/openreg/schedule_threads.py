@@ -222,17 +222,17 @@ def _start(thread: threading.Thread) -> None:
         return _native_start(thread)  # raises for a second start
     place, run, ended = _C.add_thread(), thread.run, _Lock()
 
+    does = getattr(getattr(thread, "_target", None), "__qualname__", type(thread).__qualname__)
+
     def controlled_run() -> None:
-        number = 0
         try:
             _enter(place)
-            number = _C.order_thread()
             _C.pass_point("begin")  # so that the order shows when, although the thread may queue no work
             run()
         except _Over:
             pass
         except Exception as error:
-            _raised.setdefault(number, type(error).__qualname__)
+            thread._openreg_raised = f"{does}: {type(error).__qualname__}"  # type: ignore[attr-defined]
             raise
         finally:
             ended.hand_over()
@@ -256,6 +256,8 @@ def _join(thread: threading.Thread, timeout: float | None = None) -> None:
         if not (ended.acquire() if timeout is None else ended.acquire(timeout=max(0, timeout))):
             return
         ended.release()
+        if timeout is None and (raised := thread.__dict__.pop("_openreg_raised", None)):
+            _raised.append(raised)
     with _natively():
         _native_join(thread, timeout)
 
@@ -309,15 +311,15 @@ _native_init, _native_start, _native_join = threading.Thread.__init__, threading
 _native_is_alive, _native_is_set, _native_sleep = threading.Thread.is_alive, threading.Event.is_set, time.sleep
 
 
-_raised: dict[int, str] = {}  # by thread of the order, the exception that ended it
+_raised: list[str] = []  # what each thread that was joined ran, and the exception that ended it
 
 
 @contextlib.contextmanager
-def controlled() -> Iterator[dict[int, str]]:
+def controlled() -> Iterator[list[str]]:
     """In the body, the schedule controls how threads that the program starts start, end, lock and sleep.
 
     This covers everything that Python's `threading`, `queue` and `concurrent.futures` build on locks. Yields the
-    exceptions that end a thread, by its number in the order.
+    exceptions that ended threads, of those that the program joined: whether others have ended depends on the order.
     """
     _raised.clear()
     threading.Thread.__hash__ = _hash  # type: ignore[method-assign]  # stays: a thread may still start when an order ends

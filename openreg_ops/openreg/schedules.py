@@ -290,9 +290,7 @@ class Exploration:
                         result = self.program(*self.args)
                         _C.pass_point(RETURN)
                         values = values_of(result)
-                        values |= {
-                            f"the exception that ends thread {i}": kind for i, kind in sorted(of_threads.items())
-                        }
+                        values["the exceptions that end joined threads"] = ", ".join(sorted(of_threads)) or "none"
                     except Exception as raised:
                         error = raised
                     log = _C.end_order()

@@ -71,6 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if arguments.seed is not None and arguments.generate is None:
             raise Wrong("--seed is the seed of generated calls: add --generate N")
+        if arguments.generate is not None and arguments.generate < 1:
+            raise Wrong(f"--generate takes a number of calls above 0, but got {arguments.generate}")
         if "generated" in _names([*arguments.only, *arguments.skip]):
             raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
         report = check(
@@ -94,12 +96,10 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
     """Add what generated calls find, in child processes that import the operator's module.
 
     Raises:
-        Wrong: N is not above 0, or hypothesis is not installed.
+        Wrong: hypothesis is not installed.
     """
     from openreg_tools.generate import search
 
-    if arguments.generate < 1:
-        raise Wrong(f"--generate takes a number of calls above 0, but got {arguments.generate}")
     named = [
         text.partition(":")[0] for text in (arguments.op, arguments.samples or "") if ":" in text and "::" not in text
     ]
@@ -113,7 +113,7 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
     report.seconds += found.seconds
     for finding in found.findings:
         given = {name: value for name, value in asked.given.items() if value}
-        again = f"To run it again: {finding.command(report.device, asked.modules, given)}"
+        again = f"To run it again:\n{finding.command(report.device, asked.modules, given)}"
         report.results.append(
             Result(
                 "generated", 0, "fail", f"{report.operator}: {finding.kind}: {finding.message} {finding.call}", again

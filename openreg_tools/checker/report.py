@@ -131,7 +131,9 @@ class Report:
             lines.append(f"{result.status.upper() if result.status == 'fail' else result.status} {result.check}{where}")
             lines += wrapped([result.sentence])
             if result.remedy:
-                lines += wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {result.remedy}"])
+                text, *commands = result.remedy.split("\n")  # commands can be copied as they are
+                lines += wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {text}"])
+                lines += [f"    {command}" for command in commands]
             if result.status in ("fail", "warn", "known"):
                 lines.append(f"    {result.docs}")
         lines += ["", self.summary()]

@@ -438,11 +438,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def cloned(value: Any) -> Any:
-    """A copy of an argument, with its strides."""
+def cloned(value: Any, beside: bool = False) -> Any:
+    """A copy of an argument, with its strides, and with the memory `beside` it."""
     if isinstance(value, Tensor):
-        return value.clone() if value.layout != torch.strided else _strided_clone(value)
-    return [cloned(each) for each in value] if isinstance(value, (list, tuple)) else value
+        if value.layout != torch.strided:
+            return value.clone()
+        return _view(value.untyped_storage().clone(), value, 0) if beside else _strided_clone(value)
+    return [cloned(each, beside) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _strided_clone(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
 from openreg_tools.places import Place, Places, site, stack
 from openreg_tools.samples import shown
-from openreg_tools.threads import InThreads
+from openreg_tools.threads import InThreads, Turn
 
 __all__ = ["Lockstep"]
 
@@ -62,6 +62,7 @@ class Lockstep(TorchDispatchMode):
         self.active = False  # a thread that the program started may outlive the context
         self._threads = InThreads(self)
         self.lock = threading.RLock()
+        self.turn = Turn()
         current = torch.accelerator.current_accelerator()
         of_torch = current is not None and current.type == self.type
         self._module = torch.accelerator if of_torch else getattr(torch, self.type, None)
@@ -93,6 +94,11 @@ class Lockstep(TorchDispatchMode):
         index = self.result.count()
         if self.progress:
             self._say()
+        with self.turn:
+            return self._both(func, of, index, place, args, kwargs)
+
+    def _both(self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict) -> Any:
+        """The call on the device, and then on the reference."""
         if of.skipped:
             return self._run(func, of, index, place, args, kwargs, None)
         # Random numbers: no other thread draws between the state and the call.
@@ -276,7 +282,9 @@ class Lockstep(TorchDispatchMode):
                     )
             if name := self.copies.strayed(arguments):
                 found = f"is a view, and memory beside it changed, which it did not on {self.reference}"
-                self._differs(func, of, index, place, args, kwargs, arguments, name, None, None, None, None, found)
+                self._differs(
+                    func, of, index, place, args, kwargs, arguments, name, None, None, None, None, found, beside=True
+                )
         for _, tensor, _ in arguments.written:
             if not there or (of.random and state is None):
                 self.copies.forget(tensor.untyped_storage())
@@ -336,7 +344,13 @@ class Lockstep(TorchDispatchMode):
             found = f"is {shown(tensor)}, and {shown(want)} on {self.reference}"
             self._differs(*call, what, None, None, None, None, found)
             return nothing
-        got, keep = self.copies.read(tensor, index)
+        try:
+            got, keep = self.copies.read(tensor, index)
+        except DEVICE_ERRORS:
+            raise
+        except (NotImplementedError, RuntimeError) as error:  # a subclass without memory of its own
+            self._skip(of, f"its results cannot be copied: {_line(error)}")
+            return nothing
         if tensor.layout != torch.strided or want.layout != torch.strided or tensor.is_quantized:
             got, want = dense(got), dense(want)
         if not got.numel() or equal(got, want) or tied(func, arguments, got, want):
@@ -450,7 +464,7 @@ class Lockstep(TorchDispatchMode):
     def _differs(
         self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict, arguments: Arguments | None,
         what: str, error: Error | None, tolerance: Tolerance | None, got: Tensor | None, want: Tensor | None,
-        found: str = "",
+        found: str = "", beside: bool = False,
     ) -> None:  # fmt: skip
         before, words = (args, kwargs) if arguments is None else arguments.before()  # the call may have resized `args`
         given = [v if isinstance(v, torch.device) else b for v, b in zip(args, before, strict=True)]
@@ -464,7 +478,8 @@ class Lockstep(TorchDispatchMode):
         if self.result.first is None:
             difference.stack = stack()
             if arguments is not None:
-                difference.call = (func, [cloned(v) for v in given], {k: cloned(v) for k, v in named.items()})
+                named = {name: cloned(value, beside) for name, value in named.items()}
+                difference.call = (func, [cloned(value, beside) for value in given], named)
         self.result.add(difference)
 
     def _failed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import json
 import math
 import os
@@ -164,6 +165,36 @@ def align(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
     return out
 
 
+def align_by_values(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None]]:
+    """Pairs of corresponding operators for programs whose threads take tasks as they come: those of one operator and
+    place are matched by what they returned, whichever thread they ran in."""
+
+    def numbers(op: Op) -> list[Any]:
+        return [[x if x == x else math.inf for x in (*p[3:6], *p[8])] for p in op.prints]
+
+    out: list[tuple[Op | None, Op | None]] = []
+    of_b: dict[Any, list[Op]] = {}
+    for op in b:
+        of_b.setdefault((op.label, op.key()), []).append(op)
+    of_a: dict[Any, list[Op]] = {}
+    for op in a:
+        of_a.setdefault((op.label, op.key()), []).append(op)
+    for key, ops in of_a.items():
+        equal: dict[str, list[Op]] = {}
+        for op in reversed(of_b.pop(key, [])):
+            equal.setdefault(str(op.prints), []).append(op)
+        rest = []
+        for op in ops:
+            if same := equal.get(str(op.prints)):
+                out.append((op, same.pop()))
+            else:
+                rest.append(op)
+        others = sorted((op for same in equal.values() for op in same), key=numbers)
+        out += itertools.zip_longest(sorted(rest, key=numbers), others)
+    out += [(None, op) for ops in of_b.values() for op in ops]
+    return sorted(out, key=lambda pair: (pair[0] or pair[1]).index)
+
+
 def _groups(ops: list[Op]) -> dict[tuple[str, int], list[Op]]:
     """Runs of one label, by the label and how often it came before."""
     groups: dict[tuple[str, int], list[Op]] = {}
@@ -247,7 +278,18 @@ class Parting:
 
     def __init__(self, a: Trace, b: Trace, tolerances: Tolerances) -> None:
         self.a, self.b = a, b
-        self.pairs = align(a.ops, b.ops)
+        self._judge(align(a.ops, b.ops), tolerances)
+        if any(op.thread for op in a.ops) and (strict := self._unlike()):
+            found = vars(self).copy()
+            self._judge(align_by_values(a.ops, b.ops), tolerances)
+            if self._unlike() >= strict:
+                vars(self).update(found)
+
+    def _unlike(self) -> int:
+        return self.beyond + len(self.only_a) + len(self.only_b)
+
+    def _judge(self, pairs: list[tuple[Op | None, Op | None]], tolerances: Tolerances) -> None:
+        self.pairs = pairs
         self.only_a = [x for x, y in self.pairs if y is None]
         self.only_b = [y for x, y in self.pairs if x is None]
         self.first: Parted | None = None

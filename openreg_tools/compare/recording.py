@@ -39,30 +39,40 @@ KIND = "openreg_tools.compare"  # at the start of every trace
 VERSION = 4  # of the fingerprints
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
-_labels: dict[str, Any] = {}
+_labels: dict[str, Any] = {}  # of the main thread, and of every thread for which no own label says otherwise
+_of_thread = threading.local()
+
+
+def _own_labels() -> dict[str, Any]:
+    """The labels that the calling thread sets."""
+    if threading.get_ident() == threading.main_thread().ident:
+        return _labels
+    return _of_thread.__dict__
 
 
 class mark:  # noqa: N801 -- used as a function
     """Label what the program works on: ``mark("batch", 17)``, until the next mark or for a ``with`` block.
 
-    These labels align two runs that visit batches in different orders.
+    These labels align two runs that visit batches in different orders. A thread's labels are its own; those of the
+    main thread count in every thread that does not set the same one.
 
     Args:
         name, value: the label, such as "batch" and 17.
     """
 
     def __init__(self, name: str, value: Any) -> None:
-        self._name, self._before = name, _labels.get(name, self)
-        _labels[name] = value
+        self._name, self._labels = name, _own_labels()
+        self._before = self._labels.get(name, self)
+        self._labels[name] = value
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exception: Any) -> None:
         if self._before is self:
-            _labels.pop(self._name, None)
+            self._labels.pop(self._name, None)
         else:
-            _labels[self._name] = self._before
+            self._labels[self._name] = self._before
 
 
 def record(
@@ -196,7 +206,8 @@ class Recording(TorchDispatchMode):
             return
         shown = itertools.islice(tensors_of((*args, *kwargs.values())), 6)
         inputs = [f'["{dtype_name(t.dtype)}",{shape_of(t)}]' for t in shown]
-        label = ",".join(f"{k}={v}" for k, v in sorted(_labels.items())) if _labels else ""
+        labels = _labels | _own_labels()
+        label = ",".join(f"{k}={v}" for k, v in sorted(labels.items())) if labels else ""
         thread = str(self._threads.number() or "")
         words = {"o": name, "m": place.module, "w": place.line(), "n": place.node, "l": label, "t": thread}
         parts = [f'"{key}":{self._number(text)}' for key, text in words.items() if text]

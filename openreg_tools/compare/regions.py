@@ -6,6 +6,7 @@ Dynamo's graph runs eagerly on the reference device, from copies of the compiled
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -118,9 +119,14 @@ class _Region:
     def __call__(self, *args: Any) -> Any:
         if not self.regions.active:
             return self.compiled(*args)
+        with self.mode.turn:
+            return self._both(args)
+
+    def _both(self, args: tuple[Any, ...]) -> Any:
         mode, result = self.mode, self.mode.result
         index, place = result.count(), Place(mode.places.module(), site(), "forward")
-        with mode.quiet():
+        given = Given([shown(value) for value in args], _terms(args), _autocast(mode.type))
+        with mode.quiet(), torch.inference_mode(False):  # inference tensors do not count what is written to them
             copies = self._copies(args)
             kept = [_kept(copy) for copy in copies]
             device = next((t.device for t in tensors_of(args) if t.device.type == mode.type), None)
@@ -133,17 +139,17 @@ class _Region:
             with mode.quiet():
                 mode._synchronize()
         except Exception as error:
-            self.failed(index, place, args, error)
+            self.failed(index, place, given, error)
             raise
         for tensor in tensors_of(args):
             mode.copies.forget(tensor.untyped_storage())
-        expected = self._run(copies, state)
+        expected = self._run(copies, state, given)
         if expected is None:
             return out
         kept = [copy if each is None and copy._version == 0 else each for copy, each in zip(copies, kept, strict=True)]
-        self._compare_all(index, place, args, copies, kept, out, expected)
+        self._compare_all(index, place, given, args, copies, kept, out, expected)
         if torch.is_grad_enabled():
-            self._follow(index, args, copies, kept, out, expected)
+            self._follow(index, given, args, copies, kept, out, expected)
         return out
 
     def _copies(self, args: Any) -> list[Any]:
@@ -165,19 +171,20 @@ class _Region:
                 copy.requires_grad_()
         return copies
 
-    def _run(self, copies: list[Any], state: Tensor | None) -> Any:
+    def _run(self, copies: list[Any], state: Tensor | None, given: Given) -> Any:
         """The results of the reference, or None."""
         mode = self.mode
         try:
-            with torch._C._DisableTorchDispatch(), mode.own_work(), mode.drawing(state):
+            with torch._C._DisableTorchDispatch(), mode.own_work(), mode.drawing(state), given.casts(mode.reference):
                 return _Reference(self.graph, mode.type, mode.reference).run(*copies)
         except Exception as error:
             mode.result.skipped.setdefault(self.name, f"{mode.reference} raised {type(error).__name__}: {error}")
             return None
 
     def _compare_all(
-        self, index: int, place: Place, args: Any, copies: list[Any], kept: list[Any], out: Any, expected: Any
-    ) -> None:
+        self, index: int, place: Place, given: Given, args: Any, copies: list[Any], kept: list[Any], out: Any,
+        expected: Any,
+    ) -> None:  # fmt: skip
         row = self.mode.result.row(self.name)
         row.calls += 1
         row.compared += 1
@@ -190,25 +197,40 @@ class _Region:
         ]
         for k, (what, got, want) in enumerate(pairs):
             result = k if k < len(outs) else None
-            self.judge(index, place, args, what, got, want, lambda result=result: self._moves(copies, kept, result))
+            moves = functools.partial(self._moves, given, copies, kept, result)
+            self.judge(index, place, given, what, got, want, moves)
 
     def judge(
-        self, index: int, place: Place, args: Any, what: str, tensor: Tensor, want: Tensor, moves: Callable[[], float]
+        self,
+        index: int,
+        place: Place,
+        given: Given,
+        what: str,
+        tensor: Tensor,
+        want: Tensor,
+        moves: Callable[[], float],
     ) -> None:
         mode = self.mode
         with mode.lock, mode.quiet():
             want = want.detach()
+            if given.cast and tensor.is_floating_point() and want.is_floating_point():
+                want = want.to(tensor.dtype)  # autocast has other lists of operators on each device
             if tensor.shape != want.shape or tensor.dtype != want.dtype:
                 self._add(
-                    index, place, args, what, None, None, f"is {shown(tensor)}, and {shown(want)} on {mode.reference}"
+                    index, place, given, what, None, None, f"is {shown(tensor)}, and {shown(want)} on {mode.reference}"
                 )
                 return
             got = tensor.detach().to(mode.reference, copy=True)
             if tensor.layout != torch.strided or torch.equal(got, want):
                 return
-            terms = max((t.numel() // max(1, min(t.shape, default=1)) for t in tensors_of(args)), default=1)
             exact = not (want.is_floating_point() or want.is_complex())
-            ulps = 0.0 if exact else (32 * math.sqrt(max(1, self.ops)) + math.sqrt(terms) / 2) * mode.tolerances.factor
+            ulps = (
+                0.0
+                if exact
+                else (32 * math.sqrt(max(1, self.ops)) + math.sqrt(given.terms) / 2) * mode.tolerances.factor
+            )
+            if given.cast and not exact:
+                ulps *= max(1.0, torch.finfo(given.cast).eps / torch.finfo(want.dtype).eps)
             error = measure(got, want, "exact" if exact else "chain", largest([want]), ulps)
             if error is None:
                 return
@@ -225,10 +247,10 @@ class _Region:
                         f"{self.name} draws random numbers and its results differ, which does not count as a difference"
                     )
                 else:
-                    self._add(index, place, args, what, error, tolerance, "", shown(got))
+                    self._add(index, place, given, what, error, tolerance, "", shown(got))
 
     def _moves(
-        self, copies: list[Any], kept: list[Any], result: int | None, of: Tensor | None = None,
+        self, given: Given, copies: list[Any], kept: list[Any], result: int | None, of: Tensor | None = None,
         seeds: dict[int, Tensor] | None = None,
     ) -> float:  # fmt: skip
         """By how many ulps a result of the reference, or with `seeds` the gradient of an input, moves if each input changes
@@ -240,15 +262,18 @@ class _Region:
         with contextlib.suppress(Exception):
             for last_bit in (0.0, 1.0):
                 inputs = [_nearby(value, last_bit) for value in kept]
-                with torch._C._DisableTorchDispatch(), self.mode.own_work(), torch.set_grad_enabled(seeds is not None):
+                with (
+                    torch._C._DisableTorchDispatch(), self.mode.own_work(), torch.set_grad_enabled(seeds is not None),
+                    given.casts(self.mode.reference),
+                ):  # fmt: skip
                     out = _Reference(self.graph, self.mode.type, self.mode.reference).run(*inputs)
                     out = [*tensors_of(_listed(out))]
                     if seeds is None:
                         found.append(out[result].detach())
                         continue
                     of_input = inputs[next(i for i, each in enumerate(copies) if each is of)]
-                    given = [_nearby(grad, last_bit) for grad in seeds.values()]
-                    found.append(torch.autograd.grad([out[k] for k in seeds], [of_input], given)[0])
+                    nearby = [_nearby(grad, last_bit) for grad in seeds.values()]
+                    found.append(torch.autograd.grad([out[k] for k in seeds], [of_input], nearby)[0])
             base = found[0].abs().max().to(torch.float64)
             moved = (found[1].to(torch.float64) - found[0].to(torch.float64)).abs()
             moved = moved[moved > 0].sort().values
@@ -256,20 +281,27 @@ class _Region:
                 return float(moved[len(moved) // 4] / ulp(base, found[0].dtype))
         return 0.0
 
-    def failed(self, index: int, place: Place, args: Any, error: BaseException) -> None:
+    def failed(self, index: int, place: Place, given: Given, error: BaseException) -> None:
         if not getattr(error, "_compared", False):
             line = (str(error).splitlines() or [""])[0]
             self.mode.result.row(self.name).calls += 1
-            self._add(index, place, args, "the call", None, None, f"raised {type(error).__name__}: {line}")
+            self._add(index, place, given, "the call", None, None, f"raised {type(error).__name__}: {line}")
             error._compared = True
 
     def _add(
-        self, index: int, place: Place, args: Any, what: str, error: Any, tolerance: Any, found: str, result: str = ""
+        self,
+        index: int,
+        place: Place,
+        given: Given,
+        what: str,
+        error: Any,
+        tolerance: Any,
+        found: str,
+        result: str = "",
     ) -> None:
         mode = self.mode
-        inputs = [shown(value) for value in args]
         difference = Difference(
-            index, self.name, what, place, inputs, error, tolerance, found, mode.type, str(mode.reference), result,
+            index, self.name, what, place, given.inputs, error, tolerance, found, mode.type, str(mode.reference), result,
             stack() if place.phase == "forward" else [],
         )  # fmt: skip
         mode.result.row(self.name).beyond += 1
@@ -277,58 +309,86 @@ class _Region:
 
     # ---- backward ----
 
-    def _follow(self, index: int, args: Any, copies: list[Any], kept: list[Any], out: Any, expected: Any) -> None:
-        """Compare the gradients of the inputs when the graph's backward has run."""
+    def _follow(
+        self, index: int, given: Given, args: Any, copies: list[Any], kept: list[Any], out: Any, expected: Any
+    ) -> None:
+        """Compare the gradients of the inputs when the graph's backward has run. What the hooks hold must not lead to the
+        node: nobody could free that cycle."""
         both = enumerate(zip(tensors_of(_listed(out)), tensors_of(_listed(expected)), strict=False))
         outs = {k: (t, e) for k, (t, e) in both if t.requires_grad and e.requires_grad}
         node = next((n for t, _ in outs.values() if (n := _compiled_node(t.grad_fn)) is not None), None)
         if node is None:
             return
-        given: dict[int, Tensor] = {}
-        for i, (t, _) in outs.items():
-            t.register_hook(lambda grad, i=i: given.__setitem__(i, grad.detach()))
+        wanted_outs = {k: e for k, (_, e) in outs.items()}
+        grads: dict[int, Tensor] = {}
+
+        def keep(grad: Tensor | None, k: int) -> None:
+            if grad is not None:
+                grads[k] = grad.detach()
+
+        for k, (t, _) in outs.items():
+            t.register_hook(functools.partial(keep, k=k))
         edges = {}
         for value, copy in zip(args, copies, strict=True):
             if isinstance(value, Tensor) and value.requires_grad:
                 edge = torch.autograd.graph.get_gradient_edge(value)
                 edges[edge.node, edge.output_nr] = copy
+        inputs = [(i, edges[edge]) for i, edge in enumerate(node.next_functions) if edge in edges]
         place = Place(self.mode.places.module(), site(), "backward", "CompiledFunction")
 
-        def begin(grads: Any) -> None:
+        def begin(_: Any) -> None:
             self.regions.running = self
-            self.where = index, place, args
+            self.where = index, place, given
             self.mode.copies.keeping = False
 
-        def end(gradients: Any, grads: Any) -> None:
+        def end(gradients: Any, _: Any) -> None:
             self.regions.running = None
             self.mode.copies.keeping = True
             try:
                 with self.mode.quiet():
                     self.mode._synchronize()
             except Exception as error:
-                self.failed(index, place, args, error)
+                self.failed(index, place, given, error)
                 raise
-            wanted = [
-                (i, gradient, edges[edge])
-                for i, (gradient, edge) in enumerate(zip(gradients, node.next_functions, strict=False))
-                if isinstance(gradient, Tensor) and edge in edges
-            ]
+            wanted = [(i, gradients[i], copy) for i, copy in inputs if isinstance(gradients[i], Tensor)]
             with torch._C._DisableTorchDispatch(), self.mode.own_work(), torch.enable_grad():
-                seeds = {i: grad.to(self.mode.reference) for i, grad in given.items()}
+                seeds = {k: grad.to(self.mode.reference) for k, grad in grads.items()}
+                seeds = {k: grad.to(wanted_outs[k].dtype) for k, grad in seeds.items()}
                 expected = torch.autograd.grad(
-                    [outs[i][1] for i in seeds],
+                    [wanted_outs[k] for k in seeds],
                     [copy for _, _, copy in wanted],
                     list(seeds.values()),
                     allow_unused=True,
+                    retain_graph=True,  # the program may go backward again
                 )
-            given.clear()
+            grads.clear()
             for (i, gradient, copy), want in zip(wanted, expected, strict=True):
                 if want is not None:
-                    moves = functools.partial(self._moves, copies, kept, None, copy, seeds)
-                    self.judge(self.mode.result.count(), place, args, f"gradient {i}", gradient, want, moves)
+                    moves = functools.partial(self._moves, given, copies, kept, None, copy, seeds)
+                    self.judge(self.mode.result.count(), place, given, f"gradient {i}", gradient, want, moves)
 
         node.register_prehook(begin)
         node.register_hook(end)
+
+
+@dataclasses.dataclass
+class Given:
+    """What a report says of a graph's arguments, without holding them."""
+
+    inputs: list[str]
+    terms: int  # of the longest sum
+    cast: torch.dtype | None  # of autocast on the device, where the graph runs in it
+
+    def casts(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(device.type, self.cast) if self.cast else contextlib.nullcontext()
+
+
+def _terms(args: Any) -> int:
+    return max((t.numel() // max(1, min(t.shape, default=1)) for t in tensors_of(args)), default=1)
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _kept(copy: Any) -> Any:

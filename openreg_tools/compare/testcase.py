@@ -32,13 +32,18 @@ Call = tuple[OpOverload, list[Any], dict[str, Any]]
 
 
 def differs(call: Call, device: str, against: str, tolerances: dict[str, float] | None = None) -> Any:
-    """Run an operator on a device and against another, each with copies of the inputs; the first difference, or None."""
+    """Run an operator on a device and against another, each with copies of the inputs; the first difference, or None.
+    It is a difference, too, if the device alone raises."""
     func, args, kwargs = call
     memo: dict[int, Tensor] = {}
     here = [_moved(value, device, memo) for value in args], {k: _moved(v, device, memo) for k, v in kwargs.items()}
     result = Result(torch.device(device).type, against)
     with torch.no_grad(), Lockstep(device, against, Tolerances(tolerances), result, progress=False):
-        func(*here[0], **here[1])
+        try:
+            func(*here[0], **here[1])
+        except Exception:
+            if result.first is None:
+                raise
     return result.first
 
 
@@ -87,9 +92,10 @@ def shrunk(call: Call, device: str, against: str, seconds: float = 10.0) -> Call
     """The smallest call found that still differs: sizes that dimensions share are halved together, values
     simplified."""
     until = time.monotonic() + seconds
-    fails = lambda candidate: _fails(candidate, device, against)  # noqa: E731
-    if not fails(call):
+    how = _failure(call, device, against)
+    if how is None:
         return call
+    fails = lambda candidate: _failure(candidate, device, against) == how  # noqa: E731
     progress = True
     while progress and time.monotonic() < until:
         progress = False
@@ -107,11 +113,14 @@ def shrunk(call: Call, device: str, against: str, seconds: float = 10.0) -> Call
     return call
 
 
-def _fails(call: Call, device: str, against: str) -> bool:
+def _failure(call: Call, device: str, against: str) -> tuple[str, bool] | None:
+    """How the call differs: by values, or the first word of what is found, and whether beside a view; None if it does
+    not."""
     try:
-        return differs(call, device, against) is not None
+        first = differs(call, device, against)
     except Exception:
-        return False
+        return None
+    return first and (first.found.partition(" ")[0], "memory beside" in first.found)
 
 
 def _smaller(call: Call) -> Any:
@@ -184,7 +193,7 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     if first.call is None or not isinstance(first.call[0], OpOverload):
         raise ValueError(f"write_test: {first.operator} is not an operator whose inputs are known: {first.sentence()}")
     call = first.call
-    repeats = _fails(call, result.device, result.reference)
+    repeats = _failure(call, result.device, result.reference) is not None
     result.transient = not repeats
     if shrink and repeats:
         call = shrunk(call, result.device, result.reference)
@@ -285,7 +294,7 @@ def _source(value: Any, tensors: list[Tensor], saved: list[Tensor]) -> str:
         for i, each in enumerate(tensors):
             if each is value:
                 return f"x{i}"
-        if value.numel() > INLINE or value.layout != torch.strided or value.is_complex():
+        if value.numel() > INLINE or value.layout != torch.strided or value.is_complex() or not _is_all(value):
             saved.append(value)
         tensors.append(value)
         return f"x{len(tensors) - 1}"
@@ -300,10 +309,19 @@ def _source(value: Any, tensors: list[Tensor], saved: list[Tensor]) -> str:
     return repr(value)
 
 
+def _is_all(x: Tensor) -> bool:
+    """Whether a tensor is all that its storage holds, each element once unless a dimension repeats it."""
+    sizes = [1 if step == 0 else size for size, step in zip(x.shape, x.stride(), strict=True)]
+    reach = 1 + sum((size - 1) * step for size, step in zip(sizes, x.stride(), strict=True))
+    beside = x.untyped_storage().nbytes() > (x.storage_offset() + reach) * x.element_size()
+    return not x.numel() or not (x.storage_offset() or beside or math.prod(sizes) > reach)
+
+
 def _literal(x: Tensor, saved: list[Tensor]) -> str:
     for i, each in enumerate(saved):
         if each is x:
             return f"saved[{i}]"
+    shape = tuple(x.shape)
     dtype = "" if x.dtype in (torch.float32, torch.int64, torch.bool) and x.numel() else f", dtype={x.dtype}"
     if x.dtype in (torch.float16, torch.bfloat16):
         numbers = x.to(torch.float64).tolist()
@@ -311,6 +329,10 @@ def _literal(x: Tensor, saved: list[Tensor]) -> str:
         numbers = x.tolist() if x.dtype != torch.float32 else x.to(torch.float64).tolist()
     text = re.sub(r"\b(nan|inf)\b", r'float("\1")', f"{numbers}")
     plain = f"torch.tensor({text}{dtype})"
+    if repeated := [d for d, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True)) if size > 1 and not step]:
+        for d in repeated:
+            x = x.narrow(d, 0, 1)
+        return f"{_literal(x, saved)}.expand({shape})"
     if x.is_contiguous():
         return plain if x.numel() else f"torch.empty({tuple(x.shape)}, dtype={x.dtype})"
     return f"torch.empty_strided({tuple(x.shape)}, {x.stride()}, dtype={x.dtype}).copy_({plain})"

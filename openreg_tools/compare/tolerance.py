@@ -92,8 +92,8 @@ class Tolerances:
     def __init__(self, given: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
         if given is not None and not isinstance(given, Mapping):
             raise Wrong(f"expected the tolerances as a mapping of operators to ulps, but got {given!r}")
-        if not isinstance(factor, (int, float)) or not factor > 0:
-            raise Wrong(f"expected the factor of the tolerances as a number above 0, but got {factor!r}")
+        if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise Wrong(f"expected the factor of the tolerances as a finite number above 0, but got {factor!r}")
         for pattern, ulps in (given or {}).items():
             if not isinstance(pattern, str) or not pattern:
                 raise Wrong(

@@ -312,28 +312,39 @@ def replay(arguments: argparse.Namespace) -> GeneratedReport:
     wanted = f"--case takes the JSON that a finding prints, but got {arguments.case!r}: "
     try:
         text = json.loads(arguments.case)
-        name = text["op"]
-        case = {"op": name, "base": int(text["base"]), "changes": [list(each) for each in text["changes"]]}
-        arguments.given = dict(text.get("given", {}))
-    except KeyError as error:
-        raise Wrong(f"{wanted}it has no {error.args[0]!r}") from None
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise Wrong(f"{wanted}{error}") from None
-    if wrong := [each for each in case["changes"] if not each or each[0] not in changes.KINDS]:
-        raise Wrong(f"{wanted}the changes are {', '.join(sorted(changes.KINDS))}, not {wrong[0]}")
+    kinds = {"op": str, "base": int, "changes": list, "given": dict}
+    text = {"given": {}, **text} if isinstance(text, dict) else {}
+    for key, kind in kinds.items():
+        if key not in text:
+            raise Wrong(f"{wanted}it has no {key!r}")
+        if type(text[key]) is not kind:
+            raise Wrong(f"{wanted}{key!r} is {text[key]!r}, and not of type {kind.__name__}")
+    name, case = text["op"], {key: text[key] for key in ("op", "base", "changes")}
+    arguments.given = text["given"]
+    for each in case["changes"]:
+        if not isinstance(each, list) or not each or str(each[0]) not in changes.KINDS:
+            raise Wrong(f"{wanted}the changes are lists that begin with {', '.join(sorted(changes.KINDS))}, not {each}")
     has = child.listed(arguments.device)
     if name not in has:
         raise Wrong(f"{arguments.device} lists no operator {name}")
-    worker = Child(arguments)
+    worker = None
     try:
+        worker = Child(arguments)
         count = len(worker.bases(name)[0])
         if count and not 0 <= case["base"] < count:
             raise Wrong(f"{wanted}{name} has {count} calls to start from, from 0 on")
         of = Operator(name, has[name], wanted=1)
         end = worker.case(case)
+        if end["end"] == "unfit":
+            raise Wrong(f"{wanted}a change does not fit its argument: {end['note']}")
         of.count(end)
         if end["end"] == "failed":
             of.findings = [Finding(name, end["kind"], end["message"], end["call"], case, worker.source(case), True)]
+    except RuntimeError as error:  # the process ended while it made the samples that are given
+        raise Wrong(f"{wanted}{error}") from None
     finally:
-        worker.stop()
+        if worker is not None:
+            worker.stop()
     return GeneratedReport(arguments.device, 0, [of], list(arguments.modules), 0.0)

@@ -475,5 +475,43 @@ def test_an_exception_that_ends_a_thread_is_part_of_the_result(monkeypatch):
         thread.join()
 
     report = schedules(program, False, seeds=50)
-    assert "the exception that ends thread 1" in report.difference.what
+    assert "the exceptions that end joined threads" in report.difference.what
+    assert "work: AssertionError" in report.difference.what
     assert schedules(program, True, seeds=50).passed
+
+
+def two_that_start_one_each():
+    """One of the children always raises; which of them starts first depends on the order."""
+
+    def raises():
+        torch.ones(2, device=DEVICE).mul(2)
+        raise ValueError
+
+    def start(work):
+        child = threading.Thread(target=work)
+        child.start()
+        child.join()
+
+    parents = [
+        threading.Thread(target=start, args=(work,)) for work in (lambda: torch.ones(2, device=DEVICE) + 1, raises)
+    ]
+    [parent.start() for parent in parents]
+    [parent.join() for parent in parents]
+
+
+def one_that_is_not_joined():
+    """Whether it has raised when the program returns depends on the order."""
+
+    def raises():
+        torch.ones(2, device=DEVICE).mul(2)
+        raise ValueError
+
+    threading.Thread(target=raises, daemon=True).start()
+    return torch.ones(3, device=DEVICE).mul(2).sum()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("program", [two_that_start_one_each, one_that_is_not_joined])
+def test_threads_that_raise_in_every_order(program, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    assert schedules(program, seeds=50).passed

@@ -77,6 +77,11 @@ def _for_permuted_out(x, *, out):
     return out
 
 
+def _for_wide_out(x, *, out):
+    """Ignores the strides of an out= tensor of four dimensions."""
+    return _for_permuted_out(x, out=out) if x.dim() > 3 and min(x.shape) > 1 else _negated_out(x, out=out)
+
+
 def _aborting(x):
     if x.dtype == torch.float64:
         os.abort()
@@ -92,4 +97,5 @@ _define("host_scalar(Tensor x, Tensor y) -> Tensor", _times, _for_host_scalar)
 _define("alias_(Tensor(a!) x, Tensor y) -> Tensor(a!)", _assigned_, _for_alias_)
 _define("permuted_out.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _negated_out, _for_permuted_out)
 _define("shared_out.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _for_permuted_out, _for_permuted_out)
+_define("wide_out.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _negated_out, _for_wide_out)
 _define("crash(Tensor x) -> Tensor", _negated, _aborting)

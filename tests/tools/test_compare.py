@@ -316,7 +316,7 @@ def test_gradients_that_are_zero_but_for_rounding():
 def test_what_decides_the_tolerance_of_a_graph():
     """The reference's own sensitivity, and not a constant: a wrong gradient of ordinary size is still found."""
     from openreg_tools.compare.lockstep import Lockstep
-    from openreg_tools.compare.regions import Regions, _nearby, _Region
+    from openreg_tools.compare.regions import Given, Regions, _nearby, _Region
     from openreg_tools.compare.result import Result
 
     x = torch.tensor([3.0, -5.0, 0.0])
@@ -327,7 +327,7 @@ def test_what_decides_the_tolerance_of_a_graph():
     def moves(function, *inputs):
         mode = Lockstep(DEVICE, "cpu", Tolerances(), Result(DEVICE, "cpu"), False)
         region = _Region(Regions(mode), torch.fx.symbolic_trace(function), None)
-        return region._moves([*inputs], [*inputs], 0)
+        return region._moves(Given([], 1, None), [*inputs], [*inputs], 0)
 
     assert moves(lambda x: x * 2, x) <= 2
     assert moves(lambda x: (x * 1e6).sin(), torch.rand(64)) > 1e4
@@ -729,7 +729,7 @@ def test_bad_requests():
     for options, message in (
         ({"tolerances": 3}, "expected the tolerances as a mapping of operators to ulps, but got 3"),
         ({"tolerances": {"": 3}}, "expected a tolerance for an operator or a pattern, such as 'aten::mm', but got ''"),
-        ({"factor": 0}, "expected the factor of the tolerances as a number above 0, but got 0"),
+        ({"factor": 0}, "expected the factor of the tolerances as a finite number above 0, but got 0"),
         ({"against": "meta"}, "tensors on meta have no values to compare"),
     ):
         with pytest.raises(Wrong, match=message):

@@ -29,6 +29,7 @@ from openreg_tools.generate import (
     changes,
     child,
     contiguous,
+    draw,
     numerics,
     report,
     search,
@@ -58,7 +59,7 @@ def generate(pattern: str, count: int, path: Path, *words: str) -> tuple[dict, s
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
     """The report of every operator of generated_faults.py."""
-    found, done = generate("^faulty::", 10 * CASES, tmp_path_factory.mktemp("generated") / "faulty.json")
+    found, done = generate("^faulty::", 11 * CASES, tmp_path_factory.mktemp("generated") / "faulty.json")
     assert done.returncode == 1
     return found
 
@@ -73,6 +74,7 @@ FAULTS = {
     "alias_": ({"alias"}, "value"),
     "permuted_out.out": ({"layout"}, "value"),
     "shared_out.out": ({"layout"}, "value"),
+    "wide_out.out": ({"layout"}, "value"),
     "crash": ({"dtypes", "dtype"}, "crash"),
 }
 
@@ -84,6 +86,23 @@ def test_a_fault_is_found_and_shrunk(faulty, name):
     assert len(cases) == 1
     (change,) = cases[0]["changes"]
     assert change[0] in kinds
+
+
+def test_the_first_calls_are_the_widest_with_reversed_strides(faulty):
+    (found,) = [f for f in faulty["findings"] if f["operator"] == "faulty::wide_out.out"]
+    assert found["case"]["changes"][0][2] == "reversed"
+    profile = [
+        [{"kind": "tensor", "at": 0, "shape": [3], "out": False}, {"kind": "int", "at": 1}],
+        [
+            {"kind": "tensor", "at": 0, "shape": [2, 1, 3], "out": False},
+            {"kind": "tensor", "at": 1, "shape": [3], "out": False},
+            {"kind": "tensor", "at": 2, "shape": [2, 3, 4], "out": True},
+        ],
+    ]
+    assert draw.first("aten::x", profile) == [
+        {"op": "aten::x", "base": 1, "changes": [["layout", at, "reversed"]]} for at in (2, 0)
+    ]
+    assert not draw.first("aten::x", profile[:1])
 
 
 def test_a_right_operator_gives_no_report(faulty):
@@ -293,7 +312,19 @@ def test_options_that_do_not_go_together(words, message):
 def test_a_wrong_case_is_refused():
     for text, message in (
         ("{}", "it has no 'op'"),
-        ('{"op": "aten::neg", "base": 0, "changes": [["foo", 1]]}', r"the changes are alias, .*, not \['foo', 1\]"),
+        ('{"op": "aten::neg", "base": 0, "changes": [["foo", 1]]}', r"begin with alias, .*, not \['foo', 1\]"),
+        ('{"op": "aten::neg", "base": 0, "changes": [[["layout"]]]}', r"begin with alias, .*, not \[\['layout'\]\]"),
+        ('{"op": "aten::neg", "base": 0, "changes": ["layout"]}', "begin with alias, .*, not layout"),
+        (
+            '{"op": "aten::neg", "base": 0, "changes": [["layout", 99, "sliced"]]}',
+            "does not fit its argument: IndexError",
+        ),
+        ('{"op": ["x"], "base": 0, "changes": []}', r"'op' is \['x'\], and not of type str"),
+        ('{"op": "aten::neg", "base": 1e400, "changes": []}', "'base' is inf, and not of type int"),
+        (
+            '{"op": "aten::neg", "base": 0, "changes": [], "given": {"samples": "nothing:f"}}',
+            "No module named 'nothing'",
+        ),
         ('{"op": "aten::neg", "base": 99, "changes": []}', r"aten::neg has \d+ calls to start from"),
     ):
         arguments = argparse.Namespace(

@@ -371,9 +371,12 @@ bool uses_mkldnn(
 
 void check_lstm_states(TensorList hx) {
   TORCH_CHECK(hx.size() == 2, "lstm expects two hidden states");
-  for (const Tensor& each : hx)
-    TORCH_CHECK(each.defined() && each.dim() == 3, "lstm: expected hidden states [layers, N, H], but got ",
-        each.defined() ? c10::str("shape ", each.sizes()) : "None");
+  for (const Tensor& each : hx) {
+    constexpr const char* expected = "lstm: expected hidden states [layers, N, H], but got ";
+    TORCH_CHECK(each.defined(), expected, "None");
+    TORCH_CHECK_INDEX(each.dim() >= 3, expected, "shape ", each.sizes()); // the type of the CPU's error
+    TORCH_CHECK(each.dim() == 3, expected, "shape ", each.sizes());
+  }
 }
 
 std::tuple<Tensor, Tensor, Tensor> lstm(const Tensor& input, TensorList hx, TensorList params, bool has_biases,

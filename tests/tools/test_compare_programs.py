@@ -1,0 +1,222 @@
+"""`compare`, `record` and their commands on programs with several threads, and on compiled models that train."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from openreg_tools import threads
+from openreg_tools.compare import compare, mark, record
+from openreg_tools.threads import Turn
+
+DEVICE = "openreg"
+KERNELS = (torch.exp, torch.sin, torch.tanh, torch.sigmoid)
+
+
+def in_threads(*functions):
+    started = [threading.Thread(target=each) for each in functions]
+    [thread.start() for thread in started]
+    [thread.join() for thread in started]
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+@pytest.mark.parametrize("after", [0, 7, 19, 33])
+def test_a_kernel_that_fails_in_one_of_several_threads(mode, after):
+    failed, inputs = [], [torch.rand(200, 200, device=DEVICE) for _ in KERNELS]
+
+    def work(kernel, x):
+        try:
+            for _ in range(10):
+                kernel(x)
+        except torch.AcceleratorError as error:
+            failed.append((kernel.__name__, str(error).splitlines()[0]))
+
+    work_of = [lambda kernel=kernel, x=x: work(kernel, x) for kernel, x in zip(KERNELS, inputs, strict=True)]
+    with torch.openreg.launch_mode(mode), torch.openreg.faults.inject("kernel", after=after, times=1):
+        with compare(device=DEVICE) as result:
+            in_threads(*work_of)
+    ((name, message),) = failed
+    assert (
+        f"aten::{name}" in message
+        and result.first.operator.startswith(f"aten::{name}")
+        and len(result.differences) == 1
+    )
+
+
+def test_turns_of_operators_that_wait_for_each_other(monkeypatch):
+    """One holds its turn while it waits for the other, which goes on without."""
+    monkeypatch.setattr(threads, "_PATIENCE", 0.1)
+    turn, held, done = Turn(), threading.Event(), threading.Event()
+
+    def first():
+        with turn, turn:
+            held.set()
+            assert done.wait(30)
+
+    def second():
+        assert held.wait(30)
+        for _ in range(50):  # waits once alone
+            with turn:
+                pass
+        done.set()
+
+    in_threads(first, second)
+    with turn:
+        assert not turn._stuck
+
+
+def test_tasks_that_any_thread_of_a_pool_may_take(tmp_path):
+    def run(path, order, factor=1.0):
+        """Two threads take the tasks in this order, one after the other."""
+
+        def task(i):
+            x = torch.full((8, 8), float(i + 1), device=DEVICE)
+            for _ in range(3 + i % 3):
+                x = (x * 1.01 * (factor if i == 4 else 1)).tanh()
+            return x.sum().item()
+
+        with record(path) as recording:
+            for thread in range(2):
+                in_threads(lambda thread=thread: [task(i) for t, i in order if t == thread])
+        return recording.path
+
+    a = run(tmp_path / "a", [(i % 2, i) for i in range(8)])
+    b = run(tmp_path / "b", [(i // 2 % 2, i) for i in (7, 6, 5, 4, 3, 2, 1, 0)])
+    parting = compare(a, b)
+    assert not parting.parted and not parting.only_a and not parting.only_b and all(x and y for x, y in parting.pairs)
+    c = run(tmp_path / "c", [(i // 2 % 2, i) for i in (7, 6, 5, 4, 3, 2, 1, 0)], factor=1.5)
+    parting = compare(a, c)
+    assert parting.parted and parting.first.a.name == "aten::mul.Tensor" and parting.beyond < 16
+
+
+def test_labels_of_several_threads(tmp_path):
+    """A thread's labels are its own; those of the main thread count in the others, too."""
+
+    def work(path, order):
+        gates = [threading.Event() for _ in order]
+
+        def of(k):
+            for i, (thread, batch) in enumerate(order):
+                if thread == k:
+                    assert not i or gates[i - 1].wait(30)
+                    with mark("batch", f"{k}.{batch}"):
+                        torch.full((8,), float(k * 10 + batch), device=DEVICE).mul(2)
+                        gates[i].set()
+
+        with record(path) as recording, mark("epoch", 1):
+            in_threads(lambda: of(0), lambda: of(1))
+        return recording.path
+
+    a = work(tmp_path / "a", [(0, 0), (1, 0), (0, 1), (1, 1)])
+    b = work(tmp_path / "b", [(1, 0), (1, 1), (0, 0), (0, 1)])
+    parting = compare(a, b)
+    assert not parting.parted and not parting.only_a and not parting.only_b
+    labels = {op.label for op, _ in parting.pairs}
+    assert labels == {f"batch={k}.{i},epoch=1" for k in range(2) for i in range(2)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ends", ["", "sys.exit(0)"])
+def test_the_command_waits_for_threads_as_python_does(ends, tmp_path):
+    (tmp_path / "program.py").write_text(f"""
+import sys, threading, time, torch
+from concurrent.futures import ThreadPoolExecutor
+def work(by):
+    time.sleep(0.3)
+    print((torch.ones(3, device="openreg") * by).sum().item())
+threading.Thread(target=work, args=(2,)).start()
+ThreadPoolExecutor(1).submit(work, 3)
+{ends}
+""")
+    words = [sys.executable, "-m", "openreg_tools", "compare", "--device", "openreg", "program.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "8 calls, 8 compared" in done.stdout, done.stdout + done.stderr
+    assert "Nothing differs" in done.stdout and "6.0" in done.stdout and "9.0" in done.stdout
+
+
+# ---- compiled models ----
+
+
+def retained(model, x):
+    loss = torch.compile(lambda x: model(x) * 2)(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def separately(model, x):
+    a, b = torch.compile(lambda x: (model(x), model(x) * 2))(x)
+    a.sum().backward(retain_graph=True)
+    b.sum().backward()
+
+
+def in_inference_mode(model, x):
+    with torch.inference_mode():
+        torch.compile(lambda x: x.clone().add_(1) + model(x))(torch.randn(4, 8, device=DEVICE))
+
+
+def in_autocast(model, x):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = torch.compile(lambda x: nn.functional.layer_norm(model(x), (8,)))(x).float().square().mean()
+    loss.backward()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("program", [retained, separately, in_inference_mode, in_autocast])
+def test_right_programs_with_compiled_graphs(program):
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8).to(DEVICE), torch.randn(4, 8, device=DEVICE)
+    with compare(device=DEVICE) as result:
+        program(model, x)
+    assert not result.differences and not result.skipped and any("compiled graph" in name for name in result._rows)
+
+
+@pytest.mark.compiles
+def test_compiled_training_holds_no_memory():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(DEVICE)
+    compiled, used = torch.compile(model), []
+    with compare(device=DEVICE) as result:
+        for step in range(6):
+            loss = compiled(torch.randn(128, 64, device=DEVICE)).sum()
+            if step % 3:  # and a graph whose backward never runs
+                loss.backward()
+            del loss
+            gc.collect()
+            used.append(torch.openreg.memory_allocated())
+    assert used[2] == used[-1] and not result.differences
+
+
+# ---- results that cannot be read ----
+
+
+class Wrapper(torch.Tensor):
+    """Has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    def __init__(self, x):
+        self.x = x
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(each.x if isinstance(each, Wrapper) else each for each in args), **(kwargs or {}))
+
+
+def test_an_operator_that_returns_a_wrapper_is_skipped():
+    with torch.library._scoped_library("test_compare_programs", "DEF") as library:
+        library.define("wrap(Tensor x) -> Tensor")
+        for key in ("CPU", "PrivateUse1"):
+            library.impl("wrap", lambda x: Wrapper(x + 1), key)
+        with compare(device=DEVICE) as result:
+            out = torch.ops.test_compare_programs.wrap(torch.ones(3, device=DEVICE))
+    assert out.x.tolist() == [2.0] * 3 and not result.differences
+    assert "its results cannot be copied" in result.skipped["test_compare_programs::wrap"]
