@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -173,16 +174,9 @@ def align_by_values(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None
         return [[x if x == x else math.inf for x in (*p[3:6], *p[8])] for p in op.prints]
 
     out: list[tuple[Op | None, Op | None]] = []
-    of_b: dict[Any, list[Op]] = {}
-    for op in b:
-        of_b.setdefault((op.label, op.key()), []).append(op)
-    of_a: dict[Any, list[Op]] = {}
-    for op in a:
-        of_a.setdefault((op.label, op.key()), []).append(op)
+    of_a, of_b = (_grouped(ops, lambda op: (op.label, op.key())) for ops in (a, b))
     for key, ops in of_a.items():
-        equal: dict[str, list[Op]] = {}
-        for op in reversed(of_b.pop(key, [])):
-            equal.setdefault(str(op.prints), []).append(op)
+        equal = _grouped(reversed(of_b.pop(key, [])), lambda op: str(op.prints))
         rest = []
         for op in ops:
             if same := equal.get(str(op.prints)):
@@ -193,6 +187,13 @@ def align_by_values(a: list[Op], b: list[Op]) -> list[tuple[Op | None, Op | None
         out += itertools.zip_longest(sorted(rest, key=numbers), others)
     out += [(None, op) for ops in of_b.values() for op in ops]
     return sorted(out, key=lambda pair: (pair[0] or pair[1]).index)
+
+
+def _grouped(ops: Iterable[Op], key: Callable[[Op], Any]) -> dict[Any, list[Op]]:
+    groups: dict[Any, list[Op]] = {}
+    for op in ops:
+        groups.setdefault(key(op), []).append(op)
+    return groups
 
 
 def _groups(ops: list[Op]) -> dict[tuple[str, int], list[Op]]:
@@ -278,12 +279,12 @@ class Parting:
 
     def __init__(self, a: Trace, b: Trace, tolerances: Tolerances) -> None:
         self.a, self.b = a, b
-        self._judge(align(a.ops, b.ops), tolerances)
-        if any(op.thread for op in a.ops) and (strict := self._unlike()):
-            found = vars(self).copy()
+        in_order = align(a.ops, b.ops)
+        self._judge(in_order, tolerances)
+        if any(op.thread for op in a.ops) and (unlike := self._unlike()):
             self._judge(align_by_values(a.ops, b.ops), tolerances)
-            if self._unlike() >= strict:
-                vars(self).update(found)
+            if self._unlike() >= unlike:
+                self._judge(in_order, tolerances)
 
     def _unlike(self) -> int:
         return self.beyond + len(self.only_a) + len(self.only_b)

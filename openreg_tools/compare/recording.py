@@ -39,7 +39,7 @@ KIND = "openreg_tools.compare"  # at the start of every trace
 VERSION = 4  # of the fingerprints
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
-_labels: dict[str, Any] = {}  # of the main thread, and of every thread for which no own label says otherwise
+_labels: dict[str, Any] = {}  # set in the main thread, for all threads
 _of_thread = threading.local()
 
 
@@ -53,8 +53,8 @@ def _own_labels() -> dict[str, Any]:
 class mark:  # noqa: N801 -- used as a function
     """Label what the program works on: ``mark("batch", 17)``, until the next mark or for a ``with`` block.
 
-    These labels align two runs that visit batches in different orders. A thread's labels are its own; those of the
-    main thread count in every thread that does not set the same one.
+    These labels align two runs that visit batches in different orders. A label set in the main thread applies to all
+    threads. A label set in another thread applies to that thread only, and takes precedence there.
 
     Args:
         name, value: the label, such as "batch" and 17.

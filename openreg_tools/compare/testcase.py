@@ -95,7 +95,10 @@ def shrunk(call: Call, device: str, against: str, seconds: float = 10.0) -> Call
     how = _failure(call, device, against)
     if how is None:
         return call
-    fails = lambda candidate: _failure(candidate, device, against) == how  # noqa: E731
+
+    def fails(candidate: Call) -> bool:
+        return _failure(candidate, device, against) == how
+
     progress = True
     while progress and time.monotonic() < until:
         progress = False

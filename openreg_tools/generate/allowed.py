@@ -24,6 +24,7 @@ __all__ = [
     "MEMORY",
     "OUT_OF_BOUNDS",
     "has_short_list",
+    "indexes_anywhere",
     "is_elsewhere",
     "is_pytorchs_assert",
     "is_unreadable",
@@ -32,7 +33,6 @@ __all__ = [
     "refuses_gradient",
     "refuses_state",
     "takes_negative_size",
-    "writes_anywhere",
 ]
 
 # Errors about memory, whose types and limits differ between devices.
@@ -84,15 +84,30 @@ def has_short_list(name: str, call: Call) -> bool:
     return any(isinstance(value, list) and len(value) < argument.N for argument, value in lists)
 
 
-def writes_anywhere(name: str, call: Call) -> bool:
-    """Whether an index is out of range for a kernel that writes to its result without a check."""
-    if name.partition(".")[0] != "aten::embedding_dense_backward":
-        return False
+# The unchecked indices of some kernels of the CPU, and the argument with the sizes that bound them: a number or a tensor's last.
+_UNCHECKED = {
+    "aten::embedding_dense_backward": (("indices",), "num_weights"),
+    "aten::ctc_loss": (("targets",), "log_probs"),
+    "aten::_ctc_loss": (("targets",), "log_probs"),
+    "aten::_ctc_loss_backward": (("targets", "blank"), "log_probs"),
+}
+
+
+def indexes_anywhere(name: str, call: Call) -> bool:
+    """Whether an index is out of range for a kernel that reads or writes there without a check."""
+    indices, bound = _UNCHECKED.get(name.partition(".")[0], ((), ""))
     given = {argument.name: value for argument, value in changes.given_to(name, call)}
-    indices, count = given["indices"], given["num_weights"]
-    if not isinstance(indices, torch.Tensor) or not changes._is_plain(indices) or not isinstance(count, int):
+    count = given.get(bound)
+    if isinstance(count, torch.Tensor):
+        count = count.shape[-1] if count.dim() else None
+    if not isinstance(count, int):
         return False
-    return bool(((indices < 0) | (indices >= count)).any())
+    values = [given.get(each) for each in indices]
+    return any(
+        bool(((value < 0) | (value >= count)).any()) if isinstance(value, torch.Tensor) else not 0 <= value < count
+        for value in values
+        if type(value) is int or changes._is_plain(value) and not value.is_complex()
+    )
 
 
 def lacks_tensor(name: str, call: Call) -> bool:

@@ -97,7 +97,7 @@ def test_tasks_that_any_thread_of_a_pool_may_take(tmp_path):
 
 
 def test_labels_of_several_threads(tmp_path):
-    """A thread's labels are its own; those of the main thread count in the others, too."""
+    """A label set in the main thread applies to all threads; a label set in another thread applies there only."""
 
     def work(path, order):
         gates = [threading.Event() for _ in order]
