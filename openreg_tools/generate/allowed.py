@@ -23,6 +23,7 @@ __all__ = [
     "LACKS_MEMORY",
     "MEMORY",
     "OUT_OF_BOUNDS",
+    "has_length_out_of_range",
     "has_short_list",
     "indexes_anywhere",
     "is_elsewhere",
@@ -102,12 +103,28 @@ def indexes_anywhere(name: str, call: Call) -> bool:
         count = count.shape[-1] if count.dim() else None
     if not isinstance(count, int):
         return False
-    values = [given.get(each) for each in indices]
-    return any(
-        bool(((value < 0) | (value >= count)).any()) if isinstance(value, torch.Tensor) else not 0 <= value < count
-        for value in values
-        if type(value) is int or changes._is_plain(value) and not value.is_complex()
-    )
+    return any(not 0 <= number < count for each in indices for number in _numbers(given.get(each)))
+
+
+def has_length_out_of_range(name: str, call: Call) -> bool:
+    """Whether the gradient of the CTC loss gets a length that is negative or exceeds the log_probs or log_alpha that it
+    indexes. Only the forward pass checks this.
+    """
+    if not name.startswith("aten::_ctc_loss_backward"):
+        return False
+    given = {argument.name: value for argument, value in changes.given_to(name, call)}
+    log_probs, log_alpha = given["log_probs"], given["log_alpha"]
+    if not all(changes._is_plain(each) and each.dim() == 3 for each in (log_probs, log_alpha)):
+        return False
+    bounds = {"input_lengths": log_probs.shape[0], "target_lengths": (log_alpha.shape[2] - 1) // 2}
+    return any(not 0 <= number <= bound for which, bound in bounds.items() for number in _numbers(given[which]))
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """The real numbers in an argument: a number, a list, or a tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.flatten().tolist() if changes._is_plain(value) and not value.is_complex() else []
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
 
 
 def lacks_tensor(name: str, call: Call) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ __all__ = [
 ]
 
 BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
+_LARGEST = 1e18  # float argument whose square is finite in float32, in which a kernel may compute with it
 _OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
 
 
@@ -245,7 +245,7 @@ def in_plain_memory(name: str, call: Call, cpu: opinfo.Outcome) -> opinfo.Outcom
     if (
         not aliasing.is_memory_separate(name, call)
         or not all(map(_is_ordinary, tensors))
-        or not all(map(math.isfinite, numbers))
+        or not all(abs(each) <= _LARGEST for each in numbers)
     ):
         return None
     if tables.DETERMINANTS.match(name) and any(_has_denormals(each) or _is_singular(each) for each in tensors):

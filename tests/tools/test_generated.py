@@ -410,7 +410,9 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::adaptive_avg_pool3d.out", [("layout", 0, "overlapping"), ("alias", 4, 0, "transposed")], 1, "allowed"),
         ("aten::avg_pool3d.out", [("layout", 0, "reversed"), ("bit", 0, "neg"), ("alias", 10, 0, "same")], 0, "allowed"),
         ("aten::_ctc_loss_backward", [("number", 37, -1)], 0, "allowed"),  # blank, of which only the forward pass checks
+        ("aten::_ctc_loss_backward", [("number", 5, -1)], 0, "allowed"),  # a length, likewise
         ("aten::_ctc_loss_backward", [], 0, "equal"),
+        ("aten::_batch_norm_with_update", [("number", 5, 1e308), ("layout", 0, "reversed")], 0, "equal"),  # 1 - momentum overflows
         ("aten::ctc_loss.IntList", [], 0, "equal"),
         ("aten::ctc_loss.IntList", [("values", 1, "extremes"), ("bit", 0, "neg")], 0, "allowed"),  # reads at any target
         ("aten::convolution_backward_overrideable.out", [("shape", 0, "first of size 0")], 0, "refused alone"),
@@ -847,6 +849,45 @@ def test_indices_out_of_range_are_not_written_with():
         call = Call([gradient, torch.tensor(indices), 5, -1, False], {})
         assert allowed.indexes_anywhere(name, call) is anywhere
         assert not allowed.indexes_anywhere("aten::embedding_backward", call)
+
+
+def test_lengths_out_of_range_are_left_to_the_forward_pass():
+    name = "aten::_ctc_loss_backward"
+    for lengths, targets, ruled_out in (
+        ([6, 0], [3, 2], False),
+        ([6, 7], [3, 2], True),
+        ([6, 6], [3, -1], True),
+        ([6, 6], [4, 2], True),
+    ):
+        for given, suffix in ((list, ""), (torch.tensor, ".Tensor")):
+            log_probs, log_alpha = torch.rand(6, 2, 4), torch.rand(2, 6, 7)
+            call = Call(
+                [
+                    torch.rand(2),
+                    log_probs,
+                    torch.ones(2, 3),
+                    given(lengths),
+                    given(targets),
+                    torch.rand(2),
+                    log_alpha,
+                    0,
+                ],
+                {},
+            )
+            assert allowed.has_length_out_of_range(name + suffix, call) is ruled_out
+    assert not allowed.has_length_out_of_range("aten::ctc_loss.Tensor", call)
+
+
+def test_a_number_that_overflows_in_float32_does_not_depend_on_the_layout():
+    """The running statistics of a reversed input are infinite, and those of a contiguous one NaN."""
+    statistics = [torch.rand(5) for _ in range(4)]
+    for momentum, compared in ((1e308, False), (0.1, True)):
+        call = Call([torch.rand(5, 5, 5).permute(2, 1, 0), *statistics, momentum, 0.6], {})
+        cpu = outcome("aten::_batch_norm_with_update", call, calls.Move)
+        cpu.value, cpu.mover = cpu.value
+        running = cpu.value[1][0]
+        running.add_(1)  # as if the kernel ignored the strides
+        assert (contiguous.in_plain_memory("aten::_batch_norm_with_update", call, cpu) is not None) is compared
 
 
 def pooled(dtype):
