@@ -39,16 +39,20 @@ def apart(json: str | None) -> Iterator[None]:
 def run(words: list[str], context: Any) -> int:
     """Run a script as a program inside a context; returns its exit status, 1 if it raised."""
     before, status, started_before = (sys.argv, sys.path[:]), 0, set(threading.enumerate())
+    shown = None
     sys.argv = words
     sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
     try:
         with context:
             try:
                 runpy.run_path(words[0], run_name="__main__")
-            except SystemExit:
-                _wait_for_threads(started_before)
+            except Exception as error:
+                if not isinstance(error, Wrong):
+                    shown = error
+                    _show(error, words[0])
                 raise
-            _wait_for_threads(started_before)
+            finally:
+                _wait_for_threads(started_before)
     except SystemExit as exit:
         status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         if status and not isinstance(exit.code, int):
@@ -56,14 +60,20 @@ def run(words: list[str], context: Any) -> int:
     except Wrong:
         raise
     except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != words[0]:
-            trace = trace.tb_next  # as Python prints it: from the program's own frame on
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if error is not shown:
+            _show(error, words[0])
         status = 1
     finally:
         sys.argv, sys.path[:] = before
     return status
+
+
+def _show(error: Exception, program: str) -> None:
+    """Print an error as Python does: from the program's own frame on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != program:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _wait_for_threads(others: set[threading.Thread]) -> None:

@@ -1,7 +1,9 @@
 """`compare`: the first operator that differs from the reference is found, and nothing is reported where none does."""
 
+import contextlib
 import functools
 import json
+import runpy
 import threading
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
@@ -631,6 +633,31 @@ def test_the_written_test_defines_the_operator(defined_by, tmp_path):
     assert len(path.read_text().splitlines()) <= 10
     failing = run_test(path, "import sys\nsys.path.insert(0, '.')\n")
     assert failing.returncode == 1 and "of_a_script::halve" in failing.stdout, failing.stdout
+
+
+@pytest.mark.parametrize(
+    ("operator", "make", "source"),
+    [
+        ("scale", lambda: torch.full((4, 1), 101.0, device=DEVICE).expand(4, 3), ".expand((4, 3))"),
+        ("scale", lambda: torch.full((2, 3), 101.0, device=DEVICE).t(), "torch.empty_strided((3, 2), (1, 3)"),
+        ("shape", lambda: torch.full((3,), 101.0, device=DEVICE).bfloat16(), "dtype=torch.bfloat16"),
+        ("only_device_raises", lambda: torch.ones(2, device=DEVICE), "only_device_raises"),
+        ("beside_", lambda: torch.zeros(3, 3, device=DEVICE)[1:, 1:], "saved[0]"),
+    ],
+    ids=["expanded", "permuted", "bfloat16", "raises", "beside a view"],
+)
+@pytest.mark.parametrize("shrink", [False, True], ids=["as it is", "shrunk"])
+def test_the_written_test_fails_for(operator, make, source, shrink, library, tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # pytest and its plugins have threads
+    x = make()
+    with torch.no_grad(), compare(device=DEVICE) as result, contextlib.suppress(RuntimeError):
+        getattr(library, operator)(x)
+    path = tmp_path / "test_it.py"
+    text = result.write_test(path, shrink=shrink)
+    assert shrink or source in text
+    (test,) = (each for name, each in runpy.run_path(str(path)).items() if name.startswith("test_"))
+    with pytest.raises(AssertionError, match=f"test_compare::{operator}"):
+        test()
 
 
 def test_large_inputs_are_beside_the_test(library, tmp_path):

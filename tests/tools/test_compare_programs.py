@@ -123,8 +123,15 @@ def test_labels_of_several_threads(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ends", ["", "sys.exit(0)"])
-def test_the_command_waits_for_threads_as_python_does(ends, tmp_path):
+@pytest.mark.parametrize(
+    ("ends", "status", "says"),
+    [
+        ("", 0, "Nothing differs"),
+        ("sys.exit(0)", 0, "Nothing differs"),
+        ("{}['key']", 1, "until the program raised KeyError"),
+    ],
+)
+def test_the_command_waits_for_threads_as_python_does(ends, status, says, tmp_path):
     (tmp_path / "program.py").write_text(f"""
 import sys, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor
@@ -137,8 +144,9 @@ ThreadPoolExecutor(1).submit(work, 3)
 """)
     words = [sys.executable, "-m", "openreg_tools", "compare", "--device", "openreg", "program.py"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "8 calls, 8 compared" in done.stdout, done.stdout + done.stderr
-    assert "Nothing differs" in done.stdout and "6.0" in done.stdout and "9.0" in done.stdout
+    assert done.returncode == status and "8 calls, 8 compared" in done.stdout, done.stdout + done.stderr
+    assert says in " ".join(done.stdout.split()) and "6.0" in done.stdout and "9.0" in done.stdout
+    assert done.stderr.count("KeyError: 'key'") == status
 
 
 # ---- compiled models ----
