@@ -101,8 +101,6 @@ class Comparing:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.mode.__exit__(kind, error, trace)
-        if isinstance(error, Exception) and (region := self.regions.running) is not None:
-            region.failed(*region.where, error)
         self.regions.__exit__()
         self.result.seconds = time.perf_counter() - self._started
         self.result.used(self.mode.tolerances)

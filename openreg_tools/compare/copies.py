@@ -25,6 +25,7 @@ __all__ = [
     "Facts",
     "Quiet",
     "cloned",
+    "copied",
     "dense",
     "equal",
     "facts",
@@ -325,10 +326,13 @@ class Copies:
         """Copy again what a call only reads; returns, for each copy that differed from memory, the call that wrote
         it."""
         changed, seen = [], weakref.WeakSet()
+        written = {each.untyped_storage()._cdata for _, each, _ in arguments.written if _plain(each)}
         for tensor, copy in arguments.read:
             if not _plain(tensor) or copy.device != self.reference or tensor in seen:
                 continue
             storage = tensor.untyped_storage()
+            if storage._cdata in written:  # by the call itself
+                continue
             low, high = _span([tensor])
             now = _view(_bytes(tensor, low, high).to(self.reference, copy=True).untyped_storage(), tensor, low)
             if not same_bits(now, copy):
@@ -436,6 +440,25 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def copied(values: list[Any], device: torch.device) -> list[Any]:
+    """Copies of tensors, and of those in lists, on a device, with strides, offsets and aliases."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [*map(copy, value)]
+        if not isinstance(value, Tensor):
+            return value
+        if not _plain(value):
+            return value.detach().to(device, copy=True)
+        storage = value.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = _bytes(value, 0, storage.nbytes()).to(device, copy=True).untyped_storage()
+        return _view(storages[storage._cdata], value, 0)
+
+    return [*map(copy, values)]
 
 
 def cloned(value: Any, beside: bool = False) -> Any:

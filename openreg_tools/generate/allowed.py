@@ -92,13 +92,16 @@ _UNCHECKED = {
     "aten::_ctc_loss": (("targets",), "log_probs"),
     "aten::_ctc_loss_backward": (("targets", "blank"), "log_probs"),
 }
+_TRANSFORMS = re.compile(r"aten::_fft_(c2c|c2r|r2c)(\.|$)")  # torch.fft passes dimensions from 0 on to them
 
 
 def indexes_anywhere(name: str, call: Call) -> bool:
-    """Whether an index is out of range for a kernel that reads or writes there without a check."""
+    """Whether an index or a dimension is out of range for a kernel that reads or writes there without a check."""
     indices, bound = _UNCHECKED.get(name.partition(".")[0], ((), ""))
     given = {argument.name: value for argument, value in changes.given_to(name, call)}
     count = given.get(bound)
+    if _TRANSFORMS.match(name) and isinstance(given["self"], torch.Tensor):
+        indices, count = ("dim",), given["self"].dim()
     if isinstance(count, torch.Tensor):
         count = count.shape[-1] if count.dim() else None
     if not isinstance(count, int):

@@ -135,7 +135,10 @@ def run(case: Record, device: str, at: Callable[[str], None]) -> Record:
     except Exception as error:  # a change that does not fit, such as a dtype that the values do not have
         return {"end": "unfit", "note": opinfo.first_line(error)}
     if allowed.indexes_anywhere(name, call):
-        return {"end": "allowed", "note": "the CPU's kernel does not check its indices, and reads or writes anywhere"}
+        return {
+            "end": "allowed",
+            "note": "the CPU's kernel does not check its indices or dimensions, and reads or writes anywhere",
+        }
     if allowed.has_length_out_of_range(name, call):
         return {"end": "allowed", "note": "the gradient of the CTC loss does not check its lengths"}
     if allowed.has_short_list(name, call):

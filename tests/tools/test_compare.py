@@ -328,8 +328,8 @@ def test_what_decides_the_tolerance_of_a_graph():
 
     def moves(function, *inputs):
         mode = Lockstep(DEVICE, "cpu", Tolerances(), Result(DEVICE, "cpu"), False)
-        region = _Region(Regions(mode), torch.fx.symbolic_trace(function), None)
-        return region._moves(Given([], 1, None), [*inputs], [*inputs], 0)
+        region = _Region(Regions(mode), torch.fx.symbolic_trace(function), "a graph")
+        return region._moves(Given([], 1, None), [*inputs], 0)
 
     assert moves(lambda x: x * 2, x) <= 2
     assert moves(lambda x: (x * 1e6).sin(), torch.rand(64)) > 1e4

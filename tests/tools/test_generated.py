@@ -412,6 +412,8 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::_ctc_loss_backward", [("number", 37, -1)], 0, "allowed"),  # blank, of which only the forward pass checks
         ("aten::_ctc_loss_backward", [("number", 5, -1)], 0, "allowed"),  # a length, likewise
         ("aten::_ctc_loss_backward", [], 0, "equal"),
+        ("aten::_fft_c2r.out", [("number", 1, 9223372036854775807)], 0, "allowed"),  # a dimension, likewise
+        ("aten::_fft_c2r.out", [("number", 1, 0)], 0, "equal"),
         ("aten::_batch_norm_with_update", [("number", 5, 1e308), ("layout", 0, "reversed")], 0, "equal"),  # 1 - momentum overflows
         ("aten::ctc_loss.IntList", [], 0, "equal"),
         ("aten::ctc_loss.IntList", [("values", 1, "extremes"), ("bit", 0, "neg")], 0, "allowed"),  # reads at any target
@@ -849,6 +851,11 @@ def test_indices_out_of_range_are_not_written_with():
         call = Call([gradient, torch.tensor(indices), 5, -1, False], {})
         assert allowed.indexes_anywhere(name, call) is anywhere
         assert not allowed.indexes_anywhere("aten::embedding_backward", call)
+    for dim, anywhere in (([0, 1], False), ([2], True), ([0, -1], True)):
+        call = Call([torch.rand(3, 4).cfloat(), dim, 0, 4], {})
+        assert allowed.indexes_anywhere("aten::_fft_c2r", call) is anywhere
+        assert allowed.indexes_anywhere("aten::_fft_c2r.out", call) is anywhere
+        assert not allowed.indexes_anywhere("aten::fft_irfft", call)
 
 
 def test_lengths_out_of_range_are_left_to_the_forward_pass():
