@@ -118,7 +118,7 @@ def target(device: str | None = None, key: str | None = None) -> Target:
             )
         private = torch._C._get_privateuse1_backend_name()
         return Target(device or (private if key == "PrivateUse1" else key.lower()), key)
-    device = device or default()
+    device = default() if device is None else device
     try:
         return Target(device, torch._C._dispatch_key_for_device(torch.device(device).type))
     except RuntimeError as error:

@@ -5,6 +5,7 @@ Each device storage is copied once: an operator's results are kept for the opera
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
 import functools
@@ -24,7 +25,6 @@ __all__ = [
     "Copies",
     "Facts",
     "Quiet",
-    "cloned",
     "copied",
     "dense",
     "equal",
@@ -442,9 +442,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def copied(values: list[Any], device: torch.device) -> list[Any]:
-    """Copies of tensors, and of those in lists, on a device, with strides, offsets and aliases."""
+def copied(values: list[Any], device: torch.device, whole: bool = True) -> list[Any]:
+    """Copies of tensors, and of those in lists, on a device, with strides, offsets and aliases.
+
+    Args:
+        whole: if False, a view of more than 16 KiB that shares its storage with no other value is copied without the memory
+            beside it, and its offset may become smaller.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
+    views: dict[Any, Tensor] = {}
+    count = collections.Counter(each.untyped_storage()._cdata for each in tensors_of(values) if _plain(each))
 
     def copy(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -452,28 +459,31 @@ def copied(values: list[Any], device: torch.device) -> list[Any]:
         if not isinstance(value, Tensor):
             return value
         if not _plain(value):
-            return value.detach().to(device, copy=True)
+            same = value.device == device
+            return value.detach().clone() if same else value.detach().to(device, copy=True)
         storage = value.untyped_storage()
+        low = 0
+        if not whole and storage.nbytes() > _SMALL and count[storage._cdata] == 1:
+            low, high = _span([value])
+            low = max(0, low - _SMALL)
+        else:
+            high = storage.nbytes()
         if storage._cdata not in storages:
-            storages[storage._cdata] = _bytes(value, 0, storage.nbytes()).to(device, copy=True).untyped_storage()
-        return _view(storages[storage._cdata], value, 0)
+            storages[storage._cdata] = _bytes(value, low, high).to(device, copy=True).untyped_storage()
+        key = (
+            storage._cdata,
+            value.dtype,
+            value.shape,
+            value.stride(),
+            value.storage_offset(),
+            value.is_conj(),
+            value.is_neg(),
+        )
+        if key not in views:
+            views[key] = _view(storages[storage._cdata], value.detach(), low)
+        return views[key]
 
     return [*map(copy, values)]
-
-
-def cloned(value: Any, beside: bool = False) -> Any:
-    """A copy of an argument, with its strides, and with the memory `beside` it."""
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            return value.clone()
-        return _view(value.untyped_storage().clone(), value, 0) if beside else _strided_clone(value)
-    return [cloned(each, beside) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def _strided_clone(x: Tensor) -> Tensor:
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
-    flat = x.as_strided((reach,), (1,), x.storage_offset()).clone() if reach else x.new_empty(0)
-    return flat.as_strided(x.shape, x.stride(), 0)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from openreg_tools.compare.copies import (
     Copies,
     Facts,
     Quiet,
-    cloned,
+    copied,
     dense,
     equal,
     facts,
@@ -478,8 +478,8 @@ class Lockstep(TorchDispatchMode):
         if self.result.first is None:
             difference.stack = stack()
             if arguments is not None:
-                named = {name: cloned(value, beside) for name, value in named.items()}
-                difference.call = (func, [cloned(value, beside) for value in given], named)
+                given, values = copied([given, [*named.values()]], self.reference, beside)
+                difference.call = (func, given, dict(zip(named, values, strict=True)))
         self.result.add(difference)
 
     def _failed(

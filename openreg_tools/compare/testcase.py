@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import math
 import os
@@ -198,12 +199,17 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     call = first.call
     repeats = _failure(call, result.device, result.reference) is not None
     result.transient = not repeats
+    if repeats:
+        call = _apart(call, result)
     if shrink and repeats:
         call = shrunk(call, result.device, result.reference)
     func, args, kwargs = call
     tensors: list[Tensor] = []
     saved: list[Tensor] = []
-    source = lambda value: _source(value, tensors, saved)  # noqa: E731
+    views = {id(t): t for t in tensors_of((*args, *kwargs.values())) if t.layout == torch.strided}
+    count = collections.Counter(t.untyped_storage()._cdata for t in views.values())
+    shared = {each for each, views_of_it in count.items() if views_of_it > 1}
+    source = lambda value: _source(value, tensors, saved, shared)  # noqa: E731
     taken = {name: value for name, value in kwargs.items() if name in TAKEN}
     words = [source(value) for value in args]
     words += [f"{name}={source(value)}" for name, value in kwargs.items() if name not in taken]
@@ -232,6 +238,26 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     text = "\n".join(lines) + "\n"
     path.write_text(text)
     return text
+
+
+def _apart(call: Call, result: Result) -> Call:
+    """The call with each tensor in memory of its own, from its first byte on, if that fails in the same way."""
+    func, args, kwargs = call
+
+    def alone(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [*map(alone, value)]
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return value
+        reach = (
+            sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1 if value.numel() else 0
+        )
+        flat = value.as_strided((reach,), (1,), value.storage_offset() if reach else 0).clone()
+        return flat.as_strided(value.shape, value.stride(), 0)
+
+    apart = func, [*map(alone, args)], {name: alone(value) for name, value in kwargs.items()}
+    same = _failure(apart, result.device, result.reference) == _failure(call, result.device, result.reference)
+    return apart if same else call
 
 
 def load_operators(path: str, arguments: Sequence[str] = (), module: str = "") -> None:
@@ -292,17 +318,18 @@ def _name(func: OpOverload) -> str:
     return f"torch.ops.{namespace}.{name}.{func._overloadname}"
 
 
-def _source(value: Any, tensors: list[Tensor], saved: list[Tensor]) -> str:
+def _source(value: Any, tensors: list[Tensor], saved: list[Tensor], shared: set[int]) -> str:
     if isinstance(value, Tensor):
         for i, each in enumerate(tensors):
             if each is value:
                 return f"x{i}"
-        if value.numel() > INLINE or value.layout != torch.strided or value.is_complex() or not _is_all(value):
+        plain = value.layout == torch.strided and not value.is_complex() and value.numel() <= INLINE and _is_all(value)
+        if not plain or value.untyped_storage()._cdata in shared:
             saved.append(value)
         tensors.append(value)
         return f"x{len(tensors) - 1}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_source(each, tensors, saved) for each in value)}]"
+        return f"[{', '.join(_source(each, tensors, saved, shared) for each in value)}]"
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     if isinstance(value, (torch.ScriptObject, torch.Generator)):

@@ -18,7 +18,7 @@ from openreg_tools.conformance import generated, layouts
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.conformance.generated import SIZES
 
-__all__ = ["KINDS", "Change", "changed", "given_to", "profile"]
+__all__ = ["Change", "changed", "given_to", "profile", "wrong"]
 
 Change = list[Any]
 
@@ -85,6 +85,8 @@ def changed(name: str, call: Call, changes: list[Change]) -> Call:
                 if _is_plain(leaf) and leaf.dtype == old:
                     leaves[i] = _cast(leaf, new)
         elif kind == "number":
+            if isinstance(leaves[rest[0]], torch.Tensor):
+                raise TypeError(f"argument {rest[0]} is a tensor, and not a number")
             leaves[rest[0]] = complex(*rest[1]["complex"]) if isinstance(rest[1], dict) else rest[1]
         elif kind == "alias":
             i, j, how = rest
@@ -257,7 +259,6 @@ _ONE: dict[str, Callable[..., torch.Tensor]] = {
     "bit": _bit,
     "out": _emptied,
 }
-KINDS = frozenset(_ONE) | {"garbage", "sizes", "dtypes", "number", "alias", "host"}
 
 
 # ---- aliases ----
@@ -275,6 +276,36 @@ def _aliased(first: torch.Tensor, second: torch.Tensor, how: str) -> tuple[torch
         shape = plain.shape
         return storage[:-1].view(shape), storage[1:].view(shape)
     return first, first
+
+
+# ---- what a change may be ----
+
+_NUMBER = (bool, int, float, str, dict)
+_FORMS: dict[str, tuple[Any, ...]] = {  # of what follows the kind: a type, or the values
+    "shape": (int, SHAPES), "dtype": (int, DTYPES), "values": (int, VALUES), "layout": (int, LAYOUTS),
+    "offset": (int, int), "bit": (int, ("neg", "conj")), "out": (int, ("empty",)), "garbage": (int,), "sizes": (int, int),
+    "dtypes": (DTYPES, DTYPES), "number": (int, _NUMBER), "alias": (int, int, ALIASES), "host": (int,),
+}  # fmt: skip
+
+
+def wrong(change: Any) -> str:
+    """What is wrong with a change that somebody wrote; "" if nothing is. Whether it fits a call is not checked."""
+    if not isinstance(change, list) or not change or not isinstance(change[0], str) or change[0] not in _FORMS:
+        return f"the changes are lists that begin with {', '.join(sorted(_FORMS))}, not {change}"
+    kind, *rest = change
+    form = _FORMS[kind]
+    if len(rest) != len(form):
+        return f"{change} is not {kind!r} and {len(form)} more"
+    for value, one_of in zip(rest, form, strict=True):
+        if one_of is _NUMBER:
+            if not isinstance(value, _NUMBER) or isinstance(value, dict) and [*value] != ["complex"]:
+                return f'{change} ends in {value!r}, and not in a number, a text, or {{"complex": [REAL, IMAGINARY]}}'
+        elif one_of is int:
+            if type(value) is not int or value < 0:
+                return f"{change} has {value!r} where a number from 0 on is expected"
+        elif not isinstance(value, str) or value not in one_of:
+            return f"{change} has {value!r} where one of {', '.join(one_of)} is expected"
+    return ""
 
 
 def given_to(name: str, call: Call) -> list[tuple[Any, Any]]:

@@ -323,9 +323,17 @@ def replay(arguments: argparse.Namespace) -> GeneratedReport:
             raise Wrong(f"{wanted}{key!r} is {text[key]!r}, and not of type {kind.__name__}")
     name, case = text["op"], {key: text[key] for key in ("op", "base", "changes")}
     arguments.given = text["given"]
-    for each in case["changes"]:
-        if not isinstance(each, list) or not each or str(each[0]) not in changes.KINDS:
-            raise Wrong(f"{wanted}the changes are lists that begin with {', '.join(sorted(changes.KINDS))}, not {each}")
+    for why in map(changes.wrong, case["changes"]):
+        if why:
+            raise Wrong(f"{wanted}{why}")
+    samples, inputs = arguments.given.get("samples"), arguments.given.get("inputs", [])
+    if (
+        not {*arguments.given} <= {"samples", "inputs"}
+        or not isinstance(samples, str | None)
+        or not isinstance(inputs, list)
+        or not all(isinstance(each, str) for each in inputs)
+    ):
+        raise Wrong(f'{wanted}\'given\' is {{"samples": "MODULE:NAME", "inputs": ["f32[3]"]}}, not {arguments.given}')
     has = child.listed(arguments.device)
     if name not in has:
         raise Wrong(f"{arguments.device} lists no operator {name}")

@@ -20,7 +20,8 @@ from openreg_tools.forms import Wrong
 
 DEVICE = "openreg"
 SCHEMAS = (
-    "scale(Tensor x, float by=2.0) -> Tensor", "scale_(Tensor(a!) x) -> Tensor(a!)", "rows(Tensor x, Tensor y) -> (Tensor, Tensor)",
+    "scale(Tensor x, float by=2.0) -> Tensor", "scale_(Tensor(a!) x) -> Tensor(a!)", "add_(Tensor(a!) x, Tensor y) -> Tensor(a!)",
+    "without_offset(Tensor x) -> Tensor", "shifts_(Tensor(a!) x, Tensor y) -> Tensor(a!)", "rows(Tensor x, Tensor y) -> (Tensor, Tensor)",
     "list(Tensor x) -> Tensor[]", "none(Tensor x) -> (Tensor, Tensor)", "beside_(Tensor(a!) x) -> Tensor(a!)", "resized(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", "turned_(Tensor(a!) x) -> Tensor(a!)", "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor",
 )  # fmt: skip
 
@@ -52,6 +53,9 @@ def library():
     for name, right, wrong in (
         ("scale", lambda x, by=2.0: x * by, lambda x, by=2.0: torch.where(x > 100, x * by + 1, x * by)),
         ("scale_", lambda x: x.mul_(2), wrong_scale_),
+        ("add_", lambda x, y: x.add_(y), lambda x, y: x.add_(y, alpha=5)),
+        ("without_offset", lambda x: x * 2, lambda x: x.as_strided(x.shape, x.stride(), 0) * 2),
+        ("shifts_", lambda x, y: x.copy_(y.clone()), lambda x, y: x.fill_(9).copy_(y)),
         ("rows", lambda x, y: (x + y, x.sum(0)), lambda x, y: (x + y, x[1:].sum(0))),
         ("resized", resized, functools.partial(resized, more=1.0)),
         ("turned_", lambda x: x.transpose_(0, 1), lambda x: x.transpose_(0, 1).add_(1)),
@@ -204,6 +208,15 @@ def test_an_argument_that_the_call_transposes(library):
     assert first.inputs == ["float32[2, 3]"] and first.call[1][0].stride() == (3, 1)
     whole = first_of(lambda x: library.turned_(x + 0), torch.arange(6.0).view(2, 3))
     assert whole.inputs == ["float32[2, 3]"] and whole.call[1][0].stride() == (3, 1)
+
+
+@pytest.mark.parametrize("overlap", ["the same", "a view", "apart"])
+def test_what_the_call_reads_and_writes(library, overlap):
+    x = torch.ones(4, 3, device=DEVICE)
+    other = {"the same": x, "a view": x[0], "apart": torch.ones(3, device=DEVICE)}[overlap]
+    with torch.no_grad(), compare(device=DEVICE) as result:
+        library.add_(x[1:] if overlap == "a view" else x, other)
+    assert result.first.operator == "test_compare::add_" and result.first.what == "x" and not result.notes
 
 
 def test_the_second_result(library):
@@ -643,15 +656,19 @@ def test_the_written_test_defines_the_operator(defined_by, tmp_path):
         ("shape", lambda: torch.full((3,), 101.0, device=DEVICE).bfloat16(), "dtype=torch.bfloat16"),
         ("only_device_raises", lambda: torch.ones(2, device=DEVICE), "only_device_raises"),
         ("beside_", lambda: torch.zeros(3, 3, device=DEVICE)[1:, 1:], "saved[0]"),
+        ("without_offset", lambda: torch.arange(12.0, device=DEVICE).view(4, 3)[1:], "saved[0]"),
+        ("without_offset", lambda: torch.arange(2e4, device=DEVICE)[9000:9009], "saved[0]"),
+        ("scale", lambda: torch.full((4, 3), 101.0, device=DEVICE)[1:], "x0 = torch.tensor("),
+        ("shifts_", lambda: torch.arange(4.0, device=DEVICE), "saved[1]"),
     ],
-    ids=["expanded", "permuted", "bfloat16", "raises", "beside a view"],
+    ids=["expanded", "permuted", "bfloat16", "raises", "beside a view", "offset", "large offset", "a view", "aliases"],
 )
 @pytest.mark.parametrize("shrink", [False, True], ids=["as it is", "shrunk"])
 def test_the_written_test_fails_for(operator, make, source, shrink, library, tmp_path, monkeypatch):
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # pytest and its plugins have threads
     x = make()
     with torch.no_grad(), compare(device=DEVICE) as result, contextlib.suppress(RuntimeError):
-        getattr(library, operator)(x)
+        getattr(library, operator)(*((x[1:], x[:-1]) if operator == "shifts_" else (x,)))
     path = tmp_path / "test_it.py"
     text = result.write_test(path, shrink=shrink)
     assert shrink or source in text

@@ -175,14 +175,158 @@ def in_autocast(model, x):
     loss.backward()
 
 
+def hooked(model, x):
+    y = torch.compile(model)(x)
+    y.register_hook(lambda grad: grad * 3)
+    y.sum().backward()
+
+
+def returns_views(model, x):
+    y = x.clone().requires_grad_()
+    a, b, c = torch.compile(lambda x: (model(x), x[0], x), backend="aot_eager")(y)
+    (a.sum() + b.sum() + c.sum()).backward()
+
+
+def half_inside(model, x):
+    def forward(x):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return model(x).float().tanh()
+
+    torch.compile(forward)(x).sum().backward()
+
+
+def conjugated(model, x):
+    y = torch.complex(x, x)
+    torch.compile(lambda a, b: a * 2 + b, backend="aot_eager")(y.conj(), y.conj().imag)
+
+
+def conjugated_without_aot(model, x):
+    y = torch.complex(x, x)
+    torch.compile(lambda a, b: a * 2 + b, backend="eager")(y.conj(), y.conj().imag)
+
+
+def nested(model, x):
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged, device=DEVICE)
+    assert torch.compile(lambda x: x * 2, backend="aot_eager")(jagged).values().sum() == 36
+
+
+def saved_tensor_hooks(model, x):
+    def pack(saved):
+        assert saved.device.type == DEVICE
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        loss = torch.compile(lambda x: model(x).sin())(x).sum()
+    loss.backward()
+
+
+def checkpointed(model, x):
+    torch.utils.checkpoint.checkpoint(torch.compile(model), x, use_reentrant=False).sum().backward()
+
+
+def writes_a_tensor_in_the_graph(model, x):
+    def double(y):
+        return y.mul_(2).sin()
+
+    torch.compile(double, backend="aot_eager")(model(x)).sum().backward()
+
+
+def branches(model, x):
+    def branch(x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    torch.compile(branch, backend="aot_eager")(x)
+
+
+def compiled_backward(model, x):
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        model(x).sum().backward()
+
+
+RIGHT = (retained, separately, in_inference_mode, in_autocast, hooked, returns_views, half_inside, conjugated,
+         conjugated_without_aot, nested, saved_tensor_hooks, checkpointed, writes_a_tensor_in_the_graph, branches,
+         compiled_backward)  # fmt: skip
+
+
 @pytest.mark.compiles
-@pytest.mark.parametrize("program", [retained, separately, in_inference_mode, in_autocast])
+@pytest.mark.parametrize("program", RIGHT)
 def test_right_programs_with_compiled_graphs(program):
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8).to(DEVICE), torch.randn(4, 8, device=DEVICE)
     with compare(device=DEVICE) as result:
         program(model, x)
     assert not result.differences and not result.skipped and any("compiled graph" in name for name in result._rows)
+
+
+def step_of(model, backend):
+    torch._dynamo.reset()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(3):
+        model(torch.ones(4, 8, device=DEVICE)).sum().backward()
+        step()
+        optimizer.zero_grad()
+    return [state["step"].item() for state in optimizer.state.values()], model.weight.sum().item()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_compiled_optimizer_steps_once(backend):
+    """Its state is held by Dynamo's graph: the reference must not write to the program's own."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(DEVICE)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    plain = step_of(model, backend)
+    model.load_state_dict(before)
+    with compare(device=DEVICE) as result:
+        assert step_of(model, backend) == plain
+    assert plain[0] == [3, 3] and not result.differences and not result.skipped
+
+
+@pytest.mark.compiles
+def test_a_tensor_that_the_graph_holds_is_compared():
+    model = nn.Linear(8, 8).to(DEVICE)
+
+    def wrong(graph, inputs):
+        def run(*args):
+            out = graph(*args)
+            with torch.no_grad():
+                model.weight.add_(1)
+            return out
+
+        return run
+
+    with compare(device=DEVICE) as result:
+        step_of(model, wrong)
+    assert "compiled graph" in result.first.operator and result.first.what.startswith("argument")
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("wrong_in", ["forward", "backward"])
+def test_a_wrong_graph_is_named(wrong_in):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(phase):
+        def compile_graph(graph, inputs):
+            def run(*args):
+                first, *rest = graph(*args)
+                return (first + 1 if phase == wrong_in else first, *rest)
+
+            return make_boxed_func(run)
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    with compare(device=DEVICE) as result:
+        torch.compile(lambda x: x.sin(), backend=backend)(x).sum().backward()
+    first = result.first
+    assert first.operator.startswith(
+        "backward of compiled graph 0 of" if wrong_in == "backward" else "compiled graph 0 of"
+    )
+    assert first.what == ("gradient 0" if wrong_in == "backward" else "result 0") and first.place.phase == wrong_in
+    assert "test_compare_programs.py" in first.place.line()
 
 
 @pytest.mark.compiles

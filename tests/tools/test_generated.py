@@ -309,6 +309,10 @@ def test_options_that_do_not_go_together(words, message):
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
+def of_neg(change, more=""):
+    return f'{{"op": "aten::neg", "base": 0, "changes": [{change}]{more}}}'
+
+
 def test_a_wrong_case_is_refused():
     for text, message in (
         ("{}", "it has no 'op'"),
@@ -319,6 +323,17 @@ def test_a_wrong_case_is_refused():
             '{"op": "aten::neg", "base": 0, "changes": [["layout", 99, "sliced"]]}',
             "does not fit its argument: IndexError",
         ),
+        (of_neg('["layout", 0, "foo"]'), "has 'foo' where one of reversed, .*, overlapping is expected"),
+        (of_neg('["layout", 0]'), "is not 'layout' and 2 more"),
+        (of_neg('["dtype", 0, "float99"]'), "has 'float99' where one of float64, .* is expected"),
+        (of_neg('["dtype", 0, {}]'), "has {} where one of float64, .* is expected"),
+        (of_neg('["layout", "0", "sliced"]'), "has '0' where a number from 0 on is expected"),
+        (of_neg('["offset", 0, -1]'), "has -1 where a number from 0 on is expected"),
+        (of_neg('["number", 0, []]'), r"ends in \[\], and not in a number"),
+        (of_neg('["number", 0, "foo"]'), "argument 0 is a tensor, and not a number"),
+        (of_neg("", ', "given": {"input": 5}'), r"'given' is .*, not {'input': 5}"),
+        (of_neg("", ', "given": {"inputs": "f32[3]"}'), r"'given' is .*, not {'inputs': 'f32"),
+        (of_neg("", ', "given": {"inputs": ["f32[3"]}'), r"f32\[3"),
         ('{"op": ["x"], "base": 0, "changes": []}', r"'op' is \['x'\], and not of type str"),
         ('{"op": "aten::neg", "base": 1e400, "changes": []}', "'base' is inf, and not of type int"),
         (
