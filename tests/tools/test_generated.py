@@ -1085,6 +1085,10 @@ def test_differences_after_an_overflow_are_allowed():
     large, nan = Call([torch.tensor([3e38])], {}), torch.tensor([torch.nan])
     assert numerics.overflows(large, [(nan, torch.ones(1))])
     assert not numerics.overflows(large, [(torch.zeros(2), torch.tensor([torch.nan, 1.0]))])
+    rounded = torch.tensor([1.0, 0.0026367])
+    assert numerics.overflows(large, [(rounded, torch.tensor([torch.inf, 0.0026368]))])
+    assert not numerics.overflows(large, [(rounded, torch.tensor([torch.inf, 0.0028]))])
+    assert not numerics.overflows(large, [(rounded.double(), torch.tensor([torch.inf, 0.0026372]).double())])
     assert not numerics.overflows(Call([torch.ones(1)], {}), [(nan, torch.ones(1))]) and not numerics.overflows(
         large, []
     )
