@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from openreg_tools.compare.copies import copied, tensors_of
-from openreg_tools.compare.lockstep import Lockstep, tracing
+from openreg_tools.compare.lockstep import DEVICE_ERRORS, Lockstep, tracing
 from openreg_tools.compare.result import Difference
 from openreg_tools.compare.tolerance import Tolerance, largest, measure, ulp
 from openreg_tools.places import Place, stack
@@ -54,13 +54,16 @@ class Regions:
         self._replaced = [(OutputGraph, "call_user_compiler", OutputGraph.call_user_compiler),
                           (aot, "aot_stage2_compile", aot.aot_stage2_compile)]  # fmt: skip
         regions, (compile_graph, lower) = self, [each[2] for each in self._replaced]
-        parameters = inspect.signature(lower)
 
+        @functools.wraps(compile_graph)
         def call_user_compiler(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             if not regions.active:
                 return compile_graph(self, gm, *args, **kwargs)
-            code = getattr(getattr(self, "root_tx", None), "f_code", None)
-            region = _Region(regions, gm, regions._name(code))
+            name = regions._name(getattr(getattr(self, "root_tx", None), "f_code", None))
+            if torch._functorch.config.bundled_autograd_cache:
+                regions.mode.result.skipped.setdefault(name, "it is compiled ahead of time, into a file")
+                return compile_graph(self, gm, *args, **kwargs)
+            region = _Region(regions, gm, name)
             before = regions.lowered
             try:
                 with _configured():
@@ -69,12 +72,15 @@ class Regions:
                 regions._local.name = ""
             return region.compiled if regions.lowered > before else region
 
+        @functools.wraps(lower)
         def aot_stage2_compile(*args: Any, **kwargs: Any) -> Any:
-            if not regions.active:
+            if not regions.active or torch._functorch.config.bundled_autograd_cache:
                 return lower(*args, **kwargs)
-            regions._local.lowered = regions.lowered + 1
-            given = parameters.bind(*args, **kwargs)
+            given = inspect.signature(lower).bind(*args, **kwargs)
             name = getattr(regions._local, "name", "") or regions._name(None)
+            regions._local.lowered, regions._local.part = regions.lowered + 1, regions._local.part + 1
+            if regions._local.part > 1:  # DistributedDataParallel makes one for each of its buckets
+                name = f"{name}, part {regions._local.part}"
             forward = given.arguments["fw_compiler"]
             for which, backward in (("fw_compiler", False), ("bw_compiler", True), ("inference_compiler", False)):
                 compiler = given.arguments.get(which) or forward
@@ -87,6 +93,8 @@ class Regions:
 
     def __exit__(self) -> None:
         self.active = False
+        if self.count:
+            torch._dynamo.reset()  # the program compiles again, with its own settings
         for owner, name, function in self._replaced:
             setattr(owner, name, function)
 
@@ -94,7 +102,7 @@ class Regions:
         """The name of the next graph that Dynamo compiles."""
         ours = code is None or code.co_filename.startswith(_TORCH)
         of = (self.mode.places.module() or "a module") if ours else code.co_name
-        self._local.name = f"compiled graph {self.count} of {of}"
+        self._local.name, self._local.part = f"compiled graph {self.count} of {of}", 0
         self.count += 1
         return self._local.name
 
@@ -133,12 +141,15 @@ class _Region:
         self.compiled: Callable[..., Any] = gm
         self.whole = True
         nodes = [n for each in self.graph.modules() if isinstance(each, fx.GraphModule) for n in each.graph.nodes]
+        values = [(n, t) for n in nodes for t in _values(n)]
         self.ops = sum(node.op.startswith("call") for node in self.graph.graph.nodes)
         self.name = f"{'backward of ' if backward else ''}{name} ({self.ops} operators)"
-        self.random = any(each in str(n.target) for n in nodes for each in ("dropout", "rand", "bernoulli"))
-        self.coarsest = max(
-            (torch.finfo(t.dtype).eps for n in nodes for t in _values(n) if t.is_floating_point()), default=0.0
-        )
+        self.device = next((t.device for _, t in values if t.device.type == self.mode.type), None)
+        # Numbers that the reference does not draw, or draws from the state of the other device's generator.
+        self.random = any(_draws(n) and (not self.mode._draws or t.device.type != self.mode.type) for n, t in values)
+        self.undefined = any("empty" in str(n.target) for n in nodes)
+        self.collective = any("c10d" in str(n.target) for n in nodes)
+        self.coarsest = max((torch.finfo(t.dtype).eps for _, t in values if t.is_floating_point()), default=0.0)
 
     def __call__(self, *args: Any) -> Any:
         """In place of what a backend without AOTAutograd returned."""
@@ -146,15 +157,13 @@ class _Region:
             return self.compiled(*args)
         before = self.regions.lowered
         out = self.both([*args], lambda: self.compiled(*args))
-        self.whole = (
-            self.regions.lowered == before
-        )  # else AOTAutograd compiles in the call, and its graphs are compared
+        self.whole = self.regions.lowered == before  # else AOTAutograd compiled in the call: its graphs are compared
         return out
 
     def both(self, args: list[Any], call: Callable[[], Any]) -> Any:
         """Call the compiled code and compare; it may empty the list of arguments."""
         tensors = [*tensors_of(args), *self.held]
-        device = next((t.device for t in tensors if t.device.type == self.mode.type), None)
+        device = next((t.device for t in tensors if t.device.type == self.mode.type), self.device)
         if not self.regions.active or device is None or tracing(map(type, tensors)):
             return call()
         with self.mode.turn:
@@ -164,12 +173,12 @@ class _Region:
         mode = self.mode
         index, place = mode.result.count(), mode.places.now()
         about = Given([shown(value) for value in args], _terms(args), _autocast(mode.type))
-        copies = None
+        copies: list[Any] | None = None
         try:
             with mode.quiet(), torch.inference_mode(False):  # inference tensors do not count what is written to them
                 copies = copied(args, mode.reference)
                 kept = [_kept(copy) for copy in copies]
-                state = mode.state_of(device)
+                about.state = mode.state_of(device)
         except (NotImplementedError, RuntimeError) as error:  # a subclass without memory of its own
             mode.result.skipped.setdefault(self.name, f"its arguments cannot be copied: {error}")
         try:
@@ -178,7 +187,8 @@ class _Region:
             with mode.quiet():
                 mode._synchronize()
         except Exception as error:
-            self._failed(index, place, about, error)
+            if copies is None or not self._raises_too(copies, about, error):
+                self._failed(index, place, about, error)
             raise
         for tensor in tensors_of(args):
             if torch._C._has_storage(tensor):
@@ -187,7 +197,7 @@ class _Region:
             return out
         versions = [_version(copy) for copy in copies]
         try:
-            expected = self._run(copies, state, about)
+            expected = self._run(copies, about)
         except Exception as error:
             mode.result.skipped.setdefault(self.name, f"{mode.reference} raised {type(error).__name__}: {error}")
             return out
@@ -197,14 +207,24 @@ class _Region:
         self._compare(index, place, about, args, copies, written, kept, out, expected)
         return out
 
-    def _run(self, inputs: list[Any], state: Tensor | None, about: Given) -> list[Any]:
-        """What the graph returns on the reference."""
+    def _run(self, inputs: list[Any], about: Given, fill: float = 0.0) -> list[Any]:
+        """What the graph returns on the reference. Memory that it does not initialize holds `fill`."""
         mode = self.mode
         with (
-            _disable_current_modes(), mode.own_work(), mode.drawing(state), about.casts(mode.reference), torch.no_grad(),
-            torch.inference_mode(False),
+            _disable_current_modes(), mode.own_work(), mode.drawing(about.state), about.casts(mode.reference),
+            torch.no_grad(), torch.inference_mode(False),
         ):  # fmt: skip
-            return _listed(self.graph(*inputs))
+            return _listed((_Filled(self.graph, fill).run if self.undefined else self.graph)(*inputs))
+
+    def _raises_too(self, copies: list[Any], about: Given, error: Exception) -> bool:
+        """Whether the reference raises as well, because the call itself is wrong."""
+        if isinstance(error, DEVICE_ERRORS) or self.collective:
+            return False
+        try:
+            self._run(copies, about)
+        except Exception:
+            return True
+        return False
 
     def _compare(
         self, index: int, place: Place, about: Given, args: list[Any], copies: list[Any], written: list[bool],
@@ -213,15 +233,26 @@ class _Region:
         row = self.mode.result.row(self.name)
         row.calls += 1
         row.compared += 1
-        what = "gradient" if self.backward else "result"
-        pairs = [(f"{what} {i}", True, *both) for i, both in enumerate(zip(_listed(out), expected, strict=False))]
-        pairs += [(f"argument {i}", *each) for i, each in enumerate(zip(written, args, copies, strict=True))]
+        name, outs = "gradient" if self.backward else "result", _listed(out)
+        if len(outs) != len(expected):
+            found = f"are {len(outs)}, and {len(expected)} on {self.mode.reference}"
+            self._add(index, place, about, f"{name}s", None, None, found)
+            return
+        # Compiled code may use the memory of what the forward saved for the backward again, but not of weights.
+        matter = [writes or not self.backward or isinstance(arg, Tensor) and arg.requires_grad
+                  for writes, arg in zip(written, args, strict=True)]  # fmt: skip
+        pairs = [(f"{name} {i}", True, *both) for i, both in enumerate(zip(outs, expected, strict=True))]
+        pairs += [(f"argument {i}", *each) for i, each in enumerate(zip(matter, args, copies, strict=True))]
         for k, (what, matters, got, want) in enumerate(pairs):
             if matters and isinstance(got, Tensor) and isinstance(want, Tensor):
-                self._judge(index, place, about, what, got, want, functools.partial(self._moves, about, kept, k))
+                self._judge(index, place, about, what, got, want, kept, k)
+            elif k < len(outs) and _unlike(got, want):
+                found = f"is {_shown(got)}, and {_shown(want)} on {self.mode.reference}"
+                self._add(index, place, about, what, None, None, found)
 
     def _judge(
-        self, index: int, place: Place, about: Given, what: str, tensor: Tensor, want: Tensor, moves: Callable[[], float]
+        self, index: int, place: Place, about: Given, what: str, tensor: Tensor, want: Tensor, kept: list[Any],
+        k: int,
     ) -> None:  # fmt: skip
         mode = self.mode
         with mode.lock, mode.quiet():
@@ -237,6 +268,8 @@ class _Region:
             got = tensor.detach().to(mode.reference, copy=True)
             if torch.equal(got, want):
                 return
+            if self.undefined and (undefined := self._changes(about, kept, k, fill=1.0)) is not None:
+                got = torch.where(undefined[0] != undefined[1], want, got)
             exact = not (want.is_floating_point() or want.is_complex())
             ulps = (32 * math.sqrt(max(1, self.ops)) + math.sqrt(about.terms) / 2) * mode.tolerances.factor
             if not exact:
@@ -248,8 +281,11 @@ class _Region:
                 return
         if exact:
             ulps = 0.0
+            changes = self._changes(about, kept, k, last_bit=1.0)
+            if changes is not None and int((got != want).sum()) <= 4 * int((changes[0] != changes[1]).sum()):
+                return  # such as the mask of a relu whose input is rounding alone
         elif error.ulps > ulps and not self.random:
-            ulps *= max(1.0, moves())
+            ulps *= max(1.0, self._moves(about, kept, k))
         tolerance = Tolerance("exact" if exact else "chain", ulps, self.ops)
         with mode.lock, mode.quiet():
             row = mode.result.row(self.name)
@@ -263,22 +299,32 @@ class _Region:
                 else:
                     self._add(index, place, about, what, error, tolerance, "", shown(got))
 
-    def _moves(self, about: Given, kept: list[Any], which: int) -> float:
-        """By how many ulps one result of the reference, or an argument that it writes, moves if each input changes in its
-        last bit: a difference of two equal numbers, such as the gradient of a bias before a batch norm, is rounding alone.
-        Most of the elements that move do so by more: a few may jump, as floor() does."""
-        if any(each is None for each in kept):
-            return 0.0
+    def _changes(
+        self, about: Given, kept: list[Any], k: int, last_bit: float = 0.0, fill: float = 0.0
+    ) -> tuple[Tensor, Tensor] | None:
+        """Result k of the reference, or an argument that it writes, and the same with the last bit of each input changed or
+        with other uninitialized memory; None if the graph cannot run again."""
+        if self.collective or any(each is None for each in kept):  # the other ranks do not join in
+            return None
         found = []
         with contextlib.suppress(Exception):
-            for last_bit in (0.0, 1.0):
-                inputs = [_nearby(value, last_bit) for value in kept]
-                found.append([*self._run(inputs, None, about), *inputs][which].detach())
-            base = found[0].abs().max().to(torch.float64)
-            moved = (found[1].to(torch.float64) - found[0].to(torch.float64)).abs()
-            moved = moved[moved > 0].sort().values
-            if len(moved) and bool(moved.isfinite().all()):
-                return float(moved[len(moved) // 4] / ulp(base, found[0].dtype))
+            for how in ((0.0, 0.0), (last_bit, fill)):
+                inputs = [_nearby(value, how[0]) for value in kept]
+                found.append([*self._run(inputs, about, how[1]), *inputs][k].detach())
+            return found[0], found[1]
+        return None
+
+    def _moves(self, about: Given, kept: list[Any], k: int) -> float:
+        """By how many ulps a result moves if each input changes in its last bit: a difference of two equal numbers, such as
+        the gradient of a bias before a batch norm, is rounding alone. Most of the elements that move do so by more: some may
+        jump, as floor() does, and some may be exact."""
+        if (changes := self._changes(about, kept, k, last_bit=1.0)) is None or not changes[0].numel():
+            return 0.0
+        base = changes[0].abs().max().to(torch.float64)
+        moved = (changes[1].to(torch.float64) - changes[0].to(torch.float64)).abs()
+        moved = moved[moved > 0].sort().values
+        if len(moved) and bool(moved.isfinite().all()):
+            return float(moved[len(moved) * 2 // 5] / ulp(base, changes[0].dtype))
         return 0.0
 
     def _failed(self, index: int, place: Place, about: Given, error: BaseException) -> None:
@@ -307,6 +353,7 @@ class Given:
     inputs: list[str]
     terms: int  # of the longest sum
     cast: torch.dtype | None  # of autocast on the device, where the graph runs in it
+    state: Tensor | None = None  # of the device's generator before the call, where the reference can draw from it
 
     def casts(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(device.type, self.cast) if self.cast else contextlib.nullcontext()
@@ -352,6 +399,41 @@ def _on_reference(gm: fx.GraphModule, kind: str, reference: torch.device) -> tup
     held: list[Tensor] = []
     with _disable_current_modes():
         return copy(gm, held), held
+
+
+class _Filled(fx.Interpreter):
+    """Runs a graph and fills what it leaves uninitialized."""
+
+    def __init__(self, module: fx.GraphModule, fill: float) -> None:
+        super().__init__(module)
+        self.fill = fill
+
+    def run_node(self, n: fx.Node) -> Any:
+        out = super().run_node(n)
+        return out.fill_(self.fill) if "empty" in str(n.target) and isinstance(out, Tensor) else out
+
+
+_RANDOM = ("dropout", "rand", "bernoulli", "normal_", "multinomial", "uniform", "exponential", "poisson", "cauchy",
+           "geometric", "rrelu", "binomial", "rng", "gumbel", "attention")  # fmt: skip
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node may draw random numbers: a tag says so of operators, and the name of other functions."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.op.startswith("call") and any(each in str(node.target) for each in _RANDOM)
+
+
+def _unlike(got: Any, want: Any) -> bool:
+    """Whether results are numbers that are not equal, or one alone is a tensor."""
+    if isinstance(got, Tensor) or isinstance(want, Tensor):
+        return not (isinstance(got, Tensor) and isinstance(want, Tensor))
+    numbers = (bool, int, float, complex)
+    return isinstance(got, numbers) and isinstance(want, numbers) and got != want and not (got != got and want != want)
+
+
+def _shown(value: Any) -> str:
+    return shown(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _values(node: fx.Node) -> Iterator[Tensor]:

@@ -309,6 +309,8 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         if message := contiguous.differs_when_plain(name, call, plain, there, device):
             if not (note := contiguous.doubtful(name, call, is_plain=True)):
                 return _failed("value", message, call)
+    elif "unsupported tensor layout" in theirs and not ours and contiguous.is_as_dense(name, call, there):
+        note = "the device takes a sparse tensor that the CPU refuses"
     elif (not theirs or ours) and allowed.lacks_tensor(name, call):
         note = "None for a tensor that is not optional"
     if theirs and ours and (isinstance(there.error, type(cpu.error)) or note):

@@ -23,6 +23,7 @@ __all__ = [
     "doubtful",
     "gives_separate",
     "in_plain_memory",
+    "is_as_dense",
     "is_as_exact",
     "plain_error",
     "takes_it_plain",
@@ -40,6 +41,14 @@ class Plain(Move):
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             return super().copy(tensor)
         return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+class Dense(Plain):
+    """The same, and copies of sparse tensors are dense."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        sparse = tensor.layout != torch.strided and not tensor.is_nested
+        return super().copy(tensor.to_dense() if sparse else tensor)
 
 
 class PlainBits(Plain):
@@ -66,6 +75,20 @@ def takes_it_plain(name: str, call: Call) -> opinfo.Outcome | None:
     """The CPU's outcome if each argument is contiguous and has its own memory, unless it refuses that too."""
     plain = _run_plain(name, call)
     return plain if plain.error is None else None
+
+
+def is_as_dense(name: str, call: Call, there: opinfo.Outcome) -> bool:
+    """Whether the device's results are what the CPU computes for dense tensors in place of the sparse ones."""
+    plain = _run_plain(name, call, Dense)
+    if plain.error is not None or all(each.layout == torch.strided for each in _tensors(call)):
+        return False
+    both = [[x for x in tree_leaves(each.value[0]) if isinstance(x, torch.Tensor)] for each in (plain, there)]
+    try:
+        dense = [x.cpu().to_dense() if x.layout != torch.strided else x.cpu() for x in both[1]]
+        torch.testing.assert_close(dense, both[0], equal_nan=True)
+        return True
+    except (AssertionError, RuntimeError, NotImplementedError):
+        return False
 
 
 def plain_error(name: str, call: Call) -> BaseException | None:

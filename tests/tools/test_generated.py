@@ -427,6 +427,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::_ctc_loss_backward", [("number", 37, -1)], 0, "allowed"),  # blank, of which only the forward pass checks
         ("aten::_ctc_loss_backward", [("number", 5, -1)], 0, "allowed"),  # a length, likewise
         ("aten::_ctc_loss_backward", [], 0, "equal"),
+        ("aten::ldexp_", [("dtypes", "float32", "int64"), ("garbage", 4)], 0, "allowed"),  # self is sparse
         ("aten::_fft_c2r.out", [("number", 1, 9223372036854775807)], 0, "allowed"),  # a dimension, likewise
         ("aten::_fft_c2r.out", [("number", 1, 0)], 0, "equal"),
         ("aten::_batch_norm_with_update", [("number", 5, 1e308), ("layout", 0, "reversed")], 0, "equal"),  # 1 - momentum overflows
@@ -871,6 +872,16 @@ def test_indices_out_of_range_are_not_written_with():
         assert allowed.indexes_anywhere("aten::_fft_c2r", call) is anywhere
         assert allowed.indexes_anywhere("aten::_fft_c2r.out", call) is anywhere
         assert not allowed.indexes_anywhere("aten::fft_irfft", call)
+
+
+def test_results_of_sparse_tensors_are_those_of_dense_ones():
+    x, y = torch.eye(3).to_sparse(), torch.ones(3, 3)
+    call = Call([x, y], {})
+    right = outcome("aten::mul.Tensor", call, calls.Move)
+    assert contiguous.is_as_dense("aten::mul.Tensor", call, right)
+    wrong = outcome("aten::mul.Tensor", Call([x, y * 2], {}), calls.Move)
+    assert not contiguous.is_as_dense("aten::mul.Tensor", call, wrong)
+    assert not contiguous.is_as_dense("aten::mul.Tensor", Call([x.to_dense(), y], {}), right)
 
 
 def test_lengths_out_of_range_are_left_to_the_forward_pass():
