@@ -60,9 +60,6 @@ class Regions:
             if not regions.active:
                 return compile_graph(self, gm, *args, **kwargs)
             name = regions._name(getattr(getattr(self, "root_tx", None), "f_code", None))
-            if torch._functorch.config.bundled_autograd_cache:
-                regions.mode.result.skipped.setdefault(name, "it is compiled ahead of time, into a file")
-                return compile_graph(self, gm, *args, **kwargs)
             region = _Region(regions, gm, name)
             before = regions.lowered
             try:
@@ -74,7 +71,11 @@ class Regions:
 
         @functools.wraps(lower)
         def aot_stage2_compile(*args: Any, **kwargs: Any) -> Any:
-            if not regions.active or torch._functorch.config.bundled_autograd_cache:
+            if not regions.active:
+                return lower(*args, **kwargs)
+            if torch._functorch.config.bundled_autograd_cache:
+                name = getattr(regions._local, "name", "") or regions._name(None)
+                regions.mode.result.skipped.setdefault(name, "it is compiled ahead of time, into a file")
                 return lower(*args, **kwargs)
             given = inspect.signature(lower).bind(*args, **kwargs)
             name = getattr(regions._local, "name", "") or regions._name(None)

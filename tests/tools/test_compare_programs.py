@@ -1,5 +1,6 @@
 """`compare`, `record` and their commands on programs with several threads, and on compiled models that train."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -243,7 +244,49 @@ def compiled_backward(model, x):
         model(x).sum().backward()
 
 
-RIGHT = (retained, separately, in_inference_mode, in_autocast, hooked, returns_views, half_inside, conjugated,
+def uninitialized(model, x):
+    def function(x):
+        padded = torch.empty(6, 8, device=DEVICE)
+        padded[:4] = x
+        return x * 2, torch.empty_like(x), padded
+
+    junk = [torch.full((6, 8), each, device=DEVICE) for each in (7.0, 8.0, 9.0)]
+    del junk
+    torch.compile(function, backend="aot_eager")(x)
+
+
+def expects_an_error(model, x):
+    torch.compile(model, backend="aot_eager")(x)
+    with contextlib.suppress(torch.linalg.LinAlgError):
+        torch.compile(torch.linalg.cholesky, backend="aot_eager")(-torch.eye(3, device=DEVICE))
+
+
+def draws_numbers(model, x):
+    def function(x):
+        return nn.functional.dropout(x, 0.5) + torch.rand_like(x) * torch.randn(8, device=x.device)
+
+    before = torch.openreg.get_rng_state()
+    torch.compile(function, backend="aot_eager")(x)
+    assert not torch.equal(before, torch.openreg.get_rng_state())
+
+
+def gradients_that_are_rounding(model, x):
+    attention, norm = nn.MultiheadAttention(16, 2, batch_first=True).to(DEVICE), nn.LayerNorm(16).to(DEVICE)
+    x = torch.randn(2, 5, 16, device=DEVICE)
+    torch.compile(lambda x: norm(x + attention(x, x, x, need_weights=False)[0]))(x).square().mean().backward()
+
+
+def masks_that_are_rounding(model, x):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()).to(DEVICE)
+    torch.compile(layers)(torch.ones(4, 8, device=DEVICE)).sum().backward()
+
+
+def of_numbers_alone(model, x):
+    torch.compile(lambda n: (torch.arange(n, device=DEVICE) * 2.0, n + 1), backend="aot_eager", dynamic=True)(4)
+
+
+RIGHT = (uninitialized, expects_an_error, draws_numbers, gradients_that_are_rounding, masks_that_are_rounding,
+         of_numbers_alone, retained, separately, in_inference_mode, in_autocast, hooked, returns_views, half_inside, conjugated,
          conjugated_without_aot, nested, saved_tensor_hooks, checkpointed, writes_a_tensor_in_the_graph, branches,
          compiled_backward)  # fmt: skip
 
@@ -301,23 +344,158 @@ def test_a_tensor_that_the_graph_holds_is_compared():
     assert "compiled graph" in result.first.operator and result.first.what.startswith("argument")
 
 
-@pytest.mark.compiles
-@pytest.mark.parametrize("wrong_in", ["forward", "backward"])
-def test_a_wrong_graph_is_named(wrong_in):
+def wrong_backend(change, wrong_in="forward"):
+    """A backend of which the forward or the backward changes results and arguments."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(phase):
         def compile_graph(graph, inputs):
             def run(*args):
-                first, *rest = graph(*args)
-                return (first + 1 if phase == wrong_in else first, *rest)
+                out = graph(*args)
+                return change([*out], args) if phase == wrong_in else out
 
             return make_boxed_func(run)
 
         return compile_graph
 
-    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    forward = compiler("forward")
+    return aot_autograd(fw_compiler=forward, bw_compiler=compiler("backward"), inference_compiler=forward)
+
+
+def adds_one(out, args):
+    return [out[0] + 1, *out[1:]]
+
+
+def writes_its_input(out, args):
+    args[-1].detach().add_(1)
+    return out
+
+
+def loses_one(out, args):
+    return [None, *out[1:]]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("function", "change", "what"),
+    [
+        (lambda x: nn.functional.dropout(x, 0.5) * 2, adds_one, "result 0"),
+        (lambda x: torch.arange(4, device=DEVICE) * 2.0, adds_one, "result 0"),
+        (lambda x: (x.shape[0] + 1, x * 2), adds_one, "result 0"),
+        (lambda x: x.argmax(), adds_one, "result 0"),
+        (lambda x: x > 0, lambda out, args: [~out[0]], "result 0"),
+        (lambda x: x * 2, loses_one, "result 0"),
+        (lambda x: (x * 2, x * 3), lambda out, args: out[:1], "results"),
+        (lambda x: x * 2, writes_its_input, "argument 1"),
+        (lambda x: torch.empty_like(x).copy_(x), adds_one, "result 0"),
+    ],
+    ids=["random", "no device inputs", "an integer", "indices", "a mask", "None", "fewer", "clobbers", "empty"],
+)
+def test_what_a_wrong_graph_does(function, change, what):
+    x = torch.randn(4, 8, device=DEVICE)
+    torch._dynamo.mark_dynamic(x, 0)
+    with compare(device=DEVICE) as result, contextlib.suppress(Exception):  # what follows in PyTorch may raise
+        torch.compile(function, backend=wrong_backend(change))(x)
+    assert result.first.operator.startswith("compiled graph 0 of") and result.first.what.endswith(what), result.report()
+
+
+@pytest.mark.compiles
+def test_a_backward_that_writes_to_a_weight():
+    weight = torch.randn(8, 8, device=DEVICE, requires_grad=True)
+
+    def writes_the_weight(out, args):
+        next(each for each in args if each.shape == (8, 8)).detach().add_(1)
+        return out
+
+    with compare(device=DEVICE) as result:
+        backend = wrong_backend(writes_the_weight, "backward")
+        x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+        torch.compile(lambda x: x @ weight, backend=backend)(x).sum().backward()
+    assert result.first.operator.startswith("backward of compiled graph 0") and "argument" in result.first.what
+
+
+@pytest.mark.compiles
+def test_numbers_that_the_reference_does_not_draw():
+    """The graph draws on the host, from a generator that is not the device's: a note, and no difference."""
+    torch.rand(1)
+    with compare(device=DEVICE) as result:
+        torch.compile(lambda x: x + torch.rand(8).to(DEVICE), backend="aot_eager")(torch.ones(8, device=DEVICE))
+    assert not result.differences and any("draws random numbers" in note for note in result.notes)
+
+
+@pytest.mark.compiles
+def test_compare_in_compare():
+    function, x = torch.compile(lambda x: x.sin() * 2, backend="aot_eager"), torch.ones(4, device=DEVICE)
+    with compare(device=DEVICE) as outer, compare(device=DEVICE) as inner:
+        function(x)
+    for result in (outer, inner):
+        assert not result.differences and any("compiled graph" in row for row in result._rows)
+
+
+@pytest.mark.compiles
+def test_what_is_compiled_into_a_file_is_not_compared():
+    x = torch.ones(4, device=DEVICE)
+    with compare(device=DEVICE) as result:
+        compiled = torch.compile(lambda x: x.sin() * 2, fullgraph=True).aot_compile(((x,), {}))
+        assert torch.equal(compiled(x), x.sin() * 2)
+    assert "into a file" in " ".join(result.skipped.values())
+
+
+@pytest.mark.compiles
+def test_a_function_draws_its_own_numbers_after_compare():
+    function, x = torch.compile(lambda x: nn.functional.dropout(x, 0.5)), torch.ones(64, device=DEVICE)
+
+    def drawn():
+        torch.manual_seed(0)
+        return function(x)
+
+    plain = drawn()
+    with compare(device=DEVICE):
+        drawn()
+    assert torch.equal(drawn(), plain)
+
+
+def test_graphs_of_collectives_do_not_run_again():
+    """The other ranks would not join in."""
+    from openreg_tools.compare.lockstep import Lockstep
+    from openreg_tools.compare.regions import Given, Regions, _Region
+    from openreg_tools.compare.result import Result
+    from openreg_tools.compare.tolerance import Tolerances
+
+    regions = Regions(Lockstep(DEVICE, "cpu", Tolerances(), Result(DEVICE, "cpu"), False))
+    graph = torch.fx.symbolic_trace(lambda x: x * 1e6)
+    region, about = _Region(regions, graph, "a graph"), Given([], 1, None)
+    assert not region.collective and region._moves(about, [torch.rand(9)], 0) > 0
+    region.collective = True
+    assert region._changes(about, [torch.rand(9)], 0) is None and region._moves(about, [torch.rand(9)], 0) == 0
+    assert not region._raises_too([None], about, ValueError()), "the reference would raise for None"
+    region.collective = False
+    assert region._raises_too([None], about, ValueError())
+    node = torch.fx.Graph().call_function(torch.ops._c10d_functional.all_reduce.default, ())
+    node.graph.output(node)
+    assert _Region(regions, torch.fx.GraphModule({}, node.graph), "a graph").collective
+
+
+def test_parts_of_one_graph_have_names_of_their_own():
+    """DistributedDataParallel splits a graph that Dynamo compiles."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    def backend(graph, inputs):
+        compiled = [aot_module_simplified(graph, inputs, lambda gm, args: gm) for _ in range(2)]
+        return lambda *args: compiled[0](*compiled[1](*args))
+
+    with compare(device=DEVICE) as result, torch.no_grad():
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(4, device=DEVICE))
+    assert {row for row in result._rows if "compiled" in row} == {
+        "compiled graph 0 of <lambda> (1 operators)", "compiled graph 0 of <lambda>, part 2 (1 operators)"
+    }  # fmt: skip
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("wrong_in", ["forward", "backward"])
+def test_a_wrong_graph_is_named(wrong_in):
+    backend = wrong_backend(adds_one, wrong_in)
     x = torch.ones(3, device=DEVICE, requires_grad=True)
     with compare(device=DEVICE) as result:
         torch.compile(lambda x: x.sin(), backend=backend)(x).sum().backward()
