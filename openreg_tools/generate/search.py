@@ -31,6 +31,7 @@ OWN = 3  # times as many cases for a kernel of the device's own package
 SHRINKING = 400  # the most runs to shrink one failure
 CRASHES = 40  # how many cases of an operator may end the child
 WAITS = 3  # how many may hang
+_SUSPECTS = 400  # how many earlier calls of other operators may have caused a crash
 
 
 class Child(Worker):
@@ -95,15 +96,16 @@ class Child(Worker):
         return answer["note"] if answer else "the CPU's kernel ends the process"
 
     def damage(self, case: dict[str, Any], earlier: list[dict[str, Any]]) -> str:
-        """Why a crash does not repeat in a new process: an earlier call of the operator wrote beyond its arguments."""
+        """Why a crash does not repeat in a new process: an earlier call, of this operator or another, wrote beyond its
+        arguments."""
         answer, *_ = self.exchange(json.dumps(case), "end")
         if answer is None:
             return ""
-        for each in reversed(earlier):
-            if each["op"] == case["op"]:
-                answer, *_ = self.exchange(json.dumps({"damages": each}), "done")
-                if answer is None or answer["damages"]:
-                    return "an earlier call of the CPU's kernel wrote beyond its arguments"
+        others = [each for each in earlier if each["op"] != case["op"]][-_SUSPECTS:]
+        for each in reversed([*others, *(each for each in earlier if each["op"] == case["op"])]):
+            answer, *_ = self.exchange(json.dumps({"damages": each}), "done")
+            if answer is None or answer["damages"]:
+                return "an earlier call of the CPU's kernel wrote beyond its arguments"
         return ""
 
     def bases(self, name: str) -> tuple[list[Any], bool, str]:
