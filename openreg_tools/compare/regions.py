@@ -73,12 +73,11 @@ class Regions:
         def aot_stage2_compile(*args: Any, **kwargs: Any) -> Any:
             if not regions.active:
                 return lower(*args, **kwargs)
+            name = getattr(regions._local, "name", "") or regions._name(None)
             if torch._functorch.config.bundled_autograd_cache:
-                name = getattr(regions._local, "name", "") or regions._name(None)
                 regions.mode.result.skipped.setdefault(name, "it is compiled ahead of time, into a file")
                 return lower(*args, **kwargs)
             given = inspect.signature(lower).bind(*args, **kwargs)
-            name = getattr(regions._local, "name", "") or regions._name(None)
             regions._local.lowered, regions._local.part = regions.lowered + 1, regions._local.part + 1
             if regions._local.part > 1:  # DistributedDataParallel makes one for each of its buckets
                 name = f"{name}, part {regions._local.part}"
@@ -248,7 +247,7 @@ class _Region:
             if matters and isinstance(got, Tensor) and isinstance(want, Tensor):
                 self._judge(index, place, about, what, got, want, kept, k)
             elif k < len(outs) and _unlike(got, want):
-                found = f"is {_shown(got)}, and {_shown(want)} on {self.mode.reference}"
+                found = f"is {shown(got)}, and {shown(want)} on {self.mode.reference}"
                 self._add(index, place, about, what, None, None, found)
 
     def _judge(
@@ -431,10 +430,6 @@ def _unlike(got: Any, want: Any) -> bool:
         return not (isinstance(got, Tensor) and isinstance(want, Tensor))
     numbers = (bool, int, float, complex)
     return isinstance(got, numbers) and isinstance(want, numbers) and got != want and not (got != got and want != want)
-
-
-def _shown(value: Any) -> str:
-    return shown(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _values(node: fx.Node) -> Iterator[Tensor]:

@@ -209,7 +209,10 @@ def written(result: Result, path: Path, shrink: bool) -> str:
     views = {id(t): t for t in tensors_of((*args, *kwargs.values())) if t.layout == torch.strided}
     count = collections.Counter(t.untyped_storage()._cdata for t in views.values())
     shared = {each for each, views_of_it in count.items() if views_of_it > 1}
-    source = lambda value: _source(value, tensors, saved, shared)  # noqa: E731
+
+    def source(value: Any) -> str:
+        return _source(value, tensors, saved, shared)
+
     taken = {name: value for name, value in kwargs.items() if name in TAKEN}
     words = [source(value) for value in args]
     words += [f"{name}={source(value)}" for name, value in kwargs.items() if name not in taken]
