@@ -22,6 +22,7 @@
 #include "fixed.h"
 #include "queued.h"
 #include "trial.h"
+#include "unchecked.h"
 #include "values.h"
 
 namespace openreg {
@@ -210,6 +211,7 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
     repeats.view(-1)[0].fill_(scratch[1].toInt());
     scratch[0] = repeats;
   }
+  if (const MissingCheck check = missing_check(captured.op)) check(captured.op, scratch);
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
   return scratch;
 }
@@ -254,12 +256,14 @@ struct Node {
   at::Generator lent; // the device's, for an operator without such an argument
   bool copies;
   Stream stream;
+  MissingCheck check = missing_check(op);
 
   void operator()() const {
     Stack stack = arguments;
     for (const auto& [i, generator] : generators) stack[i] = generator;
     {
       LendGenerator lend(lent);
+      if (check) check(op, stack);
       op.redispatchBoxed(DispatchKeySet(target), &stack);
     }
     if (!results.empty()) copy_results(stack);

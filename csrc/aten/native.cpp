@@ -25,6 +25,7 @@
 #include "own_memory.h"
 #include "queued.h"
 #include "synchronizing.h"
+#include "unchecked.h"
 #include "wider.h"
 
 namespace openreg {
@@ -88,6 +89,7 @@ class NativeKernel final : public c10::OperatorKernel {
         if (schema.arguments()[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) last_list_ = i;
     }
     synchronizes_ = synchronizes_on_cuda(op);
+    missing_check_ = missing_check(op);
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
     if (target == DispatchKey::CPU || target == DispatchKey::SparseCsrCPU) wider_ = Wider::of(schema.name());
@@ -182,6 +184,7 @@ class NativeKernel final : public c10::OperatorKernel {
       try {
         call.run([&] {
           const LendGenerator lend(lent);
+          if (C10_UNLIKELY(missing_check_ != nullptr)) missing_check_(op, *stack);
           op.redispatchBoxed(DispatchKeySet(target_), stack);
         });
       } catch (const c10::Error& error) { // every function of an UnknownQuantizer is an internal assertion that fails
@@ -271,6 +274,7 @@ class NativeKernel final : public c10::OperatorKernel {
   size_t host_result_ = static_cast<size_t>(-1);
   bool views_ = false; // it returns views, changes only the geometry, or gives a tensor without memory
   Synchronizes synchronizes_ = nullptr;
+  MissingCheck missing_check_ = nullptr;
   const Wider* wider_ = nullptr;
   std::string each_;     // for a foreach operator: what it calls for each element
   size_t last_list_ = 0; // for an operator that accepts CPU scalars only in its last list

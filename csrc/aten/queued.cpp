@@ -27,6 +27,7 @@
 #include "host_scalars.h"
 #include "signature.h"
 #include "trial.h"
+#include "unchecked.h"
 #include "values.h"
 
 namespace openreg {
@@ -101,6 +102,7 @@ Plan make_plan(const c10::OperatorHandle& op) {
   }
   // These inspect their own results, on CUDA too, and raise at the call.
   if (schema.name().find("linalg_") != std::string::npos) return plan;
+  if (missing_check(op)) return plan; // raises at the call too: see Note [Unchecked arguments]
   for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
            at::Tag::dynamic_output_shape, at::Tag::inplace_view})
     if (op.hasTag(tag)) return plan;

@@ -253,6 +253,19 @@ at::Tensor sum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim
   return out;
 }
 
+// If indices are counted, the boxed kernel checks them: see Note [Unchecked arguments].
+at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& indices, c10::SymInt num_weights,
+    c10::SymInt padding_idx, bool scale_grad_by_freq) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::embedding_dense_backward", "");
+  using Boxed =
+      c10::impl::BoxedKernelWrapper<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, bool)>;
+  if (scale_grad_by_freq)
+    return Boxed::call(native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, indices,
+        std::move(num_weights), std::move(padding_idx), true);
+  return native<at::_ops::embedding_dense_backward, at::cpu::embedding_dense_backward_symint>(
+      grad, indices, std::move(num_weights), std::move(padding_idx), false);
+}
+
 // Whether BLAS reads a matrix as it is. The CPU's kernel copies any other.
 bool is_matrix(const at::Tensor& t) {
   if (t.dim() != 2 || t.numel() == 0) return false;
@@ -361,7 +374,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
   STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); STRUCTURED("nll_loss_backward", nll_loss_backward, nll_loss_backward_symint);
   m.impl("native_layer_norm", native_layer_norm); m.impl("native_layer_norm_backward", (native<at::_ops::native_layer_norm_backward, native_layer_norm_backward>));
-  UNBOXED("index_select", index_select, index_select); UNBOXED("embedding_dense_backward", embedding_dense_backward, embedding_dense_backward_symint);
+  UNBOXED("index_select", index_select, index_select); m.impl("embedding_dense_backward", embedding_dense_backward);
   STRUCTURED("cat", cat, cat);
 }
 // clang-format on

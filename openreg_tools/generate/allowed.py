@@ -7,7 +7,9 @@ A rule is as narrow as its reason. A difference that no rule allows is a finding
 from __future__ import annotations
 
 import contextlib
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ __all__ = [
     "LACKS_MEMORY",
     "MEMORY",
     "OUT_OF_BOUNDS",
-    "has_length_out_of_range",
     "has_short_list",
     "indexes_anywhere",
     "is_elsewhere",
@@ -32,6 +33,7 @@ __all__ = [
     "lacks_tensor",
     "raises_when_plain",
     "refuses_gradient",
+    "refuses_pooling",
     "refuses_state",
     "takes_negative_size",
 ]
@@ -44,6 +46,7 @@ MEMORY = re.compile(
 # Errors that the device may raise where the CPU computes a result: it has less memory, or cannot pin it.
 LACKS_MEMORY = re.compile(r"(not enough|out of) memory|allocat|can be pinned", re.I)
 OUT_OF_BOUNDS = re.compile(r"index \S+ is out of bounds|index out of range|out of DATA bounds")
+_Bound = Callable[[dict[str, Any]], int]  # of the numbers of an argument, given all arguments
 ELSEWHERE = "an argument is on another device or has no memory, or the call does not name the device"
 
 
@@ -85,42 +88,65 @@ def has_short_list(name: str, call: Call) -> bool:
     return any(isinstance(value, list) and len(value) < argument.N for argument, value in lists)
 
 
-# The unchecked indices of some kernels of the CPU, and the argument with the sizes that bound them: a number or a tensor's last.
-_UNCHECKED = {
-    "aten::embedding_dense_backward": (("indices",), "num_weights"),
-    "aten::ctc_loss": (("targets",), "log_probs"),
-    "aten::_ctc_loss": (("targets",), "log_probs"),
-    "aten::_ctc_loss_backward": (("targets", "blank"), "log_probs"),
+def _pooled(dims: int) -> dict[str, _Bound]:
+    return {"indices": lambda given: math.prod(given["self"].shape[-dims:])}
+
+
+_OFFSETS: dict[str, _Bound] = {"offsets": lambda given: given["indices"].numel() + 1}
+_BAGS: dict[str, _Bound] = {
+    "indices": lambda given: given["num_weights"],
+    "offset2bag": lambda given: given["grad"].shape[0],
 }
-_TRANSFORMS = re.compile(r"aten::_fft_(c2c|c2r|r2c)(\.|$)")  # torch.fft passes dimensions from 0 on to them
+_TARGETS: dict[str, _Bound] = {"targets": lambda given: given["log_probs"].shape[-1]}
+_SEGMENTS: dict[str, _Bound] = {
+    "lengths": lambda given: given["data"].shape[given["lengths"].dim() - 1] + 1,
+    "offsets": lambda given: given["data"].shape[given["offsets"].dim() - 1] + 1,
+}
+_TRANSFORM: dict[str, _Bound] = {"dim": lambda given: given["self"].dim()}  # torch.fft passes dimensions from 0 on
+
+# What kernels of the CPU use as an index without a check, and its bounds. The device's own checks are in
+# tests/aten/test_unchecked.py.
+_UNCHECKED: dict[str, dict[str, _Bound]] = {
+    "aten::_ctc_loss": _TARGETS,
+    "aten::_ctc_loss_backward": _TARGETS
+    | {
+        "blank": _TARGETS["targets"],
+        "input_lengths": lambda given: given["log_probs"].shape[0] + 1,
+        "target_lengths": lambda given: (given["log_alpha"].shape[2] + 1) // 2,
+    },
+    "aten::_embedding_bag": _OFFSETS,
+    "aten::_embedding_bag_backward": _BAGS | _OFFSETS,
+    "aten::_embedding_bag_dense_backward": _BAGS,
+    "aten::_embedding_bag_forward_only": _OFFSETS,
+    "aten::_embedding_bag_per_sample_weights_backward": _BAGS
+    | _OFFSETS
+    | {"indices": lambda given: given["weight"].shape[0]},
+    "aten::_fft_c2c": _TRANSFORM,
+    "aten::_fft_c2r": _TRANSFORM,
+    "aten::_fft_r2c": _TRANSFORM,
+    "aten::_segment_reduce_backward": _SEGMENTS,
+    "aten::_sparse_mm_reduce_impl_backward": {"arg_out": lambda given: given["self"]._nnz() + 1},
+    "aten::adaptive_max_pool2d_backward": _pooled(2),
+    "aten::adaptive_max_pool3d_backward": _pooled(3),
+    "aten::ctc_loss": _TARGETS,
+    "aten::embedding_bag": _OFFSETS,
+    "aten::embedding_dense_backward": {"indices": lambda given: given["num_weights"]},
+    "aten::max_pool2d_with_indices_backward": _pooled(2),
+    "aten::max_pool3d_with_indices_backward": _pooled(3),
+    "aten::segment_reduce": _SEGMENTS,
+}
 
 
 def indexes_anywhere(name: str, call: Call) -> bool:
-    """Whether an index or a dimension is out of range for a kernel that reads or writes there without a check."""
-    indices, bound = _UNCHECKED.get(name.partition(".")[0], ((), ""))
+    """Whether an index, a length or a dimension is out of range for a kernel that reads or writes there without a check."""
     given = {argument.name: value for argument, value in changes.given_to(name, call)}
-    count = given.get(bound)
-    if _TRANSFORMS.match(name) and isinstance(given["self"], torch.Tensor):
-        indices, count = ("dim",), given["self"].dim()
-    if isinstance(count, torch.Tensor):
-        count = count.shape[-1] if count.dim() else None
-    if not isinstance(count, int):
-        return False
-    return any(not 0 <= number < count for each in indices for number in _numbers(given.get(each)))
-
-
-def has_length_out_of_range(name: str, call: Call) -> bool:
-    """Whether the gradient of the CTC loss gets a length that is negative or exceeds the log_probs or log_alpha that it
-    indexes. Only the forward pass checks this.
-    """
-    if not name.startswith("aten::_ctc_loss_backward"):
-        return False
-    given = {argument.name: value for argument, value in changes.given_to(name, call)}
-    log_probs, log_alpha = given["log_probs"], given["log_alpha"]
-    if not all(changes._is_plain(each) and each.dim() == 3 for each in (log_probs, log_alpha)):
-        return False
-    bounds = {"input_lengths": log_probs.shape[0], "target_lengths": (log_alpha.shape[2] - 1) // 2}
-    return any(not 0 <= number <= bound for which, bound in bounds.items() for number in _numbers(given[which]))
+    for which, bound in _UNCHECKED.get(name.partition(".")[0], {}).items():
+        with contextlib.suppress(
+            AttributeError, IndexError, KeyError, TypeError, RuntimeError
+        ):  # an argument is no tensor
+            if any(not 0 <= number < bound(given) for number in _numbers(given.get(which))):
+                return True
+    return False
 
 
 def _numbers(value: Any) -> list[int | float]:
@@ -164,6 +190,20 @@ def refuses_gradient(name: str, call: Call, message: str) -> bool:
     with contextlib.suppress(RuntimeError, TypeError):  # no such output, or a size that overflows
         return torch.ops.aten.convolution(x, weight, None, *map(given.get, numbers)).shape != given["grad_output"].shape
     return True
+
+
+def refuses_pooling(name: str, call: Call, message: str) -> bool:
+    """Whether the device refused a gradient or indices of a pooling of another shape than the result. The CPU reads them
+    as if they had that shape.
+    """
+    if not (name.startswith("aten::") and "pool" in name and "_backward" in name and "of shape" in message):
+        return False
+    given = {argument.name: value for argument, value in changes.given_to(name, call)}
+    grad, x, indices = (given.get(each) for each in ("grad_output", "self", "indices"))
+    if not all(isinstance(each, torch.Tensor) for each in (grad, x, indices)):
+        return False
+    dims = 3 if "pool3d" in name else 2
+    return grad.shape != indices.shape or grad.shape[:-dims] != x.shape[:-dims]
 
 
 def refuses_state(name: str, call: Call, message: str) -> bool:

@@ -884,6 +884,49 @@ def test_results_of_sparse_tensors_are_those_of_dense_ones():
     assert not contiguous.is_as_dense("aten::mul.Tensor", Call([x.to_dense(), y], {}), right)
 
 
+def test_what_a_kernel_uses_without_a_check_is_within_its_bounds():
+    x = torch.rand(2, 3, 4, 4)
+    y, indices = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
+    weight, offsets, bags = torch.rand(5, 4), torch.tensor([0, 2]), torch.tensor([0, 0, 1])
+    product = torch.eye(2).to_sparse_csr()
+    chosen = torch.tensor([[0] * 4, [1] * 4])
+    numbers = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    for name, args, kwargs, which, bounds in (
+        ("adaptive_max_pool2d_backward", [y, x, indices], {}, 2, (0, 15)),
+        ("adaptive_max_pool3d_backward.grad_input", [y, x, indices], {"grad_input": x.clone()}, 2, (0, 47)),
+        ("max_pool2d_with_indices_backward", [y, x, *numbers, indices], {}, 7, (0, 15)),
+        ("_embedding_bag", [weight, torch.arange(3), offsets], {}, 2, (0, 3)),
+        ("_embedding_bag_per_sample_weights_backward", [y, weight, torch.arange(3), offsets, bags, 0], {}, 2, (0, 4)),
+        ("_embedding_bag_per_sample_weights_backward", [y, weight, torch.arange(3), offsets, bags, 0], {}, 4, (0, 1)),
+        ("_embedding_bag_dense_backward", [y, torch.arange(3), bags, bags, bags, 5, False, 0, None], {}, 1, (0, 4)),
+        ("_sparse_mm_reduce_impl_backward", [product, weight[:2], weight[:2], "amax", chosen, [True] * 2], {}, 4, (0, 2)),
+        ("segment_reduce", [weight, "sum"], {"lengths": torch.tensor([2, 3])}, "lengths", (0, 5)),
+        ("_segment_reduce_backward", [y, y, weight, "sum"], {"offsets": torch.tensor([0, 5])}, "offsets", (0, 5)),
+        ("reflection_pad1d_backward", [y, x, [1, 1]], {}, 0, (-100, 100)),
+    ):  # fmt: skip
+        for number, anywhere in zip((*bounds, bounds[0] - 1, bounds[1] + 1), (False, False, True, True), strict=True):
+            call = Call([*args], {**kwargs})
+            given = call.kwargs if isinstance(which, str) else call.args
+            given[which] = given[which].clone()
+            given[which].view(-1)[-1] = number
+            ruled_out = anywhere and name != "reflection_pad1d_backward"
+            assert allowed.indexes_anywhere(f"aten::{name}", call) is ruled_out, (name, number)
+
+
+def test_a_device_may_refuse_shapes_that_a_kernel_does_not_check():
+    x, refused = (
+        torch.rand(2, 3, 4, 4),
+        "RuntimeError: adaptive_max_pool2d_backward: expected indices of shape [2], but",
+    )
+    y, indices = torch.nn.functional.adaptive_max_pool2d(x, 2, return_indices=True)
+    name = "aten::adaptive_max_pool2d_backward"
+    for grad, given, differs in ((y, indices, False), (y, indices[:1], True), (y[:, :1], indices[:, :1], True)):
+        call = Call([grad, x, given], {})
+        assert allowed.refuses_pooling(name, call, refused) is differs
+        assert not allowed.refuses_pooling(name, call, "RuntimeError: another error")
+        assert not allowed.refuses_pooling("aten::adaptive_max_pool2d", call, refused)
+
+
 def test_lengths_out_of_range_are_left_to_the_forward_pass():
     name = "aten::_ctc_loss_backward"
     for lengths, targets, ruled_out in (
@@ -907,8 +950,8 @@ def test_lengths_out_of_range_are_left_to_the_forward_pass():
                 ],
                 {},
             )
-            assert allowed.has_length_out_of_range(name + suffix, call) is ruled_out
-    assert not allowed.has_length_out_of_range("aten::ctc_loss.Tensor", call)
+            assert allowed.indexes_anywhere(name + suffix, call) is ruled_out
+    assert not allowed.indexes_anywhere("aten::ctc_loss.Tensor", call)
 
 
 def test_a_number_that_overflows_in_float32_does_not_depend_on_the_layout():
