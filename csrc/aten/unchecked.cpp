@@ -69,12 +69,14 @@ void expect_below(const Arguments& call, const char* which, const at::Tensor& x,
     expect_below(call, which, at::ArrayRef(values.const_data_ptr<int>(), count), bound, bounds);
 } // kernels refuse all other dtypes
 
-// The gradient of a pooling: `indices` are places in the last `count` dimensions of `self`.
-template <int64_t count>
+// The gradient of a pooling: `indices` are places in the last `count` dimensions of `self`. `adaptive`: the kernel does
+// not check the number of dimensions.
+template <int64_t count, bool adaptive>
 void check_pooling(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
   const at::Tensor &grad = call.tensor("grad_output"), &self = call.tensor("self"), &indices = call.tensor("indices");
-  if (self.dim() < count || grad.dim() != self.dim()) return; // the kernel raises
+  const bool same = grad.dim() == self.dim() && (adaptive || indices.dim() == self.dim());
+  if (self.dim() < count || !same) return; // the kernel raises
   const auto planes = [](const at::Tensor& x) { return x.sizes().slice(0, static_cast<size_t>(x.dim() - count)); };
   TORCH_CHECK(planes(grad) == planes(self), call.name(), ": expected a grad_output of shape ", planes(self),
       " before its last ", count, " dimensions, as self, of shape ", self.sizes(), ", but got ", grad.sizes());
@@ -232,11 +234,11 @@ MissingCheck missing_check(const c10::OperatorHandle& op) {
       {"aten::_segment_reduce_backward", check_segments},
       {"aten::_slow_conv2d_backward", check_lists},
       {"aten::_sparse_mm_reduce_impl_backward", check_sparse_product},
-      {"aten::adaptive_max_pool2d_backward", check_pooling<2>},
-      {"aten::adaptive_max_pool3d_backward", check_pooling<3>},
+      {"aten::adaptive_max_pool2d_backward", check_pooling<2, true>},
+      {"aten::adaptive_max_pool3d_backward", check_pooling<3, true>},
       {"aten::embedding_dense_backward", check_embedding},
-      {"aten::max_pool2d_with_indices_backward", check_pooling<2>},
-      {"aten::max_pool3d_with_indices_backward", check_pooling<3>},
+      {"aten::max_pool2d_with_indices_backward", check_pooling<2, false>},
+      {"aten::max_pool3d_with_indices_backward", check_pooling<3, false>},
       {"aten::reflection_pad1d_backward", check_lists},
       {"aten::reflection_pad2d_backward", check_lists},
       {"aten::segment_reduce", check_segments},

@@ -33,8 +33,8 @@ __all__ = [
     "lacks_tensor",
     "raises_when_plain",
     "refuses_gradient",
-    "refuses_pooling",
     "refuses_state",
+    "refuses_unchecked",
     "takes_negative_size",
 ]
 
@@ -152,7 +152,7 @@ def indexes_anywhere(name: str, call: Call) -> bool:
 def _numbers(value: Any) -> list[int | float]:
     """The real numbers in an argument: a number, a list, or a tensor."""
     if isinstance(value, torch.Tensor):
-        return value.flatten().tolist() if changes._is_plain(value) and not value.is_complex() else []
+        return (value.real if value.is_complex() else value).flatten().tolist() if changes._is_plain(value) else []
     return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
 
 
@@ -192,18 +192,12 @@ def refuses_gradient(name: str, call: Call, message: str) -> bool:
     return True
 
 
-def refuses_pooling(name: str, call: Call, message: str) -> bool:
-    """Whether the device refused a gradient or indices of a pooling of another shape than the result. The CPU reads them
-    as if they had that shape.
-    """
-    if not (name.startswith("aten::") and "pool" in name and "_backward" in name and "of shape" in message):
-        return False
-    given = {argument.name: value for argument, value in changes.given_to(name, call)}
-    grad, x, indices = (given.get(each) for each in ("grad_output", "self", "indices"))
-    if not all(isinstance(each, torch.Tensor) for each in (grad, x, indices)):
-        return False
-    dims = 3 if "pool3d" in name else 2
-    return grad.shape != indices.shape or grad.shape[:-dims] != x.shape[:-dims]
+def refuses_unchecked(name: str, message: str) -> bool:
+    """Whether the device refused a shape, or lengths beside it, that a kernel of the CPU uses without a check."""
+    base = name.partition(".")[0]
+    return base in _UNCHECKED and bool(
+        re.match(rf"\w+: _?{base.removeprefix('aten::').lstrip('_')}: expected .*, but got ", message)
+    )
 
 
 def refuses_state(name: str, call: Call, message: str) -> bool:

@@ -914,17 +914,18 @@ def test_what_a_kernel_uses_without_a_check_is_within_its_bounds():
 
 
 def test_a_device_may_refuse_shapes_that_a_kernel_does_not_check():
-    x, refused = (
-        torch.rand(2, 3, 4, 4),
-        "RuntimeError: adaptive_max_pool2d_backward: expected indices of shape [2], but",
+    name, refused = (
+        "aten::adaptive_max_pool2d_backward",
+        "adaptive_max_pool2d_backward: expected indices of shape [2], but got [3]",
     )
-    y, indices = torch.nn.functional.adaptive_max_pool2d(x, 2, return_indices=True)
-    name = "aten::adaptive_max_pool2d_backward"
-    for grad, given, differs in ((y, indices, False), (y, indices[:1], True), (y[:, :1], indices[:, :1], True)):
-        call = Call([grad, x, given], {})
-        assert allowed.refuses_pooling(name, call, refused) is differs
-        assert not allowed.refuses_pooling(name, call, "RuntimeError: another error")
-        assert not allowed.refuses_pooling("aten::adaptive_max_pool2d", call, refused)
+    assert allowed.refuses_unchecked(name, f"RuntimeError: {refused}")
+    assert allowed.refuses_unchecked(f"{name}.grad_input", f"IndexError: {refused}")
+    assert not allowed.refuses_unchecked(name, "RuntimeError: expected indices of shape [2], but got [3]")
+    assert not allowed.refuses_unchecked("aten::adaptive_max_pool2d", f"RuntimeError: {refused}")
+    x, labels = torch.rand(6, 2, 4), torch.tensor([[1, 2, 3], [1, 2, 3]])
+    for targets, anywhere in ((labels.cfloat(), False), (labels.cfloat() + torch.inf, True)):
+        call = Call([x, targets, torch.tensor([6, 6]), torch.tensor([3, 2])], {})
+        assert allowed.indexes_anywhere("aten::ctc_loss.Tensor", call) is anywhere
 
 
 def test_lengths_out_of_range_are_left_to_the_forward_pass():
