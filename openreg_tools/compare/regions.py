@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _StopRecomputationError
 
-from openreg_tools.compare.copies import copied, tensors_of
+from openreg_tools.compare.copies import copied, equal, tensors_of
 from openreg_tools.compare.lockstep import DEVICE_ERRORS, Lockstep, tracing
 from openreg_tools.compare.result import Difference
 from openreg_tools.compare.tolerance import Tolerance, largest, measure, ulp
@@ -30,6 +31,8 @@ from openreg_tools.samples import shown
 
 __all__ = ["Regions"]
 
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_SMALL = 1 << 20  # bytes of an argument that is kept from before the call, whether it is written or not
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -50,7 +53,7 @@ class Regions:
         import torch._functorch.aot_autograd as aot
         from torch._dynamo.output_graph import OutputGraph
 
-        torch._dynamo.reset()
+        self._reset()
         self._replaced = [(OutputGraph, "call_user_compiler", OutputGraph.call_user_compiler),
                           (aot, "aot_stage2_compile", aot.aot_stage2_compile)]  # fmt: skip
         regions, (compile_graph, lower) = self, [each[2] for each in self._replaced]
@@ -60,14 +63,17 @@ class Regions:
             if not regions.active:
                 return compile_graph(self, gm, *args, **kwargs)
             name = regions._name(getattr(getattr(self, "root_tx", None), "f_code", None))
-            region = _Region(regions, gm, name)
+            region = regions._region(gm, name)
             before = regions.lowered
             try:
                 with _configured():
-                    region.compiled = compile_graph(self, gm, *args, **kwargs)
+                    compiled = compile_graph(self, gm, *args, **kwargs)
             finally:
                 regions._local.name = ""
-            return region.compiled if regions.lowered > before else region
+            if region is None or regions.lowered > before:
+                return compiled
+            region.compiled = compiled
+            return region
 
         @functools.wraps(lower)
         def aot_stage2_compile(*args: Any, **kwargs: Any) -> Any:
@@ -94,9 +100,28 @@ class Regions:
     def __exit__(self) -> None:
         self.active = False
         if self.count:
-            torch._dynamo.reset()  # the program compiles again, with its own settings
+            self._reset()  # the program compiles again, with its own settings
         for owner, name, function in self._replaced:
             setattr(owner, name, function)
+
+    def _reset(self) -> None:
+        """Let functions compile again, unless the program does not permit it."""
+        from torch._dynamo import eval_frame
+
+        if (stance := eval_frame._stance.stance) == "default":
+            torch._dynamo.reset()
+        else:
+            self.mode.result.note(
+                f'graphs that were compiled before are not compared, because of set_stance("{stance}")'
+            )
+
+    def _region(self, gm: fx.GraphModule, name: str, backward: bool = False) -> _Region | None:
+        """None if the reference cannot run the graph."""
+        try:
+            return _Region(self, gm, name, backward)
+        except Exception as error:  # such as a dtype without numbers
+            self.mode.result.skipped.setdefault(name, f"it cannot be copied: {type(error).__name__}: {error}")
+            return None
 
     def _name(self, code: Any) -> str:
         """The name of the next graph that Dynamo compiles."""
@@ -108,13 +133,16 @@ class Regions:
 
     def _lowered(self, compiler: Any, name: str, backward: bool, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         """Compile a graph of AOTAutograd's."""
-        region = _Region(self, gm, name, backward)
+        region = self._region(gm, name, backward)
         with _configured():
-            region.compiled = compiler(gm, *args, **kwargs)
-        boxed = getattr(region.compiled, "_boxed_call", False)
+            compiled = compiler(gm, *args, **kwargs)
+        if region is None:
+            return compiled
+        boxed = getattr(compiled, "_boxed_call", False)
 
+        @torch._dynamo.disable  # the program may call backward() in a function that it compiles
         def run(args: list[Any]) -> Any:
-            return region.both(args, lambda: region.compiled(args) if boxed else region.compiled(*args))
+            return region.both(args, lambda: compiled(args) if boxed else compiled(*args))
 
         run._boxed_call = True
         return run
@@ -140,14 +168,16 @@ class _Region:
         self.graph, self.held = _on_reference(gm, self.mode.type, self.mode.reference)
         self.compiled: Callable[..., Any] = gm
         self.whole = True
+        self.writes: set[int] | None = None  # the arguments that calls have written
         nodes = [n for each in self.graph.modules() if isinstance(each, fx.GraphModule) for n in each.graph.nodes]
         values = [(n, t) for n in nodes for t in _values(n)]
         self.ops = sum(node.op.startswith("call") for node in self.graph.graph.nodes)
         self.name = f"{'backward of ' if backward else ''}{name} ({self.ops} operators)"
         self.device = next((t.device for _, t in values if t.device.type == self.mode.type), None)
-        # Numbers that the reference does not draw, or draws from the state of the other device's generator.
-        self.random = any(_draws(n) and (not self.mode._draws or t.device.type != self.mode.type) for n, t in values)
-        self.undefined = any("empty" in str(n.target) for n in nodes)
+        self.drawn = {t.device for n, t in values if _draws(n)}
+        # The reference draws the same numbers from the state of one generator only.
+        self.random = len(self.drawn) > 1 or bool(self.drawn) and not self.mode._draws
+        self.undefined = any(map(_is_undefined, nodes))
         self.collective = any("c10d" in str(n.target) for n in nodes)
         self.coarsest = max((torch.finfo(t.dtype).eps for _, t in values if t.is_floating_point()), default=0.0)
 
@@ -166,6 +196,9 @@ class _Region:
         device = next((t.device for t in tensors if t.device.type == self.mode.type), self.device)
         if not self.regions.active or device is None or tracing(map(type, tensors)):
             return call()
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            self.mode.result.skipped.setdefault(self.name, "a transform of torch.func calls it")
+            return call()
         with self.mode.turn:
             return self._both([*args, *self.held], call, device)
 
@@ -177,8 +210,8 @@ class _Region:
         try:
             with mode.quiet(), torch.inference_mode(False):  # inference tensors do not count what is written to them
                 copies = copied(args, mode.reference)
-                kept = [_kept(copy) for copy in copies]
-                about.state = mode.state_of(device)
+                kept = [self._kept(i, copy) for i, copy in enumerate(copies)]
+                about.state = mode.state_of(next(iter(self.drawn), device))
         except (NotImplementedError, RuntimeError) as error:  # a subclass without memory of its own
             mode.result.skipped.setdefault(self.name, f"its arguments cannot be copied: {error}")
         try:
@@ -187,7 +220,8 @@ class _Region:
             with mode.quiet():
                 mode._synchronize()
         except Exception as error:
-            if copies is None or not self._raises_too(copies, about, error):
+            expected = isinstance(error, _StopRecomputationError)  # a hook for saved tensors has what it needs
+            if not expected and (copies is None or not self._raises_too(copies, about, error)):
                 self._failed(index, place, about, error)
             raise
         for tensor in tensors_of(args):
@@ -202,19 +236,40 @@ class _Region:
             mode.result.skipped.setdefault(self.name, f"{mode.reference} raised {type(error).__name__}: {error}")
             return out
         written = [_version(copy) > version for copy, version in zip(copies, versions, strict=True)]
+        self.writes = (self.writes or set()) | {i for i, writes in enumerate(written) if writes}
         whole = zip(copies, kept, written, strict=True)
         kept = [copy if each is None and not writes else each for copy, each, writes in whole]
-        self._compare(index, place, about, args, copies, written, kept, out, expected)
+        again = _Again(self, about, kept, [*expected, *copies])
+        try:
+            self._compare(index, place, about, args, copies, written, again, out, expected)
+        except DEVICE_ERRORS:
+            raise
+        except Exception as error:  # such as a dtype that the reference cannot compare
+            mode.result.skipped.setdefault(
+                self.name, f"its results cannot be compared: {type(error).__name__}: {error}"
+            )
         return out
 
-    def _run(self, inputs: list[Any], about: Given, fill: float = 0.0) -> list[Any]:
-        """What the graph returns on the reference. Memory that it does not initialize holds `fill`."""
+    def _kept(self, i: int, copy: Any) -> Any:
+        """A copy of an argument that the graph may write; None if it does not, as far as the calls before show."""
+        if not isinstance(copy, Tensor):
+            return copy
+        return copy.clone() if self.writes is None or i in self.writes or copy.nbytes <= _SMALL else None
+
+    def _run(self, inputs: list[Any], about: Given, fill: float = 0.0, each: bool = False) -> list[Any]:
+        """What the graph returns on the reference.
+
+        Args:
+            fill: what memory that the graph does not initialize holds.
+            each: whether the results of each operator change in their last bits.
+        """
         mode = self.mode
         with (
             _disable_current_modes(), mode.own_work(), mode.drawing(about.state), about.casts(mode.reference),
             torch.no_grad(), torch.inference_mode(False),
         ):  # fmt: skip
-            return _listed((_Filled(self.graph, fill).run if self.undefined else self.graph)(*inputs))
+            altered = self.undefined or each
+            return _listed((_Altered(self.graph, fill, each).run if altered else self.graph)(*inputs))
 
     def _raises_too(self, copies: list[Any], about: Given, error: Exception) -> bool:
         """Whether the reference raises as well, because the call itself is wrong."""
@@ -228,7 +283,7 @@ class _Region:
 
     def _compare(
         self, index: int, place: Place, about: Given, args: list[Any], copies: list[Any], written: list[bool],
-        kept: list[Any], out: Any, expected: list[Any],
+        again: _Again, out: Any, expected: list[Any],
     ) -> None:  # fmt: skip
         row = self.mode.result.row(self.name)
         row.calls += 1
@@ -245,14 +300,13 @@ class _Region:
         pairs += [(f"argument {i}", *each) for i, each in enumerate(zip(matter, args, copies, strict=True))]
         for k, (what, matters, got, want) in enumerate(pairs):
             if matters and isinstance(got, Tensor) and isinstance(want, Tensor):
-                self._judge(index, place, about, what, got, want, kept, k)
-            elif k < len(outs) and _unlike(got, want):
+                self._judge(index, place, about, what, got, want, again, k)
+            elif k < len(outs) and _unlike(got, want) and not again.differs(k, _unlike):
                 found = f"is {shown(got)}, and {shown(want)} on {self.mode.reference}"
                 self._add(index, place, about, what, None, None, found)
 
     def _judge(
-        self, index: int, place: Place, about: Given, what: str, tensor: Tensor, want: Tensor, kept: list[Any],
-        k: int,
+        self, index: int, place: Place, about: Given, what: str, tensor: Tensor, want: Tensor, again: _Again, k: int
     ) -> None:  # fmt: skip
         mode = self.mode
         with mode.lock, mode.quiet():
@@ -260,16 +314,18 @@ class _Region:
             if about.cast and tensor.is_floating_point() and want.is_floating_point():
                 want = want.to(tensor.dtype)  # autocast has other lists of operators on each device
             if tensor.shape != want.shape or tensor.dtype != want.dtype:
+                if tensor.dtype == want.dtype and again.differs(k, lambda a, b: a.shape != b.shape):
+                    return  # such as nonzero() of what is rounding alone
                 found = f"is {shown(tensor)}, and {shown(want)} on {mode.reference}"
                 self._add(index, place, about, what, None, None, found)
                 return
             if tensor.layout != torch.strided or want.layout != torch.strided:
                 return
             got = tensor.detach().to(mode.reference, copy=True)
-            if torch.equal(got, want):
+            if equal(got, want):
                 return
-            if self.undefined and (undefined := self._changes(about, kept, k, fill=1.0)) is not None:
-                got = torch.where(undefined[0] != undefined[1], want, got)
+            if self.undefined and (filled := again.filled) is not None:
+                got = torch.where(again.base[k] != filled[k], want, got)
             exact = not (want.is_floating_point() or want.is_complex())
             ulps = (32 * math.sqrt(max(1, self.ops)) + math.sqrt(about.terms) / 2) * mode.tolerances.factor
             if not exact:
@@ -281,11 +337,11 @@ class _Region:
                 return
         if exact:
             ulps = 0.0
-            changes = self._changes(about, kept, k, last_bit=1.0)
-            if changes is not None and int((got != want).sum()) <= 4 * int((changes[0] != changes[1]).sum()):
+            changes = [int((again.base[k] != run[k]).sum()) for run in again.moved if run[k].shape == want.shape]
+            if int((got != want).sum()) <= 4 * max(changes, default=0):
                 return  # such as the mask of a relu whose input is rounding alone
         elif error.ulps > ulps and not self.random:
-            ulps *= max(1.0, self._moves(about, kept, k))
+            ulps *= max(1.0, again.moves(k))
         tolerance = Tolerance("exact" if exact else "chain", ulps, self.ops)
         with mode.lock, mode.quiet():
             row = mode.result.row(self.name)
@@ -298,34 +354,6 @@ class _Region:
                     )
                 else:
                     self._add(index, place, about, what, error, tolerance, "", shown(got))
-
-    def _changes(
-        self, about: Given, kept: list[Any], k: int, last_bit: float = 0.0, fill: float = 0.0
-    ) -> tuple[Tensor, Tensor] | None:
-        """Result k of the reference, or an argument that it writes, and the same with the last bit of each input changed or
-        with other uninitialized memory; None if the graph cannot run again."""
-        if self.collective or any(each is None for each in kept):  # the other ranks do not join in
-            return None
-        found = []
-        with contextlib.suppress(Exception):
-            for how in ((0.0, 0.0), (last_bit, fill)):
-                inputs = [_nearby(value, how[0]) for value in kept]
-                found.append([*self._run(inputs, about, how[1]), *inputs][k].detach())
-            return found[0], found[1]
-        return None
-
-    def _moves(self, about: Given, kept: list[Any], k: int) -> float:
-        """By how many ulps a result moves if each input changes in its last bit: a difference of two equal numbers, such as
-        the gradient of a bias before a batch norm, is rounding alone. Most of the elements that move do so by more: some may
-        jump, as floor() does, and some may be exact."""
-        if (changes := self._changes(about, kept, k, last_bit=1.0)) is None or not changes[0].numel():
-            return 0.0
-        base = changes[0].abs().max().to(torch.float64)
-        moved = (changes[1].to(torch.float64) - changes[0].to(torch.float64)).abs()
-        moved = moved[moved > 0].sort().values
-        if len(moved) and bool(moved.isfinite().all()):
-            return float(moved[len(moved) * 2 // 5] / ulp(base, changes[0].dtype))
-        return 0.0
 
     def _failed(self, index: int, place: Place, about: Given, error: BaseException) -> None:
         if not getattr(error, "_compared", False):
@@ -344,6 +372,57 @@ class _Region:
         )  # fmt: skip
         mode.result.row(self.name).beyond += 1
         mode.result.add(difference)
+
+
+class _Again:
+    """What one call gives on the reference if it runs again, slightly changed: each run is made once, if it is needed.
+
+    All hold the results and then the arguments.
+    """
+
+    def __init__(self, region: _Region, about: Given, kept: list[Any], base: list[Any]) -> None:
+        self.region, self.about, self.kept, self.base = region, about, kept, base
+
+    def _run(self, fill: float = 0.0, inputs: bool = False, each: bool = False) -> list[Any] | None:
+        if self.region.collective or any(value is None for value in self.kept):  # the other ranks do not join in
+            return None
+        given = [value.detach().clone() if isinstance(value, Tensor) else value for value in self.kept]
+        if inputs:
+            _change_last_bits(given, 0)
+        with contextlib.suppress(Exception):
+            found = [*self.region._run(given, self.about, fill, each), *given]
+            return found if len(found) == len(self.base) else None
+        return None
+
+    @functools.cached_property
+    def filled(self) -> list[Any] | None:
+        """With other uninitialized memory."""
+        return self._run(fill=1.0)
+
+    @functools.cached_property
+    def moved(self) -> list[list[Any]]:
+        """With other last bits in the inputs; and with other last bits in what each operator returns, too."""
+        runs = (self._run(inputs=True), self._run(inputs=True, each=True))
+        return [run for run in runs if run is not None]
+
+    def differs(self, k: int, unlike: Callable[[Any, Any], bool]) -> bool:
+        """Whether result k depends on rounding."""
+        return any(unlike(self.base[k], run[k]) for run in self.moved)
+
+    def moves(self, k: int) -> float:
+        """By how many ulps a result moves with the last bits: a difference of two equal numbers, such as the gradient of a
+        bias before a batch norm, is rounding alone. Most of the elements that move do so by more: some may jump, as floor()
+        does, and some may be exact. The operators' own last bits add up to the root of their number."""
+        most, base = 0.0, self.base[k]
+        for run, ordinary in zip(self.moved, (1.0, math.sqrt(max(1, self.region.ops))), strict=False):
+            if not base.numel() or run[k].shape != base.shape:
+                continue
+            moved = (run[k].to(torch.float64) - base.to(torch.float64)).abs()
+            moved = moved[moved > 0].sort().values
+            if len(moved) and bool(moved.isfinite().all()):
+                largest = base.abs().max().to(torch.float64)
+                most = max(most, float(moved[len(moved) * 2 // 5] / ulp(largest, base.dtype)) / ordinary)
+        return most
 
 
 @dataclasses.dataclass
@@ -379,6 +458,8 @@ def _on_reference(gm: fx.GraphModule, kind: str, reference: torch.device) -> tup
         last = next(node for node in graph.nodes if node.op != "placeholder").prev
         for node in graph.nodes:
             node.args, node.kwargs = (map_aggregate(each, here) for each in (node.args, node.kwargs))
+            if node.op == "call_method" and node.target == kind:  # x.cuda()
+                node.target = reference.type
             if node.op == "call_module":
                 attributes[node.target] = module.get_submodule(node.target)
             if node.op != "get_attr":
@@ -401,16 +482,46 @@ def _on_reference(gm: fx.GraphModule, kind: str, reference: torch.device) -> tup
         return copy(gm, held), held
 
 
-class _Filled(fx.Interpreter):
-    """Runs a graph and fills what it leaves uninitialized."""
+class _Altered(fx.Interpreter):
+    """Runs a graph, fills what it leaves uninitialized, and may change the last bits of what each operator returns."""
 
-    def __init__(self, module: fx.GraphModule, fill: float) -> None:
+    def __init__(self, module: fx.GraphModule, fill: float, each: bool) -> None:
         super().__init__(module)
-        self.fill = fill
+        self.fill, self.each, self.count = fill, each, 0
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
-        return out.fill_(self.fill) if "empty" in str(n.target) and isinstance(out, Tensor) else out
+        if _is_undefined(n) and isinstance(out, Tensor):
+            return out.fill_(self.fill)
+        if self.each and n.op.startswith("call"):
+            self.count += 1
+            _change_last_bits(out, self.count)
+        return out
+
+
+def _is_undefined(node: fx.Node) -> bool:
+    """Whether a node allocates memory and does not write to it."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace == "aten" and "empty" in node.target._schema.name
+    return node.op.startswith("call") and getattr(node.target, "__name__", str(node.target)) in _EMPTY
+
+
+def _change_last_bits(values: Any, seed: int) -> None:
+    """Change the last bits of the elements of tensors in place, some up and some down."""
+    for x in tensors_of((values,)):
+        if x.layout != torch.strided or not (x.is_floating_point() or x.is_complex()):
+            continue
+        if x.is_complex():
+            x = torch.view_as_real(x.resolve_conj())
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            continue  # its elements share memory, with those of a tensor that has changed
+        signs = (
+            torch.arange(seed, seed + x.numel(), device=x.device)
+            .mul_(2654435761)
+            .bitwise_right_shift_(13)
+            .remainder_(2)
+        )
+        x.mul_(1 + torch.finfo(x.dtype).eps * (2 * signs.reshape(x.shape).to(x.dtype) - 1))
 
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal_", "multinomial", "uniform", "exponential", "poisson", "cauchy",
@@ -447,24 +558,6 @@ def _autocast(kind: str) -> torch.dtype | None:
 
 def _version(copy: Any) -> int:
     return copy._version if isinstance(copy, Tensor) else 0
-
-
-def _kept(copy: Any) -> Any:
-    """A copy of what the graph may write, if it is small; None if it is large, and so only there if nothing writes it."""
-    if not isinstance(copy, Tensor):
-        return copy
-    return copy.clone() if copy.nbytes <= 1 << 20 else None
-
-
-def _nearby(value: Any, last_bit: float) -> Any:
-    """A copy of an input; with `last_bit` 1, of which the last bits have changed."""
-    if not isinstance(value, Tensor):
-        return value
-    copy = value.detach().clone()
-    if copy.is_floating_point() and last_bit:
-        signs = torch.arange(copy.numel(), device=copy.device).mul_(2654435761).bitwise_right_shift_(13).remainder_(2)
-        copy = copy * (1 + torch.finfo(copy.dtype).eps * (2 * signs.reshape(copy.shape).to(copy.dtype) - 1))
-    return copy
 
 
 def _listed(out: Any) -> list[Any]:

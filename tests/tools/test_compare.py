@@ -331,22 +331,26 @@ def test_gradients_that_are_zero_but_for_rounding():
 def test_what_decides_the_tolerance_of_a_graph():
     """The reference's own sensitivity, and not a constant: a wrong gradient of ordinary size is still found."""
     from openreg_tools.compare.lockstep import Lockstep
-    from openreg_tools.compare.regions import Given, Regions, _nearby, _Region
+    from openreg_tools.compare.regions import Given, Regions, _Again, _change_last_bits, _Region
     from openreg_tools.compare.result import Result
 
     x = torch.tensor([3.0, -5.0, 0.0])
-    moved = (_nearby(x, 1.0) - x).abs()
+    near = x.clone()
+    _change_last_bits([near, 3, torch.tensor(3)], 0)
+    moved = (near - x).abs()
     assert moved[2] == 0 and all(0 < moved[:2]) and all(moved[:2] <= 4 * torch.finfo(torch.float32).eps * x[:2].abs())
-    assert torch.equal(_nearby(x, 0.0), x) and _nearby(3, 1.0) == 3
 
     def moves(function, *inputs):
         mode = Lockstep(DEVICE, "cpu", Tolerances(), Result(DEVICE, "cpu"), False)
         region = _Region(Regions(mode), torch.fx.symbolic_trace(function), "a graph")
-        return region._moves(Given([], 1, None), [*inputs], 0)
+        return _Again(region, Given([], 1, None), [*inputs], [function(*inputs), *inputs]).moves(0)
 
     assert moves(lambda x: x * 2, x) <= 2
     assert moves(lambda x: (x * 1e6).sin(), torch.rand(64)) > 1e4
     assert moves(lambda x: torch.floor(x) + x * 2, torch.arange(100.0)) < 10  # some elements jump
+    assert (
+        moves(lambda x: (x * 0 + 1).softmax(0) - (x * 0 + 1).softmax(0).mean(), x) > 1e4
+    )  # rounds, whatever the inputs are
 
 
 @pytest.mark.slow

@@ -8,14 +8,22 @@ import threading
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from openreg_tools import threads
-from openreg_tools.compare import compare, mark, record
+from openreg_tools.compare import compare, mark, record, regions
+from openreg_tools.compare.regions import _Region
 from openreg_tools.threads import Turn
 
 DEVICE = "openreg"
 KERNELS = (torch.exp, torch.sin, torch.tanh, torch.sigmoid)
+
+
+library = torch.library.Library("compare_programs", "FRAGMENT")
+library.define("empties(Tensor x) -> Tensor")
+library.impl("empties", lambda x: x * 2, "CompositeExplicitAutograd")
 
 
 def in_threads(*functions):
@@ -285,7 +293,76 @@ def of_numbers_alone(model, x):
     torch.compile(lambda n: (torch.arange(n, device=DEVICE) * 2.0, n + 1), backend="aot_eager", dynamic=True)(4)
 
 
-RIGHT = (uninitialized, expects_an_error, draws_numbers, gradients_that_are_rounding, masks_that_are_rounding,
+def goes_backward_inside(model, x):
+    @torch.compile(backend="aot_eager")
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step(x)
+
+
+def checkpointed_without_aot(model, x):
+    layers = nn.Sequential(model, nn.Tanh(), model)
+    torch.utils.checkpoint.checkpoint(torch.compile(layers, backend="eager"), x, use_reentrant=False).sum().backward()
+
+
+def rounds_what_is_zero(model, x):
+    layers = nn.Sequential(model, nn.BatchNorm1d(8), nn.ReLU(), model).to(DEVICE)
+    torch.compile(lambda x: layers(x).square().mean())(torch.zeros(7, 8, device=DEVICE)).backward()
+
+
+def rounds_equal_probabilities(model, x):
+    def function(x):
+        probabilities = (x * 0).softmax(-1)
+        return probabilities - probabilities.mean(-1, keepdim=True)
+
+    torch.compile(function)(torch.randn(16, 1000, device=DEVICE))
+
+
+def writes_a_large_cache(model, x):
+    def function(x, cache):
+        cache.copy_(x)
+        padded = torch.empty(6, 8, device=DEVICE)
+        padded[:4] = x[:4, :8]
+        return x.sum(), padded
+
+    junk = [torch.full((6, 8), each, device=DEVICE) for each in (7.0, 8.0, 9.0)]
+    del junk
+    function = torch.compile(function, backend="aot_eager")
+    for _ in range(2):  # the second call knows what the first has written
+        function(torch.ones(512, 1024, device=DEVICE), torch.zeros(512, 1024, device=DEVICE))
+
+
+def moves_by_method(model, x):
+    torch.compile(lambda x: x.openreg() * 2, backend="eager")(torch.ones(3))
+
+
+def computes_in_half_complex(model, x):
+    torch.compile(lambda x: x * 2, backend="aot_eager")(torch.ones(8, dtype=torch.complex64, device=DEVICE).chalf())
+
+
+def has_a_shape_that_is_rounding(model, x):
+    def exact(graph, inputs):
+        class Exact(torch.fx.Interpreter):
+            def run_node(self, n):
+                if "mean" not in str(n.target):
+                    return super().run_node(n)
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                return n.target(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+
+        return make_boxed_func(Exact(graph).run)
+
+    x = torch.full((33,), 0.3)  # its mean in float32 is less, and in float64 equal
+    assert x.mean() < x[0] == x.double().mean().float()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        backend = aot_autograd(fw_compiler=exact)
+        torch.compile(lambda x: (x - x.mean()).relu().nonzero(), backend=backend)(x.to(DEVICE))
+
+
+RIGHT = (goes_backward_inside, checkpointed_without_aot, rounds_what_is_zero, rounds_equal_probabilities,
+         writes_a_large_cache, moves_by_method, computes_in_half_complex, has_a_shape_that_is_rounding, uninitialized, expects_an_error, draws_numbers, gradients_that_are_rounding, masks_that_are_rounding,
          of_numbers_alone, retained, separately, in_inference_mode, in_autocast, hooked, returns_views, half_inside, conjugated,
          conjugated_without_aot, nested, saved_tensor_hooks, checkpointed, writes_a_tensor_in_the_graph, branches,
          compiled_backward)  # fmt: skip
@@ -346,8 +423,6 @@ def test_a_tensor_that_the_graph_holds_is_compared():
 
 def wrong_backend(change, wrong_in="forward"):
     """A backend of which the forward or the backward changes results and arguments."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
 
     def compiler(phase):
         def compile_graph(graph, inputs):
@@ -389,8 +464,20 @@ def loses_one(out, args):
         (lambda x: (x * 2, x * 3), lambda out, args: out[:1], "results"),
         (lambda x: x * 2, writes_its_input, "argument 1"),
         (lambda x: torch.empty_like(x).copy_(x), adds_one, "result 0"),
+        (lambda x: torch.ops.compare_programs.empties(x).sin(), adds_one, "result 0"),
     ],
-    ids=["random", "no device inputs", "an integer", "indices", "a mask", "None", "fewer", "clobbers", "empty"],
+    ids=[
+        "random",
+        "no device inputs",
+        "an integer",
+        "indices",
+        "a mask",
+        "None",
+        "fewer",
+        "clobbers",
+        "empty",
+        "a name like empty",
+    ],
 )
 def test_what_a_wrong_graph_does(function, change, what):
     x = torch.randn(4, 8, device=DEVICE)
@@ -398,6 +485,52 @@ def test_what_a_wrong_graph_does(function, change, what):
     with compare(device=DEVICE) as result, contextlib.suppress(Exception):  # what follows in PyTorch may raise
         torch.compile(function, backend=wrong_backend(change))(x)
     assert result.first.operator.startswith("compiled graph 0 of") and result.first.what.endswith(what), result.report()
+
+
+@pytest.mark.compiles
+def test_what_is_not_compared_is_listed(monkeypatch):
+    """The program goes on, and the report says why."""
+
+    def measure(*args):
+        raise NotImplementedError("no such dtype")
+
+    monkeypatch.setattr(regions, "measure", measure)
+    x, pairs = torch.ones(8, dtype=torch.uint8, device=DEVICE), torch.float4_e2m1fn_x2
+    total = torch.compile(lambda x: x.sin().sum(), backend="eager")
+    for why, program in (
+        ("a transform", lambda: torch.func.vmap(total)(torch.ones(5, 3, device=DEVICE))),
+        ("no such dtype", lambda: torch.compile(lambda x: x * 2, backend=wrong_backend(adds_one))(x)),
+        ("be copied", lambda: torch.compile(lambda x: x.view(pairs), backend="aot_eager")(x)),
+    ):
+        torch._dynamo.reset()
+        with compare(device=DEVICE) as result:
+            program()
+        (reason,) = result.skipped.values()
+        assert why in reason and not result.differences, reason
+
+
+@pytest.mark.compiles
+def test_compare_respects_a_stance():
+    function, x = torch.compile(lambda x: x.sin() * 2, backend="aot_eager"), torch.ones(4, device=DEVICE)
+    function(x)
+    with torch.compiler.set_stance("fail_on_recompile"), compare(device=DEVICE) as result:
+        function(x)
+    assert not result.differences and any("fail_on_recompile" in note for note in result.notes)
+    with compare(device=DEVICE) as result:
+        function(x)
+    assert any("compiled graph" in name for name in result._rows) and not result.notes
+
+
+@pytest.mark.compiles
+def test_a_graph_runs_at_most_three_times_more(monkeypatch):
+    """However many of its results are rounding alone."""
+    count, run = [], _Region._run
+    monkeypatch.setattr(_Region, "_run", lambda self, *args: count.append(self.name) or run(self, *args))
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())]
+    model, x = nn.Sequential(*layers).to(DEVICE), torch.randn(16, 8, device=DEVICE)
+    with compare(device=DEVICE) as result:
+        torch.compile(model)(x).square().sum().backward()
+    assert not result.differences and len({*count}) == 2 and 2 < len(count) <= 6
 
 
 @pytest.mark.compiles
@@ -416,12 +549,33 @@ def test_a_backward_that_writes_to_a_weight():
 
 
 @pytest.mark.compiles
-def test_numbers_that_the_reference_does_not_draw():
-    """The graph draws on the host, from a generator that is not the device's: a note, and no difference."""
+@pytest.mark.parametrize(
+    "others",
+    [lambda x: torch.rand_like(x), lambda x: torch.rand(8, device=f"{DEVICE}:1").to(DEVICE)],
+    ids=["the host and the device", "the host and another device"],
+)
+def test_numbers_that_the_reference_does_not_draw(others):
+    """The graph draws from two generators: a note, and no difference."""
     torch.rand(1)
     with compare(device=DEVICE) as result:
-        torch.compile(lambda x: x + torch.rand(8).to(DEVICE), backend="aot_eager")(torch.ones(8, device=DEVICE))
+        function = torch.compile(lambda x: x + torch.rand(8).to(DEVICE) + others(x), backend="aot_eager")
+        function(torch.ones(8, device=DEVICE))
     assert not result.differences and any("draws random numbers" in note for note in result.notes)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("where", ["cpu", DEVICE, f"{DEVICE}:1"])
+def test_numbers_of_one_generator_are_compared(where, wrong):
+    def backend(graph, inputs):
+        return make_boxed_func(lambda *args: [x * (1.01 if wrong else 1) for x in graph(*args)])
+
+    torch.rand(1), torch.rand(1, device=f"{DEVICE}:1")
+    with compare(device=DEVICE) as result:
+        torch.compile(lambda x: x + torch.rand(8, device=where).to(DEVICE), backend=aot_autograd(fw_compiler=backend))(
+            torch.ones(8, device=DEVICE)
+        )
+    assert len(result.differences) == wrong and not result.notes and not result.skipped
 
 
 @pytest.mark.compiles
@@ -459,16 +613,20 @@ def test_a_function_draws_its_own_numbers_after_compare():
 def test_graphs_of_collectives_do_not_run_again():
     """The other ranks would not join in."""
     from openreg_tools.compare.lockstep import Lockstep
-    from openreg_tools.compare.regions import Given, Regions, _Region
+    from openreg_tools.compare.regions import Given, Regions, _Again, _Region
     from openreg_tools.compare.result import Result
     from openreg_tools.compare.tolerance import Tolerances
 
+    def again():
+        return _Again(region, about, [x], [x * 1e6, x])
+
+    x = torch.rand(9)
     regions = Regions(Lockstep(DEVICE, "cpu", Tolerances(), Result(DEVICE, "cpu"), False))
     graph = torch.fx.symbolic_trace(lambda x: x * 1e6)
     region, about = _Region(regions, graph, "a graph"), Given([], 1, None)
-    assert not region.collective and region._moves(about, [torch.rand(9)], 0) > 0
+    assert not region.collective and again().moves(0) > 0 and again().filled is not None
     region.collective = True
-    assert region._changes(about, [torch.rand(9)], 0) is None and region._moves(about, [torch.rand(9)], 0) == 0
+    assert again().filled is None and again().moved == [] and again().moves(0) == 0
     assert not region._raises_too([None], about, ValueError()), "the reference would raise for None"
     region.collective = False
     assert region._raises_too([None], about, ValueError())
