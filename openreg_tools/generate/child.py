@@ -296,8 +296,8 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         note = "before PyTorch 2.15, the CPU broadcasts a state that is not a matrix"
     elif isinstance(cpu.error, IndexError | RuntimeError | None) and allowed.refuses_gradient(name, call, ours):
         note = "a gradient of another shape, which the CPU accepts or refuses elsewhere"
-    elif allowed.refuses_unchecked(name, ours):
-        note = "shapes that the CPU does not check, or checks later"
+    elif allowed.refuses_unchecked(ours):
+        note = "an index or a shape that the CPU does not check, or checks later"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):
         note = "a dtype that the CPU lacks"
     elif "INTERNAL ASSERT" in theirs:
