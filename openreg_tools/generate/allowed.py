@@ -32,6 +32,7 @@ __all__ = [
     "is_unreadable",
     "lacks_tensor",
     "raises_when_plain",
+    "refuses_batch_sizes",
     "refuses_gradient",
     "refuses_state",
     "refuses_unchecked",
@@ -198,6 +199,15 @@ def refuses_unchecked(message: str) -> bool:
     """
     found = re.match(r"\w+: (\w+): expected .*, but got ", message)
     return found is not None and f"aten::{found[1]}" in _UNCHECKED
+
+
+def refuses_batch_sizes(name: str, call: Call, message: str) -> bool:
+    """Whether the device refused batch sizes that are not one row of integers. The CPU reads the first ones in memory."""
+    given = {argument.name: value for argument, value in changes.given_to(name, call)}
+    sizes = given.get("batch_sizes")
+    if "expected batch_sizes to be" not in message or not isinstance(sizes, torch.Tensor):
+        return False
+    return sizes.dim() != 1 or not sizes.is_contiguous() or sizes.dtype != torch.int64 or not sizes.numel()
 
 
 def refuses_state(name: str, call: Call, message: str) -> bool:

@@ -296,6 +296,8 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         note = "before PyTorch 2.15, the CPU broadcasts a state that is not a matrix"
     elif isinstance(cpu.error, IndexError | RuntimeError | None) and allowed.refuses_gradient(name, call, ours):
         note = "a gradient of another shape, which the CPU accepts or refuses elsewhere"
+    elif not theirs and allowed.refuses_batch_sizes(name, call, ours):
+        note = "batch sizes of another shape, which the CPU reads from memory as they are"
     elif allowed.refuses_unchecked(ours):
         note = "an index or a shape that the CPU does not check, or checks later"
     elif theirs and schemas.LACKS_DTYPE.search(theirs):

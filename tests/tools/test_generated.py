@@ -433,6 +433,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::_batch_norm_with_update", [("number", 5, 1e308), ("layout", 0, "reversed")], 0, "equal"),  # 1 - momentum overflows
         ("aten::embedding_backward", [], 3, "allowed"),  # counts an index beyond the weight
         ("aten::embedding_backward", [], 0, "equal"),
+        ("aten::rnn_relu.data", [("garbage", 89), ("garbage", 0)], 0, "allowed"),  # two rows of batch sizes
         ("aten::ctc_loss.IntList", [], 0, "equal"),
         ("aten::ctc_loss.IntList", [("values", 1, "extremes"), ("bit", 0, "neg")], 0, "allowed"),  # reads at any target
         ("aten::convolution_backward_overrideable.out", [("shape", 0, "first of size 0")], 0, "refused alone"),
@@ -913,6 +914,15 @@ def test_what_a_kernel_uses_without_a_check_is_within_its_bounds():
             given[which].view(-1)[-1] = number
             ruled_out = anywhere and name != "reflection_pad1d_backward"
             assert allowed.indexes_anywhere(f"aten::{name}", call) is ruled_out, (name, number)
+
+
+def test_a_device_may_refuse_batch_sizes_that_are_not_one_row():
+    name, refused = "aten::rnn_relu.data", "RuntimeError: rnn: expected batch_sizes to be a contiguous int64 tensor of"
+    row = torch.tensor([2, 2, 1])
+    for sizes, differs in ((row, False), (row[None], True), (row[::2], True), (row.int(), True), (row[:0], True)):
+        call = Call([torch.rand(5, 3), sizes, torch.rand(2, 2, 5), [torch.rand(5, 3)], True, 1, 0.0, True, True], {})
+        assert allowed.refuses_batch_sizes(name, call, refused) is differs
+        assert not allowed.refuses_batch_sizes(name, call, "RuntimeError: another error")
 
 
 def test_a_device_may_refuse_shapes_that_a_kernel_does_not_check():
