@@ -509,8 +509,8 @@ def _is_undefined(node: fx.Node) -> bool:
 def _change_last_bits(values: Any, seed: int) -> None:
     """Change the last bits of the elements of tensors in place, some up and some down."""
     for x in tensors_of((values,)):
-        if x.layout != torch.strided or not (x.is_floating_point() or x.is_complex()):
-            continue
+        if x.layout != torch.strided or x.itemsize == 1 or not (x.is_floating_point() or x.is_complex()):
+            continue  # float8 has no arithmetic
         if x.is_complex():
             x = torch.view_as_real(x.resolve_conj())
         if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):

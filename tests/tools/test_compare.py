@@ -336,7 +336,9 @@ def test_what_decides_the_tolerance_of_a_graph():
 
     x = torch.tensor([3.0, -5.0, 0.0])
     near = x.clone()
-    _change_last_bits([near, 3, torch.tensor(3)], 0)
+    _change_last_bits(
+        [near, 3, torch.tensor(3), torch.ones(2).to(torch.float8_e4m3fn), x.to_sparse(), near[0].expand(4)], 0
+    )
     moved = (near - x).abs()
     assert moved[2] == 0 and all(0 < moved[:2]) and all(moved[:2] <= 4 * torch.finfo(torch.float32).eps * x[:2].abs())
 
