@@ -430,6 +430,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::ldexp_", [("dtypes", "float32", "int64"), ("garbage", 4)], 0, "allowed"),  # self is sparse
         ("aten::_fft_c2r.out", [("number", 1, 9223372036854775807)], 0, "allowed"),  # a dimension, likewise
         ("aten::_fft_c2r.out", [("number", 1, 0)], 0, "equal"),
+        ("aten::fft_hfftn", [("sizes", 2, 5), ("layout", 0, "reversed")], 5, "allowed"),  # rounds in another order
         ("aten::_batch_norm_with_update", [("number", 5, 1e308), ("layout", 0, "reversed")], 0, "equal"),  # 1 - momentum overflows
         ("aten::embedding_backward", [], 3, "allowed"),  # counts an index beyond the weight
         ("aten::embedding_backward", [], 0, "equal"),
@@ -738,6 +739,17 @@ def test_terms_that_cancel_are_rounded_at_their_own_size():
     assert numerics.rounds(call, pair(0.01)) and not numerics.rounds(call, pair(0.1))
     assert not numerics.rounds(call, pair(0.01, torch.float32)) and not numerics.rounds(call, [])
     assert not numerics.rounds(Call([torch.tensor([1e30]).bfloat16()], {}), pair(1.0))  # or every value would pass
+
+
+def test_results_of_a_transform_differ_by_roundings_of_the_largest():
+    large = torch.tensor([200.0, 0.6])
+    for wrong, differs in ((2e-5, False), (2e-3, True), (float("nan"), True)):
+        pair = [(large, large + torch.tensor([0.0, wrong]))]
+        assert numerics.transforms("aten::fft_hfftn", pair) is not differs
+        assert numerics.transforms("aten::_fft_c2c.out", [(x.cfloat(), y.cfloat()) for x, y in pair]) is not differs
+        assert not numerics.transforms("aten::sum", pair)
+    assert not numerics.transforms("aten::fft_hfftn", [])
+    assert not numerics.transforms("aten::fft_fft", [(torch.tensor([1, torch.inf]), torch.tensor([1.0, 2.0]))])
 
 
 def test_float64_decides_about_terms_that_cancel():
