@@ -40,6 +40,8 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
 // are not. Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes
 // to out= in the memory format of its inputs.
 const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
+    {"aten::_ctc_loss", {"targets"}},
+    {"aten::_ctc_loss_backward", {"targets"}},
     {"aten::_dyn_quant_matmul_4bit", {"inp", "packed_weights"}},
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},

@@ -56,6 +56,8 @@ void expect_below(const Arguments& call, const char* which, at::ArrayRef<T> valu
   bool outside = false;
   for (const T value : values) outside |= is_outside(value); // without a branch, so that it is vectorized
   if (!outside) return;
+  TORCH_CHECK_INDEX(
+      bound > 0, call.name(), ": expected no ", which, ", because ", bounds, " are none, but got ", values.front());
   TORCH_CHECK_INDEX(false, call.name(), ": expected ", which, " from 0 to ", bound - 1, ", ", bounds, ", but got ",
       *std::ranges::find_if(values, is_outside));
 }
@@ -93,10 +95,25 @@ void check_embedding(const c10::OperatorHandle& op, const Stack& stack) {
     expect_below(call, "indices", call.tensor("indices"), call["num_weights"].toInt(), kRows);
 }
 
+// How many bags the offsets begin before the last index; each index after the last offset belongs to the last of them.
+int64_t bags_of(const Arguments& call, int64_t indices) {
+  return std::ranges::count_if(call.numbers("offsets"), [=](int64_t offset) { return offset < indices; });
+}
+
 // Embedding bags; only `offsets` between the first and the last have no check.
 void check_offsets(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
-  expect_below(call, "offsets", call.tensor("offsets"), call.tensor("indices").numel() + 1, kElements);
+  const int64_t indices = call.tensor("indices").numel();
+  if (!call["offsets"].isTensor() || !call.tensor("offsets").defined()) return;
+  expect_below(call, "offsets", call.tensor("offsets"), indices + 1, kElements);
+  // With a last offset there is one bag less. Kernels that compute the bag of each index do not check that it exists.
+  const at::Tensor& weight = call.tensor("weight");
+  const bool of_each = call["mode"].toInt() == 2 || weight.scalar_type() == at::kDouble || !weight.is_contiguous();
+  if (of_each && call["include_last_offset"].toBool()) {
+    const int64_t bags = call.tensor("offsets").numel() - 1;
+    TORCH_CHECK(bags_of(call, indices) <= bags, call.name(), ": expected a last offset of ", indices,
+        ", the number of indices, but got offsets ", at::IntArrayRef(call.numbers("offsets")));
+  }
 }
 
 // The gradients of embedding bags; `grad` has a row for each bag.
@@ -111,8 +128,16 @@ void check_bags(const c10::OperatorHandle& op, const Stack& stack) {
   std::erase(used, padding);
   expect_below<int64_t>(call, "indices", used, rows, kRows);
   expect_below(call, "offset2bag", call.tensor("offset2bag"), grad.size(0), "the bags");
-  if (op.schema().argumentIndexWithName("offsets"))
+  if (op.schema().argumentIndexWithName("offsets")) {
     expect_below(call, "offsets", call.tensor("offsets"), indices.numel() + 1, kElements);
+    if (!call.tensor("offset2bag").numel()) // the kernel computes it
+      TORCH_CHECK(bags_of(call, indices.numel()) <= grad.size(0), call.name(), ": expected offsets of ", grad.size(0),
+          " bags, the rows of grad, but got offsets ", at::IntArrayRef(call.numbers("offsets")), " for ",
+          indices.numel(), " indices");
+  }
+  if (op.schema().argumentIndexWithName("bag_size") && call["mode"].toInt() == 1)
+    TORCH_CHECK(call.tensor("bag_size").numel() >= grad.size(0), call.name(), ": expected a bag_size for each of ",
+        grad.size(0), " bags, but got ", call.tensor("bag_size").numel());
 }
 
 // A segment reduction and its gradient. `lengths` or `offsets` end in the dimension of `data` that is reduced.
@@ -201,6 +226,28 @@ void check_ctc(const c10::OperatorHandle& op, const Stack& stack) {
   }
 }
 
+// The gradient of a loss without reduction, in two dimensions.
+void check_classes(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor& self = call.tensor("self");
+  if (call["reduction"].toInt() != 0 || self.dim() != 4) return; // the kernel checks, or raises
+  auto used = call.numbers("target");
+  std::erase(used, call["ignore_index"].toInt());
+  expect_below<int64_t>(call, "target", used, self.size(1), "the classes of self");
+}
+
+void check_rows(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  expect_below(call, "self", call.tensor("self"), call["size"].toInt(), "the rows");
+}
+
+void check_compressed(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor& columns = call.tensor("col_indices");
+  if (columns.dim())
+    expect_below(call, "crow_indices", call.tensor("crow_indices"), columns.size(-1) + 1, "the places of col_indices");
+}
+
 void check_transform(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
   expect_below<int64_t>(call, "dim", call.numbers("dim"), call.tensor("self").dim(), "the dimensions of self");
@@ -217,10 +264,25 @@ void check_lists(const c10::OperatorHandle& op, const Stack& stack) {
   }
 }
 
+// The gradient of a reflection, which reads no further than the other edge.
+void check_reflection(const c10::OperatorHandle& op, const Stack& stack) {
+  check_lists(op, stack);
+  const Arguments call(op, stack);
+  const at::Tensor& self = call.tensor("self");
+  const auto padding = call["padding"].toIntVector();
+  for (size_t i = 0; i < padding.size() && static_cast<int64_t>(i / 2) < self.dim(); ++i) {
+    const int64_t size = self.size(-1 - static_cast<int64_t>(i / 2));
+    TORCH_CHECK(padding[i] < size, call.name(), ": expected padding less than ", size, ", the size of dimension ",
+        -1 - static_cast<int64_t>(i / 2), " of self, but got ", at::IntArrayRef(padding));
+  }
+}
+
 } // namespace
 
 MissingCheck missing_check(const c10::OperatorHandle& op) {
   static const auto* checks = new std::unordered_map<std::string, MissingCheck>{
+      {"aten::_convert_indices_from_coo_to_csr", check_rows},
+      {"aten::_convert_indices_from_csr_to_coo", check_compressed},
       {"aten::_ctc_loss", check_ctc},
       {"aten::_ctc_loss_backward", check_ctc},
       {"aten::_embedding_bag", check_offsets},
@@ -239,9 +301,13 @@ MissingCheck missing_check(const c10::OperatorHandle& op) {
       {"aten::embedding_dense_backward", check_embedding},
       {"aten::max_pool2d_with_indices_backward", check_pooling<2, false>},
       {"aten::max_pool3d_with_indices_backward", check_pooling<3, false>},
-      {"aten::reflection_pad1d_backward", check_lists},
-      {"aten::reflection_pad2d_backward", check_lists},
+      {"aten::nll_loss2d_backward", check_classes},
+      {"aten::reflection_pad1d_backward", check_reflection},
+      {"aten::reflection_pad2d_backward", check_reflection},
       {"aten::segment_reduce", check_segments},
+      {"quantized::embedding_bag_2bit_rowwise_offsets", check_offsets},
+      {"quantized::embedding_bag_4bit_rowwise_offsets", check_offsets},
+      {"quantized::embedding_bag_byte_rowwise_offsets", check_offsets},
   };
   const auto found = checks->find(op.schema().name());
   return found == checks->end() ? nullptr : found->second;

@@ -108,6 +108,8 @@ _TRANSFORM: dict[str, _Bound] = {"dim": lambda given: given["self"].dim()}  # to
 # What kernels of the CPU use as an index without a check, and its bounds. The device's own checks are in
 # tests/aten/test_unchecked.py.
 _UNCHECKED: dict[str, dict[str, _Bound]] = {
+    "aten::_convert_indices_from_coo_to_csr": {"self": lambda given: given["size"]},
+    "aten::_convert_indices_from_csr_to_coo": {"crow_indices": lambda given: given["col_indices"].shape[-1] + 1},
     "aten::_ctc_loss": _TARGETS,
     "aten::_ctc_loss_backward": _TARGETS
     | {
@@ -134,6 +136,9 @@ _UNCHECKED: dict[str, dict[str, _Bound]] = {
     "aten::embedding_dense_backward": {"indices": lambda given: given["num_weights"]},
     "aten::max_pool2d_with_indices_backward": _pooled(2),
     "aten::max_pool3d_with_indices_backward": _pooled(3),
+    "aten::nll_loss2d_backward": {},  # only some of its reductions
+    "aten::reflection_pad1d_backward": {},  # only beside a size
+    "aten::reflection_pad2d_backward": {},
     "aten::segment_reduce": _SEGMENTS,
 }
 

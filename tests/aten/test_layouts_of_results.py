@@ -199,6 +199,9 @@ BACKWARD = dict(grad_out=C, input=A, weight=V[0], running_mean=V[1], running_var
 GROUP = dict(N=2, C=6, HxW=3, group=3)
 _, GROUP_MEAN, GROUP_RSTD = torch.native_group_norm(GROUPS, V[0], V[1], 2, 6, 3, 3, 1e-5)
 _, LAYER_MEAN, LAYER_RSTD = torch.native_layer_norm(A, [6], V[0], V[1], 1e-5)
+LOG_PROBS, LABELS = rand(5, 2, 4).log_softmax(2), torch.tensor([1, 2, 3, 1])
+LENGTHS = dict(input_lengths=[5, 5], target_lengths=[2, 2])
+LOSS, ALPHA = ops._ctc_loss(LOG_PROBS, LABELS, **LENGTHS)
 WEIGHT_4BIT = ops._dyn_quant_pack_4bit_weight(
     torch.arange(512, dtype=torch.uint8).view(32, 16), torch.ones(32), None, 32, 32, 32
 )
@@ -214,6 +217,10 @@ WEIGHT_INT4 = ops._convert_weight_to_int4pack_for_cpu(torch.arange(32 * 64, dtyp
 
 # Arguments for each operator in kReadAsContiguous, by name.
 INPUTS = {
+    "aten::_ctc_loss": [dict(log_probs=LOG_PROBS, targets=each, **LENGTHS) for each in (LABELS, LABELS.view(2, 2))],
+    "aten::_ctc_loss_backward": [
+        dict(grad=V[0][:2], log_probs=LOG_PROBS, targets=LABELS, neg_log_likelihood=LOSS, log_alpha=ALPHA, blank=0, **LENGTHS)
+    ],
     "aten::_dyn_quant_matmul_4bit": [
         dict(inp=rand(4, 32), packed_weights=WEIGHT_4BIT, block_size=32, in_features=32, out_features=32)
     ],

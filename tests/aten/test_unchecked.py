@@ -41,23 +41,45 @@ def _ctc_backward(targets, tensors=False):
     return make
 
 
-def _bags(name):
+def _bags(name, bags=(0, 0, 1), offsets=(0, 2), mode=0):
     def make():
         torch.manual_seed(0)
         grad, weight = torch.rand(2, 4), torch.rand(5, 4)
-        indices, offsets = torch.tensor([0, 4, 2]), torch.tensor([0, 2])
-        _, _, sizes, largest = aten._embedding_bag(weight, indices, offsets)
-        bags = torch.tensor([0, 0, 1])
+        indices, starts = torch.tensor([0, 4, 2]), torch.tensor(offsets)
+        _, _, sizes, largest = aten._embedding_bag(weight, indices, starts, False, mode)
+        of_index = torch.tensor(bags, dtype=torch.int64)
         args = {
-            "_embedding_bag": [weight, indices, offsets, False, 2],
-            "_embedding_bag_forward_only": [weight, indices, offsets, False, 2],
-            "_embedding_bag_backward": [grad, indices, offsets, bags, sizes, largest, 5, False, 0, False, None],
-            "_embedding_bag_dense_backward": [grad, indices, bags, sizes, largest, 5, False, 0, None],
-            "_embedding_bag_per_sample_weights_backward": [grad, weight, indices, offsets, bags, 0],
+            "_embedding_bag": [weight, indices, starts, False, 2],
+            "_embedding_bag_forward_only": [weight, indices, starts, False, 2],
+            "_embedding_bag_backward": [grad, indices, starts, of_index, sizes, largest, 5, False, mode, False, None],
+            "_embedding_bag_dense_backward": [grad, indices, of_index, sizes, largest, 5, False, mode, None],
+            "_embedding_bag_per_sample_weights_backward": [grad, weight, indices, starts, of_index, 0],
         }
         return getattr(aten, name), args[name], {}
 
     return make
+
+
+def _last_offset():
+    op, args, _ = _bags("_embedding_bag")()
+    args[2] = torch.tensor([0, 2, 3])
+    return op, [*args, False, None, True], {}
+
+
+def _quantized_bags():
+    torch.manual_seed(0)
+    weight = torch.ops.quantized.embedding_bag_byte_prepack(torch.rand(5, 4))
+    return (
+        torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default,
+        [weight, torch.tensor([0, 4, 2]), torch.tensor([0, 2])],
+        {},
+    )
+
+
+def _classes():
+    torch.manual_seed(0)
+    x, target = torch.rand(2, 3, 2, 2), torch.tensor([0, 1, 2, -100] * 2).view(2, 2, 2)
+    return aten.nll_loss2d_backward.default, [torch.ones(2, 2, 2), x, target, None, 0, -100, torch.tensor(0.0)], {}
 
 
 def _segments(backward, which, **kwargs):
@@ -133,6 +155,14 @@ ROWS = [
     ("ctc backward, tensors", _ctc_backward([1, 2, 3, 1], tensors=True), [(2, 4), (2, (2,)), (3, 6), (4, 2**40)]),
     ("_embedding_bag", _bags("_embedding_bag"), [(2, -(2**40)), (2, 4)]),
     ("_embedding_bag_forward_only", _bags("_embedding_bag_forward_only"), [(2, -(2**40)), (2, 4)]),
+    ("_embedding_bag, a last offset", _last_offset, [(2, (1,)), (2, (2,))]),
+    ("_embedding_bag_backward, bags of the kernel's own", _bags("_embedding_bag_backward", [], [0, 2]), [(0, (0,)), (0, (1,))]),
+    ("_embedding_bag_backward, mean", _bags("_embedding_bag_backward", mode=1), [(4, (0,)), (4, (1,))]),
+    ("_embedding_bag_dense_backward, mean", _bags("_embedding_bag_dense_backward", mode=1), [(3, (1,))]),
+    ("quantized bags", _quantized_bags, [(2, -1), (2, 4), (2, -(2**40))]),
+    ("nll_loss2d_backward", _classes, [(2, 3), (2, -1), (2, 2**40)]),
+    ("coo to csr", lambda: (aten._convert_indices_from_coo_to_csr.default, [torch.tensor([0, 2, 2]), 3], {}), [(0, 3), (0, -1), (0, -(2**40))]),
+    ("csr to coo", lambda: (aten._convert_indices_from_csr_to_coo.default, [torch.tensor([0, 1, 3]), torch.tensor([0, 1, 1])], {}), [(0, 4), (0, -1), (0, 2**40)]),
     ("_embedding_bag_backward", _bags("_embedding_bag_backward"), [(1, 5), (1, -2), (1, 2**40), (3, 2), (3, -1), (2, 4)]),
     ("_embedding_bag_dense_backward", _bags("_embedding_bag_dense_backward"), [(1, 5), (1, -2), (2, 2), (2, 2**40)]),
     ("_embedding_bag_per_sample_weights_backward", _bags("_embedding_bag_per_sample_weights_backward"),
@@ -147,8 +177,8 @@ ROWS = [
     ("_fft_c2c", _transform("_fft_c2c", torch.ones(3, 4, dtype=torch.complex64), 0, True), [(1, [2]), (1, [0, -1])]),
     ("_fft_c2r", _transform("_fft_c2r", torch.ones(3, 4, dtype=torch.complex64), 0, 6), [(1, [2]), (1, [-3])]),
     ("_fft_r2c", _transform("_fft_r2c", torch.ones(3, 4), 0, True), [(1, [2]), (1, [2**40])]),
-    ("reflection_pad1d", _pad(1), [(2, [1]), (2, [])]),
-    ("reflection_pad2d", _pad(2), [(2, [1]), (2, [1, 1, 1])]),
+    ("reflection_pad1d", _pad(1), [(2, [1]), (2, []), (2, [1, 4]), (2, [100, 1])]),
+    ("reflection_pad2d", _pad(2), [(2, [1]), (2, [1, 1, 1]), (2, [1, 1, 4, 1]), (2, [1, 100, 1, 1])]),
 ]  # fmt: skip
 BY_NAME = {name: (make, changes) for name, make, changes in ROWS}
 WRONG = [
@@ -195,6 +225,17 @@ def test_an_index_that_is_padding_is_not_used():
     args[2], padding = torch.tensor([-1, 4, 2]), [-1]
     moved, _ = _on_device(args, {})
     torch.testing.assert_close(op(*moved, *padding).cpu(), op(*args, *padding))
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_strided_labels_of_the_ctc_loss_are_those_that_are_checked(forward):
+    op, args, _ = (_ctc if forward else _ctc_backward)([1, 2, 3, 1])()
+    place = 1 if forward else 2
+    expected = op(*args)
+    moved, _ = _on_device(args, {})
+    moved[place] = torch.tensor([1, 2**40, 2, 2**40, 3, 2**40, 1, 2**40], device="openreg")[::2]
+    got = op(*moved)
+    torch.testing.assert_close((got[0] if forward else got).cpu(), expected[0] if forward else expected)
 
 
 @pytest.mark.parametrize("name", POOLING)
