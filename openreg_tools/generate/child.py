@@ -284,7 +284,12 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
         isinstance(there.error, IndexError) or allowed.OUT_OF_BOUNDS.search(ours)
     ):
         note = "an index out of bounds, for which PyTorch's operators raise IndexError or RuntimeError"
-    elif not theirs and isinstance(there.error, NotImplementedError) and aliasing.returns_another(name, cpu.value[0]):
+    elif (
+        not theirs
+        and isinstance(there.error, NotImplementedError)
+        and (plain := contiguous.takes_it_plain(name, call))  # a negative view is copied to and from other memory
+        and any(aliasing.returns_another(name, outcome.value[0]) for outcome in (cpu, plain))
+    ):
         note = aliasing.RETURNS_ANOTHER
     elif name in differs or checked and (checked.search(theirs) or checked.search(ours)):
         note = "this operator's errors differ between devices"

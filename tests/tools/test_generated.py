@@ -639,6 +639,8 @@ def test_an_operator_in_place_returns_its_argument():
     # Where the CPU returns a tensor of float64.
     assert end("aten::_add_relu_.Tensor", ("dtype", 1, "float64")) == "allowed"
     assert end("aten::_add_relu_.Tensor") == "equal"
+    assert end("aten::_add_relu.out", ("dtype", 0, "float64"), ("bit", 0, "neg")) == "allowed"
+    assert end("aten::_add_relu.out", ("bit", 0, "neg")) == "equal"
 
 
 def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
