@@ -256,12 +256,12 @@ at::Tensor sum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim
 // If indices are counted, the boxed kernel checks them: see Note [Unchecked arguments].
 at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& indices, c10::SymInt num_weights,
     c10::SymInt padding_idx, bool scale_grad_by_freq) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::embedding_dense_backward", "");
-  using Boxed =
-      c10::impl::BoxedKernelWrapper<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, bool)>;
-  if (scale_grad_by_freq)
-    return Boxed::call(native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, indices,
-        std::move(num_weights), std::move(padding_idx), true);
+  if (scale_grad_by_freq) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::embedding_dense_backward", "");
+    return c10::impl::BoxedKernelWrapper<decltype(embedding_dense_backward)>::call(native_kernel(), op,
+        c10::DispatchKeySet(c10::DispatchKey::CPU), grad, indices, std::move(num_weights), std::move(padding_idx),
+        true);
+  }
   return native<at::_ops::embedding_dense_backward, at::cpu::embedding_dense_backward_symint>(
       grad, indices, std::move(num_weights), std::move(padding_idx), false);
 }

@@ -26,7 +26,7 @@ class Arguments {
     return first_[static_cast<size_t>(*schema_.argumentIndexWithName(name))];
   }
   const at::Tensor& tensor(const char* name) const { return (*this)[name].toTensor(); }
-  // The numbers in a list or a tensor; none if it is no tensor of integers, which the kernel refuses.
+  // The numbers in a list or a tensor. Empty for a tensor of another dtype than integers, which the kernel refuses.
   std::vector<int64_t> numbers(const char* name) const {
     const c10::IValue& value = (*this)[name];
     if (!value.isTensor()) return value.isNone() ? std::vector<int64_t>() : value.toIntVector();

@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError
 
-from openreg_tools.compare.copies import copied, equal, tensors_of
+from openreg_tools.compare.copies import UNDEFINED, copied, equal, tensors_of
 from openreg_tools.compare.lockstep import DEVICE_ERRORS, Lockstep, tracing
 from openreg_tools.compare.result import Difference
 from openreg_tools.compare.tolerance import Tolerance, largest, measure, ulp
@@ -31,7 +31,7 @@ from openreg_tools.samples import shown
 
 __all__ = ["Regions"]
 
-_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_EMPTY = {name for name in UNDEFINED if "empty" in name}
 _SMALL = 1 << 20  # bytes of an argument that is kept from before the call, whether it is written or not
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 

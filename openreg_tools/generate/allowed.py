@@ -105,8 +105,7 @@ _SEGMENTS: dict[str, _Bound] = {
 }
 _TRANSFORM: dict[str, _Bound] = {"dim": lambda given: given["self"].dim()}  # torch.fft passes dimensions from 0 on
 
-# What kernels of the CPU use as an index without a check, and its bounds. The device's own checks are in
-# tests/aten/test_unchecked.py.
+# What kernels of the CPU use as an index without a check, and its bound. The device checks it in csrc/aten/unchecked.cpp.
 _UNCHECKED: dict[str, dict[str, _Bound]] = {
     "aten::_convert_indices_from_coo_to_csr": {"self": lambda given: given["size"]},
     "aten::_convert_indices_from_csr_to_coo": {"crow_indices": lambda given: given["col_indices"].shape[-1] + 1},
@@ -147,10 +146,10 @@ def indexes_anywhere(name: str, call: Call) -> bool:
     """Whether an index, a length or a dimension is out of range for a kernel that reads or writes there without a check."""
     given = {argument.name: value for argument, value in changes.given_to(name, call)}
     for which, bound in _UNCHECKED.get(name.partition(".")[0], {}).items():
-        with contextlib.suppress(
-            AttributeError, IndexError, KeyError, TypeError, RuntimeError
-        ):  # an argument is no tensor
-            if any(not 0 <= number < bound(given) for number in _numbers(given.get(which))):
+        # A wrong argument may have no shape, for example.
+        with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError, RuntimeError):
+            end = bound(given)
+            if any(not 0 <= number < end for number in _numbers(given.get(which))):
                 return True
     return False
 

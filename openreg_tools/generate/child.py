@@ -287,8 +287,8 @@ def _raised(name: str, call: Call, cpu: opinfo.Outcome, there: opinfo.Outcome, d
     elif (
         not theirs
         and isinstance(there.error, NotImplementedError)
-        and (plain := contiguous.takes_it_plain(name, call))  # a negative view is copied to and from other memory
-        and any(aliasing.returns_another(name, outcome.value[0]) for outcome in (cpu, plain))
+        # The CPU copies a negative view to other memory and the result back.
+        and any(x and aliasing.returns_another(name, x.value[0]) for x in (cpu, contiguous.takes_it_plain(name, call)))
     ):
         note = aliasing.RETURNS_ANOTHER
     elif name in differs or checked and (checked.search(theirs) or checked.search(ours)):

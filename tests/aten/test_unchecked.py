@@ -124,7 +124,7 @@ def _pad(dims):
 
 
 def _changed(position, value):
-    """Set an argument, or the first element of one that is a tensor or a list; a shape narrows a tensor to it."""
+    """Replace an argument. Of a tensor, replace the first element, or keep a part of the given shape."""
 
     def change(args, kwargs):
         where = kwargs if isinstance(position, str) else args
