@@ -328,17 +328,22 @@ def test_memory_of_a_pool_that_is_gone_goes_to_others():
     start, end = y.data_ptr(), y.data_ptr() + y.nbytes
     del x, y
     before = torch.openreg.memory_reserved(DEVICE)
+    top = max(each["address"] + each["total_size"] for each in torch.openreg.memory_snapshot(device=DEVICE))
 
-    def others():  # enough for every gap that earlier tests left
-        return [torch.empty(3 << 20, dtype=torch.int8, device=DEVICE) for _ in range(32)]
+    def another():
+        z = torch.empty(3 << 20, dtype=torch.int8, device=DEVICE)
+        return z, start < z.data_ptr() + z.nbytes and z.data_ptr() < end
 
-    again = others()
-    assert not any(start <= each.data_ptr() < end for each in again)
-    del again, pool
+    held = []  # every gap that earlier tests left: the allocator takes the smallest that is enough
+    while not held or held[-1].data_ptr() < top:
+        z, reused = another()
+        assert not reused
+        held.append(z)
+    del pool
     gc.collect()
-    again = others()
-    assert any(start <= each.data_ptr() < end for each in again)
-    del again
+    z, reused = another()
+    assert reused
+    del z, held
     torch.openreg.empty_cache()
     assert torch.openreg.memory_reserved(DEVICE) <= before - (8 << 20)
 
