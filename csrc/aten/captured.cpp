@@ -193,6 +193,16 @@ bool is_repeat_interleave(const c10::OperatorHandle& op) {
   return op.schema().name() == "aten::repeat_interleave" && op.schema().overload_name() == "Tensor";
 }
 
+// The gradient of embedding bags with a last offset: the place of the offsets, and the last one. Otherwise 0.
+std::pair<size_t, int64_t> last_offset(const c10::OperatorHandle& op, const Stack& arguments) {
+  const auto place = [&](const char* name) { return op.schema().argumentIndexWithName(name); };
+  const auto grad = place("grad"), indices = place("indices"), offsets = place("offsets");
+  if (!grad || !indices || !offsets) return {0, 0};
+  const auto tensor = [&](const std::optional<int>& i) { return arguments[static_cast<size_t>(*i)].toTensor(); };
+  if (tensor(grad).dim() == 0 || tensor(offsets).numel() != tensor(grad).size(0) + 1) return {0, 0};
+  return {static_cast<size_t>(*offsets), tensor(indices).numel()};
+}
+
 // Runs the kernel on the scratch buffer; returns its results.
 Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, const Stack& stack, Values values) {
   LendDeviceMemory none(-1);
@@ -211,7 +221,11 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
     repeats.view(-1)[0].fill_(scratch[1].toInt());
     scratch[0] = repeats;
   }
-  if (const MissingCheck check = missing_check(captured.op)) check(captured.op, scratch);
+  if (const auto [offsets, last] = last_offset(captured.op, scratch); last) {
+    scratch[offsets] = at::zeros_like(scratch[offsets].toTensor());
+    scratch[offsets].toTensor()[-1].fill_(last);
+  }
+  if (const MissingCheck check = missing_check(captured.op, scratch)) check(captured.op, scratch);
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
   return scratch;
 }
@@ -256,7 +270,7 @@ struct Node {
   at::Generator lent; // the device's, for an operator without such an argument
   bool copies;
   Stream stream;
-  MissingCheck check = missing_check(op);
+  MissingCheck check = nullptr;
 
   void operator()() const {
     Stack stack = arguments;
@@ -356,6 +370,7 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
   for (size_t i = 0; i < count; ++i)
     node.arguments.push_back(map_tensors(
         (*stack)[first + i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
+  node.check = missing_check(op, node.arguments);
 
   // New results, before they become the device's.
   bool plain = true; // each is a tensor with its own storage, and nothing else is returned
@@ -410,7 +425,7 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
     for (const CallArgument& each : arguments.all())
       if (each.written) written.push_back(each.host);
   std::optional<detail::Task> fixed;
-  if (plain) fixed = fixed_call(node.op, node.arguments, std::move(written));
+  if (plain && !node.check) fixed = fixed_call(node.op, node.arguments, std::move(written));
   detail::capture(
       captured.stream, Site(name), fixed ? std::move(*fixed) : detail::Task(std::move(node)), std::move(uses));
   torch::jit::drop(*stack, count);

@@ -90,6 +90,7 @@ class NativeKernel final : public c10::OperatorKernel {
     }
     synchronizes_ = synchronizes_on_cuda(op);
     missing_check_ = missing_check(op);
+    if (target == DispatchKey::CPU) missing_shape_check_ = missing_shape_check(op);
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
     if (auto it = kHostResults.find(schema.name()); it != kHostResults.end()) host_result_ = it->second;
     if (target == DispatchKey::CPU || target == DispatchKey::SparseCsrCPU) wider_ = Wider::of(schema.name());
@@ -97,6 +98,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     if (takes_sizes_) plain_sizes(stack);
+    if (C10_UNLIKELY(missing_shape_check_ != nullptr)) missing_shape_check_(op, *stack);
     if (C10_UNLIKELY(!contiguous_.empty())) make_contiguous(contiguous_, op, stack);
     if (C10_UNLIKELY(synchronizes_ != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); synchronizes_(arguments))
@@ -274,7 +276,7 @@ class NativeKernel final : public c10::OperatorKernel {
   size_t host_result_ = static_cast<size_t>(-1);
   bool views_ = false; // it returns views, changes only the geometry, or gives a tensor without memory
   Synchronizes synchronizes_ = nullptr;
-  MissingCheck missing_check_ = nullptr;
+  MissingCheck missing_check_ = nullptr, missing_shape_check_ = nullptr;
   const Wider* wider_ = nullptr;
   std::string each_;     // for a foreach operator: what it calls for each element
   size_t last_list_ = 0; // for an operator that accepts CPU scalars only in its last list

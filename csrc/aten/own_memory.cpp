@@ -40,9 +40,14 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
 // are not. Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes
 // to out= in the memory format of its inputs.
 const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
+    {"aten::_convert_indices_from_coo_to_csr", {"self"}},
     {"aten::_ctc_loss", {"targets"}},
     {"aten::_ctc_loss_backward", {"targets"}},
     {"aten::_dyn_quant_matmul_4bit", {"inp", "packed_weights"}},
+    {"aten::_embedding_bag", {"indices", "offsets"}},
+    {"aten::_embedding_bag_backward", {"bag_size"}},
+    {"aten::_embedding_bag_dense_backward", {"bag_size"}},
+    {"aten::_embedding_bag_forward_only", {"indices", "offsets"}},
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},
@@ -61,8 +66,11 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::native_layer_norm_backward", {"mean", "rstd"}},
     {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
     {"aten::slow_conv_transpose2d.out", {"self", "weight"}},
+    {"quantized::embedding_bag_2bit_rowwise_offsets", {"compressed_indices_mapping"}},
     {"quantized::embedding_bag_2bit_unpack", {"weight"}},
+    {"quantized::embedding_bag_4bit_rowwise_offsets", {"compressed_indices_mapping"}},
     {"quantized::embedding_bag_4bit_unpack", {"weight"}},
+    {"quantized::embedding_bag_byte_rowwise_offsets", {"compressed_indices_mapping"}},
 };
 
 bool is_result(const c10::Argument& argument) {

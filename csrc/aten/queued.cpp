@@ -46,6 +46,7 @@ auto& meta_kernels() {
 // How one operator is queued.
 struct Plan {
   bool possible = false, fills = false;
+  MissingCheck check = nullptr; // of values: a call that needs it is not queued
   const c10::KernelFunction* meta = nullptr; // or the one that the dispatcher has
   std::vector<bool> written;              // by argument
   std::vector<bool> number;               // likewise: of type Scalar or float
@@ -102,7 +103,7 @@ Plan make_plan(const c10::OperatorHandle& op) {
   }
   // These inspect their own results, on CUDA too, and raise at the call.
   if (schema.name().find("linalg_") != std::string::npos) return plan;
-  if (missing_check(op)) return plan; // raises at the call too: see Note [Unchecked arguments]
+  plan.check = missing_check(op); // raises at the call too
   for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
            at::Tag::dynamic_output_shape, at::Tag::inplace_view})
     if (op.hasTag(tag)) return plan;
@@ -354,7 +355,7 @@ std::optional<c10::OperatorHandle> structured_out(const c10::OperatorHandle& op)
 
 bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   const Plan& plan = plan_of(op);
-  if (!plan.possible) return false;
+  if (!plan.possible || (plan.check && missing_check(op, *stack))) return false;
   const size_t count = plan.written.size(), first = stack->size() - count;
   Arguments arguments(&plan);
   for (size_t i = 0; i < count; ++i)

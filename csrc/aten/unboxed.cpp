@@ -2,6 +2,7 @@
 // openreg_ops bench` measures the gain).
 #include "direct.h"
 #include "native.h"
+#include "unchecked.h"
 
 #include <ATen/native/Activation.h>
 #include <ATen/native/BinaryOps.h>
@@ -253,7 +254,7 @@ at::Tensor sum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim
   return out;
 }
 
-// If indices are counted, the boxed kernel checks them: see Note [Unchecked arguments].
+// These call the boxed kernel where it checks values: see Note [Unchecked arguments].
 at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& indices, c10::SymInt num_weights,
     c10::SymInt padding_idx, bool scale_grad_by_freq) {
   if (scale_grad_by_freq) {
@@ -264,6 +265,19 @@ at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& in
   }
   return native<at::_ops::embedding_dense_backward, at::cpu::embedding_dense_backward_symint>(
       grad, indices, std::move(num_weights), std::move(padding_idx), false);
+}
+
+at::Tensor nll_loss_backward(const at::Tensor& grad_output, const at::Tensor& self, const at::Tensor& target,
+    const std::optional<at::Tensor>& weight, int64_t reduction, c10::SymInt ignore_index,
+    const at::Tensor& total_weight) {
+  if (reduction == at::Reduction::None) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::nll_loss_backward", "");
+    return c10::impl::BoxedKernelWrapper<decltype(nll_loss_backward)>::call(native_kernel(), op,
+        c10::DispatchKeySet(c10::DispatchKey::CPU), grad_output, self, target, weight, reduction,
+        std::move(ignore_index), total_weight);
+  }
+  return native<at::_ops::nll_loss_backward, at::cpu::nll_loss_backward_symint>(
+      grad_output, self, target, weight, reduction, std::move(ignore_index), total_weight);
 }
 
 // Whether BLAS reads a matrix as it is. The CPU's kernel copies any other.
@@ -328,10 +342,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm(const at::Tenso
   return {std::move(out), std::move(mean), std::move(rstd)};
 }
 
-// The CPU's kernel reads mean and rstd as if they were contiguous.
+// The CPU's kernel reads mean and rstd as if they were contiguous, and grad_out as if it had the shape of the input:
+// see Note [Unchecked arguments].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm_backward(const at::Tensor& grad_out,
     const at::Tensor& input, c10::SymIntArrayRef normalized_shape, const at::Tensor& mean, const at::Tensor& rstd,
     const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, std::array<bool, 3> output_mask) {
+  expect_layer_norm(grad_out, input, normalized_shape.size(), mean, rstd);
   return at::cpu::native_layer_norm_backward_symint(
       grad_out, input, normalized_shape, mean.contiguous(), rstd.contiguous(), weight, bias, output_mask);
 }
@@ -372,7 +388,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   STRUCTURED("bmm", bmm, bmm); STRUCTURED("baddbmm", baddbmm, baddbmm);
   // The kernels of softmax are in overrides/softmax.cpp.
   META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
-  STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); STRUCTURED("nll_loss_backward", nll_loss_backward, nll_loss_backward_symint);
+  STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); m.impl("nll_loss_backward", nll_loss_backward); set_meta<at::_ops::nll_loss_backward>("aten::nll_loss_backward", at::meta::nll_loss_backward_symint);
   m.impl("native_layer_norm", native_layer_norm); m.impl("native_layer_norm_backward", (native<at::_ops::native_layer_norm_backward, native_layer_norm_backward>));
   UNBOXED("index_select", index_select, index_select); m.impl("embedding_dense_backward", embedding_dense_backward);
   STRUCTURED("cat", cat, cat);

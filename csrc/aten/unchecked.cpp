@@ -1,17 +1,32 @@
 #include "unchecked.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <numeric>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace openreg {
+
+void expect_layer_norm(
+    const at::Tensor& grad_out, const at::Tensor& input, size_t dims, const at::Tensor& mean, const at::Tensor& rstd) {
+  constexpr const char* kName = "native_layer_norm_backward";
+  TORCH_CHECK(grad_out.sizes() == input.sizes(), kName, ": expected grad_out of shape ", input.sizes(),
+      ", the shape of input, but got ", grad_out.sizes());
+  const auto outer = static_cast<size_t>(input.dim()) - std::min(dims, static_cast<size_t>(input.dim()));
+  const int64_t rows = c10::multiply_integers(input.sizes().slice(0, outer));
+  TORCH_CHECK(mean.numel() == rows && rstd.numel() == rows, kName, ": expected mean and rstd of ", rows,
+      " elements, one for each row of input, but got ", mean.sizes(), " and ", rstd.sizes());
+}
+
 namespace {
 
 using torch::jit::Stack;
@@ -35,6 +50,10 @@ class Arguments {
     const at::Tensor integers = x.to(at::kLong).contiguous();
     return {integers.const_data_ptr<int64_t>(), integers.const_data_ptr<int64_t>() + integers.numel()};
   }
+  // Whether the operator has this argument, and it is not None.
+  bool has(const char* name) const {
+    return schema_.argumentIndexWithName(name).has_value() && !(*this)[name].isNone();
+  }
   // The operator, for a message.
   std::string name() const { return schema_.name().substr(schema_.name().find("::") + 2); }
 
@@ -50,6 +69,7 @@ constexpr const char* kClasses = "the classes of log_probs";
 // Raises unless `values`, of the argument `which`, lie in [0, bound); `bounds` says what that is.
 template <class T>
 void expect_below(const Arguments& call, const char* which, at::ArrayRef<T> values, int64_t bound, const char* bounds) {
+  bound = std::max<int64_t>(bound, 0);
   const auto is_outside = [=](int64_t value) {
     return static_cast<std::uint64_t>(value) >= static_cast<std::uint64_t>(bound);
   };
@@ -70,6 +90,24 @@ void expect_below(const Arguments& call, const char* which, const at::Tensor& x,
   if (values.scalar_type() == at::kInt)
     expect_below(call, which, at::ArrayRef(values.const_data_ptr<int>(), count), bound, bounds);
 } // kernels refuse all other dtypes
+
+// Raises unless the tensor `which` has this shape. A tensor that is not defined is none.
+void expect_shape(const Arguments& call, const char* which, at::IntArrayRef shape) {
+  const at::Tensor& x = call.tensor(which);
+  if (x.defined())
+    TORCH_CHECK(x.sizes() == shape, call.name(), ": expected ", which, " of shape ", shape, ", but got ", x.sizes());
+}
+
+// Raises unless each of these arguments has one number for each of the `count` elements of a dimension; `of` names it.
+// An argument that is missing or None has none.
+void expect_one_each(
+    const Arguments& call, std::initializer_list<const char*> arguments, int64_t count, const char* of) {
+  for (const char* which : arguments) {
+    if (!call.has(which) || !call.tensor(which).defined()) continue;
+    TORCH_CHECK(call.tensor(which).numel() == count, call.name(), ": expected ", which, " of ", count,
+        " elements, one for each of ", of, ", but got shape ", call.tensor(which).sizes());
+  }
+}
 
 // The gradient of a pooling: `indices` are places in the last `count` dimensions of `self`. `adaptive`: the kernel does
 // not check the number of dimensions.
@@ -106,14 +144,26 @@ void check_offsets(const c10::OperatorHandle& op, const Stack& stack) {
   const int64_t indices = call.tensor("indices").numel();
   if (!call["offsets"].isTensor() || !call.tensor("offsets").defined()) return;
   expect_below(call, "offsets", call.tensor("offsets"), indices + 1, kElements);
-  // With a last offset there is one bag less. Kernels that compute the bag of each index do not check that it exists.
+  // Kernels that compute the bag of each index need one.
   const at::Tensor& weight = call.tensor("weight");
   const bool of_each = call["mode"].toInt() == 2 || weight.scalar_type() == at::kDouble || !weight.is_contiguous();
-  if (of_each && call["include_last_offset"].toBool()) {
-    const int64_t bags = call.tensor("offsets").numel() - 1;
-    TORCH_CHECK(bags_of(call, indices) <= bags, call.name(), ": expected a last offset of ", indices,
-        ", the number of indices, but got offsets ", at::IntArrayRef(call.numbers("offsets")));
-  }
+  const int64_t bags = call.tensor("offsets").numel() - call["include_last_offset"].toBool();
+  TORCH_CHECK(!of_each || !indices || bags > 0, call.name(),
+      ": expected offsets of at least one bag, because there are ", indices, " indices, but got shape ",
+      call.tensor("offsets").sizes());
+}
+
+void check_quantized_bags(const c10::OperatorHandle& op, const Stack& stack) {
+  check_offsets(op, stack);
+  const Arguments call(op, stack);
+  const int64_t rows = call.tensor("weight").dim() ? call.tensor("weight").size(0) : 0;
+  expect_one_each(call, {"per_sample_weights"}, call.tensor("indices").numel(), "the indices");
+  if (!call["pruned_weights"].toBool() || !call.has("compressed_indices_mapping")) return;
+  const auto mapping = call.numbers("compressed_indices_mapping");
+  const auto is_row = [rows](int64_t row) { return -1 <= row && row < rows; };
+  TORCH_CHECK_INDEX(mapping.size() <= 1 || std::ranges::all_of(mapping, is_row), call.name(),
+      ": expected compressed_indices_mapping from -1, for a row that is pruned, to ", rows - 1, ", but got ",
+      *std::ranges::find_if_not(mapping, is_row));
 }
 
 // The gradients of embedding bags; `grad` has a row for each bag.
@@ -125,15 +175,20 @@ void check_bags(const c10::OperatorHandle& op, const Stack& stack) {
   const int64_t rows = has_weight ? call.tensor("weight").size(0) : call["num_weights"].toInt();
   const int64_t padding = call["padding_idx"].toInt();
   auto used = call.numbers("indices");
-  std::erase(used, padding);
+  if (has_weight) std::erase(used, padding); // the other kernels count each index
   expect_below<int64_t>(call, "indices", used, rows, kRows);
   expect_below(call, "offset2bag", call.tensor("offset2bag"), grad.size(0), "the bags");
+  if (has_weight && call.tensor("offset2bag").numel())
+    expect_one_each(call, {"offset2bag"}, indices.numel(), "the indices");
   if (op.schema().argumentIndexWithName("offsets")) {
     expect_below(call, "offsets", call.tensor("offsets"), indices.numel() + 1, kElements);
-    if (!call.tensor("offset2bag").numel()) // the kernel computes it
+    if (!call.tensor("offset2bag").numel() && indices.numel()) { // the kernel computes it
+      const auto offsets = call.numbers("offsets");
+      TORCH_CHECK(std::ranges::find(offsets, 0) != offsets.end(), call.name(),
+          ": expected offsets with one of 0, for the first index, but got ", at::IntArrayRef(offsets));
       TORCH_CHECK(bags_of(call, indices.numel()) <= grad.size(0), call.name(), ": expected offsets of ", grad.size(0),
-          " bags, the rows of grad, but got offsets ", at::IntArrayRef(call.numbers("offsets")), " for ",
-          indices.numel(), " indices");
+          " bags, the rows of grad, but got offsets ", at::IntArrayRef(offsets), " for ", indices.numel(), " indices");
+    }
   }
   if (op.schema().argumentIndexWithName("bag_size") && call["mode"].toInt() == 1)
     TORCH_CHECK(call.tensor("bag_size").numel() >= grad.size(0), call.name(), ": expected a bag_size for each of ",
@@ -191,10 +246,14 @@ void check_sparse_product(const c10::OperatorHandle& op, const Stack& stack) {
 void check_ctc(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
   const at::Tensor &log_probs = call.tensor("log_probs"), &targets = call.tensor("targets");
-  if (log_probs.dim() != 3 || targets.dim() < 1 || targets.dim() > 2) return; // the kernel raises
+  const bool backward = call.has("log_alpha"); // which checks nothing
+  const bool right = log_probs.dim() == 3 && (targets.dim() == 1 || targets.dim() == 2);
+  TORCH_CHECK(right || !backward, call.name(), ": expected log_probs of 3 dimensions and targets of 1 or 2, but got ",
+      log_probs.sizes(), " and ", targets.sizes());
+  if (!right) return; // the kernel raises
   const int64_t steps = log_probs.size(0), batch = log_probs.size(1), classes = log_probs.size(2);
   const auto inputs = call.numbers("input_lengths"), lengths = call.numbers("target_lengths");
-  if (op.schema().argumentIndexWithName("log_alpha")) { // the gradient, which checks nothing
+  if (backward) {
     const at::Tensor& alpha = call.tensor("log_alpha");
     TORCH_CHECK(alpha.dim() == 3 && alpha.size(0) >= batch && alpha.size(1) >= steps, call.name(),
         ": expected log_alpha of shape (", batch, ", ", steps, ", 2 * target length + 1), but got ", alpha.sizes());
@@ -226,11 +285,11 @@ void check_ctc(const c10::OperatorHandle& op, const Stack& stack) {
   }
 }
 
-// The gradient of a loss without reduction, in two dimensions.
+// The gradient of a loss without reduction.
 void check_classes(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
   const at::Tensor& self = call.tensor("self");
-  if (call["reduction"].toInt() != 0 || self.dim() != 4) return; // the kernel checks, or raises
+  if (call["reduction"].toInt() != 0 || (self.dim() != 4 && self.dim() != 2)) return; // the kernel checks, or raises
   auto used = call.numbers("target");
   std::erase(used, call["ignore_index"].toInt());
   expect_below<int64_t>(call, "target", used, self.size(1), "the classes of self");
@@ -238,14 +297,20 @@ void check_classes(const c10::OperatorHandle& op, const Stack& stack) {
 
 void check_rows(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
+  TORCH_CHECK(
+      call["size"].toInt() >= 0, call.name(), ": expected a size of at least 0, but got ", call["size"].toInt());
   expect_below(call, "self", call.tensor("self"), call["size"].toInt(), "the rows");
 }
 
 void check_compressed(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
-  const at::Tensor& columns = call.tensor("col_indices");
-  if (columns.dim())
-    expect_below(call, "crow_indices", call.tensor("crow_indices"), columns.size(-1) + 1, "the places of col_indices");
+  const at::Tensor &rows = call.tensor("crow_indices"), &columns = call.tensor("col_indices");
+  if (!columns.dim() || !rows.dim()) return; // the kernel raises
+  expect_below(call, "crow_indices", rows, columns.size(-1) + 1, "the places of col_indices");
+  const auto numbers = call.numbers("crow_indices");
+  for (size_t i = 1; i < numbers.size(); ++i)
+    TORCH_CHECK(static_cast<int64_t>(i) % rows.size(-1) == 0 || numbers[i - 1] <= numbers[i], call.name(),
+        ": expected crow_indices that do not decrease, but got ", numbers[i - 1], " before ", numbers[i]);
 }
 
 void check_transform(const c10::OperatorHandle& op, const Stack& stack) {
@@ -264,6 +329,155 @@ void check_lists(const c10::OperatorHandle& op, const Stack& stack) {
   }
 }
 
+void check_batch_norm(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor& input = call.tensor("input");
+  if (input.dim() < 2) return; // the kernel raises
+  constexpr const char* kChannels = "the channels of input";
+  expect_one_each(call, {"weight", "bias", "running_mean", "running_var"}, input.size(1), kChannels);
+  const bool backward = call.has("grad_out");
+  const std::string_view name = op.schema().name();
+  bool training = name != "aten::_batch_norm_no_update";
+  for (const char* flag : {"training", "train", "update"})
+    if (call.has(flag)) training = call[flag].toBool();
+  if (!training) // the statistics are read
+    for (const char* which : {"running_mean", "running_var"})
+      TORCH_CHECK(call.has(which) && call.tensor(which).defined(), call.name(), ": expected a ", which,
+          ", because this is not training, but got none");
+  if (!backward) return;
+  expect_shape(call, "grad_out", input.sizes());
+  TORCH_CHECK(input.size(0) > 0, call.name(), ": expected an input with a batch, but got shape ", input.sizes());
+  if (!training) return;
+  for (const char* which : {"save_mean", name == "aten::batch_norm_backward" ? "save_var" : "save_invstd"})
+    TORCH_CHECK(call.has(which) && call.tensor(which).defined(), call.name(), ": expected a ", which,
+        ", because this is training, but got none");
+  expect_one_each(call, {"save_mean", "save_invstd", "save_var"}, input.size(1), kChannels);
+}
+
+// `g` or its like has a number for each slice of `v` in the dimension `dim`.
+void check_weight_norm(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const bool forward = call.has("v");
+  const at::Tensor& v = call.tensor(forward ? "v" : "saved_v");
+  const int64_t dim = call["dim"].toInt();
+  if (dim < 0 || dim >= v.dim()) return; // the kernel raises
+  if (!forward) expect_shape(call, "grad_w", v.sizes());
+  TORCH_CHECK(
+      v.size(dim) > 0, call.name(), ": expected a v with elements in dimension ", dim, ", but got shape ", v.sizes());
+  expect_one_each(call, {"g", "saved_g", "saved_norms"}, v.size(dim), "the slices of v in dimension dim");
+}
+
+// The gradient of sampling at the points of `grid`, (N, *out, dimensions).
+void check_grid(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor &input = call.tensor("input"), &grid = call.tensor("grid");
+  if (input.dim() < 2 || grid.dim() != input.dim()) return; // the kernel raises
+  std::vector<int64_t> shape = {input.size(0), input.size(1)};
+  shape.insert(shape.end(), grid.sizes().begin() + 1, grid.sizes().end() - 1);
+  expect_shape(call, "grad_output", shape);
+}
+
+// The gradient of a function of each plane, the last `count` dimensions.
+template <int64_t count>
+void check_planes(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor &grad = call.tensor("grad_output"), &self = call.tensor("self");
+  if (self.dim() < count) return; // the kernel raises
+  const auto planes = static_cast<size_t>(self.dim() - count);
+  TORCH_CHECK(grad.dim() == self.dim() && grad.sizes().slice(0, planes) == self.sizes().slice(0, planes), call.name(),
+      ": expected a grad_output of shape ", self.sizes().slice(0, planes), " before its last ", count,
+      " dimensions, as self, of shape ", self.sizes(), ", but got ", grad.sizes());
+  TORCH_CHECK(self.numel() > 0 || grad.numel() == 0, call.name(), ": expected a self with elements, as grad_output of ",
+      grad.sizes(), " has, but got ", self.sizes());
+}
+
+// The gradient of a fractional pooling, which checks the values of `indices`.
+template <int64_t count>
+void check_fractional(const c10::OperatorHandle& op, const Stack& stack) {
+  check_planes<count>(op, stack);
+  const Arguments call(op, stack);
+  const auto given = static_cast<int64_t>(call["output_size"].toIntVector().size());
+  TORCH_CHECK(given >= count, call.name(), ": expected ", count, " numbers for output_size, but got ", given);
+  expect_shape(call, "indices", call.tensor("grad_output").sizes());
+}
+
+// The gradient of a loss without reduction, one for each row of `self`.
+void check_margins(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor& self = call.tensor("self");
+  if (call["reduction"].toInt() == 0 && self.dim() == 2)
+    expect_one_each(call, {"grad_output"}, self.size(0), "the rows of self");
+}
+
+void check_layer_norm(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  expect_layer_norm(call.tensor("grad_out"), call.tensor("input"), call["normalized_shape"].toIntVector().size(),
+      call.tensor("mean"), call.tensor("rstd"));
+}
+
+void check_softmax(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  expect_shape(call, "output", call.tensor("grad_output").sizes());
+}
+
+// `pivots` of a matrix of m rows and n columns: min(m, n).
+void check_pivots(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor& matrix = call.tensor("LU_data");
+  if (matrix.dim() < 2 || !call["unpack_pivots"].toBool()) return;
+  std::vector<int64_t> shape = matrix.sizes().vec();
+  shape.pop_back();
+  shape.back() = std::min(matrix.size(-1), matrix.size(-2));
+  expect_shape(call, "LU_pivots", shape);
+}
+
+// The gradient of the distances of rows of `x1` from rows of `x2`.
+void check_distances(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor &x1 = call.tensor("x1"), &x2 = call.tensor("x2");
+  if (x1.dim() < 2 || x2.dim() < 2) return; // the kernel raises
+  TORCH_CHECK(x1.size(-1) == x2.size(-1), call.name(), ": expected x1 and x2 with the same last dimension, but got ",
+      x1.sizes(), " and ", x2.sizes());
+  const auto batch = [](const at::Tensor& x) { return x.sizes().slice(0, static_cast<size_t>(x.dim() - 2)); };
+  std::vector<int64_t> shape = at::infer_size(batch(x1), batch(x2));
+  shape.insert(shape.end(), {x1.size(-2), x2.size(-2)});
+  if (c10::multiply_integers(shape) == 0 || x1.size(-1) == 0) return; // reads nothing
+  expect_shape(call, "grad", shape);
+  expect_shape(call, "cdist", shape);
+}
+
+// The gradient of the distances between the rows of `self`.
+void check_pairs(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor& self = call.tensor("self");
+  if (self.dim() != 2) return;
+  const int64_t rows = self.size(0);
+  expect_one_each(call, {"grad", "pdist"}, rows * (rows - 1) / 2, "the pairs of rows of self");
+}
+
+// Attention, with tensors of (batch, heads, length, size), and its gradient.
+void check_attention(const c10::OperatorHandle& op, const Stack& stack) {
+  const Arguments call(op, stack);
+  const at::Tensor &query = call.tensor("query"), &key = call.tensor("key"), &value = call.tensor("value");
+  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4) return; // the kernel raises
+  TORCH_CHECK(key.sizes() == value.sizes() && key.size(0) == query.size(0) && key.size(3) == query.size(3), call.name(),
+      ": expected a key and a value of the same shape, with the batch and the size of query, of shape ", query.sizes(),
+      ", but got key ", key.sizes(), " and value ", value.sizes());
+  TORCH_CHECK(key.size(1) > 0 && query.size(1) % key.size(1) == 0, call.name(),
+      ": expected a number of heads of query that is a multiple of those of key, but got ", query.size(1), " and ",
+      key.size(1));
+  const bool backward = call.has("grad_out");
+  for (const char* which : {"query", "key", "value", "grad_out", "out"})
+    TORCH_CHECK(!call.has(which) || call.tensor(which).size(-1) <= 1 || call.tensor(which).stride(-1) == 1, call.name(),
+        ": expected a ", which, " with a last dimension of stride 1, but got strides ", call.tensor(which).strides());
+  TORCH_CHECK(backward || (query.size(2) > 0 && key.size(2) > 0), call.name(),
+      ": expected a length of at least 1, but got query ", query.sizes(), " and key ", key.sizes());
+  if (!backward) return;
+  expect_shape(call, "grad_out", query.sizes());
+  expect_shape(call, "out", query.sizes());
+  expect_shape(call, "logsumexp", query.sizes().slice(0, 3));
+}
+
 // The gradient of a reflection, which reads no further than the other edge.
 void check_reflection(const c10::OperatorHandle& op, const Stack& stack) {
   check_lists(op, stack);
@@ -277,10 +491,17 @@ void check_reflection(const c10::OperatorHandle& op, const Stack& stack) {
   }
 }
 
+using Checks = std::unordered_map<std::string, MissingCheck>;
+
+MissingCheck find(const Checks& checks, const c10::OperatorHandle& op) {
+  const auto found = checks.find(op.schema().name());
+  return found == checks.end() ? nullptr : found->second;
+}
+
 } // namespace
 
 MissingCheck missing_check(const c10::OperatorHandle& op) {
-  static const auto* checks = new std::unordered_map<std::string, MissingCheck>{
+  static const auto* checks = new Checks{
       {"aten::_convert_indices_from_coo_to_csr", check_rows},
       {"aten::_convert_indices_from_csr_to_coo", check_compressed},
       {"aten::_ctc_loss", check_ctc},
@@ -302,15 +523,59 @@ MissingCheck missing_check(const c10::OperatorHandle& op) {
       {"aten::max_pool2d_with_indices_backward", check_pooling<2, false>},
       {"aten::max_pool3d_with_indices_backward", check_pooling<3, false>},
       {"aten::nll_loss2d_backward", check_classes},
+      {"aten::nll_loss_backward", check_classes},
       {"aten::reflection_pad1d_backward", check_reflection},
       {"aten::reflection_pad2d_backward", check_reflection},
       {"aten::segment_reduce", check_segments},
-      {"quantized::embedding_bag_2bit_rowwise_offsets", check_offsets},
-      {"quantized::embedding_bag_4bit_rowwise_offsets", check_offsets},
-      {"quantized::embedding_bag_byte_rowwise_offsets", check_offsets},
+      {"quantized::embedding_bag_2bit_rowwise_offsets", check_quantized_bags},
+      {"quantized::embedding_bag_4bit_rowwise_offsets", check_quantized_bags},
+      {"quantized::embedding_bag_byte_rowwise_offsets", check_quantized_bags},
   };
-  const auto found = checks->find(op.schema().name());
-  return found == checks->end() ? nullptr : found->second;
+  return find(*checks, op);
+}
+
+MissingCheck missing_check(const c10::OperatorHandle& op, const Stack& stack) {
+  const MissingCheck check = missing_check(op);
+  const bool reduced = check == check_classes && Arguments(op, stack)["reduction"].toInt() != 0;
+  return reduced ? nullptr : check;
+}
+
+MissingCheck missing_shape_check(const c10::OperatorHandle& op) {
+  static const auto* checks = new Checks{
+      {"aten::_adaptive_avg_pool2d_backward", check_planes<2>},
+      {"aten::_adaptive_avg_pool3d_backward", check_planes<3>},
+      {"aten::_batch_norm_no_update", check_batch_norm},
+      {"aten::_batch_norm_with_update", check_batch_norm},
+      {"aten::_cdist_backward", check_distances},
+      {"aten::_log_softmax_backward_data", check_softmax},
+      {"aten::_masked_softmax_backward", check_softmax},
+      {"aten::_native_batch_norm_legit", check_batch_norm},
+      {"aten::_pdist_backward", check_pairs},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu", check_attention},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", check_attention},
+      {"aten::_weight_norm_interface", check_weight_norm},
+      {"aten::_weight_norm_interface_backward", check_weight_norm},
+      {"aten::avg_pool2d_backward", check_planes<2>},
+      {"aten::avg_pool3d_backward", check_planes<3>},
+      {"aten::batch_norm_backward", check_batch_norm},
+      {"aten::batch_norm_update_stats", check_batch_norm},
+      {"aten::fractional_max_pool2d_backward", check_fractional<2>},
+      {"aten::fractional_max_pool3d_backward", check_fractional<3>},
+      {"aten::grid_sampler_2d_backward", check_grid},
+      {"aten::grid_sampler_3d_backward", check_grid},
+      {"aten::lu_unpack", check_pivots},
+      {"aten::native_batch_norm", check_batch_norm},
+      {"aten::native_batch_norm_backward", check_batch_norm},
+      {"aten::native_layer_norm_backward", check_layer_norm},
+      {"aten::multi_margin_loss_backward", check_margins},
+      {"aten::reflection_pad1d_backward", check_planes<1>},
+      {"aten::reflection_pad2d_backward", check_planes<2>},
+      {"aten::reflection_pad3d_backward", check_planes<3>},
+      {"aten::replication_pad1d_backward", check_planes<1>},
+      {"aten::replication_pad2d_backward", check_planes<2>},
+      {"aten::replication_pad3d_backward", check_planes<3>},
+  };
+  return find(*checks, op);
 }
 
 } // namespace openreg

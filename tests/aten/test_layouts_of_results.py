@@ -215,8 +215,33 @@ def normalized(**results):
 WEIGHT_INT4 = ops._convert_weight_to_int4pack_for_cpu(torch.arange(32 * 64, dtype=torch.int32).view(32, 64) % 16, 2)
 
 
+# Bags of three indices and of one.
+BAGS = dict(indices=torch.tensor([0, 4, 2, 1]), scale_grad_by_freq=False, mode=1, sparse=False)
+OFFSETS = torch.tensor([0, 3])
+OF_BAGS = dict(
+    bag_size=torch.tensor([3, 1]), maximum_indices=torch.tensor([0, 0]), num_weights=5, per_sample_weights=None
+)
+BAG = torch.tensor([0, 0, 0, 1])
+PRUNED = dict(
+    indices=torch.tensor([0, 4, 2, 1]), offsets=OFFSETS, pruned_weights=True,
+    compressed_indices_mapping=torch.tensor([4, 1, -1, 0, 2], dtype=torch.int32),
+)  # fmt: skip
+
 # Arguments for each operator in kReadAsContiguous, by name.
 INPUTS = {
+    "aten::_convert_indices_from_coo_to_csr": [dict(self=torch.tensor([0, 2, 2, 3]), size=4)],
+    "aten::_embedding_bag": [dict(weight=rand(5, 4), offsets=OFFSETS, **BAGS)],
+    "aten::_embedding_bag_backward": [dict(grad=rand(2, 4), offsets=OFFSETS, offset2bag=BAG, **OF_BAGS, **BAGS)],
+    "aten::_embedding_bag_dense_backward": [
+        dict(grad=rand(2, 4), offset2bag=BAG, **OF_BAGS, **{name: BAGS[name] for name in BAGS if name != "sparse"})
+    ],
+    "aten::_embedding_bag_forward_only": [dict(weight=rand(5, 4), offsets=OFFSETS, **BAGS)],
+    **{
+        f"quantized::embedding_bag_{bits}_rowwise_offsets": [
+            dict(weight=getattr(torch.ops.quantized, f"embedding_bag_{bits}_prepack")(rand(5, 8)), **PRUNED)
+        ]
+        for bits in ("2bit", "4bit", "byte")
+    },
     "aten::_ctc_loss": [dict(log_probs=LOG_PROBS, targets=each, **LENGTHS) for each in (LABELS, LABELS.view(2, 2))],
     "aten::_ctc_loss_backward": [
         dict(grad=V[0][:2], log_probs=LOG_PROBS, targets=LABELS, neg_log_likelihood=LOSS, log_alpha=ALPHA, blank=0, **LENGTHS)
