@@ -66,11 +66,11 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::native_layer_norm_backward", {"mean", "rstd"}},
     {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
     {"aten::slow_conv_transpose2d.out", {"self", "weight"}},
-    {"quantized::embedding_bag_2bit_rowwise_offsets", {"compressed_indices_mapping"}},
+    {"quantized::embedding_bag_2bit_rowwise_offsets", {"per_sample_weights", "compressed_indices_mapping"}},
     {"quantized::embedding_bag_2bit_unpack", {"weight"}},
-    {"quantized::embedding_bag_4bit_rowwise_offsets", {"compressed_indices_mapping"}},
+    {"quantized::embedding_bag_4bit_rowwise_offsets", {"per_sample_weights", "compressed_indices_mapping"}},
     {"quantized::embedding_bag_4bit_unpack", {"weight"}},
-    {"quantized::embedding_bag_byte_rowwise_offsets", {"compressed_indices_mapping"}},
+    {"quantized::embedding_bag_byte_rowwise_offsets", {"per_sample_weights", "compressed_indices_mapping"}},
 };
 
 bool is_result(const c10::Argument& argument) {

@@ -223,7 +223,7 @@ OF_BAGS = dict(
 )
 BAG = torch.tensor([0, 0, 0, 1])
 PRUNED = dict(
-    indices=torch.tensor([0, 4, 2, 1]), offsets=OFFSETS, pruned_weights=True,
+    indices=torch.tensor([0, 4, 2, 1]), offsets=OFFSETS, pruned_weights=True, per_sample_weights=rand(4),
     compressed_indices_mapping=torch.tensor([4, 1, -1, 0, 2], dtype=torch.int32),
 )  # fmt: skip
 

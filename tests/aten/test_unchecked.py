@@ -338,9 +338,9 @@ def test_an_index_that_is_padding_is_not_used():
 
 def _sliced(x):
     """A view of the same values, with others between them that a kernel must not use."""
-    if x.layout != torch.strided or not x.dim() or x.is_quantized or x.dtype == torch.uint8:
+    if x.layout != torch.strided or not x.dim() or x.is_quantized:
         return x
-    other = float("nan") if x.is_floating_point() or x.is_complex() else 2**40 if x.dtype == torch.int64 else 0
+    other = float("nan") if x.is_floating_point() or x.is_complex() else 2**40 if x.dtype == torch.int64 else 99
     wide = torch.full((*x.shape, 2), other, dtype=x.dtype, device=x.device)
     wide[..., 0] = x
     return wide[..., 0]
