@@ -135,10 +135,49 @@ _UNCHECKED: dict[str, dict[str, _Bound]] = {
     "aten::embedding_dense_backward": {"indices": lambda given: given["num_weights"]},
     "aten::max_pool2d_with_indices_backward": _pooled(2),
     "aten::max_pool3d_with_indices_backward": _pooled(3),
-    "aten::nll_loss2d_backward": {},  # only some of its reductions
-    "aten::reflection_pad1d_backward": {},  # only beside a size
-    "aten::reflection_pad2d_backward": {},
     "aten::segment_reduce": _SEGMENTS,
+}
+
+# Other kernels of the CPU that do not check an index, or whether two shapes fit. The device checks them there too.
+_ALSO_UNCHECKED = {
+    "aten::_adaptive_avg_pool2d_backward",
+    "aten::_adaptive_avg_pool3d_backward",
+    "aten::_batch_norm_no_update",
+    "aten::_batch_norm_with_update",
+    "aten::_cdist_backward",
+    "aten::_log_softmax_backward_data",
+    "aten::_masked_softmax_backward",
+    "aten::_native_batch_norm_legit",
+    "aten::_pdist_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_slow_conv2d_backward",
+    "aten::_weight_norm_interface",
+    "aten::_weight_norm_interface_backward",
+    "aten::avg_pool2d_backward",
+    "aten::avg_pool3d_backward",
+    "aten::batch_norm_backward",
+    "aten::batch_norm_update_stats",
+    "aten::fractional_max_pool2d_backward",
+    "aten::fractional_max_pool3d_backward",
+    "aten::grid_sampler_2d_backward",
+    "aten::grid_sampler_3d_backward",
+    "aten::lu_unpack",
+    "aten::multi_margin_loss_backward",
+    "aten::native_batch_norm",
+    "aten::native_batch_norm_backward",
+    "aten::native_layer_norm_backward",
+    "aten::nll_loss2d_backward",
+    "aten::nll_loss_backward",
+    "aten::reflection_pad1d_backward",
+    "aten::reflection_pad2d_backward",
+    "aten::reflection_pad3d_backward",
+    "aten::replication_pad1d_backward",
+    "aten::replication_pad2d_backward",
+    "aten::replication_pad3d_backward",
+    "quantized::embedding_bag_2bit_rowwise_offsets",
+    "quantized::embedding_bag_4bit_rowwise_offsets",
+    "quantized::embedding_bag_byte_rowwise_offsets",
 }
 
 
@@ -202,7 +241,7 @@ def refuses_unchecked(message: str) -> bool:
     or lengths beside it.
     """
     found = re.match(r"\w+: (\w+): expected .*, but got ", message)
-    return found is not None and f"aten::{found[1]}" in _UNCHECKED
+    return found is not None and found[1] in {name.partition("::")[2] for name in (*_UNCHECKED, *_ALSO_UNCHECKED)}
 
 
 def refuses_batch_sizes(name: str, call: Call, message: str) -> bool:

@@ -939,6 +939,17 @@ def test_a_device_may_refuse_batch_sizes_that_are_not_one_row():
         assert not allowed.refuses_batch_sizes(name, call, "RuntimeError: another error")
 
 
+def test_the_operators_whose_checks_the_cpu_lacks_are_those_that_the_device_checks():
+    source = Path(openreg_ops.__file__).parents[1] / "csrc" / "aten" / "unchecked.cpp"
+    checked = set(re.findall(r'^ +\{"(\w+::\w+)", check', source.read_text(), re.M))
+    of_composites = {
+        "aten::ctc_loss",
+        "aten::embedding_bag",
+    }  # whose arguments are those of the operator that they call
+    assert len(checked) > 50
+    assert checked | of_composites == {*allowed._UNCHECKED, *allowed._ALSO_UNCHECKED}
+
+
 def test_a_device_may_refuse_shapes_that_a_kernel_does_not_check():
     refused = "adaptive_max_pool2d_backward: expected indices of shape [2], but got [3]"
     assert allowed.refuses_unchecked(f"RuntimeError: {refused}") and allowed.refuses_unchecked(f"IndexError: {refused}")
