@@ -7,22 +7,22 @@
 namespace openreg {
 
 // Note [Unchecked arguments]
-// Some CPU kernels read or write wherever an index, a dimension or a length says, or read more numbers than a list has,
-// or take one tensor to have the shape that another has. On the device, such a call raises. Shapes are checked at the
-// call. Values in tensors are known only when the kernel runs, so the check is a part of
-// what runs: these operators are never queued, and a replay checks what it reads. The indices inside a sparse tensor
-// are not checked here, but where it is made: see torch.sparse.check_sparse_tensor_invariants.
+// Some CPU kernels read or write wherever an index, a dimension or a length says, read more numbers than a list has, or
+// assume that one tensor has the shape of another. On the device, such a call raises. Shapes are checked at the call.
+// Values in tensors are known only when the kernel runs, so their check is a part of what runs: these operators are
+// never queued, and a replay checks what it reads. The indices inside a sparse tensor are not checked here, but where
+// it is made: see torch.sparse.check_sparse_tensor_invariants.
 
-// Raises if the arguments, the last on the stack, are such a call of `op`. Its tensors are on the CPU.
+// Raises if the arguments, the last on the stack, are such a call of `op`. A check of values reads tensors on the CPU.
 using MissingCheck = void (*)(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
 // The check of values that the CPU kernel of `op` lacks, or null.
 MissingCheck missing_check(const c10::OperatorHandle& op);
 
-// The same for one call: a loss needs none if it is reduced.
+// The same for one call: a loss needs no check if it is reduced.
 MissingCheck missing_check(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
-// The check of shapes that it lacks, or null. Its tensors may be on the device.
+// The check of shapes that it lacks, or null.
 MissingCheck missing_shape_check(const c10::OperatorHandle& op);
 
 // The check of the shapes of native_layer_norm_backward; `dims`: those of normalized_shape.

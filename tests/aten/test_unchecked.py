@@ -398,6 +398,57 @@ def test_a_replay_checks_the_indices_that_it_reads(name):
         torch.openreg.synchronize()
 
 
+def test_a_loss_without_reduction_checks_its_labels_in_every_mode():
+    ones, x, total = (
+        torch.ones(4, device="openreg"),
+        torch.rand(4, 3, device="openreg"),
+        torch.ones((), device="openreg"),
+    )
+    labels = torch.tensor([0, 1, 2, -100], device="openreg")
+    args = (ones, x, labels, None, 0, -100, total)
+    graph = torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        grad = aten.nll_loss_backward(*args)
+    graph.replay()
+    assert grad.tolist() == [[-1, 0, 0], [0, -1, 0], [0, 0, -1], [0, 0, 0]]
+    labels[1] = 3
+    with pytest.raises((IndexError, RuntimeError), match="expected target from 0 to 2, the classes of self, but got 3"):
+        graph.replay()
+        torch.openreg.synchronize()
+    with torch.openreg.launch_mode("async"), pytest.raises(IndexError, match="but got 3"):
+        aten.nll_loss_backward(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_graph_captures_bags_with_a_last_offset(mode, dtype):
+    def of(device):
+        weight = torch.arange(20, dtype=dtype, device=device).view(5, 4).requires_grad_()
+        indices, offsets = torch.tensor([0, 4, 2], device=device), torch.tensor([0, 2, 3], device=device)
+
+        def step():
+            out = F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=True)
+            return out, torch.autograd.grad(out.square().sum(), weight)[0]
+
+        return step
+
+    graph, step = torch.openreg.Graph(), of("openreg")
+    with torch.openreg.graph(graph):
+        got = step()
+    graph.replay()
+    for want, have in zip(of("cpu")(), got, strict=True):
+        torch.testing.assert_close(have.cpu(), want)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, torch.inf])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 3), (5, 0)])
+def test_distances_between_no_rows_have_a_gradient(shape, p):
+    """On the CPU, the gradient for no rows divides by their number."""
+    x = torch.rand(shape, device="openreg", requires_grad=True)
+    torch.pdist(x, p).sum().backward()
+    assert x.grad.shape == shape and not x.grad.any()
+
+
 def test_the_gradient_of_pooling_of_a_permuted_input_reads_its_indices():
     x = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
     y, indices = F.max_pool2d(x, 2, return_indices=True)
