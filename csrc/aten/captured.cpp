@@ -225,7 +225,8 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
     scratch[offsets] = at::zeros_like(scratch[offsets].toTensor());
     scratch[offsets].toTensor()[-1].fill_(last);
   }
-  if (const MissingCheck check = missing_check(captured.op, scratch)) check(captured.op, scratch);
+  for (const MissingCheck check : {missing_shape_check(captured.op), missing_check(captured.op, scratch)})
+    if (check) check(captured.op, scratch);
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
   return scratch;
 }

@@ -98,7 +98,6 @@ class NativeKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     if (takes_sizes_) plain_sizes(stack);
-    if (C10_UNLIKELY(missing_shape_check_ != nullptr)) missing_shape_check_(op, *stack);
     if (C10_UNLIKELY(!contiguous_.empty())) make_contiguous(contiguous_, op, stack);
     if (C10_UNLIKELY(synchronizes_ != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); synchronizes_(arguments))
@@ -186,6 +185,7 @@ class NativeKernel final : public c10::OperatorKernel {
       try {
         call.run([&] {
           const LendGenerator lend(lent);
+          if (C10_UNLIKELY(missing_shape_check_ != nullptr)) missing_shape_check_(op, *stack);
           if (C10_UNLIKELY(missing_check_ != nullptr)) missing_check_(op, *stack);
           op.redispatchBoxed(DispatchKeySet(target_), stack);
         });

@@ -47,6 +47,7 @@ auto& meta_kernels() {
 struct Plan {
   bool possible = false, fills = false;
   MissingCheck check = nullptr; // of values: a call that needs it is not queued
+  MissingCheck shape_check = nullptr;
   const c10::KernelFunction* meta = nullptr; // or the one that the dispatcher has
   std::vector<bool> written;              // by argument
   std::vector<bool> number;               // likewise: of type Scalar or float
@@ -104,6 +105,7 @@ Plan make_plan(const c10::OperatorHandle& op) {
   // These inspect their own results, on CUDA too, and raise at the call.
   if (schema.name().find("linalg_") != std::string::npos) return plan;
   plan.check = missing_check(op); // raises at the call too
+  plan.shape_check = missing_shape_check(op);
   for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
            at::Tag::dynamic_output_shape, at::Tag::inplace_view})
     if (op.hasTag(tag)) return plan;
@@ -366,6 +368,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
         accepted != HostScalars::kAny && (accepted != HostScalars::kOne || arguments.scalars > 1))
       return false;
 
+  if (plan.shape_check) plan.shape_check(op, *stack);
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
   Stack meta, host;
   for (size_t i = 0; i < count; ++i) {

@@ -55,8 +55,11 @@ at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
 
 template <class Op, class Structured, typename Op::schema* kernel>
 at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& output, int64_t dim, at::ScalarType input_dtype) {
-  TORCH_CHECK(grad.sizes() == output.sizes(), Op::name + 6, ": expected output of shape ", grad.sizes(),
-      ", the shape of grad_output, but got ", output.sizes()); // see Note [Unchecked arguments]
+  if (C10_UNLIKELY(grad.sizes() != output.sizes())) { // the boxed kernel raises: see Note [Unchecked arguments]
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    return c10::impl::BoxedKernelWrapper<typename Op::schema>::call(
+        native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, output, dim, input_dtype);
+  }
   if (C10_LIKELY(!is_wider(grad, input_dtype)))
     return direct<Op, Structured, SoftmaxBackward, kernel>(grad, output, dim, input_dtype);
   return Op::call(grad, output, dim, at::kFloat).to(at::kHalf);
