@@ -193,14 +193,25 @@ bool is_repeat_interleave(const c10::OperatorHandle& op) {
   return op.schema().name() == "aten::repeat_interleave" && op.schema().overload_name() == "Tensor";
 }
 
-// The gradient of embedding bags with a last offset: the place of the offsets, and the last one. Otherwise 0.
-std::pair<size_t, int64_t> last_offset(const c10::OperatorHandle& op, const Stack& arguments) {
+// Sets arguments of a call on scratch memory that must fit a size: repeats, lengths, or a last offset.
+void fit_sizes(const c10::OperatorHandle& op, Stack& scratch) {
   const auto place = [&](const char* name) { return op.schema().argumentIndexWithName(name); };
-  const auto grad = place("grad"), indices = place("indices"), offsets = place("offsets");
-  if (!grad || !indices || !offsets) return {0, 0};
-  const auto tensor = [&](const std::optional<int>& i) { return arguments[static_cast<size_t>(*i)].toTensor(); };
-  if (tensor(grad).dim() == 0 || tensor(offsets).numel() != tensor(grad).size(0) + 1) return {0, 0};
-  return {static_cast<size_t>(*offsets), tensor(indices).numel()};
+  const auto tensor = [&](std::optional<int> i) {
+    return i && scratch[static_cast<size_t>(*i)].isTensor() ? scratch[static_cast<size_t>(*i)].toTensor()
+                                                            : at::Tensor();
+  };
+  const auto set_last = [&](std::optional<int> i, int64_t last) {
+    at::Tensor zeros = at::zeros_like(tensor(i), at::MemoryFormat::Contiguous);
+    if (zeros.dim() && zeros.numel()) zeros.select(-1, -1).fill_(last);
+    scratch[static_cast<size_t>(*i)] = std::move(zeros);
+  };
+  if (is_repeat_interleave(op)) set_last(0, scratch[1].toInt());
+  if (const at::Tensor lengths = tensor(place("lengths")), data = tensor(place("data")); // of a segment reduction
+      lengths.defined() && data.defined() && 0 < lengths.dim() && lengths.dim() <= data.dim())
+    set_last(place("lengths"), data.size(lengths.dim() - 1));
+  if (const at::Tensor grad = tensor(place("grad")), offsets = tensor(place("offsets")); // of embedding bags
+      grad.defined() && offsets.defined() && place("indices") && grad.dim() && offsets.numel() == grad.size(0) + 1)
+    set_last(place("offsets"), tensor(place("indices")).numel());
 }
 
 // Runs the kernel on the scratch buffer; returns its results.
@@ -216,15 +227,7 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
     scratch.push_back(
         map_tensors(stack[i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->scratch : x; }));
   for (const auto& [i, _] : captured.generators) scratch[i] = at::detail::createCPUGenerator();
-  if (is_repeat_interleave(captured.op) && scratch[0].toTensor().numel()) { // its repeats must sum to output_size
-    const at::Tensor repeats = at::zeros(scratch[0].toTensor().sizes(), scratch[0].toTensor().options());
-    repeats.view(-1)[0].fill_(scratch[1].toInt());
-    scratch[0] = repeats;
-  }
-  if (const auto [offsets, last] = last_offset(captured.op, scratch); last) {
-    scratch[offsets] = at::zeros_like(scratch[offsets].toTensor());
-    scratch[offsets].toTensor()[-1].fill_(last);
-  }
+  fit_sizes(captured.op, scratch);
   for (const MissingCheck check : {missing_shape_check(captured.op), missing_check(captured.op, scratch)})
     if (check) check(captured.op, scratch);
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);

@@ -112,16 +112,21 @@ inline bool redirected() noexcept {
       (queueing() || (detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit));
 }
 
+// Calls the boxed device kernel of an operator.
+template <class Op, class... A>
+decltype(auto) call_boxed(A&&... arguments) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+  return c10::impl::BoxedKernelWrapper<typename Op::schema>::call(
+      native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<A>(arguments)...);
+}
+
 template <class Op, class Signature, Signature* kernel>
 struct Native;
 template <class Op, class R, class... A, R (*kernel)(A...)>
 struct Native<Op, R(A...), kernel> {
   static R call(A... arguments) {
-    if (redirected() || complex_half((dtype_bits(arguments) | ... | 0))) [[unlikely]] {
-      static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
-      return c10::impl::BoxedKernelWrapper<R(A...)>::call(
-          native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<A>(arguments)...);
-    }
+    if (redirected() || complex_half((dtype_bits(arguments) | ... | 0))) [[unlikely]]
+      return call_boxed<Op>(std::forward<A>(arguments)...);
     CpuCall call(Op::name);
     // Braces evaluate left to right, so a tensor sets the device before a Generator needs it.
     std::tuple<decltype(map(call, std::forward<A>(arguments)))...> mapped{map(call, std::forward<A>(arguments))...};

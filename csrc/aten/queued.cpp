@@ -46,7 +46,6 @@ auto& meta_kernels() {
 // How one operator is queued.
 struct Plan {
   bool possible = false, fills = false;
-  MissingCheck check = nullptr; // of values: a call that needs it is not queued
   MissingCheck shape_check = nullptr;
   const c10::KernelFunction* meta = nullptr; // or the one that the dispatcher has
   std::vector<bool> written;              // by argument
@@ -104,7 +103,8 @@ Plan make_plan(const c10::OperatorHandle& op) {
   }
   // These inspect their own results, on CUDA too, and raise at the call.
   if (schema.name().find("linalg_") != std::string::npos) return plan;
-  plan.check = missing_check(op); // raises at the call too
+  // See Note [Unchecked arguments].
+  if (missing_check(op) && schema.name() != "aten::nll_loss_backward") return plan;
   plan.shape_check = missing_shape_check(op);
   for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
            at::Tag::dynamic_output_shape, at::Tag::inplace_view})
@@ -357,7 +357,7 @@ std::optional<c10::OperatorHandle> structured_out(const c10::OperatorHandle& op)
 
 bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   const Plan& plan = plan_of(op);
-  if (!plan.possible || (plan.check && missing_check(op, *stack))) return false;
+  if (!plan.possible) return false;
   const size_t count = plan.written.size(), first = stack->size() - count;
   Arguments arguments(&plan);
   for (size_t i = 0; i < count; ++i)
@@ -418,7 +418,9 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
       if (plan.written[i]) results.push_back((*stack)[first + i]);
   }
   const char* name = op.operator_name().name.c_str();
-  queue_kernel(arguments.device(), name, Site(name), [op = queued, host = std::move(host)]() mutable {
+  const MissingCheck check = missing_check(queued, host);
+  queue_kernel(arguments.device(), name, Site(name), [op = queued, check, host = std::move(host)]() mutable {
+    if (check) check(op, host);
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &host);
     host.clear();
   });

@@ -257,12 +257,9 @@ at::Tensor sum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim
 // These call the boxed kernel where it checks values: see Note [Unchecked arguments].
 at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& indices, c10::SymInt num_weights,
     c10::SymInt padding_idx, bool scale_grad_by_freq) {
-  if (scale_grad_by_freq) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::embedding_dense_backward", "");
-    return c10::impl::BoxedKernelWrapper<decltype(embedding_dense_backward)>::call(native_kernel(), op,
-        c10::DispatchKeySet(c10::DispatchKey::CPU), grad, indices, std::move(num_weights), std::move(padding_idx),
-        true);
-  }
+  if (scale_grad_by_freq)
+    return detail::call_boxed<at::_ops::embedding_dense_backward>(
+        grad, indices, std::move(num_weights), std::move(padding_idx), true);
   return native<at::_ops::embedding_dense_backward, at::cpu::embedding_dense_backward_symint>(
       grad, indices, std::move(num_weights), std::move(padding_idx), false);
 }
@@ -270,12 +267,9 @@ at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& in
 at::Tensor nll_loss_backward(const at::Tensor& grad_output, const at::Tensor& self, const at::Tensor& target,
     const std::optional<at::Tensor>& weight, int64_t reduction, c10::SymInt ignore_index,
     const at::Tensor& total_weight) {
-  if (reduction == at::Reduction::None) {
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::nll_loss_backward", "");
-    return c10::impl::BoxedKernelWrapper<decltype(nll_loss_backward)>::call(native_kernel(), op,
-        c10::DispatchKeySet(c10::DispatchKey::CPU), grad_output, self, target, weight, reduction,
-        std::move(ignore_index), total_weight);
-  }
+  if (reduction == at::Reduction::None)
+    return detail::call_boxed<at::_ops::nll_loss_backward>(
+        grad_output, self, target, weight, reduction, std::move(ignore_index), total_weight);
   return native<at::_ops::nll_loss_backward, at::cpu::nll_loss_backward_symint>(
       grad_output, self, target, weight, reduction, std::move(ignore_index), total_weight);
 }

@@ -346,7 +346,8 @@ void check_batch_norm(const c10::OperatorHandle& op, const Stack& stack) {
           ", because this is not training, but got none");
   if (!backward) return;
   expect_shape(call, "grad_out", input.sizes());
-  TORCH_CHECK(input.size(0) > 0, call.name(), ": expected an input with a batch, but got shape ", input.sizes());
+  TORCH_CHECK(input.size(0) > 0 && input.size(1) > 0, call.name(),
+      ": expected an input with a batch and channels, but got shape ", input.sizes());
   if (!training) return;
   for (const char* which : {"save_mean", name == "aten::batch_norm_backward" ? "save_var" : "save_invstd"})
     TORCH_CHECK(call.has(which) && call.tensor(which).defined(), call.name(), ": expected a ", which,
@@ -391,6 +392,21 @@ void check_planes(const c10::OperatorHandle& op, const Stack& stack) {
       grad.sizes(), " has, but got ", self.sizes());
 }
 
+// The gradient of a reflection, which reads no further than the other edge.
+template <int64_t count>
+void check_reflection(const c10::OperatorHandle& op, const Stack& stack) {
+  check_planes<count>(op, stack);
+  check_lists(op, stack);
+  const Arguments call(op, stack);
+  const at::Tensor& self = call.tensor("self");
+  const auto padding = call["padding"].toIntVector();
+  for (size_t i = 0; i < padding.size() && static_cast<int64_t>(i / 2) < self.dim(); ++i) {
+    const int64_t dim = -1 - static_cast<int64_t>(i / 2);
+    TORCH_CHECK(padding[i] < self.size(dim), call.name(), ": expected padding less than ", self.size(dim),
+        ", the size of dimension ", dim, " of self, but got ", at::IntArrayRef(padding));
+  }
+}
+
 // The gradient of a fractional pooling, which checks the values of `indices`.
 template <int64_t count>
 void check_fractional(const c10::OperatorHandle& op, const Stack& stack) {
@@ -401,12 +417,14 @@ void check_fractional(const c10::OperatorHandle& op, const Stack& stack) {
   expect_shape(call, "indices", call.tensor("grad_output").sizes());
 }
 
-// The gradient of a loss without reduction, one for each row of `self`.
+// The gradient of a loss. Without reduction, there is one for each row of `self`.
 void check_margins(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
   const at::Tensor& self = call.tensor("self");
   if (call["reduction"].toInt() == 0 && self.dim() == 2)
-    expect_one_each(call, {"grad_output"}, self.size(0), "the rows of self");
+    return expect_one_each(call, {"grad_output"}, self.size(0), "the rows of self");
+  TORCH_CHECK(call.tensor("grad_output").numel() > 0, call.name(),
+      ": expected a grad_output with an element, but got shape ", call.tensor("grad_output").sizes());
 }
 
 void check_layer_norm(const c10::OperatorHandle& op, const Stack& stack) {
@@ -450,7 +468,7 @@ void check_distances(const c10::OperatorHandle& op, const Stack& stack) {
 void check_pairs(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
   const at::Tensor& self = call.tensor("self");
-  if (self.dim() != 2) return;
+  TORCH_CHECK(self.dim() == 2, call.name(), ": expected a self of 2 dimensions, but got shape ", self.sizes());
   const int64_t rows = self.size(0);
   expect_one_each(call, {"grad", "pdist"}, rows * (rows - 1) / 2, "the pairs of rows of self");
 }
@@ -478,19 +496,6 @@ void check_attention(const c10::OperatorHandle& op, const Stack& stack) {
   expect_shape(call, "logsumexp", query.sizes().slice(0, 3));
 }
 
-// The gradient of a reflection, which reads no further than the other edge.
-void check_reflection(const c10::OperatorHandle& op, const Stack& stack) {
-  check_lists(op, stack);
-  const Arguments call(op, stack);
-  const at::Tensor& self = call.tensor("self");
-  const auto padding = call["padding"].toIntVector();
-  for (size_t i = 0; i < padding.size() && static_cast<int64_t>(i / 2) < self.dim(); ++i) {
-    const int64_t size = self.size(-1 - static_cast<int64_t>(i / 2));
-    TORCH_CHECK(padding[i] < size, call.name(), ": expected padding less than ", size, ", the size of dimension ",
-        -1 - static_cast<int64_t>(i / 2), " of self, but got ", at::IntArrayRef(padding));
-  }
-}
-
 using Checks = std::unordered_map<std::string, MissingCheck>;
 
 MissingCheck find(const Checks& checks, const c10::OperatorHandle& op) {
@@ -511,11 +516,7 @@ MissingCheck missing_check(const c10::OperatorHandle& op) {
       {"aten::_embedding_bag_dense_backward", check_bags},
       {"aten::_embedding_bag_forward_only", check_offsets},
       {"aten::_embedding_bag_per_sample_weights_backward", check_bags},
-      {"aten::_fft_c2c", check_transform},
-      {"aten::_fft_c2r", check_transform},
-      {"aten::_fft_r2c", check_transform},
       {"aten::_segment_reduce_backward", check_segments},
-      {"aten::_slow_conv2d_backward", check_lists},
       {"aten::_sparse_mm_reduce_impl_backward", check_sparse_product},
       {"aten::adaptive_max_pool2d_backward", check_pooling<2, true>},
       {"aten::adaptive_max_pool3d_backward", check_pooling<3, true>},
@@ -524,8 +525,6 @@ MissingCheck missing_check(const c10::OperatorHandle& op) {
       {"aten::max_pool3d_with_indices_backward", check_pooling<3, false>},
       {"aten::nll_loss2d_backward", check_classes},
       {"aten::nll_loss_backward", check_classes},
-      {"aten::reflection_pad1d_backward", check_reflection},
-      {"aten::reflection_pad2d_backward", check_reflection},
       {"aten::segment_reduce", check_segments},
       {"quantized::embedding_bag_2bit_rowwise_offsets", check_quantized_bags},
       {"quantized::embedding_bag_4bit_rowwise_offsets", check_quantized_bags},
@@ -536,8 +535,9 @@ MissingCheck missing_check(const c10::OperatorHandle& op) {
 
 MissingCheck missing_check(const c10::OperatorHandle& op, const Stack& stack) {
   const MissingCheck check = missing_check(op);
-  const bool reduced = check == check_classes && Arguments(op, stack)["reduction"].toInt() != 0;
-  return reduced ? nullptr : check;
+  if (check == check_classes && Arguments(op, stack)["reduction"].toInt() != 0) return nullptr;
+  if (check == check_embedding && !Arguments(op, stack)["scale_grad_by_freq"].toBool()) return nullptr;
+  return check;
 }
 
 MissingCheck missing_shape_check(const c10::OperatorHandle& op) {
@@ -547,12 +547,16 @@ MissingCheck missing_shape_check(const c10::OperatorHandle& op) {
       {"aten::_batch_norm_no_update", check_batch_norm},
       {"aten::_batch_norm_with_update", check_batch_norm},
       {"aten::_cdist_backward", check_distances},
+      {"aten::_fft_c2c", check_transform},
+      {"aten::_fft_c2r", check_transform},
+      {"aten::_fft_r2c", check_transform},
       {"aten::_log_softmax_backward_data", check_softmax},
       {"aten::_masked_softmax_backward", check_softmax},
       {"aten::_native_batch_norm_legit", check_batch_norm},
       {"aten::_pdist_backward", check_pairs},
       {"aten::_scaled_dot_product_flash_attention_for_cpu", check_attention},
       {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", check_attention},
+      {"aten::_slow_conv2d_backward", check_lists},
       {"aten::_weight_norm_interface", check_weight_norm},
       {"aten::_weight_norm_interface_backward", check_weight_norm},
       {"aten::avg_pool2d_backward", check_planes<2>},
@@ -564,13 +568,14 @@ MissingCheck missing_shape_check(const c10::OperatorHandle& op) {
       {"aten::grid_sampler_2d_backward", check_grid},
       {"aten::grid_sampler_3d_backward", check_grid},
       {"aten::lu_unpack", check_pivots},
+      {"aten::multi_margin_loss_backward", check_margins},
+      {"aten::multilabel_margin_loss_backward", check_margins},
       {"aten::native_batch_norm", check_batch_norm},
       {"aten::native_batch_norm_backward", check_batch_norm},
       {"aten::native_layer_norm_backward", check_layer_norm},
-      {"aten::multi_margin_loss_backward", check_margins},
-      {"aten::reflection_pad1d_backward", check_planes<1>},
-      {"aten::reflection_pad2d_backward", check_planes<2>},
-      {"aten::reflection_pad3d_backward", check_planes<3>},
+      {"aten::reflection_pad1d_backward", check_reflection<1>},
+      {"aten::reflection_pad2d_backward", check_reflection<2>},
+      {"aten::reflection_pad3d_backward", check_reflection<3>},
       {"aten::replication_pad1d_backward", check_planes<1>},
       {"aten::replication_pad2d_backward", check_planes<2>},
       {"aten::replication_pad3d_backward", check_planes<3>},

@@ -164,6 +164,7 @@ _ALSO_UNCHECKED = {
     "aten::grid_sampler_3d_backward",
     "aten::lu_unpack",
     "aten::multi_margin_loss_backward",
+    "aten::multilabel_margin_loss_backward",
     "aten::native_batch_norm",
     "aten::native_batch_norm_backward",
     "aten::native_layer_norm_backward",

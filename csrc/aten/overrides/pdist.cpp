@@ -1,7 +1,6 @@
 // The gradient of the distances between rows, of which there may be none. The CPU's kernel divides by their number.
 #include <ATen/core/Tensor.h>
-#include <ATen/core/boxing/KernelFunction.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_pdist_backward_ops.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
@@ -12,9 +11,7 @@ namespace {
 
 at::Tensor pdist_backward(const at::Tensor& grad, const at::Tensor& self, double p, const at::Tensor& pdist) {
   if (self.numel() == 0 && grad.numel() == 0) return at::empty_like(self, at::MemoryFormat::Contiguous);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_pdist_backward", "");
-  return c10::impl::BoxedKernelWrapper<decltype(pdist_backward)>::call(
-      native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, self, p, pdist);
+  return detail::call_boxed<at::_ops::_pdist_backward>(grad, self, p, pdist);
 }
 
 } // namespace

@@ -55,11 +55,8 @@ at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
 
 template <class Op, class Structured, typename Op::schema* kernel>
 at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& output, int64_t dim, at::ScalarType input_dtype) {
-  if (C10_UNLIKELY(grad.sizes() != output.sizes())) { // the boxed kernel raises: see Note [Unchecked arguments]
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
-    return c10::impl::BoxedKernelWrapper<typename Op::schema>::call(
-        native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, output, dim, input_dtype);
-  }
+  if (C10_UNLIKELY(grad.sizes() != output.sizes())) // which raises: see Note [Unchecked arguments]
+    return detail::call_boxed<Op>(grad, output, dim, input_dtype);
   if (C10_LIKELY(!is_wider(grad, input_dtype)))
     return direct<Op, Structured, SoftmaxBackward, kernel>(grad, output, dim, input_dtype);
   return Op::call(grad, output, dim, at::kFloat).to(at::kHalf);
