@@ -20,10 +20,6 @@ _CHUNKED = Known(
 KNOWN_FAILURES: dict[str, Known] = {
     "nn.functional.linear_cross_entropy.chunked": _CHUNKED,
     "nn.functional.linear_cross_entropy.chunked_none": _CHUNKED,
-    "_segment_reduce.lengths": Known(
-        cause="without unsafe=True it checks that the lengths sum to the size, and a capture sees lengths of zeros",
-        checks=("graph",),
-    ),
 }
 
 _HALVED = (

@@ -104,9 +104,8 @@ def test_the_documented_exceptions_are_not_captured(name):
         pytest.skip("from torch 2.14 on it does not use masked_select")
     assert causes and name not in graphs.DYNAMIC
     for cause in causes:
-        operator = (
-            cause.removeprefix(graphs.NOTE).partition(": ")[0] if cause.startswith(graphs.NOTE) else "segment_reduce"
-        )
+        assert cause.startswith(graphs.NOTE)
+        operator = cause.removeprefix(graphs.NOTE).partition(": ")[0]
         assert operator.removeprefix("aten::") in not_captured()[name], cause
 
 
