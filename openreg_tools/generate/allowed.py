@@ -263,10 +263,14 @@ def refuses_state(name: str, call: Call, message: str) -> bool:
 
 
 def takes_negative_size(name: str, call: Call, message: str) -> bool:
-    """Whether the device refused a negative size beside a size of 0, which the CPU's out= operators accept."""
+    """Whether the device refused a negative size beside a size of 0, which the CPU's out= operators accept. The size of 0
+    may be that of an argument.
+    """
     has_out = any(argument.is_out for argument in dispatch.schema(name).arguments)
     sizes = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, int)]
-    return has_out and "negative dimension" in message and 0 in sizes and min(sizes) < 0
+    if not has_out or "negative dimension" not in message or not any(x < 0 for x in sizes):
+        return False
+    return 0 in sizes or any(isinstance(x, torch.Tensor) and 0 in x.shape for x in tree_leaves(call.args))
 
 
 def raises_when_plain(name: str, call: Call, message: str) -> bool:

@@ -839,6 +839,9 @@ def test_a_tensor_that_stays_on_the_cpu_is_guarded_too():
 def test_errors_that_depend_on_the_call_are_allowed_for_that_call_only():
     negative, x, out = "trying to create a tensor with negative dimension -1", torch.rand(4, 8), torch.empty(0)
     assert allowed.takes_negative_size("aten::full.out", Call([[-1, 0], 2], {"out": out}), negative)
+    for count, accepted in ((0, True), (1, False)):
+        call = Call([torch.rand(count, 2, 5, 5), [-1, 1, 1]], {"out": out})
+        assert allowed.takes_negative_size("aten::_adaptive_avg_pool3d.out", call, negative) is accepted
     for name, sizes, message in (
         ("full.out", [-1, 2], negative),
         ("full", [-1, 0], negative),
