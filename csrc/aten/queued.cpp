@@ -315,8 +315,12 @@ Verdict try_out(
     stack.emplace_back(tiny ? scratch.like(value.toTensor(), {0}, {1}) : scratch.like(value.toTensor()));
     if (!stack.back().toTensor().defined()) return Verdict::kUnknown;
   }
-  return accepts([&] { op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack); }) ? Verdict::kAccepted
-                                                                                        : Verdict::kRefused;
+  return accepts([&] {
+    if (const MissingCheck check = missing_check(op, stack)) check(op, stack);
+    op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+  })
+      ? Verdict::kAccepted
+      : Verdict::kRefused;
 }
 
 // Runs `kernel` on the stream's worker, with the caller's number of threads: OpenMP keeps one number per thread.

@@ -10,9 +10,9 @@ namespace openreg {
 // Some CPU kernels read or write wherever an index, a dimension or a length says, read more numbers than a list has, or
 // assume that one tensor has the shape of another. On the device, such a call raises. Shapes and lists are
 // checked at the call. Values in tensors are known only when the kernel runs, so their check is a part of what runs:
-// a call that needs it is not queued, and a replay checks what it reads. Only the gradient of a loss is queued with its
-// check, because the loss itself raises only then. The indices inside a sparse tensor are not checked here, but where
-// it is made: see torch.sparse.check_sparse_tensor_invariants.
+// a call that needs it is not queued, and a replay checks what it reads. Only nll_loss_backward is queued with its
+// check, as the loss is, whose kernel checks. The indices inside a sparse tensor are not checked here, but where it is
+// made: see torch.sparse.check_sparse_tensor_invariants.
 
 // Raises if the arguments, the last on the stack, are such a call of `op`. A check of values reads tensors on the CPU.
 using MissingCheck = void (*)(const c10::OperatorHandle& op, const torch::jit::Stack& stack);

@@ -423,6 +423,22 @@ def test_a_loss_without_reduction_checks_its_labels_in_every_mode():
         torch.openreg.synchronize()
 
 
+def test_a_loss_of_no_classes_in_async_mode():
+    grad, x, total = (
+        torch.rand(4, device="openreg"),
+        torch.rand(4, 0, device="openreg"),
+        torch.rand((), device="openreg"),
+    )
+    ignored = torch.full((4,), -100, device="openreg")
+    with torch.openreg.launch_mode("async"):
+        assert aten.nll_loss_backward(grad, x, ignored, None, 0, -100, total).shape == (4, 0)
+        with pytest.raises(
+            (IndexError, RuntimeError), match="expected no target, because the classes of self are none"
+        ):
+            aten.nll_loss_backward(grad, x, ignored * 0, None, 0, -100, total)
+            torch.openreg.synchronize()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_a_graph_captures_bags_with_a_last_offset(mode, dtype):
