@@ -38,7 +38,9 @@ class Arguments {
       : schema_(op.schema()), first_(&stack[stack.size() - schema_.arguments().size()]) {}
 
   const c10::IValue& operator[](const char* name) const {
-    return first_[static_cast<size_t>(*schema_.argumentIndexWithName(name))];
+    const auto place = schema_.argumentIndexWithName(name);
+    TORCH_INTERNAL_ASSERT(place.has_value(), this->name(), " has no argument ", name);
+    return first_[static_cast<size_t>(*place)];
   }
   const at::Tensor& tensor(const char* name) const { return (*this)[name].toTensor(); }
   // The numbers in a list or a tensor. Empty for a tensor of another dtype than integers, which the kernel refuses.
@@ -460,7 +462,7 @@ void check_distances(const c10::OperatorHandle& op, const Stack& stack) {
   std::vector<int64_t> shape = at::infer_size(batch(x1), batch(x2));
   shape.insert(shape.end(), {x1.size(-2), x2.size(-2)});
   if (c10::multiply_integers(shape) == 0 || x1.size(-1) == 0) return; // reads nothing
-  expect_shape(call, "grad", shape);
+  expect_shape(call, call.has("grad") ? "grad" : "grad_output", shape); // as versions of PyTorch call it
   expect_shape(call, "cdist", shape);
 }
 
@@ -470,7 +472,7 @@ void check_pairs(const c10::OperatorHandle& op, const Stack& stack) {
   const at::Tensor& self = call.tensor("self");
   TORCH_CHECK(self.dim() == 2, call.name(), ": expected a self of 2 dimensions, but got shape ", self.sizes());
   const int64_t rows = self.size(0);
-  expect_one_each(call, {"grad", "pdist"}, rows * (rows - 1) / 2, "the pairs of rows of self");
+  expect_one_each(call, {"grad", "grad_output", "pdist"}, rows * (rows - 1) / 2, "the pairs of rows of self");
 }
 
 // Attention, with tensors of (batch, heads, length, size), and its gradient.
