@@ -37,8 +37,8 @@ const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices
     "aten::replication_pad3d", "aten::tril", "aten::slow_conv_transpose2d", "aten::triu"};
 
 // Inputs that a CPU kernel reads as if they were contiguous, by operator and argument: the device copies them if they
-// are not. Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes
-// to out= in the memory format of its inputs.
+// are not. Of attention, only the last dimension must be. Some do so only in their out= form: a batch norm with its
+// input, and a transposed convolution, which writes to out= in the memory format of its inputs.
 const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
     {"aten::_convert_indices_from_coo_to_csr", {"self"}},
     {"aten::_ctc_loss", {"targets"}},
@@ -51,6 +51,8 @@ const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsCo
     {"aten::_masked_softmax", {"self", "mask"}},
     {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
     {"aten::_native_batch_norm_legit.out", {"input"}},
+    {"aten::_scaled_dot_product_flash_attention_for_cpu", {"query", "key", "value"}},
+    {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", {"query", "key", "value", "out"}},
     {"aten::_slow_conv2d_backward", {"self", "weight"}},
     {"aten::_weight_int4pack_mm_for_cpu", {"qScaleAndZeros"}},
     {"aten::_weight_int8pack_mm", {"scales"}},
@@ -123,10 +125,12 @@ std::vector<size_t> read_as_contiguous(const c10::OperatorHandle& op) {
 
 void make_contiguous(const std::vector<size_t>& which, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+  const bool rows = op.schema().name().starts_with("aten::_scaled_dot_product_flash_attention_for_cpu");
   for (const size_t i : which) {
     c10::IValue& value = (*stack)[stack->size() - op.schema().arguments().size() + i];
     if (!value.isTensor()) continue;
     const at::Tensor& x = value.toTensor();
+    if (rows && x.defined() && x.dim() && (x.size(-1) <= 1 || x.stride(-1) == 1)) continue;
     if (x.defined() && x.is_privateuseone() && x.layout() == at::kStrided && !x.is_nested() && !x.is_contiguous())
       value = x.contiguous();
   }

@@ -487,9 +487,6 @@ void check_attention(const c10::OperatorHandle& op, const Stack& stack) {
       ": expected a number of heads of query that is a multiple of those of key, but got ", query.size(1), " and ",
       key.size(1));
   const bool backward = call.has("grad_out");
-  for (const char* which : {"query", "key", "value", "out"})
-    TORCH_CHECK(!call.has(which) || call.tensor(which).size(-1) <= 1 || call.tensor(which).stride(-1) == 1, call.name(),
-        ": expected a ", which, " with a last dimension of stride 1, but got strides ", call.tensor(which).strides());
   TORCH_CHECK(backward || (query.size(2) > 0 && key.size(2) > 0), call.name(),
       ": expected a length of at least 1, but got query ", query.sizes(), " and key ", key.sizes());
   if (!backward) return;

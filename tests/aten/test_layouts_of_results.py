@@ -215,6 +215,7 @@ def normalized(**results):
 WEIGHT_INT4 = ops._convert_weight_to_int4pack_for_cpu(torch.arange(32 * 64, dtype=torch.int32).view(32, 64) % 16, 2)
 
 
+QKV = dict(query=rand(2, 3, 4, 8), key=rand(2, 3, 4, 8), value=rand(2, 3, 4, 8))
 # Bags of three indices and of one.
 BAGS = dict(indices=torch.tensor([0, 4, 2, 1]), scale_grad_by_freq=False, mode=1, sparse=False)
 OFFSETS = torch.tensor([0, 3])
@@ -255,6 +256,13 @@ INPUTS = {
     ],
     "aten::_native_batch_norm_legit.no_stats_out": [normalized(weight=V[0], bias=V[1])],
     "aten::_native_batch_norm_legit.out": [normalized(**STATISTICS)],
+    "aten::_scaled_dot_product_flash_attention_for_cpu": [QKV],
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": [
+        dict(
+            grad_out=rand(2, 3, 4, 8), **QKV, dropout_p=0.0, is_causal=False,
+            **dict(zip(("out", "logsumexp"), ops._scaled_dot_product_flash_attention_for_cpu(**QKV), strict=True)),
+        )
+    ],
     "aten::_slow_conv2d_backward.output_mask": [
         dict(grad_output=rand(1, 3, 2, 3), self=IMAGE, weight=rand(3, 2, 3, 3), output_mask=[True] * 3, **CONVOLUTION)
     ],

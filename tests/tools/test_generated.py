@@ -420,7 +420,7 @@ GRID = "both raised" if torch.__version__ >= "2.15" else "allowed"  # torch 2.15
         ("aten::addr_", [("shape", 0, "first of size 1")], 0, "allowed"),
         ("aten::full.out", [("number", 0, -1), ("sizes", 3, 0)], 0, "allowed"),
         ("aten::_weight_norm_interface_backward.out", [("layout", 2, "reversed"), ("garbage", 10)], 0, "both raised"),
-        ("aten::_weight_norm_interface_backward", [("shape", 0, "first of size 1"), ("layout", 1, "channels last")], 4, "allowed"),
+        ("aten::_weight_norm_interface_backward", [("shape", 0, "first of size 1"), ("layout", 1, "channels last")], 4, "both raised"),
         ("aten::grid_sampler_3d_backward.out", [("shape", 0, "first of size 1"), ("layout", 0, "reversed")], 0, GRID),
         ("aten::adaptive_avg_pool3d.out", [("layout", 0, "overlapping"), ("alias", 4, 0, "transposed")], 1, "allowed"),
         ("aten::avg_pool3d.out", [("layout", 0, "reversed"), ("bit", 0, "neg"), ("alias", 10, 0, "same")], 0, "allowed"),
