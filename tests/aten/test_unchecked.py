@@ -280,7 +280,7 @@ ROWS = [
     ("segment_reduce backward", _segments(True, "lengths"),
      [("lengths", 2), ("lengths", 2**40), ("lengths", -1), (0, (1,)), (1, (2, 1)), ("lengths", (1,))]),
     ("segment_reduce backward, offsets", _segments(True, "offsets"), [("offsets", -1), ("offsets", 5), ("offsets", (2,))]),
-    ("sparse product", _sparse_product, [(4, 3), (4, -1), (4, 2**40), (4, (1,))]),
+    ("sparse product", _sparse_product, [(4, 3), (4, -1), (4, 2**40), (4, (1,)), (4, (0,))]),
     ("embedding, counted", _embedding, [(1, 4), (1, -1), (1, 2**40)]),
     ("_fft_c2c", _transform("_fft_c2c", torch.ones(3, 4, dtype=torch.complex64), 0, True), [(1, [2]), (1, [0, -1])]),
     ("_fft_c2r", _transform("_fft_c2r", torch.ones(3, 4, dtype=torch.complex64), 0, 6), [(1, [2]), (1, [-3])]),

@@ -9,9 +9,7 @@ the CPU. A call that reads or writes beyond it must raise on the device. Prints 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import mmap
 import os
 import signal
 import sys
@@ -24,8 +22,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from openreg_tools.conformance.calls import Move, fenced
+
 Call = tuple[tuple, dict]
-PAGE = mmap.PAGESIZE
 
 
 def is_dense(x: Any) -> bool:
@@ -135,28 +134,10 @@ def sweep_integers(calls: dict[Any, list[Call]]) -> None:
 # ---- shapes ----
 
 
-class Guarded:
-    """Memory that ends at a page which may not be used."""
-
-    SIZE = 8 * PAGE
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, self.SIZE + PAGE)
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mprotect(ctypes.c_void_p(self._start + self.SIZE), ctypes.c_size_t(PAGE), 0) == 0
-
-    def copy(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():
-            return x
-        place = (ctypes.c_char * x.nbytes).from_address(self._start + self.SIZE - x.nbytes)
-        return torch.frombuffer(place, dtype=x.dtype).view(x.shape).copy_(x)
-
-
 def smaller(call: Call) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Each tensor of a call, and shapes for it that are smaller in one dimension or in all."""
     for i, x in enumerate(tree_leaves(call)):
-        if not is_dense(x) or x.nbytes > Guarded.SIZE:
+        if not is_dense(x):
             continue
         shapes = [
             (*x.shape[:d], m, *x.shape[d + 1 :]) for d, n in enumerate(x.shape) for m in sorted({0, 1, n - 1}) if m < n
@@ -165,7 +146,7 @@ def smaller(call: Call) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def cut(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return x[tuple(map(slice, shape))].contiguous()
+    return x[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
 
 
 def leaves_memory(op: Any, known: list[Call]) -> list[tuple[Call, int, tuple[int, ...]]]:
@@ -175,23 +156,27 @@ def leaves_memory(op: Any, known: list[Call]) -> list[tuple[Call, int, tuple[int
     with tempfile.TemporaryFile() as progress:
 
         def run() -> None:
-            guarded = Guarded()
             for number in range(start, len(cases)):
                 os.pwrite(progress.fileno(), b"%8d" % number, 0)
-                run_one(guarded, cases[number])
+                run_one(cases[number])
 
-        def run_one(guarded: Guarded | None, case: tuple[Call, int, tuple[int, ...]]) -> None:
+        def run_one(case: tuple[Call, int, tuple[int, ...]]) -> None:
             call, i, shape = case
             leaves, spec = tree_flatten(call)
-            leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-            leaves[i] = guarded.copy(cut(leaves[i], shape)) if guarded else cut(leaves[i], shape)
-            raises(op, tree_unflatten(leaves, spec))
+            leaves[i] = cut(leaves[i], shape)
+
+            def fence(move: Move) -> None:
+                fenced_leaves = [move(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+                args, kwargs = tree_unflatten(fenced_leaves, spec)
+                op(*args, **kwargs)
+
+            fenced(fence)
 
         while len(found) < 6 and (ended := child(run)):
             number = int(os.pread(progress.fileno(), 8, 0))
             # The heap's own check aborts some calls after the one that wrote beyond a result.
             suspects = cases[start : number + 1] if ended == signal.SIGABRT else []
-            found += [each for each in suspects if child(lambda each=each: [run_one(None, each) for _ in range(50)])]
+            found += [each for each in suspects if child(lambda each=each: [run_one(each) for _ in range(50)])]
             found += [] if suspects else [cases[number]]
             start = number + 1
     return found
@@ -206,14 +191,7 @@ def sweep_shapes(calls: dict[Any, list[Call]]) -> None:
         leaves = on_device([*leaves[:i], cut(leaves[i], shape), *leaves[i + 1 :]])
         if not raises(op, tree_unflatten(leaves, spec)):
             print(
-                "does not raise:",
-                op,
-                "argument",
-                i,
-                "of shape",
-                shape,
-                "in place of",
-                tuple(tree_leaves(call)[i].shape),
+                f"does not raise: {op}, argument {i} of shape {shape} in place of {tuple(tree_leaves(call)[i].shape)}"
             )
 
     for op, found in beyond.items():
