@@ -500,6 +500,19 @@ def test_distances_between_no_rows_have_a_gradient(shape, p):
     assert x.grad.shape == shape and not x.grad.any()
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float64, torch.float32, torch.float32), (torch.float32, torch.float32, torch.float64), [torch.half] * 3],
+    ids=["grad", "distances", "half"],
+)
+def test_the_gradient_of_distances_between_no_rows_refuses_what_the_cpu_refuses(dtypes):
+    grad, x, distances = (torch.zeros(s, dtype=d) for s, d in zip([(0,), (0, 3), (0,)], dtypes, strict=True))
+    with pytest.raises((RuntimeError, NotImplementedError)) as expected:
+        aten._pdist_backward(grad, x, 2.0, distances)
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        aten._pdist_backward(grad.to("openreg"), x.to("openreg"), 2.0, distances.to("openreg"))
+
+
 def test_the_gradient_of_pooling_of_a_permuted_input_reads_its_indices():
     x = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
     y, indices = F.max_pool2d(x, 2, return_indices=True)

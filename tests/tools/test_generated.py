@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openreg_tools import dispatch
 from openreg_tools.conformance import calls, opinfo, worker
 from openreg_tools.conformance.calls import Call, Stays
 from openreg_tools.forms import Wrong
@@ -1092,6 +1093,25 @@ def test_a_process_that_ends_after_its_answer(started):
     found = started.case(neg)
     assert found["kind"] == "crash" and f"answered {json.dumps(add)}: signal 9" in found["message"]
     assert started.case(neg)["end"] == "equal"
+
+
+def test_code_of_ours_refuses_the_dtypes_that_the_cpu_refuses(started):
+    """Also for tensors without elements, which our code may handle before it calls the CPU's kernel."""
+    where = {name: dispatch.has(name, "PrivateUse1").where for name in child.listed("openreg")}
+    names = [name for name, file in where.items() if file.startswith(("csrc/aten/overrides/", "csrc/aten/attention/"))]
+    count, failed = 0, []
+    for name in names:
+        for base, leaves in enumerate(started.bases(name)[0]):
+            tensors = [leaf for leaf in leaves if leaf["kind"] == "tensor"]
+            sizes = sorted({size for leaf in tensors for size in leaf["shape"]})
+            for emptied in ([], [["sizes", size, 0] for size in sizes]):
+                for leaf in tensors:
+                    for dtype in {"float32", "float64", "int64"} - {leaf["dtype"]}:
+                        case = {"op": name, "base": base, "changes": [*emptied, ["dtype", leaf["at"], dtype]]}
+                        found = started.case(case)
+                        count += found["end"] in ("equal", "both raised")
+                        failed += [(json.dumps(case), found["message"])] if found["end"] == "failed" else []
+    assert count > 1000 and not failed
 
 
 @pytest.mark.parametrize("is_read", [False, True])
