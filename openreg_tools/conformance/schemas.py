@@ -74,6 +74,7 @@ REACHED_BY: dict[str, str] = {
 # Operators that are not called, and why.
 NOT_CALLED: dict[str, str] = {
     "aten::from_file": "maps a file that the caller provides",
+    "aten::from_file.out": "as from_file",
     "aten::_nnpack_spatial_convolution": "PyTorch calls it for CPU tensors that it has checked; it divides by a size of 0",
     "aten::_nnpack_spatial_convolution.out": "as _nnpack_spatial_convolution",
     "aten::_add_batch_dim": "makes a tensor for the inside of torch.vmap",
