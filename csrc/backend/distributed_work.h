@@ -51,15 +51,15 @@ class DeviceWork final : public c10d::Work {
       future = engine->getFuture();
     } catch (const c10::Error&) {
     }
-    bool follow = false;
+    bool follows = false;
     {
       std::lock_guard lock(ending_);
       engine_ = std::move(engine);
       engine_future_ = future;
-      follow = !future && future_wanted_;
+      follows = !future && future_wanted_;
     }
     end_.notify_all();
-    if (follow) follow_in_thread();
+    if (follows) follow();
     if (!future) return;
     future->addCallback([self = self()](Future& done) {
       {
@@ -163,26 +163,28 @@ class DeviceWork final : public c10d::Work {
   }
   c10::intrusive_ptr<Future> getFuture() override {
     land("Work.get_future"); // a thread that waits for a future does not ask the schedule
-    bool follow = false;
+    bool follows = false;
     {
       std::lock_guard lock(ending_);
-      if (engine_) follow = !engine_future_;
+      if (engine_) follows = !engine_future_;
       else future_wanted_ = true;
     }
-    if (follow) follow_in_thread();
+    if (follows) follow();
     return future_;
   }
   float getDuration() const override { return begun() ? engine_->getDuration() : Work::getDuration(); }
   uint64_t getSequencenumber() const override { return number_; }
 
-  // For Note [Schedules]: the collective is the item of this ticket, and the item ends when the results are in device
-  // memory.
+  // For Note [Schedules]: the collective is the item of this ticket. The item ends when the results are in device
+  // memory and the future has recorded its event, on whichever thread.
   void set_scheduled(const Ticket& ticket) { scheduled_ = ticket; }
   void finish_scheduled() {
     try {
       wait_for_work(kNoTimeout);
     } catch (...) { // which the program's wait throws
     }
+    std::unique_lock lock(ending_);
+    end_.wait(lock, [&] { return !engine_future_ || !ended_ || completed_; });
   }
 
  private:
@@ -247,9 +249,13 @@ class DeviceWork final : public c10d::Work {
     std::call_once(copied_, [&] { arguments_.copy_back(); });
     finished_ = true;
   }
-  void follow_in_thread() {
-    std::call_once(
-        followed_, [&] { std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach(); });
+  // Completes the future when the engine has finished, if the engine has none.
+  void follow() {
+    std::call_once(followed_, [&] {
+      auto finish = [self = self()] { self->complete([&] { self->wait(kNoTimeout); }); };
+      if (scheduled()) finish(); // the schedule has waited for it
+      else std::thread(finish).detach();
+    });
   }
   // Waits until the engine has finished, or has begun something that only a wait can finish. Unlike the engine's wait,
   // it can be interrupted: see Note [Interrupts].
@@ -277,6 +283,11 @@ class DeviceWork final : public c10d::Work {
       future_->setErrorIfNeeded(std::current_exception());
     }
     recorded_for = nullptr;
+    {
+      std::lock_guard lock(ending_);
+      completed_ = true;
+    }
+    end_.notify_all();
   }
   [[noreturn]] void timed_out(std::chrono::milliseconds timeout) const {
     std::rethrow_exception(explained(
@@ -301,11 +312,12 @@ class DeviceWork final : public c10d::Work {
   const uint64_t number_;
   const c10::intrusive_ptr<Future> future_;
   std::optional<Ticket> scheduled_;
-  mutable std::mutex ending_; // of the next six
+  mutable std::mutex ending_; // of the next seven
   std::condition_variable end_;
   Engine engine_;                            // null until it has begun
   c10::intrusive_ptr<Future> engine_future_; // null where the engine has none
   bool ended_ = false;                       // the engine, if it has a future
+  bool completed_ = false;                   // the future
   bool future_wanted_ = false;
   std::exception_ptr error_; // why the engine did not begin
   std::timed_mutex waiting_;

@@ -53,14 +53,14 @@ class Queue {
     return idle();
   }
 
-  // `kernel`: the work may touch device memory, unlike a wait or a sleep. `signal`: others may learn of it when it
-  // runs, and must then find it done.
-  void push(detail::Task work, const openreg_site& site, bool kernel = false, bool signal = false) {
+  // `ordered`: a schedule says when it runs. `kernel`: the work may touch device memory, unlike a wait or a sleep.
+  // `signal`: others may learn of it when it runs, and must then find it done.
+  void push(detail::Task work, const openreg_site& site, bool ordered, bool kernel = false, bool signal = false) {
     bool wake;
     {
       std::lock_guard lock(mutex_);
       start(); // may throw; nothing has changed then
-      tasks_.push_back({std::move(work), site, kernel, signal});
+      tasks_.push_back({std::move(work), site, ordered, kernel, signal});
       const auto number = submitted_.load(std::memory_order_relaxed);
       if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
       submitted_.store(number + 1, std::memory_order_release);
@@ -83,13 +83,13 @@ class Queue {
     });
   }
 
-  // Runs the next item; only in a schedule.
+  // Runs the next ordered item, and those before it; only in a schedule.
   void run_next() {
     std::unique_lock lock(mutex_);
     start();
-    granted_ = std::max(granted_, completed_.load(std::memory_order_relaxed)) + 1;
+    granted_ = std::max(granted_, ran_) + 1;
     wake_.notify_one();
-    const auto is_done = [&, number = granted_] { return done(number); };
+    const auto is_done = [&, number = granted_] { return ran_ >= number; };
     if (stream_ == detail::collectives_of(stream_.device)) done_.wait_for(lock, detail::kCollective, is_done);
     else done_.wait(lock, is_done);
   }
@@ -112,7 +112,7 @@ class Queue {
   struct Item {
     detail::Task work;
     openreg_site site;
-    bool kernel, signal;
+    bool ordered, kernel, signal;
   };
 
   void start() {
@@ -121,10 +121,9 @@ class Queue {
     running_ = true;
   }
 
-  // Whether the worker may run an item: in a schedule, one at a time.
+  // Whether the worker may run an item: in a schedule, one ordered item at a time.
   bool may_run() const noexcept {
-    return !tasks_.empty() &&
-        (!detail::scheduled() || stopping_ || completed_.load(std::memory_order_relaxed) < granted_);
+    return !tasks_.empty() && (!tasks_.front().ordered || !detail::scheduled() || stopping_ || ran_ < granted_);
   }
 
   void work_loop() {
@@ -154,6 +153,7 @@ class Queue {
       }
       item.work = {}; // before the waiter continues
       if (!item.signal) lock.lock();
+      ran_ += item.ordered;
       const auto number = completed_.load(std::memory_order_relaxed) + 1;
       completed_.store(number, std::memory_order_release);
       if (number == submitted_.load(std::memory_order_relaxed)) detail::attention.fetch_sub(1);
@@ -183,7 +183,7 @@ class Queue {
   std::deque<Item> tasks_;
   std::atomic<std::uint64_t> submitted_{0}, completed_{0};
   bool running_ = false, asleep_ = false, stopping_ = false;
-  std::uint64_t granted_ = 0; // items that a schedule has let run
+  std::uint64_t ran_ = 0, granted_ = 0; // ordered items: those that have run, and those that a schedule has let run
 };
 
 // Queues by stream, created on first use and never destroyed, because a thread may use one after main().

@@ -243,8 +243,9 @@ Place place(Stream stream, const openreg_site& site) {
 void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part = false) {
   if (detail::held_turn)
     ++detail::held_turn->taken; // queued work may use memory that the running work allocated: see Pool::give_back()
-  queue_of(stream).push(std::move(task), site, /*kernel=*/true);
-  if (detail::scheduled()) detail::schedule_item(stream, site, /*kernel=*/!part);
+  const bool ordered = detail::scheduled();
+  queue_of(stream).push(std::move(task), site, ordered, /*kernel=*/true);
+  if (ordered) detail::schedule_item(stream, site, /*kernel=*/!part);
 }
 
 // Counts a launch; returns the attention bits that it must handle.
@@ -348,13 +349,15 @@ void detail::queue_wait(Stream stream, Task task, const openreg_site& site) {
 }
 
 void detail::queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after) {
-  queue_of(stream).push(std::move(task), site);
-  if (scheduled()) schedule_item(stream, site, /*kernel=*/false, std::move(after));
+  const bool ordered = scheduled();
+  queue_of(stream).push(std::move(task), site, ordered);
+  if (ordered) schedule_item(stream, site, /*kernel=*/false, std::move(after));
 }
 
 void detail::queue_signal(Stream stream, Task task, const openreg_site& site) {
-  queue_of(stream).push(std::move(task), site, /*kernel=*/false, /*signal=*/true);
-  if (scheduled()) schedule_item(stream, site, /*kernel=*/false);
+  const bool ordered = scheduled();
+  queue_of(stream).push(std::move(task), site, ordered, /*kernel=*/false, /*signal=*/true);
+  if (ordered) schedule_item(stream, site, /*kernel=*/false);
 }
 
 void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& site) {
@@ -367,7 +370,7 @@ void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& 
 
 Ticket detail::queue_collective(Stream stream, Task task, const openreg_site& site) {
   const Stream own = collectives_of(stream.device);
-  queue_of(own).push(std::move(task), site);
+  queue_of(own).push(std::move(task), site, /*ordered=*/true);
   const Ticket made = ticket(own);
   schedule_item(own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream});
   return made;

@@ -141,16 +141,20 @@ def test_a_thread_that_cannot_be_started(monkeypatch):
 
 
 def test_a_deadlock_is_an_order_that_raises():
+    all_threads = []
+
     def program():
         x, threads = threads_that_deadlock()
+        all_threads.extend(threads)
         for thread in threads:
             thread.join()
         return x.cpu()
 
-    before = threading.active_count()
     difference = schedules(program, seeds=50).difference
     assert "raises RuntimeError: openreg: this order of the program's work ends in a deadlock" in difference.what
-    assert threading.active_count() == before
+    for thread in all_threads:  # also those in the deadlock, which end on their own
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 EXITS = """

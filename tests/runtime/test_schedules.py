@@ -61,6 +61,31 @@ def test_with_the_wait_every_order_gives_the_same(name):
     assert report.orders == ORDERS and report.work > 0
 
 
+ANOTHER_THREAD = """
+import sys; sys.path.insert(0, {folder!r})
+import threading, torch
+from schedule_programs import PROGRAMS
+over = threading.Event()
+def records():
+    while not over.wait(1e-4):
+        torch.openreg.Event().record()
+thread = threading.Thread(target=records)
+thread.start()
+for name in list(PROGRAMS)[:12]:
+    found = [torch.openreg.schedules(PROGRAMS[name], fixed, seeds=40).passed for fixed in (False, True)]
+    print(name, found == [False, True])
+over.set()
+thread.join()
+"""
+
+
+@pytest.mark.processes
+def test_events_of_a_thread_that_no_order_started():
+    """It also records some in the moment in which an order begins."""
+    done = python("-c", ANOTHER_THREAD.format(folder=str(Path(__file__).parent)), timeout=120)
+    assert done.stdout.splitlines() == [f"{name} True" for name in list(PROGRAMS)[:12]], done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(UNSEEN))
 def test_what_the_race_detector_does_not_see(name):
     told = []
