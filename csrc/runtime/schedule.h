@@ -126,9 +126,10 @@ struct Awaited {
   bool elsewhere = false; // another process may make it true
 };
 
-// Names an item that has just been queued on a stream. `kernel`: the schedule chooses when it runs, and it is a step.
-// `after`: it cannot run before.
-void schedule_item(Stream stream, const openreg_site& site, bool kernel, Awaited after = {});
+// Queues an item on a stream by calling `push`: several threads' items are in the same order in the queue and in the
+// schedule. `kernel`: the schedule chooses when it runs, and it is a step. `after`: it cannot run before.
+void schedule_item(
+    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<void()>& push);
 // The host waits, or asks once whether it would have to. Without a name, the wait is part of another step.
 void schedule_wait(const char* name, const Awaited& until);
 void schedule_query(const char* name, Stream stream);

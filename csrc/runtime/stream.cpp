@@ -240,12 +240,24 @@ Place place(Stream stream, const openreg_site& site) {
   return stream_idle(stream) ? Place::kHere : Place::kQueue;
 }
 
+struct Kind {
+  bool kernel = false, signal = false; // as Queue::push() says
+  bool part = false;                   // a kernel that leaves a schedule no choice
+};
+
+void push(Stream stream, detail::Task task, const openreg_site& site, Kind kind, detail::Awaited after = {}) {
+  const auto push = [&](bool ordered) {
+    queue_of(stream).push(std::move(task), site, ordered, kind.kernel, kind.signal);
+  };
+  if (detail::scheduled())
+    detail::schedule_item(stream, site, kind.kernel && !kind.part, std::move(after), [&] { push(/*ordered=*/true); });
+  else push(/*ordered=*/false);
+}
+
 void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part = false) {
   if (detail::held_turn)
     ++detail::held_turn->taken; // queued work may use memory that the running work allocated: see Pool::give_back()
-  const bool ordered = detail::scheduled();
-  queue_of(stream).push(std::move(task), site, ordered, /*kernel=*/true);
-  if (ordered) detail::schedule_item(stream, site, /*kernel=*/!part);
+  push(stream, std::move(task), site, {.kernel = true, .part = part});
 }
 
 // Counts a launch; returns the attention bits that it must handle.
@@ -349,15 +361,11 @@ void detail::queue_wait(Stream stream, Task task, const openreg_site& site) {
 }
 
 void detail::queue_wait(Stream stream, Task task, const openreg_site& site, Awaited after) {
-  const bool ordered = scheduled();
-  queue_of(stream).push(std::move(task), site, ordered);
-  if (ordered) schedule_item(stream, site, /*kernel=*/false, std::move(after));
+  push(stream, std::move(task), site, {}, std::move(after));
 }
 
 void detail::queue_signal(Stream stream, Task task, const openreg_site& site) {
-  const bool ordered = scheduled();
-  queue_of(stream).push(std::move(task), site, ordered, /*kernel=*/false, /*signal=*/true);
-  if (ordered) schedule_item(stream, site, /*kernel=*/false);
+  push(stream, std::move(task), site, {.signal = true});
 }
 
 void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& site) {
@@ -370,9 +378,11 @@ void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& 
 
 Ticket detail::queue_collective(Stream stream, Task task, const openreg_site& site) {
   const Stream own = collectives_of(stream.device);
-  queue_of(own).push(std::move(task), site, /*ordered=*/true);
-  const Ticket made = ticket(own);
-  schedule_item(own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream});
+  Ticket made{};
+  schedule_item(own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream}, [&] {
+    queue_of(own).push(std::move(task), site, /*ordered=*/true);
+    made = ticket(own);
+  });
   return made;
 }
 
