@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping
 
+from openreg_tools import backends
+from openreg_tools.backends import AUTOLOAD
 from openreg_tools.forms import Wrong
 
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 APART = ("compare", "record")  # whose programs have their own arguments after --
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
@@ -70,24 +70,18 @@ def device_of(words: list[str]) -> str:
 
 def _load_backends(words: list[str]) -> None:
     """Import torch and its installed backends, like `import torch`; prints a line for a backend that fails."""
-    installed = importlib.metadata.entry_points(group="torch.backends")
     before = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
     try:
         import torch  # noqa: F401
     except ImportError:
         return  # the command reports it if it needs torch
-    if any(word.partition("=")[0] == "--import" for word in words):
-        return  # a process has one PrivateUse1 backend: the requested one, here and in worker processes
-    del os.environ[AUTOLOAD]
-    if before is not None:
-        os.environ[AUTOLOAD] = before
-    for entry in installed if before != "0" else ():
-        try:
-            entry.load()()
-        except Exception as error:
-            sentence = f"the backend {entry.name} cannot be loaded; the tools run without it: {error}"
-            print(f"openreg_tools: {sentence}", file=sys.stderr)
+    finally:
+        del os.environ[AUTOLOAD]
+        if before is not None:
+            os.environ[AUTOLOAD] = before
+    if not any(word.partition("=")[0] == "--import" for word in words):
+        backends.load_installed()  # else after the imports, because a process has one PrivateUse1 backend
 
 
 def main() -> int:

@@ -7,6 +7,8 @@ import; docs/tools.md has an example. Imports nothing, so that a package can reg
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,21 @@ if TYPE_CHECKING:
     from openreg_tools.dispatch import Has, Kernel
     from openreg_tools.info import Info
 
-__all__ = ["Backend", "of_device", "of_key", "of_operator", "register", "registered"]
+__all__ = ["AUTOLOAD", "Backend", "load_installed", "of_device", "of_key", "of_operator", "register", "registered"]
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def load_installed() -> None:
+    """Load torch's installed backends, as `import torch` does; prints a line for a backend that fails."""
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group="torch.backends") if os.environ.get(AUTOLOAD) != "0" else ():
+        try:
+            entry.load()()
+        except Exception as error:
+            sentence = f"the backend {entry.name} cannot be loaded; the tools run without it: {error}"
+            print(f"openreg_tools: {sentence}", file=sys.stderr)
 
 
 class Backend:

@@ -70,8 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser, default: bool = True) -> None
                         help="a module to import first: another backend, or a library of operators")  # fmt: skip
 
 
-def load(modules: list[str]) -> None:
-    """Import what --import names."""
+# The namespaces of PyTorch's operators, including those that it registers later.
+_OF_PYTORCH = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()} | {
+    "_inductor_test", "c10d_functional", "flex_lib", "fsdp", "onnx", "onnx_symbolic", "quantized_decomposed", "streams"
+}  # fmt: skip
+
+
+def is_custom(op: str) -> bool:
+    """Whether an operator belongs neither to PyTorch nor to a backend's package: its author may want to test it."""
+    return op.partition("::")[0] not in _OF_PYTORCH and not backends.of_operator(op).namespace
+
+
+def load(modules: list[str], device: str | None = None) -> None:
+    """Import what --import names, and then installed backends if none of it registers `device`."""
     if "" not in sys.path and "." not in sys.path:
         sys.path.append("")  # python -P omits it; last, so that an installed package wins
     for name in modules:
@@ -85,6 +96,17 @@ def load(modules: list[str]) -> None:
                 if each.key == "PrivateUse1" and "privateuse1" in str(error)
             )
             raise Wrong(f"importing {name} failed: {type(error).__name__}: {error}{tip}") from error
+    if modules:
+        find(device)
+
+
+def find(device: str | None) -> None:
+    """Load installed backends if there is no device of this type."""
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError:
+        if torch._C._get_privateuse1_backend_name() == "privateuseone":
+            backends.load_installed()
 
 
 _HERE = "the accelerator of this process"

@@ -263,7 +263,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0 if the operator has a kernel or decomposes, 1 if it falls back or raises, 2 if the request is wrong."""
     try:
-        dispatch.load(arguments.modules)
+        dispatch.load(arguments.modules, arguments.device)
         target = dispatch.target(arguments.device, arguments.key)
         args, kwargs = (), {}
         if arguments.input:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from openreg_tools import backends, forms
+from openreg_tools.backends import AUTOLOAD
 
 __all__ = ["Info", "collect"]
 
 GROUP = "torch.backends"  # of the entry points that `import torch` loads
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class Info:

@@ -239,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0, or 2 if the request is wrong."""
     try:
-        dispatch.load(arguments.modules)
+        dispatch.load(arguments.modules, arguments.device)
         report = operators(
             arguments.device, arguments.key,
             namespaces=() if arguments.namespaces == ["all"] else arguments.namespaces,

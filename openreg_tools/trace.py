@@ -342,7 +342,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """The program's exit status, 1 if it raised, 2 if the request is wrong."""
     try:
-        dispatch.load(arguments.modules)
+        dispatch.load(arguments.modules, arguments.device)
         if not os.path.isfile(arguments.script):
             raise Wrong(f"there is no file {arguments.script}")
         recording = Trace(arguments.device, arguments.key, os.path.basename(arguments.script))

@@ -9,7 +9,7 @@ import importlib
 import sys
 from typing import Any
 
-from openreg_tools import forms
+from openreg_tools import dispatch, forms
 from openreg_tools.checker.checker import check
 from openreg_tools.checker.checks import CHECKS
 from openreg_tools.checker.report import Report, Result
@@ -112,21 +112,21 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
     report.about["generated"] = "generated calls give the same results as on the CPU"
     report.seconds += found.seconds
     for finding in found.findings:
-        given = {name: value for name, value in asked.given.items() if value}
-        again = f"To run it again:\n{finding.command(report.device, asked.modules, given)}"
+        again = f"To run it again:\n{finding.command(report.device, asked.modules, asked.given)}"
         report.results.append(
             Result(
                 "generated", 0, "fail", f"{report.operator}: {finding.kind}: {finding.message} {finding.call}", again
             )
         )
+    (of,) = found.operators
     if found.passed:
-        (of,) = found.operators
         report.results.append(
             Result(
                 "generated", 0, "pass" if of.reached else "skip", "" if of.reached else of.never, seconds=found.seconds
             )
         )
     report.notes.append(found.summary())
+    report.notes += [f"Allowed in {n} generated calls: {note}" for note, n in of.notes.most_common() if note != "unfit"]
 
 
 def _abi(arguments: argparse.Namespace) -> int:
@@ -152,6 +152,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The operator and the samples."""
     for module in arguments.modules:
         _module(module)
+    if arguments.modules:
+        dispatch.find(arguments.device)
     by_name = "::" in arguments.op or ":" not in arguments.op
     op = arguments.op if by_name else _named(arguments.op)
     if arguments.samples and arguments.input:

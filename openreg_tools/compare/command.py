@@ -50,12 +50,20 @@ def _traces(a: str, b: str) -> list[tuple[str, str]]:
     return pairs or [(a, b)]
 
 
+def _alone(a: str, b: str, compared: int) -> str:
+    """The trace of a rank that the other run does not have; "" if there is none."""
+    ranks = () if Path(a).exists() else (f"{a}.rank{compared}", f"{b}.rank{compared}")
+    return next((each for each in ranks if Path(each).exists()), "")
+
+
 def _of_ranks(results: list[Parting]) -> list[str]:
     """A line for each rank, where there are several."""
     lines = ["", f"{len(results)} ranks:"]
     for rank, each in enumerate(results):
-        if each.first is None:
-            found = "has no operator in common" if each.parted else "does not part"
+        if each.first is None and any(x and y for x, y in each.pairs):
+            found = "is not complete" if each.parted else "does not part"
+        elif each.first is None:
+            found = "has no operator in common"
         else:
             found = f"parts at operator {each.first.a.index}: {each.first.a.name}"
         lines.append(f"  rank {rank} {found}")
@@ -76,11 +84,11 @@ def _write_test(result: Result, path: Path, suffix: str) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing differs; 1 if something does, the program raised, or two traces have no operator in common; else the
-    program's exit status."""
+    """0 if nothing differs; 1 if something does, the program raised, or two traces have no operator in common or cannot
+    be read to their end; else the program's exit status."""
     tolerances, words = dict(arguments.tolerance), [*arguments.what, *getattr(arguments, "rest", [])]
     try:
-        dispatch.load(arguments.modules)
+        dispatch.load(arguments.modules, arguments.device)
         if not words[0].endswith(".py"):
             if len(words) != 2:
                 raise Wrong(f"expected a script (.py) or two traces, but got {' '.join(words)}")
@@ -93,7 +101,10 @@ def main(arguments: argparse.Namespace) -> int:
             forms.write(first, arguments, top=arguments.top)
             if len(results) > 1 and arguments.json != "-":
                 print(*_of_ranks(results), sep="\n")
-            return int(bool(parted))
+            alone = _alone(*words, len(results))
+            if alone:
+                print(f"compare: {alone} has no counterpart, so this rank is not compared", file=sys.stderr)
+            return int(bool(parted or alone))
         if len(arguments.what) > 1:
             raise Wrong(f"the arguments of {words[0]} follow --: compare {words[0]} -- {' '.join(words[1:])}")
         if not os.path.isfile(words[0]):

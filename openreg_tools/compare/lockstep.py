@@ -329,12 +329,15 @@ class Lockstep(TorchDispatchMode):
         """Compare one result; returns a function that caches its copy."""
         nothing = lambda: None  # noqa: E731
         call = (func, of, index, place, args, kwargs, arguments)
+        if isinstance(tensor, (float, complex)) and isinstance(want, (float, complex)):
+            kind = _computed_in(arguments, isinstance(tensor, complex) or isinstance(want, complex))
+            got, want = (torch.tensor(each, dtype=kind) for each in (tensor, want))
+            error, tolerance = self._measure(func, of, arguments, state, what, got, want)
+            if error is not None:
+                self._judge(call, what, error, tolerance, None, None)
+            return nothing
         if not isinstance(tensor, Tensor):
-            if (
-                isinstance(tensor, (bool, int, float, complex))
-                and tensor != want
-                and not (tensor != tensor and want != want)
-            ):
+            if isinstance(tensor, (bool, int)) and tensor != want:
                 error = Error(math.inf, (), tensor, want, math.inf, 1)
                 self._differs(*call, what, error, Tolerance("exact", 0.0), None, None)
             return nothing
@@ -362,10 +365,10 @@ class Lockstep(TorchDispatchMode):
                 self.result.note(f"{of.name}: reading {what} twice gave different bytes; the second counts")
                 got = dense(again)
             if changed := self.copies.refresh(arguments):
-                writer = max(changed)
+                writer = f"call {max(changed)} wrote it" if max(changed) >= 0 else "`compare` first copied it"
                 self.result.note(
-                    f"{of.name} at {place.line()}: the memory of an input had changed outside operators since call "
-                    f"{writer} wrote it: by host code, by a kernel that was launched directly, or by an operator whose "
+                    f"{of.name} at {place.line()}: the memory of an input had changed outside operators since "
+                    f"{writer}: by host code, by a kernel that was launched directly, or by an operator whose "
                     "schema does not say that it writes there"
                 )
                 if not arguments.written:
@@ -373,14 +376,18 @@ class Lockstep(TorchDispatchMode):
                     if there:
                         want = dict((w, x) for w, _, x in self._pairs(func, of, arguments, expected, expected))[what]
             error, tolerance = self._measure(func, of, arguments, state, what, got, dense(want))
-        if error is None:
-            return keep
-        row = self.result.row(of.name)
-        row.add(error, tolerance)
+        if error is not None:
+            self._judge(call, what, error, tolerance, got, want)
+        return keep
+
+    def _judge(
+        self, call: tuple, what: str, error: Error, tolerance: Tolerance, got: Tensor | None, want: Tensor | None
+    ) -> None:
+        _, of, index, *_ = call
+        self.result.row(of.name).add(error, tolerance)
         self.result.point(index, error.ulps, tolerance.ulps, of.name)
         if error.ulps > tolerance.ulps:
             self._differs(*call, what, error, tolerance, got, want)
-        return keep
 
     def _measure(
         self,
@@ -526,6 +533,14 @@ class Lockstep(TorchDispatchMode):
             yield
         finally:
             self.copies.keeping = before
+
+
+def _computed_in(arguments: Arguments, is_complex: bool) -> torch.dtype:
+    """The dtype in whose ulps a Python number is measured: the narrowest of the tensors that it comes from."""
+    kinds = [t.dtype for t in tensors_of((*arguments.args, *arguments.kwargs.values()))]
+    kinds = [each.to_real() for each in kinds if each.is_floating_point or each.is_complex]
+    kind = min(kinds, key=lambda each: each.itemsize, default=torch.float64)
+    return kind.to_complex() if is_complex else kind
 
 
 def _line(error: BaseException) -> str:

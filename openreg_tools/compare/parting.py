@@ -56,7 +56,8 @@ class Trace:
     path: str
     header: dict[str, Any]
     ops: list[Op]
-    truncated: bool = False
+    truncated: bool = False  # what follows `ops` cannot be read
+    damaged: int = 0  # the line that is not one of a trace, although others follow it
 
     def __str__(self) -> str:
         h = self.header
@@ -87,7 +88,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
         remedy = "update openreg_tools" if version > VERSION else "record it again"
         raise Wrong(f"{path} is of version {version}, but this reads version {VERSION}: {remedy}")
     trace, names = Trace(str(path), header, []), []
-    for line in lines[1:]:
+    for number, line in enumerate(lines[1:], 2):
         try:
             words = json.loads(line)
             if "s" in words:
@@ -109,7 +110,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
                 )
             )
         except (ValueError, KeyError, IndexError, TypeError):
-            trace.truncated = True
+            trace.truncated, trace.damaged = True, number if number < len(lines) else 0
             break
     return trace
 
@@ -328,11 +329,12 @@ class Parting:
 
     @property
     def parted(self) -> bool:
-        """Whether the runs diverge, or have no operator in common."""
-        return self.first is not None or all(x is None or y is None for x, y in self.pairs)
+        """Whether the runs diverge or have no operator in common, or a trace cannot be read to its end."""
+        unread = self.a.truncated or self.b.truncated
+        return unread or self.first is not None or all(x is None or y is None for x, y in self.pairs)
 
     def assert_close(self) -> None:
-        """Raise AssertionError with the report if the runs diverge, or have no operator in common."""
+        """Raise AssertionError with the report if `parted`."""
         if self.parted:
             raise AssertionError(self.report())
 
@@ -365,7 +367,8 @@ class Parting:
         lines = forms.wrapped([str(self.a), str(self.b)], 0)
         for trace in (self.a, self.b):
             if trace.truncated:
-                lines += forms.wrapped([f"{trace.path} is cut off: read up to operator {len(trace.ops)}"], 0)
+                how = f"damaged in line {trace.damaged}" if trace.damaged else "cut off"
+                lines += forms.wrapped([f"{trace.path} is {how}: read up to operator {len(trace.ops)}"], 0)
         both = sum(x is not None and y is not None for x, y in self.pairs)
         lines += forms.wrapped(
             [

@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
     """The program's exit status, 1 if it raised."""
     words = [*arguments.what, *getattr(arguments, "rest", [])]
     try:
-        dispatch.load(arguments.modules)
+        dispatch.load(arguments.modules, arguments.device)
         if len(arguments.what) > 1:
             raise Wrong(f"the arguments of {words[0]} follow --: record {words[0]} --out FILE -- {' '.join(words[1:])}")
         if arguments.out == "-":

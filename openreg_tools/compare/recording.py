@@ -146,7 +146,7 @@ class Recording(TorchDispatchMode):
             if size > 1:
                 self.path = Path(f"{self.out}.rank{rank}")
             try:
-                self._file = open(self.path, "w")
+                self._file = open(self.path, "w", buffering=1)  # a program that crashes leaves its lines
             except OSError as error:
                 raise Wrong(f"record: {self.path} cannot be written: {error.strerror}") from None
             if self.values:

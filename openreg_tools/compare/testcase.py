@@ -10,6 +10,7 @@ import re
 import runpy
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,7 @@ def _apart(call: Call, result: Result) -> Call:
 
 def load_operators(path: str, arguments: Sequence[str] = (), module: str = "") -> None:
     """Register what a Python file does, unless it has already: import it as `module`, or run the script without its
-    ``__main__``.
+    ``__main__``. A script that raises gives a warning, because it may have registered its operators before.
 
     Args:
         path: the file.
@@ -281,7 +282,10 @@ def load_operators(path: str, arguments: Sequence[str] = (), module: str = "") -
     if path not in _ran:
         _ran.add(path)
         with mock.patch("sys.argv", [path, *arguments]):
-            runpy.run_path(path, run_name="operators")
+            try:
+                runpy.run_path(path, run_name="operators")
+            except (Exception, SystemExit) as error:
+                warnings.warn(f"{path} raised {type(error).__name__}: {error}", stacklevel=2)
 
 
 _ran: set[str] = set()

@@ -197,7 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0 if all is good, 1 if not, 2 if what was asked for is wrong, 130 if interrupted."""
     try:
-        dispatch.load(arguments.modules)
+        dispatch.load(arguments.modules, arguments.device)
         arguments.device = dispatch.target(arguments.device).device
         if arguments.worker and arguments.generate:
             from openreg_tools.generate import child

@@ -34,6 +34,7 @@ __all__ = ["Record", "bases", "listed", "run", "serve"]
 
 Record = dict[str, Any]
 BASES = 6  # calls that the CPU accepts, per operator: of up to four dimensions. OpInfo adds up to four
+REACHES = ("own", "shared", "composite", "fallback")  # of dispatch.HAS
 REFUSED = 8  # calls that the CPU refuses, if it accepts none
 
 # ---- the operators and their base calls ----
@@ -43,13 +44,15 @@ REFUSED = 8  # calls that the CPU refuses, if it accepts none
 def listed(device: str) -> dict[str, str]:
     """Every operator that reaches the device, with what the device has for it (dispatch.HAS)."""
     target = dispatch.target(device)
-    found = operators.operators(device, has=("own", "shared", "composite", "fallback")).entries
+    found = operators.operators(device, has=REACHES).entries
     has = {entry.name: entry.has for entry in found}
     for name in dispatch.names():
         if name not in has and torch._C._dispatch_has_kernel_for_dispatch_key(name, target.key):
             has[name] = "own"
         elif name.startswith(f"{backends.of_device(device).namespace}::"):
             has.setdefault(name, dispatch.has(name, target.key).kind)
+        elif dispatch.is_custom(name) and (kind := dispatch.has(name, target.key).kind) in REACHES:
+            has.setdefault(name, kind)
     return dict(sorted(has.items()))
 
 

@@ -45,6 +45,7 @@ class Finding:
     def command(self, device: str, modules: list[str], given: dict[str, Any] | None = None) -> str:
         """The command that reproduces the case; `given` are the samples that it starts from, if not the schema's."""
         imports = "".join(f" --import {module}" for module in modules)
+        given = {name: value for name, value in (given or {}).items() if value}
         case = shlex.quote(json.dumps(self.case | ({"given": given} if given else {})))
         return f"python -m openreg_tools conformance --device {device}{imports} --case {case}"
 
@@ -124,7 +125,7 @@ class GeneratedReport:
         shrinking = sum(of.shrinking for of in self.operators)
         return (
             f"{cases} cases of seed {self.seed} in {self.seconds:.0f} s, {shrinking} more to shrink; the device's kernel "
-            f"reached in {reached}; {len(self.findings)} findings"
+            f"reached in {reached}; {self._ends()['allowed']} differences allowed; {len(self.findings)} findings"
         )
 
     def text(self, verbose: bool = False) -> str:

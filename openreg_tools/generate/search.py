@@ -83,7 +83,8 @@ class Child(Worker):
         failed = {"end": "failed", "kind": kind, "message": message, "call": ""}
         if kind == "crash" and where == "start":  # a process that does not start
             return failed
-        if where in ("device", "comparison") or where == "cpu" and schemas._of_package(case["op"]):
+        custom = dispatch.is_custom(case["op"])  # its kernel is tested on the CPU too
+        if where in ("device", "comparison") or where == "cpu" and (custom or schemas._of_package(case["op"])):
             if kind == "crash" and where != "cpu" and (note := self.doubt(case) or self.damage(case, earlier)):
                 return {"end": "allowed", "note": note}
             return failed
@@ -92,6 +93,8 @@ class Child(Worker):
 
     def doubt(self, case: dict[str, Any]) -> str:
         """Why the CPU's kernel may have caused a crash on the device's side, by writing beyond its arguments."""
+        if dispatch.is_custom(case["op"]):
+            return ""
         answer, *_ = self.exchange(json.dumps({"doubtful": case}), "done")
         return answer["note"] if answer else "the CPU's kernel ends the process"
 
@@ -278,7 +281,7 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
             done.append(of)
             if not getattr(arguments, "quiet", False):
                 for finding in of.findings:
-                    line = finding.command(arguments.device, arguments.modules)
+                    line = finding.command(arguments.device, arguments.modules, arguments.given)
                     print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
                 progress.step(of.wanted, len(of.findings), of.name)
 

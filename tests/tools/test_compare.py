@@ -22,7 +22,7 @@ DEVICE = "openreg"
 SCHEMAS = (
     "scale(Tensor x, float by=2.0) -> Tensor", "scale_(Tensor(a!) x) -> Tensor(a!)", "add_(Tensor(a!) x, Tensor y) -> Tensor(a!)",
     "without_offset(Tensor x) -> Tensor", "shifts_(Tensor(a!) x, Tensor y) -> Tensor(a!)", "rows(Tensor x, Tensor y) -> (Tensor, Tensor)",
-    "list(Tensor x) -> Tensor[]", "none(Tensor x) -> (Tensor, Tensor)", "beside_(Tensor(a!) x) -> Tensor(a!)", "resized(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", "turned_(Tensor(a!) x) -> Tensor(a!)", "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor",
+    "list(Tensor x) -> Tensor[]", "none(Tensor x) -> (Tensor, Tensor)", "beside_(Tensor(a!) x) -> Tensor(a!)", "resized(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", "turned_(Tensor(a!) x) -> Tensor(a!)", "shape(Tensor x) -> Tensor", "only_device_raises(Tensor x) -> Tensor", "nan(Tensor x) -> Tensor", "slightly(Tensor x) -> Tensor", "number(Tensor x) -> float",
 )  # fmt: skip
 
 
@@ -66,6 +66,7 @@ def library():
         ("only_device_raises", lambda x: x.clone(), raises),
         ("nan", lambda x: x / x, lambda x: torch.ones_like(x)),
         ("slightly", lambda x: x.clone(), lambda x: x * (1 + 4e-7)),
+        ("number", lambda x: 1.0, lambda x: 1.0 + 1e-6),
     ):
         library.impl(name, right, "CPU")
         library.impl(name, wrong, "PrivateUse1")
@@ -467,6 +468,14 @@ def test_tolerances_can_be_set(library):
         compare(device=DEVICE, tolerances={"aten::mm": -1})
 
 
+@pytest.mark.parametrize("dtype, ulps", [(torch.float32, 8), (torch.bfloat16, 0), (torch.int64, 1e-6 / 2**-52)])
+def test_a_number_is_measured_in_ulps_of_the_tensors(library, dtype, ulps):
+    x = torch.ones(3, dtype=dtype)
+    first = first_of(library.number, x, tolerances={"test_compare::number": 0})
+    assert (first.error.ulps if first else 0) == pytest.approx(ulps, rel=0.1)
+    assert first_of(library.number, x, tolerances={"test_compare::number": 1.1 * ulps}) is None
+
+
 def test_defaults_come_from_dtype_and_operator():
     tolerance = Tolerances()
     a, b = torch.ones(3, 64), torch.ones(64, 5)
@@ -639,10 +648,12 @@ CALL = 'torch.ops.of_a_script.halve(torch.full((2, 2), 4.0).to("openreg"))'
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("defined_by", ["the script", "a module"])
+@pytest.mark.parametrize("defined_by", ["the script", "a script that raises", "a module"])
 def test_the_written_test_defines_the_operator(defined_by, tmp_path):
     program, path = tmp_path / "program.py", tmp_path / "test_first.py"
     program.write_text(f'{SCRIPT}if __name__ == "__main__":\n    {CALL}')
+    if defined_by == "a script that raises":
+        program.write_text(f"{SCRIPT}{CALL}\nraise ValueError")
     if defined_by == "a module":
         (tmp_path / "operators_of_it.py").write_text(SCRIPT)
         program.write_text("import torch, operators_of_it\n" + CALL)

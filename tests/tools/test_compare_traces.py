@@ -254,6 +254,38 @@ def test_a_file_that_was_cut_off(tmp_path):
     parting = compare(a.path, tmp_path / "b")
     assert parting.b.truncated and parting.first is None and parting.only_a
     assert "is cut off: read up to operator" in " ".join(parting.report().split())
+    with pytest.raises(AssertionError, match=r"is\s+cut\s+off"):
+        parting.assert_close()
+
+
+def test_a_file_that_is_damaged(tmp_path):
+    a = traced(tmp_path / "a")
+    lines = a.path.read_text().splitlines(keepends=True)
+    number = next(i for i, line in enumerate(lines) if '"o"' in line)
+    lines[number] = lines[number].replace('"', "'")
+    (tmp_path / "b").write_text("".join(lines))
+    parting = compare(a.path, tmp_path / "b")
+    assert parting.parted and f"damaged in line {number + 1}: read up" in " ".join(parting.report().split())
+
+
+def test_a_rank_without_a_counterpart(tmp_path):
+    traced(tmp_path / "a.rank0"), traced(tmp_path / "a.rank1"), traced(tmp_path / "b.rank0")
+    done = python("-m", "openreg_tools", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.returncode == 1 and "The runs do not part." in done.stdout
+    assert f"{tmp_path / 'a.rank1'} has no counterpart, so this rank is not compared" in done.stderr
+
+
+def test_a_program_that_crashes_leaves_its_lines(tmp_path):
+    path = tmp_path / "a"
+    code = f"""
+import os, torch
+from openreg_tools.compare import record
+with record({str(path)!r}):
+    x = torch.ones(3, device="openreg") + 1
+    os._exit(1)
+"""
+    assert python("-c", code).returncode == 1
+    assert read(path).ops[-1].name == "aten::add.Tensor"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -146,6 +147,64 @@ def test_check_takes_generated_calls_into_its_table():
     assert done.returncode == 0 and "40 cases of seed 0" in done.stdout
     done = tool("check", "faulty::right", "--import", "generated_faults", "--generate", "-1")
     assert done.returncode == 2 and "--generate takes a number of calls above 0, but got -1" in done.stderr
+
+
+LONE = """
+import os, torch
+def operator(function):
+    torch.library.custom_op(f"lone::{function.__name__}", mutates_args=())(function)
+@operator
+def strided(x: torch.Tensor) -> torch.Tensor:
+    return -x if x.is_contiguous() else x.clone()
+@operator
+def shaped(x: torch.Tensor) -> torch.Tensor:
+    return -x if x.is_contiguous() else (-x).flatten()
+@operator
+def aborts(x: torch.Tensor) -> torch.Tensor:
+    return -x if x.numel() else os.abort()
+@operator
+def right(x: torch.Tensor) -> torch.Tensor:
+    return -x
+@operator
+def random(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.frombuffer(bytearray(os.urandom(x.numel())), dtype=torch.uint8).reshape(x.shape).to(x) if x.numel() else -x
+"""
+
+
+def lone(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
+    (folder / "lone.py").write_text(LONE)
+    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("device", ["cpu", "openreg"])
+@pytest.mark.parametrize("name, found", [("strided", "value"), ("shaped", "shape"), ("aborts", "crash")])
+def test_an_operator_that_is_wrong_on_every_device(tmp_path, name, found, device):
+    """Its CPU kernel is not a reference; the command that a finding prints makes the call again."""
+    words = ["--input", "f32[3,4]", "--generate", "60", "--only", "schema", "--quiet", "--import", "lone"]
+    done = lone(tmp_path, ["-m", "openreg_tools", "check", f"lone::{name}", *words, "--device", device])
+    assert done.returncode == 1 and f"lone::{name}: {found}: " in done.stdout, done.stdout + done.stderr
+    (again,) = re.findall(r"^ *python (-m openreg_tools conformance .*)$", done.stdout, re.MULTILINE)
+    done = lone(tmp_path, shlex.split(again))
+    assert done.returncode == 1 and f"FAIL lone::{name} [{found}]" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "openreg"])
+@pytest.mark.parametrize("name", ["right", "random"])
+def test_an_operator_without_a_fault_on_any_device(tmp_path, name, device):
+    """What varies from call to call is allowed, and counted."""
+    words = ["--input", "f32[3,4]", "--generate", "30", "--only", "schema", "--quiet", "--import", "lone"]
+    done = lone(tmp_path, ["-m", "openreg_tools", "check", f"lone::{name}", *words, "--device", device, "--verbose"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("the results vary from call to call" in " ".join(done.stdout.split())) == (name == "random")
+
+
+def test_operators_of_an_imported_module_are_listed(tmp_path):
+    words = ["--import", "lone", "--device", "openreg", "--generate", "100", "--jobs", "1", "--ops", "^lone::[^r]"]
+    done = lone(tmp_path, ["-m", "openreg_tools", "conformance", *words, "--json", "found.json"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    names = ["lone::aborts", "lone::shaped", "lone::strided"]
+    assert [each["name"] for each in found["operators"]] == names, done.stderr
+    assert {each["operator"] for each in found["findings"]} == {*names}
 
 
 def test_without_hypothesis_the_command_says_what_to_install(tmp_path):
