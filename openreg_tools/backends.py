@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from openreg_tools.dispatch import Has, Kernel
     from openreg_tools.info import Info
 
-__all__ = ["AUTOLOAD", "Backend", "load_installed", "of_device", "of_key", "of_operator", "register", "registered"]
+__all__ = ["Backend", "of_device", "of_key", "of_operator", "register", "registered"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 

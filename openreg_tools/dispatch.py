@@ -72,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser, default: bool = True) -> None
 
 # The namespaces of PyTorch's operators, including those that it registers later.
 _OF_PYTORCH = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()} | {
-    "_inductor_test", "c10d_functional", "flex_lib", "fsdp", "onnx", "onnx_symbolic", "quantized_decomposed", "streams"
+    "_inductor_debug", "_inductor_test", "_torch_testing", "ao", "bucketing", "c10d_functional", "cplib", "device_mesh",
+    "flex_lib", "fsdp", "onnx", "onnx_symbolic", "pippy", "quantized_decomposed", "semi_structured", "streams",
+    "torch_attn", "torch_nn", "triton",
 }  # fmt: skip
 
 
@@ -82,13 +84,16 @@ def is_custom(op: str) -> bool:
 
 
 def load(modules: list[str], device: str | None = None) -> None:
-    """Import what --import names, and then installed backends if none of it registers `device`."""
+    """Import what --import names, and load the installed backend of `device` if a module needs it, or none registers
+    it."""
     if "" not in sys.path and "." not in sys.path:
         sys.path.append("")  # python -P omits it; last, so that an installed package wins
     for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
+        if (error := _failure(name)) and not _exists(device):
+            error = None  # what the module has registered lives as long as its frames
+            find(device)
+            error = _failure(name)
+        if error:
             tip = "".join(
                 f"; {each.package} has registered {each.device} as PrivateUse1, which a process can have once: "
                 f"`python -m openreg_tools` runs the tools without it"
@@ -100,13 +105,27 @@ def load(modules: list[str], device: str | None = None) -> None:
         find(device)
 
 
-def find(device: str | None) -> None:
-    """Load installed backends if there is no device of this type."""
+def _failure(module: str) -> Exception | None:
+    """Why a module cannot be imported."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return error
+    return None
+
+
+def _exists(device: str | None) -> bool:
     try:
         torch.device(device or "cpu")
     except RuntimeError:
-        if torch._C._get_privateuse1_backend_name() == "privateuseone":
-            backends.load_installed()
+        return False
+    return True
+
+
+def find(device: str | None) -> None:
+    """Load installed backends if there is no such device yet."""
+    if not _exists(device) and torch._C._get_privateuse1_backend_name() == "privateuseone":
+        backends.load_installed()
 
 
 _HERE = "the accelerator of this process"

@@ -251,11 +251,9 @@ class DeviceWork final : public c10d::Work {
   }
   // Completes the future when the engine has finished, if the engine has none.
   void follow() {
-    std::call_once(followed_, [&] {
-      auto finish = [self = self()] { self->complete([&] { self->wait(kNoTimeout); }); };
-      if (scheduled()) finish(); // the schedule has waited for it
-      else std::thread(finish).detach();
-    });
+    if (followed_.exchange(true)) return;
+    if (scheduled()) return complete([this] { wait_for_work(kNoTimeout); }); // the schedule has waited for it
+    std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach();
   }
   // Waits until the engine has finished, or has begun something that only a wait can finish. Unlike the engine's wait,
   // it can be interrupted: see Note [Interrupts].
@@ -322,7 +320,8 @@ class DeviceWork final : public c10d::Work {
   std::exception_ptr error_; // why the engine did not begin
   std::timed_mutex waiting_;
   std::atomic<bool> engine_waited_{false};
-  std::once_flag copied_, followed_;
+  std::once_flag copied_;
+  std::atomic<bool> followed_{false};
   std::atomic<bool> finished_{false};
 };
 

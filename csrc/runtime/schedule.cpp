@@ -458,14 +458,15 @@ int live_threads() noexcept {
 }
 
 void detail::schedule_item(
-    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<void()>& push) {
+    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<void(bool)>& push) {
   const auto s = the_schedule();
   const std::string name = name_of(site);
   const bool steps = kernel && !in_work();
   if (steps) locate(*s);
   {
     std::lock_guard lock(s->mutex);
-    push();
+    push(s->on);
+    if (!s->on) return;
     const Step step = kernel ? s->next_step(my_thread) : s->this_step(my_thread);
     s->push(stream, {step, 0, name, kernel, std::move(after)});
     if (kernel) s->log(Action::kLaunch, step, stream, name);

@@ -126,10 +126,11 @@ struct Awaited {
   bool elsewhere = false; // another process may make it true
 };
 
-// Queues an item on a stream by calling `push`: several threads' items are in the same order in the queue and in the
-// schedule. `kernel`: the schedule chooses when it runs, and it is a step. `after`: it cannot run before.
+// Queues an item on a stream by calling `push`, so that several threads' items are in the same order in the queue and
+// in the schedule. The argument of `push` says whether the schedule takes the item: it may have ended. `kernel`: the
+// schedule chooses when the item runs, and it is a step. `after`: it cannot run before.
 void schedule_item(
-    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<void()>& push);
+    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<void(bool)>& push);
 // The host waits, or asks once whether it would have to. Without a name, the wait is part of another step.
 void schedule_wait(const char* name, const Awaited& until);
 void schedule_query(const char* name, Stream stream);

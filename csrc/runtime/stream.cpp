@@ -249,8 +249,7 @@ void push(Stream stream, detail::Task task, const openreg_site& site, Kind kind,
   const auto push = [&](bool ordered) {
     queue_of(stream).push(std::move(task), site, ordered, kind.kernel, kind.signal);
   };
-  if (detail::scheduled())
-    detail::schedule_item(stream, site, kind.kernel && !kind.part, std::move(after), [&] { push(/*ordered=*/true); });
+  if (detail::scheduled()) detail::schedule_item(stream, site, kind.kernel && !kind.part, std::move(after), push);
   else push(/*ordered=*/false);
 }
 
@@ -379,10 +378,11 @@ void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& 
 Ticket detail::queue_collective(Stream stream, Task task, const openreg_site& site) {
   const Stream own = collectives_of(stream.device);
   Ticket made{};
-  schedule_item(own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream}, [&] {
-    queue_of(own).push(std::move(task), site, /*ordered=*/true);
-    made = ticket(own);
-  });
+  schedule_item(
+      own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream}, [&](bool ordered) {
+        queue_of(own).push(std::move(task), site, ordered);
+        made = ticket(own);
+      });
   return made;
 }
 

@@ -112,7 +112,7 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
     report.about["generated"] = "generated calls give the same results as on the CPU"
     report.seconds += found.seconds
     for finding in found.findings:
-        again = f"To run it again:\n{finding.command(report.device, asked.modules, asked.given)}"
+        again = f"To run it again:\n{finding.command(report.device, asked.modules)}"
         report.results.append(
             Result(
                 "generated", 0, "fail", f"{report.operator}: {finding.kind}: {finding.message} {finding.call}", again
@@ -150,10 +150,7 @@ def _names(given: list[str]) -> list[str]:
 
 def _asked(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The operator and the samples."""
-    for module in arguments.modules:
-        _module(module)
-    if arguments.modules:
-        dispatch.find(arguments.device)
+    dispatch.load(arguments.modules, arguments.device)
     by_name = "::" in arguments.op or ":" not in arguments.op
     op = arguments.op if by_name else _named(arguments.op)
     if arguments.samples and arguments.input:

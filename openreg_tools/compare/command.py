@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import glob
+import math
 import os
 import sys
 from pathlib import Path
@@ -42,24 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the program, whose own arguments follow --, or two traces of `record`")  # fmt: skip
 
 
-def _traces(a: str, b: str) -> list[tuple[str, str]]:
-    """The two files, or the ranks' of two runs, by rank."""
-    pairs = []
-    while not Path(a).exists() and Path(f"{a}.rank{len(pairs)}").exists() and Path(f"{b}.rank{len(pairs)}").exists():
-        pairs.append((f"{a}.rank{len(pairs)}", f"{b}.rank{len(pairs)}"))
-    return pairs or [(a, b)]
+def _traces(a: str, b: str) -> tuple[dict[int, tuple[str, str]], list[str]]:
+    """The two files, or the ranks' of two runs, by rank; and the files of ranks that only one run has."""
+    of_a, of_b = ({} if Path(a).exists() else _ranks(each) for each in (a, b))
+    pairs = {rank: (of_a[rank], of_b[rank]) for rank in sorted(of_a.keys() & of_b.keys())}
+    if not pairs:
+        return {0: (a, b)}, []
+    return pairs, [(of_a | of_b)[rank] for rank in sorted(of_a.keys() ^ of_b.keys())]
 
 
-def _alone(a: str, b: str, compared: int) -> str:
-    """The trace of a rank that the other run does not have; "" if there is none."""
-    ranks = () if Path(a).exists() else (f"{a}.rank{compared}", f"{b}.rank{compared}")
-    return next((each for each in ranks if Path(each).exists()), "")
+def _ranks(path: str) -> dict[int, str]:
+    start = f"{Path(path).name}.rank"
+    names = [each.name.removeprefix(start) for each in Path(path).parent.glob(f"{glob.escape(start)}*")]
+    return {int(number): f"{path}.rank{number}" for number in names if number.isdecimal()}
 
 
-def _of_ranks(results: list[Parting]) -> list[str]:
+def _starts(of: Parting) -> float:
+    """The operator at which two runs part; the last of all if it is only that a trace is not complete."""
+    if of.first:
+        return of.first.a.index
+    return math.inf if any(x and y for x, y in of.pairs) else -1
+
+
+def _of_ranks(results: dict[int, Parting]) -> list[str]:
     """A line for each rank, where there are several."""
     lines = ["", f"{len(results)} ranks:"]
-    for rank, each in enumerate(results):
+    for rank, each in results.items():
         if each.first is None and any(x and y for x, y in each.pairs):
             found = "is not complete" if each.parted else "does not part"
         elif each.first is None:
@@ -92,18 +102,20 @@ def main(arguments: argparse.Namespace) -> int:
         if not words[0].endswith(".py"):
             if len(words) != 2:
                 raise Wrong(f"expected a script (.py) or two traces, but got {' '.join(words)}")
-            results = [compare(*pair, tolerances=tolerances, factor=arguments.factor) for pair in _traces(*words)]
+            pairs, alone = _traces(*words)
+            results = {
+                rank: compare(*pair, tolerances=tolerances, factor=arguments.factor) for rank, pair in pairs.items()
+            }
             if arguments.test:
                 raise Wrong("--test needs a program: a trace keeps no inputs")
-            parted = [r for r in results if r.parted]
+            parted = [r for r in results.values() if r.parted]
             # Ranks run the same program, and a wrong result reaches the others with the next collective.
-            first = min(parted, key=lambda r: r.first.a.index if r.first else -1, default=results[0])
+            first = min(parted, key=_starts, default=next(iter(results.values())))
             forms.write(first, arguments, top=arguments.top)
             if len(results) > 1 and arguments.json != "-":
                 print(*_of_ranks(results), sep="\n")
-            alone = _alone(*words, len(results))
-            if alone:
-                print(f"compare: {alone} has no counterpart, so this rank is not compared", file=sys.stderr)
+            for each in alone:
+                print(f"compare: {each} has no counterpart, so this rank is not compared", file=sys.stderr)
             return int(bool(parted or alone))
         if len(arguments.what) > 1:
             raise Wrong(f"the arguments of {words[0]} follow --: compare {words[0]} -- {' '.join(words[1:])}")

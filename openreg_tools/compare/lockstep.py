@@ -329,17 +329,12 @@ class Lockstep(TorchDispatchMode):
         """Compare one result; returns a function that caches its copy."""
         nothing = lambda: None  # noqa: E731
         call = (func, of, index, place, args, kwargs, arguments)
-        if isinstance(tensor, (float, complex)) and isinstance(want, (float, complex)):
-            kind = _computed_in(arguments, isinstance(tensor, complex) or isinstance(want, complex))
-            got, want = (torch.tensor(each, dtype=kind) for each in (tensor, want))
-            error, tolerance = self._measure(func, of, arguments, state, what, got, want)
-            if error is not None:
+        if isinstance(tensor, (bool, int, float, complex)):
+            if tensor != want and not (tensor != tensor and want != want):
+                error, tolerance = self._of_number(func, of, arguments, state, what, tensor, want)
                 self._judge(call, what, error, tolerance, None, None)
             return nothing
         if not isinstance(tensor, Tensor):
-            if isinstance(tensor, (bool, int)) and tensor != want:
-                error = Error(math.inf, (), tensor, want, math.inf, 1)
-                self._differs(*call, what, error, Tolerance("exact", 0.0), None, None)
             return nothing
         if not isinstance(want, Tensor):
             return nothing
@@ -407,6 +402,23 @@ class Lockstep(TorchDispatchMode):
         elif tolerance.kind == "sum":
             scale = self._magnitudes(func, of, before, words, what, want)
         return measure(got, want, tolerance.kind, scale, tolerance.ulps), tolerance
+
+    def _of_number(
+        self, func: OpOverload, of: Facts, arguments: Arguments, state: Tensor | None, what: str, got: Any, want: Any
+    ) -> tuple[Error, Tolerance]:
+        """The error of a Python number, in ulps of the narrowest dtype among the tensors that it comes from."""
+        kinds = [t.dtype for t in tensors_of((*arguments.args, *arguments.kwargs.values()))]
+        eps = max(
+            [torch.finfo(each).eps for each in kinds if each.is_floating_point or each.is_complex], default=2**-52
+        )
+        if isinstance(got, (float, complex)) and isinstance(want, (float, complex)):
+            wide = torch.complex128 if complex in (type(got), type(want)) else torch.float64
+            both = (torch.tensor(each, dtype=wide) for each in (got, want))
+            error, tolerance = self._measure(func, of, arguments, state, what, *both)
+            if error is not None:
+                ulps = error.ulps * 2**-52 / eps
+                return dataclasses.replace(error, ulps=ulps, count=int(ulps > tolerance.ulps)), tolerance
+        return Error(math.inf, (), got, want, math.inf, 1), Tolerance("exact", 0.0)
 
     def _magnitudes(self, func: OpOverload, of: Facts, args: list, kwargs: dict, what: str, want: Tensor) -> Any:
         """The sums of the terms' absolute values, or the largest value if the operator does not give them."""
@@ -533,14 +545,6 @@ class Lockstep(TorchDispatchMode):
             yield
         finally:
             self.copies.keeping = before
-
-
-def _computed_in(arguments: Arguments, is_complex: bool) -> torch.dtype:
-    """The dtype in whose ulps a Python number is measured: the narrowest of the tensors that it comes from."""
-    kinds = [t.dtype for t in tensors_of((*arguments.args, *arguments.kwargs.values()))]
-    kinds = [each.to_real() for each in kinds if each.is_floating_point or each.is_complex]
-    kind = min(kinds, key=lambda each: each.itemsize, default=torch.float64)
-    return kind.to_complex() if is_complex else kind
 
 
 def _line(error: BaseException) -> str:

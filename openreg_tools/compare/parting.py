@@ -88,9 +88,13 @@ def read(path: str | os.PathLike[str]) -> Trace:
         remedy = "update openreg_tools" if version > VERSION else "record it again"
         raise Wrong(f"{path} is of version {version}, but this reads version {VERSION}: {remedy}")
     trace, names = Trace(str(path), header, []), []
+    ended = False
     for number, line in enumerate(lines[1:], 2):
         try:
             words = json.loads(line)
+            if "end" in words:
+                ended = True
+                break
             if "s" in words:
                 names.append(words["s"])
                 continue
@@ -110,8 +114,9 @@ def read(path: str | os.PathLike[str]) -> Trace:
                 )
             )
         except (ValueError, KeyError, IndexError, TypeError):
-            trace.truncated, trace.damaged = True, number if number < len(lines) else 0
+            trace.damaged = number if number < len(lines) else 0
             break
+    trace.truncated = not ended
     return trace
 
 

@@ -36,7 +36,7 @@ from openreg_tools.threads import InThreads
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 
 KIND = "openreg_tools.compare"  # at the start of every trace
-VERSION = 4  # of the fingerprints
+VERSION = 5  # of the fingerprints
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
 _labels: dict[str, Any] = {}  # set in the main thread, for all threads
@@ -137,7 +137,8 @@ class Recording(TorchDispatchMode):
         self.places.__exit__()
         with self._lock:
             self._active = False
-            self._open().close()
+            with self._open() as file:
+                print(json.dumps({"end": self.operators}), file=file)
 
     def _open(self) -> Any:
         """The file, named when the first operator runs, because the program knows its rank by then."""

@@ -38,15 +38,14 @@ class Finding:
     kind: str  # one of opinfo.KINDS
     message: str
     call: str
-    case: dict[str, Any]
+    case: dict[str, Any]  # with the samples that it starts from, if not the schema's
     source: str  # a program that makes the call on both devices
     repeats: bool  # whether it failed again, in a separate child process or in the same one
 
-    def command(self, device: str, modules: list[str], given: dict[str, Any] | None = None) -> str:
-        """The command that reproduces the case; `given` are the samples that it starts from, if not the schema's."""
+    def command(self, device: str, modules: list[str]) -> str:
+        """The command that reproduces the case."""
         imports = "".join(f" --import {module}" for module in modules)
-        given = {name: value for name, value in (given or {}).items() if value}
-        case = shlex.quote(json.dumps(self.case | ({"given": given} if given else {})))
+        case = shlex.quote(json.dumps(self.case))
         return f"python -m openreg_tools conformance --device {device}{imports} --case {case}"
 
 

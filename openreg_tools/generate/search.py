@@ -62,8 +62,16 @@ class Child(Worker):
         self.pid = 0
         super().stop()
 
+    def given(self) -> dict[str, Any]:
+        return getattr(self.arguments, "given", {})
+
+    def whole(self, case: dict[str, Any]) -> dict[str, Any]:
+        """The case with the samples that it starts from, if the caller gave some."""
+        given = {name: value for name, value in self.given().items() if value}
+        return case | ({"given": given} if given else {})
+
     def words(self) -> list[str]:
-        given = json.dumps(getattr(self.arguments, "given", {}))
+        given = json.dumps(self.given())
         return ["--generate", "1", "--given", given, "--threads", str(self.arguments.threads)]
 
     def case(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +229,15 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
         case, end = _smaller(case, end, worker)
         again = worker.case(case)
         of.findings.append(
-            Finding(name, kind, end["message"], end["call"], case, worker.source(case), again["end"] == "failed")
+            Finding(
+                name,
+                kind,
+                end["message"],
+                end["call"],
+                worker.whole(case),
+                worker.source(case),
+                again["end"] == "failed",
+            )
         )
     if not of.reached:
         of.never = "only errors or allowed differences" if valid else _without_arguments(name)
@@ -281,7 +297,7 @@ def _search(arguments: argparse.Namespace, names: list[str], has: dict[str, str]
             done.append(of)
             if not getattr(arguments, "quiet", False):
                 for finding in of.findings:
-                    line = finding.command(arguments.device, arguments.modules, arguments.given)
+                    line = finding.command(arguments.device, arguments.modules)
                     print(f"found {finding.operator} [{finding.kind}]  {line}", file=sys.stderr, flush=True)
                 progress.step(of.wanted, len(of.findings), of.name)
 
@@ -354,7 +370,9 @@ def replay(arguments: argparse.Namespace) -> GeneratedReport:
             raise Wrong(f"{wanted}a change does not fit its argument: {end['note']}")
         of.count(end)
         if end["end"] == "failed":
-            of.findings = [Finding(name, end["kind"], end["message"], end["call"], case, worker.source(case), True)]
+            of.findings = [
+                Finding(name, end["kind"], end["message"], end["call"], worker.whole(case), worker.source(case), True)
+            ]
     except RuntimeError as error:  # the process ended while it made the samples that are given
         raise Wrong(f"{wanted}{error}") from None
     finally:

@@ -87,6 +87,31 @@ def test_events_of_a_thread_that_no_order_started():
     assert done.stdout.splitlines() == [f"{name} True" for name in list(PROGRAMS)[:12]], done.stderr
 
 
+SHARED_FUTURE = """
+import sys; sys.path.insert(0, {folder!r})
+import threading, torch
+from schedule_programs import group
+def program():
+    group()
+    x, y = torch.ones(4, device="openreg"), torch.zeros(4, device="openreg")
+    work = torch.distributed.reduce_scatter_tensor(y, x, async_op=True)
+    threads = [threading.Thread(target=lambda: work.get_future().wait()) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return y
+print(torch.openreg.schedules(program, seeds=200).passed)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_threads_that_wait_for_one_future():
+    done = python("-c", SHARED_FUTURE.format(folder=str(Path(__file__).parent)), timeout=120)
+    assert done.stdout.splitlines() == ["True"], done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(UNSEEN))
 def test_what_the_race_detector_does_not_see(name):
     told = []

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import runpy
 import threading
 import xml.etree.ElementTree as ET
@@ -468,12 +469,32 @@ def test_tolerances_can_be_set(library):
         compare(device=DEVICE, tolerances={"aten::mm": -1})
 
 
-@pytest.mark.parametrize("dtype, ulps", [(torch.float32, 8), (torch.bfloat16, 0), (torch.int64, 1e-6 / 2**-52)])
-def test_a_number_is_measured_in_ulps_of_the_tensors(library, dtype, ulps):
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32, torch.int64], ids=str
+)
+def test_a_number_is_measured_in_ulps_of_the_tensors(library, dtype):
     x = torch.ones(3, dtype=dtype)
+    ulps = 1e-6 / (torch.finfo(dtype).eps if dtype != torch.int64 else 2**-52)
     first = first_of(library.number, x, tolerances={"test_compare::number": 0})
-    assert (first.error.ulps if first else 0) == pytest.approx(ulps, rel=0.1)
+    assert first.error.ulps == pytest.approx(ulps, rel=0.1)
     assert first_of(library.number, x, tolerances={"test_compare::number": 1.1 * ulps}) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e5m2, torch.float8_e8m0fnu, torch.bfloat16], ids=str)
+def test_numbers_of_any_dtype_are_read(dtype):
+    x = torch.ones(3).to(dtype)
+    assert first_of(lambda x: x[0].item(), x) is None
+
+
+@pytest.mark.parametrize("right, wrong", [(1e5, 2e5), (2, 2.5), (2.0, 2), (math.nan, 1.0), (1.0, 1j), (True, False)])
+def test_a_wrong_number(right, wrong):
+    met = torch.library.Library("test_compare_numbers", "DEF")
+    met.define("scalar(Tensor x) -> Scalar")
+    met.impl("scalar", lambda x: right, "CPU")
+    met.impl("scalar", lambda x: wrong, "PrivateUse1")
+    first = first_of(torch.ops.test_compare_numbers.scalar, torch.ones(2, dtype=torch.float16))
+    assert (first is None) == (right == wrong)
+    met._destroy()
 
 
 def test_defaults_come_from_dtype_and_operator():

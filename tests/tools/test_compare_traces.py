@@ -268,11 +268,25 @@ def test_a_file_that_is_damaged(tmp_path):
     assert parting.parted and f"damaged in line {number + 1}: read up" in " ".join(parting.report().split())
 
 
-def test_a_rank_without_a_counterpart(tmp_path):
-    traced(tmp_path / "a.rank0"), traced(tmp_path / "a.rank1"), traced(tmp_path / "b.rank0")
+@pytest.mark.parametrize("of_a, of_b, alone", [((0, 1), (0,), "a.rank1"), ((0, 10), (0, 3, 10), "b.rank3")], ids=str)
+def test_a_rank_without_a_counterpart(tmp_path, of_a, of_b, alone):
+    for path in (*(f"a.rank{rank}" for rank in of_a), *(f"b.rank{rank}" for rank in of_b)):
+        traced(tmp_path / path)
     done = python("-m", "openreg_tools", "compare", tmp_path / "a", tmp_path / "b")
     assert done.returncode == 1 and "The runs do not part." in done.stdout
-    assert f"{tmp_path / 'a.rank1'} has no counterpart, so this rank is not compared" in done.stderr
+    assert done.stderr == f"compare: {tmp_path / alone} has no counterpart, so this rank is not compared\n"
+
+
+def test_a_rank_that_parts_is_shown_before_one_that_is_not_complete(tmp_path):
+    for path in ("a.rank0", "a.rank1", "b.rank0"):
+        traced(tmp_path / path)
+    with record(tmp_path / "b.rank1"):
+        evaluate(wrong=1)
+    cut = tmp_path / "b.rank0"
+    cut.write_text(cut.read_text().rpartition('{"o"')[0])
+    done = python("-m", "openreg_tools", "compare", tmp_path / "a", tmp_path / "b")
+    assert done.returncode == 1 and "The runs part at" in done.stdout
+    assert "rank 0 is not complete" in done.stdout and "rank 1 parts at operator" in done.stdout
 
 
 def test_a_program_that_crashes_leaves_its_lines(tmp_path):
@@ -285,7 +299,8 @@ with record({str(path)!r}):
     os._exit(1)
 """
     assert python("-c", code).returncode == 1
-    assert read(path).ops[-1].name == "aten::add.Tensor"
+    trace = read(path)
+    assert trace.ops[-1].name == "aten::add.Tensor" and trace.truncated and not trace.damaged
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_check_takes_generated_calls_into_its_table():
 
 
 LONE = """
-import os, torch
+import os, sys, torch
 def operator(function):
     torch.library.custom_op(f"lone::{function.__name__}", mutates_args=())(function)
 @operator
@@ -166,6 +166,11 @@ def aborts(x: torch.Tensor) -> torch.Tensor:
 def right(x: torch.Tensor) -> torch.Tensor:
     return -x
 @operator
+def named(x: torch.Tensor) -> torch.Tensor:
+    return -x
+if "openreg" in sys.argv:  # a module may name the device that it is for
+    torch.library.register_kernel("lone::named", "openreg")(lambda x: -x if x.is_contiguous() else x.clone())
+@operator
 def random(x: torch.Tensor) -> torch.Tensor:
     return x + torch.frombuffer(bytearray(os.urandom(x.numel())), dtype=torch.uint8).reshape(x.shape).to(x) if x.numel() else -x
 """
@@ -179,7 +184,16 @@ def lone(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("device", ["cpu", "openreg"])
 @pytest.mark.parametrize("name, found", [("strided", "value"), ("shaped", "shape"), ("aborts", "crash")])
 def test_an_operator_that_is_wrong_on_every_device(tmp_path, name, found, device):
-    """Its CPU kernel is not a reference; the command that a finding prints makes the call again."""
+    """Its CPU kernel is not a reference."""
+    finds_and_repeats(tmp_path, name, found, device)
+
+
+def test_a_kernel_that_a_module_registers_for_the_device_by_name(tmp_path):
+    finds_and_repeats(tmp_path, "named", "value", "openreg")
+
+
+def finds_and_repeats(tmp_path, name, found, device):
+    """The command that a finding prints makes the call again."""
     words = ["--input", "f32[3,4]", "--generate", "60", "--only", "schema", "--quiet", "--import", "lone"]
     done = lone(tmp_path, ["-m", "openreg_tools", "check", f"lone::{name}", *words, "--device", device])
     assert done.returncode == 1 and f"lone::{name}: {found}: " in done.stdout, done.stdout + done.stderr
@@ -202,7 +216,7 @@ def test_operators_of_an_imported_module_are_listed(tmp_path):
     words = ["--import", "lone", "--device", "openreg", "--generate", "100", "--jobs", "1", "--ops", "^lone::[^r]"]
     done = lone(tmp_path, ["-m", "openreg_tools", "conformance", *words, "--json", "found.json"])
     found = json.loads((tmp_path / "found.json").read_text())
-    names = ["lone::aborts", "lone::shaped", "lone::strided"]
+    names = [f"lone::{each}" for each in ("aborts", "named", "shaped", "strided")]
     assert [each["name"] for each in found["operators"]] == names, done.stderr
     assert {each["operator"] for each in found["findings"]} == {*names}
 
