@@ -63,17 +63,17 @@ def _starts(of: Parting) -> float:
     """The operator at which two runs part; the last of all if it is only that a trace is not complete."""
     if of.first:
         return of.first.a.index
-    return math.inf if any(x and y for x, y in of.pairs) else -1
+    return math.inf if of.common else -1
 
 
 def _of_ranks(results: dict[int, Parting]) -> list[str]:
     """A line for each rank, where there are several."""
     lines = ["", f"{len(results)} ranks:"]
     for rank, each in results.items():
-        if each.first is None and any(x and y for x, y in each.pairs):
-            found = "is not complete" if each.parted else "does not part"
-        elif each.first is None:
+        if not each.common:
             found = "has no operator in common"
+        elif each.first is None:
+            found = "is not complete" if each.parted else "does not part"
         else:
             found = f"parts at operator {each.first.a.index}: {each.first.a.name}"
         lines.append(f"  rank {rank} {found}")

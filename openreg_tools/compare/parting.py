@@ -329,14 +329,18 @@ class Parting:
             largest = max(largest, relative if math.isfinite(relative) else 0.0)
 
     @property
+    def common(self) -> int:
+        """How many operators of the two runs correspond."""
+        return sum(x is not None and y is not None for x, y in self.pairs)
+
+    @property
     def ranked(self) -> list[Parted]:
         return sorted(self._parted, key=lambda p: (-p.grown, -p.relative))
 
     @property
     def parted(self) -> bool:
         """Whether the runs diverge or have no operator in common, or a trace cannot be read to its end."""
-        unread = self.a.truncated or self.b.truncated
-        return unread or self.first is not None or all(x is None or y is None for x, y in self.pairs)
+        return self.a.truncated or self.b.truncated or self.first is not None or not self.common
 
     def assert_close(self) -> None:
         """Raise AssertionError with the report if `parted`."""
@@ -374,7 +378,7 @@ class Parting:
             if trace.truncated:
                 how = f"damaged in line {trace.damaged}" if trace.damaged else "cut off"
                 lines += forms.wrapped([f"{trace.path} is {how}: read up to operator {len(trace.ops)}"], 0)
-        both = sum(x is not None and y is not None for x, y in self.pairs)
+        both = self.common
         lines += forms.wrapped(
             [
                 f"{both:,} operators correspond, {len(self._parted):,} are not equal bit for bit, {self.beyond:,} beyond the tolerance"

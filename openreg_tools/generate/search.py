@@ -227,18 +227,8 @@ def explore(name: str, count: int, seed: int, worker: Child, has: str, aliases: 
     of.digest = digest.hexdigest()
     for kind, (_, case, end) in sorted(best.items()):
         case, end = _smaller(case, end, worker)
-        again = worker.case(case)
-        of.findings.append(
-            Finding(
-                name,
-                kind,
-                end["message"],
-                end["call"],
-                worker.whole(case),
-                worker.source(case),
-                again["end"] == "failed",
-            )
-        )
+        again, whole = worker.case(case)["end"] == "failed", worker.whole(case)
+        of.findings.append(Finding(name, kind, end["message"], end["call"], whole, worker.source(case), again))
     if not of.reached:
         of.never = "only errors or allowed differences" if valid else _without_arguments(name)
     return of
