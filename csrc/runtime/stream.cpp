@@ -246,11 +246,11 @@ struct Kind {
 };
 
 void push(Stream stream, detail::Task task, const openreg_site& site, Kind kind, detail::Awaited after = {}) {
-  const auto push = [&](bool ordered) {
+  const auto enqueue = [&](bool ordered) {
     queue_of(stream).push(std::move(task), site, ordered, kind.kernel, kind.signal);
   };
-  if (detail::scheduled()) detail::schedule_item(stream, site, kind.kernel && !kind.part, std::move(after), push);
-  else push(/*ordered=*/false);
+  if (detail::scheduled()) detail::schedule_item(stream, site, kind.kernel && !kind.part, std::move(after), enqueue);
+  else enqueue(/*ordered=*/false);
 }
 
 void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part = false) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import concurrent.futures
 import ctypes
 import functools
@@ -256,6 +257,22 @@ class Stub:
 
     def source(self, case):
         return ""
+
+
+def test_operators_of_pytorch_are_not_custom():
+    defines = re.compile(r"(?:Library|custom_op|define)\(\s*[\"'][a-z_]\w*(?:::|[\"'])")
+    namespaces = set()
+    for path in Path(torch.__file__).parent.rglob("*.py"):
+        if defines.search(text := path.read_text(encoding="utf-8", errors="ignore")):
+            for node in ast.walk(ast.parse(text)):
+                match node:
+                    case ast.Call(
+                        func=ast.Name(id=made) | ast.Attribute(attr=made), args=[ast.Constant(value=str(name)), *_]
+                    ) if made in ("Library", "custom_op", "define"):
+                        namespaces.add(name.partition("::")[0])
+    assert {"aten", "quantized_decomposed", "torch_attn"} <= namespaces
+    examples = {"_", "testlib"}  # a library without a namespace, and one in a test database
+    assert {each for each in namespaces if each.isidentifier() and dispatch.is_custom(f"{each}::x")} <= examples
 
 
 def test_every_kind_of_change_is_drawn():
