@@ -17,13 +17,14 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
 
 import torch
 
-from openreg_tools import backends, manifest
+from openreg_tools import backends, manifest, script
 from openreg_tools.forms import Wrong
 
 __all__ = ["HAS", "Has", "Kernel", "Target", "has", "kernels", "names", "schema"]
@@ -85,15 +86,16 @@ def is_custom(op: str) -> bool:
 
 def load(modules: list[str], device: str | None = None) -> None:
     """Import what --import names, and load the installed backend of `device` if a module needs it, or none registers
-    it."""
+    it. What a module prints goes to stderr."""
     if "" not in sys.path and "." not in sys.path:
         sys.path.append("")  # python -P omits it; last, so that an installed package wins
+    if modules and not _exists(device) and not _registers(modules, device):
+        find(device)
     for name in modules:
-        if (error := _failure(name)) and not _exists(device):
-            error = None  # what the module has registered lives as long as its frames
-            find(device)
-            error = _failure(name)
-        if error:
+        try:
+            with script.apart("-"):
+                importlib.import_module(name)
+        except Exception as error:
             tip = "".join(
                 f"; {each.package} has registered {each.device} as PrivateUse1, which a process can have once: "
                 f"`python -m openreg_tools` runs the tools without it"
@@ -101,17 +103,23 @@ def load(modules: list[str], device: str | None = None) -> None:
                 if each.key == "PrivateUse1" and "privateuse1" in str(error)
             )
             raise Wrong(f"importing {name} failed: {type(error).__name__}: {error}{tip}") from error
-    if modules:
-        find(device)
 
 
-def _failure(module: str) -> Exception | None:
-    """Why a module cannot be imported."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        return error
-    return None
+def _registers(modules: list[str], device: str) -> bool:
+    """Whether the modules register a device. A forked process imports them, because an import that fails cannot be
+    undone: the operators that it has defined stay."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            with script.apart("-"):
+                for name in modules:
+                    importlib.import_module(name)
+            code = int(torch._C._get_privateuse1_backend_name() == "privateuseone" and not _exists(device))
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def _exists(device: str | None) -> bool:

@@ -37,7 +37,11 @@ def apart(json: str | None) -> Iterator[None]:
 
 
 def run(words: list[str], context: Any) -> int:
-    """Run a script as a program inside a context; returns its exit status, 1 if it raised."""
+    """Run a script as a program inside a context; returns its exit status, 1 if it raised.
+
+    A process that the program forked ends here: it writes no report.
+    """
+    process = os.getpid()
     before, status, started_before = (sys.argv, sys.path[:]), 0, set(threading.enumerate())
     shown = None
     sys.argv = words
@@ -65,6 +69,8 @@ def run(words: list[str], context: Any) -> int:
         status = 1
     finally:
         sys.argv, sys.path[:] = before
+    if os.getpid() != process:
+        sys.exit(status)
     return status
 
 

@@ -55,18 +55,20 @@ class Queue {
 
   // `ordered`: a schedule says when it runs. `kernel`: the work may touch device memory, unlike a wait or a sleep.
   // `signal`: others may learn of it when it runs, and must then find it done.
-  void push(detail::Task work, const openreg_site& site, bool ordered, bool kernel = false, bool signal = false) {
+  Ticket push(detail::Task work, const openreg_site& site, bool ordered, bool kernel = false, bool signal = false) {
     bool wake;
+    std::uint64_t number;
     {
       std::lock_guard lock(mutex_);
       start(); // may throw; nothing has changed then
       tasks_.push_back({std::move(work), site, ordered, kernel, signal});
-      const auto number = submitted_.load(std::memory_order_relaxed);
-      if (completed_.load(std::memory_order_relaxed) == number) detail::attention.fetch_add(1);
-      submitted_.store(number + 1, std::memory_order_release);
+      number = submitted_.load(std::memory_order_relaxed) + 1;
+      if (completed_.load(std::memory_order_relaxed) + 1 == number) detail::attention.fetch_add(1);
+      submitted_.store(number, std::memory_order_release);
       wake = asleep_;
     }
     if (wake) wake_.notify_one();
+    return {stream_, number};
   }
 
   void wait(std::uint64_t number, detail::Interrupt interrupt = detail::Interrupt::kThrows) {
@@ -83,13 +85,13 @@ class Queue {
     });
   }
 
-  // Runs the next ordered item, and those before it; only in a schedule.
-  void run_next() {
+  // Runs the items up to this one; only in a schedule.
+  void run_up_to(std::uint64_t number) {
     std::unique_lock lock(mutex_);
-    start();
-    granted_ = std::max(granted_, ran_) + 1;
+    if (!tasks_.empty()) start();
+    granted_ = std::max(granted_, number);
     wake_.notify_one();
-    const auto is_done = [&, number = granted_] { return ran_ >= number; };
+    const auto is_done = [&] { return done(number); };
     if (stream_ == detail::collectives_of(stream_.device)) done_.wait_for(lock, detail::kCollective, is_done);
     else done_.wait(lock, is_done);
   }
@@ -121,9 +123,9 @@ class Queue {
     running_ = true;
   }
 
-  // Whether the worker may run an item: in a schedule, one ordered item at a time.
+  // Whether the worker may run an item: in a schedule, an ordered item only if it was granted.
   bool may_run() const noexcept {
-    return !tasks_.empty() && (!tasks_.front().ordered || !detail::scheduled() || stopping_ || ran_ < granted_);
+    return !tasks_.empty() && (!tasks_.front().ordered || !detail::scheduled() || stopping_ || !done(granted_));
   }
 
   void work_loop() {
@@ -153,7 +155,6 @@ class Queue {
       }
       item.work = {}; // before the waiter continues
       if (!item.signal) lock.lock();
-      ran_ += item.ordered;
       const auto number = completed_.load(std::memory_order_relaxed) + 1;
       completed_.store(number, std::memory_order_release);
       if (number == submitted_.load(std::memory_order_relaxed)) detail::attention.fetch_sub(1);
@@ -183,7 +184,7 @@ class Queue {
   std::deque<Item> tasks_;
   std::atomic<std::uint64_t> submitted_{0}, completed_{0};
   bool running_ = false, asleep_ = false, stopping_ = false;
-  std::uint64_t ran_ = 0, granted_ = 0; // ordered items: those that have run, and those that a schedule has let run
+  std::uint64_t granted_ = 0; // up to which item a schedule has let them run
 };
 
 // Queues by stream, created on first use and never destroyed, because a thread may use one after main().

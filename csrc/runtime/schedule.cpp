@@ -179,14 +179,14 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
     s.free.wait_for(lock, kLook, [&] { return !s.on || s.running == kUnknown; });
     const int holder = s.running;
     const auto moved = s.moved;
-    if (holder == kUnknown || s.runs_item || Clock::now() - moved < kLook) continue;
+    if (holder == kUnknown || s.runs_items || Clock::now() - moved < kLook) continue;
     const int native = s.thread(holder).native;
     if (!native) continue; // it is starting
     if (std::exchange(seen, moved) != moved) looks = {};
     lock.unlock();
     const bool give_up = looks.give_up(native);
     lock.lock();
-    if (!give_up || s.running != holder || s.moved != moved || s.runs_item) continue;
+    if (!give_up || s.running != holder || s.moved != moved || s.runs_items) continue;
     s.thread(holder).outside = true;
     s.pass_to(kUnknown);
   }
@@ -458,17 +458,17 @@ int live_threads() noexcept {
 }
 
 void detail::schedule_item(
-    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<void(bool)>& push) {
+    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<Ticket(bool)>& push) {
   const auto s = the_schedule();
   const std::string name = name_of(site);
   const bool steps = kernel && !in_work();
   if (steps) locate(*s);
   {
     std::lock_guard lock(s->mutex);
-    push(s->on);
+    const Ticket queued = push(s->on);
     if (!s->on) return;
     const Step step = kernel ? s->next_step(my_thread) : s->this_step(my_thread);
-    s->push(stream, {step, 0, name, kernel, std::move(after)});
+    s->push({step, queued, 0, name, kernel, std::move(after)});
     if (kernel) s->log(Action::kLaunch, step, stream, name);
   }
   if (kernel && controlled()) give_way(*s, nullptr);

@@ -130,7 +130,7 @@ struct Awaited {
 // in the schedule. The argument of `push` says whether the schedule takes the item: it may have ended. `kernel`: the
 // schedule chooses when the item runs, and it is a step. `after`: it cannot run before.
 void schedule_item(
-    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<void(bool)>& push);
+    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<Ticket(bool)>& push);
 // The host waits, or asks once whether it would have to. Without a name, the wait is part of another step.
 void schedule_wait(const char* name, const Awaited& until);
 void schedule_query(const char* name, Stream stream);

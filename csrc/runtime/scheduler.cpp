@@ -53,11 +53,11 @@ void Scheduler::run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock) {
   const ScheduledItem item = std::move(line.items.front());
   line.items.pop_front();
   if (item.kernel) log(Action::kRun, item.step, line.stream, item.name);
-  runs_item = true;
+  ++runs_items;
   lock.unlock();
-  detail::run_next(line.stream);
+  detail::run_up_to(item.queued);
   lock.lock();
-  runs_item = false;
+  --runs_items;
   moved = Clock::now();
   progress();
 }
@@ -74,12 +74,12 @@ void Scheduler::log(Action::What what, const Step& step, Stream stream, const st
   actions.push_back({what, step, stream, known ? known->place : -1, name, here ? where_ : ""});
 }
 
-void Scheduler::push(Stream stream, ScheduledItem item) {
+void Scheduler::push(ScheduledItem item) {
   item.number = ++launches_;
   if (order_.random && style_ == Style::kLate && item.kernel && random_.one_in(late_share_))
     late_[item.step] = {item.step, item.step, random_.one_in(2), random_()},
     release_[item.step] = picks_ + 1 + random_.below(8);
-  line(stream).items.push_back(std::move(item));
+  line(item.queued.stream).items.push_back(std::move(item));
 }
 
 Step Scheduler::next_step(int number, std::uint32_t asked) {

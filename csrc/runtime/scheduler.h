@@ -37,6 +37,7 @@ class OrderRandom {
 
 struct ScheduledItem {
   Step step;
+  Ticket queued;
   std::uint64_t number; // in the order of launches
   std::string name;
   bool kernel;
@@ -86,7 +87,7 @@ class Scheduler {
   bool on = true, deadlocked = false;
   bool raises = false; // thread 0, whose exception ends the program
   int running = 0; // the thread that has the turn; kUnknown: none
-  bool runs_item = false;
+  int runs_items = 0;
   std::chrono::steady_clock::time_point moved; // when something last happened
 
   HostThread& thread(int number) { return threads_[static_cast<std::size_t>(number)]; }
@@ -119,7 +120,7 @@ class Scheduler {
   std::uint64_t choices() const { return picks_; }
   void set_where(std::string where) { where_ = std::move(where); }
 
-  void push(Stream stream, ScheduledItem item);
+  void push(ScheduledItem item);
 
   // Runs records of events and the like, which take no time.
   void settle(std::unique_lock<std::mutex>& lock);

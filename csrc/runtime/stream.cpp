@@ -247,7 +247,7 @@ struct Kind {
 
 void push(Stream stream, detail::Task task, const openreg_site& site, Kind kind, detail::Awaited after = {}) {
   const auto enqueue = [&](bool ordered) {
-    queue_of(stream).push(std::move(task), site, ordered, kind.kernel, kind.signal);
+    return queue_of(stream).push(std::move(task), site, ordered, kind.kernel, kind.signal);
   };
   if (detail::scheduled()) detail::schedule_item(stream, site, kind.kernel && !kind.part, std::move(after), enqueue);
   else enqueue(/*ordered=*/false);
@@ -378,16 +378,13 @@ void detail::queue_wait(Stream stream, const Ticket& after, const openreg_site& 
 Ticket detail::queue_collective(Stream stream, Task task, const openreg_site& site) {
   const Stream own = collectives_of(stream.device);
   Ticket made{};
-  schedule_item(
-      own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream}, [&](bool ordered) {
-        queue_of(own).push(std::move(task), site, ordered);
-        made = ticket(own);
-      });
+  schedule_item(own, site, /*kernel=*/true, {[before = ticket(stream)] { return done(before); }, stream},
+      [&](bool ordered) { return made = queue_of(own).push(std::move(task), site, ordered); });
   return made;
 }
 
-void detail::run_next(Stream stream) {
-  queue_of(stream).run_next();
+void detail::run_up_to(const Ticket& item) {
+  queue_of(item.stream).run_up_to(item.number);
 }
 
 void detail::release_workers() noexcept {

@@ -97,13 +97,13 @@ void queue_wait(Stream stream, const Ticket& after, const openreg_site& site);
 
 // For Note [Schedules]: queue() for a kernel that leaves the schedule no choice; a collective, which begins and ends
 // after the work that `stream` has been given so far; and the functions with which a schedule controls the queues.
-// run_next() runs the next item on its worker and returns when it is done. It stops waiting for a collective, which
-// needs other processes, after kCollective.
+// run_up_to() runs an item, and those before it, on its worker and returns when it is done. It stops waiting for a
+// collective, which needs other processes, after kCollective.
 void queue_part(Stream stream, Task task, const openreg_site& site);
 Ticket queue_collective(Stream stream, Task task, const openreg_site& site);
-void run_next(Stream stream);
+void run_up_to(const Ticket& item);
 inline constexpr std::chrono::seconds kCollective{2};
-void release_workers() noexcept; // they continue without run_next()
+void release_workers() noexcept; // they continue without run_up_to()
 
 // synchronize_stream() for the runtime itself: Note [Capture] does not apply to it.
 void finish_stream(Stream stream, const char* name = "wait");

@@ -45,10 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _traces(a: str, b: str) -> tuple[dict[int, tuple[str, str]], list[str]]:
-    """The two files, or the ranks' of two runs, by rank; and the files of ranks that only one run has."""
-    of_a, of_b = ({} if Path(a).exists() else _ranks(each) for each in (a, b))
+    """The two files, or the ranks' of two runs, by rank; and the files of ranks that only one run has.
+
+    Raises:
+        Wrong: no rank is in both runs.
+    """
+    of_a, of_b = ({} if Path(each).exists() else _ranks(each) for each in (a, b))
     pairs = {rank: (of_a[rank], of_b[rank]) for rank in sorted(of_a.keys() & of_b.keys())}
     if not pairs:
+        if of_a or of_b:
+            found = (f"{each} has {_listed(of)}" for each, of in ((a, of_a), (b, of_b)))
+            raise Wrong(f"no rank is in both runs: {' and '.join(found)}; name two files")
         return {0: (a, b)}, []
     return pairs, [(of_a | of_b)[rank] for rank in sorted(of_a.keys() ^ of_b.keys())]
 
@@ -57,6 +64,10 @@ def _ranks(path: str) -> dict[int, str]:
     start = f"{Path(path).name}.rank"
     names = [each.name.removeprefix(start) for each in Path(path).parent.glob(f"{glob.escape(start)}*")]
     return {int(number): f"{path}.rank{number}" for number in names if number.isdecimal()}
+
+
+def _listed(ranks: dict[int, str]) -> str:
+    return f"the rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}" if ranks else "no ranks"
 
 
 def _starts(of: Parting) -> float:

@@ -93,7 +93,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
         try:
             words = json.loads(line)
             if "end" in words:
-                ended = True
+                ended = words["end"] == len(trace.ops) and number == len(lines)
+                trace.damaged = 0 if ended else number
                 break
             if "s" in words:
                 names.append(words["s"])
@@ -108,8 +109,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
                     word("n"),
                     word("l"),
                     PHASES[words["p"]],
-                    words["i"],
-                    words["r"],
+                    [(dtype, _numbers(shape)) for dtype, shape in words["i"]],
+                    [_fingerprint(*each) for each in words["r"]],
                     word("t"),
                 )
             )
@@ -118,6 +119,24 @@ def read(path: str | os.PathLike[str]) -> Trace:
             break
     trace.truncated = not ended
     return trace
+
+
+def _fingerprint(dtype: Any, shape: Any, digest: Any, *numbers: Any) -> list[Any]:
+    """A fingerprint as `recording.fingerprint` makes it.
+
+    Raises:
+        TypeError, ValueError: it is not one.
+    """
+    *five, samples = numbers
+    if len(five) != 5:
+        raise ValueError
+    return [str(dtype), _numbers(shape), *_numbers([digest, *five]), _numbers(samples)]
+
+
+def _numbers(found: Any) -> list[Any]:
+    if not all(isinstance(each, int | float) for each in found):
+        raise TypeError
+    return list(found)
 
 
 def of_debug_mode(mode: Any, path: str = "DebugMode") -> Trace:

@@ -111,7 +111,7 @@ class Recording(TorchDispatchMode):
         self.places = Places()
         self._file: Any = None
         self._names: dict[str, int] = {}
-        self._active = False  # a thread that the program started may outlive the context
+        self._process = 0  # 0 outside the context: a thread that the program started may outlive it
         self._threads, self._lock = InThreads(self), threading.Lock()
         self._unread: set[str] = set()  # operators whose results could not be read
 
@@ -126,7 +126,7 @@ class Recording(TorchDispatchMode):
 
         self._said = self._started = time.monotonic()
         self.places.__enter__()
-        self._active = True
+        self._process = os.getpid()
         super().__enter__()
         self._threads.__enter__()
         return self
@@ -136,9 +136,14 @@ class Recording(TorchDispatchMode):
         super().__exit__(*exception)
         self.places.__exit__()
         with self._lock:
-            self._active = False
-            with self._open() as file:
-                print(json.dumps({"end": self.operators}), file=file)
+            if self._is_active():
+                with self._open() as file:
+                    print(json.dumps({"end": self.operators}), file=file)
+            self._process = 0
+
+    def _is_active(self) -> bool:
+        """Whether operators are recorded: not after the context, and not in a process that the program forked."""
+        return self._process == os.getpid()
 
     def _open(self) -> Any:
         """The file, named when the first operator runs, because the program knows its rank by then."""
@@ -161,7 +166,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self._active or not isinstance(func, OpOverload):
+        if not self._is_active() or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if subclasses(types):
             return func(*args, **kwargs) if tracing(types) else NotImplemented
@@ -184,7 +189,7 @@ class Recording(TorchDispatchMode):
         if of.collective:
             wait(out)
         with self._lock, Quiet(self.type):
-            if not self._active:
+            if not self._is_active():
                 return out
             self._write(of.name, args, kwargs, list(unique.values()), numbers)
         return out

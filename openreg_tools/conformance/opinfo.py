@@ -249,6 +249,7 @@ class Comparison:
         self.report, self.check, self.sample, self.values = report, check, sample, values
         self.device = torch.device(device)
         self.exact = False
+        self.bits = True  # whether results must be conjugate and negative views where the CPU's are
         # The tolerance is this dtype's, if the dtype of a result has a smaller one.
         self.computed_in: torch.dtype | None = None
         self.unequal: list[
@@ -312,7 +313,7 @@ class Comparison:
             self.fail("layout", f"expected is_coalesced() to be {expected.is_coalesced()}")
         if not expected.is_nested and actual.shape != expected.shape:
             return self.fail("shape", f"expected {list(expected.shape)}, but got {list(actual.shape)}")
-        for bit in ("is_conj", "is_neg"):
+        for bit in ("is_conj", "is_neg") if self.bits else ():
             if getattr(actual, bit)() != getattr(expected, bit)():
                 self.fail("layout", f"expected {bit}() to be {getattr(expected, bit)()}")
         if actual.requires_grad != expected.requires_grad:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from openreg_tools import backends
+from openreg_tools import backends, dispatch
 from openreg_tools.conformance.calls import Call, RequiresGrad, Stays, StorageOf
 
 __all__ = ["source"]
@@ -81,6 +81,9 @@ def _number(value: Any) -> str:
 def source(name: str, call: Call, device: str, setup: list[str]) -> str:
     """A program that prints the results of the call on both devices, with a comment if an argument cannot be written out.
 
+    The kernels of an author's operator are tested on the CPU too, against their results in contiguous memory.
+
+
     Args:
         setup: modules to import first.
     """
@@ -95,14 +98,18 @@ def source(name: str, call: Call, device: str, setup: list[str]) -> str:
     package = backends.of_device(device).package
     imports = [f"import {module}" for module in dict.fromkeys([*setup, package]) if module]
     written = [f"; print({each})" for each in writer.tensors.values()]
+    calls = ['call("cpu")', f'call("{device}")']
+    if names := ", ".join(writer.tensors.values()) if dispatch.is_custom(name) or device == "cpu" else "":
+        contiguous = "t.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)"
+        writer.lines += ["    if contiguous:", f"        {names}, = [{contiguous} for t in ({names},)]"]
+        calls.insert(0, 'call("cpu", contiguous=True)')
     return "\n".join(
         [
             "import torch",
             *imports,
-            "def call(device):",
+            f"def call(device{', contiguous=False' if names else ''}):",
             *writer.lines,
             f"    print(torch.ops.{namespace}.{base}.{which or 'default'}({', '.join(words)})){''.join(written)}",
-            'call("cpu")',
-            f'call("{device}")',
+            *dict.fromkeys(calls),
         ]
     )

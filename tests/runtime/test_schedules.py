@@ -87,6 +87,45 @@ def test_events_of_a_thread_that_no_order_started():
     assert done.stdout.splitlines() == [f"{name} True" for name in list(PROGRAMS)[:12]], done.stderr
 
 
+FOREIGN_THREAD = """
+import threading, time, torch
+stop, rounds = False, 0
+def work():
+    global rounds
+    with torch.openreg.stream(torch.openreg.Stream()):
+        x = torch.zeros(4, device="openreg")
+        while not stop:
+            x.add_(1)
+            torch.openreg.Event().record()
+            float(x[0])
+            rounds += 1
+def program():
+    stream = torch.openreg.Stream()
+    x = torch.ones(4, device="openreg")
+    stream.wait_stream(torch.openreg.current_stream())
+    with torch.openreg.stream(stream):
+        y = x + 1
+    torch.openreg.current_stream().wait_stream(stream)
+    return y * 2
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+for _ in range(100):
+    torch.openreg.schedules(program, seeds=5)
+    before = rounds
+    while rounds == before:
+        time.sleep(0.001)
+stop = True
+thread.join()
+print("ended")
+"""
+
+
+@pytest.mark.processes
+def test_a_thread_that_no_order_started_goes_on_after_an_order():
+    """It waits for its own work while orders end."""
+    assert python("-c", FOREIGN_THREAD, timeout=120).stdout == "ended\n"
+
+
 SHARED_FUTURE = """
 import sys; sys.path.insert(0, {folder!r})
 import threading, torch

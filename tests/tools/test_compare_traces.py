@@ -268,6 +268,72 @@ def test_a_file_that_is_damaged(tmp_path):
     assert parting.parted and f"damaged in line {number + 1}: read up" in " ".join(parting.report().split())
 
 
+def of_an_operator(change):
+    """Changes the last operator's line."""
+
+    def changed(lines):
+        number = max(i for i, line in enumerate(lines) if '"o"' in line)
+        words = json.loads(lines[number])
+        change(words)
+        return [*lines[:number], json.dumps(words) + "\n", *lines[number + 1 :]]
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_an_operator(lambda words: words.update(r=3)),
+        of_an_operator(lambda words: words.update(r=[3])),
+        of_an_operator(lambda words: words["r"][0].pop()),
+        of_an_operator(lambda words: words["r"][0].append(0)),
+        of_an_operator(lambda words: words["r"][0].__setitem__(3, None)),
+        of_an_operator(lambda words: words["r"][0].__setitem__(1, "ab")),
+        of_an_operator(lambda words: words["r"][0].__setitem__(8, 1.0)),
+        of_an_operator(lambda words: words.update(i=[["float32", ["x"]]])),
+        of_an_operator(lambda words: words.update(i=[3])),
+        lambda lines: [*lines[:-1], json.dumps({"end": json.loads(lines[-1])["end"] + 1}) + "\n"],
+        lambda lines: [*lines, lines[-1]],
+        lambda lines: [*lines[:2], lines[-1], *lines[2:]],
+    ],
+)  # fmt: skip
+def test_a_file_with_a_line_that_record_does_not_write(tmp_path, change):
+    a = traced(tmp_path / "a")
+    (tmp_path / "b").write_text("".join(change(a.path.read_text().splitlines(keepends=True))))
+    parting = compare(a.path, tmp_path / "b")
+    assert parting.b.truncated and parting.parted and parting.first is None
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "os._exit(0)", "os.abort()"])
+def test_a_process_that_the_program_forks(tmp_path, ends):
+    """It records nothing, and the trace goes on without it."""
+    (tmp_path / "forks.py").write_text(f"""
+import os, sys, torch
+x = torch.ones(3) + 1
+if not os.fork():
+    x * 5
+    {ends}
+os.wait()
+x * 7
+""")
+    done = python("-m", "openreg_tools", "record", tmp_path / "forks.py", "--out", tmp_path / "a", "--device", "cpu")
+    trace = read(tmp_path / "a")
+    names = ["aten::ones", "aten::add.Tensor", "aten::mul.Tensor"]
+    assert not trace.truncated and [op.name for op in trace.ops] == names, done.stderr
+    assert done.returncode == 0 and done.stderr == f"record: 3 operators in {tmp_path / 'a'}\n"
+    assert trace.ops[-1].prints[0][5] == 14.0
+
+
+@pytest.mark.parametrize(
+    "a, b, words", [("a", "b", "a has the ranks 0, 1 and b has the rank 2"), ("a", "c", "c has no ranks")]
+)
+def test_runs_without_a_common_rank(tmp_path, a, b, words):
+    for path in ("a.rank0", "a.rank1", "b.rank2", "c"):
+        traced(tmp_path / path)
+    done = python("-m", "openreg_tools", "compare", tmp_path / a, tmp_path / b)
+    assert done.returncode == 2 and words in done.stderr.replace(f"{tmp_path}/", "")
+
+
 @pytest.mark.parametrize("of_a, of_b, alone", [((0, 1), (0,), "a.rank1"), ((0, 10), (0, 3, 10), "b.rank3")], ids=str)
 def test_a_rank_without_a_counterpart(tmp_path, of_a, of_b, alone):
     for path in (*(f"a.rank{rank}" for rank in of_a), *(f"b.rank{rank}" for rank in of_b)):

@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -152,6 +153,7 @@ def test_check_takes_generated_calls_into_its_table():
 
 LONE = """
 import os, sys, torch
+print("imported")
 def operator(function):
     torch.library.custom_op(f"lone::{function.__name__}", mutates_args=())(function)
 @operator
@@ -174,6 +176,14 @@ if "openreg" in sys.argv:  # a module may name the device that it is for
 @operator
 def random(x: torch.Tensor) -> torch.Tensor:
     return x + torch.frombuffer(bytearray(os.urandom(x.numel())), dtype=torch.uint8).reshape(x.shape).to(x) if x.numel() else -x
+@operator
+def right_random(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+library = torch.library.Library("lone", "FRAGMENT")
+library.define("right_view(Tensor(a) x) -> Tensor(a)")
+library.impl("right_view", lambda x: x.transpose(0, -1) if x.dim() else x.view(x.shape), "CompositeExplicitAutograd")
+library.define("right_in_place_(Tensor(a!) x) -> Tensor(a!)")
+library.impl("right_in_place_", lambda x: x.mul_(2), "CompositeExplicitAutograd")
 """
 
 
@@ -201,6 +211,10 @@ def finds_and_repeats(tmp_path, name, found, device):
     (again,) = re.findall(r"^ *python (-m openreg_tools conformance .*)$", done.stdout, re.MULTILINE)
     done = lone(tmp_path, shlex.split(again))
     assert done.returncode == 1 and f"FAIL lone::{name} [{found}]" in done.stdout, done.stdout + done.stderr
+    program = textwrap.dedent("\n".join(re.findall(r"^    .*$", done.stdout.partition("    import torch")[2], re.M)))
+    shown = lone(tmp_path, ["-c", f"import torch\n{program}", device]).stdout.replace(", device='openreg:0'", "")
+    _, *printed = re.split("imported|tensor", shown)  # each call prints its result and its argument
+    assert found == "crash" or printed[1] != printed[-2], program
 
 
 @pytest.mark.parametrize("device", ["cpu", "openreg"])
@@ -211,6 +225,15 @@ def test_an_operator_without_a_fault_on_any_device(tmp_path, name, device):
     done = lone(tmp_path, ["-m", "openreg_tools", "check", f"lone::{name}", *words, "--device", device, "--verbose"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("the results vary from call to call" in " ".join(done.stdout.split())) == (name == "random")
+
+
+@pytest.mark.parametrize("device", ["cpu", "openreg"])
+def test_right_operators_of_an_imported_module(tmp_path, device):
+    words = ["--import", "lone", "--device", device, "--generate", "600", "--jobs", "1", "--ops", "^lone::right"]
+    done = lone(tmp_path, ["-m", "openreg_tools", "conformance", *words, "--json", "found.json"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == 0 and len(found["operators"]) == 4, done.stdout + done.stderr
+    assert ("random numbers are drawn in the order of memory" in done.stdout) == (device == "cpu")
 
 
 def test_operators_of_an_imported_module_are_listed(tmp_path):

@@ -287,6 +287,28 @@ def test_another_backend_of_private_use_1(tmp_path, name):
     assert "toy_backend.py" in report["operators"][1]["where"]
 
 
+NEEDY = """
+import torch
+print("imported")
+library = torch.library.Library("needy", "DEF")
+library.define("f(Tensor x) -> Tensor")
+library.impl("f", lambda x: x + ones, "CompositeExplicitAutograd")
+ones = torch.ones(2, device="openreg")
+"""
+
+
+def test_a_module_that_uses_the_device_at_import(tmp_path):
+    """`python -m openreg_tools` loads the installed device first, and what the module prints is not in the report."""
+    (tmp_path / "needy.py").write_text(NEEDY)
+    words = ("operators", "--import", "needy", "--device", "openreg", "--ops", "^aten::relu$", "--json", "-")
+    result = python("-m", "openreg_tools", *words, cwd=tmp_path)
+    assert [each["name"] for each in json.loads(result.stdout)["operators"]] == ["aten::relu"]
+    assert result.stderr.count("imported") == 1
+    (tmp_path / "needy.py").write_text(NEEDY + 'raise ValueError("the reason")')
+    result = python("-m", "openreg_tools", *words, cwd=tmp_path)
+    assert result.returncode == 2 and "importing needy failed: ValueError: the reason\n" in result.stderr
+
+
 def test_the_device_has_the_place_of_another_backend(tmp_path):
     """`python -m openreg_ops` has registered openreg, and says which command runs without it."""
     result = _operators_of_toy(tmp_path, "openreg_ops", "toy")
