@@ -95,7 +95,7 @@ def load(modules: list[str], device: str | None = None) -> None:
         try:
             with script.apart("-"):
                 importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             tip = "".join(
                 f"; {each.package} has registered {each.device} as PrivateUse1, which a process can have once: "
                 f"`python -m openreg_tools` runs the tools without it"
@@ -106,19 +106,17 @@ def load(modules: list[str], device: str | None = None) -> None:
 
 
 def _registers(modules: list[str], device: str) -> bool:
-    """Whether the modules register a device. A forked process imports them, because an import that fails cannot be
-    undone: the operators that it has defined stay."""
+    """Whether the modules register a device, even if the import of one fails. A forked process imports them, because
+    an import that fails cannot be undone: the operators that it has defined stay."""
     pid = os.fork()
     if not pid:
-        code = 1
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             with script.apart("-"):
                 for name in modules:
                     importlib.import_module(name)
-            code = int(torch._C._get_privateuse1_backend_name() == "privateuseone" and not _exists(device))
         finally:
-            os._exit(code)
+            os._exit(int(torch._C._get_privateuse1_backend_name() == "privateuseone" and not _exists(device)))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

@@ -22,7 +22,7 @@ __all__ = ["Rank", "apart", "of_rank", "rank", "run"]
 @contextlib.contextmanager
 def apart(json: str | None) -> Iterator[None]:
     """With --json -, the output of the program and its children goes to stderr."""
-    if json != "-":
+    if json != "-" or sys.stdout is None:  # it is closed
         yield
         return
     sys.stdout.flush()

@@ -170,7 +170,7 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
       const bool stuck = s.stuck(); // first, because what a thread waits for may come at any time
       choose(s, lock, kUnknown, Clock::time_point::max());
       if (s.running != kUnknown) continue;
-      if (stuck && awake_threads().empty()) {
+      if (stuck && !s.runs_items && awake_threads().empty()) {
         s.deadlocked = s.raises = true;
         s.pass_to(0);
       } else s.free.wait_for(lock, std::chrono::milliseconds(1));

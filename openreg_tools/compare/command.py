@@ -54,7 +54,7 @@ def _traces(a: str, b: str) -> tuple[dict[int, tuple[str, str]], list[str]]:
     pairs = {rank: (of_a[rank], of_b[rank]) for rank in sorted(of_a.keys() & of_b.keys())}
     if not pairs:
         if of_a or of_b:
-            found = (f"{each} has {_listed(of)}" for each, of in ((a, of_a), (b, of_b)))
+            found = (f"{each} {_listed(of)}" for each, of in ((a, of_a), (b, of_b)))
             raise Wrong(f"no rank is in both runs: {' and '.join(found)}; name two files")
         return {0: (a, b)}, []
     return pairs, [(of_a | of_b)[rank] for rank in sorted(of_a.keys() ^ of_b.keys())]
@@ -67,7 +67,8 @@ def _ranks(path: str) -> dict[int, str]:
 
 
 def _listed(ranks: dict[int, str]) -> str:
-    return f"the rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}" if ranks else "no ranks"
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"has the rank{'s' * (len(ranks) > 1)} {numbers}" if ranks else "is not a run of several ranks"
 
 
 def _starts(of: Parting) -> float:

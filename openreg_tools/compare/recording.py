@@ -135,10 +135,10 @@ class Recording(TorchDispatchMode):
         self._threads.__exit__()
         super().__exit__(*exception)
         self.places.__exit__()
-        with self._lock:
-            if self._is_active():
-                with self._open() as file:
-                    print(json.dumps({"end": self.operators}), file=file)
+        if not self._is_active():
+            return
+        with self._lock, self._open() as file:
+            print(json.dumps({"end": self.operators}), file=file)
             self._process = 0
 
     def _is_active(self) -> bool:

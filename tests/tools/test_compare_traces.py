@@ -324,8 +324,29 @@ x * 7
     assert trace.ops[-1].prints[0][5] == 14.0
 
 
+def test_processes_forked_while_a_thread_is_recorded(tmp_path):
+    """None waits for a lock that the thread held."""
+    (tmp_path / "forks.py").write_text("""
+import os, sys, threading, torch
+def work():
+    x = torch.ones(1 << 14)
+    while not stop:
+        x.add_(1)
+stop, thread = False, threading.Thread(target=work)
+thread.start()
+for _ in range(20):
+    if not os.fork():
+        sys.exit(0)
+    os.wait()
+stop = True
+""")
+    done = python("-m", "openreg_tools", "record", tmp_path / "forks.py", "--out", tmp_path / "a", "--device", "cpu", timeout=100)  # fmt: skip
+    assert done.returncode == 0 and not read(tmp_path / "a").truncated, done.stderr
+
+
 @pytest.mark.parametrize(
-    "a, b, words", [("a", "b", "a has the ranks 0, 1 and b has the rank 2"), ("a", "c", "c has no ranks")]
+    "a, b, words",
+    [("a", "b", "a has the ranks 0, 1 and b has the rank 2"), ("a", "c", "c is not a run of several ranks")],
 )
 def test_runs_without_a_common_rank(tmp_path, a, b, words):
     for path in ("a.rank0", "a.rank1", "b.rank2", "c"):

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -307,6 +309,28 @@ def test_a_module_that_uses_the_device_at_import(tmp_path):
     (tmp_path / "needy.py").write_text(NEEDY + 'raise ValueError("the reason")')
     result = python("-m", "openreg_tools", *words, cwd=tmp_path)
     assert result.returncode == 2 and "importing needy failed: ValueError: the reason\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "then, words, reason",
+    [
+        ('raise ValueError("the reason")', [], "importing toy_backend failed: ValueError: the reason"),
+        ("", ["--import", "missing"], "importing missing failed: ModuleNotFoundError: No module named 'missing'"),
+        ("raise SystemExit(0)", [], "importing toy_backend failed: SystemExit: 0"),
+    ],
+)
+def test_a_backend_that_fails_after_it_has_registered_its_device(tmp_path, then, words, reason):
+    (tmp_path / "toy_backend.py").write_text(BACKEND.replace("NAME", "toy") + then)
+    command = ("openreg_tools", "operators", "--import", "toy_backend", *words, "--device", "toy")
+    result = python("-m", *command, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, f"operators: {reason}\n")
+
+
+def test_imports_with_a_closed_stdout(tmp_path):
+    (tmp_path / "module.py").write_text("")
+    words = "-m openreg_tools operators --import module --device cpu --ops ^aten::relu$ --json found.json >&-"
+    subprocess.run(f"{sys.executable} {words}", shell=True, cwd=tmp_path, check=True, timeout=100)
+    assert (tmp_path / "found.json").read_text()
 
 
 def test_the_device_has_the_place_of_another_backend(tmp_path):
