@@ -89,8 +89,8 @@ def load(modules: list[str], device: str | None = None) -> None:
     it. What a module prints goes to stderr."""
     if "" not in sys.path and "." not in sys.path:
         sys.path.append("")  # python -P omits it; last, so that an installed package wins
-    if modules and not _exists(device) and not _registers(modules, device):
-        find(device)
+    if modules and _lacks(device) and not _register(modules, device):
+        backends.load_installed()
     for name in modules:
         try:
             with script.apart("-"):
@@ -105,8 +105,8 @@ def load(modules: list[str], device: str | None = None) -> None:
             raise Wrong(f"importing {name} failed: {type(error).__name__}: {error}{tip}") from error
 
 
-def _registers(modules: list[str], device: str) -> bool:
-    """Whether the modules register a device, even if the import of one fails. A forked process imports them, because
+def _register(modules: list[str], device: str | None) -> bool:
+    """Whether the modules register the device, even if the import of one fails. A forked process imports them, because
     an import that fails cannot be undone: the operators that it has defined stay."""
     pid = os.fork()
     if not pid:
@@ -116,22 +116,17 @@ def _registers(modules: list[str], device: str) -> bool:
                 for name in modules:
                     importlib.import_module(name)
         finally:
-            os._exit(int(torch._C._get_privateuse1_backend_name() == "privateuseone" and not _exists(device)))
+            os._exit(int(_lacks(device)))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _exists(device: str | None) -> bool:
+def _lacks(device: str | None) -> bool:
+    """Whether there is no such device, and a package can still register it."""
     try:
         torch.device(device or "cpu")
     except RuntimeError:
-        return False
-    return True
-
-
-def find(device: str | None) -> None:
-    """Load installed backends if there is no such device yet."""
-    if not _exists(device) and torch._C._get_privateuse1_backend_name() == "privateuseone":
-        backends.load_installed()
+        return torch._C._get_privateuse1_backend_name() == "privateuseone"
+    return False
 
 
 _HERE = "the accelerator of this process"

@@ -110,7 +110,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
                     word("l"),
                     PHASES[words["p"]],
                     [(dtype, _numbers(shape)) for dtype, shape in words["i"]],
-                    [_fingerprint(*each) for each in words["r"]],
+                    [_fingerprint(each) for each in words["r"]],
                     word("t"),
                 )
             )
@@ -121,16 +121,16 @@ def read(path: str | os.PathLike[str]) -> Trace:
     return trace
 
 
-def _fingerprint(dtype: Any, shape: Any, digest: Any, *numbers: Any) -> list[Any]:
+def _fingerprint(found: Any) -> list[Any]:
     """A fingerprint as `recording.fingerprint` makes it.
 
     Raises:
         TypeError, ValueError: it is not one.
     """
-    *five, samples = numbers
-    if len(five) != 5:
+    dtype, shape, *six, samples = found
+    if len(six) != 6:
         raise ValueError
-    return [str(dtype), _numbers(shape), *_numbers([digest, *five]), _numbers(samples)]
+    return [str(dtype), _numbers(shape), *_numbers(six), _numbers(samples)]
 
 
 def _numbers(found: Any) -> list[Any]:
