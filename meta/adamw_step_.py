@@ -85,11 +85,6 @@ def adamw_step_(
         param.copy_(param.to(wide) * (1 - lr * weight_decay) - lr / (1 - beta1**t) * m / denominator)
 
 
-@adamw_step_.fake
-def _():
-    pass
-
-
 @adamw_step_.batched
 def _(*_, **_options):
     raise RuntimeError(

@@ -134,13 +134,10 @@ def _(device, dtype):
 # ---- DTensors: rows stay sharded, and a mean is over the rows of all devices ----
 
 
-def rows_at(shards: Any, *tensors: tuple[Any, int]) -> list[int | None]:
-    """The sharded dimension of rows, for each dimension of the mesh, from the first tensor that has one.
-
-    Each tensor comes with its number of row dimensions.
-    """
-    every = [[at if isinstance(at, int) and at < dims else None for at in shards.at(x)] for x, dims in tensors]
-    return [next((at for at in along if at is not None), None) for along in zip(*every, strict=True)]
+def rows_at(shards: Any, x: Any, target: Any) -> list[int | None]:
+    """The sharded dimension of rows, for each dimension of the mesh: of x, or else of target, which has only rows."""
+    every = zip(shards.at(x), shards.at(target), strict=True)
+    return [next((at for at in along if isinstance(at, int) and at < target.dim()), None) for along in every]
 
 
 def summed(at: Sequence[int | None]) -> list[str | None]:
@@ -154,7 +151,7 @@ def all_counts(shards: Any, target: Tensor, at: Sequence[int | None], ignore_ind
 
 @cross_entropy.distributed
 def _(shards, logits, target, ignore_index, label_smoothing, z_loss, reduction):
-    at = rows_at(shards, (logits, target.dim()), (target, target.dim()))
+    at = rows_at(shards, logits, target)
     here, targets = shards.local(logits, at), shards.local(target, at)
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     mean, shape = reduction == "mean", target.shape
@@ -169,7 +166,7 @@ def _(shards, logits, target, ignore_index, label_smoothing, z_loss, reduction):
 def _(
     shards, grad_loss, grad_logsumexp, logits, target, logsumexp, ignore_index, label_smoothing, z_loss, reduction
 ):  # fmt: skip
-    at = rows_at(shards, (logits, target.dim()), (target, target.dim()))
+    at = rows_at(shards, logits, target)
     here, targets = shards.local(logits, at), shards.local(target, at)
     grad_loss = shards.local(grad_loss, at if reduction == "none" else [None for _ in at])
     if reduction == "mean" and grad_loss is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-@op.operator(differentiable=False)
+@op.operator(differentiable=False, batch_first=True, inner=0)
 def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The absolute value of each element, forward only.
 
@@ -33,7 +33,7 @@ def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.abs(input, out=out)
 
 
-@op.operator(differentiable=False, batch_first=True)
+@op.operator(differentiable=False, batch_first=True, inner=0)
 def custom_abs_(input: Tensor) -> Tensor:
     """`custom_abs` in place.
 
@@ -48,19 +48,6 @@ def custom_abs_(input: Tensor) -> Tensor:
 
     Not differentiable. Autocast leaves the dtype alone.
     """
-    return input.abs_()
-
-
-# On another device torch.abs computes the fake results too.
-
-
-@custom_abs.fake
-def _(input, out):
-    return torch.abs(input, out=out)
-
-
-@custom_abs_.fake
-def _(input):
     return input.abs_()
 
 
@@ -84,20 +71,5 @@ def _(in_dims, input, *, out):
     return out, in_dims[1]
 
 
-@custom_abs.sharded
-def _(input):
-    for d in range(input.dim()):
-        yield dict(input=d, out=d), (d,)
-
-
-@custom_abs_.sharded
-def _(input):
-    for d in range(input.dim()):
-        yield dict(input=d), (d,)
-
-
-@custom_abs_.samples
-@custom_abs.samples
-def _(device, dtype):
-    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
-        yield op.normal(device, dtype, shape)
+custom_abs.samples(op.alike(1))
+custom_abs_.samples(op.alike(1))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
-@op.operator(identity=True, batch_first=True)
+@op.operator(identity=True, batch_first=True, inner=0)
 def custom_autograd_fn_aliasing(input: Tensor) -> Tensor:
     """A view of all of input; its gradient is half of the output's.
 
@@ -27,18 +26,4 @@ def custom_autograd_fn_aliasing(input: Tensor) -> Tensor:
     return 0.5 * input + 0.5 * input.detach()
 
 
-@custom_autograd_fn_aliasing.fake
-def _(input):
-    return torch.ops.aten.alias.default(input)
-
-
-@custom_autograd_fn_aliasing.sharded
-def _(input):
-    for d in range(input.dim()):
-        yield dict(input=d), (d,)
-
-
-@custom_autograd_fn_aliasing.samples
-def _(device, dtype):
-    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
-        yield op.normal(device, dtype, shape)
+custom_autograd_fn_aliasing.samples(op.alike(1))

@@ -58,11 +58,7 @@ def _(x):
 
 @dropout_add.batched
 def _(in_dims, x, residual, p, *, vmap, generator):
-    size = vmap.batch_size()
-    x, residual = (
-        t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip((x, residual), in_dims, strict=False)
-    )
+    x, residual = op.all_batch_first(in_dims[:2], (x, residual), vmap.batch_size())
     if vmap.randomness() == "different":
         return torch.ops.openreg.dropout_add(x, residual, p, generator=generator), (0, 0)
     one = x.new_zeros(x.shape[1:])
@@ -93,7 +89,7 @@ def _(device, dtype):
         yield *op.normal(device, dtype, shape, shape), p
 
 
-@op.operator(batch_first=True)
+@op.operator(batch_first=True, inner=0)
 def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
     """The gradient that `dropout_add` gives x: grad_out * mask / (1 - p). That of residual is grad_out.
 
@@ -114,12 +110,6 @@ def dropout_add_backward(grad_out: Tensor, mask: Tensor, p: float) -> Tensor:
 @dropout_add_backward.fake
 def _(grad_out):
     return grad_out.new_empty(grad_out.shape)
-
-
-@dropout_add_backward.sharded
-def _(grad_out):
-    for d in range(grad_out.dim()):
-        yield dict(grad_out=d, mask=d), (d,)
 
 
 @dropout_add_backward.samples

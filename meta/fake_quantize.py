@@ -123,7 +123,8 @@ def fake_quantize_backward(
     kept = steps.round().clamp(quant_min - z, quant_max - z)
     inside = kept == steps.round()
     to_scale = (grad_y.to(s.dtype) * (kept - steps.where(inside, 0))).where(s.isfinite(), 0)
-    return grad_y.where(inside, 0).contiguous(), op.sum_to(to_scale, s).reshape(scale.shape)
+    shared = [d for d in range(x.dim()) if axis is None or d != axis % x.dim()]
+    return grad_y.where(inside, 0).contiguous(), to_scale.sum(shared) if shared else to_scale
 
 
 @fake_quantize_backward.fake

@@ -7,7 +7,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-@op.operator(batch_first=["x", "residual"])  # the kernel takes one weight for all rows
+@op.operator(batch_first=["x", "residual"], inner=1)  # the kernel takes one weight for all rows
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, and scale the sum to unit root-mean-square over its last dimension.
 
@@ -40,12 +40,6 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float =
 @fused_add_rms_norm.fake
 def _(x):
     return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@fused_add_rms_norm.sharded
-def _(x):
-    for d in range(x.dim() - 1):
-        yield dict(x=d, residual=d), (d, d)
 
 
 @fused_add_rms_norm.samples

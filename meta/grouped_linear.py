@@ -173,22 +173,18 @@ def _for_each_sample(dims: Sequence[int | None], tensors: Sequence[Tensor], samp
     return [part[sample] for sample in range(samples) for part in parts]
 
 
-def _samples(*dims_and_tensors: tuple[Any, Any]) -> int:
-    return next(x.shape[dim] for dim, x in dims_and_tensors if dim is not None)
-
-
 def _rows(dim: int | None, x: Tensor, samples: int) -> Tensor:
-    return (x.expand(samples, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+    return op.all_batch_first([dim], [x], samples)[0].flatten(0, 1)
 
 
 @grouped_linear.batched
-def _(in_dims, x, weights, bias, group_sizes):
+def _(in_dims, x, weights, bias, group_sizes, *, vmap):
     x_dim, weight_dims, bias_dims, sizes_dim = in_dims
-    layers = [*zip(weight_dims, weights, strict=True), *zip(bias_dims, bias, strict=True), (sizes_dim, group_sizes)]
-    samples = _samples((x_dim, x), *layers)
+    samples = vmap.batch_size()
     if samples == 0:
         return NotImplemented
-    if all(dim is None for dim, _ in layers):  # the same layers for every sample: its rows go to theirs
+    if all(dim is None for dim in (*weight_dims, *bias_dims, sizes_dim)):
+        # The same layers for every sample: its rows go to theirs.
         rows = x.movedim(x_dim, 1).flatten(0, 1)
         sizes = _sizes_of_all("grouped_linear", None, group_sizes, samples, rows.shape[0] // samples)
         y = torch.ops.openreg.grouped_linear(rows, weights, bias, sizes.view(samples, -1).sum(0))
@@ -204,11 +200,9 @@ def _(in_dims, x, weights, bias, group_sizes):
 
 
 @grouped_linear_backward.batched
-def _(in_dims, grad_y, x, weights, group_sizes, output_mask):
+def _(in_dims, grad_y, x, weights, group_sizes, output_mask, *, vmap):
     grad_dim, x_dim, weight_dims, sizes_dim, _ = in_dims
-    samples = _samples(
-        (grad_dim, grad_y), (x_dim, x), *zip(weight_dims, weights, strict=True), (sizes_dim, group_sizes)
-    )
+    samples = vmap.batch_size()
     if samples == 0:
         return NotImplemented
     rows = _rows(x_dim, x, samples)

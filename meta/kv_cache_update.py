@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
-def _kept(name: str, num_slots: int, slots: Tensor) -> list[int]:
-    """The positions that are not skipped, after checking every slot."""
-    given = list(enumerate(slots.tolist()))
-    for position, slot in given:
-        torch._check_index(
-            slot < num_slots,
-            lambda slot=slot, position=position: (
+def _write(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    given, num_slots = slots.tolist(), k_cache.shape[0]
+    for position, slot in enumerate(given):
+        if slot >= num_slots:
+            raise IndexError(
                 f"{name}: expected slots below {num_slots}, the number of slots in k_cache, but got slot {slot} "
                 f"at position {position}; give -1 to skip a position"
-            ),
-        )
-    kept = [(slot, position) for position, slot in given if slot >= 0]
-    ordered = sorted(kept)
-    for (slot, first), (other, position) in zip(ordered, ordered[1:], strict=False):
-        torch._check_index(
-            slot != other,
-            lambda slot=slot, first=first, position=position: (
+            )
+    ordered = sorted((slot, position) for position, slot in enumerate(given) if slot >= 0)
+    for (slot, first), (other, position) in pairwise(ordered):
+        if slot == other:
+            raise IndexError(
                 f"{name}: expected slots without repetition, but got slot {slot} at positions {first} and {position}; "
                 "give -1 to skip a position"
-            ),
-        )
-    return [position for _, position in kept]
-
-
-def _write(name: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    kept = torch.tensor(_kept(name, k_cache.shape[0], slots), dtype=torch.int64, device=slots.device)
+            )
+    kept = slots >= 0
     to, keys, values = slots[kept].long(), k[kept], v[kept]
     k_cache[to] = keys
     v_cache[to] = values
@@ -69,11 +61,6 @@ def kv_cache_update_(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slo
     Source: reshape_and_cache of vLLM; Kwon et al. 2023, arXiv:2309.06180.
     """
     _write("kv_cache_update_", k_cache, v_cache, k, v, slots)
-
-
-@kv_cache_update_.fake
-def _():
-    pass
 
 
 @op.operator(differentiable=False)

@@ -218,23 +218,21 @@ def _of_classes(
     return loss, grad_x.to(dtype), grad_weight.to(dtype), grad_bias.to(dtype)
 
 
+@linear_cross_entropy_gradients.distributed
 def _on_shards(
-    shards: Any, x: Any, weight: Any, target: Any, bias: Any, grad_loss: Any, wanted: Sequence[bool], reduction: str,
-    **options: Any,
-) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    dims = target.dim()
+    shards: Any, x: Any, weight: Any, target: Any, bias: Any, grad_loss: Any, ignore_index: int, label_smoothing: float,
+    z_loss: float, reduction: str, wanted: Sequence[bool],
+) -> tuple[Any, ...]:  # fmt: skip
+    options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     classes = [at == 0 for at in shards.at(weight)]
-    at = [
-        None if of_classes else d
-        for d, of_classes in zip(rows_at(shards, (x, dims), (target, dims)), classes, strict=True)
-    ]
+    at = [None if of_classes else d for d, of_classes in zip(rows_at(shards, x, target), classes, strict=True)]
     of_weight = [0 if each else None for each in classes]
     here, targets = shards.local(x, at), shards.local(target, at)
     layer = shards.local(weight, of_weight), shards.local(bias, of_weight)
     grad_loss = shards.local(grad_loss, at if reduction == "none" else [None for _ in at])
     mean, count = reduction == "mean", None
     if mean:
-        count = all_counts(shards, targets, at, options["ignore_index"])
+        count = all_counts(shards, targets, at, ignore_index)
         by = here.new_ones((), dtype=op.acc_dtype(x.dtype)) if grad_loss is None else grad_loss
         grad_loss = by / count.clamp_min(1)
     if any(classes):
@@ -254,9 +252,7 @@ def _on_shards(
     loss = loss / count if mean else loss
     loss = shards.join(loss, at, target.shape) if reduction == "none" else shards.join(loss, summed(at))
     to_x = [op.SUM if of_classes else d for d, of_classes in zip(at, classes, strict=True)]
-    to_weight = [
-        0 if of_classes else op.SUM if d is not None else None for d, of_classes in zip(at, classes, strict=True)
-    ]
+    to_weight = [0 if of_classes else of_rows for of_rows, of_classes in zip(summed(at), classes, strict=True)]
     joined = [
         shards.join(grad, to, like.shape) if want else shards.join(grad.new_empty(0), [None for _ in at])
         for grad, want, to, like in zip(grads, wanted, (to_x, to_weight, to_weight), (x, weight, bias), strict=False)
@@ -266,13 +262,5 @@ def _on_shards(
 
 @linear_cross_entropy.distributed
 def _(shards, x, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction):
-    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    return _on_shards(shards, x, weight, target, bias, None, (False,) * 3, reduction, **options)[0]
-
-
-@linear_cross_entropy_gradients.distributed
-def _(
-    shards, x, weight, target, bias, grad_loss, ignore_index, label_smoothing, z_loss, reduction, wanted
-):  # fmt: skip
-    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
-    return _on_shards(shards, x, weight, target, bias, grad_loss, wanted, reduction, **options)
+    options = ignore_index, label_smoothing, z_loss, reduction
+    return _on_shards(shards, x, weight, target, bias, None, *options, wanted=(False,) * 3)[0]

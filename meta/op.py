@@ -51,7 +51,8 @@ class Operator(Protocol[_P, _R]):
     def fake(self, kernel: _Function) -> _Function:
         """Decorate the fake kernel: what the operator returns, without data.
 
-        It gets the operator's arguments that it declares, by name, after the operator's check has passed.
+        It gets the operator's arguments that it declares, by name, after the operator's check has passed. Without one,
+        the function's body is the fake kernel; an identity operator returns a view, and one without results nothing.
         """
 
     def batched(self, rule: _Function) -> _Function:
@@ -60,7 +61,8 @@ class Operator(Protocol[_P, _R]):
         It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, mapped
         ones given by keyword last) and all of the operator's arguments, and returns the outputs and their out_dims,
         with the same structure, an int or None for each tensor; or None if the operator returns nothing; or
-        NotImplemented, to map the reference, whose operators have their own rules.
+        NotImplemented, to map the reference, whose operators have their own rules. If it declares ``vmap``, it also gets
+        the interpreter, which has `batch_size()` and `randomness()`.
         Like `torch.library.register_vmap`, but does not import functorch before it is used.
         """
 
@@ -78,7 +80,8 @@ class Operator(Protocol[_P, _R]):
     def distributed(self, function: _Function) -> _Function:
         """Decorate a function that runs instead of the operator on DTensors, if a placement rule is not enough.
 
-        It gets an `openreg_ops.strategies.Shards` and the operator's arguments that it declares, by name.
+        It gets ``shards``, an `openreg_ops.strategies.Shards`, first, and the operator's arguments that it declares, by
+        name.
         """
 
     def samples(self, generator: _Function) -> _Function:
@@ -90,6 +93,7 @@ def operator(
     differentiable: bool = True,
     identity: bool = False,
     batch_first: Collection[str] | Literal[True] = (),
+    inner: int | None = None,
     random: bool = False,
 ) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
     """Turn a documented function of plain PyTorch into the public function of the operator with its name.
@@ -103,10 +107,12 @@ def operator(
         identity: the C++ kernels serve every device, and the function is for comparison; see Note [Identity operators]
             in csrc/ops.
         batch_first: the arguments (names, or True for all) that take one more leading dimension, to which `torch.vmap`
-            moves the mapped one. If any other argument is mapped, the reference is mapped. Leave it out for an operator
-            with its own batching rule.
-        random: the batching rule is called even if no argument is mapped, and with ``vmap``, the interpreter that has
-            `randomness()` and `batch_size()`. If the former is "error", PyTorch's error is raised.
+            moves the mapped one. If any other argument is mapped, the reference is mapped. `batched` replaces this rule.
+        inner: how many of the last dimensions are computed together: 0 for an elementwise operator, 1 for one that
+            computes each row alone. DTensors stay sharded along the others, in which the arguments in `batch_first` and
+            all results agree. Leave it out for an operator with its own rule for DTensors.
+        random: the batching rule is called even if no argument is mapped. If the interpreter's `randomness()` is "error",
+            PyTorch's error is raised.
     """
 
     def define(function: Callable[_P, _R]) -> Operator[_P, _R]:
@@ -122,46 +128,34 @@ def operator(
             """All arguments by name: the dispatcher leaves defaults out."""
             return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
 
-        def taken(by: Callable[..., Any], first: int = 0, *more: str) -> list[str]:
-            names = parameters(by)[first:]
-            if unknown := set(names).difference(positional, keywords, more):
+        def known(by: Callable[..., Any], *more: str) -> None:
+            if unknown := set(parameters(by)).difference(positional, keywords, more):
                 raise TypeError(f"{by.__qualname__} takes {', '.join(unknown)}, which {name} does not")
-            return names
 
-        def fake(kernel: _Function) -> _Function:
-            takes = taken(kernel)
-            # register_fake asks inspect for the caller's module, which looks through all modules for a file that it has
-            # not seen: a third of the time in which this package is imported.
-            inspect.modulesbyfile.setdefault(kernel.__code__.co_filename, kernel.__module__)
+        def fake(given: _Function) -> _Function:
+            nonlocal kernel
+            known(given)
+            kernel = given
+            return given
 
-            def checked(*args: Any, **kwargs: Any) -> Any:
-                given = bound(args, kwargs)
-                if check is not None:
-                    check(*(given[each] for each in (*positional, *keywords)))
-                return kernel(**{each: given[each] for each in takes})
-
-            for overload in overloads:
-                torch.library.register_fake(f"openreg::{overload}", checked, lib=_library, _stacklevel=2)
-            return kernel
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            given = bound(args, kwargs)
+            if check is not None:
+                check(*(given[each] for each in (*positional, *keywords)))
+            return kernel(**{each: given[each] for each in parameters(kernel)})
 
         def batched(given: _Function) -> _Function:
             nonlocal rule
             rule = given
             return given
 
-        def sharded(given: _Function) -> _Function:
-            taken(given, 0, "shards")
-            SHARDED[name] = given
-            return given
+        def into(table: dict[str, Any], *more: str) -> Callable[[_Function], _Function]:
+            def put(given: _Function) -> _Function:
+                known(given, *more)
+                table[name] = given
+                return given
 
-        def distributed(given: _Function) -> _Function:
-            taken(given, first=1)
-            DISTRIBUTED[name] = given
-            return given
-
-        def samples(generator: _Function) -> _Function:
-            SAMPLES[name] = generator
-            return generator
+            return put
 
         def vmap(*args: Any, **kwargs: Any) -> Any:
             from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -175,6 +169,7 @@ def operator(
             in_dims = (*dims, *(dim for dim in option_dims.values() if dim is not None))
             if random:
                 torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
+            if "vmap" in parameters(rule):
                 options["vmap"] = interpreter
             with torch._C._ExcludeDispatchKeyGuard(_VMAP):
                 if not random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
@@ -187,14 +182,26 @@ def operator(
             return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
 
         rule = _batch_first(packet, positional, batch_first)
+        if inner is not None:
+            alike = [*positional, *keywords] if batch_first is True else [*batch_first]
+            placed = functools.partial(_sharded_alike, alike, len(packet.default._schema.returns), inner)
+            SHARDED[name] = _derive(function, f"_placed({alike[0]})", _placed=placed)
         every = ", ".join([*positional, *(f"{each}={each}" for each in keywords)])
         looks = f"_check({', '.join([*positional, *keywords])}), " if check is not None else ""
         reference = _derive(function, f"({looks}_body({every}),)[-1]", _check=check, _body=function)
         public: Any = _derive(function, _public(packet, function))
         _register_builtin(public, f"openreg::{name}")  # else TorchScript would compile the body
-        public.reference, public.fake, public.batched, public.samples = reference, fake, batched, samples
-        public.sharded, public.distributed = sharded, distributed
+        public.reference, public.fake, public.batched = reference, fake, batched
+        public.sharded, public.distributed = into(SHARDED, "shards"), into(DISTRIBUTED, "shards")
+        public.samples = into(SAMPLES, "device", "dtype")
+        kernel = function if packet.default._schema.returns else _derive(function, "None")
+        if identity:
+            kernel = _derive(function, f"_alias({positional[0]})", _alias=torch.ops.aten.alias.default)
+        # register_fake asks inspect for the caller's module, which looks through all modules for a file that it has
+        # not seen: a third of the time in which this package is imported.
+        inspect.modulesbyfile.setdefault(function.__code__.co_filename, function.__module__)
         for overload in overloads:
+            torch.library.register_fake(f"openreg::{overload}", checked, lib=_library, _stacklevel=2)
             if not identity:
                 _library.impl(overload, reference, "CompositeExplicitAutograd")
                 if differentiable:
@@ -284,11 +291,17 @@ def _batch_first(packet: Any, names: Sequence[str], first: Collection[str] | Lit
     return rule
 
 
-def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any]) -> list[Any]:
+def _sharded_alike(alike: Iterable[str], outputs: int, inner: int, x: Any) -> Iterable[Any]:
+    """The rule for DTensors of an operator with `inner`."""
+    for d in range(x.dim() - inner):
+        yield dict.fromkeys(alike, d), (d,) * outputs
+
+
+def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any], size: int | None = None) -> list[Any]:
     """The tensors with the mapped dimension first in each: moved there, or expanded if it has none; other values
-    unchanged."""
+    unchanged. `size` is the size of the mapped dimension, for inputs of which none may have one."""
     pairs = list(zip(inputs, in_dims, strict=True))
-    size = next(x.shape[dim] for x, dim in pairs if dim is not None)
+    size = next((x.shape[dim] for x, dim in pairs if dim is not None), size)
     return [
         x if not isinstance(x, Tensor) else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         for x, dim in pairs
@@ -332,16 +345,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0) if unbacked(a, b) else a @ b
 
 
-def sum_to(x: Tensor, like: Tensor) -> Tensor:
-    """x.sum_to_size(like.shape)."""
-    if not unbacked(x, like):
-        return x.sum_to_size(like.shape)
-    leading = x.dim() - like.dim()
-    x = x.sum(list(range(leading))) if leading else x
-    shared = [d for d, size in enumerate(like.shape) if isinstance(size, int) and size == 1]
-    return x.sum(shared, keepdim=True) if shared else x
-
-
 def whole_rows(x: Tensor) -> Tensor:
     """x; a DTensor with its last dimension unsharded, because PyTorch computes wrong gradients for slices of a sharded
     one."""
@@ -358,9 +361,14 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
+def alike(tensors: int, *rest: Any) -> Callable[[str, torch.dtype], Iterable[Any]]:
+    """The samples of an elementwise operator: this many tensors of one shape, then the rest."""
+
+    def samples(device: str, dtype: torch.dtype) -> Iterable[Any]:
+        for shape in ((4, 6), (5,), (2, 3, 4, 4)):
+            yield *normal(device, dtype, *[shape] * tensors), *rest
+
+    return samples
 
 
 def normal(device: str, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-@op.operator(differentiable=False, batch_first=True)
+@op.operator(differentiable=False, batch_first=True, inner=1)
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row of x to int8, in steps that take its largest absolute value to 127.
 
@@ -44,12 +44,6 @@ def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
 @quantize_rowwise.fake
 def _(x):
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@quantize_rowwise.sharded
-def _(x):
-    for d in range(x.dim() - 1):
-        yield dict(x=d), (d, d)
 
 
 @quantize_rowwise.samples

@@ -8,7 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-@op.operator(batch_first=["x"])  # the kernel takes one weight for all rows
+@op.operator(batch_first=["x"], inner=1)  # the kernel takes one weight for all rows
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Scale x to unit root-mean-square over its last dimension.
 
@@ -37,12 +37,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tens
 @rms_norm.fake
 def _(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=op.acc_dtype(x.dtype))
-
-
-@rms_norm.sharded
-def _(x):
-    for d in range(x.dim() - 1):
-        yield dict(x=d), (d, d)
 
 
 @rms_norm.samples

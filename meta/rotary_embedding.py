@@ -103,13 +103,11 @@ def _(grad_y, cos):
 
 def _batch_first(in_dims, x, cos, sin, interleaved):
     """The mapped dimension first, with cos and sin at x's rank so that they still broadcast to it."""
-    size = next(t.shape[d] for t, d in zip((x, cos, sin), in_dims, strict=False) if d is not None)
-    x = x.expand(size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-    if in_dims[1] is not None or in_dims[2] is not None:
-        cos, sin = op.all_batch_first(in_dims[1:3], (cos, sin))
-        between = (None,) * (x.dim() - cos.dim())
-        cos, sin = cos[(slice(None), *between)], sin[(slice(None), *between)]
-    return x, cos, sin, interleaved
+    x, *tables = op.all_batch_first(in_dims[:3], (x, cos, sin))
+    if in_dims[1] is None and in_dims[2] is None:
+        return x, cos, sin, interleaved
+    between = (None,) * (x.dim() - tables[0].dim())
+    return x, *(table[(slice(None), *between)] for table in tables), interleaved
 
 
 rotary_embedding.batched(lambda *given: (torch.ops.openreg.rotary_embedding(*_batch_first(*given)), 0))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from openreg_ops.meta import op
 
 
-@op.operator(identity=True, batch_first=True)
+@op.operator(identity=True, batch_first=True, inner=0)
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
     """A view of x whose gradient is `scale` times the output's; -1 makes it a gradient reversal layer.
 
@@ -28,18 +27,4 @@ def scale_gradient(x: Tensor, scale: float) -> Tensor:
     return x.detach() + scale * (x - x.detach())
 
 
-@scale_gradient.fake
-def _(x):
-    return torch.ops.aten.alias.default(x)
-
-
-@scale_gradient.sharded
-def _(x):
-    for d in range(x.dim()):
-        yield dict(x=d), (d,)
-
-
-@scale_gradient.samples
-def _(device, dtype):
-    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
-        yield torch.randn(shape, dtype=dtype, device=device), -0.5
+scale_gradient.samples(op.alike(1, -0.5))

@@ -8,7 +8,7 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-@op.operator(batch_first=True)
+@op.operator(batch_first=True, inner=0)
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Gate `up` with the SiLU of `gate`, as in the feed-forward layers of many language models.
 
@@ -35,19 +35,10 @@ def _(gate):
     return gate.new_empty(gate.shape)
 
 
-@swiglu.sharded
-def _(gate):
-    for d in range(gate.dim()):
-        yield dict(gate=d, up=d), (d,)
+swiglu.samples(op.alike(2))
 
 
-@swiglu.samples
-def _(device, dtype):
-    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
-        yield op.normal(device, dtype, shape, shape)
-
-
-@op.operator(batch_first=True)
+@op.operator(batch_first=True, inner=0)
 def swiglu_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients that `swiglu` gives its arguments.
 
@@ -76,13 +67,4 @@ def _(gate):
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-@swiglu_backward.sharded
-def _(gate):
-    for d in range(gate.dim()):
-        yield dict(grad_y=d, gate=d, up=d), (d, d)
-
-
-@swiglu_backward.samples
-def _(device, dtype):
-    for shape in ((4, 6), (5,), (2, 3, 4, 4)):
-        yield op.normal(device, dtype, shape, shape, shape)
+swiglu_backward.samples(op.alike(3))
