@@ -193,6 +193,13 @@ def names() -> list[str]:
     return sorted(name for name in found if torch._C._get_operation_overload(*_parts(name)))
 
 
+def overloads(op: str) -> list[str]:
+    """The operators of a name without overload, such as "aten::add", in order."""
+    _, found = torch._C._jit_get_operation(op)
+    every = (f"{op}.{each}" if each else op for each in found or ())
+    return sorted(each for each in every if torch._C._dispatch_has_kernel(each))  # others are TorchScript's alone
+
+
 def schema(op: str) -> torch._C.FunctionSchema:
     """The schema of an operator."""
     return torch._C._get_schema(*_parts(op))

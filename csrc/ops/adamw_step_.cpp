@@ -13,7 +13,6 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <cmath>
-#include <variant>
 #include <vector>
 
 namespace openreg::ops {
@@ -94,20 +93,10 @@ void update_loop(const Factors<Acc<T>>& f, const Update& u, int64_t begin, int64
   int64_t i = begin;
   for (; i + chunk <= end; i += chunk)
     update_chunk<T, S, amsgrad>(f, param + i, grad + i, m + i, v + i, amsgrad ? top + i : nullptr);
-  if (i == end) return;
-  const int64_t left = end - i;
-  T some_p[chunk] = {}, some_g[chunk] = {};
-  S some_m[chunk] = {}, some_v[chunk] = {}, some_top[chunk] = {};
-  std::copy_n(param + i, left, some_p);
-  std::copy_n(grad + i, left, some_g);
-  std::copy_n(m + i, left, some_m);
-  std::copy_n(v + i, left, some_v);
-  if constexpr (amsgrad) std::copy_n(top + i, left, some_top);
-  update_chunk<T, S, amsgrad>(f, some_p, some_g, some_m, some_v, some_top);
-  std::copy_n(some_p, left, param + i);
-  std::copy_n(some_m, left, m + i);
-  std::copy_n(some_v, left, v + i);
-  if constexpr (amsgrad) std::copy_n(some_top, left, top + i);
+  if (i < end)
+    on_copies<chunk>(
+        end - i, [&](auto*... p) { update_chunk<T, S, amsgrad>(f, p...); }, param + i, grad + i, m + i, v + i,
+        amsgrad ? top + i : nullptr);
 }
 
 template <class T, class S>
@@ -216,51 +205,6 @@ class Walk {
   Tensor param_; // or a tensor with the strides of the copies
 };
 
-struct Lists {
-  at::TensorList params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps;
-};
-
-void step(const Lists& lists, const std::variant<double, Tensor>& lr, const Options& o,
-    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
-  if (lists.params.empty()) return;
-  WrittenTo written("adamw_step_");
-  written.add("params", lists.params);
-  written.add("exp_avgs", lists.exp_avgs);
-  written.add("exp_avg_sqs", lists.exp_avg_sqs);
-  written.add("max_exp_avg_sqs", lists.max_exp_avg_sqs);
-  written.add("state_steps", lists.state_steps);
-  written.check();
-  std::vector<Tensor> kept; // kept until the launch, like the copies
-  std::vector<std::pair<Tensor, Tensor>> copies;
-  std::vector<Update> updates;
-  int64_t total = 0;
-  for (size_t i = 0; i < lists.params.size(); ++i) {
-    const Walk walk(lists.params[i]);
-    Tensor param = walk.written(lists.params[i], copies), grad = walk(lists.grads[i]),
-           exp_avg = walk.written(lists.exp_avgs[i], copies), exp_avg_sq = walk.written(lists.exp_avg_sqs[i], copies);
-    Update u{nullptr, total, param.numel(), param.mutable_data_ptr(), grad.const_data_ptr(), exp_avg.mutable_data_ptr(),
-        exp_avg_sq.mutable_data_ptr(), nullptr, lists.state_steps[i].mutable_data_ptr<float>()};
-    if (o.amsgrad) u.max_exp_avg_sq = walk.written(lists.max_exp_avg_sqs[i], copies).mutable_data_ptr();
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "adamw_step_", [&] {
-      u.run =
-          exp_avg.scalar_type() == param.scalar_type() ? update<scalar_t, scalar_t> : update<scalar_t, Acc<scalar_t>>;
-    });
-    total += u.n;
-    updates.push_back(u);
-    kept.push_back(std::move(grad));
-  }
-  const Tensor lr_tensor = std::holds_alternative<Tensor>(lr) ? std::get<Tensor>(lr).to(at::kDouble) : Tensor();
-  const auto pointer = [](const std::optional<Tensor>& x) { return x ? x->const_data_ptr<float>() : nullptr; };
-  launch(current_stream(lists.params[0].get_device()),
-      [updates = std::move(updates), o, number = lr_tensor.defined() ? 0.0 : std::get<double>(lr),
-          lr = lr_tensor.defined() ? lr_tensor.const_data_ptr<double>() : nullptr, scale = pointer(grad_scale),
-          inf = pointer(found_inf)] {
-        if (inf && *inf != 0) return;
-        update_all(updates, o, lr ? *lr : number, scale ? static_cast<double>(*scale) : 1.0);
-      });
-  for (const auto& [x, copy] : copies) x.copy_(copy);
-}
-
 // Lr is double or const Tensor&.
 template <class Lr>
 void adamw_step_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -269,8 +213,45 @@ void adamw_step_(at::TensorList params, at::TensorList grads, at::TensorList exp
     const std::optional<Tensor>& found_inf) {
   check_adamw_step_("adamw_step_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr, beta1, beta2,
       weight_decay, eps, amsgrad, maximize, grad_scale, found_inf);
-  step({params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps}, lr,
-      {beta1, beta2, weight_decay, eps, amsgrad, maximize}, grad_scale, found_inf);
+  if (params.empty()) return;
+  const Options o{beta1, beta2, weight_decay, eps, amsgrad, maximize};
+  WrittenTo written("adamw_step_");
+  written.add("params", params);
+  written.add("exp_avgs", exp_avgs);
+  written.add("exp_avg_sqs", exp_avg_sqs);
+  written.add("max_exp_avg_sqs", max_exp_avg_sqs);
+  written.add("state_steps", state_steps);
+  written.check();
+  std::vector<Tensor> kept; // kept until the launch, like the copies
+  std::vector<std::pair<Tensor, Tensor>> copies;
+  std::vector<Update> updates;
+  int64_t total = 0;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Walk walk(params[i]);
+    Tensor param = walk.written(params[i], copies), grad = walk(grads[i]), exp_avg = walk.written(exp_avgs[i], copies),
+           exp_avg_sq = walk.written(exp_avg_sqs[i], copies);
+    Update u{nullptr, total, param.numel(), param.mutable_data_ptr(), grad.const_data_ptr(), exp_avg.mutable_data_ptr(),
+        exp_avg_sq.mutable_data_ptr(), nullptr, state_steps[i].mutable_data_ptr<float>()};
+    if (amsgrad) u.max_exp_avg_sq = walk.written(max_exp_avg_sqs[i], copies).mutable_data_ptr();
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, param.scalar_type(), "adamw_step_", [&] {
+      u.run =
+          exp_avg.scalar_type() == param.scalar_type() ? update<scalar_t, scalar_t> : update<scalar_t, Acc<scalar_t>>;
+    });
+    total += u.n;
+    updates.push_back(u);
+    kept.push_back(std::move(grad));
+  }
+  const c10::IValue rate(lr);
+  const Tensor lr_tensor = rate.isTensor() ? rate.toTensor().to(at::kDouble) : Tensor();
+  const auto pointer = [](const std::optional<Tensor>& x) { return x ? x->const_data_ptr<float>() : nullptr; };
+  launch(current_stream(params[0].get_device()),
+      [updates = std::move(updates), o, number = rate.isDouble() ? rate.toDouble() : 0.0,
+          lr = lr_tensor.defined() ? lr_tensor.const_data_ptr<double>() : nullptr, scale = pointer(grad_scale),
+          inf = pointer(found_inf)] {
+        if (inf && *inf != 0) return;
+        update_all(updates, o, lr ? *lr : number, scale ? static_cast<double>(*scale) : 1.0);
+      });
+  for (const auto& [x, copy] : copies) x.copy_(copy);
 }
 
 } // namespace

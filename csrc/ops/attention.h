@@ -54,6 +54,11 @@ struct Range {
   int64_t size() const { return end - begin; }
 };
 
+// The block-th range of `size` numbers below `end`.
+inline Range block_range(int64_t block, int64_t size, int64_t end) {
+  return {block * size, std::min(end, (block + 1) * size)};
+}
+
 constexpr int64_t kAll = std::numeric_limits<int64_t>::max() / 4; // a window as wide as any tensor
 
 // Dropout of the probabilities. Each has its own number, so backward draws what forward drew.
@@ -536,58 +541,37 @@ template <class T, class P>
 void backward_loop_by(const Scores<T>& s, const Gradients<T>& g) {
   using Work = Backward<T, P>;
   const int64_t kv_heads = s.heads / std::max<int64_t>(s.group, 1), pairs = s.batch * kv_heads;
-  const Range all_keys{0, s.keys}, all_queries{0, s.queries};
-  const auto heads_of = [&](int64_t head) { return Range{head * s.group, (head + 1) * s.group}; };
-  if (pairs >= (at::in_parallel_region() ? 1 : at::get_num_threads())) {
-    at::parallel_for(0, pairs, s.grain(s.queries * s.group, s.keys), [&](int64_t begin, int64_t end) {
-      Work work(s, g, s.keys, s.queries);
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t b = task / kv_heads, head = task % kv_heads;
-        work.take_keys(b, head, all_keys);
-        work.clear_keys();
-        for (int64_t h = heads_of(head).begin; h < heads_of(head).end; ++h) {
-          work.take_queries(b, h, all_queries);
-          work.clear_queries();
-          work.sweep(Work::kOfQueries | Work::kOfKeys);
-          work.write_queries();
-        }
-        work.write_keys();
+  const bool entire = pairs >= (at::in_parallel_region() ? 1 : at::get_num_threads());
+  const int64_t key_step = entire ? s.keys : kBackwardKeys, key_blocks = entire ? 1 : at::divup(s.keys, key_step);
+  at::parallel_for(0, pairs * key_blocks, s.grain(s.queries * s.group, key_step), [&](int64_t begin, int64_t end) {
+    Work work(s, g, key_step, s.queries);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t pair = task / key_blocks, b = pair / kv_heads, head = pair % kv_heads;
+      work.take_keys(b, head, block_range(block_of(task % key_blocks, key_blocks, s.causal()), key_step, s.keys));
+      work.clear_keys();
+      for (int64_t h = head * s.group; h < (head + 1) * s.group; ++h) {
+        work.take_queries(b, h, {0, s.queries});
+        if (entire) work.clear_queries();
+        work.sweep(entire ? Work::kOfQueries | Work::kOfKeys : Work::kOfKeys);
+        if (entire) work.write_queries();
       }
-    });
-  } else {
-    const int64_t key_blocks = at::divup(s.keys, kBackwardKeys), query_blocks = at::divup(s.queries, kQueries);
-    const auto keys_of = [&](int64_t block) {
-      return Range{block * kBackwardKeys, std::min(s.keys, (block + 1) * kBackwardKeys)};
-    };
-    const auto queries_of = [&](int64_t block) {
-      return Range{block * kQueries, std::min(s.queries, (block + 1) * kQueries)};
-    };
-    at::parallel_for(
-        0, pairs * key_blocks, s.grain(s.queries * s.group, kBackwardKeys), [&](int64_t begin, int64_t end) {
-          Work work(s, g, kBackwardKeys, s.queries);
-          for (int64_t task = begin; task < end; ++task) {
-            const int64_t pair = task / key_blocks, b = pair / kv_heads, head = pair % kv_heads;
-            work.take_keys(b, head, keys_of(block_of(task % key_blocks, key_blocks, s.causal())));
-            work.clear_keys();
-            for (int64_t h = heads_of(head).begin; h < heads_of(head).end; ++h) {
-              work.take_queries(b, h, all_queries);
-              work.sweep(Work::kOfKeys);
-            }
-            work.write_keys();
-          }
-        });
-    at::parallel_for(0, s.batch * s.heads * query_blocks, s.grain(kQueries, s.keys), [&](int64_t begin, int64_t end) {
-      Work work(s, g, s.keys, kQueries);
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t b = task / query_blocks / s.heads, h = task / query_blocks % s.heads;
-        work.take_keys(b, h / s.group, all_keys);
-        work.take_queries(b, h, queries_of(block_of(task % query_blocks, query_blocks, s.causal())));
-        work.clear_queries();
-        work.sweep(Work::kOfQueries);
-        work.write_queries();
-      }
-    });
-  }
+      work.write_keys();
+    }
+  });
+  if (entire) return;
+  const int64_t query_blocks = at::divup(s.queries, kQueries);
+  at::parallel_for(0, s.batch * s.heads * query_blocks, s.grain(kQueries, s.keys), [&](int64_t begin, int64_t end) {
+    Work work(s, g, s.keys, kQueries);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t b = task / query_blocks / s.heads, h = task / query_blocks % s.heads;
+      work.take_keys(b, h / s.group, {0, s.keys});
+      work.take_queries(
+          b, h, block_range(block_of(task % query_blocks, query_blocks, s.causal()), kQueries, s.queries));
+      work.clear_queries();
+      work.sweep(Work::kOfQueries);
+      work.write_queries();
+    }
+  });
 }
 
 template <class T>
@@ -604,9 +588,6 @@ void bias_loop(const Scores<T>& s, const Gradients<T>& g, std::array<int64_t, 4>
   };
   const int64_t query_step = ranges(s.queries, shape[2], kQueries), key_step = ranges(s.keys, shape[3], kBackwardKeys);
   const int64_t query_blocks = at::divup(s.queries, query_step), key_blocks = at::divup(s.keys, key_step);
-  const auto range = [](int64_t block, int64_t step, int64_t end) {
-    return Range{block * step, std::min(end, (block + 1) * step)};
-  };
   const auto sharing = [](int64_t index, int64_t own, int64_t all) {
     return own == 1 ? Range{0, all} : Range{index, index + 1};
   };
@@ -620,8 +601,8 @@ void bias_loop(const Scores<T>& s, const Gradients<T>& g, std::array<int64_t, 4>
                   heads = sharing(head % shape[1], shape[1], s.heads);
       for (int64_t b = batches.begin; b < batches.end; ++b) {
         for (int64_t h = heads.begin; h < heads.end; ++h) {
-          work.take_keys(b, h / s.group, range(key_block, key_step, s.keys));
-          work.take_queries(b, h, range(query_block, query_step, s.queries));
+          work.take_keys(b, h / s.group, block_range(key_block, key_step, s.keys));
+          work.take_queries(b, h, block_range(query_block, query_step, s.queries));
           work.sweep(Work::kOfBias);
         }
       }

@@ -176,45 +176,34 @@ Values with_tensors(Values values, const variable_list& tensors) {
   return values;
 }
 
-// Pops the operator's arguments, which are the last values on the stack.
-Values take_arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto first = stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
-  Values arguments(std::make_move_iterator(first), std::make_move_iterator(stack->end()));
-  stack->erase(first, stack->end());
-  return arguments;
-}
-
 // ---- autocast ----
 
-template <Cast policy, c10::DeviceType device>
-void autocast_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  Values arguments = take_arguments(op, stack);
-  at::ScalarType type = policy == Cast::kLower ? at::autocast::get_autocast_dtype(device) : at::kFloat;
-  if constexpr (policy == Cast::kPromote) {
-    std::optional<at::ScalarType> widest;
-    for (const Tensor& x : tensors_of(arguments))
-      if (x.is_floating_point()) widest = c10::promoteTypes(widest.value_or(x.scalar_type()), x.scalar_type());
-    type = widest.value_or(type);
-  }
-  replace_tensors(arguments, [&](const Tensor& x) {
-    if (!x.is_floating_point() || x.scalar_type() == at::kDouble) return x; // autocast leaves float64 alone
-    return at::autocast::cached_cast(type, x, device);
-  });
-  op.callBoxed(&arguments);
-  std::move(arguments.begin(), arguments.end(), std::back_inserter(*stack));
-}
+class Autocast : public c10::OperatorKernel {
+ public:
+  Autocast(Cast policy, c10::DeviceType device) : policy_(policy), device_(device) {}
 
-template <Cast policy>
-void register_policy(torch::Library& m, const char* name) {
-  const auto on = [&](c10::DispatchKey key, auto device) {
-    m.impl(name,
-        torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&autocast_kernel<policy, device.value>>()));
-  };
-  on(c10::DispatchKey::AutocastPrivateUse1, std::integral_constant<c10::DeviceType, at::kPrivateUse1>());
-  on(c10::DispatchKey::AutocastCPU, std::integral_constant<c10::DeviceType, at::kCPU>());
-  on(c10::DispatchKey::AutocastCUDA, std::integral_constant<c10::DeviceType, at::kCUDA>());
-}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
+    Values arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+    at::ScalarType type = policy_ == Cast::kLower ? at::autocast::get_autocast_dtype(device_) : at::kFloat;
+    if (policy_ == Cast::kPromote) {
+      std::optional<at::ScalarType> widest;
+      for (const Tensor& x : tensors_of(arguments))
+        if (x.is_floating_point()) widest = c10::promoteTypes(widest.value_or(x.scalar_type()), x.scalar_type());
+      type = widest.value_or(type);
+    }
+    replace_tensors(arguments, [&](const Tensor& x) {
+      if (!x.is_floating_point() || x.scalar_type() == at::kDouble) return x; // autocast leaves float64 alone
+      return at::autocast::cached_cast(type, x, device_);
+    });
+    op.callBoxed(&arguments);
+    std::move(arguments.begin(), arguments.end(), std::back_inserter(*stack));
+  }
+
+ private:
+  Cast policy_;
+  c10::DeviceType device_;
+};
 
 // ---- second derivatives ----
 
@@ -274,7 +263,7 @@ struct ByReference {
 };
 
 void by_reference_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const Values arguments = take_arguments(op, stack);
+  const Values arguments = torch::jit::pop(*stack, op.schema().arguments().size());
   const variable_list tensors = tensors_of(arguments);
   Values results = arguments;
   if (has_tangent(tensors)) {
@@ -332,15 +321,14 @@ torch::CppFunction count_changes() {
   return torch::CppFunction::makeFromBoxedFunction<&count_changes_kernel>();
 }
 
+torch::CppFunction autocast(Cast policy, c10::DeviceType device) {
+  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Autocast>(policy, device));
+}
+
 void autocast(torch::Library& m, const char* name, Cast policy) {
-  switch (policy) {
-    case Cast::kFloat32:
-      return register_policy<Cast::kFloat32>(m, name);
-    case Cast::kPromote:
-      return register_policy<Cast::kPromote>(m, name);
-    case Cast::kLower:
-      return register_policy<Cast::kLower>(m, name);
-  }
+  for (const auto device : {at::kPrivateUse1, at::kCPU, at::kCUDA})
+    m.impl(name,
+        torch::dispatch(at::autocast::get_autocast_dispatch_key_from_device_type(device), autocast(policy, device)));
 }
 
 torch::CppFunction differentiate_by_reference() {

@@ -88,6 +88,16 @@ constexpr bool is_tensor = std::is_same_v<T, Tensor> || std::is_same_v<T, std::o
 template <class T>
 constexpr bool is_list = !is_tensor<T> && std::is_convertible_v<const T&, at::TensorList>;
 
+// The tensors of an argument; an undefined one if it is not given.
+template <class T>
+at::TensorList tensors_in(const T& value) {
+  if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
+    static const Tensor undefined;
+    return value ? *value : undefined;
+  } else if constexpr (is_tensor<T> || is_list<T>) return value;
+  else return {};
+}
+
 // The arguments of backward: the tensors, including those in lists, and everything else with the lengths of the lists.
 struct Kept {
   template <class... T>
@@ -100,13 +110,10 @@ struct Kept {
  private:
   template <class T>
   void keep(const T& value) {
-    if constexpr (std::is_same_v<T, Tensor>) tensors.push_back(value);
-    else if constexpr (is_tensor<T>) tensors.push_back(value.value_or(Tensor()));
-    else if constexpr (is_list<T>) {
-      const at::TensorList list = value;
-      tensors.insert(tensors.end(), list.begin(), list.end());
-      values.emplace_back(static_cast<int64_t>(list.size()));
-    } else values.emplace_back(value);
+    const at::TensorList list = tensors_in(value);
+    tensors.insert(tensors.end(), list.begin(), list.end());
+    if constexpr (is_list<T>) values.emplace_back(static_cast<int64_t>(list.size()));
+    else if constexpr (!is_tensor<T>) values.emplace_back(value);
   }
 };
 
@@ -147,15 +154,10 @@ const Tensor& not_given();
 template <class... Args>
 variable_list tensors_among(const Args&... args) {
   variable_list out;
-  const auto one = [&]<class Arg>(const Arg& arg) {
-    if constexpr (std::is_same_v<Arg, Tensor>) out.push_back(arg);
-    else if constexpr (is_tensor<Arg>) out.push_back(arg && arg->defined() ? *arg : not_given());
-    else if constexpr (is_list<Arg>) {
-      const at::TensorList list = arg;
-      out.insert(out.end(), list.begin(), list.end());
-    }
+  const auto add = [&](at::TensorList list) {
+    for (const Tensor& x : list) out.push_back(x.defined() ? x : not_given());
   };
-  (one(args), ...);
+  (add(tensors_in(args)), ...);
   return out;
 }
 
@@ -250,12 +252,8 @@ variable_list record(const char* name, const Args&... args) {
 // alias key, and therefore of AutogradCPU.
 template <class Arg>
 bool has_tangent(const Arg& arg) {
-  if constexpr (std::is_same_v<Arg, Tensor>) return arg.defined() && arg._fw_grad(/*level=*/0).defined();
-  else if constexpr (is_tensor<Arg>) return arg && has_tangent(*arg);
-  else if constexpr (is_list<Arg>) {
-    const at::TensorList list = arg;
-    return std::any_of(list.begin(), list.end(), has_tangent<Tensor>);
-  } else return false;
+  return std::ranges::any_of(
+      tensors_in(arg), [](const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); });
 }
 template <class Return, class... Args>
 Return decompose(const c10::TypedOperatorHandle<Return(Args...)>& op, std::type_identity_t<Args>... args) {
@@ -360,12 +358,7 @@ torch::CppFunction differentiate_by_reference();
 // AutogradOther, only if there is something to record or reject.
 template <class Arg>
 bool requires_gradient(const Arg& arg) {
-  if constexpr (std::is_same_v<Arg, Tensor>) return arg.defined() && arg.requires_grad();
-  else if constexpr (is_tensor<Arg>) return arg && requires_gradient(*arg);
-  else if constexpr (is_list<Arg>) {
-    const at::TensorList list = arg;
-    return std::any_of(list.begin(), list.end(), requires_gradient<Tensor>);
-  } else return false;
+  return std::ranges::any_of(tensors_in(arg), [](const Tensor& x) { return x.defined() && x.requires_grad(); });
 }
 template <auto kernel, class Return, class... Args>
 Return kernel_without_derivative(c10::DispatchKeySet keys, Args... args) {
@@ -400,6 +393,8 @@ enum class Cast {
   kPromote, // all to the widest among them
   kLower,   // float32 and half types to autocast's dtype
 };
+// The kernel of a policy for one device.
+torch::CppFunction autocast(Cast policy, c10::DeviceType device);
 // Registers the policy, or a custom kernel, for openreg, cpu and cuda.
 void autocast(torch::Library& m, const char* name, Cast policy);
 template <class F>

@@ -36,13 +36,12 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits_, const Tensor& ta
             t = target.const_data_ptr<int64_t>(), lse = logsumexp.mutable_data_ptr<Acc<T>>(),
             each = losses.mutable_data_ptr<Acc<T>>(), loss = loss.mutable_data_ptr<Acc<T>>()] {
           const int64_t count = count_targets(op, t, rows, n, options.ignore_index);
-          at::parallel_for(0, rows, at::divup(kExpGrain, n), [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) {
-              const T* row = x + i * n;
-              lse[i] = logsumexp_row(row, n);
-              each[i] = t[i] == options.ignore_index ? 0 : cross_entropy_row(options, row, t[i], lse[i], n);
-            }
-          });
+          const auto of_row = [&](int64_t i) {
+            const T* row = x + i * n;
+            lse[i] = logsumexp_row(row, n);
+            each[i] = t[i] == options.ignore_index ? 0 : cross_entropy_row(options, row, t[i], lse[i], n);
+          };
+          parallel_each(rows, n, of_row, kExpGrain);
           if (options.reduction != Reduction::kNone) *loss = reduce_losses(options, each, rows, count);
         });
   });
@@ -88,13 +87,12 @@ Tensor cross_entropy_backward(const std::optional<Tensor>& grad_loss_, const std
             of_lse = grad_logsumexp_ ? grad_logsumexp.const_data_ptr<A>() : nullptr,
             dx = grad_logits.mutable_data_ptr<T>()] {
           const double scale = row_scale(options, count_targets(op, t, rows, n, options.ignore_index));
-          at::parallel_for(0, rows, at::divup(kExpGrain, n), [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) {
-              const bool counts = of_loss != nullptr && t[i] != options.ignore_index;
-              const double g = counts ? scale * of_loss[none ? i : 0] : 0, h = of_lse != nullptr ? of_lse[i] : 0;
-              cross_entropy_backward_row(options, x + i * n, t[i], lse[i], g, h, dx + i * n, n);
-            }
-          });
+          const auto of_row = [&](int64_t i) {
+            const bool counts = of_loss != nullptr && t[i] != options.ignore_index;
+            const double g = counts ? scale * of_loss[none ? i : 0] : 0, h = of_lse != nullptr ? of_lse[i] : 0;
+            cross_entropy_backward_row(options, x + i * n, t[i], lse[i], g, h, dx + i * n, n);
+          };
+          parallel_each(rows, n, of_row, kExpGrain);
         });
   });
   return grad_logits;

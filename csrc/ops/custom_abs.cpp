@@ -95,26 +95,20 @@ Tensor& custom_abs_out(const Tensor& input, Tensor& out) {
 // Graphs hold no writes: each form that writes becomes the form that does not, and its result replaces the tensor that
 // was written to. Torch does this automatically for an operator that returns nothing, but these return their argument.
 Tensor& write_functional(const Tensor& input, Tensor& out) {
-  const auto& op = ops::op<custom_abs>();
   namespace functional = at::functionalization::impl;
-  const auto result_of = [&op](const Tensor& x) {
-    at::AutoDispatchSkipFunctionalize below;
-    return op.call(x);
-  };
-  if (!functional::isFunctionalTensor(out)) {
-    TORCH_CHECK(!functional::isFunctionalTensor(input),
-        "custom_abs: out is a constant of the graph that is being traced, "
-        "and input is not; make out inside the traced function, or pass it in");
-    at::AutoDispatchSkipFunctionalize below;
-    return out.copy_(op.call(input));
-  }
-  Tensor x = input;
-  if (functional::isFunctionalTensor(input)) {
-    functional::sync(input);
-    x = functional::from_functional_tensor(input);
-  }
+  const bool constant = !functional::isFunctionalTensor(out);
+  TORCH_CHECK(!constant || !functional::isFunctionalTensor(input),
+      "custom_abs: out is a constant of the graph that is being traced, "
+      "and input is not; make out inside the traced function, or pass it in");
+  functional::sync(input);
   functional::sync(out);
-  functional::replace_(out, result_of(x));
+  Tensor result;
+  {
+    at::AutoDispatchSkipFunctionalize below;
+    result = op<custom_abs>().call(functional::from_functional_tensor(input, /*assert_functional=*/false));
+    if (constant) return out.copy_(result);
+  }
+  functional::replace_(out, result);
   functional::commit_update(out);
   functional::sync(out);
   return out;

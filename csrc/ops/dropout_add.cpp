@@ -38,20 +38,18 @@ void multiply_add_block(const T* x, const uint8_t* mask, Acc<T> scale, const T* 
 // Calls f(begin, count) for the blocks of n elements, in parallel; the last may be shorter than kBlock.
 template <class F>
 void for_each_block(int64_t n, F f) {
-  at::parallel_for(0, at::divup(n, kBlock), kGrain / kBlock / 4, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) f(block, std::min(kBlock, n - block * kBlock));
-  });
+  parallel_each(
+      at::divup(n, kBlock), 4 * kBlock, [&](int64_t block) { f(block, std::min(kBlock, n - block * kBlock)); });
 }
 
 // multiply_add_block of the first `count` elements.
 template <class T>
 void multiply_add(const T* x, const uint8_t* mask, Acc<T> scale, const T* residual, T* out, int64_t count) {
   if (count == kBlock) return multiply_add_block(x, mask, scale, residual, out);
-  T in[2][kBlock] = {}, result[kBlock];
-  std::copy_n(x, count, in[0]);
-  if (residual) std::copy_n(residual, count, in[1]);
-  multiply_add_block(in[0], mask, scale, residual ? in[1] : nullptr, result);
-  std::copy_n(result, count, out);
+  const auto block = [scale](const T* x, const uint8_t* mask, const T* residual, T* out) {
+    multiply_add_block(x, mask, scale, residual, out);
+  };
+  on_copies<kBlock>(count, block, x, mask, residual, out);
 }
 
 void check_probability(const char* op, double p) {

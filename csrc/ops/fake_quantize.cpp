@@ -60,11 +60,9 @@ struct Pieces {
   // f(piece, channel, first element, elements)
   template <class F>
   void each(const F& f) const {
-    at::parallel_for(0, count(), at::divup(kGrain, std::min(inner, kLength) + 1), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = i / in_row(), first = i % in_row() * kLength;
-        f(i, row % channels, row * inner + first, std::min(kLength, inner - first));
-      }
+    parallel_each(count(), std::min(inner, kLength), [&](int64_t i) {
+      const int64_t row = i / in_row(), first = i % in_row() * kLength;
+      f(i, row % channels, row * inner + first, std::min(kLength, inner - first));
     });
   }
 };

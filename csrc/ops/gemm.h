@@ -274,7 +274,10 @@ inline void transpose(const c10::BFloat16* x, int64_t row, int64_t m, int64_t n,
 
 // Releases the state that the processor's matrix unit holds for this thread.
 struct Pairs {
-  ~Pairs() { at::native::cpublas::brgemm_release(true); }
+  bool used = true;
+  ~Pairs() {
+    if (used) at::native::cpublas::brgemm_release(true);
+  }
 };
 
 // ---- either, for loops over blocks ----

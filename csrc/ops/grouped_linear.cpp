@@ -207,28 +207,6 @@ void for_each_tile(const std::vector<Tile>& tiles, int64_t depth, const F& f) {
 
 // ---- groups ----
 
-// The row of x with which each group begins, and the number of rows; or the error in the sizes.
-struct Groups {
-  std::vector<int64_t> first;
-  int64_t negative = -1; // the first group of negative size
-  int64_t sum = 0;       // or INT64_MAX
-};
-
-Groups groups_of(const int64_t* sizes, int64_t n) {
-  Groups out;
-  out.first.assign(1, 0);
-  for (int64_t e = 0; e < n; ++e) {
-    if (sizes[e] < 0) {
-      out.negative = e;
-      out.sum = sizes[e];
-      return out;
-    }
-    if (__builtin_add_overflow(out.sum, sizes[e], &out.sum)) out.sum = std::numeric_limits<int64_t>::max();
-    out.first.push_back(out.sum);
-  }
-  return out;
-}
-
 // The row of x with which each group begins, and the number of rows. Read when the operator is called, so that it can
 // reject wrong sizes; in a graph, read by each replay.
 class FirstRows {
@@ -242,12 +220,16 @@ class FirstRows {
 
  private:
   std::vector<int64_t> read() const {
-    const Groups groups = groups_of(sizes_, n_);
-    TORCH_CHECK(groups.negative < 0, op_, ": expected group_sizes of at least 0, but got ", groups.sum, " for group ",
-        groups.negative);
-    TORCH_CHECK(groups.sum == rows_, op_, ": expected group_sizes that sum to ", rows_,
-        ", the rows of x, but got a sum of ", groups.sum);
-    return groups.first;
+    std::vector<int64_t> first(1, 0);
+    int64_t sum = 0; // or INT64_MAX
+    for (int64_t e = 0; e < n_; ++e) {
+      TORCH_CHECK(sizes_[e] >= 0, op_, ": expected group_sizes of at least 0, but got ", sizes_[e], " for group ", e);
+      if (__builtin_add_overflow(sum, sizes_[e], &sum)) sum = std::numeric_limits<int64_t>::max();
+      first.push_back(sum);
+    }
+    TORCH_CHECK(
+        sum == rows_, op_, ": expected group_sizes that sum to ", rows_, ", the rows of x, but got a sum of ", sum);
+    return first;
   }
 
   const char* op_;
@@ -387,12 +369,10 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
       launch(stream, [=] {
         const auto first = read();
         const int64_t chunks = at::divup(out, kSumColumns<T>), rows = first.back() / groups + 1;
-        at::parallel_for(0, groups * chunks, at::divup(kGrain, kSumColumns<T> * rows), [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            const int64_t e = i / chunks, column = i % chunks * kSumColumns<T>;
-            sum_rows(dy.data + first[e] * out + column, first[e + 1] - first[e], out,
-                std::min(kSumColumns<T>, out - column), db[e] + column);
-          }
+        parallel_each(groups * chunks, kSumColumns<T> * rows, [&](int64_t i) {
+          const int64_t e = i / chunks, column = i % chunks * kSumColumns<T>;
+          sum_rows(dy.data + first[e] * out + column, first[e + 1] - first[e], out,
+              std::min(kSumColumns<T>, out - column), db[e] + column);
         });
       });
   });

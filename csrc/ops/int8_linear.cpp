@@ -82,9 +82,8 @@ Tensor int8_linear(
         [=, total = total.const_data_ptr<int32_t>(), scale = scale.const_data_ptr<float>(),
             weight_scale = weight_scale.const_data_ptr<Acc<T>>(),
             bias = bias.defined() ? bias.const_data_ptr<Acc<T>>() : nullptr, y = y.mutable_data_ptr<T>()] {
-          at::parallel_for(0, rows, at::divup(kGrain, n + 1), [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) scale_row(total + i * n, scale[i], weight_scale, bias, y + i * n, n);
-          });
+          parallel_each(
+              rows, n, [&](int64_t i) { scale_row(total + i * n, scale[i], weight_scale, bias, y + i * n, n); });
         });
   });
   return y;

@@ -17,21 +17,18 @@
 namespace openreg::ops {
 namespace {
 
-// The first invalid slot: past the end at `position`, or already given at `first`.
-struct Refused {
-  int64_t slot, position = -1, first = -1;
-};
-
-Refused check_slots(const int64_t* slots, int64_t n, int64_t num_slots) {
+void check_slots(const char* op, const int64_t* slots, int64_t n, int64_t num_slots) {
   bool ascending = true; // like the slots of a prompt; then no slot repeats
   int64_t last = -1;
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] < 0) continue;
-    if (slots[i] >= num_slots) return {slots[i], i};
+    TORCH_CHECK_INDEX(slots[i] < num_slots, op, ": expected slots below ", num_slots,
+        ", the number of slots in k_cache, but got slot ", slots[i], " at position ", i,
+        "; give -1 to skip a position");
     ascending &= slots[i] > last;
     last = slots[i];
   }
-  if (ascending) return {};
+  if (ascending) return;
   std::vector<std::pair<int64_t, int64_t>> order; // slot, position
   order.reserve(n);
   for (int64_t i = 0; i < n; ++i)
@@ -39,8 +36,8 @@ Refused check_slots(const int64_t* slots, int64_t n, int64_t num_slots) {
   std::sort(order.begin(), order.end());
   const auto twice =
       std::adjacent_find(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first == b.first; });
-  if (twice == order.end()) return {};
-  return {twice->first, std::next(twice)->second, twice->second};
+  TORCH_CHECK_INDEX(twice == order.end(), op, ": expected slots without repetition, but got slot ", twice->first,
+      " at positions ", twice->second, " and ", std::next(twice)->second, "; give -1 to skip a position");
 }
 
 // A row of a cache, with any strides, and the contiguous row that goes there.
@@ -123,24 +120,15 @@ void write_rows(const char* op, const Tensor& k_cache, const Tensor& v_cache, co
   const Stream stream = current_stream(k_cache.get_device());
   const int64_t n = slots.numel();
   const auto* slot = slots.const_data_ptr<int64_t>();
-  const auto check = [op, slot, n, slots = k_cache.size(0)] {
-    const Refused refused = check_slots(slot, n, slots);
-    TORCH_CHECK_INDEX(refused.position < 0 || refused.first >= 0, op, ": expected slots below ", slots,
-        ", the number of slots in k_cache, but got slot ", refused.slot, " at position ", refused.position,
-        "; give -1 to skip a position");
-    TORCH_CHECK_INDEX(refused.position < 0, op, ": expected slots without repetition, but got slot ", refused.slot,
-        " at positions ", refused.first, " and ", refused.position, "; give -1 to skip a position");
-  };
+  const auto check = [op, slot, n, slots = k_cache.size(0)] { check_slots(op, slot, n, slots); };
   const bool later = capturing(stream.device); // each replay reads its slots
   if (!later) run(stream, check);
   launch(stream, [check, later, n, slot, k = CacheRows(k_cache, k), v = CacheRows(v_cache, v)] {
     if (later) check();
-    at::parallel_for(0, n, at::divup(kGrain * 4, k.bytes() + v.bytes() + 1), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if (slot[i] < 0) continue;
-        k.write(slot[i], i);
-        v.write(slot[i], i);
-      }
+    parallel_each(n, (k.bytes() + v.bytes()) / 4, [&](int64_t i) {
+      if (slot[i] < 0) return;
+      k.write(slot[i], i);
+      v.write(slot[i], i);
     });
   });
 }

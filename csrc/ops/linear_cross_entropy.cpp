@@ -84,10 +84,8 @@ class Chunk {
       if (out_.x != nullptr) multiply_by_weight(v, end);
     }
     if (out_.x == nullptr) return;
-    split(n_, in_.width, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t)
-        narrow(grad_x_ + t * in_.width, A(1), in_.width, out_.x + rows_[t] * in_.width, 1);
-    });
+    parallel_each(n_, in_.width,
+        [&](int64_t t) { narrow(grad_x_ + t * in_.width, A(1), in_.width, out_.x + rows_[t] * in_.width, 1); });
   }
 
  private:
@@ -127,16 +125,15 @@ class Chunk {
   void take_pairs() {
     const int64_t width = in_.width, rows = padded<A>(n_), panel = kPanel<A>;
     Pair* x = halves(x_);
-    split(rows / panel, panel * width, [&](int64_t first, int64_t last) {
-      for (int64_t t = first * panel; t < last * panel; ++t) {
+    parallel_each(rows / panel, panel * width, [&](int64_t p) {
+      const int64_t first = p * panel;
+      for (int64_t t = first; t < first + panel; ++t) {
         if (t < n_) std::copy_n(in_.x + rows_[t] * width, width, x + t * width);
         else std::fill_n(x + t * width, width, Pair(0.f));
       }
-      for (int64_t t = first * panel; t < last * panel; t += panel) {
-        pack_pairs(x + t * width, 1, width, width, panel, halves(x_columns_) + 2 * t, rows);
-        if (out_.weight != nullptr)
-          pack_pairs(x + t * width, width, 1, panel, width, halves(x_rows_) + t * width, width);
-      }
+      pack_pairs(x + first * width, 1, width, width, panel, halves(x_columns_) + 2 * first, rows);
+      if (out_.weight != nullptr)
+        pack_pairs(x + first * width, width, 1, panel, width, halves(x_rows_) + first * width, width);
     });
   }
 
@@ -144,18 +141,16 @@ class Chunk {
     constexpr int64_t panel = kPanel<A>;
     if constexpr (kHasPairs)
       if (pairs_) return take_pairs();
-    split(n_, in_.width, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) widen(in_.x + rows_[t] * in_.width, 1, in_.width, x_ + t * in_.width);
-    });
-    split(at::divup(n_, panel), panel * in_.width, [&](int64_t begin, int64_t end) {
-      for (int64_t p = begin * panel; p < end * panel; p += panel)
-        pack(x_ + p * in_.width, 1, in_.width, in_.width, std::min(panel, n_ - p), x_columns_ + p * in_.width,
-            in_.width);
+    const int64_t width = in_.width;
+    parallel_each(n_, width, [&](int64_t t) { widen(in_.x + rows_[t] * width, 1, width, x_ + t * width); });
+    parallel_each(at::divup(n_, panel), panel * width, [&](int64_t p) {
+      const int64_t t = p * panel;
+      pack(x_ + t * width, 1, width, width, std::min(panel, n_ - t), x_columns_ + t * width, width);
     });
     if (out_.weight == nullptr) return;
-    split(at::divup(in_.width, panel), panel * n_, [&](int64_t begin, int64_t end) {
-      for (int64_t p = begin * panel; p < end * panel; p += panel)
-        pack(x_ + p, in_.width, 1, n_, std::min(panel, in_.width - p), x_rows_ + p * n_, n_);
+    parallel_each(at::divup(width, panel), panel * n_, [&](int64_t p) {
+      const int64_t column = p * panel;
+      pack(x_ + column, width, 1, n_, std::min(panel, width - column), x_rows_ + column * n_, n_);
     });
   }
 
@@ -172,8 +167,7 @@ class Chunk {
   void exponentials(int64_t first, int64_t last) {
     const int64_t weight_row = in_.width + kPanel<A>; // not a power of 2
     Scratch<A> weight(pairs_ ? 0 : kClasses * weight_row), own(gradients_ ? 0 : kClasses * row_);
-    std::optional<Pairs> pairs;
-    if (pairs_) pairs.emplace();
+    const Pairs pairs{pairs_};
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t begin = tile * kClasses, end = std::min(begin + kClasses, in_.classes), m = end - begin;
       A* logits = gradients_ ? logits_ + begin * row_ : static_cast<A*>(own);
@@ -249,8 +243,7 @@ class Chunk {
   void gradients_of_logits(int64_t first, int64_t last) {
     Scratch<A> by(row_);
     Scratch<Pair> rounded(pairs_ ? kClasses * row_ : 0);
-    std::optional<Pairs> pairs;
-    if (pairs_) pairs.emplace();
+    const Pairs pairs{pairs_};
     for (int64_t tile = first; tile < last; ++tile) {
       const int64_t begin = tile * kClasses, end = std::min(begin + kClasses, in_.classes), m = end - begin;
       A *logits = logits_ + begin * row_, *max = tile_max_ + tile * row_;
@@ -287,41 +280,32 @@ class Chunk {
           in_.width, !first_);
   }
 
-  // multiply_by_weight() of pairs.
-  void multiply_by_pairs_of_weight(int64_t begin, int64_t end) {
-    const int64_t blocks = at::divup(in_.width, kColumns<A>), panels = padded<A>(n_) / kPanel<A>;
-    const int64_t parts = std::min(at::divup(at::get_num_threads(), blocks), panels),
-                  depth = at::divup(end - begin, 2) * 2;
-    split(blocks * parts, kColumns<A> * n_ / parts * depth, [&](int64_t first, int64_t last) {
-      Scratch<Pair> weight(depth * kColumns<A>);
-      const Pairs pairs;
-      for (int64_t task = first; task < last; ++task) {
-        const int64_t column = task / parts * kColumns<A>, columns = std::min(kColumns<A>, in_.width - column);
-        const int64_t row = task % parts * panels / parts * kPanel<A>,
-                      rows = (task % parts + 1) * panels / parts * kPanel<A> - row;
-        pack_pairs(in_.weight + begin * in_.width + column, in_.width, 1, end - begin, columns, weight, columns);
-        gemm_pairs(rows, columns, depth, halves(by_row_) + row * kBlockRow, kBlockRow, weight, columns,
-            grad_x_ + row * in_.width + column, in_.width, begin > 0);
-      }
-    });
-  }
-
   // grad_x (+)= gradients of the logits of classes [begin, end) times their weights.
   void multiply_by_weight(int64_t begin, int64_t end) {
-    if constexpr (kHasPairs)
-      if (pairs_) return multiply_by_pairs_of_weight(begin, end);
-    const int64_t blocks = at::divup(in_.width, kColumns<A>);
-    const int64_t parts = std::min(at::divup(at::get_num_threads(), blocks), at::divup(n_, kTile));
+    // Threads share blocks of columns and, of those, rows; pairs are multiplied with whole panels of rows.
+    const int64_t unit = pairs_ ? kPanel<A> : 1, units = at::divup(n_, unit);
+    const int64_t blocks = at::divup(in_.width, kColumns<A>), pair_depth = at::divup(end - begin, 2) * 2;
+    const int64_t parts = std::min(at::divup(at::get_num_threads(), blocks), at::divup(n_, pairs_ ? unit : kTile));
     split(blocks * parts, kColumns<A> * n_ / parts * (end - begin), [&](int64_t first, int64_t last) {
-      Scratch<A> weight(kDepth * kColumns<A>);
+      Scratch<A> weight((pairs_ ? pair_depth / 2 : kDepth) * kColumns<A>);
+      const Pairs pairs{pairs_};
       for (int64_t task = first; task < last; ++task) {
         const int64_t column = task / parts * kColumns<A>, columns = std::min(kColumns<A>, in_.width - column);
-        const int64_t row = task % parts * n_ / parts, rows = (task % parts + 1) * n_ / parts - row;
+        const int64_t row = task % parts * units / parts * unit, rows = (task % parts + 1) * units / parts * unit - row;
+        A* to = grad_x_ + row * in_.width + column;
+        if constexpr (kHasPairs) {
+          if (pairs_) {
+            pack_pairs(
+                in_.weight + begin * in_.width + column, in_.width, 1, end - begin, columns, halves(weight), columns);
+            gemm_pairs(rows, columns, pair_depth, halves(by_row_) + row * kBlockRow, kBlockRow, halves(weight), columns,
+                to, in_.width, begin > 0);
+            continue;
+          }
+        }
         for (int64_t v = begin; v < end; v += kDepth) {
           const int64_t depth = std::min(kDepth, end - v);
           pack(in_.weight + v * in_.width + column, in_.width, 1, depth, columns, weight, depth);
-          gemm<A>(rows, columns, depth, logits_ + v * row_ + row, 1, row_, weight, depth,
-              grad_x_ + row * in_.width + column, in_.width, v > 0);
+          gemm<A>(rows, columns, depth, logits_ + v * row_ + row, 1, row_, weight, depth, to, in_.width, v > 0);
         }
       }
     });

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -17,6 +18,14 @@ namespace openreg::ops {
 constexpr int64_t kGrain = 32768;
 // exp takes about ten times as long as an addition, for which torch's grain size is chosen.
 constexpr int64_t kExpGrain = kGrain / 8;
+
+// f(i) for each i < count, on several threads if there are enough of them; each processes `size` elements.
+template <class F>
+void parallel_each(int64_t count, int64_t size, const F& f, int64_t grain = kGrain) {
+  at::parallel_for(0, count, at::divup(grain, size + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i);
+  });
+}
 
 // The type that a kernel computes and accumulates in: float for the half types, else T.
 template <class T>
@@ -124,6 +133,21 @@ C10_ALWAYS_INLINE Chunk<T> for_each(F f, const C&... chunks) {
   else return {f(chunks[0]...), f(chunks[1]...)};
 }
 
+// f(p...) of `count` elements, fewer than the chunk that f takes: on copies, filled up with zeros. What f writes is
+// copied back. A null pointer stays null.
+template <int64_t chunk, class F, class... P>
+void on_copies(int64_t count, F f, P*... p) {
+  const auto back = [count]<class Element>(const auto& copy, Element* to) {
+    if constexpr (!std::is_const_v<Element>)
+      if (to != nullptr) std::copy_n(copy.data(), count, to);
+  };
+  [&](std::array<std::remove_const_t<P>, static_cast<size_t>(chunk)>... copy) {
+    ((p == nullptr ? nullptr : std::copy_n(p, count, copy.data())), ...);
+    f((p == nullptr ? nullptr : copy.data())...);
+    (back(copy, p), ...);
+  }(std::array<std::remove_const_t<P>, static_cast<size_t>(chunk)>{}...);
+}
+
 // y[i] = f(a[i], b[i], …) for i < n. y may be one of the others.
 template <class T, class F, class... P>
 void map(F f, T* y, int64_t n, const P*... a) {
@@ -138,53 +162,44 @@ void map(F f, T* y, int64_t n, const P*... a) {
   pack<T>(for_each<T>(f, rest(a)...)).store(y + i, static_cast<int>(n - i));
 }
 
-// Sum of f(a[i], b[i], …) over i < n. Vectors within a block, double between blocks: the error does
-// not grow with n.
-template <class T, class F, class... P>
-double sum(int64_t n, F f, const P*... a) {
-  constexpr int64_t lanes = kLanes<T>, block = 512 * lanes;
-  double total = 0;
-  for (int64_t begin = 0; begin < n; begin += block) {
-    const int64_t end = std::min(n, begin + block);
-    Vec<T> part[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)}; // four, because an addition takes four cycles
-    int64_t i = begin;
-    for (; i + 4 * lanes <= end; i += 4 * lanes) {
-#pragma GCC unroll 4
-      for (int64_t k = 0; k < 4; k += kChunk<T> / lanes) {
-        const auto chunk = for_each<T>(f, read_chunk(a + i + k * lanes)...);
-        part[k] = part[k] + chunk.front();
-        if constexpr (chunk.size() > 1) part[k + 1] = part[k + 1] + chunk.back();
-      }
-    }
-    for (; i + lanes <= end; i += lanes) part[0] = part[0] + f(read(a + i)...);
-    if (i < end) part[1] = part[1] + Vec<T>::set(Vec<T>(0), f(read(a + i, end - i)...), end - i);
-    Acc<T> out[lanes];
-    ((part[0] + part[1]) + (part[2] + part[3])).store(out);
-    for (const Acc<T> lane : out) total += lane;
-  }
-  return total;
-}
-
-// The largest of n elements; -inf if there are none, NaN if any element is NaN.
-template <class T>
-Acc<T> max_of(const T* x, int64_t n) {
-  using V = Vec<T>;
+// f(a[i], b[i], …) of all i < n, combined: lane by lane, beginning with `start`.
+template <class T, class Combine, class F, class... P>
+C10_ALWAYS_INLINE Vec<T> reduce(int64_t n, Vec<T> start, Combine combine, F f, const P*... a) {
   constexpr int64_t lanes = kLanes<T>;
-  const V least(-std::numeric_limits<Acc<T>>::infinity());
-  V part[4] = {least, least, least, least};
+  Vec<T> part[4] = {start, start, start, start}; // four, because an addition or a maximum takes four cycles
   int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes) {
 #pragma GCC unroll 4
     for (int64_t k = 0; k < 4; k += kChunk<T> / lanes) {
-      const auto chunk = read_chunk(x + i + k * lanes);
-      part[k] = at::vec::maximum(part[k], chunk.front());
-      if constexpr (chunk.size() > 1) part[k + 1] = at::vec::maximum(part[k + 1], chunk.back());
+      const auto chunk = for_each<T>(f, read_chunk(a + i + k * lanes)...);
+      part[k] = combine(part[k], chunk.front());
+      if constexpr (chunk.size() > 1) part[k + 1] = combine(part[k + 1], chunk.back());
     }
   }
-  for (; i + lanes <= n; i += lanes) part[0] = at::vec::maximum(part[0], read(x + i));
-  if (i < n) part[1] = at::vec::maximum(part[1], V::set(least, read(x + i, n - i), n - i));
-  return at::vec::vec_reduce_all<Acc<T>>([](V a, V b) { return at::vec::maximum(a, b); },
-      at::vec::maximum(at::vec::maximum(part[0], part[1]), at::vec::maximum(part[2], part[3])));
+  for (; i + lanes <= n; i += lanes) part[0] = combine(part[0], f(read(a + i)...));
+  if (i < n) part[1] = combine(part[1], Vec<T>::set(start, f(read(a + i, n - i)...), n - i));
+  return combine(combine(part[0], part[1]), combine(part[2], part[3]));
+}
+
+// Sum of f(a[i], b[i], …) over i < n. Vectors within a block, double between blocks: the error does
+// not grow with n.
+template <class T, class F, class... P>
+double sum(int64_t n, F f, const P*... a) {
+  constexpr int64_t block = 512 * kLanes<T>;
+  double total = 0;
+  for (int64_t i = 0; i < n; i += block) {
+    Acc<T> lanes[kLanes<T>];
+    reduce<T>(std::min(block, n - i), Vec<T>(0), std::plus<>(), f, (a + i)...).store(lanes);
+    for (const Acc<T> lane : lanes) total += lane;
+  }
+  return total;
+}
+
+// The largest f(x[i]) of n elements; `least` if there are none, NaN if any is NaN.
+template <class T, class F = std::identity>
+Acc<T> max_of(const T* x, int64_t n, F f = {}, Acc<T> least = -std::numeric_limits<Acc<T>>::infinity()) {
+  const auto larger = [](Vec<T> a, Vec<T> b) { return at::vec::maximum(a, b); };
+  return at::vec::vec_reduce_all<Acc<T>>(larger, reduce<T>(n, Vec<T>(least), larger, f, x));
 }
 
 } // namespace openreg::ops

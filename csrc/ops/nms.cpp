@@ -148,22 +148,9 @@ Tensor nms(const Tensor& boxes_, const Tensor& scores_, double iou_threshold) {
 
 // ---- autograd: the result is integers, which have no derivative on any path ----
 
-constexpr char kOurs[] = "openreg::nms", kTorchvision[] = "torchvision::nms";
-
-template <const char* name>
-Tensor nms_autograd(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  static const auto op = find<decltype(nms)>(name);
+void nms_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(boxes, scores, iou_threshold);
-}
-
-// ---- autocast for torchvision's name: float32, as torchvision does on its devices ----
-
-Tensor torchvision_autocast(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  static const auto op = find<decltype(nms)>(kTorchvision);
-  c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
-  const auto wide = [](const Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); };
-  return op.call(wide(boxes), wide(scores), iou_threshold);
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
 } // namespace
@@ -180,16 +167,16 @@ TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
   m.impl("nms", nms);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
-  m.impl("nms", nms_autograd<kOurs>);
+  m.impl("nms", torch::CppFunction::makeFromBoxedFunction<&nms_autograd>());
 }
 TORCH_LIBRARY_IMPL(torchvision, PrivateUse1, m) {
   m.impl("nms", nms);
 }
 TORCH_LIBRARY_IMPL(torchvision, AutogradPrivateUse1, m) {
-  m.impl("nms", nms_autograd<kTorchvision>);
+  m.impl("nms", torch::CppFunction::makeFromBoxedFunction<&nms_autograd>());
 }
 TORCH_LIBRARY_IMPL(torchvision, AutocastPrivateUse1, m) {
-  m.impl("nms", torchvision_autocast);
+  m.impl("nms", autocast(Cast::kFloat32, at::kPrivateUse1)); // as torchvision does on its devices
 }
 
 } // namespace openreg::ops

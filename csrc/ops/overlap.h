@@ -9,6 +9,7 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace openreg::ops {
@@ -22,32 +23,23 @@ class Sums {
  public:
   // Adds the term stride * k, first <= k <= last.
   void add(int64_t stride, int64_t first, int64_t last) {
-    if (first == last && first == 0) return;
+    if (stride == 0 || (first == 0 && last == 0)) return;
     if (stride < 0) {
       stride = -stride;
-      std::swap(first, last);
-      first = -first;
-      last = -last;
+      first = -std::exchange(last, -first);
     }
-    terms_.push_back({stride, first, last});
+    const auto same = std::ranges::find(terms_, stride, &Term::stride);
+    if (same == terms_.end()) return terms_.push_back({stride, first, last});
+    same->first += first;
+    same->last += last;
   }
-  // The addresses of a tensor's bytes, counted backward if `sign` is -1.
+  // The addresses of a tensor's bytes, counted backward if `sign` is -1. The tensor has elements.
   void add(const at::Tensor& x, int64_t sign) {
-    for (int64_t d = 0; d < x.dim(); ++d) add_between(sign * x.stride(d) * x.element_size(), x.size(d) - 1);
-    add_between(sign, x.element_size() - 1);
+    for (int64_t d = 0; d < x.dim(); ++d) add(sign * x.stride(d) * x.element_size(), 0, x.size(d) - 1);
+    add(sign, 0, x.element_size() - 1);
   }
   bool reach(int64_t target) {
     std::sort(terms_.begin(), terms_.end(), [](const Term& a, const Term& b) { return a.stride > b.stride; });
-    std::vector<Term> merged;
-    for (const Term& term : terms_) {
-      if (merged.empty() || merged.back().stride != term.stride) {
-        merged.push_back(term);
-      } else {
-        merged.back().first += term.first;
-        merged.back().last += term.last;
-      }
-    }
-    terms_ = std::move(merged);
     least_.assign(terms_.size() + 1, 0);
     most_.assign(terms_.size() + 1, 0);
     for (size_t i = terms_.size(); i-- > 0;) {
@@ -64,9 +56,6 @@ class Sums {
   };
   static constexpr int64_t kMostSteps = 100'000;
 
-  void add_between(int64_t stride, int64_t last) {
-    if (last > 0 && stride != 0) add(stride, 0, last);
-  }
   static int64_t floor_divide(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
   bool reach(size_t i, int64_t target) {
@@ -94,8 +83,7 @@ inline bool overlaps_itself(const at::Tensor& x) {
     Sums between;
     const int64_t item = x.element_size();
     between.add(x.stride(d) * item, 1, x.size(d) - 1);
-    for (int64_t e = d + 1; e < x.dim(); ++e)
-      if (x.size(e) > 1 && x.stride(e) != 0) between.add(x.stride(e) * item, 1 - x.size(e), x.size(e) - 1);
+    for (int64_t e = d + 1; e < x.dim(); ++e) between.add(x.stride(e) * item, 1 - x.size(e), x.size(e) - 1);
     between.add(1, 1 - item, item - 1);
     if (between.reach(0)) return true;
   }

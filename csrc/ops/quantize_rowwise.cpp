@@ -10,28 +10,11 @@
 namespace openreg::ops {
 namespace {
 
-// The largest absolute value of a row; 0 if the row is empty, NaN if any element is NaN.
-template <class T>
-Acc<T> largest(const T* x, int64_t n) {
-  constexpr int64_t lanes = kLanes<T>;
-  Vec<T> most[4] = {Vec<T>(0), Vec<T>(0), Vec<T>(0), Vec<T>(0)}; // four, because a maximum takes several cycles
-  int64_t i = 0;
-  for (; i + 4 * lanes <= n; i += 4 * lanes)
-    for (int64_t k = 0; k < 4; ++k) most[k] = at::vec::maximum(most[k], read(x + i + k * lanes).abs());
-  for (; i + lanes <= n; i += lanes) most[0] = at::vec::maximum(most[0], read(x + i).abs());
-  if (i < n) most[0] = at::vec::maximum(most[0], read(x + i, n - i).abs());
-  Acc<T> out[lanes], result = 0;
-  at::vec::maximum(at::vec::maximum(most[0], most[1]), at::vec::maximum(most[2], most[3])).store(out);
-  for (const Acc<T> lane : out)
-    if (lane > result || lane != lane) result = lane; // no number is greater than a NaN
-  return result;
-}
-
 // One row of n elements; returns scale.
 template <class T>
 float quantize_row(const T* x, int8_t* q, int64_t n) {
   constexpr int64_t lanes = kLanes<T>;
-  const auto scale = static_cast<float>(largest(x, n) / 127);
+  const auto scale = static_cast<float>(max_of(x, n, [](Vec<T> x) { return x.abs(); }, 0) / 127);
   if (!(scale > 0) || std::isinf(scale)) {
     std::fill_n(q, n, int8_t{0});
     return scale;
@@ -40,11 +23,8 @@ float quantize_row(const T* x, int8_t* q, int64_t n) {
   const auto quantized = [=](Vec<T> x) { return at::vec::clamp(x / step, least, most); };
   int64_t i = 0;
   for (; i + lanes <= n; i += lanes) write_bytes<T>(quantized(read(x + i)), q + i);
-  if (i < n) {
-    int8_t last[lanes];
-    write_bytes<T>(quantized(read(x + i, n - i)), last);
-    std::copy_n(last, n - i, q + i);
-  }
+  if (i < n)
+    on_copies<lanes>(n - i, [&](const T* x, int8_t* q) { write_bytes<T>(quantized(read(x)), q); }, x + i, q + i);
   return scale;
 }
 
@@ -60,13 +40,7 @@ void dequantize_row(const int8_t* q, float scale, T* y, int64_t n) {
   };
   int64_t i = 0;
   for (; i + chunk <= n; i += chunk) one_chunk(q + i, y + i);
-  if (i < n) {
-    int8_t in[chunk] = {};
-    T out[chunk];
-    std::copy(q + i, q + n, in);
-    one_chunk(in, out);
-    std::copy_n(out, n - i, y + i);
-  }
+  if (i < n) on_copies<chunk>(n - i, one_chunk, q + i, y + i);
 }
 
 void check_quantize_rowwise(const char* op, const Tensor& x) {
@@ -85,9 +59,7 @@ std::tuple<Tensor, Tensor> quantize_rowwise(const Tensor& x_) {
     launch(current_stream(x.get_device()),
         [n = x.size(-1), rows = scale.numel(), x = x.const_data_ptr<T>(), q = q.mutable_data_ptr<int8_t>(),
             scale = scale.mutable_data_ptr<float>()] {
-          at::parallel_for(0, rows, at::divup(kGrain, n + 1), [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) scale[i] = quantize_row(x + i * n, q + i * n, n);
-          });
+          parallel_each(rows, n, [&](int64_t i) { scale[i] = quantize_row(x + i * n, q + i * n, n); });
         });
   });
   return {q, scale};
@@ -118,9 +90,7 @@ Tensor dequantize_rowwise(const Tensor& q_, const Tensor& scale_, std::optional<
     launch(current_stream(q.get_device()),
         [n = q.size(-1), rows = scale.numel(), q = q.const_data_ptr<int8_t>(), scale = scale.const_data_ptr<float>(),
             y = y.mutable_data_ptr<T>()] {
-          at::parallel_for(0, rows, at::divup(kGrain, n + 1), [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) dequantize_row(q + i * n, scale[i], y + i * n, n);
-          });
+          parallel_each(rows, n, [&](int64_t i) { dequantize_row(q + i * n, scale[i], y + i * n, n); });
         });
   });
   return y;

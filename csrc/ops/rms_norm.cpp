@@ -8,26 +8,6 @@
 namespace openreg::ops {
 namespace {
 
-// One row of n elements; returns rstd.
-template <class T>
-Acc<T> rms_norm_row(const T* x, const T* weight, T* y, int64_t n, double eps) {
-  const auto rstd = static_cast<Acc<T>>(1 / std::sqrt(mean_square(x, n) + eps));
-  map([r = Vec<T>(rstd)](Vec<T> x, Vec<T> w) { return x * r * w; }, y, n, x, weight);
-  return rstd;
-}
-
-// dx = rstd * g - x * rstd^3 * mean(g * x) with g = dy * weight, for one row; adds (or, for the first
-// row, writes) dy * x * rstd to grad_weight.
-template <class T>
-void rms_norm_backward_row(
-    const T* grad_y, const T* x, const T* weight, Acc<T> rstd, T* grad_x, Acc<T>* grad_weight, bool first, int64_t n) {
-  using V = Vec<T>;
-  const double mean = sum<T>(n, [](V g, V x, V w) { return g * w * x; }, grad_y, x, weight) / static_cast<double>(n);
-  const V r(rstd), c(static_cast<Acc<T>>(mean * rstd * rstd * rstd));
-  map([r, c](V g, V x, V w) { return r * g * w - c * x; }, grad_x, n, grad_y, x, weight);
-  add_to_grad_weight(grad_y, x, r, grad_weight, first, n);
-}
-
 void check_rms_norm(const char* op, const Tensor& x, const Tensor& weight) {
   check_row(op, "x", x, weight);
 }
@@ -42,9 +22,7 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, dou
     launch(current_stream(x.get_device()),
         [=, n = x.size(-1), rows = rstd.numel(), x = x.const_data_ptr<T>(), w = weight.const_data_ptr<T>(),
             y = y.mutable_data_ptr<T>(), r = rstd.mutable_data_ptr<Acc<T>>()] {
-          at::parallel_for(0, rows, at::divup(kGrain, n + 1), [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) r[i] = rms_norm_row(x + i * n, w, y + i * n, n, eps);
-          });
+          parallel_each(rows, n, [&](int64_t i) { r[i] = rms_norm_row(x + i * n, w, y + i * n, n, eps); });
         });
   });
   return {y, rstd};
@@ -60,27 +38,9 @@ void check_rms_norm_backward(
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(
-    const Tensor& grad_y_, const Tensor& x_, const Tensor& weight_, const Tensor& rstd_) {
-  constexpr const char* op = "rms_norm_backward";
-  check_rms_norm_backward(op, grad_y_, x_, weight_, rstd_);
-  const Tensor grad_y = grad_y_.contiguous(), x = x_.contiguous(), weight = weight_.contiguous(),
-               rstd = rstd_.contiguous();
-  Tensor grad_x = at::empty(x.sizes(), x.options());
-  Tensor grad_weight = at::empty(weight.sizes(), weight.options());
-  const int64_t n = x.size(-1), rows = rstd.numel();
-  Tensor partial = at::empty({parts_of(rows), n}, rstd.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
-    using T = scalar_t;
-    launch(current_stream(x.get_device()),
-        [=, g = grad_y.const_data_ptr<T>(), x = x.const_data_ptr<T>(), w = weight.const_data_ptr<T>(),
-            r = rstd.const_data_ptr<Acc<T>>(), dx = grad_x.mutable_data_ptr<T>(),
-            dw = grad_weight.mutable_data_ptr<T>(), part = partial.mutable_data_ptr<Acc<T>>()] {
-          rows_in_parts(rows, n, part, dw, [&](int64_t i, Acc<T>* sum, bool first) {
-            rms_norm_backward_row(g + i * n, x + i * n, w, r[i], dx + i * n, sum, first, n);
-          });
-        });
-  });
-  return {grad_x, grad_weight};
+    const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd) {
+  check_rms_norm_backward("rms_norm_backward", grad_y, x, weight, rstd);
+  return rms_norm_gradients(grad_y, std::nullopt, x, weight, rstd, /*eps=*/0);
 }
 
 // ---- autograd: see Note [Derivatives] ----

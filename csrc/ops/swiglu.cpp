@@ -95,14 +95,10 @@ void swiglu_backward_loop(const T* grad_y, const T* gate, const T* up, T* grad_g
     _mm_sfence(); // such stores are not ordered
 #endif
   } else whole(store);
-  if (i == n) return;
-  T in[3][kChunk<T>] = {}, out[2][kChunk<T>];
-  std::copy(grad_y + i, grad_y + n, in[0]);
-  std::copy(gate + i, gate + n, in[1]);
-  std::copy(up + i, up + n, in[2]);
-  swiglu_backward_chunk(in[0], in[1], in[2], out[0], out[1], store);
-  std::copy_n(out[0], n - i, grad_gate + i);
-  std::copy_n(out[1], n - i, grad_up + i);
+  if (i < n)
+    on_copies<kChunk<T>>(
+        n - i, [&](auto*... p) { swiglu_backward_chunk<T>(p..., store); }, grad_y + i, gate + i, up + i, grad_gate + i,
+        grad_up + i);
 }
 
 void check_swiglu(const char* op, const Tensor& gate, const Tensor& up) {

@@ -261,8 +261,8 @@ def _writes(name: str) -> bool:
 def _without_out(name: str) -> str | None:
     """The functional form of an out= or in-place operator. It may take `OPTIONS` in addition."""
     base, outs = name.partition(".")[0], any(each.is_out for each in dispatch.schema(name).arguments)
-    for each in dispatch.names():
-        if each.partition(".")[0] != (base if outs else base.removesuffix("_")) or each == name:
+    for each in dispatch.overloads(base if outs else base.removesuffix("_")):
+        if each == name:
             continue
         if any(argument.is_out for argument in dispatch.schema(each).arguments) or (_writes(each) and not outs):
             continue

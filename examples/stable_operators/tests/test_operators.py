@@ -22,9 +22,9 @@ def rms_norm(x, weight):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5,), (0, 4), (3, 4), (7, 1000), (2, 3, 64)], ids=str)
 @pytest.mark.parametrize("name", ["swiglu", "rms_norm"])
-def test_matches_pytorch(name, shape, dtype, device):
+def test_matches_pytorch(name, shape, dtype, device_in_every_mode):
     inputs = torch.randn(shape, dtype=dtype), torch.randn(shape if name == "swiglu" else shape[-1:], dtype=dtype)
-    here = [x.to(device, copy=True).requires_grad_() for x in inputs]
+    here = [x.to(device_in_every_mode, copy=True).requires_grad_() for x in inputs]
     there = [x.double().requires_grad_() for x in inputs]
     y = getattr(stable_operators, name)(*here)
     y = y[0] if name == "rms_norm" else y
