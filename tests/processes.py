@@ -1,26 +1,28 @@
 """Runs programs in their own process, to test how they end, or environment variables, which the device reads once.
 
 `python()` starts a program as subprocess.run does, but without the seconds that importing torch takes: each worker of the
-tests keeps one process that has imported torch and no device, and that forks for each program.
+tests keeps one process that has imported torch and no device, and that forks for each program. `Popen` does so for a
+program that the test talks to.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
 import gc
+import io
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import types
 import warnings
 from collections.abc import Mapping
@@ -39,6 +41,7 @@ def python(
     input: str = "",
     timeout: float = 600,
     dynamo: bool = False,
+    opinfo: bool = False,
     destructors: bool = False,
     nested: bool = False,
     **environment: str,
@@ -46,53 +49,210 @@ def python(
     """Run ``python -P ARGUMENTS`` (``-c CODE …``, ``-m MODULE …`` or ``FILE …``), with `environment` added to this one.
 
     stdout and stderr are in the result; after `timeout` seconds it is killed, and subprocess.TimeoutExpired is raised.
-    `dynamo` is for a program that compiles: Dynamo is imported already, which takes a second. `destructors` is for a
-    program whose end is tested: what torch has loaded is destroyed too. `nested` is for a program that starts others
-    with subprocess.Popen([sys.executable, "-m", …]): they fork too.
+    `dynamo` is for a program that compiles: Dynamo is imported already, which takes a second. `opinfo` is for one that
+    reads PyTorch's test database, which takes three. `destructors` is for a program whose end is tested: what torch has
+    loaded is destroyed too. `nested` is for a program that starts others with subprocess.Popen([sys.executable, "-m",
+    …]): they fork too.
     """
     words = [str(each) for each in arguments]
     env = {**os.environ, **environment}
     options = words[0].startswith("-") and words[0] not in ("-c", "-m")
-    imports_torch_itself = words[:2] == ["-m", "openreg_tools"] and env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
     covered = any(name.startswith("COVERAGE") for name in env)
-    if options or imports_torch_itself or covered or _early(env) != _early(os.environ):
+    if options or covered or _early(env) != _early(os.environ):
         command = [sys.executable, "-P", *words]
         return subprocess.run(command, env=env, cwd=cwd, input=input, capture_output=True, text=True, timeout=timeout)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "stdin").write_text(input)
-        files = [f"{name}/{each}" for each in ("stdin", "stdout", "stderr")]
-        request = {"files": files, "arguments": words, "env": env, "cwd": str(Path(cwd).absolute()), "nested": nested}
-        (folder / "request").write_text(json.dumps(request))
-        server = _server(dynamo, destructors)
-        print(folder / "request", file=server.stdin, flush=True)
-        process = int(server.stdout.readline())
-        began, timer = time.monotonic(), threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
-        timer.start()
-        status = os.waitstatus_to_exitcode(int(server.stdout.readline()))
-        timer.cancel()
-        out, err = ((folder / each).read_text() for each in ("stdout", "stderr"))
-    if status == -signal.SIGKILL and time.monotonic() - began >= timeout:
-        raise subprocess.TimeoutExpired(words, timeout, out, err)
-    return subprocess.CompletedProcess(words, status, out, err)
+    with (
+        tempfile.TemporaryFile("w+") as stdin,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        stdin.write(input)
+        stdin.seek(0)
+        server = _server(dynamo or opinfo, opinfo, destructors)
+        request = {
+            "arguments": words,
+            "env": env,
+            "cwd": str(Path(cwd).absolute()),
+            "nested": nested,
+            "numbers": [0, 1, 2],
+        }
+        process = _Forked(server, request, [stdin.fileno(), out.fileno(), err.fileno()])
+        try:
+            status = process.wait(timeout)
+        except TimeoutError:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            status = None
+        said = [_all(file) for file in (out, err)]
+    if status is None:
+        raise subprocess.TimeoutExpired(words, timeout, *said)
+    return subprocess.CompletedProcess(words, status, *said)
+
+
+def _all(file: io.TextIOBase) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(READ_EARLY) and name not in OBEYED}
 
 
+# ---- the side that asks ----
+
+
 @functools.cache
-def _server(dynamo: bool, destructors: bool) -> subprocess.Popen[str]:
+def _server(dynamo: bool, opinfo: bool, destructors: bool) -> socket.socket:
     env = {name: value for name, value in os.environ.items() if name not in OBEYED}
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    command = [sys.executable, "-P", __file__, *["dynamo"] * dynamo, *["destructors"] * destructors]
-    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.stdin.close)
-    return server
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
+    flags = {"dynamo": dynamo, "opinfo": opinfo, "destructors": destructors}
+    command = [
+        sys.executable,
+        "-P",
+        __file__,
+        str(theirs.fileno()),
+        *(name for name, wanted in flags.items() if wanted),
+    ]
+    subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return ours  # whose end is the server's
 
 
-def _serve() -> dict | None:
-    """Fork for each request, and tell its process and then its status. In a fork, return the request."""
+class _Forked:
+    """A process that the server has forked, with these files by these numbers."""
+
+    def __init__(self, server: socket.socket, request: dict[str, Any], files: list[int]) -> None:
+        self.status: int | None = None
+        self.keeper, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        socket.send_fds(server, [json.dumps(request).encode()], [theirs.fileno(), *files])
+        theirs.close()
+        self.pid = int(self.keeper.recv(64))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises TimeoutError."""
+        if self.status is None:
+            if not select.select([self.keeper], [], [], timeout)[0]:
+                raise TimeoutError
+            self.status = os.waitstatus_to_exitcode(int(self.keeper.recv(64)))
+            self.keeper.close()
+        return self.status
+
+
+class Popen(subprocess.Popen):
+    """``python -m MODULE …`` forks from `server`, and any other command starts as usual."""
+
+    server: socket.socket
+    forked: _Forked | None = None
+    _child_created = False  # for __del__
+
+    def __init__(self, args: list[str], **options: Any) -> None:
+        words = args[2:] if args[:2] == [sys.executable, "-P"] else args[1:]
+        env = options.get("env") or {**os.environ}
+        if args[0] != sys.executable or words[:1] != ["-m"] or _early(env) != _early(os.environ):
+            super().__init__(args, **options)
+            return
+        self.args, self.returncode = args, None
+        ours, theirs, opened = [], [], []
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            match options.get(name):
+                case None:
+                    given, mine = number, None
+                case subprocess.PIPE:
+                    ends = os.pipe()
+                    given, kept = ends if number == 0 else ends[::-1]
+                    mine = open(kept, "rb" if number else "wb", **({"buffering": 0} if number else {}))
+                    opened.append(given)
+                case subprocess.DEVNULL:
+                    given, mine = os.open(os.devnull, os.O_RDWR), None
+                    opened.append(given)
+                case int() as given:
+                    mine = None
+                case file:
+                    given, mine = file.fileno(), None
+            theirs.append(given)
+            ours.append(mine)
+        self.stdin, self.stdout, self.stderr = ours
+        passed = [*options.get("pass_fds", ())]
+        cwd = str(Path(options.get("cwd") or ".").absolute())
+        path = [] if args[1] == "-P" else [cwd]
+        request = {"arguments": words, "env": env, "cwd": cwd, "path": path, "numbers": [0, 1, 2, *passed]}
+        self.forked = _Forked(self.server, request, [*theirs, *passed])
+        self.pid = self.forked.pid
+        for file in opened:
+            os.close(file)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.forked is None:
+            return super().wait(timeout)
+        try:
+            self.returncode = self.forked.wait(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(self.args, timeout) from None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        if self.forked is None:
+            return super().poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def kill(self) -> None:
+        if self.forked is None:
+            super().kill()
+        elif self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def forking() -> type[Popen]:
+    """A subprocess.Popen for a test whose programs read PyTorch's test database."""
+    return type("Popen", (Popen,), {"server": _server(True, True, False)})
+
+
+# ---- the side that forks ----
+
+
+def _serve(server: socket.socket) -> dict | None:
+    """For each request, fork a process that forks the program, and that tells its process and then its status. In the
+    program, return the request."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    while True:
+        message, files, _, _ = socket.recv_fds(server, 1 << 19, 32)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            break
+        for file in files:
+            os.close(file)
+    server.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if process := os.fork():
+        keeper = socket.socket(fileno=files[0])
+        for file in files[1:]:
+            os.close(file)
+        keeper.send(str(process).encode())
+        keeper.send(str(os.waitpid(process, 0)[1]).encode())
+        os._exit(0)
+    request = json.loads(message)
+    os.close(files[0])
+    _take(files[1:], request["numbers"])
+    return request
+
+
+def _take(files: list[int], numbers: list[int]) -> None:
+    """Give the files the numbers that the program knows them by."""
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _prepare() -> None:
+    """Import what the programs import."""
     kept: dict[str, types.ModuleType] = {}
     if "destructors" not in sys.argv:
         _keep_at_exit(kept)  # before torch, so that what its modules do at exit comes first
@@ -105,17 +265,12 @@ def _serve() -> dict | None:
 
         cpu_vec_isa.valid_vec_isa_list()  # compiles programs and starts processes to load them
         del sys.modules["triton"]
+    if "opinfo" in sys.argv:
+        from torch.testing._internal import common_methods_invocations  # noqa: F401
     if "destructors" not in sys.argv:
         _end_after_own_destructors()
         kept |= {name: module for name, module in sys.modules.items() if name not in ("__main__", "builtins", "sys")}
     gc.freeze()  # a collection in a fork, as at its exit, would copy the pages, which takes a second
-    for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            return json.loads(Path(line.strip()).read_text())
-        print(process, flush=True)
-        print(os.waitpid(process, 0)[1], flush=True)
-    return None
 
 
 def _keep_at_exit(modules: dict[str, types.ModuleType]) -> None:
@@ -131,15 +286,24 @@ def _end_after_own_destructors() -> None:
     library.__cxa_atexit(library.fflush, None, None)  # called before _exit, because it is registered after it
 
 
+def _nest() -> dict | None:
+    """Let the program's Popen ask a process that forks now, and forks again for each. In such a fork, return its request."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if process := os.fork():
+        theirs.close()
+        atexit.register(lambda: (ours.close(), os.waitpid(process, 0)))
+        Popen.server = ours
+        subprocess.Popen = Popen
+        return None
+    ours.close()
+    return _serve(theirs)
+
+
 def _become(request: dict) -> None:
     """Run the program of the request, as the interpreter does after it has imported torch."""
-    for number, name in enumerate(request["files"]):
-        file = os.open(name, (os.O_RDWR if number else os.O_RDONLY) | os.O_CREAT)
-        os.dup2(file, number)
-        os.close(file)
     if request.get("nested"):
         request = _nest() or request
-    sys.stdin = open(0, closefd=False)  # the old one has read ahead
+    sys.stdin = open(0, closefd=False)  # the old one is of the server
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -150,8 +314,8 @@ def _become(request: dict) -> None:
     sys.path[:0] = first + [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     import torch
 
-    if torch._is_device_backend_autoload_enabled():
-        torch._import_device_backends()
+    if torch._is_device_backend_autoload_enabled() and request["arguments"][:2] != ["-m", "openreg_tools"]:
+        torch._import_device_backends()  # unless the program imports torch without them
     match request["arguments"]:
         case ["-c", code, *rest]:
             sys.argv = ["-c", *rest]
@@ -165,76 +329,7 @@ def _become(request: dict) -> None:
             runpy.run_path(os.path.abspath(file), run_name="__main__")  # spawned workers find it by this
 
 
-# ---- the processes that a program starts ----
-
-
-def _nest() -> dict | None:
-    """Let the program's Popen ask a process that forks now, and forks again for each. In such a fork, return its request."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if process := os.fork():
-        theirs.close()
-        atexit.register(lambda: (ours.close(), os.waitpid(process, 0)))
-        _Popen.server = ours
-        subprocess.Popen = _Popen
-        return None
-    ours.close()
-    while True:
-        message, files, _, _ = socket.recv_fds(theirs, 1 << 18, 16)
-        if not message:
-            os._exit(0)
-        if (process := os.fork()) == 0:
-            theirs.close()
-            return _take(json.loads(message), files)
-        for file in files:
-            os.close(file)
-        theirs.send(str(process).encode())
-        theirs.send(str(os.waitpid(process, 0)[1]).encode())
-
-
-def _take(request: dict, files: list[int]) -> dict:
-    """Give the files the numbers that the program knows them by."""
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files]
-    for file in files:
-        os.close(file)
-    for file, number in zip(moved, request["numbers"], strict=True):
-        os.dup2(file, number)
-        os.close(file)
-    return request | {"files": []}
-
-
-class _Popen(subprocess.Popen):
-    """``python -m MODULE …`` forks, and any other command starts as usual."""
-
-    server: socket.socket
-    _child_created = False  # for __del__
-
-    def __init__(self, args: list[str], **options: Any) -> None:
-        self.forked = args[:2] == [sys.executable, "-m"] and _early(options.get("env") or {}) == _early(os.environ)
-        if not self.forked:
-            super().__init__(args, **options)
-            return
-        self.returncode = None
-        opened = [os.open(os.devnull, os.O_RDONLY)] if options["stdin"] == subprocess.DEVNULL else []
-        given = [*(opened or [options["stdin"]]), options["stdout"], options["stderr"], *options["pass_fds"]]
-        numbers, cwd = [0, 1, 2, *options["pass_fds"]], str(options["cwd"])
-        request = {"numbers": numbers, "arguments": args[1:], "env": options["env"], "cwd": cwd, "path": [cwd]}
-        files = [file if isinstance(file, int) else file.fileno() for file in given]
-        socket.send_fds(self.server, [json.dumps(request).encode()], files)
-        for file in opened:
-            os.close(file)
-        self.pid = int(self.server.recv(64))
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.forked and self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(int(self.server.recv(64)))
-        return self.returncode if self.forked else super().wait(timeout)
-
-    def kill(self) -> None:
-        if not self.forked:
-            super().kill()
-        elif self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-if __name__ == "__main__" and (request := _serve()):
-    _become(request)
+if __name__ == "__main__":
+    _prepare()
+    if request := _serve(socket.socket(fileno=int(sys.argv[1]))):
+        _become(request)
