@@ -2,13 +2,12 @@
 
 import contextlib
 import gc
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from processes import python
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -151,8 +150,8 @@ threading.Thread(target=work, args=(2,)).start()
 ThreadPoolExecutor(1).submit(work, 3)
 {ends}
 """)
-    words = [sys.executable, "-m", "openreg_tools", "compare", "--device", "openreg", "program.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    words = ["compare", "--device", "openreg", "program.py"]
+    done = python("-m", "openreg_tools", *words, cwd=tmp_path, dynamo=True, timeout=100)
     assert done.returncode == status and "8 calls, 8 compared" in done.stdout, done.stdout + done.stderr
     assert says in " ".join(done.stdout.split()) and "6.0" in done.stdout and "9.0" in done.stdout
     assert done.stderr.count("KeyError: 'key'") == status

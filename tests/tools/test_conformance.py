@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 
 import pytest
 import torch
+from processes import forking
 
 from openreg_ops.testing.known_failures import Known
 from openreg_tools import backends
@@ -17,6 +19,12 @@ from openreg_tools.conformance import opinfo, sweep
 from openreg_tools.conformance.report import Results
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch):
+    """Workers fork, for torch and its test database are much of what they cost."""
+    monkeypatch.setattr(subprocess, "Popen", forking())
 
 
 def command(*words: str) -> argparse.Namespace:

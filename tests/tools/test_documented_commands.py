@@ -4,12 +4,12 @@ import contextlib
 import io
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 import openreg_ops
 from openreg_ops import __main__
@@ -48,8 +48,7 @@ def folder(tmp_path, monkeypatch):
 def run(monkeypatch, command):
     monkeypatch.setattr(sys, "argv", ["openreg_ops", *shlex.split(command)])
     if command.startswith(("trace", "compare", "record")):  # the program defines a library, once for a process
-        words = [sys.executable, "-m", "openreg_ops", *shlex.split(command)]
-        result = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+        result = python("-m", "openreg_ops", *shlex.split(command), dynamo=True)
         return result.returncode, result.stdout
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -428,7 +428,8 @@ def of_neg(change, more=""):
     return f'{{"op": "aten::neg", "base": 0, "changes": [{change}]{more}}}'
 
 
-def test_a_wrong_case_is_refused():
+def test_a_wrong_case_is_refused(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", forking())
     for text, message in (
         ("{}", "it has no 'op'"),
         ('{"op": "aten::neg", "base": 0, "changes": [["foo", 1]]}', r"begin with alias, .*, not \['foo', 1\]"),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import textwrap
 
 import pytest
 import torch
-from processes import python
+from processes import forking, python
 from test_conformance import command
 
 from openreg_tools.conformance import command as conformance
@@ -37,9 +38,11 @@ LISTED = (
 
 @pytest.fixture(scope="module")
 def worker():
-    worker = conformance.Worker(command("--suites", "schemas", "--samples", "2", "--timeout", "120"))
-    yield worker
-    worker.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forking())
+        worker = conformance.Worker(command("--suites", "schemas", "--samples", "2", "--timeout", "120"))
+        yield worker
+        worker.stop()
 
 
 def found(worker, name):
