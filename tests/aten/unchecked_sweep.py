@@ -1,10 +1,11 @@
 """Calls that OpInfo's samples reach, each with one wrong tensor, in child processes.
 
-``python unchecked_sweep.py integers``: each integer of a tensor far out of range, on the device. Prints the operators
-that end the process.
+Shapes: each tensor smaller in one dimension, at the end of memory that may be used, on the CPU. A call that reads or
+writes beyond it must raise on the device. Prints those that do not.
 
-``python unchecked_sweep.py shapes``: each tensor smaller in one dimension, at the end of memory that may be used, on
-the CPU. A call that reads or writes beyond it must raise on the device. Prints those that do not.
+Integers: each integer of a tensor far out of range, on the device. Prints the operators that end the process.
+
+Last, it prints the number of operators that each of the two tried.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from openreg_tools.conformance.calls import Move, fenced
 
 Call = tuple[tuple, dict]
+GROUP = 8  # operators that share a process
 
 
 def is_dense(x: Any) -> bool:
@@ -86,6 +88,14 @@ def child(run: Callable[[], Any]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
+def suspects(calls: dict[Any, list[Call]], run: Callable[[Any, list[Call]], None]) -> list[Any]:
+    """The operators of a group in which a process ends. A process runs a group, because a fork takes long."""
+    every = [*calls]
+    groups = [every[i : i + GROUP] for i in range(0, len(every), GROUP)]
+    ended = [group for group in groups if child(lambda group=group: [run(op, calls[op]) for op in group])]
+    return [op for group in ended for op in group]
+
+
 def on_device(leaves: list[Any]) -> list[Any]:
     def move(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -119,16 +129,19 @@ def far_out(call: Call) -> Iterator[Call]:
             yield tree_unflatten([*leaves[:i], wrong, *leaves[i + 1 :]], spec)
 
 
-def sweep_integers(calls: dict[Any, list[Call]]) -> None:
-    tried = 0
-    for op, known in calls.items():
-        if not any(map(is_integral, tree_leaves(known))):
-            continue
-        tried += 1
-        found = child(lambda op=op, known=known: [raises(op, wrong) for call in known for wrong in far_out(call)])
-        if found:
-            print("signal", found, op, flush=True)
-    print("operators", tried)
+def sweep_integers(calls: dict[Any, list[Call]]) -> int:
+    """Returns the number of operators that take integers in a tensor."""
+    calls = {op: known for op, known in calls.items() if any(map(is_integral, tree_leaves(known)))}
+
+    def run(op: Any, known: list[Call]) -> None:
+        for call in known:
+            for wrong in far_out(call):
+                raises(op, wrong)
+
+    for op in suspects(calls, run):
+        if ended := child(lambda op=op: run(op, calls[op])):
+            print("signal", ended, op, flush=True)
+    return len(calls)
 
 
 # ---- shapes ----
@@ -149,41 +162,50 @@ def cut(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x[tuple(map(slice, shape))].clone(memory_format=torch.contiguous_format)
 
 
-def leaves_memory(op: Any, known: list[Call]) -> list[tuple[Call, int, tuple[int, ...]]]:
-    """At most six calls, with the tensor and its shape, that use memory beyond it on the CPU."""
-    cases = [(call, i, shape) for call in known for i, shape in smaller(call)]
-    found, start = [], 0
+Case = tuple[Call, int, tuple[int, ...]]  # a call, the number of a tensor in it, and its shape
+
+
+def cases_of(known: list[Call]) -> list[Case]:
+    return [(call, i, shape) for call in known for i, shape in smaller(call)]
+
+
+def run_cut(op: Any, case: Case) -> None:
+    """On the CPU, with every tensor at the end of memory that may be used."""
+    call, i, shape = case
+    leaves, spec = tree_flatten(call)
+    leaves[i] = cut(leaves[i], shape)
+
+    def fence(move: Move) -> None:
+        args, kwargs = tree_unflatten([move(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        op(*args, **kwargs)
+
+    fenced(fence)
+
+
+def leaves_memory(op: Any, known: list[Call]) -> list[Case]:
+    """At most six cases that use memory beyond a tensor on the CPU."""
+    cases, found, start = cases_of(known), [], 0
     with tempfile.TemporaryFile() as progress:
 
         def run() -> None:
             for number in range(start, len(cases)):
                 os.pwrite(progress.fileno(), b"%8d" % number, 0)
-                run_one(cases[number])
-
-        def run_one(case: tuple[Call, int, tuple[int, ...]]) -> None:
-            call, i, shape = case
-            leaves, spec = tree_flatten(call)
-            leaves[i] = cut(leaves[i], shape)
-
-            def fence(move: Move) -> None:
-                fenced_leaves = [move(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-                args, kwargs = tree_unflatten(fenced_leaves, spec)
-                op(*args, **kwargs)
-
-            fenced(fence)
+                run_cut(op, cases[number])
 
         while len(found) < 6 and (ended := child(run)):
             number = int(os.pread(progress.fileno(), 8, 0))
             # The heap's own check aborts some calls after the one that wrote beyond a result.
-            suspects = cases[start : number + 1] if ended == signal.SIGABRT else []
-            found += [each for each in suspects if child(lambda each=each: [run_one(each) for _ in range(50)])]
-            found += [] if suspects else [cases[number]]
+            earlier = cases[start : number + 1] if ended == signal.SIGABRT else []
+            found += [each for each in earlier if child(lambda each=each: [run_cut(op, each) for _ in range(50)])]
+            found += [] if earlier else [cases[number]]
             start = number + 1
     return found
 
 
-def sweep_shapes(calls: dict[Any, list[Call]]) -> None:
-    beyond = {op: found for op, known in calls.items() if (found := leaves_memory(op, known))}
+def sweep_shapes(calls: dict[Any, list[Call]]) -> int:
+    """Returns the number of operators whose CPU kernel leaves the memory of a tensor. Registers the device."""
+    names = suspects(calls, lambda op, known: [run_cut(op, case) for case in cases_of(known)])
+    beyond = {op: found for op in names if (found := leaves_memory(op, calls[op]))}
     import openreg_ops  # noqa: F401 -- the children above must not have the device's threads
 
     def run(op: Any, call: Call, i: int, shape: tuple[int, ...]) -> None:
@@ -198,15 +220,10 @@ def sweep_shapes(calls: dict[Any, list[Call]]) -> None:
         for case in found:
             if ended := child(lambda op=op, case=case: run(op, *case)):
                 print("signal", ended, op, *case[1:], flush=True)
-    print("operators", len(beyond))
+    return len(beyond)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     of_samples = recorded()
-    if sys.argv[1] == "integers":
-        import openreg_ops  # noqa: F401 -- after the samples, which use the CPU's threads
-
-        sweep_integers(of_samples)
-    else:
-        sweep_shapes(of_samples)
+    print(sweep_shapes(of_samples), sweep_integers(of_samples))
