@@ -145,9 +145,13 @@ def operator(
             return kernel(**{each: given[each] for each in parameters(kernel)})
 
         def batched(given: _Function) -> _Function:
-            nonlocal rule
-            rule = given
+            nonlocal rule, takes_vmap
+            rule, takes_vmap = given, "vmap" in inspect.signature(given).parameters
             return given
+
+        def samples(generator: _Function) -> _Function:
+            SAMPLES[name] = generator
+            return generator
 
         def into(table: dict[str, Any], *more: str) -> Callable[[_Function], _Function]:
             def put(given: _Function) -> _Function:
@@ -169,7 +173,7 @@ def operator(
             in_dims = (*dims, *(dim for dim in option_dims.values() if dim is not None))
             if random:
                 torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
-            if "vmap" in parameters(rule):
+            if takes_vmap:
                 options["vmap"] = interpreter
             with torch._C._ExcludeDispatchKeyGuard(_VMAP):
                 if not random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
@@ -181,19 +185,20 @@ def operator(
                 return None
             return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
 
-        rule = _batch_first(packet, positional, batch_first)
+        rule, takes_vmap = _batch_first(packet, positional, batch_first), False
         if inner is not None:
-            alike = [*positional, *keywords] if batch_first is True else [*batch_first]
-            placed = functools.partial(_sharded_alike, alike, len(packet.default._schema.returns), inner)
-            SHARDED[name] = _derive(function, f"_placed({alike[0]})", _placed=placed)
+            together = [*positional, *keywords] if batch_first is True else [*batch_first]
+            if not together:
+                raise TypeError(f"{name}: inner needs batch_first, which names the arguments that are sharded together")
+            placed = functools.partial(_sharded_together, together, len(packet.default._schema.returns), inner)
+            SHARDED[name] = _derive(function, f"_placed({together[0]})", _placed=placed)
         every = ", ".join([*positional, *(f"{each}={each}" for each in keywords)])
         looks = f"_check({', '.join([*positional, *keywords])}), " if check is not None else ""
         reference = _derive(function, f"({looks}_body({every}),)[-1]", _check=check, _body=function)
         public: Any = _derive(function, _public(packet, function))
         _register_builtin(public, f"openreg::{name}")  # else TorchScript would compile the body
-        public.reference, public.fake, public.batched = reference, fake, batched
+        public.reference, public.fake, public.batched, public.samples = reference, fake, batched, samples
         public.sharded, public.distributed = into(SHARDED, "shards"), into(DISTRIBUTED, "shards")
-        public.samples = into(SAMPLES, "device", "dtype")
         kernel = function if packet.default._schema.returns else _derive(function, "None")
         if identity:
             kernel = _derive(function, f"_alias({positional[0]})", _alias=torch.ops.aten.alias.default)
@@ -291,10 +296,10 @@ def _batch_first(packet: Any, names: Sequence[str], first: Collection[str] | Lit
     return rule
 
 
-def _sharded_alike(alike: Iterable[str], outputs: int, inner: int, x: Any) -> Iterable[Any]:
+def _sharded_together(names: Iterable[str], outputs: int, inner: int, x: Any) -> Iterable[Any]:
     """The rule for DTensors of an operator with `inner`."""
     for d in range(x.dim() - inner):
-        yield dict.fromkeys(alike, d), (d,) * outputs
+        yield dict.fromkeys(names, d), (d,) * outputs
 
 
 def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any], size: int | None = None) -> list[Any]:

@@ -8,8 +8,9 @@ process that has collected all tests, and that gives the functions of the change
 runs at import, and for tests that fail in a fork without any mutant, a new process does.
 
 A mutant counts as noticed when a test fails that passes without it, or when the tests take several times their usual
-time: the output says so. The first run measures which test covers which line (``--measure`` renews that). What has survived is printed as a diff, and
-kept in ``out/mutants/results.jsonl``; ``tests/mutants_known.txt`` lists the survivors that no test can notice, with the reason.
+time: the output says so. The first run measures which test covers which line (``--measure`` renews that). What has
+survived is printed as a diff. ``out/mutants/results.jsonl`` keeps every result, and ``--resume`` does not try these mutants
+again. ``tests/mutants_known.txt`` lists the survivors that no test can notice, with the reason.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from mutmut.mutation.mutators import mutation_operators, operator_string
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "mutants"
+RESULTS = OUT / "results.jsonl"
 KNOWN = ROOT / "tests" / "mutants_known.txt"
 PACKAGES = ("meta", "openreg_ops", "openreg_tools")
 OPERATORS = [each for each in mutation_operators if each[1] is not operator_string]
@@ -268,21 +270,19 @@ class Server:
     """A plugin that runs the mutants' tests in place of all tests. An outcome is survived, noticed or timeout, or unfit,
     if this way to run the tests would not see the mutant; with it comes the test that failed."""
 
-    def __init__(self, sample: list[Mutant], budget: float, folder: Path, out: TextIO) -> None:
-        self.sample, self.budget, self.folder, self.out = sample, budget, folder, out
-        self.results: list[Result] = []
+    def __init__(self, sample: list[Mutant], total: int, budget: float, folder: Path, out: TextIO) -> None:
+        self.sample, self.total, self.budget, self.folder, self.out = sample, total, budget, folder, out
         # Whether a test passes without a mutant, in a fork and in a new process.
         self.passes: dict[tuple[str, str], bool] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = {item.nodeid: item for item in session.items}
-        with open(OUT / "results.jsonl", "w") as log:
+        with open(RESULTS, "a", buffering=1) as log:  # other processes write their lines
             for mutant in self.sample:
-                self.results.append(result := self.result(mutant))
+                result = self.result(mutant)
                 log.write(json.dumps(asdict(result)) + "\n")
-                log.flush()
-                head = f"[{len(self.results)}/{len(self.sample)}] {result.outcome} {result.file}:{result.line}"
+                head = f"[{len(results())}/{self.total}] {result.outcome} {result.file}:{result.line}"
                 by = f", by {result.by}" if result.by else ""
                 ran = f"{result.tests} tests, {result.covering} cover it, {result.seconds:.1f} s{by}"
                 diff = [result.diff] if result.outcome in ("survived", "timeout") else []
@@ -419,9 +419,27 @@ def package(file: str) -> str:
     return parts[0] if len(parts) == 2 and parts[0] == "meta" else "/".join(parts[:2])
 
 
-def serve(sample: list[Mutant], budget: float) -> list[Result]:
-    """Run the tests of each mutant in a copy of the tree."""
-    folder = OUT / "tree"
+def results() -> list[Result]:
+    """Of every mutant that has been tried."""
+    return [Result(**json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def serve(sample: list[Mutant], total: int, budget: float, workers: int) -> None:
+    """Run the tests of each mutant, in processes that share the sample."""
+    processes = []
+    for i in range(workers):
+        if not (process := os.fork()):
+            try:
+                _serve(sample[i::workers], total, budget, OUT / f"tree{i}")
+            finally:
+                os._exit(1)
+        processes.append(process)
+    if any([os.waitpid(process, 0)[1] for process in processes]):
+        raise SystemExit("mutants: a process ended before it had tried its mutants; --resume tries the rest")
+
+
+def _serve(sample: list[Mutant], total: int, budget: float, folder: Path) -> None:
+    """In a copy of the tree; ends the process."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT, folder, symlinks=True, ignore=COPY_NOT)
     os.chdir(folder)
@@ -430,9 +448,9 @@ def serve(sample: list[Mutant], budget: float) -> list[Result]:
     os.environ.update(PYTHONPATH=str(folder), OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     files = sorted({test.partition("::")[0] for test in _seconds()})
     with os.fdopen(os.dup(1), "w") as out:  # pytest captures what it prints
-        server = Server(sample, budget, folder, out)
-        pytest.main(["-q", *OPTIONS, "--rootdir", str(folder), *files], plugins=[server])
-    return server.results
+        server = Server(sample, total, budget, folder, out)
+        status = pytest.main(["-q", *OPTIONS, "--rootdir", str(folder), *files], plugins=[server])
+    os._exit(status)
 
 
 def main() -> int:
@@ -447,7 +465,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=60, help="seconds of tests for each mutant (default: 60)")
     parser.add_argument("--measure", action="store_true", help="measure again which test covers which line")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="the tests to measure")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one for each core)")
+    parser.add_argument("--resume", action="store_true", help="do not try again what the last run has tried")
     arguments = parser.parse_args()
     if arguments.measure or not (OUT / "times.xml").exists():
         measure(arguments.tests, arguments.workers)
@@ -458,9 +477,13 @@ def main() -> int:
     sample = [*itertools.islice(filter(None, (place() for place in every)), arguments.sample)]
     print(f"about {len(every):,} mutants of {len(files)} files; {len(sample)} with seed {arguments.seed}", flush=True)
 
-    results = serve(sample, arguments.budget)
+    if not arguments.resume:
+        RESULTS.unlink(missing_ok=True)
+    tried = {_key(result.file, result.diff) for result in results()}
+    sample = [mutant for mutant in sample if _key(mutant.file, mutant.diff) not in tried]
+    serve(sample, len(tried) + len(sample), arguments.budget, arguments.workers)
     rows = collections.defaultdict(collections.Counter)
-    for result in results:
+    for result in results():
         rows[package(result.file)][result.outcome] += 1
         rows["all"][result.outcome] += 1
     print(f"\n{'':32}  mutants  noticed  timeout  known  survived  score")

@@ -17,7 +17,6 @@ import io
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -57,8 +56,7 @@ def python(
     words = [str(each) for each in arguments]
     env = {**os.environ, **environment}
     options = words[0].startswith("-") and words[0] not in ("-c", "-m")
-    covered = any(name.startswith("COVERAGE") for name in env)
-    if options or covered or _early(env) != _early(os.environ):
+    if options or not _may_fork(env):
         command = [sys.executable, "-P", *words]
         return subprocess.run(command, env=env, cwd=cwd, input=input, capture_output=True, text=True, timeout=timeout)
     with (
@@ -68,7 +66,7 @@ def python(
     ):
         stdin.write(input)
         stdin.seek(0)
-        server = _server(dynamo or opinfo, opinfo, destructors)
+        server = _server(dynamo=dynamo or opinfo, opinfo=opinfo, destructors=destructors)
         request = {
             "arguments": words,
             "env": env,
@@ -80,7 +78,8 @@ def python(
         try:
             status = process.wait(timeout)
         except TimeoutError:
-            os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(process.pid, signal.SIGKILL)
             process.wait()
             status = None
         said = [_all(file) for file in (out, err)]
@@ -94,30 +93,38 @@ def _all(file: io.TextIOBase) -> str:
     return file.read()
 
 
+def _may_fork(env: Mapping[str, str]) -> bool:
+    """Whether a program with this environment may come from a server, which has this process's."""
+    return _early(env) == STARTED and not any(name.startswith("COVERAGE") for name in env)
+
+
 def _early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(READ_EARLY) and name not in OBEYED}
+
+
+STARTED = _early(os.environ)  # which tests may change
 
 
 # ---- the side that asks ----
 
 
 @functools.cache
-def _server(dynamo: bool, opinfo: bool, destructors: bool) -> socket.socket:
-    env = {name: value for name, value in os.environ.items() if name not in OBEYED}
+def _server(**imports: bool) -> socket.socket:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(READ_EARLY)} | STARTED
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
-    flags = {"dynamo": dynamo, "opinfo": opinfo, "destructors": destructors}
-    command = [
-        sys.executable,
-        "-P",
-        __file__,
-        str(theirs.fileno()),
-        *(name for name, wanted in flags.items() if wanted),
-    ]
-    subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    words = [str(theirs.fileno()), *(name for name, wanted in imports.items() if wanted)]
+    _servers.append(
+        subprocess.Popen(
+            [sys.executable, "-P", __file__, *words], env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
+    )
     theirs.close()
     return ours  # whose end is the server's
+
+
+_servers: list[subprocess.Popen] = []
 
 
 class _Forked:
@@ -133,9 +140,11 @@ class _Forked:
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code. Raises TimeoutError."""
         if self.status is None:
-            if not select.select([self.keeper], [], [], timeout)[0]:
-                raise TimeoutError
-            self.status = os.waitstatus_to_exitcode(int(self.keeper.recv(64)))
+            self.keeper.settimeout(timeout)
+            try:
+                self.status = os.waitstatus_to_exitcode(int(self.keeper.recv(64)))
+            except BlockingIOError:
+                raise TimeoutError from None
             self.keeper.close()
         return self.status
 
@@ -143,6 +152,7 @@ class _Forked:
 class Popen(subprocess.Popen):
     """``python -m MODULE …`` forks from `server`, and any other command starts as usual."""
 
+    HANDLED = {"cwd", "env", "pass_fds", "stderr", "stdin", "stdout"}
     server: socket.socket
     forked: _Forked | None = None
     _child_created = False  # for __del__
@@ -150,7 +160,12 @@ class Popen(subprocess.Popen):
     def __init__(self, args: list[str], **options: Any) -> None:
         words = args[2:] if args[:2] == [sys.executable, "-P"] else args[1:]
         env = options.get("env") or {**os.environ}
-        if args[0] != sys.executable or words[:1] != ["-m"] or _early(env) != _early(os.environ):
+        if (
+            args[0] != sys.executable
+            or words[:1] != ["-m"]
+            or not self.HANDLED.issuperset(options)
+            or not _may_fork(env)
+        ):
             super().__init__(args, **options)
             return
         self.args, self.returncode = args, None
@@ -199,16 +214,10 @@ class Popen(subprocess.Popen):
             return self.wait(0)
         return None
 
-    def kill(self) -> None:
-        if self.forked is None:
-            super().kill()
-        elif self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
-
 
 def forking() -> type[Popen]:
     """A subprocess.Popen for a test whose programs read PyTorch's test database."""
-    return type("Popen", (Popen,), {"server": _server(True, True, False)})
+    return type("Popen", (Popen,), {"server": _server(dynamo=True, opinfo=True, destructors=False)})
 
 
 # ---- the side that forks ----
@@ -218,6 +227,7 @@ def _serve(server: socket.socket) -> dict | None:
     """For each request, fork a process that forks the program, and that tells its process and then its status. In the
     program, return the request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the programs
     while True:
         message, files, _, _ = socket.recv_fds(server, 1 << 19, 32)
         if not message:
@@ -232,9 +242,11 @@ def _serve(server: socket.socket) -> dict | None:
         keeper = socket.socket(fileno=files[0])
         for file in files[1:]:
             os.close(file)
-        keeper.send(str(process).encode())
-        keeper.send(str(os.waitpid(process, 0)[1]).encode())
+        with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+            keeper.send(str(process).encode())
+            keeper.send(str(os.waitpid(process, 0)[1]).encode())
         os._exit(0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     request = json.loads(message)
     os.close(files[0])
     _take(files[1:], request["numbers"])

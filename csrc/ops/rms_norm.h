@@ -57,8 +57,8 @@ void rms_norm_backward_row(const T* grad_y, const T* grad_sum, const T* x, const
   add_to_grad_weight(grad_y, x, r, grad_weight, first, n);
 }
 
-// Rows go to a fixed number of parts, each with its own sum, so that grad_weight does not depend on the number of
-// threads. f(i, sum, first) processes row i.
+// Rows go to `parts`, each with its own sum, so that grad_weight does not depend on the number of threads.
+// f(i, sum, first) processes row i.
 template <class T, class F>
 void rows_in_parts(int64_t rows, int64_t parts, int64_t n, Acc<T>* sums, T* grad_weight, F f) {
   parallel_each(parts, n * rows / std::max<int64_t>(parts, 1), [&](int64_t p) {

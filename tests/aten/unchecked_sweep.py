@@ -5,7 +5,8 @@ writes beyond it must raise on the device. Prints those that do not.
 
 Integers: each integer of a tensor far out of range, on the device. Prints the operators that end the process.
 
-Last, it prints the number of operators that each of the two tried.
+Last, it prints two numbers: of the operators whose CPU kernel leaves the memory of a tensor, and of those that take
+integers in one.
 """
 
 from __future__ import annotations
@@ -88,12 +89,11 @@ def child(run: Callable[[], Any]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def suspects(calls: dict[Any, list[Call]], run: Callable[[Any, list[Call]], None]) -> list[Any]:
-    """The operators of a group in which a process ends. A process runs a group, because a fork takes long."""
+def suspects(calls: dict[Any, list[Call]], run: Callable[[Any, list[Call]], None]) -> list[list[Any]]:
+    """The groups of operators that end a process. A process runs a group, because a fork takes long."""
     every = [*calls]
     groups = [every[i : i + GROUP] for i in range(0, len(every), GROUP)]
-    ended = [group for group in groups if child(lambda group=group: [run(op, calls[op]) for op in group])]
-    return [op for group in ended for op in group]
+    return [group for group in groups if child(lambda group=group: [run(op, calls[op]) for op in group])]
 
 
 def on_device(leaves: list[Any]) -> list[Any]:
@@ -138,9 +138,9 @@ def sweep_integers(calls: dict[Any, list[Call]]) -> int:
             for wrong in far_out(call):
                 raises(op, wrong)
 
-    for op in suspects(calls, run):
-        if ended := child(lambda op=op: run(op, calls[op])):
-            print("signal", ended, op, flush=True)
+    for group in suspects(calls, run):
+        ended = {op: found for op in group if (found := child(lambda op=op: run(op, calls[op])))}
+        print("signals", ended or f"only in one process: {group}", flush=True)
     return len(calls)
 
 
@@ -204,8 +204,8 @@ def leaves_memory(op: Any, known: list[Call]) -> list[Case]:
 
 def sweep_shapes(calls: dict[Any, list[Call]]) -> int:
     """Returns the number of operators whose CPU kernel leaves the memory of a tensor. Registers the device."""
-    names = suspects(calls, lambda op, known: [run_cut(op, case) for case in cases_of(known)])
-    beyond = {op: found for op in names if (found := leaves_memory(op, calls[op]))}
+    groups = suspects(calls, lambda op, known: [run_cut(op, case) for case in cases_of(known)])
+    beyond = {op: found for group in groups for op in group if (found := leaves_memory(op, calls[op]))}
     import openreg_ops  # noqa: F401 -- the children above must not have the device's threads
 
     def run(op: Any, call: Call, i: int, shape: tuple[int, ...]) -> None:

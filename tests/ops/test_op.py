@@ -133,6 +133,14 @@ def test_an_argument_that_the_operator_lacks_is_named():
     assert "rms_norm" not in op.DISTRIBUTED
 
 
+def test_what_is_sharded_together_is_named():
+    def swiglu(gate, up):
+        return gate * up
+
+    with pytest.raises(TypeError, match="^swiglu: inner needs batch_first"):
+        op.operator(inner=0)(swiglu)
+
+
 @pytest.mark.parametrize(
     ("pieces", "in_place"),
     [

@@ -1,0 +1,70 @@
+"""tests/processes.py: programs that fork end as programs that start from nothing."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import forking, python
+
+pytestmark = pytest.mark.processes
+MODULE = "import sys; print(sys.stdin.readline().strip(), flush=True); {}"
+
+
+@pytest.fixture(params=[subprocess.Popen, None], ids=["started", "forked"])
+def start(request, tmp_path):
+    """Starts a module that prints its first line of input and then does what it is told."""
+    kind = request.param or forking()
+
+    def start(then):
+        (tmp_path / "echo.py").write_text(MODULE.format(then))
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        return kind([sys.executable, "-m", "echo"], cwd=tmp_path, **pipes)
+
+    return start
+
+
+def says(process, line):
+    process.stdin.write(line)
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def test_a_process_that_ends_by_itself_may_still_be_killed(start):
+    process = start("sys.exit(3)")
+    assert says(process, b"hello\n") == b"hello\n" and process.stdout.read() == b""
+    time.sleep(0.2)
+    process.kill()
+    assert process.wait() == 3 and process.poll() == 3
+
+
+def test_a_process_that_goes_on_is_killed(start):
+    process = start("import time; time.sleep(100)")
+    assert says(process, b"hello\n") == b"hello\n" and process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_how_programs_end():
+    assert python("-c", "import os; os.abort()").returncode == -signal.SIGABRT
+    done = python("-c", "import sys; print(input()); sys.exit('wrong')", input="a line\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "a line\n", "wrong\n")
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        python("-c", "import time; print('said', flush=True); time.sleep(100)", timeout=1)
+    assert raised.value.output == "said\n"
+
+
+def test_programs_that_start_programs():
+    """Two at once, and one that outlives the other."""
+    code = """
+import subprocess, sys
+start = lambda: subprocess.Popen([sys.executable, "-m", "this"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+first, second = start(), start()
+assert b"Namespaces" in second.stdout.read() and second.wait() == 0
+assert b"Namespaces" in first.stdout.read() and first.wait() == 0
+"""
+    done = python("-c", code, nested=True)
+    assert done.returncode == 0, done.stderr
