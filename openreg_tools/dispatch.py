@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, default: bool = True) -> None
 _OF_PYTORCH = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()} | {
     "_inductor_debug", "_inductor_test", "_torch_testing", "ao", "bucketing", "c10d_functional", "cplib", "device_mesh",
     "flex_lib", "fsdp", "onnx", "onnx_symbolic", "pippy", "quantized_decomposed", "semi_structured", "streams",
-    "torch_attn", "torch_nn", "triton",
+    "torch_attn", "torch_nn", "torch_vendor_quack", "triton",
 }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def test_how_programs_end():
     assert raised.value.output == "said\n"
 
 
-def test_programs_that_start_programs():
+def test_programs_that_start_programs(tmp_path):
     """Two at once, and one that outlives the other."""
     code = """
 import subprocess, sys
@@ -66,5 +66,5 @@ first, second = start(), start()
 assert b"Namespaces" in second.stdout.read() and second.wait() == 0
 assert b"Namespaces" in first.stdout.read() and first.wait() == 0
 """
-    done = python("-c", code, nested=True)
+    done = python("-c", code, cwd=tmp_path, nested=True)
     assert done.returncode == 0, done.stderr

@@ -18,10 +18,11 @@
 namespace openreg {
 namespace {
 
-// A CPU tensor with the shape, strides and dtype of another, and no memory.
+// A CPU tensor with the shape, strides and dtype of another, and no memory. Its storage claims to hold any view.
 at::Tensor shape_of(const at::Tensor& t) {
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
-      c10::DataPtr(nullptr, c10::Device(c10::kCPU)), /*allocator=*/nullptr, /*resizable=*/false);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+      std::numeric_limits<int64_t>::max(), c10::DataPtr(nullptr, c10::Device(c10::kCPU)), /*allocator=*/nullptr,
+      /*resizable=*/false);
   auto shape = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   shape.unsafeGetTensorImpl()->set_sizes_and_strides(t.sym_sizes(), t.sym_strides());
