@@ -526,6 +526,7 @@ def test_the_gradient_of_pooling_of_a_permuted_input_reads_its_indices():
         backward(*_on_device([*args, wrong], {})[0])
 
 
+@pytest.mark.slow
 def test_no_wrong_tensor_ends_the_process():
     command = [sys.executable, "-P", "-W", "ignore", Path(__file__).with_name("unchecked_sweep.py")]
     # Without the device at first, because its threads would not be in the forks.

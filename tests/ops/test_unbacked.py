@@ -23,6 +23,7 @@ def test_on_the_device(name):
         assert clean(report), str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(op.SAMPLES))
 def test_on_the_cpu(name):
     report = check(f"openreg::{name}", list(op.SAMPLES[name]("cpu", torch.float32))[:1], "cpu", only="fake_unbacked")

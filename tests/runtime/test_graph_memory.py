@@ -107,6 +107,7 @@ def test_memory_that_three_streams_read_is_kept_until_all_are_joined():
         assert [t.unique().tolist() for t in fresh] == [[7.0], [8.0], [9.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elements", [128, 1 << 18, 3 << 20], ids=["small", "medium", "large"])
 def test_statistics_of_a_graph(elements):
     """Its results are active, its pool stays reserved until it is gone, and then only its results do."""

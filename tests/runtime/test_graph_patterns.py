@@ -69,6 +69,7 @@ def test_too_little_memory_ends_a_capture_and_nothing_else():
     assert y.tolist() == [2.0] * 3
 
 
+@pytest.mark.slow
 def test_captures_again_and_again_take_no_more_memory():
     x, w = torch.ones(8, 8, device=DEVICE), torch.ones(8, 8, device=DEVICE)
     used = set()

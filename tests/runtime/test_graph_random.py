@@ -198,6 +198,7 @@ def test_states_of_one_generator_go_on_as_in_eager_mode():
         assert [s.get_offset() for s in graphed[1:]] == [s.get_offset() for s in eager[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graphs", "generators"), [(1, 1), (3, 2), (5, 8)])
 def test_memory_of_graphs_and_their_generators(graphs, generators):
     """Device memory that graphs and generators hold is freed with them."""
