@@ -95,14 +95,11 @@ def _all(file: io.TextIOBase) -> str:
 
 def _may_fork(env: Mapping[str, str]) -> bool:
     """Whether a program with this environment may come from a server, which has this process's."""
-    return _early(env) == STARTED and not any(name.startswith("COVERAGE") for name in env)
+    return _early(env) == _early(os.environ) and not any(name.startswith("COVERAGE") for name in env)
 
 
 def _early(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(READ_EARLY) and name not in OBEYED}
-
-
-STARTED = _early(os.environ)  # which tests may change
 
 
 # ---- the side that asks ----
@@ -110,7 +107,7 @@ STARTED = _early(os.environ)  # which tests may change
 
 @functools.cache
 def _server(**imports: bool) -> socket.socket:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(READ_EARLY)} | STARTED
+    env = {name: value for name, value in os.environ.items() if name not in OBEYED}
     env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
