@@ -133,16 +133,16 @@ def operator(
                 raise TypeError(f"{by.__qualname__} takes {', '.join(unknown)}, which {name} does not")
 
         def fake(given: _Function) -> _Function:
-            nonlocal kernel
+            nonlocal kernel, takes
             known(given)
-            kernel = given
+            kernel, takes = given, parameters(given)
             return given
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = bound(args, kwargs)
             if check is not None:
                 check(*(given[each] for each in (*positional, *keywords)))
-            return kernel(**{each: given[each] for each in parameters(kernel)})
+            return kernel(**{each: given[each] for each in takes})
 
         def batched(given: _Function) -> _Function:
             nonlocal rule, takes_vmap
@@ -202,6 +202,7 @@ def operator(
         kernel = function if packet.default._schema.returns else _derive(function, "None")
         if identity:
             kernel = _derive(function, f"_alias({positional[0]})", _alias=torch.ops.aten.alias.default)
+        takes = parameters(kernel)
         # register_fake asks inspect for the caller's module, which looks through all modules for a file that it has
         # not seen: a third of the time in which this package is imported.
         inspect.modulesbyfile.setdefault(function.__code__.co_filename, function.__module__)

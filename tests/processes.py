@@ -174,7 +174,7 @@ class Popen(subprocess.Popen):
                 case subprocess.PIPE:
                     ends = os.pipe()
                     given, kept = ends if number == 0 else ends[::-1]
-                    mine = open(kept, "rb" if number else "wb", **({"buffering": 0} if number else {}))
+                    mine = open(kept, "rb" if number else "wb")
                     opened.append(given)
                 case subprocess.DEVNULL:
                     given, mine = os.open(os.devnull, os.O_RDWR), None
@@ -275,7 +275,7 @@ def _prepare() -> None:
         cpu_vec_isa.valid_vec_isa_list()  # compiles programs and starts processes to load them
         del sys.modules["triton"]
     if "opinfo" in sys.argv:
-        from torch.testing._internal import common_methods_invocations  # noqa: F401
+        from torch.testing._internal import common_methods_invocations  # noqa: F401 -- forks have it
     if "destructors" not in sys.argv:
         _end_after_own_destructors()
         kept |= {name: module for name, module in sys.modules.items() if name not in ("__main__", "builtins", "sys")}
