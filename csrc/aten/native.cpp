@@ -21,10 +21,10 @@
 #include "../backend/sync_debug.h"
 #include "../runtime/device.h"
 #include "captured.h"
+#include "cuda_rules.h"
 #include "host_scalars.h"
 #include "own_memory.h"
 #include "queued.h"
-#include "synchronizing.h"
 #include "unchecked.h"
 #include "wider.h"
 
@@ -89,6 +89,7 @@ class NativeKernel final : public c10::OperatorKernel {
         if (schema.arguments()[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) last_list_ = i;
     }
     synchronizes_ = synchronizes_on_cuda(op);
+    nondeterministic_ = nondeterministic_on_cuda(op);
     missing_check_ = missing_check(op);
     if (target == DispatchKey::CPU) missing_shape_check_ = missing_shape_check(op);
     asks_requires_grad_ = kAsksRequiresGrad.count(schema.name()) > 0;
@@ -102,6 +103,9 @@ class NativeKernel final : public c10::OperatorKernel {
     if (C10_UNLIKELY(synchronizes_ != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); synchronizes_(arguments))
         synchronizes(op.operator_name().name.c_str(), stream_of(*arguments));
+    if (C10_UNLIKELY(nondeterministic_ != nullptr) && at::globalContext().deterministicAlgorithms() &&
+        nondeterministic_(stack->data() + stack->size() - write_.size()))
+      refuse_nondeterministic(op.schema().name());
     if (C10_UNLIKELY(wider_ != nullptr)) {
       const bool dense = target_ == DispatchKey::CPU;
       if (wider_->run(op, stack, dense ? DispatchKey::PrivateUse1 : DispatchKey::SparseCsrPrivateUse1)) return;
@@ -275,7 +279,7 @@ class NativeKernel final : public c10::OperatorKernel {
   bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
   bool views_ = false; // it returns views, changes only the geometry, or gives a tensor without memory
-  Synchronizes synchronizes_ = nullptr;
+  CudaRule synchronizes_ = nullptr, nondeterministic_ = nullptr;
   MissingCheck missing_check_ = nullptr, missing_shape_check_ = nullptr;
   const Wider* wider_ = nullptr;
   std::string each_;     // for a foreach operator: what it calls for each element

@@ -1,5 +1,6 @@
 // Operators whose small-tensor latency matters: the CPU kernels that the boxed path calls, without boxing (`python -m
 // openreg_ops bench` measures the gain).
+#include "../backend/sync_debug.h"
 #include "direct.h"
 #include "native.h"
 #include "unchecked.h"
@@ -274,6 +275,12 @@ at::Tensor nll_loss_backward(const at::Tensor& grad_output, const at::Tensor& se
       grad_output, self, target, weight, reduction, std::move(ignore_index), total_weight);
 }
 
+// The boxed kernel reports waits: see cuda_rules.h.
+at::Tensor where_self(const at::Tensor& condition, const at::Tensor& self, const at::Tensor& other) {
+  if (C10_UNLIKELY(watches_syncs())) return detail::call_boxed<at::_ops::where_self>(condition, self, other);
+  return native<at::_ops::where_self, at::cpu::where>(condition, self, other);
+}
+
 // Whether BLAS reads a matrix as it is. The CPU's kernel copies any other.
 bool is_matrix(const at::Tensor& t) {
   if (t.dim() != 2 || t.numel() == 0) return false;
@@ -373,7 +380,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   OF_STUB(maximum); OF_STUB(minimum);
   STRUCTURED("clamp", clamp, clamp); STRUCTURED("clamp_min", clamp_min, clamp_min);
   STRUCTURED("pow.Tensor_Scalar", pow_Tensor_Scalar, pow); STRUCTURED("pow.Tensor_Tensor", pow_Tensor_Tensor, pow);
-  UNBOXED("where.self", where_self, where); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
+  m.impl("where.self", where_self); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
   DIRECT("addcmul_", addcmul_, addcmul_, structured_addcmul, StubOfNumber<at::native::addcmul_stub>); DIRECT("addcdiv_", addcdiv_, addcdiv_, structured_addcdiv, StubOfNumber<at::native::addcdiv_stub>);
   UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("fill_.Tensor", fill__Tensor, fill_); UNBOXED("zero_", zero_, zero_);
   m.impl("sum.dim_IntList", (native<at::_ops::sum_dim_IntList, sum>)); set_meta<at::_ops::sum_dim_IntList>("aten::sum.dim_IntList", at::meta::sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);

@@ -143,9 +143,10 @@ def default_stream(device: torch.types.Device = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=device_index(device), device_type=int(DeviceType.PrivateUse1))
 
 
-def set_stream(stream: torch.Stream) -> None:
-    """Make `stream` current on its device, and its device current."""
-    torch.accelerator.set_stream(stream)
+def set_stream(stream: torch.Stream | None) -> None:
+    """Make `stream` current on its device, and its device current; ``None`` has no effect."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
 
 
 class StreamContext:

@@ -353,7 +353,6 @@ def preserved(device: str) -> Iterator[None]:
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         (torch._C._get_autograd_fallback_mode, torch._C._set_autograd_fallback_mode),
         (functorch._is_vmap_fallback_enabled, functorch._set_vmap_fallback_enabled),
-        (torch._C._debug_only_are_vmap_fallback_warnings_enabled, functorch._set_vmap_fallback_warning_enabled),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     ]
     states += [state for backend in backends.registered() for state in backend.state()]
@@ -381,6 +380,7 @@ def preserved(device: str) -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+        functorch._set_vmap_fallback_warning_enabled(True)  # PyTorch's default; nothing says what it was
         for (get, put), value in zip(states, before, strict=True):
             if get() != value:
                 put(value)

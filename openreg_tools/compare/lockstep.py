@@ -107,7 +107,7 @@ class Lockstep(TorchDispatchMode):
                 if not self.copies.keeping:
                     self._synchronize()  # an error in a compiled kernel does not belong to this operator
                 arguments = self._take(of, index, place, args, kwargs)
-                state = self._numbers(of, args, kwargs) if of.random else None
+                state = self._numbers(args, kwargs) if of.random else None
             out = self._run(func, of, index, place, args, kwargs, arguments, state)
         if arguments is None:
             return out
@@ -218,7 +218,7 @@ class Lockstep(TorchDispatchMode):
     def own_work(self) -> contextlib.AbstractContextManager[None]:
         return backends.of_device(self.type).own_work()
 
-    def _numbers(self, of: Facts, args: tuple, kwargs: dict) -> Tensor | None:
+    def _numbers(self, args: tuple, kwargs: dict) -> Tensor | None:
         """The state of the generator that the call draws from, for the reference; None if the reference cannot use
         it."""
         if not self._draws:

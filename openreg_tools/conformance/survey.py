@@ -35,7 +35,7 @@ def survey(
     """
     first = returned = hung = 0
     while first < count and (enough is None or hung < 3):
-        for i, outcome in _forked(range(first, count), attempt, None if enough is None else enough - returned, seconds):
+        for i, outcome in _forked(range(first, count), attempt, seconds):
             yield i, outcome
             first = i + 1
             hung += outcome.kind == "hung"
@@ -44,15 +44,13 @@ def survey(
                 return
 
 
-def _forked(
-    which: range, attempt: Callable[[int], Any], enough: int | None, seconds: float
-) -> Iterator[tuple[int, Outcome]]:
+def _forked(which: range, attempt: Callable[[int], Any], seconds: float) -> Iterator[tuple[int, Outcome]]:
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        _serve(os.fdopen(write, "w", buffering=1), which, attempt, enough)
+        _serve(os.fdopen(write, "w", buffering=1), which, attempt)
     os.close(write)
     at, buffer, running = which.start, b"", False
     try:
@@ -84,7 +82,7 @@ def _forked(
             os.waitpid(child, 0)
 
 
-def _serve(answers: Any, which: range, attempt: Callable[[int], Any], enough: int | None) -> None:
+def _serve(answers: Any, which: range, attempt: Callable[[int], Any]) -> None:
     """The child's side; does not return."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -99,8 +97,6 @@ def _serve(answers: Any, which: range, attempt: Callable[[int], Any], enough: in
                 try:
                     attempt(i)
                     answers.write(json.dumps([i, "returned"]) + "\n")
-                    if enough is not None and (enough := enough - 1) == 0:
-                        break
                 except Exception as error:
                     answers.write(json.dumps([i, "raised", opinfo.first_line(error)]) + "\n")
     finally:

@@ -410,7 +410,7 @@ def _limit_memory(device: str) -> None:
     """Limit tensors on the device to `contiguous.BYTES`, if its module can."""
     module = torch.get_device_module(device)
     if limit := getattr(module, "set_per_process_memory_fraction", None):
-        limit(min(1.0, contiguous.BYTES / module.mem_get_info(device)[1]), device)
+        limit(min(1.0, contiguous.BYTES / module.mem_get_info(device)[1]), torch.device(device).index)
 
 
 def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> None:

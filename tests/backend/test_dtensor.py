@@ -3,6 +3,7 @@
 The functions named `check_…` run on each process of a group; the tests start them. See tests/backend/workers.py.
 """
 
+import itertools
 import random
 
 import pytest
@@ -297,6 +298,24 @@ def check_half_types():
             assert_close(full(a.detach()), b, rtol=2e-2, atol=2e-3)
 
 
+def check_large_logits():
+    """exp() of their differences to the largest one of all devices neither overflows nor is zero."""
+    mesh = meshes()[0]
+    x, weight = torch.ones(6, 1, device="openreg"), torch.arange(8, 0, -1, device="openreg").unsqueeze(1)
+    target = torch.arange(6, device="openreg")
+    for scale in (1000.0, -1000.0):
+        sample = Sample(x * scale, weight.float(), target)
+        expected = run(torch.ops.openreg.linear_cross_entropy, sample, True)
+        for at in itertools.product((None, 0), (None, 0)):
+            places = iter([*([each] for each in at), [None]])
+            found = run(
+                torch.ops.openreg.linear_cross_entropy, sample, True, lambda x, _, at=places: placed(x, mesh, next(at))
+            )
+            for a, b in zip(found[0] + found[2], expected[0] + expected[2], strict=True):
+                assert b.isfinite().all()
+                assert_close(full(a.detach()), b.detach())
+
+
 def check_errors():
     mesh = meshes()[0]
     caches = [placed(torch.zeros(8, 2, device="openreg"), mesh, [0]) for _ in range(2)]
@@ -402,15 +421,16 @@ def check_optimizer():
 
     mesh = meshes()[0]
     start = torch.randn(8, 4, device="openreg")
-    plain, sharded = start.clone().requires_grad_(), placed(start, mesh, [0]).requires_grad_()
-    for x in (plain, sharded):
-        optimizer = openreg_ops.AdamW([x], lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            x.square().sum().backward()
-            optimizer.step()
-    assert at_of(sharded) == (0,)
-    assert_close(sharded.full_tensor(), plain)
+    for amsgrad in (False, True):
+        plain, sharded = start.clone().requires_grad_(), placed(start, mesh, [0]).requires_grad_()
+        for x in (plain, sharded):
+            optimizer = openreg_ops.AdamW([x], lr=0.1, amsgrad=amsgrad)
+            for scale in (3, 1, 1):  # the largest square is of the first step
+                optimizer.zero_grad()
+                (scale * x).square().sum().backward()
+                optimizer.step()
+        assert at_of(sharded) == (0,)
+        assert_close(sharded.full_tensor(), plain)
 
 
 def check_grouped_linear_stays():
@@ -430,8 +450,8 @@ def check_grouped_linear_stays():
 
 
 CHECKS = [
-    check_whole_results, check_dropout, check_grouped_linear_stays, check_options_are_seen, check_half_types, check_errors,
-    check_wrong_rules, check_out, check_second_derivatives, check_optimizer,
+    check_whole_results, check_dropout, check_grouped_linear_stays, check_options_are_seen, check_half_types,
+    check_large_logits, check_errors, check_wrong_rules, check_out, check_second_derivatives, check_optimizer,
 ]  # fmt: skip
 
 

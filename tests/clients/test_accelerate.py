@@ -106,7 +106,7 @@ def test_the_integration_comes_too_late_for_an_accelerator_on_the_cpu(use, monke
     use("cpu")
     accelerate.Accelerator()
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
-    with pytest.raises(RuntimeError, match="accelerate runs on cpu already; import this module before"):
+    with pytest.raises(RuntimeError, match="accelerate already runs on cpu; import this module before"):
         importlib.reload(integration)
 
 

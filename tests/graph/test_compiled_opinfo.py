@@ -4,6 +4,8 @@ The first 320 of about 740 in the order of their names, forward only; the comman
 about 110 seconds of one core, most of it the C++ compiler's. OPENREG_COMPILED_OPS=64 makes the slice shorter.
 """
 
+import argparse
+import functools
 import itertools
 import os
 
@@ -55,6 +57,65 @@ def test_a_wrong_operator_is_found():
     found = compiled.check(cases)
     assert set(found.different) == {"wrong"}
     assert (found.breaks, found.invalid) == ({"breaks_graph"}, {"invalid"})
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Graphs are captured, and not compiled."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def case_of(function):
+    return compiled.Case(function.__name__, function, ((torch.ones(3),), {}), False)
+
+
+def wrong_on(device):
+    """Wrong in a graph on that device alone."""
+    return lambda x: x + (x.device.type == device and torch.compiler.is_compiling())
+
+
+@pytest.mark.parametrize("device", ["cpu", "openreg"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_device_runs_every_graph(uncompiled, device, breaks):
+    """Also those with breaks."""
+    wrong = {each: wrong_on(each) for each in ("cpu", "openreg")}
+
+    def on_cpu(x):
+        return wrong["cpu"](x) if not breaks or x.sum() > 0 else x
+
+    def on_device(x):
+        return wrong["openreg"](x) if not breaks or x.sum() > 0 else x
+
+    found = compiled.check([case_of(on_cpu), case_of(on_device)], device)
+    assert set(found.different) == {"on_cpu" if device == "cpu" else "on_device"} and not found.invalid
+    assert found.breaks == ({"on_cpu", "on_device"} if breaks else set())
+
+
+@pytest.mark.parametrize("batch", ["1", "3", "10"])
+def test_the_command_counts_what_it_finds(uncompiled, monkeypatch, capsys, batch):
+    def breaks_graph(x):
+        return x + 1 if x.sum() > 0 else x
+
+    def invalid(x):
+        return x.reshape(2)
+
+    def wrong(x):
+        return wrong_on("openreg")(x)
+
+    def said(*functions):
+        chosen = [case_of(function) for function in functions]
+        monkeypatch.setattr(compiled, "cases", lambda *_: iter(chosen))
+        parser = argparse.ArgumentParser()
+        compiled.add_arguments(parser)
+        status = compiled.main(parser.parse_args(["--batch", batch]))
+        return status, capsys.readouterr().out
+
+    status, text = said(torch.sin, breaks_graph, invalid, torch.cos)
+    counts = "4 operators: 3 agree with eager mode, 1 of them with a graph break; 0 differ or fail; 1 fail in eager mode too: "
+    assert status == 0 and text.startswith(f"{counts}invalid.")
+    status, text = said(torch.sin, wrong, torch.cos)
+    counts = "3 operators: 2 agree with eager mode, 0 of them with a graph break; 1 differ or fail; 0 fail in eager mode too: "
+    assert status == 1 and text.startswith("wrong: Tensor-likes are not close!") and f"\n{counts}none." in text
 
 
 def test_samples_have_a_result():

@@ -44,6 +44,13 @@ def test_a_stream_is_idle_when_an_event_behind_its_work_was_waited_for(options):
                 assert query()
 
 
+def test_no_stream_changes_nothing():
+    stream = torch.openreg.Stream(device="openreg:1")
+    with stream:
+        torch.openreg.set_stream(None)
+        assert torch.openreg.current_stream() == stream
+
+
 def side_stream():
     """A stream that may use what the current stream has made."""
     stream = torch.openreg.Stream()

@@ -15,7 +15,7 @@ import openreg_ops
 from openreg_ops.tools.new import new_package
 from openreg_tools.abi import audit, shims
 from openreg_tools.abi.binary import demangled, numbers
-from openreg_tools.abi.declarations import path_of
+from openreg_tools.abi.declarations import path_of, torch_headers
 from openreg_tools.forms import Wrong
 
 TORCH = Path(torch.__file__).parent
@@ -216,6 +216,42 @@ AOTI_TORCH_EXPORT AOTITorchError torch_list_size(StableListHandle list_handle, s
     assert shims.since("torch_first_of_2_16", declared) == shims.since("torch_second_of_2_16", declared) == "2.16.0"
     assert shims.since("torch_list_size", declared) == "2.10.0"
     assert shims.since("torch_not", declared) is None
+
+
+def test_where_headers_declare_it(tmp_path):
+    """Members too, where only one of the headers with the class has them; not what only a function's body mentions."""
+    (tmp_path / "c10").mkdir()
+    (tmp_path / "c10" / "one.h").write_text("""
+class C10_API Outer final : public Base {
+  int first();
+  struct Nested {
+    enum class Kind : int { small };
+    int second();
+  };
+  int third() { struct Local { int hidden(); }; return called(); }
+  int fourth();
+};
+namespace c10::inner {
+struct Shared { int here(); };
+inline int free_one() { return elsewhere(); }
+extern int variable;
+}
+extern "C" {
+int of_c();
+}
+""")
+    (tmp_path / "c10" / "other.h").write_text("namespace c10::inner { struct Shared { int there(); }; }")
+    wanted = {
+        "Outer": "one", "Outer::first": "one", "Outer::Nested": "one", "Outer::Nested::Kind": "one",
+        "Outer::Nested::second": "one", "Outer::third": "one", "Outer::fourth": "one", "c10::inner::Shared::here": "one",
+        "c10::inner::Shared::there": "other", "c10::inner::free_one": "one", "c10::inner::variable": "one", "of_c": "one",
+        "called": "", "elsewhere": "", "hidden": "", "Local::hidden": "",
+        "c10::inner::elsewhere": "", "fourth": "", "Nested::second": "",
+    }  # fmt: skip
+    found = torch_headers([path_of(name) for name in wanted], tmp_path)
+    assert {"::".join(path): where for path, where in found.items()} == {
+        name: f"c10/{header}.h" for name, header in wanted.items() if header
+    }
 
 
 @pytest.mark.parametrize(

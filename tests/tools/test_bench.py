@@ -130,7 +130,10 @@ def test_adamw(small):
     of_host, of_device = ([p for g in each.__self__.param_groups for p in g["params"]] for each in (host, device))
     for p, q in zip(of_host, of_device, strict=True):
         q.data.copy_(p), q.grad.copy_(p.grad)
-    case.eager(host, device), case.operator(host, device)
+    with torch.profiler.profile() as profile:
+        case.eager(host, device), case.operator(host, device)
+    called = {event.key for event in profile.key_averages()}
+    assert {"aten::_fused_adamw_", "openreg::adamw_step_"} <= called  # the faster of torch's own
     torch.testing.assert_close([q.detach().cpu() for q in of_device], [p.detach() for p in of_host])
     assert len(of_host) == 16 and {p.device.type for p in of_device} == {"openreg"}
 
@@ -265,6 +268,10 @@ def test_regressions(tmp_path, capsys):
     assert timing.report(results(1.3, 0.1), against) == 1
     said = capsys.readouterr().out
     assert "slower: add, 64: 1.30 (1.20 to 1.40), was 1.00 (0.90 to 1.10)" in said and "1 of 2 figures" in said
+    assert timing.report(results(1.3, 0.1), options("--json", "-", "--against", str(earlier))) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out) == results(1.3, 0.1)  # alone, for a program to read
+    assert "slower: add, 64: 1.30" in said.err and "1 of 2 figures" in said.err
     assert timing.report({"cases": [results(1.0, 0.1, "mul")["cases"][0]]}, against) == 2
     assert "has none of these figures" in capsys.readouterr().err
     for words, sentence in (
@@ -613,6 +620,22 @@ def test_report_of_scaling(monkeypatch, capsys, tmp_path):
         and "0.20 s to import torch, target 0.15: missed" in said
     )
     assert bench.main(options("scaling", "--only", "memory")) == 0 and "picture" not in capsys.readouterr().out
+
+
+def test_the_picture_shows_microseconds(monkeypatch, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    closed = []
+    monkeypatch.setattr(pyplot, "close", closed.append)
+    curves = {"add": {"size": [(10, 2e-6, 3e-6), (100, 4e-6, 5e-3)], "processes": []}}
+    assert bench_scaling.draw(tmp_path / "it.png", curves) == f"picture: {tmp_path / 'it.png'}"
+    monkeypatch.undo()
+    (figure,) = closed
+    shown, hidden = figure.axes
+    lines = {line.get_label(): line for line in shown.lines}
+    assert shown.get_visible() and not hidden.get_visible() and shown.get_ylabel() == "microseconds"
+    for name, times in {"cpu": [2, 4], "openreg": [3, 5000]}.items():
+        assert list(lines[name].get_xdata()) == [10, 100] and list(lines[name].get_ydata()) == pytest.approx(times)
+    pyplot.close(figure)
 
 
 # ---- graphs ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import json
 import os
@@ -487,6 +488,20 @@ def test_a_large_input_has_no_huge_result():
     assert result.sentence == "2048 instead of 5"
 
 
+@pytest.mark.parametrize("others", [2**11, 2**15])
+def test_a_large_input_is_of_the_size_for_threads(others):
+    """However often a size occurs in one argument, and however many elements the other has."""
+    seen = []
+    op = define(
+        f"of_two_{others}(Tensor x, Tensor w) -> Tensor",
+        lambda x, w: seen.append(x.numel()) or x.sum() * w,
+        lambda x, w: torch.empty_like(w),
+    )
+    report = check(op, [(torch.ones(4, 4), torch.ones(others))], only=["large"])
+    assert report.of("pass", "large"), str(report)
+    assert 2**18 < max(seen) <= 2**19
+
+
 @pytest.mark.parametrize("device", ["cpu", "openreg", "openreg:1"])
 def test_the_samples_give_the_device(device):
     x = torch.ones(3, device=device)
@@ -665,6 +680,42 @@ def test_sharding_strategies():
     assert result.status == "pass", result.sentence
     assert result.sentence == "stays sharded with every argument sharded along 0, x sharded along 0, w sharded along 0"
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("schema", "own", "status", "sentence"),
+    [
+        ("(Tensor x) -> Tensor", True, "fail", "a call on DTensors with x sharded along dimension 0 raised RuntimeError: halves"),
+        ("(Tensor x) -> Tensor", False, "refused", "with x sharded along dimension 0 one raises RuntimeError: halves"),
+        ("(Tensor(a!) x) -> Tensor(a!)", True, "pass", "no sharding stays"),
+        ("(Tensor(a!) x) -> Tensor(a!)", "none", "fail", "with every argument replicated raised RuntimeError: no place"),
+    ],
+    ids=["own", "of others", "written", "written, replicated"],
+)  # fmt: skip
+def test_an_error_on_sharded_arguments(request, schema, own, status, sentence):
+    """It is the operator's, unless DTensor would have to move an argument that is written to."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def kernel(x):
+        if len(x) < 4:
+            raise RuntimeError("halves")
+        return x if "!" in schema else x * 1
+
+    def places(x):
+        if own == "none":
+            raise RuntimeError("no place")
+        return [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]
+
+    name = "halves_" + re.sub(r"\W+", "_", request.node.callspec.id)
+    op = define(f"{name}{schema}", kernel, lambda x: x if "!" in schema else torch.empty_like(x))
+    register_sharding(op)(places)
+    if not own:
+        LIBRARY.define(f"made_of_{name}{schema}")
+        LIBRARY.impl(f"made_of_{name}", op, "CompositeImplicitAutograd")
+        op = getattr(torch.ops.broken, f"made_of_{name}").default
+    (result,) = check(op, [(torch.rand(4),)], only=["dtensor"]).results
+    assert (result.status, sentence in result.sentence) == (status, True), result
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -912,6 +963,18 @@ def test_good_operator_of_ours():
     assert report.seconds > 0
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_an_output_that_is_an_argument_has_its_gradient(written):
+    """It needs no kernel at the Autograd key, unlike an output that is new."""
+    name = "same_written" if written else "same"
+    op = define(
+        f"{name}(Tensor(a{'!' * written}) x) -> Tensor(a{'!' * written})", lambda x: x, lambda x: x, "PrivateUse1"
+    )
+    with openreg_ops.autograd.fallback_mode("nothing"):
+        report = check(op, [(torch.rand(4, 6),)], "openreg", only=["opcheck_autograd_registration"])
+    assert report.of("pass", "opcheck_autograd_registration"), str(report)
+
+
 @pytest.mark.parametrize("device", ["cpu", "openreg"])
 def test_good_operator_of_torch(device):
     x, y, z = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6)
@@ -1065,6 +1128,56 @@ def test_nothing_stays_changed():
         rude(torch.ones(3))
         raise KeyError
     assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("get", "put", "value"),  # None: the opposite
+    [
+        (torch.get_num_threads, torch.set_num_threads, 3),
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        (torch.is_grad_enabled, torch.set_grad_enabled, None),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, None),
+        (
+            lambda: torch.utils.deterministic.fill_uninitialized_memory,
+            lambda on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", on),
+            None,
+        ),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1),
+        (torch._C._get_autograd_fallback_mode, torch._C._set_autograd_fallback_mode, "nothing"),
+        (torch._C._functorch._is_vmap_fallback_enabled, torch._C._functorch._set_vmap_fallback_enabled, None),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, None),
+        *(
+            (functools.partial(get, device), functools.partial(put, device), value)
+            for device in ("cpu", "openreg")
+            for get, put, value in (
+                (torch.is_autocast_enabled, torch.set_autocast_enabled, None),
+                (torch.get_autocast_dtype, torch.set_autocast_dtype, torch.float64),
+            )
+        ),
+        (openreg_ops.autograd.get_fallback_mode, openreg_ops.autograd.set_fallback_mode, "nothing"),
+        (_C.poison, _C.set_poison, None),
+    ],
+)
+def test_each_state_is_put_back(get, put, value):
+    before = get()
+    value = not before if value is None else value
+    try:
+        with preserved("openreg"):
+            put(value)
+            assert get() == value != before
+        assert get() == before
+    finally:
+        put(before)
+
+
+def test_vmap_warns_of_its_loop_after_a_check(capfd):
+    """As before it, once in a call."""
+    op = define("looped(Tensor x) -> Tensor", torch.sin, torch.empty_like)
+    for _ in range(2):
+        torch.vmap(op)(torch.ones(3, 2))
+        said = capfd.readouterr().err
+        assert said.count("performance drop") == 1 and "broken::looped" in said
+        assert check(op, [(torch.ones(4),)], only=["vmap"]).of("warn", "vmap")
 
 
 # ---- operators and samples ----

@@ -15,6 +15,7 @@ from processes import python
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from openreg_tools import backends
 from openreg_tools.compare import assert_operator, compare
 from openreg_tools.compare.tolerance import Tolerances, measure
 from openreg_tools.forms import Wrong
@@ -495,6 +496,36 @@ def test_a_wrong_number(right, wrong):
     first = first_of(torch.ops.test_compare_numbers.scalar, torch.ones(2, dtype=torch.float16))
     assert (first is None) == (right == wrong)
     met._destroy()
+
+
+@pytest.mark.parametrize(
+    "found, wrong",
+    [
+        ("", lambda x, scale: torch.rand_like(x) * scale),
+        ("has mean ", lambda x, scale: torch.rand_like(x) * scale + 0.5),
+        ("is float32[1, 400], and float32[400] on cpu", lambda x, scale: torch.rand_like(x)[None] * scale),
+        ("is float64[400], and float32[400] on cpu", lambda x, scale: torch.rand_like(x).double() * scale),
+    ],
+    ids=["right", "mean", "shape", "dtype"],
+)
+def test_random_numbers_that_the_reference_cannot_draw(monkeypatch, found, wrong):
+    """Their mean, shape and dtype are compared, and the difference says the inputs and what it is."""
+    library = torch.library.Library("test_compare_random", "DEF")
+    library.define("noise(Tensor x, *, float scale) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    library.impl("noise", lambda x, scale: torch.rand_like(x) * scale, "CPU")
+    library.impl("noise", wrong, "PrivateUse1")
+    monkeypatch.setattr(type(backends.of_device(DEVICE)), "draws_as_cpu", False)
+    try:
+        torch.manual_seed(0)
+        with compare(device=DEVICE) as result:
+            torch.ops.test_compare_random.noise(torch.ones(400, device=DEVICE), scale=2.0)
+    finally:
+        library._destroy()
+    assert any("cpu draws different random numbers" in note for note in result.notes), result.notes
+    assert bool(result.differences) == bool(found)
+    if found:
+        assert result.first.found.startswith(found), result.first
+        assert len(result.first.inputs) == 2 and result.first.inputs[1] == "scale=2.0"
 
 
 def test_defaults_come_from_dtype_and_operator():

@@ -51,6 +51,18 @@ def test_a_run_is_resumed_and_judged(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("conformance: maia cannot be used here: ")
 
 
+def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conformance, "run", interrupted)
+    path = tmp_path / "results.jsonl"
+    assert conformance.main(command("--ops", "^neg$", "--out", str(path))) == 130
+    captured = capsys.readouterr()
+    assert f"stopped; the same command continues from {path}" in captured.err and not captured.out
+    assert len(path.read_text().splitlines()) == 1  # the header
+
+
 def test_a_worker_that_hangs_or_dies_costs_one_case():
     worker = conformance.Worker(command("--timeout", "60"))
     try:
@@ -109,6 +121,12 @@ def test_graphs_are_counted(tmp_path, capsys):
     text = " ".join(results(differs, {**record(), "ran": {"graph": 2}}, record(name="optim.SGD")).text().split())
     assert "1 of 2 operators" in text and "50.0 %" in text and "abs: differs, see below" in text
     assert "optimizers" not in text, "what did not run is not counted"
+
+
+def test_the_summary_is_the_last_paragraph():
+    for made in (results(record()), results(record([("forward", "value")]), record(name="abs"))):
+        last = made.text().rpartition("\n\n")[2].splitlines()
+        assert " ".join(last) == made.summary() and all(line == line.strip() for line in last)
 
 
 def test_a_known_failure_that_passes_fails_the_run():

@@ -8,11 +8,13 @@ import signal
 import pytest
 import torch
 from torch.testing._internal.common_dtype import custom_types
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
 
 from openreg_tools.conformance import (
     calls,
     cuda_dtypes,
+    generated,
+    graphs,
     layouts,
     opinfo,
     schemas,
@@ -100,6 +102,103 @@ def test_out(kind, device_side):
     assert not sweep.check(with_out(lambda x, out: torch.mul(x, 2, out=out)), torch.float32, DEVICE).failures
     report = sweep.check(with_out(device_side), torch.float32, DEVICE, checks=("out",))
     assert report.failures and {failure.check for failure in report.failures} == {"out"}, kinds(report)
+
+
+class ScaledInPlace(torch.autograd.Function):
+    """`Scaled`, in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 2 if x.is_cpu else 4
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    backward = Scaled.backward
+
+
+@pytest.mark.parametrize(
+    "kind, inplace",
+    [
+        (None, lambda x: x.mul_(2)),
+        ("value", lambda x: x.mul_(2 if x.is_cpu else 3)),
+        ("gradient", ScaledInPlace.apply),
+        ("error", lambda x: x.mul_(2) if x.is_cpu else refuse()),
+        ("error", lambda x: x.mul_(2) if x.is_cpu or not torch.is_grad_enabled() or x.is_leaf else refuse()),
+        ("structure", lambda x: x.mul_(2) if x.is_cpu else x * 2),
+    ],
+    ids=["right", "value", "gradient", "error", "error with gradients", "another tensor"],
+)
+def test_in_place(kind, inplace):
+    op = operator(lambda x: x * 2, inplace_variant=inplace)
+    report = sweep.check(op, torch.float32, DEVICE, checks=("inplace", "backward"))
+    assert report.ran["inplace"] == 2 and (kinds(report) >= {("inplace", kind)} if kind else not report.failures)
+
+
+# ---- calls that the CPU refuses ----
+
+
+def refuses(device_side, count=1):
+    """An operator that refuses tensors of four elements, and does with them what `device_side` does on the device."""
+
+    def function(x):
+        return (refuse if x.is_cpu else device_side)(x) if len(x) == 4 else x * 2
+
+    def errors(op, device, **_):
+        for _ in range(count):
+            yield ErrorInput(SampleInput(torch.ones(4, device=device)), error_type=ValueError, error_regex="refused")
+
+    return OpInfo(
+        "made",
+        op=function,
+        dtypes=custom_types(torch.float32, torch.float64),
+        sample_inputs_func=lambda op, device, dtype, *_, **__: [SampleInput(torch.ones(3, device=device, dtype=dtype))],
+        error_inputs_func=errors,
+        supports_out=False,
+        inplace_variant=None,
+    )
+
+
+@pytest.mark.parametrize("check", ["errors", "async_errors"])
+def test_wrong_inputs_of_the_database(check):
+    """They run once, with the first dtype, and `at` is told where they are."""
+    said = []
+    report = sweep.check(refuses(refuse, 3), torch.float32, DEVICE, checks=(check,), at=said.append)
+    assert report.ran[check] >= 3 and not report.failures
+    assert [f"{check}, sample {i}" in said for i in range(4)] == [True] * 3 + [False], said
+    assert all(isinstance(each, str) for each in said)
+    assert sweep.check(refuses(refuse, 3), torch.float64, DEVICE, checks=(check,)).ran[check] == 0
+
+
+@pytest.mark.parametrize("kind, device_side", [("no error", lambda x: x * 2), ("error type", lambda x: [][1])])
+def test_wrong_inputs_that_the_device_takes(kind, device_side):
+    report = sweep.check(refuses(device_side, 2), torch.float32, DEVICE, checks=("errors",))
+    assert [(f.check, f.kind, f.sample) for f in report.failures] == [("errors", kind, i) for i in range(2)]
+
+
+# ---- results ----
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("offset, reads", [(3, True), (3, False), (900, True)], ids=["whole", "unread", "beyond"])
+def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads):
+    """A nested one that cannot be read, or has parts beyond its memory, is no failure; a dense one that cannot is."""
+
+    def unread(x):
+        raise RuntimeError("no copy")
+
+    if not reads:
+        monkeypatch.setattr(torch.Tensor, "cpu", unread)
+    offsets = torch.tensor([0, 3])
+    nested = torch._nested_view_from_buffer(torch.ones(6), torch.tensor([[2], [3]]), torch.ones(2, 1).long(), offsets)
+    offsets[1] = offset
+    for result, compares in ((nested, reads and offset == 3), (torch.ones(3), True)):
+        report = opinfo.Report()
+        comparison = opinfo.Comparison(report, "forward", 0, "cpu", True)
+        for _ in range(3):
+            comparison.tensors(result, result)
+        assert report.notes["cannot be compared"] == (0 if compares else 3)
+        said = [] if reads or not compares else ["reading a result: RuntimeError: no copy"] * 3
+        assert [failure.message for failure in report.failures] == said
 
 
 def test_reports_add_up():
@@ -337,6 +436,25 @@ def test_out_of_memory_in_async_mode(more):
     assert report.ran["async_errors"] and bool(report.failures) == bool(more)
 
 
+# ---- captured graphs ----
+
+
+@pytest.mark.parametrize("kind", ["value", "error", None])
+def test_a_graph_that_differs_from_eager_mode(kind):
+    if not graphs.supported(DEVICE):
+        pytest.skip("this torch has no graphs of an accelerator")
+
+    def call(x):
+        if torch.accelerator.current_stream() != before:  # a graph is captured on another stream
+            return refuse() if kind == "error" else x * (3 if kind else 2)
+        return x * 2
+
+    report, before = opinfo.Report(), torch.accelerator.current_stream()
+    graphs.compare(report, 7, "valid", call, ([torch.ones(3)], {}), DEVICE)
+    assert [(f.check, f.kind, f.sample) for f in report.failures] == ([("graph", kind, 7)] if kind else [])
+    assert report.ran["graph"] == 1 and all(f.message.startswith("valid: ") for f in report.failures)
+
+
 # ---- layouts ----
 
 
@@ -364,6 +482,24 @@ def test_the_forms_of_an_operator(name, out, inplace):
     packet, _, overload = name.partition(".")
     found = layouts.forms(getattr(getattr(torch.ops.aten, packet), overload or "default"))
     assert [each and each.name().removeprefix("aten::") for each in found] == [out, inplace]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x, lambda x: x[1:], lambda x: x.t()[2:], lambda x: x[1, 2], lambda x: x.flatten()[3::2],
+        lambda x: x[1:].view(torch.int32), lambda x: x[2:, 1:].expand(2, 2, 3),
+    ],
+)  # fmt: skip
+def test_views_between_guards(view):
+    """They have their values and strides, and share memory where the arguments do."""
+    base = torch.arange(1.0, 17.0).view(4, 4)
+    x, move = view(base), calls._Guarded(85)
+    made = move(x)
+    assert torch.equal(made, x) and made.stride() == x.stride() and made.storage_offset() == x.storage_offset()
+    assert move.is_whole() and made.data_ptr() != x.data_ptr()
+    if x.dtype == base.dtype:
+        assert made.data_ptr() - move(base).data_ptr() == x.data_ptr() - base.data_ptr()
 
 
 # ---- calls made from schemas ----
@@ -401,6 +537,26 @@ def test_garbage(monkeypatch, kind):
     monkeypatch.setattr(schemas, "run", wrong)
     report = schemas.check("aten::mm", DEVICE, 1, ("garbage",))
     assert report.ran["garbage"] == 16 and {k for _, k in kinds(report)} == ({kind} if kind else set())
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:The PyTorch API of nested")
+def test_a_damaged_list_of_tensors_resembles_the_right_one():
+    """What replaces one of its tensors has its shape and another dtype, or its dtype and another shape."""
+    good, seen = [torch.ones(5, 7, dtype=torch.int8) for _ in range(2)], set()
+    for k in range(200):
+        tensors = generated.garbage("aten::cat", calls.Call([good], {}), k).args[0]
+        others = [x for x in tensors or () if not any(x is each for each in good)]
+        if len(tensors or ()) == 2 and len(others) == 1:
+            seen |= {(tuple(x.shape), x.dtype) for x in others if isinstance(x, torch.Tensor) and not x.is_nested}
+    assert any(shape == (5, 7) and dtype != torch.int8 for shape, dtype in seen), seen
+    assert any(shape != (5, 7) and dtype == torch.int8 for shape, dtype in seen), seen
+
+
+def test_a_survey_ends_when_enough_returned():
+    attempts = survey.survey(9, lambda i: refuse() if i % 2 else None, enough=3)
+    assert [(i, outcome.kind) for i, outcome in attempts] == [
+        (0, "returned"), (1, "raised"), (2, "returned"), (3, "raised"), (4, "returned"),
+    ]  # fmt: skip
 
 
 def test_three_calls_that_hang_end_a_survey():

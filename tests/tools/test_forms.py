@@ -1,10 +1,12 @@
 """The forms of the tools' reports: numbers with their units, and tables."""
 
 import argparse
+import importlib
+import re
 
 import pytest
 
-from openreg_tools import forms
+from openreg_tools import __main__, forms
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,13 @@ def test_arguments(tmp_path):
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=sentence):
             function(text)
+
+
+@pytest.mark.parametrize("name", __main__.COMMANDS)
+def test_defaults_are_those_that_the_help_names(name):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(__main__.COMMANDS[name][0]).add_arguments(parser)
+    for action in parser._actions:
+        said = re.search(r"\(default (\S+)\)", action.help or "")
+        if said and isinstance(action.default, (int, float, str)):
+            assert type(action.default)(said[1]) == action.default, action.option_strings

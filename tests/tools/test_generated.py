@@ -109,6 +109,12 @@ def test_the_first_calls_are_the_widest_with_reversed_strides(faulty):
     assert not draw.first("aten::x", profile[:1])
 
 
+def test_a_base_call_without_arguments_is_the_narrowest():
+    wide = {"kind": "tensor", "at": 0, "shape": [2, 3], "out": False}
+    expected = [{"op": "aten::x", "base": 1, "changes": [["layout", 0, "reversed"]]}]
+    assert draw.first("aten::x", [[], [wide], []]) == expected and not draw.first("aten::x", [[]])
+
+
 def test_a_right_operator_gives_no_report(faulty):
     assert not [f for f in faulty["findings"] if f["operator"] == "faulty::right"]
     (right,) = [of for of in faulty["operators"] if of["name"] == "faulty::right"]
@@ -376,6 +382,19 @@ def test_offsets_bits_and_values_keep_the_elements():
     assert x.isnan().any() and x.isinf().any() and y.dtype == torch.int8 and {127, -128} <= set(y.flatten().tolist())
 
 
+@pytest.mark.parametrize("dtype", changes.DTYPES)
+def test_values_of_every_dtype(dtype):
+    """Mixed values are not all the same, and the extremes are the dtype's."""
+    mixed, extremes = (
+        changed(("dtype", 0, dtype), ("values", 0, which))[0].flatten() for which in ("mixed", "extremes")
+    )
+    assert mixed.dtype == extremes.dtype == getattr(torch, dtype) and len({str(each) for each in mixed.tolist()}) > 1
+    if not (mixed.is_complex() or dtype == "bool"):
+        info = (torch.finfo if mixed.is_floating_point() else torch.iinfo)(mixed.dtype)
+        for values in (mixed, extremes):
+            assert {info.min, info.max} <= set(values.tolist())
+
+
 def test_sizes_and_aliases():
     x, y, _ = changed(("sizes", 4, 0))
     assert x.shape == y.shape == (3, 0)
@@ -486,6 +505,39 @@ def test_how_cases_end():
     )
     assert end("aten::add.Tensor", ("shape", 1, "last longer")) == "both raised"
     assert end("aten::tril.out", ("layout", 2, "reversed")) == "equal"
+
+
+@pytest.fixture
+def defined():
+    """Defines operators: the kernel of the CPU, and the device's."""
+    library = torch.library.Library("test_generated", "DEF")
+
+    def define(name, right, wrong):
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, right, "CPU")
+        library.impl(name, wrong, "PrivateUse1")
+        return f"test_generated::{name}"
+
+    yield define
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    "kind, wrong",
+    [
+        (None, lambda x: -x),
+        ("value", lambda x: -x + 1),
+        ("dtype", lambda x: -x.double()),
+        ("rng", lambda x: (torch.rand(1), -x)[1]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_fault_beside_a_layout_that_the_cpu_ignores(defined, kind, wrong):
+    """The CPU's values are those of contiguous memory then, and what is wrong besides them is still a finding."""
+    name = defined("neg", lambda x: -x.as_strided(x.shape, torch.empty(x.shape).stride()), wrong)
+    case = {"op": name, "base": 0, "changes": [["layout", 0, "reversed"]]}
+    found = child.run(case, "openreg", lambda where: None)
+    assert (found["end"], found.get("kind")) == ("failed" if kind else "equal", kind), found
 
 
 @pytest.mark.parametrize(
@@ -761,6 +813,20 @@ def test_an_operator_in_place_returns_its_argument():
     assert end("aten::_add_relu.out", ("bit", 0, "neg")) == "equal"
 
 
+@pytest.mark.parametrize(
+    "views", [lambda x: [x.t(), x[:2]], lambda x: [x[:, ::2], torch._neg_view(x)], lambda x: [[x.t(), x], x[1:]]]
+)
+def test_contiguous_memory_of_its_own(views):
+    """Of each tensor, also of those in lists; what the call is given stays as it is."""
+    call = Call(views(X.clone()), {"other": X.t(), "alpha": 2}, alone=True)
+    plain = contiguous._plain(call)
+    before, after = (contiguous._tensors(each) for each in (call, plain))
+    assert len(after) == len(before) == len({each.untyped_storage().data_ptr() for each in after})
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x, y) and y.is_contiguous() and not y.is_neg() and y.untyped_storage().nbytes() == y.nbytes
+    assert plain.kwargs["alpha"] == 2 and plain.alone
+
+
 def test_a_strided_result_is_held_to_the_one_in_contiguous_memory():
     x = torch.rand(3, 4)
     call = Call([x.t()], {})
@@ -993,6 +1059,11 @@ def test_errors_that_depend_on_the_call_are_allowed_for_that_call_only():
     assert allowed.raises_when_plain("aten::add.Tensor", call, message)
     assert not allowed.raises_when_plain("aten::add.Tensor", call, "RuntimeError: the device cannot do this")
     assert not allowed.raises_when_plain("aten::as_strided", Call([x[:, :4], [4, 6], [8, 1]], {}), message)
+
+    strided = opinfo.Outcome((None, {}))  # the CPU takes it with strides
+    for error, end in ((message, "allowed"), ("RuntimeError: the device cannot do this", "failed")):
+        there = opinfo.Outcome(error=RuntimeError(error.removeprefix("RuntimeError: ")))
+        assert child._raised("aten::add.Tensor", call, strided, there, "openreg")["end"] == end
 
     boxed, large = "isIntList() INTERNAL ASSERT FAILED", Call([x, [-(2**63), 1]], {})
     assert allowed.is_pytorchs_assert(large, boxed) and not allowed.is_pytorchs_assert(Call([x, [1]], {}), boxed)
@@ -1338,3 +1409,18 @@ def test_the_report_counts_what_was_never_reached():
     found = report.GeneratedReport("openreg", 0, [called, never], [], 1.0)
     assert found.passed and "takes a stream" in found.text() and "a::c" in found.html()
     assert found.dict()["never"] == {"takes a stream": ["a::c"]} and called.reached == 1
+
+
+def test_the_report_shows_each_finding_after_the_totals():
+    def finding(name):
+        case = {"op": name, "base": 0, "changes": []}
+        return report.Finding(name, "value", "differs", f"{name}(x)", case, "import torch\nprint(torch)", True)
+
+    operators = [report.Operator(name, "own", 3, findings=[finding(name)]) for name in ("a::b", "a::c")]
+    found = report.GeneratedReport("openreg", 0, operators, ["mine"], 1.0)
+    lines = found.text().splitlines()
+    assert not found.passed and lines[0].startswith("generated inputs on openreg")
+    assert [line.split()[1] for line in lines if line.startswith("FAIL ")] == ["a::b", "a::c"]
+    assert all(f"differs {name}(x)" in found.text() for name in ("a::b", "a::c"))
+    assert lines.count("    print(torch)") == sum("--import mine --case" in line for line in lines) == 2
+    assert " ".join(found.text().rpartition("\n\n")[2].split()) == found.summary() and not lines[-1].startswith(" ")

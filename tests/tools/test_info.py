@@ -66,6 +66,16 @@ def test_a_device_that_computes_wrongly_is_found(monkeypatch):
     assert any(what.startswith("a small forward and backward fails") for what in problems(report))
 
 
+def test_which_package_is_installed(monkeypatch, tmp_path):
+    """Its folder, its version, and from where."""
+    name = "openreg_ops"
+    found = info.Info()
+    info._package(found, name, True)
+    assert found.sections[name]["folder"] == str(Path(openreg_ops.__file__).parent)
+    version, _, origin = found.sections[name]["installed"].partition(", ")
+    assert version == importlib.metadata.version(name) and origin
+
+
 def test_no_device(monkeypatch):
     monkeypatch.setattr(openreg_ops._C, "device_count", lambda: 0)
     assert "there is no device" in problems(info.collect())

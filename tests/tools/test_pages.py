@@ -19,7 +19,7 @@ from openreg_tools.conformance.report import Results
 from openreg_tools.generate import report as generated
 from openreg_tools.operators import operators
 from openreg_tools.recorder import Call
-from openreg_tools.timeline import Timeline
+from openreg_tools.timeline import Slice, Timeline, _idle
 from openreg_tools.trace import Trace
 
 in_browser = [
@@ -133,6 +133,18 @@ def many(count):
         call.after = (i - 1,) if i % 100 == 1 else ()
         calls.append(call)
     return calls
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_gaps_take_at_most_a_fifth_of_the_picture(count):
+    """A gap is cut to a quarter of what runs between two, and a shorter one stays."""
+    busy, gap = 4000, 10**6
+    slices = [Slice(None, 0, start, start + busy) for start in range(gap, count * (gap + busy), gap + busy)]
+    gaps, width = _idle(slices, slices[-1].end)
+    assert gaps == [(each.start - gap, each.start) for each in slices] and width == busy // 4
+    assert 5 * len(gaps) * width == len(gaps) * (busy + width)
+    close = [Slice(None, 0, 0, busy), Slice(None, 0, busy + 1000, 2 * busy)]
+    assert _idle(close, 2 * busy)[0] == []
 
 
 def page_of(timeline):

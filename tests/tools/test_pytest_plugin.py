@@ -586,6 +586,7 @@ def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentence
     result = run("--device=openreg", "--device-misuse=host", process=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(sentences)
+    assert result.parseoutcomes().get("failed", 0) == ("abort" in code)  # else it ended before the first
 
 
 def test_a_run_within_a_test(pytester, run):

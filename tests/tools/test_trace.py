@@ -17,6 +17,7 @@ from processes import python
 import openreg_ops
 from openreg_tools import dispatch
 from openreg_tools.forms import Wrong
+from openreg_tools.places import Place
 from openreg_tools.recorder import Call, Recorder
 from openreg_tools.trace import Candidate, Row, Trace, add_arguments, main
 from openreg_tools.waits import Waits
@@ -148,6 +149,37 @@ def test_waits_of_no_operator():
     assert why == {"print": 2, "item": 1, "Event.synchronize": 1, "Stream.synchronize": 2, "value from data": 1}
 
 
+def record(stream):
+    event = torch.openreg.Event()
+    event.record(stream)
+    return event
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda side, default: side.wait_stream(default),
+        lambda side, default: side.wait_event(default.record_event()),
+        lambda side, default: side.wait_event(record(default)),
+        lambda side, default: record(default).wait(side),
+        lambda side, default: default.record_event().wait(side),
+    ],
+    ids=["stream", "record_event", "record", "wait of an event", "record_event and wait"],
+)
+def test_a_stream_that_waits_says_for_which_call(waits):
+    x, side, default = torch.ones(4, 4, device="openreg"), torch.openreg.Stream(), torch.openreg.current_stream()
+    for is_waiting in (True, False):
+        with Trace("openreg", name="program") as recorded:
+            x.neg_()
+            if is_waiting:
+                waits(side, default)
+            with torch.openreg.stream(side):
+                x @ x
+        torch.openreg.synchronize()
+        first, second = (next(c for c in recorded.calls if name in c.name) for name in ("::neg", "::mm"))
+        assert (first.number in second.after) is is_waiting
+
+
 def test_ranks_by_what_a_kernel_saves(library):
     x = torch.ones(4, device="openreg")
     with openreg_ops.trace() as recorded:
@@ -261,6 +293,21 @@ def test_a_module_without_streams_and_events_uses_those_of_torch(monkeypatch):
     places = [(owner, method) for owner, method, _ in Waits(Recorder(dispatch.target("openreg", None)))._places]
     assert (torch.Event, "wait") in places and (torch.Stream, "wait_event") in places
     assert (torch.Stream, "wait") not in places and len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (Place("", ("train.py", 3), "forward"), "train.py:3"),
+        (Place("Net.0", ("train.py", 3), "forward"), "train.py:3, in Net.0"),
+        (Place("Net.0", ("train.py", 3), "backward", "MmBackward0"), "train.py:3, in Net.0, backward of MmBackward0"),
+        (Place("", ("train.py", 3), "backward"), "train.py:3, backward"),
+        (Place("", ("train.py", 3), "optimizer"), "train.py:3, optimizer"),
+    ],
+    ids=str,
+)
+def test_a_place_in_words(place, text):
+    assert str(place) == text
 
 
 def test_first_calls_do_not_depend_on_an_order():

@@ -19,6 +19,7 @@ from torch.utils import cpp_extension
 import openreg_ops
 from openreg_ops import __main__ as command_line
 from openreg_ops import kernels
+from openreg_ops.tools import new as new_command
 from openreg_ops.tools.new import FILES, HEADERS, STYLES, Wrong, new, render
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +135,18 @@ def test_nothing_of_the_template_is_left(style):
         text = render(template, style, "foo_bar")
         assert not re.search(r"NAME|ClassName|\[(end|separate|function|forward-only)", text)
         assert "\n\n\n\n" not in text and text.endswith("\n") and max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("mark", ["//", "#"])
+def test_lines_of_some_styles(monkeypatch, tmp_path, mark):
+    """A template's lines between marks are those of each style that the mark names."""
+    monkeypatch.setattr(new_command, "TEMPLATES", tmp_path)
+    marked = {"one": "[function]", "two": "[separate, function]", "three": "[forward-only, separate, function]"}
+    lines = [f"  {mark} {styles}\n{word}\n{mark} [end]\n" for word, styles in marked.items()]
+    (tmp_path / "it.in").write_text(f"first\n{''.join(lines)}{mark} [sic\nlast\n")
+    for style in ("forward-only", "separate", "function"):
+        expected = ["first", *(word for word, styles in marked.items() if style in styles), f"{mark} [sic", "last"]
+        assert render("it.in", style, "foo_bar").splitlines() == expected
 
 
 @pytest.mark.parametrize(

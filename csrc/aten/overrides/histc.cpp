@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "../../backend/sync_debug.h"
+#include "../cuda_rules.h"
 #include "../native.h"
 
 namespace openreg {
@@ -56,13 +58,22 @@ bool is_integral(const at::Tensor& self) {
   return c10::isIntegralType(self.scalar_type(), /*includeBool=*/false);
 }
 
+// On CUDA, the host reads the range of the elements if none is given, and floats are counted in no fixed order.
+void as_on_cuda(const at::Tensor& self, const at::Scalar& min, const at::Scalar& max) {
+  if (is_integral(self)) return; // integers() reads the range as CUDA does
+  refuse_nondeterministic("aten::histc");
+  if (min.toDouble() == max.toDouble()) synchronizes("aten::histc", current_stream(self.device().index()));
+}
+
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  as_on_cuda(self, min, max);
   return is_integral(self) ? integers(self, bins, min, max)
                            : native<at::_ops::histc, at::cpu::histc>(self, bins, min, max);
 }
 
 at::Tensor& histc_out(
     const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max, at::Tensor& out) {
+  as_on_cuda(self, min, max);
   if (!is_integral(self)) return native<at::_ops::histc_out, at::cpu::histc_outf>(self, bins, min, max, out);
   TORCH_CHECK(out.device() == self.device(), "histc: out is on ", out.device(), " but self is on ", self.device(),
       "; move one with .to()");

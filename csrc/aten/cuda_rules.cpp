@@ -1,0 +1,183 @@
+#include "cuda_rules.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+namespace openreg {
+namespace {
+
+using Rules = std::unordered_map<std::string, CudaRule>;
+
+bool always(const c10::IValue*) {
+  return true;
+}
+
+bool unless_empty(const c10::IValue* arguments) {
+  return arguments[0].toTensor().numel() > 0;
+}
+
+bool is_mask(const at::Tensor& index) {
+  return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+}
+
+// Indices are moved to the device, and a mask there becomes indices, whose number the host must know.
+bool indices_wait(const c10::IValue& indices) {
+  for (const std::optional<at::Tensor>& index : indices.toOptionalTensorList())
+    if (index && index->defined() && is_mask(*index) != index->is_cpu()) return true;
+  return false;
+}
+
+bool index(const c10::IValue* arguments) {
+  return indices_wait(arguments[1]);
+}
+
+// One mask and one value is a masked_fill_(). CUDA does this only for a number, but here Python creates a device tensor
+// for both.
+bool index_put(const c10::IValue* arguments) {
+  const auto indices = arguments[1].toOptionalTensorList();
+  int masks = 0, others = 0;
+  for (const std::optional<at::Tensor>& each : indices)
+    if (each && each->defined()) ++(is_mask(*each) ? masks : others);
+  if (masks == 1 && others == 0 && arguments[2].toTensor().dim() == 0) return false;
+  return indices_wait(arguments[1]);
+}
+
+// index_fill(self, dim, index, value): reads a value that is a tensor.
+bool index_fill(const c10::IValue* arguments) {
+  return arguments[3].isTensor() && !arguments[3].toTensor().is_cpu();
+}
+
+// where(condition, self, other): copies a number that is a CPU tensor.
+bool where(const c10::IValue* arguments) {
+  return arguments[1].toTensor().is_cpu() || arguments[2].toTensor().is_cpu();
+}
+
+// Whether a call waits, for the operators whose tags do not tell.
+const Rules kSynchronizing = {
+    {"aten::index", &index},
+    {"aten::index_put", &index_put},
+    {"aten::index_put_", &index_put},
+    {"aten::_index_put_impl_", &index_put},
+    {"aten::_unsafe_index", &index},
+    {"aten::_unsafe_index_put", &index_put},
+    // masked_fill_(mask, value): reads the value, which may be on the host.
+    {"aten::masked_fill_",
+        [](const c10::IValue* arguments) { return arguments[2].isTensor() && !arguments[2].toTensor().is_cpu(); }},
+    {"aten::index_fill", &index_fill},
+    {"aten::index_fill_", &index_fill},
+    // equal(self, other): compares values, unless sizes or memory tell.
+    {"aten::equal",
+        [](const c10::IValue* arguments) {
+          const at::Tensor &self = arguments[0].toTensor(), &other = arguments[1].toTensor();
+          if (self.numel() == 0 || self.sizes() != other.sizes()) return false;
+          return !self.is_alias_of(other) || self.storage_offset() != other.storage_offset() ||
+              self.strides() != other.strides();
+        }},
+    // isin(elements, test_elements, assume_unique): sorts many elements.
+    {"aten::isin",
+        [](const c10::IValue* arguments) {
+          if (!arguments[0].isTensor() || !arguments[1].isTensor() || arguments[2].toBool()) return false;
+          const auto most = 10 * std::pow(static_cast<double>(arguments[0].toTensor().numel()), 0.145);
+          return arguments[1].toTensor().numel() >= static_cast<int64_t>(most);
+        }},
+    // mode(self, dim): sorts a long dimension.
+    {"aten::mode",
+        [](const c10::IValue* arguments) {
+          const at::Tensor& self = arguments[0].toTensor();
+          return self.dim() > 0 && self.numel() > 0 && self.size(arguments[1].toInt()) > 2048;
+        }},
+    // segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe): checks the lengths.
+    {"aten::segment_reduce",
+        [](const c10::IValue* arguments) { return arguments[2].isTensor() && !arguments[6].toBool(); }},
+    {"aten::where.self", &where},
+    {"aten::where.self_out", &where},
+    {"aten::_ctc_loss_backward", &always},
+    {"aten::_linalg_eigh", &unless_empty},
+    {"aten::_linalg_svd", &unless_empty},
+    {"aten::_to_sparse", &always},
+    {"aten::cholesky", &unless_empty},
+    {"aten::linalg_eig", &always},
+    {"aten::linalg_matrix_exp", &always},
+    // normal(mean, std): reads std.
+    {"aten::normal", [](const c10::IValue* arguments) { return arguments[1].isTensor(); }},
+    // repeat_interleave(repeats, *, output_size): sums the repeats.
+    {"aten::repeat_interleave", [](const c10::IValue* arguments) { return arguments[1].isNone(); }},
+};
+
+constexpr int64_t kMaxOfBag = 2; // the mode of an embedding bag
+
+// Whether a call has no deterministic kernel. Operators are left out if F.interpolate and F.pad replace them on CUDA by
+// deterministic ones when these are asked for: upsample_bilinear2d_backward, upsample_trilinear3d_backward,
+// replication_pad*_backward.
+const Rules kNondeterministic = {
+    {"aten::_adaptive_avg_pool2d_backward", &always},
+    {"aten::_adaptive_avg_pool3d_backward", &always},
+    {"aten::_ctc_loss_backward", &always},
+    {"aten::_upsample_bilinear2d_aa_backward", &always},
+    {"aten::adaptive_max_pool2d_backward", &always},
+    {"aten::avg_pool3d_backward", &always},
+    {"aten::fractional_max_pool2d_backward", &always},
+    {"aten::fractional_max_pool3d_backward", &always},
+    {"aten::grid_sampler_2d_backward", &always},
+    {"aten::grid_sampler_3d_backward", &always},
+    {"aten::index_reduce", &always},
+    {"aten::index_reduce_", &always},
+    {"aten::max_pool3d_with_indices_backward", &always},
+    {"aten::nll_loss2d_forward", &always},
+    {"aten::reflection_pad1d_backward", &always},
+    {"aten::reflection_pad3d_backward", &always},
+    {"aten::upsample_bicubic2d_backward", &always},
+    {"aten::upsample_linear1d_backward", &always},
+    // bincount(self, weights)
+    {"aten::bincount",
+        [](const c10::IValue* arguments) { return arguments[1].isTensor() && arguments[1].toTensor().defined(); }},
+    // _embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale, mode)
+    {"aten::_embedding_bag_dense_backward",
+        [](const c10::IValue* arguments) { return arguments[7].toInt() == kMaxOfBag; }},
+    {"aten::median.dim", &always}, // which returns indices too
+    {"aten::median.dim_values", &always},
+    {"aten::nanmedian.dim", &always},
+    {"aten::nanmedian.dim_values", &always},
+    // put_(self, index, source, accumulate): the CPU's kernel refuses to put without accumulating.
+    {"aten::put_", [](const c10::IValue* arguments) { return arguments[3].toBool(); }},
+    {"aten::scatter.reduce", &always},
+    {"aten::scatter.reduce_out", &always},
+    {"aten::scatter.value_reduce", &always},
+    {"aten::scatter.value_reduce_out", &always},
+    {"aten::scatter_.reduce", &always},
+    {"aten::scatter_.value_reduce", &always},
+    // scatter_reduce(self, dim, index, src, reduce)
+    {"aten::scatter_reduce", [](const c10::IValue* arguments) { return arguments[4].toStringRef() == "prod"; }},
+    {"aten::scatter_reduce_", [](const c10::IValue* arguments) { return arguments[4].toStringRef() == "prod"; }},
+};
+
+// Of all overloads, or of this one.
+const CudaRule* find(const Rules& rules, const c10::OperatorHandle& op) {
+  for (const std::string& name : {op.schema().name(), c10::toString(op.operator_name())})
+    if (const auto known = rules.find(name); known != rules.end()) return &known->second;
+  return nullptr;
+}
+
+} // namespace
+
+CudaRule synchronizes_on_cuda(const c10::OperatorHandle& op) {
+  if (const CudaRule* known = find(kSynchronizing, op)) return *known;
+  return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ? &always : nullptr;
+}
+
+CudaRule nondeterministic_on_cuda(const c10::OperatorHandle& op) {
+  const CudaRule* known = find(kNondeterministic, op);
+  return known ? *known : nullptr;
+}
+
+void refuse_nondeterministic(const std::string& op) {
+  at::globalContext().alertNotDeterministic(op + " on openreg, as on CUDA,");
+}
+
+} // namespace openreg

@@ -1,0 +1,128 @@
+"""What CUDA does at the ATen calls that OpInfo's samples make: does the host wait, and is there a deterministic kernel?
+
+``python tests/aten/cuda_calls.py cuda > tests/aten/cuda_calls.json`` asks a GPU; it needs torch and expecttest alone.
+The file in the repository is from an H100 with torch 2.11.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+Call = tuple[tuple, dict]
+# The input of a polynomial is its degree, and so the number of steps; the others change or ask where memory is.
+LEFT_OUT = ("polynomial", "_test_", "resize", "set_", "_pin_memory", "is_pinned", "record_stream")
+
+
+class Record(TorchDispatchMode):
+    """At most four calls of each operator, by the shapes and dtypes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, dict[str, Call]] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if 0 < len(tensors) < 10 and not any(each in str(op) for each in LEFT_OUT):
+            known = self.calls.setdefault(op, {})
+            key = str([(tuple(x.shape), str(x.dtype)[6:]) for x in tensors])
+            if len(known) < 4 and key not in known:
+                copied = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+                known[key] = copied
+        return op(*args, **kwargs)
+
+
+def recorded() -> Iterator[tuple[Any, str, Call]]:
+    """The calls of the samples, and of their gradients; some operators come several times."""
+    torch.manual_seed(0)
+    for info in op_db:
+        record = Record()
+        for dtype in (torch.float32, torch.int64):
+            if dtype not in info.dtypes:
+                continue
+            gradient = info.supports_autograd and dtype == torch.float32
+            try:
+                for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=gradient), 10):
+                    with record:
+                        out = info(sample.input, *sample.args, **sample.kwargs)
+                        wanted = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+                        if wanted:
+                            torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
+            except Exception:
+                pass  # a sample that this machine cannot run
+        for op, known in record.calls.items():
+            for key, call in known.items():
+                yield op, key, call
+
+
+def moved(call: Call, device: str) -> Call:
+    """A copy on the device."""
+
+    def move(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(device, copy=True)
+        return torch.device(device) if isinstance(x, torch.device) else x
+
+    return tree_map(move, call)
+
+
+def waits(op: Any, call: Call, device: str) -> bool:
+    args, kwargs = moved(call, device)
+    module = torch.get_device_module(device)
+    module.synchronize()
+    module.set_sync_debug_mode("error")
+    try:
+        op(*args, **kwargs)
+    except RuntimeError as error:
+        return "called a synchronizing" in str(error)
+    finally:
+        module.set_sync_debug_mode("default")
+    return False
+
+
+def is_refused(op: Any, call: Call, device: str) -> bool:
+    args, kwargs = moved(call, device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        op(*args, **kwargs)
+    except RuntimeError as error:
+        return "does not have a deterministic implementation" in str(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return False
+
+
+def outcomes(device: str) -> dict[str, dict[str, list[bool]]]:
+    """For each operator and each call that runs there: whether it waits, and whether it is refused as not deterministic."""
+    found: dict[str, dict[str, list[bool]]] = {}
+    for op, key, call in recorded():
+        calls = found.setdefault(str(op), {})
+        if key in calls:
+            continue
+        try:
+            args, kwargs = moved(call, device)
+            op(*args, **kwargs)
+        except Exception:
+            continue  # a call that the device does not take
+        calls[key] = [waits(op, call, device), is_refused(op, call, device)]
+    return found
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, CUDA refuses every matrix product
+    warnings.simplefilter("ignore")
+    found = outcomes(sys.argv[1])
+    # Of most operators, no call waits or is refused: they have no calls here.
+    told = {op: calls if any(map(any, calls.values())) else {} for op, calls in sorted(found.items()) if calls}
+    print("{" + ",\n".join(f"{json.dumps(op)}: {json.dumps(calls)}" for op, calls in told.items()) + "}")

@@ -1,0 +1,113 @@
+"""Where CUDA makes the host wait, set_sync_debug_mode reports it, and what CUDA refuses as not deterministic is refused."""
+
+import json
+from pathlib import Path
+
+import cuda_calls
+import pytest
+import torch
+
+ON_CUDA = json.loads((Path(__file__).parent / "cuda_calls.json").read_text())
+WAITS, REFUSED = 0, 1
+# F.interpolate and F.pad replace these on CUDA, by their device's name, with deterministic operators.
+REPLACED = {
+    *(f"aten.replication_pad{n}d_backward.default" for n in (1, 2, 3)),
+    "aten.upsample_bilinear2d_backward.default",
+    "aten.upsample_trilinear3d_backward.default",
+}
+
+
+@pytest.fixture(scope="module")
+def here():
+    with pytest.MonkeyPatch.context() as patch, torch.openreg.launch_mode("inline"):
+        patch.setattr("warnings.showwarning", lambda *_, **__: None)
+        return cuda_calls.outcomes("openreg")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [WAITS, REFUSED])
+def test_calls_of_the_samples(here, which):
+    compared, differ = 0, []
+    for op, calls in here.items():
+        if op not in ON_CUDA or (op in REPLACED and which == REFUSED):
+            continue
+        for key, said in calls.items():
+            if ON_CUDA[op] and key not in ON_CUDA[op]:
+                continue  # another version of PyTorch has other samples
+            compared += 1
+            on_cuda = bool(ON_CUDA[op]) and ON_CUDA[op][key][which]
+            if said[which] != on_cuda:
+                differ.append(f"{op} {key}: {on_cuda} on CUDA, {said[which]} here")
+    assert not differ, "\n".join(differ)
+    assert compared > 5000
+
+
+def test_the_error_names_the_operator_and_the_remedy():
+    x = torch.rand(1, 3, 8, device="openreg", requires_grad=True)
+    out = torch.nn.functional.pad(x, (1, 1), "reflect").sum()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(
+            RuntimeError, match="aten::reflection_pad1d_backward on openreg, as on CUDA, does not have a "
+        ):
+            out.backward(retain_graph=True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(
+            UserWarning, match="aten::reflection_pad1d_backward on openreg, as on CUDA, does not have a "
+        ):
+            out.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, i: torch.histc(x, 3),
+        lambda x, i: torch.bincount(i, x),
+        lambda x, i: x.median(0),
+        lambda x, i: x.put_(i, x.clone(), accumulate=True),
+        lambda x, i: x.scatter(0, i, x, reduce="multiply"),
+        lambda x, i: x.scatter_(0, i, 2.0, reduce="add"),
+        lambda x, i: x.scatter_reduce(0, i, x, "prod"),
+        lambda x, i: torch.median(x, 0, out=(x.new_empty(()), i.new_empty(()))),
+        lambda x, i: torch._foreach_neg([x])[0].put(i, x),
+    ],
+)
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_refused(call, mode):
+    x, i = torch.rand(3, device="openreg"), torch.arange(3, device="openreg")
+    with torch.openreg.launch_mode(mode):
+        call(x.clone(), i)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+                call(x.clone(), i)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, i: torch.histc(x.long(), 3),
+        lambda x, i: torch.bincount(i),
+        lambda x, i: x.median(),
+        lambda x, i: x.scatter_reduce(0, i, x, "sum"),
+        lambda x, i: x.index_add(0, i, x),
+        lambda x, i: (
+            torch.nn.functional.interpolate(x.view(1, 1, 1, 3).requires_grad_(), scale_factor=2.0, mode="bilinear")
+            .sum()
+            .backward()
+        ),
+        lambda x, i: torch.nn.functional.pad(x.view(1, 1, 3).requires_grad_(), (1, 1), "replicate").sum().backward(),
+    ],
+)
+def test_permitted(call):
+    x, i = torch.rand(3, device="openreg"), torch.arange(3, device="openreg")
+    torch.use_deterministic_algorithms(True)
+    try:
+        call(x, i)
+    finally:
+        torch.use_deterministic_algorithms(False)
