@@ -2,8 +2,10 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/List.h>
+#include <ATen/core/Reduction.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -53,9 +55,17 @@ bool index_fill(const c10::IValue* arguments) {
   return arguments[3].isTensor() && !arguments[3].toTensor().is_cpu();
 }
 
-// where(condition, self, other): copies a number that is a CPU tensor.
+// where(condition, self, other): copies a value that is a CPU tensor.
 bool where(const c10::IValue* arguments) {
-  return arguments[1].toTensor().is_cpu() || arguments[2].toTensor().is_cpu();
+  return std::any_of(arguments, arguments + 3, [](const c10::IValue& each) { return each.toTensor().is_cpu(); });
+}
+
+// isin(elements, test_elements, assume_unique): sorts many elements. Either may be a number.
+bool isin(const c10::IValue* arguments) {
+  if (!arguments[1].isTensor() || arguments[2].toBool()) return false;
+  const int64_t numel = arguments[0].isTensor() ? arguments[0].toTensor().numel() : 1;
+  const auto most = 10 * std::pow(static_cast<double>(numel), 0.145);
+  return numel > 0 && arguments[1].toTensor().numel() >= static_cast<int64_t>(most);
 }
 
 // Whether a call waits, for the operators whose tags do not tell.
@@ -79,13 +89,7 @@ const Rules kSynchronizing = {
           return !self.is_alias_of(other) || self.storage_offset() != other.storage_offset() ||
               self.strides() != other.strides();
         }},
-    // isin(elements, test_elements, assume_unique): sorts many elements.
-    {"aten::isin",
-        [](const c10::IValue* arguments) {
-          if (!arguments[0].isTensor() || !arguments[1].isTensor() || arguments[2].toBool()) return false;
-          const auto most = 10 * std::pow(static_cast<double>(arguments[0].toTensor().numel()), 0.145);
-          return arguments[1].toTensor().numel() >= static_cast<int64_t>(most);
-        }},
+    {"aten::isin", &isin},
     // mode(self, dim): sorts a long dimension.
     {"aten::mode",
         [](const c10::IValue* arguments) {
@@ -103,7 +107,12 @@ const Rules kSynchronizing = {
     {"aten::_to_sparse", &always},
     {"aten::cholesky", &unless_empty},
     {"aten::linalg_eig", &always},
-    {"aten::linalg_matrix_exp", &always},
+    // linalg_matrix_exp(self): chooses the degree of its polynomials by the norms.
+    {"aten::linalg_matrix_exp",
+        [](const c10::IValue* arguments) {
+          const at::Tensor& self = arguments[0].toTensor();
+          return self.numel() > 0 && self.size(-1) > 1;
+        }},
     // normal(mean, std): reads std.
     {"aten::normal", [](const c10::IValue* arguments) { return arguments[1].isTensor(); }},
     // repeat_interleave(repeats, *, output_size): sums the repeats.
@@ -112,13 +121,23 @@ const Rules kSynchronizing = {
 
 constexpr int64_t kMaxOfBag = 2; // the mode of an embedding bag
 
-// Whether a call has no deterministic kernel. Operators are left out if F.interpolate and F.pad replace them on CUDA by
-// deterministic ones when these are asked for: upsample_bilinear2d_backward, upsample_trilinear3d_backward,
-// replication_pad*_backward.
+// scatter(self, dim, index, src, reduce): returns early without an index.
+bool scatter_of_tensor(const c10::IValue* arguments) {
+  return arguments[2].toTensor().numel() > 0;
+}
+
+// scatter_reduce(self, dim, index, src, reduce)
+bool scatter_product(const c10::IValue* arguments) {
+  return arguments[4].toStringRef() == "prod" && arguments[2].toTensor().numel() > 0;
+}
+
+// Whether a call has no deterministic kernel. The backward of replication padding is left out: on CUDA, F.pad uses
+// other operators if determinism is asked for.
 const Rules kNondeterministic = {
     {"aten::_adaptive_avg_pool2d_backward", &always},
     {"aten::_adaptive_avg_pool3d_backward", &always},
     {"aten::_ctc_loss_backward", &always},
+    {"aten::_upsample_bicubic2d_aa_backward", &always},
     {"aten::_upsample_bilinear2d_aa_backward", &always},
     {"aten::adaptive_max_pool2d_backward", &always},
     {"aten::avg_pool3d_backward", &always},
@@ -129,35 +148,39 @@ const Rules kNondeterministic = {
     {"aten::index_reduce", &always},
     {"aten::index_reduce_", &always},
     {"aten::max_pool3d_with_indices_backward", &always},
-    {"aten::nll_loss2d_forward", &always},
     {"aten::reflection_pad1d_backward", &always},
     {"aten::reflection_pad3d_backward", &always},
     {"aten::upsample_bicubic2d_backward", &always},
+    {"aten::upsample_bilinear2d_backward", &always},
     {"aten::upsample_linear1d_backward", &always},
+    {"aten::upsample_trilinear3d_backward", &always},
     // bincount(self, weights)
     {"aten::bincount",
         [](const c10::IValue* arguments) { return arguments[1].isTensor() && arguments[1].toTensor().defined(); }},
+    // _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale, mode,
+    // sparse), which calls the dense one
+    {"aten::_embedding_bag_backward",
+        [](const c10::IValue* arguments) { return arguments[8].toInt() == kMaxOfBag && !arguments[9].toBool(); }},
     // _embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale, mode)
     {"aten::_embedding_bag_dense_backward",
         [](const c10::IValue* arguments) { return arguments[7].toInt() == kMaxOfBag; }},
+    // nll_loss2d_forward(self, target, weight, reduction)
+    {"aten::nll_loss2d_forward",
+        [](const c10::IValue* arguments) { return arguments[3].toInt() != at::Reduction::None; }},
     {"aten::median.dim", &always}, // which returns indices too
     {"aten::median.dim_values", &always},
     {"aten::nanmedian.dim", &always},
     {"aten::nanmedian.dim_values", &always},
     // put_(self, index, source, accumulate): the CPU's kernel refuses to put without accumulating.
     {"aten::put_", [](const c10::IValue* arguments) { return arguments[3].toBool(); }},
-    {"aten::scatter.reduce", &always},
-    {"aten::scatter.reduce_out", &always},
-    {"aten::scatter.value_reduce", &always},
-    {"aten::scatter.value_reduce_out", &always},
-    {"aten::scatter_.reduce", &always},
-    {"aten::scatter_.value_reduce", &always},
-    // scatter_reduce(self, dim, index, src, reduce)
-    {"aten::scatter_reduce", [](const c10::IValue* arguments) { return arguments[4].toStringRef() == "prod"; }},
-    {"aten::scatter_reduce_", [](const c10::IValue* arguments) { return arguments[4].toStringRef() == "prod"; }},
+    {"aten::scatter.reduce", &scatter_of_tensor},
+    {"aten::scatter.reduce_out", &scatter_of_tensor},
+    {"aten::scatter_.reduce", &scatter_of_tensor},
+    {"aten::scatter_reduce", &scatter_product},
+    {"aten::scatter_reduce_", &scatter_product},
 };
 
-// Of all overloads, or of this one.
+// A rule for all overloads, or for this one.
 const CudaRule* find(const Rules& rules, const c10::OperatorHandle& op) {
   for (const std::string& name : {op.schema().name(), c10::toString(op.operator_name())})
     if (const auto known = rules.find(name); known != rules.end()) return &known->second;

@@ -380,7 +380,7 @@ def preserved(device: str) -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-        functorch._set_vmap_fallback_warning_enabled(True)  # PyTorch's default; nothing says what it was
+        functorch._set_vmap_fallback_warning_enabled(True)  # the default: PyTorch has no getter for it
         for (get, put), value in zip(states, before, strict=True):
             if get() != value:
                 put(value)

@@ -6,15 +6,12 @@ from pathlib import Path
 import cuda_calls
 import pytest
 import torch
+from torch.nn import functional
 
 ON_CUDA = json.loads((Path(__file__).parent / "cuda_calls.json").read_text())
 WAITS, REFUSED = 0, 1
-# F.interpolate and F.pad replace these on CUDA, by their device's name, with deterministic operators.
-REPLACED = {
-    *(f"aten.replication_pad{n}d_backward.default" for n in (1, 2, 3)),
-    "aten.upsample_bilinear2d_backward.default",
-    "aten.upsample_trilinear3d_backward.default",
-}
+# F.pad replaces these on CUDA, by the device's type, with deterministic operators.
+REPLACED = {f"aten.replication_pad{n}d_backward.default" for n in (1, 2, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +41,7 @@ def test_calls_of_the_samples(here, which):
 
 def test_the_error_names_the_operator_and_the_remedy():
     x = torch.rand(1, 3, 8, device="openreg", requires_grad=True)
-    out = torch.nn.functional.pad(x, (1, 1), "reflect").sum()
+    out = functional.pad(x, (1, 1), "reflect").sum()
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(
@@ -61,6 +58,11 @@ def test_the_error_names_the_operator_and_the_remedy():
     assert x.grad is not None
 
 
+def plane(x):
+    """A tensor of `x` in 4 dimensions that requires a gradient."""
+    return x.expand(1, 1, 3, 3).clone().requires_grad_()
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -69,10 +71,14 @@ def test_the_error_names_the_operator_and_the_remedy():
         lambda x, i: x.median(0),
         lambda x, i: x.put_(i, x.clone(), accumulate=True),
         lambda x, i: x.scatter(0, i, x, reduce="multiply"),
-        lambda x, i: x.scatter_(0, i, 2.0, reduce="add"),
+        lambda x, i: x.scatter_(0, i, x.clone(), reduce="add"),
         lambda x, i: x.scatter_reduce(0, i, x, "prod"),
         lambda x, i: torch.median(x, 0, out=(x.new_empty(()), i.new_empty(()))),
-        lambda x, i: torch._foreach_neg([x])[0].put(i, x),
+        lambda x, i: x.put(i, x),
+        lambda x, i: functional.cross_entropy(x.view(1, 3, 1, 1), i[:1].view(1, 1, 1)),
+        lambda x, i: functional.embedding_bag(i, plane(x)[0, 0], i[:1], mode="max").sum().backward(),
+        lambda x, i: functional.interpolate(plane(x), size=5, mode="bicubic", antialias=True).sum().backward(),
+        lambda x, i: torch.ops.aten.upsample_bilinear2d(plane(x), [5, 5], False).sum().backward(),
     ],
 )
 @pytest.mark.parametrize("mode", ["inline", "async"])
@@ -95,13 +101,17 @@ def test_refused(call, mode):
         lambda x, i: torch.bincount(i),
         lambda x, i: x.median(),
         lambda x, i: x.scatter_reduce(0, i, x, "sum"),
+        lambda x, i: x.scatter_reduce(0, i[:0], x, "prod"),
+        lambda x, i: x.scatter_(0, i, 2.0, reduce="add"),
         lambda x, i: x.index_add(0, i, x),
+        lambda x, i: functional.cross_entropy(x.view(1, 3, 1, 1), i[:1].view(1, 1, 1), reduction="none"),
+        lambda x, i: functional.embedding_bag(i, plane(x)[0, 0], i[:1], mode="sum").sum().backward(),
         lambda x, i: (
-            torch.nn.functional.interpolate(x.view(1, 1, 1, 3).requires_grad_(), scale_factor=2.0, mode="bilinear")
+            functional.interpolate(x.view(1, 1, 1, 3).requires_grad_(), scale_factor=2.0, mode="bilinear")
             .sum()
             .backward()
         ),
-        lambda x, i: torch.nn.functional.pad(x.view(1, 1, 3).requires_grad_(), (1, 1), "replicate").sum().backward(),
+        lambda x, i: functional.pad(x.view(1, 1, 3).requires_grad_(), (1, 1), "replicate").sum().backward(),
     ],
 )
 def test_permitted(call):

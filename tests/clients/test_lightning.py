@@ -106,7 +106,7 @@ def test_devices(options, index, tmp_path):
     assert model.seen == {(torch.float32, torch.device("openreg", index))}
 
 
-@pytest.mark.parametrize("devices", [3, [0, 0], [-2]], ids=str)
+@pytest.mark.parametrize("devices", [3, [0, 0], [-2], ","], ids=str)
 def test_devices_that_are_not_there(devices):
     with pytest.raises(
         ValueError, match="expected devices to name distinct openreg devices, of which there are 2, but got"

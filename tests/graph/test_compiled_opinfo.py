@@ -125,3 +125,30 @@ def test_samples_have_a_result():
     for case in cases:
         args, kwargs = case.arguments
         assert any(x.numel() for x in tree_leaves(case.function(*args, **kwargs))), case.name
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    """Finds it among correct ones, of which one takes an argument that its result does not depend on."""
+
+    def wrong(x):
+        return x + (x - x.detach() if torch.compiler.is_compiling() else 0)
+
+    def first(x, y):
+        return x * 2
+
+    def integer(x):
+        return x + 1
+
+    def ones():
+        return torch.ones(3, requires_grad=True)
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager", **options))
+    cases = [
+        compiled.Case("sin", torch.sin, ((ones(),), {}), True),
+        compiled.Case("wrong", wrong, ((ones(),), {}), True),
+        compiled.Case("first", first, ((ones(), ones()), {}), True),
+        compiled.Case("integer", integer, ((torch.ones(3, dtype=torch.int64),), {}), False),
+    ]
+    assert set(compiled.compare(cases)) == {"wrong"}
+    assert not compiled.compare(cases[3:])

@@ -579,6 +579,20 @@ def test_state_of_a_half_type_is_widened_by_loading(dtype):
     train(net, wide, 1, first=2)
 
 
+@pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=str)
+def test_options_that_a_saved_state_lacks_stay(state_dtype):
+    """A state of torch.optim.AdamW has no state_dtype: the optimizer that loads it keeps its own."""
+    net = model(dtype=torch.bfloat16)
+    saved = torch.optim.AdamW(net.parameters(), lr=0.1)
+    train(net, saved, 1)
+    optimizer = AdamW(net.parameters(), state_dtype=state_dtype)
+    optimizer.load_state_dict(saved.state_dict())
+    assert [group["state_dtype"] for group in optimizer.param_groups] == [state_dtype]
+    train(net, optimizer, 1, first=1)
+    for state in optimizer.state.values():
+        assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {state_dtype or torch.bfloat16}
+
+
 def test_hooks_of_loading():
     """What a hook before loading makes of the dict is what is loaded, and one after loading has the last word."""
     p = torch.ones(2, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)

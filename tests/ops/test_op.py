@@ -46,6 +46,16 @@ def test_function_is_a_plain_one(name):
     assert f"def {name}(" in inspect.getsource(function)
 
 
+@every_operator
+def test_scripts_call_the_operator(name):
+    """TorchScript calls the operator, where it would compile another function's body."""
+    function, arguments = op.OPERATORS[name], getattr(torch.ops.openreg, name).default._schema.arguments  # noqa: F841
+    takes = ", ".join(f"{each.name}: {each.type.annotation_str}" for each in arguments)
+    given = ", ".join(f"{each.name}={each.name}" for each in arguments)
+    unit = torch.jit.CompilationUnit(f"def call({takes}):\n    return function({given})\n")
+    assert f"openreg::{name}" in {node.kind() for node in unit.call.graph.nodes()}
+
+
 def test_reference_is_the_mathematics_behind_the_checks():
     x, weight = torch.randn(3, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
     y, rstd = openreg_ops.rms_norm.reference(x, weight)  # with eps by default

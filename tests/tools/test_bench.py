@@ -666,6 +666,12 @@ def test_report_of_graphs(monkeypatch, capsys, tmp_path, checkout):
     assert [case["name"] for case in report["cases"]] == list(bench_graphs.CASES)
 
 
+def test_a_replay_is_measured():
+    result, nodes = bench_graphs.measure("chain", 3)
+    assert nodes >= 50 and result.reference > 0 and result.measured > 0
+    assert result.low <= result.ratio <= result.high
+
+
 def test_seconds_of_a_node(monkeypatch):
     monkeypatch.setattr(bench_graphs, "NODES", 20)
     assert 0 < bench_graphs.seconds_of_a_node(3) < 1e-3

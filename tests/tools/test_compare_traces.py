@@ -165,6 +165,17 @@ def test_long_lists_take_no_more(tmp_path):
     assert max(len(line) for line in recording.path.read_text().splitlines()) <= 1024
 
 
+def test_arguments_of_many_dimensions_are_listed_while_they_fit(tmp_path):
+    """A line names the first of them, as many as it has room for."""
+    many = [(1,) * 60 for _ in range(6)]
+    with record(tmp_path / "a") as recording:
+        torch.cat([torch.ones(shape, device=DEVICE) for shape in many])
+    lines = recording.path.read_text().splitlines()
+    (line,) = [line for line in map(json.loads, lines) if len(line.get("i", ())) > 1]
+    assert 2 <= len(line["i"]) < 6 and all(shape == [1] * 60 for _, shape in line["i"])
+    assert max(map(len, lines)) <= 1024
+
+
 def test_fingerprints_of_lists(tmp_path):
     """They depend on every element, every shape, and the order; also where the dtypes differ or a value is NaN."""
 

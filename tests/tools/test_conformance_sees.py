@@ -201,6 +201,21 @@ def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads)
         assert [failure.message for failure in report.failures] == said
 
 
+@pytest.mark.parametrize(
+    "change, kind, says",
+    [
+        (lambda x: x.double(), "dtype", "expected torch.float32, but got torch.float64"),
+        (lambda x: x.to_dense(), "layout", "expected torch.sparse_coo, but got torch.strided"),
+        (lambda x: x.coalesce(), "layout", "expected is_coalesced() to be False"),
+        (lambda x: x.clone().requires_grad_(), "layout", "expected requires_grad=False"),
+    ],
+)  # fmt: skip
+def test_failures_say_what_was_expected(change, kind, says):
+    report, x = opinfo.Report(), torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
+    opinfo.Comparison(report, "forward", 0, "cpu", True).tensors(x, change(x))
+    assert (report.failures[0].kind, report.failures[0].message) == (kind, says)
+
+
 def test_reports_add_up():
     one, other = opinfo.Report(), opinfo.Report()
     for report, name in ((one, "first"), (other, "second")):

@@ -74,3 +74,17 @@ def test_defaults_are_those_that_the_help_names(name):
         said = re.search(r"\(default (\S+)\)", action.help or "")
         if said and isinstance(action.default, (int, float, str)):
             assert type(action.default)(said[1]) == action.default, action.option_strings
+
+
+@pytest.mark.parametrize("name", __main__.COMMANDS)
+def test_what_is_not_a_number_is_refused(name, capsys):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(__main__.COMMANDS[name][0]).add_arguments(parser)
+    for action in parser._actions:
+        if action.metavar != "N" and type(action.default) is not int:
+            continue
+        for text in ("many", "0", "-1") if action.option_strings == ["--top"] else ("many",):
+            with pytest.raises(SystemExit) as exit_:
+                parser.parse_args([f"{action.option_strings[0]}={text}"])
+            said = capsys.readouterr().err
+            assert exit_.value.code == 2 and f"argument {action.option_strings[0]}: " in said and text in said

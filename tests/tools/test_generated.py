@@ -927,6 +927,17 @@ def test_terms_that_cancel_are_rounded_at_their_own_size():
     assert not numerics.rounds(Call([torch.tensor([1e30]).bfloat16()], {}), pair(1.0))  # or every value would pass
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_has_no_size(value):
+    """Nor does it make a wrong result a rounded one, or hide the size of the finite arguments."""
+    given, none = torch.tensor([value, 2.0]).bfloat16(), torch.zeros(2).bfloat16()
+    small, large = (torch.tensor([wrong, 0.0]).bfloat16() for wrong in (0.01, 0.1))
+    call = Call([given], {})
+    assert numerics.rounds(call, [(none, small)]) and not numerics.rounds(call, [(none, large)])
+    result = torch.tensor([2.0, value]).bfloat16()
+    assert not numerics.rounds(Call([], {}), [(result, torch.tensor([1.0, 2.0]).bfloat16())])
+
+
 def test_results_of_a_transform_differ_by_roundings_of_the_largest():
     large = torch.tensor([200.0, 0.6])
     for wrong, differs in ((2e-5, False), (2e-3, True), (float("nan"), True)):

@@ -16,6 +16,7 @@ from processes import python
 
 import openreg_ops
 from openreg_tools import dispatch
+from openreg_tools import script as programs
 from openreg_tools.forms import Wrong
 from openreg_tools.places import Place
 from openreg_tools.recorder import Call, Recorder
@@ -559,6 +560,26 @@ def test_the_rank_is_remembered_when_the_program_destroys_its_process_group(tmp_
         torch.distributed.destroy_process_group()
     assert (recorded.rank, recorded.ranks) == (1, 2) and not torch.distributed.is_initialized()
     assert torch.distributed.destroy_process_group is before
+
+
+def test_the_last_process_group_says_the_rank():
+    """Of two that the program makes one after the other, also while the second is there."""
+    with programs.Rank() as known:
+        for rank, size in ((1, 2), (3, 4)):
+            torch.distributed.init_process_group("fake", rank=rank, world_size=size)
+            during = known.last()
+            torch.distributed.destroy_process_group()
+            assert during == known.last() == (rank, size)
+
+
+@pytest.mark.parametrize("rank, size", [(None, None), ("1", None), (None, "2"), ("", "2"), ("1", "two")])
+def test_an_environment_that_names_no_rank(monkeypatch, rank, size):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert programs.rank() == (0, 1)
 
 
 def test_json_has_stdout_to_itself(tmp_path):

@@ -2,7 +2,7 @@
 
 Each version is installed in a temporary environment (with CUDA, as PyPI has it: gigabytes, minutes), the tools from this
 checkout, and every command is run once on the CPU and on a backend in Python. ``--here`` takes the torch that is installed,
-and ``--device cuda`` another device than the CPU.
+and ``--device cuda`` uses another device in place of the CPU.
 """
 
 from __future__ import annotations

@@ -60,9 +60,10 @@ bool is_integral(const at::Tensor& self) {
 
 // On CUDA, the host reads the range of the elements if none is given, and floats are counted in no fixed order.
 void as_on_cuda(const at::Tensor& self, const at::Scalar& min, const at::Scalar& max) {
-  if (is_integral(self)) return; // integers() reads the range as CUDA does
+  if (!self.is_floating_point()) return; // integers() reads the range as CUDA does
   refuse_nondeterministic("aten::histc");
-  if (min.toDouble() == max.toDouble()) synchronizes("aten::histc", current_stream(self.device().index()));
+  if (self.numel() > 0 && min.toDouble() == max.toDouble())
+    synchronizes("aten::histc", current_stream(self.device().index()));
 }
 
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
