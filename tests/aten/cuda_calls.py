@@ -43,24 +43,29 @@ class Record(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
+def run_samples(info: Any, record: TorchDispatchMode, count: int) -> None:
+    """Run an operator's first samples on the CPU, and their gradients, under a mode that records the calls."""
+    for dtype in (torch.float32, torch.int64):
+        if dtype not in info.dtypes:
+            continue
+        gradient = info.supports_autograd and dtype == torch.float32
+        try:
+            for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=gradient), count):
+                with record:
+                    out = info(sample.input, *sample.args, **sample.kwargs)
+                    wanted = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+                    if wanted:
+                        torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
+        except Exception:
+            pass  # a sample that this machine cannot run
+
+
 def recorded() -> Iterator[tuple[Any, str, Call]]:
     """The calls of the samples, and of their gradients; some operators come several times."""
     torch.manual_seed(0)
     for info in op_db:
         record = Record()
-        for dtype in (torch.float32, torch.int64):
-            if dtype not in info.dtypes:
-                continue
-            gradient = info.supports_autograd and dtype == torch.float32
-            try:
-                for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=gradient), 10):
-                    with record:
-                        out = info(sample.input, *sample.args, **sample.kwargs)
-                        wanted = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
-                        if wanted:
-                            torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
-            except Exception:
-                pass  # a sample that this machine cannot run
+        run_samples(info, record, 10)
         for op, known in record.calls.items():
             for key, call in known.items():
                 yield op, key, call

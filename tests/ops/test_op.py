@@ -49,7 +49,7 @@ def test_function_is_a_plain_one(name):
 @every_operator
 def test_scripts_call_the_operator(name):
     """TorchScript calls the operator, where it would compile another function's body."""
-    function, arguments = op.OPERATORS[name], getattr(torch.ops.openreg, name).default._schema.arguments  # noqa: F841
+    function, arguments = op.OPERATORS[name], getattr(torch.ops.openreg, name).default._schema.arguments  # noqa: F841 -- the script uses it
     takes = ", ".join(f"{each.name}: {each.type.annotation_str}" for each in arguments)
     given = ", ".join(f"{each.name}={each.name}" for each in arguments)
     unit = torch.jit.CompilationUnit(f"def call({takes}):\n    return function({given})\n")
