@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import textwrap
@@ -49,6 +50,16 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number above 0, but got {text!r}")
     return int(text)
+
+
+def duration(text: str) -> float:
+    """Seconds above 0, as the type of an argument."""
+    try:
+        if 0 < (found := float(text)) < math.inf:
+            return found
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected seconds above 0, but got {text!r}")
 
 
 def wrapped(texts: Iterable[str], indent: int = 4) -> list[str]:

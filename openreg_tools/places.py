@@ -47,7 +47,7 @@ class Place:
     def __str__(self) -> str:
         words = [self.line(), self.module and f"in {self.module}"]
         words.append(f"backward of {self.node}" if self.node else self.phase if self.phase != "forward" else "")
-        return ", ".join(filter(None, words))
+        return ", ".join(dict.fromkeys(filter(None, words)))  # without a site, the line is the phase
 
 
 class Places:

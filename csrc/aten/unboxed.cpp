@@ -382,7 +382,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   STRUCTURED("pow.Tensor_Scalar", pow_Tensor_Scalar, pow); STRUCTURED("pow.Tensor_Tensor", pow_Tensor_Tensor, pow);
   m.impl("where.self", where_self); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
   DIRECT("addcmul_", addcmul_, addcmul_, structured_addcmul, StubOfNumber<at::native::addcmul_stub>); DIRECT("addcdiv_", addcdiv_, addcdiv_, structured_addcdiv, StubOfNumber<at::native::addcdiv_stub>);
-  UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("fill_.Tensor", fill__Tensor, fill_); UNBOXED("zero_", zero_, zero_);
+  UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("zero_", zero_, zero_);
   m.impl("sum.dim_IntList", (native<at::_ops::sum_dim_IntList, sum>)); set_meta<at::_ops::sum_dim_IntList>("aten::sum.dim_IntList", at::meta::sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
   STRUCTURED("cumsum", cumsum, cumsum);
   DIRECT_AS("mm", mm, mm, at::native::structured_mm_out_cpu, Product); STRUCTURED("mm.out", mm_out, mm_outf); DIRECT_AS("addmm", addmm, addmm, at::native::structured_addmm_out_cpu, SumAndProduct); STRUCTURED("addmm.out", addmm_out, addmm_outf);

@@ -195,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", type=forms.regex, default="", metavar="REGEX", help="only operators whose full name matches"
     )
-    parser.add_argument("--batch", type=int, default=10, help="operators in one graph (default %(default)s)")
+    parser.add_argument("--batch", type=forms.count, default=10, help="operators in one graph (default %(default)s)")
     parser.add_argument("--forward", action="store_true", help="check forward only")
     parser.add_argument("--device", default="openreg", help="device under test (default %(default)s)")
 

@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 import openreg_ops
-from openreg_ops.tools.timing import Comparison, compare, entry, machine, mean, report, verdict
-from openreg_tools.forms import seconds
+from openreg_ops.tools.timing import Comparison, compare, entry, limit_instructions, machine, mean, report, verdict
+from openreg_tools.forms import count, duration, seconds
 
 __all__ = ["add_arguments", "main"]
 
@@ -125,17 +125,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="?", choices=list(SUITES), default="device", help=f"{about} (default: device)")
     parser.add_argument("--only", metavar="NAME", nargs="+", help=f"cases to run; of device: {', '.join(names)}")
     parser.add_argument(
-        "--rounds", type=int, default=101, help="batches for each side, except for operators (default %(default)s)"
+        "--rounds", type=count, default=101, help="batches for each side, except for operators (default %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=2.0, help="operators: seconds for each case (default %(default)s)"
+        "--seconds", type=duration, default=2.0, help="operators: seconds for each case (default %(default)s)"
     )
     parser.add_argument("--dtype", choices=["float32", "float64", "float16", "bfloat16"],
                         help="operators: dtype (default float32; with --against best float32, bfloat16 and float16)")  # fmt: skip
     parser.add_argument("--against", metavar="best|FILE",
                         help='operators: "best", the fastest of eager PyTorch, torch.compile and ATen\'s fused operator; '
                         "any suite: a file from --json; exits with 1 if a figure is slower than in the file by more than the noise")  # fmt: skip
-    parser.add_argument("--threads", type=int, help="number of threads, for torch.set_num_threads")
+    parser.add_argument("--threads", type=count, help="number of threads, for torch.set_num_threads")
     parser.add_argument("--plot", metavar="FILE", default="out/scaling.png",
                         help="scaling: the file for the plot (default %(default)s)")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON; - writes only JSON, to stdout")
@@ -154,6 +154,7 @@ def main(options: argparse.Namespace) -> int:
         return 2
     if options.threads:
         torch.set_num_threads(options.threads)
+    limit_instructions()
     suite = SUITES[options.suite]
     module = None if options.suite == "device" else importlib.import_module(f"openreg_ops.tools.{suite.module}")
     cases = {*CASES, "step", "import"} if module is None else set(module.NAMES)

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 
 ROUND = 2e-3  # seconds that one batch of calls takes, at least one call
+# What holds oneDNN, MKL and torch.compile's C++ code to the instructions that ATEN_CPU_CAPABILITY allows PyTorch's kernels.
+SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH")
+INSTRUCTIONS = {"default": ("SSE41", "SSE4_2", "x86-64-v2"), "avx2": ("AVX2", "AVX2", "x86-64-v3")}
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,25 @@ def verdict(found: Comparison, target: float) -> str:
     return f"too noisy to tell, {found.low:.2f} to {found.high:.2f}"
 
 
+def limit_instructions() -> None:
+    """Under ATEN_CPU_CAPABILITY, let no side use instructions that a processor with only these lacks."""
+    limit = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    if limit in INSTRUCTIONS and platform.machine() == "x86_64":
+        for name, value in zip(SETTINGS, INSTRUCTIONS[limit], strict=True):
+            os.environ.setdefault(name, value)
+        from torch._inductor import config  # has read its variable, if it was imported before
+
+        config.cpp.march = os.environ["TORCHINDUCTOR_CPP_MARCH"]
+
+
 def machine() -> str:
-    """Threads, cores, load and processor, as one line for the head of a report."""
+    """Threads, cores, load, processor and vector instructions, as one line for the head of a report."""
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     names = [line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     processor = names[0].strip() if names else platform.machine()
     busy = " (busy: expect noise)" if load > cores / 2 else ""
-    return f"{torch.get_num_threads()} threads, {cores} cores of {processor}, load {load:.1f}{busy}"
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.get_num_threads()} threads, {cores} cores of {processor} ({vectors}), load {load:.1f}{busy}"
 
 
 def entry(found: Comparison) -> dict[str, float]:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
-    parser.add_argument("--generate", type=int, metavar="N",
+    parser.add_argument("--generate", type=forms.count, metavar="N",
                         help="also make N calls with hypothesis, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
     parser.add_argument(
         "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
@@ -71,8 +71,6 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if arguments.seed is not None and arguments.generate is None:
             raise Wrong("--seed is the seed of generated calls: add --generate N")
-        if arguments.generate is not None and arguments.generate < 1:
-            raise Wrong(f"--generate takes a number of calls above 0, but got {arguments.generate}")
         if "generated" in _names([*arguments.only, *arguments.skip]):
             raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
         report = check(

@@ -168,13 +168,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"checks to run, of {', '.join(CHECKS)} (default all)")  # fmt: skip
     parser.add_argument(
         "--samples",
-        type=int,
+        type=forms.count,
         default=DEFAULT_SAMPLES,
         help="sample inputs per case, spread over all of them (default 6)",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one per core)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each worker (default 1)")
-    parser.add_argument("--timeout", type=float, default=180, help="seconds allowed for one case (default 180)")
+    parser.add_argument(
+        "--jobs", type=forms.count, default=os.cpu_count(), help="worker processes (default: one per core)"
+    )
+    parser.add_argument("--threads", type=forms.count, default=1, help="threads of each worker (default 1)")
+    parser.add_argument(
+        "--timeout", type=forms.duration, default=180, help="seconds allowed for one case (default 180)"
+    )
     parser.add_argument("--out", type=Path, help="results file (default out/conformance-DEVICE.jsonl)")
     parser.add_argument("--fresh", action="store_true", help="discard earlier results instead of continuing")
     parser.add_argument("--retry", action="store_true", help="run the cases that failed again")
@@ -182,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="an earlier results file: fail only if a case is worse than in this file")  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="list every operator, including those that pass")
     forms.add_arguments(parser)
-    parser.add_argument("--generate", type=int, metavar="N",
+    parser.add_argument("--generate", type=forms.count, metavar="N",
                         help="instead of the suites, make N calls with hypothesis, of every operator that the dispatcher lists")  # fmt: skip
     parser.add_argument(
         "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
@@ -229,8 +233,6 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.case:
         report = search.replay(arguments)
     else:
-        if arguments.generate < 1:
-            raise Wrong(f"--generate takes a number of calls above 0, but got {arguments.generate}")
         has = child.listed(arguments.device)
         names = [name for name in has if re.search(arguments.ops, name)]
         if not names:

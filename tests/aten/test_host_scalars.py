@@ -121,6 +121,57 @@ def test_index_put_takes_indices_and_numbers_from_the_host(mode):
         y[y == 0] = ones(9)
 
 
+@pytest.mark.parametrize("device", ["cpu", "openreg:1"])
+def test_a_value_of_the_device_is_written_into_another_devices_tensor(mode, device):
+    """As on CUDA, by fill_() and by indexing, and as long as it has no dimension."""
+    value = torch.full((), 3.0, device="openreg:0", requires_grad=True)
+    x = torch.zeros(3, device=device)
+    assert x.clone().fill_(value).tolist() == [3, 3, 3] and value.dtype == torch.float32
+    assert torch.zeros(2, dtype=torch.int64, device=device).fill_(value).tolist() == [3, 3]
+    for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(0, None, 2), (..., [0, 2])):
+        y = x.clone()
+        y[index] = value
+        assert y.tolist() == [3, 0, 3] and y.device == x.device
+        (gradient,) = torch.autograd.grad(y.sum(), value)
+        assert gradient.device == value.device and gradient.item() == 2
+    y = torch.ones(3, device=device)
+    assert y.index_put_((torch.tensor([1, 1]),), value.detach(), accumulate=True).tolist() == [1, 7, 1]
+    for write in (
+        lambda: x.fill_(value[None]),
+        lambda: x.masked_fill_(x == 0, value),
+        lambda: x.index_put_((torch.tensor([0, 2]),), value.detach().expand(2)),
+        lambda: x.add_(value.detach()),
+    ):
+        with pytest.raises(RuntimeError, match=f"{REFUSED}|0-dimension"):
+            write()
+    assert x.tolist() == [0, 0, 0]
+
+
+def test_the_host_waits_for_a_value_that_it_is_given():
+    torch.openreg.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroni"):
+            torch.zeros(3).fill_(torch.ones((), device=D))
+        torch.zeros(3, device=D).fill_(torch.ones((), device=D))  # which the host does not read
+    finally:
+        torch.openreg.set_sync_debug_mode("default")
+
+
+def test_probabilities_on_the_host():
+    p = torch.linspace(0, 1, 100).reshape(10, 10).t()
+    for probabilities in (p, p[:1], p[0, 3], p.double()):
+        drawn = []
+        for each in (probabilities, probabilities.to(D)):
+            generator = torch.Generator(D).manual_seed(7)
+            drawn.append(torch.empty(10, 10, device=D).bernoulli_(each, generator=generator).cpu())
+        assert torch.equal(*drawn) and 0 < drawn[0].mean() < 1
+    with pytest.raises(RuntimeError, match="p_in >= 0|to be in"):
+        torch.empty(2, device=D).bernoulli_(torch.tensor([2.0, 0.5]))
+        torch.openreg.synchronize()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.empty(2).bernoulli_(torch.ones(2, device=D))
+
+
 # Operators that take host tensors by design, on CUDA too.
 BY_DESIGN = {"aten::_ctc_loss", "aten::index", "aten::_index_put_impl_"}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import re
 import threading
 import types
@@ -374,6 +376,26 @@ def test_a_name_that_is_no_case(capsys):
         assert bench.main(options(suite, "--only", name, "no such", "nor this")) == 2
         said = capsys.readouterr().err
         assert said.startswith("bench: no case no such, nor this; there are ") and name in said
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the settings are of processors with AVX2")
+def test_no_side_has_wider_instructions(monkeypatch):
+    from torch._inductor import config
+
+    for name in timing.SETTINGS:
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(config.cpp, "march", None)
+    for limit in ("", "avx512"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+        timing.limit_instructions()
+        assert config.cpp.march is None and not set(timing.SETTINGS) & set(os.environ)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    timing.limit_instructions()
+    assert config.cpp.march == "x86-64-v3" and os.environ["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "SSE41"
+    assert f"({torch.backends.cpu.get_cpu_capability()})" in timing.machine()
 
 
 def test_report_of_operators(monkeypatch, capsys, tmp_path, small):

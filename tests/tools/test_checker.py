@@ -1474,7 +1474,6 @@ def test_progress_names_the_check_that_crashes(module):
         (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
         (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
         (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that returns them, but got int"),
-        (["my_module:my_op", "--input", "f32[3]", "--generate", "0"], "takes a number of calls above 0, but got 0"),
         (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
         (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "check: banana cannot be used here: "),
         (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "check: openreg:9 cannot be used here: "),

@@ -152,7 +152,7 @@ def test_check_takes_generated_calls_into_its_table():
     done = tool("check", "faulty::right", "--import", "generated_faults", "--input", "f32[3,4]", *words)
     assert done.returncode == 0 and "40 cases of seed 0" in done.stdout
     done = tool("check", "faulty::right", "--import", "generated_faults", "--generate", "-1")
-    assert done.returncode == 2 and "--generate takes a number of calls above 0, but got -1" in done.stderr
+    assert done.returncode == 2 and "--generate: expected a number above 0, but got '-1'" in done.stderr
 
 
 LONE = """
@@ -432,7 +432,7 @@ def test_a_case_of_given_samples_is_run_again(faulty):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("check", "aten::neg", "--generate", "0"), "--generate takes a number of calls above 0, but got 0"),
+        (("check", "aten::neg", "--generate", "0"), "--generate: expected a number above 0, but got '0'"),
         (("check", "aten::neg", "--seed", "1"), "--seed is the seed of generated calls: add --generate N"),
         (("check", "aten::neg", "--only", "generated"), "generated calls are made with --generate N alone"),
         (("conformance", "--seed", "1"), "--seed is the seed of generated calls: add --generate N"),

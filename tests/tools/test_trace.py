@@ -303,6 +303,8 @@ def test_a_module_without_streams_and_events_uses_those_of_torch(monkeypatch):
         (Place("Net.0", ("train.py", 3), "forward"), "train.py:3, in Net.0"),
         (Place("Net.0", ("train.py", 3), "backward", "MmBackward0"), "train.py:3, in Net.0, backward of MmBackward0"),
         (Place("", ("train.py", 3), "backward"), "train.py:3, backward"),
+        (Place("", None, "backward"), "backward"),
+        (Place("Net.0", None, "backward", "MmBackward0"), "backward, in Net.0, backward of MmBackward0"),
         (Place("", ("train.py", 3), "optimizer"), "train.py:3, optimizer"),
     ],
     ids=str,

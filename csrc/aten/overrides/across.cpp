@@ -1,0 +1,43 @@
+// Calls that CUDA moves a value for: one of a device, written into a tensor of the host or of another device; and
+// probabilities on the host.
+#include <ATen/ops/_index_put_impl.h>
+#include <ATen/ops/bernoulli.h>
+#include <ATen/ops/fill.h>
+#include <ATen/ops/fill_cpu_dispatch.h>
+#include <torch/library.h>
+
+#include "../native.h"
+
+namespace openreg {
+namespace {
+
+bool goes_across(const at::Tensor& self, const at::Tensor& value) {
+  return value.is_privateuseone() && value.device() != self.device() && value.dim() == 0;
+}
+
+at::Tensor& fill_with_tensor(at::Tensor& self, const at::Tensor& value) {
+  if (C10_UNLIKELY(goes_across(self, value))) return self.fill_(value.to(self.device()));
+  return native<at::_ops::fill__Tensor, at::cpu::fill_>(self, value);
+}
+
+at::Tensor& index_put_impl_(at::Tensor& self, const c10::List<std::optional<at::Tensor>>& indices,
+    const at::Tensor& values, bool accumulate, bool unsafe) {
+  if (C10_UNLIKELY(goes_across(self, values)))
+    return at::_index_put_impl_(self, indices, values.to(self.device()), accumulate, unsafe);
+  return detail::call_boxed<at::_ops::_index_put_impl_>(self, indices, values, accumulate, unsafe);
+}
+
+at::Tensor& bernoulli_with_tensor(at::Tensor& self, const at::Tensor& p, std::optional<at::Generator> generator) {
+  const bool moves = self.is_privateuseone() && p.is_cpu();
+  return detail::call_boxed<at::_ops::bernoulli__Tensor>(self, moves ? p.to(self.device()) : p, std::move(generator));
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("fill_.Tensor", fill_with_tensor);
+  m.impl("_index_put_impl_", index_put_impl_);
+  m.impl("bernoulli_.Tensor", bernoulli_with_tensor);
+}
+
+} // namespace openreg
