@@ -130,30 +130,33 @@ at::Tensor& set_empty(at::Tensor& self) {
   return set_storage_offset(self, nothing.storage(), 0, {0}, {});
 }
 
+at::Scalar element(const void* data, int64_t offset, at::ScalarType type) {
+  at::Scalar out;
+  AT_DISPATCH_V2(type, "_local_scalar_dense",
+      AT_WRAP([&] { out = at::Scalar(static_cast<const scalar_t*>(data)[offset]); }), AT_EXPAND(AT_ALL_TYPES),
+      AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBool, at::kBFloat16, AT_EXPAND(AT_FLOAT8_TYPES),
+      AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES));
+  return out;
+}
+
 // .item(): one element, read in place.
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(self.numel() > 0, "_local_scalar_dense: expected a tensor of one element, but got an empty one of shape ",
       self.sizes());
-  TORCH_CHECK(self.storage().data(),
-      "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ", self.sizes(),
-      ", was freed or resized to nothing");
+  const void* data = self.storage().data();
+  TORCH_CHECK(data, "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ",
+      self.sizes(), ", was freed or resized to nothing");
+  if (C10_LIKELY(detail::at_rest(self.device().index()) && !watches_syncs()))
+    return element(data, self.storage_offset(), self.scalar_type());
   const Stream stream = detail::thread_stream(self.device().index());
-  if (C10_UNLIKELY(detail::captures(stream)))
+  if (detail::captures(stream))
     detail::refuse_capture(stream, "aten::_local_scalar_dense",
         "the host would read a value of the device, as .item(), bool(), int() and float() do. Keep the value in a "
         "tensor, or read it after a replay.");
   synchronizes("aten::_local_scalar_dense", stream);
-  at::Scalar out;
-  const auto read = [&] {
-    const void* data = self.storage().data();
-    const auto offset = self.storage_offset();
-    AT_DISPATCH_V2(self.scalar_type(), "_local_scalar_dense",
-        AT_WRAP([&] { out = at::Scalar(static_cast<const scalar_t*>(data)[offset]); }), AT_EXPAND(AT_ALL_TYPES),
-        AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBool, at::kBFloat16, AT_EXPAND(AT_FLOAT8_TYPES),
-        AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES));
-  };
-  detail::run_directly(stream, read, std::source_location::current());
-  return out;
+  return detail::run_directly(
+      stream, [&] { return element(self.storage().data(), self.storage_offset(), self.scalar_type()); },
+      std::source_location::current());
 }
 
 // Whether `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer

@@ -74,6 +74,11 @@ Stream detail::thread_stream(int device) noexcept {
   return {device, current_ids[static_cast<std::size_t>(device)]};
 }
 
+bool detail::at_rest(int device) noexcept {
+  return attention.load(std::memory_order_acquire) == 0 &&
+      !turn_of(device, current_ids[static_cast<std::size_t>(device)]).mutex.is_locked();
+}
+
 std::vector<std::uint32_t> next_streams() {
   std::vector<std::uint32_t> all;
   for (const auto& device : next) all.insert(all.end(), device.begin(), device.end());

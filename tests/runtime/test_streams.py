@@ -300,6 +300,28 @@ def test_a_thread_that_waits_for_its_turn_lets_python_go_on(mode):
     assert [y.tolist() for y in results] == [[1] * 4] * 3 and not overlaps
 
 
+def test_item_waits_for_the_kernel_of_another_thread(mode):
+    begun = threading.Event()
+
+    def slow_(x):
+        begun.set()
+        time.sleep(0.05)
+        return x.add_(1)
+
+    library = torch.library.Library("item_test", "FRAGMENT")
+    library.define("slow_(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("slow_", slow_, "CPU")
+    with openreg_ops.fallback.share("item_test::slow_"):
+        x = torch.zeros((), device="openreg")
+        thread = threading.Thread(target=lambda: torch.ops.item_test.slow_(x))
+        thread.start()
+        begun.wait()
+        value = x.item()
+        thread.join()
+    library._destroy()
+    assert value == 1
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_wait_for_a_queue_lets_python_go_on():
