@@ -83,11 +83,18 @@ def _show(error: Exception, program: str) -> None:
 
 
 def _wait_for_threads(others: set[threading.Thread]) -> None:
-    """Wait as Python does when a program ends: for threads that are not daemons, and for what executors still have."""
-    if "concurrent.futures.thread" in sys.modules:
-        futures = sys.modules["concurrent.futures.thread"]
-        futures._python_exit()
-        futures._shutdown = False  # the tool may need them
+    """Wait as Python does when a program ends: for threads that are not daemons, and for what its executors still have,
+    which end. Executors of the tool, or of who calls it, stay."""
+    if futures := sys.modules.get("concurrent.futures.thread"):
+        ending = {thread: queue for thread, queue in futures._threads_queues.copy().items() if thread not in others}
+        futures._shutdown = True
+        for queue in ending.values():
+            queue.put(None)
+        for thread in ending:
+            thread.join()
+        futures._shutdown = False
+    if compiling := sys.modules.get("torch._inductor.async_compile"):
+        compiling.AsyncCompile.pool.cache_clear()  # it may have been the program's
     for thread in threading.enumerate():
         if thread not in others and not thread.daemon and thread is not threading.current_thread():
             thread.join()

@@ -12,6 +12,8 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <mutex>
+
 #include "../backend/allocator.h"
 #include "../backend/sync_debug.h"
 #include "captured.h"
@@ -146,8 +148,11 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   const void* data = self.storage().data();
   TORCH_CHECK(data, "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ",
       self.sizes(), ", was freed or resized to nothing");
-  if (C10_LIKELY(detail::at_rest(self.device().index()) && !watches_syncs()))
-    return element(data, self.storage_offset(), self.scalar_type());
+  if (C10_LIKELY(!watches_syncs()))
+    if (auto* turn = detail::try_turn(self.device().index())) {
+      const std::unique_lock lock(turn->mutex, std::adopt_lock);
+      return element(data, self.storage_offset(), self.scalar_type());
+    }
   const Stream stream = detail::thread_stream(self.device().index());
   if (detail::captures(stream))
     detail::refuse_capture(stream, "aten::_local_scalar_dense",

@@ -28,7 +28,7 @@ class Mutex {
     if (waiting_.load(std::memory_order_relaxed)) [[unlikely]]
       wake();
   }
-  bool is_locked() const noexcept { return taken_.load(std::memory_order_acquire) != 0; }
+  bool is_locked() const noexcept { return taken_.load(std::memory_order_relaxed) != 0; }
   // lock() after a failed try.
   void wait() noexcept;
 

@@ -74,9 +74,10 @@ Stream detail::thread_stream(int device) noexcept {
   return {device, current_ids[static_cast<std::size_t>(device)]};
 }
 
-bool detail::at_rest(int device) noexcept {
-  return attention.load(std::memory_order_acquire) == 0 &&
-      !turn_of(device, current_ids[static_cast<std::size_t>(device)]).mutex.is_locked();
+detail::TurnState* detail::try_turn(int device) noexcept {
+  if (attention.load(std::memory_order_acquire) != 0) return nullptr;
+  TurnState& turn = turn_of(device, current_ids[static_cast<std::size_t>(device)]);
+  return turn.mutex.try_lock() ? &turn : nullptr;
 }
 
 std::vector<std::uint32_t> next_streams() {

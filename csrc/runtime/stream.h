@@ -66,9 +66,10 @@ void set_next_streams(const std::vector<std::uint32_t>& next);
 
 namespace detail {
 Stream thread_stream(int device) noexcept;
-// Whether the host may read now what the work of thread_stream() has written: it has ended, and no launch would need
-// attention.
-bool at_rest(int device) noexcept;
+// The turn of thread_stream(), taken for the host to read what the stream's work has written. Null if the stream has
+// work, or if a launch would need attention.
+struct TurnState;
+TurnState* try_turn(int device) noexcept;
 // launch(), enqueue() and run() of openreg/launch.h, which throw on errors.
 void launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
 void enqueue(Stream stream, const openreg_site& site, const openreg_work& work, void* context);

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 ROUND = 2e-3  # seconds that one batch of calls takes, at least one call
-# What holds oneDNN, MKL and torch.compile's C++ code to the instructions that ATEN_CPU_CAPABILITY allows PyTorch's kernels.
+# What holds oneDNN, torch.compile's C++ code, and MKL on Intel processors to the instructions that ATEN_CPU_CAPABILITY
+# allows PyTorch's kernels.
 SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH")
 INSTRUCTIONS = {"default": ("SSE41", "SSE4_2", "x86-64-v2"), "avx2": ("AVX2", "AVX2", "x86-64-v3")}
 

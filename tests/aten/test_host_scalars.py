@@ -134,6 +134,16 @@ def test_a_value_of_the_device_is_written_into_another_devices_tensor(mode, devi
         assert y.tolist() == [3, 0, 3] and y.device == x.device
         (gradient,) = torch.autograd.grad(y.sum(), value)
         assert gradient.device == value.device and gradient.item() == 2
+    assert x.new_zeros(1).expand(3).fill_(value.detach()).tolist() == [3, 3, 3]  # a number may be written twice
+    for dtype, wrong in (
+        (torch.int8, 1000.0),
+        (torch.int64, float("nan")),
+        (torch.float32, 1e300),
+        (torch.float32, 2j),
+    ):
+        of_it = torch.tensor(wrong, dtype=torch.complex128 if isinstance(wrong, complex) else torch.float64)
+        with pytest.raises(RuntimeError, match="without overflow"):
+            x.new_zeros(2, dtype=dtype).fill_(of_it.to("openreg:0"))
     y = torch.ones(3, device=device)
     assert y.index_put_((torch.tensor([1, 1]),), value.detach(), accumulate=True).tolist() == [1, 7, 1]
     for write in (
@@ -150,21 +160,23 @@ def test_a_value_of_the_device_is_written_into_another_devices_tensor(mode, devi
 def test_the_host_waits_for_a_value_that_it_is_given():
     torch.openreg.set_sync_debug_mode("error")
     try:
-        with pytest.raises(RuntimeError, match="synchroni"):
-            torch.zeros(3).fill_(torch.ones((), device=D))
+        for device in ("cpu", "openreg:1"):
+            x = torch.zeros(3, device=device)
+            with pytest.raises(RuntimeError, match="synchroni"):
+                x.fill_(torch.ones((), device="openreg:0"))
         torch.zeros(3, device=D).fill_(torch.ones((), device=D))  # which the host does not read
     finally:
         torch.openreg.set_sync_debug_mode("default")
 
 
-def test_probabilities_on_the_host():
+def test_probabilities_elsewhere():
     p = torch.linspace(0, 1, 100).reshape(10, 10).t()
     for probabilities in (p, p[:1], p[0, 3], p.double()):
         drawn = []
-        for each in (probabilities, probabilities.to(D)):
+        for each in (probabilities, probabilities.to(D), probabilities.to("openreg:1")):
             generator = torch.Generator(D).manual_seed(7)
             drawn.append(torch.empty(10, 10, device=D).bernoulli_(each, generator=generator).cpu())
-        assert torch.equal(*drawn) and 0 < drawn[0].mean() < 1
+        assert torch.equal(*drawn[:2]) and torch.equal(*drawn[1:]) and 0 < drawn[0].mean() < 1
     with pytest.raises(RuntimeError, match="p_in >= 0|to be in"):
         torch.empty(2, device=D).bernoulli_(torch.tensor([2.0, 0.5]))
         torch.openreg.synchronize()

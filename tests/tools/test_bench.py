@@ -395,6 +395,11 @@ def test_no_side_has_wider_instructions(monkeypatch):
     timing.limit_instructions()
     assert config.cpp.march == "x86-64-v3" and os.environ["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "SSE41"
+    for name in timing.SETTINGS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    timing.limit_instructions()
+    assert config.cpp.march == "x86-64-v2" and os.environ["ONEDNN_MAX_CPU_ISA"] == "SSE41"
     assert f"({torch.backends.cpu.get_cpu_capability()})" in timing.machine()
 
 

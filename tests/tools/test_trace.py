@@ -1,6 +1,7 @@
 """`python -m openreg_ops trace`: it counts what ran, where the host waited, and ranks what a kernel would save."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import textwrap
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -582,6 +584,36 @@ def test_an_environment_that_names_no_rank(monkeypatch, rank, size):
         else:
             monkeypatch.setenv(name, value)
     assert programs.rank() == (0, 1)
+
+
+PROGRAM_WITH_EXECUTORS = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+
+ThreadPoolExecutor(2).map(lambda i: (time.sleep(0.05), open("done", "a").write(str(i))), range(6))
+torch.compile(lambda x: x * 2 + 1, dynamic=False)(torch.ones(3, device="openreg"))
+"""
+
+
+def test_executors_of_the_caller_stay(tmp_path, monkeypatch):
+    """The program's end when it has run what it was given, and what compiles works afterwards."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(config, "compile_threads", 2)  # with one, there is no executor
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text(PROGRAM_WITH_EXECUTORS)
+    before = ThreadPoolExecutor(1)
+    assert before.submit(lambda: 1).result() == 1
+    for _ in range(2):
+        torch.compiler.reset()
+        AsyncCompile.pool.cache_clear()
+        assert programs.run(["program.py"], contextlib.nullcontext()) == 0
+        assert before.submit(lambda: 2).result() == 2
+        assert AsyncCompile.pool().submit(lambda: 3).result() == 3
+    before.shutdown()
+    assert sorted(Path("done").read_text()) == sorted("012345" * 2)
 
 
 def test_json_has_stdout_to_itself(tmp_path):

@@ -1,5 +1,5 @@
 // Calls that CUDA moves a value for: one of a device, written into a tensor of the host or of another device; and
-// probabilities on the host.
+// probabilities that are elsewhere.
 #include <ATen/ops/_index_put_impl.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/fill.h>
@@ -16,7 +16,7 @@ bool goes_across(const at::Tensor& self, const at::Tensor& value) {
 }
 
 at::Tensor& fill_with_tensor(at::Tensor& self, const at::Tensor& value) {
-  if (C10_UNLIKELY(goes_across(self, value))) return self.fill_(value.to(self.device()));
+  if (C10_UNLIKELY(goes_across(self, value))) return self.fill_(value.item());
   return native<at::_ops::fill__Tensor, at::cpu::fill_>(self, value);
 }
 
@@ -28,8 +28,8 @@ at::Tensor& index_put_impl_(at::Tensor& self, const c10::List<std::optional<at::
 }
 
 at::Tensor& bernoulli_with_tensor(at::Tensor& self, const at::Tensor& p, std::optional<at::Generator> generator) {
-  const bool moves = self.is_privateuseone() && p.is_cpu();
-  return detail::call_boxed<at::_ops::bernoulli__Tensor>(self, moves ? p.to(self.device()) : p, std::move(generator));
+  return detail::call_boxed<at::_ops::bernoulli__Tensor>(
+      self, self.is_privateuseone() ? p.to(self.device()) : p, std::move(generator));
 }
 
 } // namespace
