@@ -327,7 +327,7 @@ class _Region:
             if self.undefined and (filled := again.filled) is not None:
                 got = torch.where(again.base[k] != filled[k], want, got)
             exact = not (want.is_floating_point() or want.is_complex())
-            ulps = (32 * math.sqrt(max(1, self.ops)) + math.sqrt(about.terms) / 2) * mode.tolerances.factor
+            fine = ulps = (32 * math.sqrt(max(1, self.ops)) + math.sqrt(about.terms) / 2) * mode.tolerances.factor
             if not exact:
                 eps = max(self.coarsest, torch.finfo(about.cast).eps if about.cast else 0.0)
                 if eps > torch.finfo(want.dtype).eps:
@@ -341,7 +341,7 @@ class _Region:
             if int((got != want).sum()) <= 4 * max(changes, default=0):
                 return  # such as the mask of a relu whose input is rounding alone
         elif error.ulps > ulps and not self.random:
-            ulps *= max(1.0, again.moves(k))
+            ulps = max(ulps, fine * again.moves(k))  # what moves it includes the rounding of a coarser type
         tolerance = Tolerance("exact" if exact else "chain", ulps, self.ops)
         with mode.lock, mode.quiet():
             row = mode.result.row(self.name)

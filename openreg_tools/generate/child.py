@@ -439,7 +439,7 @@ def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> No
             case = request["source"]
             answer(done=True, source=snippet.source(case["op"], call_of(case), device, request["modules"]))
         else:
-            answer(done=True, **run(request, device, at))
+            answer(**run(request, device, at))
 
 
 def _given(given: Record) -> list[Call]:

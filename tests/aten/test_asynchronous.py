@@ -77,6 +77,26 @@ def test_the_check_sees_an_error_that_is_missing_or_another():
         assert {failure.kind for failure in report.failures} == {kind}
 
 
+@pytest.mark.parametrize(
+    "inline, late, seen",
+    [
+        ("index 4 is out of bounds", "index 4 is out of bounds", False),
+        ("index 4 is out of bounds", "too late", True),
+        ("refused", "refused", True),
+        ("refused", "too late", True),
+    ],
+)
+def test_only_what_a_kernel_asserts_may_be_raised_late(inline, late, seen):
+    def function(x):
+        if torch.openreg.get_launch_mode() == "inline":
+            raise IndexError(inline)
+        _C.launch_failure(0, late)
+        return x
+
+    report = asynchronous.check_operator(function, [sample_of(torch.ones(3))], DEVICE)
+    assert {failure.kind for failure in report.failures} == ({"late"} if seen else set()), found(report)
+
+
 REFUSED = {
     "float8": lambda x: x.to(torch.float8_e4m3fn) + x.to(torch.float8_e4m3fn),
     "float8 in place": lambda x: x.to(torch.float8_e5m2).mul_(2),

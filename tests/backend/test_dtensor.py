@@ -284,11 +284,11 @@ def check_options_are_seen():
 def check_half_types():
     """The gradients of a float16 x are kept in float32 in linear_cross_entropy; they come out in float16."""
     mesh = meshes()[0]
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype, at in itertools.product((torch.float16, torch.bfloat16), ([R, 0, R], [0, R, 0], [R, R, R])):
         x, weight = op.normal("openreg", dtype, (6, 8), (12, 8))
         target = torch.arange(6, device="openreg")
         expected = run(torch.ops.openreg.linear_cross_entropy, Sample(x, weight, target), True)
-        places = iter(([None], [0], [None]))
+        places = iter([each] for each in at)
         sample = Sample(x, weight, target)
         found = run(
             torch.ops.openreg.linear_cross_entropy, sample, True, lambda x, _, at=places: placed(x, mesh, next(at))

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import types
 import weakref
 from pathlib import Path
 
@@ -268,6 +269,29 @@ def test_an_attribute_has_changed():
     graph, y = captured(lambda: drop(x))
     drop.threshold = 2.0
     with caught("host_number", "aten.threshold.default", "holds self.threshold as the constant 0.5, but it is 2.0 now"):
+        graph.replay()
+
+
+class WithSlots:
+    __slots__ = ("scale",)
+
+
+class WithProperty:
+    scale = property(lambda self: self.number, lambda self, number: setattr(self, "number", number))
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, WithSlots, nn.Module, type, types.ModuleType, WithProperty])
+def test_an_attribute_of_an_object_of_any_kind_has_changed(kind):
+    """Except what only the program's own code computes, which is not run."""
+    names = {type: ("Config", (), {}), types.ModuleType: ("config",)}
+    model, x = nn.Module(), ones()
+    model.config = kind(*names.get(kind, ()))
+    model.config.scale = 2.0
+    graph, y = captured(lambda: x * model.config.scale)
+    graph.replay()
+    model.config.scale = 3.0
+    said = ("host_number", "holds model.config.scale as the constant 2.0, but it is 3.0 now")
+    with caught(*said) if kind is not WithProperty else contextlib.nullcontext():
         graph.replay()
 
 

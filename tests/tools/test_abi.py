@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from processes import python
 import openreg_ops
 from openreg_ops.tools.new import new_package
 from openreg_tools.abi import audit, shims
-from openreg_tools.abi.binary import demangled, numbers
+from openreg_tools.abi.binary import Binary, demangled, numbers
 from openreg_tools.abi.declarations import path_of, torch_headers
 from openreg_tools.forms import Wrong
 
@@ -162,6 +163,14 @@ def test_floors(unstable):
         versions = re.findall(rf"Name: {kind}_([\d.]+)", said)
         assert audit(unstable).floors.get(kind, "") == max(versions, key=numbers, default="")
     assert {"GLIBC", "GLIBCXX"} <= set(audit(unstable).floors)
+
+
+def test_floor_of_packed_relocations(monkeypatch):
+    """They need a glibc that reads them, even where each function that is called is of an older one."""
+    names = ["GLIBC_2.2.5", "GLIBC_ABI_DT_RELR", "GLIBC_2.17", "GLIBC_PRIVATE", "CXXABI_1.3.9", "CXXABI_1.3.13"]
+    monkeypatch.setattr(Binary, "_needed", lambda self: [types.SimpleNamespace(name=name) for name in names])
+    library = Binary(next(Path(openreg_ops.__file__).parent.glob("_C.*.so")))
+    assert library.floors() == {"GLIBC": "2.36", "CXXABI": "1.3.13"}
 
 
 def test_our_own_library():

@@ -395,6 +395,12 @@ def test_fake_kernel_that_fixes_a_size():
     assert [r.check for r in report.of("warn")] == ["fake_unbacked"]
 
 
+@pytest.mark.parametrize("name, said", [("sin", "with its backward"), ("argmax", "without a backward")])
+def test_what_was_compiled_with_unbacked_sizes(name, said):
+    (result,) = check(f"aten::{name}", [(torch.randn(3),)], only=["compile_unbacked"]).results
+    assert (result.status, result.sentence) == ("pass", said)
+
+
 def test_fake_kernel_that_refuses_nothing():
     def kernel(x, y):
         torch._check(x.shape == y.shape, lambda: "pairs: expected y of the shape of x")
@@ -1021,6 +1027,18 @@ def test_operators_without_a_derivative_to_check():
         ):
             (skipped,) = check(f"good_constants::{name}", [(inputs,)], only=["backward"]).of("skip", "backward")
             assert skipped.sentence.endswith(sentence)
+
+
+@pytest.mark.parametrize("row", ["empty", "large", "fake_dynamic"])
+def test_sizes_of_one_are_not_changed(row):
+    """They are those that broadcast, and often the only ones that a program has."""
+    (skipped,) = check("aten::sin", [(torch.randn(1, 1),)], only=[row]).of("skip", row)
+    assert "no strided tensor of more than one element" in skipped.sentence
+
+
+def test_the_largest_tensor_says_which_size_becomes_large():
+    (passed,) = check("aten::add.Tensor", [(torch.randn(3), torch.randn(1, 6, 3))], only=["large"]).of("pass", "large")
+    assert passed.sentence.endswith("instead of 6")
 
 
 def test_what_a_call_costs():

@@ -188,6 +188,20 @@ def test_the_first_difference_by_hand(library):
         result.assert_close()
 
 
+def test_operators_are_ranked_by_the_errors_they_add():
+    """By the largest error where they add as much, then by name; an operator without an error is not ranked."""
+    from openreg_tools.compare.result import Result
+
+    result = Result(DEVICE, "cpu")
+    for name, added, ulps, beyond in (
+        ("exact", 0.0, 0.0, 0), ("a shape", 0.0, 0.0, 1), ("d", 0.5, 2.0, 0), ("c", 0.5, 2.0, 0), ("b", 0.5, 8.0, 1),
+        ("a", 0.5, 1.0, 0), ("most", 1.0, 1.0, 0),
+    ):  # fmt: skip
+        row = result.row(name)
+        row.added, row.ulps, row.beyond = added, ulps, beyond
+    assert [row.operator for row in result.ranked] == ["most", "b", "c", "d", "a", "a shape"]
+
+
 def test_what_was_written_in_place(library):
     first = first_of(lambda x: library.scale_(x[1:]), torch.arange(5.0))
     assert (first.operator, first.what, first.error.at) == ("test_compare::scale_", "x", (3,))
@@ -375,6 +389,29 @@ def test_a_graph_that_writes_its_input_is_as_sensitive_as_before_the_write():
     assert "result 0 is off by" in result.first.sentence()
 
 
+@pytest.mark.parametrize(
+    "program, cast, rounds, wrong",
+    [
+        (lambda x: (x @ x).float(), torch.bfloat16, 2**-7, 4.0),
+        (lambda x: (x.bfloat16() @ x.bfloat16()).float(), None, 2**-7, 4.0),
+        (lambda x: x.to(torch.float8_e4m3fn).float(), None, 2**-3, 4.0),
+    ],
+    ids=["autocast", "bfloat16", "float8"],
+)
+def test_a_graph_that_computes_in_a_smaller_type_may_round_as_that(program, cast, rounds, wrong):
+    """Its float32 results may differ by a rounding of that type."""
+
+    def changed(graph, inputs):
+        return lambda *args: tuple(each * (1 + by) for each in graph(*args))
+
+    for by in (rounds, wrong):
+        torch.compiler.reset()
+        with torch.no_grad(), torch.autocast(DEVICE, cast, enabled=cast is not None), compare(device=DEVICE) as result:
+            torch.compile(program, backend=changed)(torch.ones(16, 16, device=DEVICE))
+        assert "compiled graph" in " ".join(result._rows) and not result.skipped
+        assert bool(result.differences) == (by == wrong), result.report()
+
+
 def test_threads_that_draw_numbers_and_that_wait_for_each_other(library):
     meet = threading.Barrier(2)
     met = torch.library.Library("test_compare", "FRAGMENT")
@@ -502,11 +539,13 @@ def test_a_wrong_number(right, wrong):
     "found, wrong",
     [
         ("", lambda x, scale: torch.rand_like(x) * scale),
+        ("", lambda x, scale: torch.full_like(x, scale / 2)),
+        ("", lambda x, scale: torch.linspace(-8, 11, 400, device=x.device)),
         ("has mean ", lambda x, scale: torch.rand_like(x) * scale + 0.5),
         ("is float32[1, 400], and float32[400] on cpu", lambda x, scale: torch.rand_like(x)[None] * scale),
         ("is float64[400], and float32[400] on cpu", lambda x, scale: torch.rand_like(x).double() * scale),
     ],
-    ids=["right", "mean", "shape", "dtype"],
+    ids=["right", "narrow", "wide", "mean", "shape", "dtype"],
 )
 def test_random_numbers_that_the_reference_cannot_draw(monkeypatch, found, wrong):
     """Their mean, shape and dtype are compared, and the difference says the inputs and what it is."""

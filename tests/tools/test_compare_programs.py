@@ -262,6 +262,12 @@ def uninitialized(model, x):
     torch.compile(function, backend="aot_eager")(x)
 
 
+def uninitialized_by_method(model, x):
+    junk = [torch.full((6, 8), each, device=DEVICE) for each in (7.0, 8.0, 9.0)]
+    del junk
+    torch.compile(lambda x: (x * 2, x.new_empty(6, 8)), backend="eager")(x)
+
+
 def expects_an_error(model, x):
     torch.compile(model, backend="aot_eager")(x)
     with contextlib.suppress(torch.linalg.LinAlgError):
@@ -361,7 +367,7 @@ def has_a_shape_that_is_rounding(model, x):
 
 
 RIGHT = (goes_backward_inside, checkpointed_without_aot, rounds_what_is_zero, rounds_equal_probabilities,
-         writes_a_large_cache, moves_by_method, computes_in_half_complex, has_a_shape_that_is_rounding, uninitialized, expects_an_error, draws_numbers, gradients_that_are_rounding, masks_that_are_rounding,
+         writes_a_large_cache, moves_by_method, computes_in_half_complex, has_a_shape_that_is_rounding, uninitialized, uninitialized_by_method, expects_an_error, draws_numbers, gradients_that_are_rounding, masks_that_are_rounding,
          of_numbers_alone, retained, separately, in_inference_mode, in_autocast, hooked, returns_views, half_inside, conjugated,
          conjugated_without_aot, nested, saved_tensor_hooks, checkpointed, writes_a_tensor_in_the_graph, branches,
          compiled_backward)  # fmt: skip

@@ -214,6 +214,18 @@ def test_where_they_part(tmp_path):
     )
 
 
+def test_a_difference_within_the_tolerance_is_not_called_equal(tmp_path):
+    for name, value in (("a", 1.0), ("b", 1.0 + 2**-23)):
+        x = torch.full((3,), value, device=DEVICE)
+        with record(tmp_path / name):
+            x * 3
+    parting = compare(tmp_path / "a", tmp_path / "b")
+    assert not parting.parted and parting.first_bits.a.name == "aten::mul.Tensor"
+    report = parting.report()
+    assert "The runs do not part beyond the tolerance." in report and "Bits differ first at" in report
+    parting.assert_close()
+
+
 def test_a_byte_flipped_in_a_copy(tmp_path):
     a = traced(tmp_path / "a")
     with torch.openreg.faults.inject("copy", after=6) as fault:

@@ -134,6 +134,21 @@ def test_in_place(kind, inplace):
     assert report.ran["inplace"] == 2 and (kinds(report) >= {("inplace", kind)} if kind else not report.failures)
 
 
+@pytest.mark.parametrize("check", ["forward", "inplace", "out"])
+def test_forms_are_also_compared_without_gradients(check):
+    """Where an operator is wrong only for tensors that require none, while its gradients are checked as well."""
+
+    def wrong_if(x, form):
+        return 3 if form == check and not (x.is_cpu or x.requires_grad) else 2
+
+    def function(x, *, out=None):
+        return x * wrong_if(x, "forward") if out is None else torch.mul(x, wrong_if(x, "out"), out=out)
+
+    op = operator(function, inplace_variant=lambda x: x.mul_(wrong_if(x, "inplace")), supports_out=True)
+    report = sweep.check(op, torch.float32, DEVICE, checks=("forward", "backward", "inplace", "out"))
+    assert kinds(report) == {(check, "value")}
+
+
 # ---- calls that the CPU refuses ----
 
 
@@ -632,6 +647,38 @@ def test_a_module_that_fails_for_each_sample_on_the_device_alone():
     assert [(f.check, f.kind, f.message) for f in report.failures] == [
         ("vmap_grad", "error", "openreg raised ValueError: refused")
     ]
+
+
+# ---- optimizers ----
+
+
+@pytest.mark.parametrize(
+    "option, wrong",
+    [({"momentum": 0.5}, 3), ({"foreach": True}, 3), ({"fused": True}, 3), ({"lr": 0.25}, 3), ({}, 0)],
+    ids=str,
+)
+def test_an_optimizer_that_is_wrong_with_one_option(option, wrong):
+    """Each sample's options and each implementation reach the step."""
+    from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput
+
+    class Wrong(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            for group in self.param_groups:
+                for each in group["params"] if option and option.items() <= group.items() else ():
+                    each.data += not each.is_cpu
+
+    def inputs(device, dtype=None):
+        return [OptimizerInput(None, options, str(options)) for options in ({}, {"momentum": 0.5}, {"lr": 0.25})]
+
+    info = OptimizerInfo(
+        Wrong, optim_inputs_func=inputs, supported_impls=("foreach", "fused"), supports_fused_on=("cpu",)
+    )
+    report = training.check_optimizer(info, torch.float32, DEVICE, ("step",))
+    assert report.ran["step"] == 9
+    named = str(option).strip("{}")
+    assert all(f.kind == "value" and named in f.message for f in report.failures), report.failures
+    assert len({f.sample for f in report.failures}) == wrong
 
 
 # ---- the command ----

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import io
 import json
+import math
 import os
 import re
 import select
@@ -416,6 +417,28 @@ def test_a_program_builds_the_arguments_again():
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str((X + 6).tolist()[0][0])[0]) and done.stdout.count("device='openreg:0'") == 2
     assert "no short source" in snippet.source("aten::add.Tensor", Call([X.to_sparse(), X], {}), "openreg", [])
+
+
+WRITTEN = {
+    **{
+        how: lambda how=how: changed(("layout", 0, how))[0]
+        for how in ("sliced", "reversed", "padded", "expanded", "overlapping")
+    },
+    "conj": lambda: torch.complex(X, -X).conj(),
+    "neg": lambda: torch._neg_view(X[:, 1:]),
+    "not finite": lambda: torch.tensor([math.nan, math.inf, -math.inf, 0.5]),
+    "bool": lambda: X > 5,
+    "float8": lambda: X.to(torch.float8_e4m3fn)[1:],
+    "no elements": lambda: X[:0],
+    "no dimensions": lambda: X[1, 2],
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_program_builds_every_element_again(kind, capsys):
+    x = WRITTEN[kind]()
+    exec(snippet.source("aten::clone", Call([x], {}), "cpu", []), {})
+    assert capsys.readouterr().out == f"{x!r}\n{x!r}\n" * 2  # the result and the argument, also in contiguous memory
 
 
 def test_a_case_of_given_samples_is_run_again(faulty):
@@ -979,6 +1002,13 @@ def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
     assert not contiguous.doubtful("aten::neg.out", Call([a.t()], {"out": a.clone()}), is_plain=True)
 
 
+def test_which_calls_damage_the_memory_around_their_arguments():
+    a, b = torch.eye(5), torch.rand(1, 2, 5, 5)
+    assert aliasing.damages("aten::_cholesky_solve_helper.out", Call([a, b, True], {"out": b.clone()}))
+    assert not aliasing.damages("aten::neg.out", Call([a], {"out": a.clone()}))
+    assert not aliasing.damages("aten::mm", Call([a, b], {}))  # which raises
+
+
 def test_a_kernel_that_resizes_its_input_reads_new_memory():
     convert, x = "aten::_convert_indices_from_coo_to_csr.out", torch.tensor(1)
     assert contiguous.doubtful(convert, Call([x, 1], {"out": x}), is_plain=True)
@@ -1420,6 +1450,26 @@ def test_the_report_counts_what_was_never_reached():
     found = report.GeneratedReport("openreg", 0, [called, never], [], 1.0)
     assert found.passed and "takes a stream" in found.text() and "a::c" in found.html()
     assert found.dict()["never"] == {"takes a stream": ["a::c"]} and called.reached == 1
+
+
+@pytest.mark.parametrize(
+    "ending, reached",
+    [
+        ({"end": "alone"}, 1),
+        ({"end": "failed"}, 1),
+        ({"end": "allowed", "note": "both draw numbers", "reached": True}, 1),
+        ({"end": "allowed", "note": "the device refuses this dtype", "reached": False}, 0),
+        ({"end": "allowed", "note": "memory ran out"}, 0),
+        ({"end": "refused alone"}, 0),
+    ],
+)
+def test_which_ends_reach_the_kernel(ending, reached):
+    """An operator whose cases all end in a difference that is allowed ran on the device."""
+    of = report.Operator("a::b", "own", 1)
+    of.count(ending)
+    found = report.GeneratedReport("openreg", 0, [of], [], 1.0)
+    assert of.reached == reached and f"the device's kernel reached in {reached};" in found.summary()
+    assert ("Never reached:" in found.text()) is (reached == 0)
 
 
 def test_the_report_shows_each_finding_after_the_totals():

@@ -147,6 +147,30 @@ def test_gaps_take_at_most_a_fifth_of_the_picture(count):
     assert _idle(close, 2 * busy)[0] == []
 
 
+@pytest.mark.parametrize(
+    "most, arrows",
+    [(6, [("first", "second"), ("second", "third")]), (2, [("first", "second")]), (1, [])],
+    ids=["all", "the longest two", "the longest"],
+)
+def test_the_arrows_of_a_page_join_what_it_shows(most, arrows):
+    """Of the longest slices too, and in any order; an arrow is left out with one of its ends."""
+    calls = []
+    for number, name in enumerate(("first", "second", "third")):
+        call = Call(f"aten::{name}", "own", [], 0, 0, number * 1e-5, 1e-6, 1e-6, stack=0, number=number, host=1e-6)
+        call.begins, call.stream, call.seconds = call.start + 1e-6, (0, 2 - number), 8e-6 - number * 1e-6
+        call.after = (number - 1,) if number else ()
+        calls.append(call)
+    timeline = Timeline(recorder(calls, events=True), [], "program", 1.0, 0)
+    page = Elements(timeline.html(most))
+    data = json.loads(page.text("script"))
+    tracks, names = data["slices"]["track"], data["slices"]["name"]
+    assert len(names) == most
+    assert [tuple(data["texts"][names[end]] for end in each) for each in data["arrows"]] == [
+        tuple(f"aten::{name}" for name in each) for each in arrows
+    ]
+    assert all(data["tracks"][tracks[end]]["name"].startswith("maia:0, ") for each in data["arrows"] for end in each)
+
+
 def page_of(timeline):
     return pages.page("timeline", "timeline", timeline.html(), ("timeline.js",))
 

@@ -388,6 +388,7 @@ def check_events(document):
         assert set(event) == fields[event["ph"]], event
         assert type(event["pid"]) is int and type(event["tid"]) is int and type(event["name"]) is str
         assert type(event["ts"]) in (int, float) and event["ts"] >= 0
+        assert event["pid"] >= 0 and event["tid"] > 0, "viewers take thread 0 for the idle one"
         track = event["pid"], event["tid"]
         if event["ph"] == "M":
             key, kind = named[event["name"]]
