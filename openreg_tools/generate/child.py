@@ -428,16 +428,16 @@ def _serve(device: str, answer: Callable[..., None], has_infos: mmap.mmap) -> No
             calls, valid = bases(request["bases"])
             has_infos[0] = bool(_infos.cache_info().currsize)
             profiles = [changes.profile(request["bases"], call) for call in calls]
-            answer(done=True, valid=valid, bases=profiles)
+            answer(valid=valid, bases=profiles)
         elif "doubtful" in request:
             case = request["doubtful"]
-            answer(done=True, note=contiguous.doubtful(case["op"], call_of(case), is_plain=True))
+            answer(note=contiguous.doubtful(case["op"], call_of(case), is_plain=True))
         elif "damages" in request:
             case = request["damages"]
-            answer(done=True, damages=aliasing.damages(case["op"], call_of(case)))
+            answer(damages=aliasing.damages(case["op"], call_of(case)))
         elif "source" in request:
             case = request["source"]
-            answer(done=True, source=snippet.source(case["op"], call_of(case), device, request["modules"]))
+            answer(source=snippet.source(case["op"], call_of(case), device, request["modules"]))
         else:
             answer(**run(request, device, at))
 

@@ -103,7 +103,7 @@ class Child(Worker):
         """Why the CPU's kernel may have caused a crash on the device's side, by writing beyond its arguments."""
         if dispatch.is_custom(case["op"]):
             return ""
-        answer, *_ = self.exchange(json.dumps({"doubtful": case}), "done")
+        answer, *_ = self.exchange(json.dumps({"doubtful": case}), "note")
         return answer["note"] if answer else "the CPU's kernel ends the process"
 
     def damage(self, case: dict[str, Any], earlier: list[dict[str, Any]]) -> str:
@@ -114,20 +114,20 @@ class Child(Worker):
             return ""
         others = [each for each in earlier if each["op"] != case["op"]][-_SUSPECTS:]
         for each in reversed([*others, *(each for each in earlier if each["op"] == case["op"])]):
-            answer, *_ = self.exchange(json.dumps({"damages": each}), "done")
+            answer, *_ = self.exchange(json.dumps({"damages": each}), "damages")
             if answer is None or answer["damages"]:
                 return "an earlier call of the CPU's kernel wrote beyond its arguments"
         return ""
 
     def bases(self, name: str) -> tuple[list[Any], bool, str]:
         """The profiles of the base calls, whether the calls are valid, and the reason if there are none."""
-        answer, kind, message, _ = self.exchange(json.dumps({"bases": name}), "done")
+        answer, kind, message, _ = self.exchange(json.dumps({"bases": name}), "bases")
         return (answer["bases"], answer["valid"], "") if answer else ([], False, f"making arguments: {kind}, {message}")
 
     def source(self, case: dict[str, Any]) -> str:
         """A program that makes the call of a case."""
         request = {"source": case, "modules": self.arguments.modules}
-        answer, _, message, _ = self.exchange(json.dumps(request), "done")
+        answer, _, message, _ = self.exchange(json.dumps(request), "source")
         return answer["source"] if answer else f"# making the arguments ends the process: {message}"
 
 

@@ -416,6 +416,27 @@ def test_threads_that_meet_at_the_first_capture(said):
     assert len(captures) == 1 and not sentences
 
 
+def test_a_call_that_waited_for_the_capture_of_its_graph_replays_it(said):
+    runs = []
+
+    def model(inputs):
+        runs.append(1)
+        return [inputs[0] * 2]
+
+    class Lock(contextlib.nullcontext):
+        def __enter__(self):  # in the meantime, another thread captures
+            graphed.lock = contextlib.nullcontext()
+            equal(graphed([x])[0], x * 2)
+
+    x = torch.ones(8, device="openreg")
+    graphed = graphs._Graphed(model, [], [], x.device.index, False, 1)
+    graphed([x])
+    graphed.lock = Lock()
+    equal(graphed([x])[0], x * 2)
+    captures, sentences = said
+    assert len(runs) == 2 and len(captures) == 1 and not sentences, "a first call, a capture, and no more"
+
+
 def test_a_capture_of_the_caller_on_another_device_than_the_current_one(said):
     compiled = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
     x = torch.ones(4, device="openreg:1")

@@ -478,13 +478,23 @@ def test_another_dtype_than_the_cpu_kernel():
     assert "output 0 is float32 instead of float64" in report.failures[0].sentence
 
 
-def test_a_long_sum_may_round_more():
-    def total(x):
-        return x.sum(0) * (1 + 5e-4 * (len(x) > 1000))
+@pytest.mark.parametrize(("error", "status"), [(5e-4, "pass"), (3e-3, "fail")])
+def test_a_long_sum_may_round_more(error, status):
+    """By the root of its terms: roundings have either sign."""
 
-    op = define("long_sum(Tensor x) -> Tensor", total, lambda x: x.new_empty(x.shape[1:]))
+    def total(x):
+        return x.sum(0) * (1 + error * (len(x) > 1000))
+
+    op = define(f"long_sum_{status}(Tensor x) -> Tensor", total, lambda x: x.new_empty(x.shape[1:]))
     report = check(op, [(torch.rand(4, 6),)], reference=lambda x: x.sum(0), only=["large"])
-    assert report.of("pass", "large"), str(report)
+    assert report.of(status, "large"), str(report)
+
+
+@pytest.mark.parametrize(("error", "status"), [(1.2e-4, "pass"), (2.4e-4, "fail")])
+def test_how_much_a_result_of_unusual_inputs_may_round(error, status):
+    op = define(f"rounds_{status}(Tensor x) -> Tensor", lambda x: x * (1 + error), torch.empty_like)
+    report = check(op, [(torch.ones(4),)], reference=lambda x: x, only=["zero_dim"])
+    assert report.of(status, "zero_dim"), str(report)
 
 
 def test_a_large_input_has_no_huge_result():
@@ -746,6 +756,15 @@ def test_a_sharding_strategy_of_a_backward(right):
     (result,) = check(by_sum, [(torch.rand(4, 6),)], only=["dtensor"]).results
     assert result.status == ("pass" if right else "fail")
     assert right or "which backward on plain tensors gives" in result.sentence, result.sentence
+
+
+def test_an_error_of_the_simulated_devices_is_none_of_the_operator():
+    """They have no number that differs between them."""
+    LIBRARY.define("of_a_number(Tensor x) -> Tensor")
+    LIBRARY.impl("of_a_number", lambda x: x * x.sum().item(), "CompositeImplicitAutograd")
+    op = torch.ops.broken.of_a_number.default
+    (result,) = check(op, [(torch.rand(4),)], only=["dtensor"]).results
+    assert result.status == "skip" and "devices cannot run it: AssertionError: " in result.sentence, result.sentence
 
 
 def test_sharding_in_a_process_group(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import runpy
 import threading
 import xml.etree.ElementTree as ET
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools import backends
 from openreg_tools.compare import assert_operator, compare
+from openreg_tools.compare.result import plot
 from openreg_tools.compare.tolerance import Tolerances, measure
 from openreg_tools.forms import Wrong
 
@@ -603,6 +605,26 @@ def test_sums_are_measured_by_their_terms():
     assert first is None
 
 
+@pytest.mark.parametrize("error, is_found", [((0.1, 0.0), False), ((10.0, 0.0), True), ((0.0, 1e-4), True)])
+@pytest.mark.parametrize("name", ["mm", "addmm_", "mm.out"])
+def test_sums_are_measured_by_their_own_terms(name, error, is_found):
+    """By the sum of their absolute values, which is more than the largest of all numbers, or less."""
+    x, y = torch.tensor([[1000.0, -1000.0], [0.001, -0.001]]).repeat(1, 500), torch.ones(1000, 1)
+
+    def product(a, b):
+        return (a * b.t()).sum(1, keepdim=True) + torch.tensor(error)[:, None].to(DEVICE)
+
+    kernel, call = {
+        "mm": (product, torch.mm),
+        "addmm_": (lambda out, a, b, **_: out.add_(product(a, b)), lambda a, b: a.new_zeros(2, 1).addmm_(a, b)),
+        "mm.out": (lambda a, b, out: out.copy_(product(a, b)), lambda a, b: torch.mm(a, b, out=a.new_zeros(2, 1))),
+    }[name]
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, kernel, "PrivateUse1", allow_override=True)
+        first = first_of(call, x, y)
+    assert (first is not None) is is_found, first
+
+
 @pytest.mark.parametrize("name", ["topk", "argmax"])
 def test_indices_of_equal_elements(name):
     """Which of them is not compared; that they are the largest is."""
@@ -901,6 +923,17 @@ def test_forms(library):
     assert data["first"]["operator"] == "test_compare::scale" and data["calls"] == 2
     svg = page[page.index("<svg") : page.index("</svg>") + 6]
     assert ET.fromstring(svg).tag == "svg" and "light-dark(" in page and "a &lt;program&gt;" in page
+
+
+def test_the_plot_has_each_error_at_its_height():
+    for low, high in ((0, 4), (-3, 2)):
+        powers = [2.0**e for e in range(low, high + 1)]
+        svg = plot([(i, ulps, 3.0, "aten::mul") for i, ulps in enumerate(powers)], len(powers))
+        labels = dict(re.findall(r'<text x="0" y="([^"]*)">([^<]*)</text>', svg))
+        dots = re.findall(r'class="(\w+)" cx="[^"]*" cy="([^"]*)"', svg)
+        assert list(labels.values()) == [f"{ulps:.3g}" for ulps in powers]
+        assert [float(y) for _, y in dots] == pytest.approx([float(y) - 4 for y in labels])  # the middle of the label
+        assert [kind for kind, _ in dots] == ["bad" if ulps > 3 else "good" for ulps in powers]
 
 
 def test_the_reverse():

@@ -129,6 +129,14 @@ def test_the_summary_is_the_last_paragraph():
         assert " ".join(last) == made.summary() and all(line == line.strip() for line in last)
 
 
+def test_failures_name_their_dtypes_in_the_order_of_the_columns():
+    order = [dtype for dtype in opinfo.DTYPES if dtype in ("float32", "bfloat16", "complex64", "bool")]
+    failed = [record([("forward", "value")], dtype=dtype) for dtype in sorted(order)]
+    assert (
+        order != sorted(order) and f"\n      {', '.join(order)}; {sorted(order)[0]} sample 0" in results(*failed).text()
+    )
+
+
 def test_a_known_failure_that_passes_fails_the_run():
     known = {"neg": Known("invented here", checks=("forward",), dtypes=("float32",))}
     passes = results(record(), known=known)

@@ -287,6 +287,19 @@ def test_the_second_derivative_of_two_under_transforms(check):
     assert report.ran[check] and not report.failures
 
 
+@pytest.mark.parametrize("more", [torch.int64, torch.bool, torch.sparse_coo], ids=str)
+@pytest.mark.parametrize("check", ["grad", "jvp", "jacrev", "vmap_grad"])
+def test_a_wrong_derivative_beside_a_result_without_one(check, more):
+    def beside(x):
+        return x.to(more) if isinstance(more, torch.dtype) else torch.eye(3, device=x.device).to_sparse()
+
+    for function, wrong in ((SecondScaled.apply, True), (torch.mul, False)):
+        info = operator(lambda x, y, function=function: (function(x, y), beside(x.detach())), 2)
+        report = sweep.check(info, torch.float32, DEVICE, checks=(check,))
+        assert report.ran[check] and bool(report.failures) == wrong, report.failures
+        assert {failure.kind for failure in report.failures} <= {"value"}
+
+
 # ---- dtypes that the CPU lacks ----
 
 

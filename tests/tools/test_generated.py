@@ -345,6 +345,33 @@ def test_each_kind_of_failure_is_shrunk_by_itself():
     assert found and all([change[0] for change in f.case["changes"]] == [shrunk[f.kind]] for f in found)
 
 
+@pytest.mark.parametrize(
+    ("end", "limit"),
+    [
+        ({"end": "failed", "kind": "crash", "message": "", "call": ""}, "CRASHES"),
+        ({"end": "allowed", "note": "the CPU's kernel ends the process"}, "CRASHES"),
+        ({"end": "failed", "kind": "timeout", "message": "", "call": ""}, "WAITS"),
+        ({"end": "allowed", "note": "the CPU's kernel hangs"}, "WAITS"),
+    ],
+    ids=["crash", "crash of the cpu", "timeout", "hang of the cpu"],
+)
+def test_an_operator_that_ends_or_stops_every_process_is_given_up(monkeypatch, end, limit):
+    """Each such case costs a new process, or the time limit."""
+
+    class Costs(Stub):
+        def case(self, case):
+            super().case(case)
+            return dict(end) if len(case["changes"]) > 1 else {"end": "equal"}
+
+    monkeypatch.setattr(search, limit, 3)
+    tried = []
+    for seed in range(8):
+        stub = Costs()
+        search.explore("x::y", 400, seed, stub, "own", aliases=True)
+        tried.append(len({json.dumps(case) for case in stub.seen if len(case["changes"]) > 1}))
+    assert 3 <= max(tried) <= 5  # the smallest failure is tried without each of its changes
+
+
 def test_shares_add_up_and_prefer_own_kernels():
     names = [f"x::{i}" for i in range(50)]
     is_own = {name: i < 10 for i, name in enumerate(names)}
@@ -561,6 +588,19 @@ def test_a_fault_beside_a_layout_that_the_cpu_ignores(defined, kind, wrong):
     case = {"op": name, "base": 0, "changes": [["layout", 0, "reversed"]]}
     found = child.run(case, "openreg", lambda where: None)
     assert (found["end"], found.get("kind")) == ("failed" if kind else "equal", kind), found
+
+
+@pytest.mark.parametrize("added, ending", [(0, "equal"), (1, "failed")])
+def test_a_fault_beside_a_layout_that_a_kernel_of_pytorch_ignores(added, ending):
+    """PyTorch's kernel is no excuse where the device is held to its results in contiguous memory."""
+
+    def wrong(x, weight, bias, *sizes):
+        x, weight, bias = (each if each is None else each.cpu().contiguous() for each in (x, weight, bias))
+        return tuple((each + added).to("openreg") for each in torch.native_group_norm(x, weight, bias, *sizes))
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("native_group_norm", wrong, "PrivateUse1", allow_override=True)
+        assert end("aten::native_group_norm", ("layout", 1, "sliced"), base=2) == ending
 
 
 @pytest.mark.parametrize(

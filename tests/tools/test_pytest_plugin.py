@@ -316,6 +316,20 @@ def test_mixed_devices(found):
     assert found("mixed", body, "def add(x): return x + torch.tensor(1.0)") == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [("mixed", "torch.ones(2, device=device) + torch.ones(3, device=device)"), ("cuda", "torch.cuda.no_such_name")],
+    ids=["call", "torch.cuda"],
+)
+def test_a_traceback_does_not_show_the_plugin(pytester, run, kind, body):
+    """What watches the calls is not part of the test that fails."""
+    pytester.makepyfile(f"import torch\ndef test_it(device):\n    {body}")
+    result = run("--device=openreg", f"--device-misuse={kind}", "--tb=short")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_a_traceback_does_not_show_the_plugin.py:3: *"])
+    result.stdout.no_fnmatch_line("*misuse.py*")
+
+
 def test_hard_coded_cuda(found):
     library = """
         def where(x):

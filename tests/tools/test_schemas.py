@@ -113,6 +113,16 @@ def test_equal_numbers_give_equal_arguments():
     assert len(set(damaged)) > 20
 
 
+@pytest.mark.parametrize("name, outs", [("aten::add.out", ["out"]), ("aten::max.dim_max", ["max", "max_values"])])
+def test_out_tensors_have_the_dtype_of_the_inputs_or_another(name, outs):
+    made = [schemas.generated.call(name, k) for k in range(150)]
+    for out in outs:
+        dtypes = [(each.args[0].dtype, each.kwargs[out].dtype) for each in made]
+        assert {torch.float64, torch.int64, torch.bfloat16} <= {dtype for _, dtype in dtypes}
+        same = sum(dtype == given for given, dtype in dtypes if given != torch.float32)
+        assert 0.2 < same / sum(given != torch.float32 for given, _ in dtypes) < 0.9
+
+
 def test_arguments_recorded_from_opinfo():
     (call, *_) = generated.recorded("aten::convolution_backward", "nn.functional.conv2d")
     assert schemas.run("aten::convolution_backward", call, "cpu")[0]

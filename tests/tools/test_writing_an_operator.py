@@ -28,10 +28,7 @@ NO_TENSOR, OUTSIDE = "## A non-tensor argument", "## Outside this repository"
 BUILD = ROOT / f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
 NAMES = {"weigh_only": "forward-only", "weigh": "separate", "weigh_by_function": "function"}
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.skipif(not (ROOT / "build").exists(), reason="needs the objects of a build"),
-]
+needs_build = pytest.mark.skipif(not (ROOT / "build").exists(), reason="needs the objects of a build")
 
 
 def checkout(root):
@@ -88,6 +85,8 @@ def built(tmp_path_factory):
     return root
 
 
+@pytest.mark.compiles
+@needs_build
 def test_new_operators_pass_their_tests(built):
     """And the tests of every operator, including the checker."""
 
@@ -212,6 +211,8 @@ def test_guide_quotes_operators_with_an_argument_that_is_no_tensor():
         assert any(block in text for text in quoted), block
 
 
+@pytest.mark.compiles
+@needs_build
 def test_guide_for_authors_outside_runs(tmp_path):
     _, outside = GUIDE.read_text().split(OUTSIDE)
     for block in blocks(outside, "cpp", "python"):
