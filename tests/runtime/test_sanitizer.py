@@ -891,6 +891,29 @@ def test_memory_from_before_the_sanitizer_reused_too_early(older):
     current().wait_stream(side)
 
 
+def test_memory_from_before_the_sanitizer_is_the_default_streams(older):
+    """What any other stream, whichever its number, does to it without a wait races with its next use."""
+    x = older.pop()
+    sides = {side.stream_id: side for side in (torch.openreg.Stream() for _ in range(100))}
+    for side, part in zip(sides.values(), x.flatten().chunk(len(sides)), strict=True):
+        side.wait_stream(current())
+        with side:
+            part.add_(1)
+    address = x.data_ptr()
+    del part, x
+    again, reused = [], 0
+    while reused < 8 * N:
+        assert len(again) < 1000, "the allocator did not reuse the block"
+        again.append(torch.empty(N // 4, device=DEVICE))
+        start = again[-1].data_ptr()
+        reused += max(0, min(start + N, address + 8 * N) - max(start, address))
+    with caught() as error:
+        torch._foreach_zero_(again)
+    assert {each.previous_access.stream for each in error.value.errors} == {(0, each) for each in sides}
+    for side in sides.values():
+        current().wait_stream(side)
+
+
 def test_interleaved_columns_do_not_race():
     x = torch.zeros(256, 8, device=DEVICE)
     side = torch.openreg.Stream()

@@ -567,6 +567,35 @@ def test_a_call_that_the_cpu_alone_refuses(monkeypatch):
     assert not schemas.check("aten::neg", DEVICE, 1, ("generated",)).failures
 
 
+@pytest.mark.parametrize(
+    "kind, cpu, there",
+    [
+        ("value", torch.neg, torch.abs), ("error", torch.neg, refuse), ("no error", refuse, torch.neg),
+        (None, torch.neg, torch.neg), (None, refuse, refuse),
+    ],
+)  # fmt: skip
+def test_a_call_whose_outcome_differs_from_the_cpus(monkeypatch, kind, cpu, there):
+    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [calls.Call([torch.ones(2)], {})])
+    with torch.library._scoped_library("test_sees", "DEF") as library:
+        library.define("f(Tensor x) -> Tensor")
+        library.impl("f", lambda x: cpu(x), "CPU")
+        library.impl("f", lambda x: there(x), "PrivateUse1")
+        report = schemas.check("test_sees::f", DEVICE, 1, ("generated",))
+    assert kinds(report) == ({("generated", kind)} if kind else set()) and report.ran["generated"] == 1
+
+
+@pytest.mark.parametrize("setting", [(False, False), (True, False), (True, True)])
+def test_the_choice_of_deterministic_algorithms_stays(monkeypatch, setting):
+    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [calls.Call([torch.ones(2)], {})])
+    torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
+    try:
+        schemas.check("aten::neg", DEVICE, 1, ("generated",))
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert now == setting
+
+
 @pytest.mark.parametrize("kind", ["internal", "error", "no error", None])
 def test_garbage(monkeypatch, kind):
     run = schemas.run
@@ -660,6 +689,31 @@ def test_a_module_that_fails_for_each_sample_on_the_device_alone():
     assert [(f.check, f.kind, f.message) for f in report.failures] == [
         ("vmap_grad", "error", "openreg raised ValueError: refused")
     ]
+
+
+@pytest.mark.parametrize(
+    "kind, cpu, there",
+    [
+        ("error", None, ValueError), ("no error", ValueError, None), ("error type", ValueError, TypeError),
+        (None, ValueError, ValueError),
+    ],
+)  # fmt: skip
+def test_a_module_that_raises(kind, cpu, there):
+    from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, ModuleInput
+
+    class Raising(torch.nn.Module):
+        def forward(self, x):
+            if error := cpu if x.is_cpu else there:
+                raise error("refused")
+            return x * 2
+
+    class Info(ModuleInfo):
+        name = "nn.Raising"
+
+    made = [ModuleInput(FunctionInput(), FunctionInput(torch.ones(3)))]
+    info = Info(Raising, module_inputs_func=lambda *_, **__: made)
+    report = training.check_module(info, torch.float32, DEVICE, ("train", "eval"))
+    assert kinds(report) == ({(check, kind) for check in ("train", "eval")} if kind else set())
 
 
 # ---- optimizers ----

@@ -155,6 +155,30 @@ def test_elsewhere_is_not_required():
     assert drift.compare(old, new, "SparsePrivateUse1").required == ["one", "other"]
 
 
+def test_what_a_derivative_calls():
+    """A backend must write the operators of its name or of its out= form, unless PyTorch makes them from others."""
+
+    def of(name, kind, derivative=""):
+        return {name: Operator(f"{name}(Tensor self) -> Tensor", kind, derivative=derivative)}
+
+    found = Manifest("1", {
+        **of("plain", "required", "self: plain_backward(grad)"), **of("plain_backward", "required"),
+        **of("sized.x", "required", "self: mul(grad, sized_backward_symint(grad))"), **of("sized_backward", "explicit"),
+        **of("sized_backward.out", "required"),
+        **of("library", "elsewhere", "self: library_backward(grad)"), **of("library_backward", "elsewhere"),
+        **of("split", "explicit", "self: split_backward(grad)"), **of("split_backward", "structured"),
+        **of("made", "required", "self: made_backward(grad)"), **of("made_backward", "implicit"),
+        **of("double", "required", "self: double(grad)"), **of("double.backward", "required"),
+        **of("mul", "required"),
+    })  # fmt: skip
+    assert found.backward == {
+        "plain": ("plain_backward",),
+        "sized.x": ("sized_backward",),
+        "library": ("library_backward",),
+        "split": ("split_backward",),
+    }
+
+
 def test_registrations_of_this_process():
     found = {r.operator: r for r in drift.registered("PrivateUse1")}
     assert "csrc/aten/minimal.cpp:" in found["empty.memory_format"].where and not found["mm"].boxed

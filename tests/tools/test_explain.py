@@ -133,6 +133,20 @@ def test_fallback_and_refusal(library, x):
     assert explained.has.kind == "refused" and explained.outcome.startswith("raised NotImplementedError")
 
 
+def test_what_the_other_keys_would_do(library, x):
+    def others(name):
+        return {step.key: step.does for step in explain(f"test_explain::{name}", x).others}
+
+    assert others("cast") == {
+        "AutocastPrivateUse1": "not in this call; casts, by autocast's policy",
+        "ADInplaceOrView": "falls through",
+        "Functionalize": "not in this call; replaces writes and views by copies",
+        "BackendSelect": "falls through",
+    }
+    assert others("own") == {**others("cast"), "AutocastPrivateUse1": "falls through"}
+    assert others("parts") == {**others("own"), "PrivateUse1": "not reached"}
+
+
 def test_where(x):
     explained = explain("openreg::rms_norm", x, torch.ones(3, device="openreg"))
     places = [step.where.partition(":")[0] for step in explained.steps]  # of an installed copy absolute

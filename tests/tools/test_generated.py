@@ -325,6 +325,25 @@ def test_every_kind_of_change_is_drawn():
     assert of.ends.total() == len({json.dumps(case) for case in stub.seen}) == 400
 
 
+class Mixed(Stub):
+    """An operator with an out= tensor and numbers, too."""
+
+    PROFILE = [
+        *Stub.PROFILE,
+        {**Stub.PROFILE[0], "at": 2, "out": True, "written": True},
+        *({"at": i, "kind": kind} for i, kind in enumerate(("int", "float", "bool", "str"), 3)),
+    ]
+
+
+def test_every_change_that_is_drawn_can_be_given_again():
+    """A case in a report is one that `--case` takes."""
+    stub = Mixed()
+    search.explore("x::y", 200, 0, stub, "own", aliases=True)
+    made = [change for case in stub.seen for change in json.loads(json.dumps(case["changes"]))]
+    assert not {said for change in made if (said := changes.wrong(change))}
+    assert {"out", "number"} <= {change[0] for change in made}
+
+
 def test_a_tensor_gets_its_layout_before_it_is_shared():
     stub = Stub()
     search.explore("x::y", 400, 0, stub, "own", aliases=True)
@@ -421,6 +440,14 @@ def test_values_of_every_dtype(dtype):
         info = (torch.finfo if mixed.is_floating_point() else torch.iinfo)(mixed.dtype)
         for values in (mixed, extremes):
             assert {info.min, info.max} <= set(values.tolist())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64"])
+def test_integers_instead_of_fractions(dtype):
+    """What is not finite has no integer: each machine would convert it in its own way."""
+    x, _, _ = changed(("values", 0, "mixed"), ("dtype", 0, dtype))
+    assert x.dtype == getattr(torch, dtype)
+    assert x.flatten()[:10].tolist() == [0, 6, 0, 3, 0, 0, 3, 0, -8, 0]  # of nan, 1.5, -0., inf, denormal, -inf, …
 
 
 def test_sizes_and_aliases():
