@@ -385,21 +385,21 @@ def test_no_side_has_wider_instructions(monkeypatch):
     for name in timing.SETTINGS:
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
-    monkeypatch.setattr(config.cpp, "march", None)
-    for limit in ("", "avx512"):
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+    with config.patch({"cpp.march": None}):
+        for limit in ("", "avx512"):
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+            timing.limit_instructions()
+            assert config.cpp.march is None and not set(timing.SETTINGS) & set(os.environ)
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
         timing.limit_instructions()
-        assert config.cpp.march is None and not set(timing.SETTINGS) & set(os.environ)
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    timing.limit_instructions()
-    assert config.cpp.march == "x86-64-v3" and os.environ["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
-    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "SSE41"
-    for name in timing.SETTINGS:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    timing.limit_instructions()
-    assert config.cpp.march == "x86-64-v2" and os.environ["ONEDNN_MAX_CPU_ISA"] == "SSE41"
+        assert config.cpp.march == "x86-64-v3" and os.environ["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
+        assert os.environ["ONEDNN_MAX_CPU_ISA"] == "SSE41"
+        for name in timing.SETTINGS:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+        timing.limit_instructions()
+        assert config.cpp.march == "x86-64-v2" and os.environ["ONEDNN_MAX_CPU_ISA"] == "SSE41"
     assert f"({torch.backends.cpu.get_cpu_capability()})" in timing.machine()
 
 
