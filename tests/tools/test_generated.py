@@ -1069,11 +1069,16 @@ def test_a_kernel_that_writes_beyond_its_arguments_is_the_cause_of_a_crash():
     assert not contiguous.doubtful("aten::neg.out", Call([a.t()], {"out": a.clone()}), is_plain=True)
 
 
-def test_which_calls_damage_the_memory_around_their_arguments():
-    a, b = torch.eye(5), torch.rand(1, 2, 5, 5)
-    assert aliasing.damages("aten::_cholesky_solve_helper.out", Call([a, b, True], {"out": b.clone()}))
+def test_which_calls_damage_the_memory_around_their_arguments(monkeypatch):
+    def write_beyond(name, call, move):
+        x = move(call.args[0])
+        ctypes.memset(x.data_ptr() + x.nbytes, 1, 1)
+
+    a = torch.eye(5)
     assert not aliasing.damages("aten::neg.out", Call([a], {"out": a.clone()}))
-    assert not aliasing.damages("aten::mm", Call([a, b], {}))  # which raises
+    assert not aliasing.damages("aten::mm", Call([a, a[None]], {}))  # which raises
+    monkeypatch.setattr(aliasing.schemas, "_call", write_beyond)
+    assert aliasing.damages("aten::neg", Call([a], {}))
 
 
 def test_a_kernel_that_resizes_its_input_reads_new_memory():
