@@ -528,7 +528,7 @@ def test_the_gradient_of_pooling_of_a_permuted_input_reads_its_indices():
 
 @pytest.mark.slow
 def test_no_wrong_tensor_ends_the_process():
-    command = [sys.executable, "-P", "-W", "ignore", Path(__file__).with_name("unchecked_sweep.py")]
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("unchecked_sweep.py")]  # it imports a neighbour
     # Without the device at first, because its threads would not be in the forks.
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from cuda_calls import Call, run_samples
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from openreg_tools.conformance.calls import Move, fenced
 
-Call = tuple[tuple, dict]
 GROUP = 8  # operators that share a process
 
 
@@ -63,17 +63,7 @@ def recorded() -> dict[Any, list[Call]]:
     record = Record()
     torch.manual_seed(0)
     for info in op_db:
-        for dtype in {torch.float32, torch.int64} & {*info.dtypes}:
-            gradient = info.supports_autograd and dtype == torch.float32
-            try:
-                for sample in itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=gradient), 12):
-                    with record:
-                        out = info(sample.input, *sample.args, **sample.kwargs)
-                        wanted = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
-                        if wanted:
-                            torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])
-            except Exception:
-                pass  # a sample that this machine cannot run
+        run_samples(info, record, 12)
     return {op: [*known.values()] for op, known in record.calls.items()}
 
 
