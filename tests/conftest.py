@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards
 from torch._export import utils as export_utils
+from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch.testing._internal import common_utils
 
@@ -75,15 +77,14 @@ def without_waste(tmp_path_factory):
         patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0, raising=False)
         if look_up := getattr(export_utils, "_materialize_cpp_cia_ops", None):
             patch.setattr(export_utils, "_materialize_cpp_cia_ops", _looked_up(look_up))
-        patch.setattr(config.cpp, "vec_isa_ok", True)
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes
-        patch.setattr(config.aot_inductor, "compile_wrapper_opt_level", "O0")
         patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
         if gold := shutil.which("ld.gold"):
             programs = tmp_path_factory.mktemp("programs")
             (programs / "ld").symlink_to(gold)
             patch.setenv("COMPILER_PATH", str(programs))  # where g++ looks for ld first
-        yield
+        with config.patch({"cpp.vec_isa_ok": True, "aot_inductor.compile_wrapper_opt_level": "O0"}):
+            yield
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +122,8 @@ def restored():
         os.environ.update({name: environment[name]} if name in environment else {})
     assert not left, f"a test left environment variables behind: {sorted(left)}"
     assert openreg_ops.autograd.get_fallback_mode() == "error", "a test left its autograd fallback mode behind"
+    options = [option for each in (config, dynamo_config, functorch_config) for option in each._config.items()]
+    gone = [name for name, option in options if option.hide]
+    for _, option in options:
+        option.hide = False
+    assert not gone, f"a test deleted {gone} of PyTorch's configuration, as monkeypatch does: use config.patch"

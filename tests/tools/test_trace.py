@@ -602,17 +602,17 @@ def test_executors_of_the_caller_stay(tmp_path, monkeypatch):
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
-    monkeypatch.setattr(config, "compile_threads", 2)  # with one, there is no executor
     monkeypatch.chdir(tmp_path)
     Path("program.py").write_text(PROGRAM_WITH_EXECUTORS)
     before = ThreadPoolExecutor(1)
     assert before.submit(lambda: 1).result() == 1
-    for _ in range(2):
-        torch.compiler.reset()
-        AsyncCompile.pool.cache_clear()
-        assert programs.run(["program.py"], contextlib.nullcontext()) == 0
-        assert before.submit(lambda: 2).result() == 2
-        assert AsyncCompile.pool().submit(lambda: 3).result() == 3
+    with config.patch(compile_threads=2):  # with one, there is no executor
+        for _ in range(2):
+            torch.compiler.reset()
+            AsyncCompile.pool.cache_clear()
+            assert programs.run(["program.py"], contextlib.nullcontext()) == 0
+            assert before.submit(lambda: 2).result() == 2
+            assert AsyncCompile.pool().submit(lambda: 3).result() == 3
     before.shutdown()
     assert sorted(Path("done").read_text()) == sorted("012345" * 2)
 
