@@ -133,12 +133,10 @@ at::Tensor& set_empty(at::Tensor& self) {
 }
 
 at::Scalar element(const void* data, int64_t offset, at::ScalarType type) {
-  at::Scalar out;
-  AT_DISPATCH_V2(type, "_local_scalar_dense",
-      AT_WRAP([&] { out = at::Scalar(static_cast<const scalar_t*>(data)[offset]); }), AT_EXPAND(AT_ALL_TYPES),
+  return AT_DISPATCH_V2(type, "_local_scalar_dense",
+      AT_WRAP([&] { return at::Scalar(static_cast<const scalar_t*>(data)[offset]); }), AT_EXPAND(AT_ALL_TYPES),
       AT_EXPAND(AT_COMPLEX_TYPES), at::kComplexHalf, at::kHalf, at::kBool, at::kBFloat16, AT_EXPAND(AT_FLOAT8_TYPES),
       AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES));
-  return out;
 }
 
 // .item(): one element, read in place.

@@ -7,6 +7,8 @@
 
 #include <optional>
 
+#include "../runtime/per_thread.h"
+
 namespace openreg {
 
 // Allocates on the calling thread's current device.
@@ -28,16 +30,16 @@ void move_to_host(c10::StorageImpl* storage);
 // need no copy. See csrc/aten/cpu_call.h.
 class LendDeviceMemory {
  public:
-  explicit LendDeviceMemory(c10::DeviceIndex device) : slot_(lent_), previous_(slot_) { slot_ = device; }
+  explicit LendDeviceMemory(c10::DeviceIndex device) : slot_(Lent::get()), previous_(slot_) { slot_ = device; }
   ~LendDeviceMemory() { slot_ = previous_; }
   LendDeviceMemory(const LendDeviceMemory&) = delete;
   LendDeviceMemory& operator=(const LendDeviceMemory&) = delete;
-  static c10::DeviceIndex lent() { return lent_; }
+  static c10::DeviceIndex lent() { return Lent::get(); }
   void to(c10::DeviceIndex device) { slot_ = device; }
 
  private:
-  static inline constinit thread_local c10::DeviceIndex lent_ = -1; // -1: none
-  c10::DeviceIndex& slot_;                                           // lent_, whose address costs a call
+  using Lent = PerThread<c10::DeviceIndex, LendDeviceMemory, -1>; // -1: none
+  c10::DeviceIndex& slot_;
   const c10::DeviceIndex previous_;
 };
 

@@ -9,10 +9,12 @@
 #include <string>
 #include <utility>
 
+#include "per_thread.h"
+
 namespace openreg {
 namespace {
 
-thread_local int current = 0;
+using Current = PerThread<int, struct CurrentDevice>;
 
 // Parses "8GiB", "512 MB", "1048576"; if it cannot, prints a message and returns `otherwise`.
 std::size_t bytes_from_environment(const char* name, std::size_t otherwise) {
@@ -67,11 +69,11 @@ std::size_t device_memory() noexcept {
 }
 
 int current_device() noexcept {
-  return current;
+  return Current::get();
 }
 
 int exchange_device(int device) noexcept {
-  return std::exchange(current, device);
+  return std::exchange(Current::get(), device);
 }
 
 } // namespace openreg

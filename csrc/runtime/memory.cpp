@@ -56,7 +56,7 @@ void* allocate(Stream stream, std::size_t bytes) {
       const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
       if (detail::captures(stream)) {
         detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
-      } else if (detail::held_turn ||
+      } else if (detail::held_turn() ||
           (stream_idle(stream) &&
               !detail::scheduled())) { // running work allocates for itself, so filling after it would be too late
         const detail::Access access;

@@ -25,7 +25,7 @@ void* MemoryPool::allocate(std::int64_t stream, PoolId pool, std::size_t bytes, 
     free_waiting();
   const bool is_private = PrivatePools::is_private(stream);
   // Running work comes before its stream's queued work, which may still use the stream's free blocks.
-  const bool ahead = bytes && held_turn && !is_private && !stream_idle({device_, stream});
+  const bool ahead = bytes && held_turn() && !is_private && !stream_idle({device_, stream});
   if (bytes <= kSmall && !ahead) [[likely]] {
     const int index = class_of(bytes);
     const std::size_t size = class_size(index);
@@ -51,7 +51,7 @@ void* MemoryPool::allocate(std::int64_t stream, PoolId pool, std::size_t bytes, 
   const std::size_t page = take_pages(stream, length, bytes, length * kPage, ahead, captured, lock);
   char* pointer = pages_.start(page);
   pages_.occupy(page, {Pages::kRun, static_cast<std::uint32_t>(length), stream});
-  if (ahead) ahead_.emplace(pointer, std::pair(held_turn, held_turn->taken));
+  if (ahead) ahead_.emplace(pointer, std::pair(held_turn(), held_turn()->taken));
   count(MemoryStats::kLarge, pointer, length * kPage, bytes);
   count_segments(MemoryStats::kLarge, length, true);
   if (is_private) ++private_.part(stream).live;
@@ -129,7 +129,7 @@ void MemoryPool::give_back(char* pointer) {
   bool own = false; // belongs to the running work, which has queued nothing since
   if (!ahead_.empty()) [[unlikely]]
     if (const auto made = ahead_.extract(pointer))
-      own = held_turn && made.mapped() == std::pair(held_turn, held_turn->taken);
+      own = held_turn() && made.mapped() == std::pair(held_turn(), held_turn()->taken);
   const std::size_t size = Pages::size_of(pages_[page]);
   stats_.unused(kind == Pages::kRun ? MemoryStats::kLarge : MemoryStats::kSmall, size);
   tell(MemoryAction::kFreed, pointer, size - pages_.note(pointer).slack, {device_, private_.stream_of(owner)});
@@ -249,7 +249,7 @@ std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std:
     free_waiting();
     reclaim();
     // Running work should not wait for other work, so it may exceed the limit while that work holds the rest.
-    if (fits() || held_turn) take();
+    if (fits() || held_turn()) take();
   }
   // If it does not fit and nothing waits, the rest is free blocks on pages shared with others.
   if (page == kNoPage && !ahead && waiting_.empty() && cached_.empty()) take();

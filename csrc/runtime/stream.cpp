@@ -17,6 +17,7 @@
 #include "fork.h"
 #include "graph.h"
 #include "isolation.h"
+#include "per_thread.h"
 #include "profile.h"
 #include "queue.h"
 #include "schedule.h"
@@ -29,7 +30,7 @@ std::atomic<std::uint32_t> detail::attention{0};
 
 namespace {
 
-thread_local std::array<std::int64_t, kMaxDevices> current_ids{};
+using CurrentIds = PerThread<std::array<std::int64_t, kMaxDevices>, struct CurrentStreams>;
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
 
 // One counter per thread, summed by launch_count(); a shared counter would cost an atomic operation per launch.
@@ -71,12 +72,12 @@ const bool launch_mode_from_environment = [] {
 } // namespace
 
 Stream detail::thread_stream(int device) noexcept {
-  return {device, current_ids[static_cast<std::size_t>(device)]};
+  return {device, CurrentIds::get()[static_cast<std::size_t>(device)]};
 }
 
 detail::TurnState* detail::try_turn(int device) noexcept {
   if (attention.load(std::memory_order_acquire) != 0) return nullptr;
-  TurnState& turn = turn_of(device, current_ids[static_cast<std::size_t>(device)]);
+  TurnState& turn = turn_of(device, CurrentIds::get()[static_cast<std::size_t>(device)]);
   return turn.mutex.try_lock() ? &turn : nullptr;
 }
 
@@ -91,7 +92,7 @@ void set_next_streams(const std::vector<std::uint32_t>& all) {
 }
 
 Stream exchange_stream(Stream stream) noexcept {
-  return {stream.device, std::exchange(current_ids[static_cast<std::size_t>(stream.device)], stream.id)};
+  return {stream.device, std::exchange(CurrentIds::get()[static_cast<std::size_t>(stream.device)], stream.id)};
 }
 
 Stream new_stream(int device, int priority) noexcept {
@@ -260,8 +261,8 @@ void push(Stream stream, detail::Task task, const openreg_site& site, Kind kind,
 }
 
 void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part = false) {
-  if (detail::held_turn)
-    ++detail::held_turn->taken; // queued work may use memory that the running work allocated: see Pool::give_back()
+  if (detail::held_turn())
+    ++detail::held_turn()->taken; // queued work may use memory that the running work allocated: see Pool::give_back()
   push(stream, std::move(task), site, {.kernel = true, .part = part});
 }
 

@@ -14,22 +14,20 @@ std::array<detail::TurnState, kMaxDevices * kStreams> turns;
 void wait(void* turn) {
   auto* const held = static_cast<detail::TurnState*>(turn);
   held->mutex.wait();
-  detail::held_turn = held; // from here on, as Note [Exit] asks whether the thread has one
+  detail::held_turn() = held; // from here on, as Note [Exit] asks whether the thread has one
 }
 
 } // namespace
 
-constinit thread_local detail::TurnState* detail::held_turn = nullptr;
-
-detail::NoTurn::NoTurn() noexcept : given_(held_turn) {
-  if (given_) give(held_turn);
+detail::NoTurn::NoTurn() noexcept : given_(held_turn()) {
+  if (given_) give(held_turn());
 }
 detail::NoTurn::~NoTurn() {
-  if (given_) take(*given_, held_turn);
+  if (given_) take(*given_, held_turn());
 }
 
 bool detail::in_work() noexcept {
-  return held_turn != nullptr;
+  return held_turn() != nullptr;
 }
 
 detail::TurnState& detail::turn_of(int device, std::int64_t stream) noexcept {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "mutex.h"
+#include "per_thread.h"
 
 namespace openreg {
 
@@ -22,13 +23,15 @@ struct alignas(64) TurnState {
   std::uint64_t taken = 0; // how often its holder has taken it; see also detail::queue()
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
-// The calling thread's turn. Hidden visibility makes the lookup cheaper.
-extern constinit thread_local TurnState* held_turn __attribute__((visibility("hidden")));
+// The calling thread's turn.
+inline TurnState*& held_turn() noexcept {
+  return PerThread<TurnState*, struct HeldTurn>::get();
+}
 // Whether the calling thread is running work.
 bool in_work() noexcept;
 
 void wait_for_turn(TurnState& turn) noexcept;
-// `held` is held_turn, whose address costs a call.
+// `held` is held_turn().
 inline void take(TurnState& turn, TurnState*& held) noexcept {
   if (!turn.mutex.try_lock()) [[unlikely]]
     wait_for_turn(turn);
@@ -42,7 +45,7 @@ inline void give(TurnState*& held) noexcept {
 // While it lives, the calling thread has the turn.
 class Turn {
  public:
-  explicit Turn(TurnState& turn) noexcept : held_(held_turn), nested_(held_) {
+  explicit Turn(TurnState& turn) noexcept : held_(held_turn()), nested_(held_) {
     if (!nested_) [[likely]]
       take(turn, held_);
   }

@@ -131,6 +131,64 @@ def test_streams_are_current_for_each_thread_and_device():
         assert seen == [0] and torch.openreg.current_stream(1).stream_id == 0
 
 
+ITS_OWN = """
+import os, sys, threading
+
+def load():
+    global torch
+    import torch
+
+def in_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+def has(device, stream):
+    x = torch.arange(6.0, device="openreg").view(2, 3)
+    assert x.device.index == torch.openreg.current_device() == device, x.device
+    assert torch.openreg.current_stream().stream_id == stream
+    assert (x.sum(0) + x.t().contiguous()[:, 0]).tolist() == [3, 6, 9] and x[0].lerp(x[1], 0.5).tolist() == [1.5, 2.5, 3.5]
+    print("as expected", flush=True)
+
+def sets(device, stream):
+    torch.openreg.set_device(device)
+    torch.openreg.set_stream(torch.openreg.ExternalStream(stream, device))
+    has(device, stream)
+
+def uses():
+    has(0, 0)
+    sets(1, 2)
+    in_thread(lambda: (has(0, 0), sets(0, 5)))
+    has(1, 2)
+
+def forks():
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        try:
+            uses()
+        except BaseException as error:
+            print(error)
+            os._exit(1)
+        os._exit(0)
+
+in_thread(load) if sys.argv[1] == "another" else load()
+in_thread(forks)
+forks()
+uses()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["inline", "async"])
+@pytest.mark.parametrize("loads", ["main", "another"])
+def test_each_thread_has_a_device_and_a_stream_of_its_own(loads, mode):
+    """Whichever thread loads the device, and in a process that it or another thread forks."""
+    done = python("-c", ITS_OWN, loads, OPENREG_LAUNCH_MODE=mode)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "as expected\n" * 15
+
+
 def test_events():
     start, end = torch.openreg.Event(enable_timing=True), torch.openreg.Event(enable_timing=True)
     start.record()

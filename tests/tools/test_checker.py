@@ -478,6 +478,25 @@ def test_another_dtype_than_the_cpu_kernel():
     assert "output 0 is float32 instead of float64" in report.failures[0].sentence
 
 
+@pytest.mark.parametrize(
+    ("row", "kernel"),
+    [
+        ("empty", lambda x: x + 0 if x.numel() else x.double()),
+        ("zero_dim", lambda x: x + 0 if x.dim() else x.double()),
+        ("large", lambda x: x + 0 if x.numel() < 1000 else x.double()),
+    ],
+    ids=["empty", "zero_dim", "large"],
+)
+def test_unusual_inputs_keep_the_dtype_of_the_cpu_kernel(row, kernel):
+    """A reference may return another dtype; the CPU kernel may not."""
+    op = define(f"dtype_of_{row}(Tensor x) -> Tensor", lambda x: x + 0, torch.empty_like)
+    LIBRARY.impl(f"dtype_of_{row}", kernel, "PrivateUse1")
+    sentence = check(op, [(torch.rand(3),)], "openreg", only=[row]).failures[0].sentence
+    assert sentence.endswith("output 0 is float64 instead of float32, which the reference gives")
+    report = check(op, [(torch.rand(3),)], "openreg", reference=lambda x: x + 0, only=[row])
+    assert report.of("pass", row), str(report)
+
+
 @pytest.mark.parametrize(("error", "status"), [(5e-4, "pass"), (3e-3, "fail")])
 def test_a_long_sum_may_round_more(error, status):
     """By the root of its terms: roundings have either sign."""

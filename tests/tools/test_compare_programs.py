@@ -527,6 +527,27 @@ def test_compare_respects_a_stance():
 
 
 @pytest.mark.compiles
+def test_a_backward_after_compare_is_not_compared():
+    x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+    with compare(device=DEVICE) as result:
+        backend = wrong_backend(adds_one, "backward")
+        loss = torch.compile(lambda x: x.sin() * 2, backend=backend)(x).sum()
+    loss.backward()
+    torch.testing.assert_close(x.grad, x.detach().cos() * 2 + 1)  # the backend's wrong backward ran
+    assert not result.differences and not result.skipped
+    assert [name for name in result._rows if "compiled graph" in name] == ["compiled graph 0 of <lambda> (2 operators)"]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_without_the_device_is_not_compared(backend):
+    with compare(device=DEVICE) as result:
+        out = torch.compile(lambda x: x.sin() * 2, backend=backend)(torch.ones(4))
+        assert torch.equal(out, torch.ones(4).sin() * 2)
+    assert not result._rows and not result.skipped and not result.notes
+
+
+@pytest.mark.compiles
 def test_a_graph_runs_at_most_three_times_more(monkeypatch):
     """However many of its results are rounding alone."""
     count, run = [], _Region._run

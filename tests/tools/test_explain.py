@@ -133,6 +133,23 @@ def test_fallback_and_refusal(library, x):
     assert explained.has.kind == "refused" and explained.outcome.startswith("raised NotImplementedError")
 
 
+@pytest.mark.parametrize(
+    "op, does",
+    [
+        ("test_explain::own", "a kernel for PrivateUse1"),
+        ("test_explain::fallen", "fallback: copies to the CPU and back"),
+        ("test_explain::bare", "refused: it has no kernel for openreg and none for the CPU to fall back to"),
+        ("test_explain::part", "composite: decomposes (CompositeExplicitAutograd)"),
+        ("aten::exp", "shared: runs the CPU's kernel on device memory"),
+    ],
+    ids=["own", "fallback", "refused", "composite", "shared"],
+)
+def test_the_last_step_says_what_the_device_has(library, x, op, does):
+    """Its kind comes first, unless it is the device's own kernel."""
+    step = explain(op, x).steps[-1]
+    assert (step.key, step.does) == ("PrivateUse1", does)
+
+
 def test_what_the_other_keys_would_do(library, x):
     def others(name):
         return {step.key: step.does for step in explain(f"test_explain::{name}", x).others}

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from processes import python
 import openreg_ops
 import openreg_tools.pytest_plugin
 from openreg_tools.pytest_plugin import findings
+from openreg_tools.pytest_plugin.misuse import Leaks
 
 pytest_plugins = ["pytester", "pytest_openreg_ops"]
 PATH = os.pathsep.join({str(Path(module.__file__).parents[1]) for module in (openreg_ops, openreg_tools)})
@@ -357,6 +359,25 @@ def test_hard_coded_cuda(found):
     assert found("cuda", body, clean) == []
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_cuda_device_that_was_made_before_the_test(found, device):
+    """Each call that gets it is reported."""
+    library = f"""
+        CUDA = torch.device("{device}")
+        def attempt(make):
+            try: make()
+            except (AssertionError, RuntimeError): pass
+        def step(x):
+            attempt(lambda: x.to(CUDA))
+            attempt(lambda: torch.ones(2, device=CUDA))
+            attempt(lambda: x.to(device=CUDA))
+            attempt(lambda: x.cpu().is_pinned(CUDA))
+            attempt(lambda: x.to(torch.device("cpu")) + torch.ones(3, device="cpu"))
+    """
+    expected = {(f'device "{device}"', f"library.py:{line}") for line in (8, 9, 10, 11)}
+    assert {*found("cuda", "library.step(torch.ones(3, device=device))", library)} == expected
+
+
 ASKS = "torch.cuda.{0}: torch.accelerator.{0} asks for any"
 
 
@@ -364,6 +385,7 @@ ASKS = "torch.cuda.{0}: torch.accelerator.{0} asks for any"
     "code, what",
     [
         ('torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu")', [ASKS.format("is_available")]),
+        ('x.to("cuda:1")', ['device "cuda:1"']),
         ("torch.cuda.device_count()", [ASKS.format("device_count")]),
         ('torch.get_device_module("cuda").device_count()', ['device "cuda"', ASKS.format("device_count")]),
         ("from torch.cuda import device_count as count; count()", [ASKS.format("device_count")]),
@@ -725,6 +747,32 @@ def test_leaked_memory(found):
     body = "library.twice(torch.ones(100, device=device))"
     assert found("leak", body, library) == [("400 bytes", "library.py:5")]
     assert found("leak", body, library.replace("= y\n", "= y.shape\n", 1).replace("y = x.shape", "y = x")) == []
+
+
+def test_the_list_of_live_memory(monkeypatch):
+    """It stays short however much memory is allocated and freed, and is not searched at every allocation."""
+    searches, reported, prune = [], [], Leaks._prune
+    watch = types.SimpleNamespace(found=lambda *found: reported.append(found))
+    monkeypatch.setattr(Leaks, "alive", [])
+    monkeypatch.setattr(Leaks, "most", 1000)
+    monkeypatch.setattr(Leaks, "_prune", lambda: searches.append(len(Leaks.alive)) or prune())
+
+    def allocate(where):
+        x = torch.ones(1)
+        Leaks.made(x.untyped_storage(), watch, where, True)
+        return x
+
+    def longest_of(count):
+        """The longest list while as many tensors are allocated and freed."""
+        return max(len(Leaks.alive) for _ in range(count) if allocate("freed") is not None)
+
+    held = [allocate("held") for _ in range(1500)]
+    assert longest_of(8000) <= 2 * (len(held) + 1) + 1 and len(searches) < 10
+    held = held[:3]
+    longest_of(4000)
+    assert longest_of(4000) < 1100 and len(searches) < 20
+    Leaks.tell()
+    assert reported == [("leak", "4 bytes", "held", True)] * 3 and not Leaks.alive
 
 
 def test_memory_of_fixtures_is_not_leaked(pytester, run):

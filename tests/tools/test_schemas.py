@@ -128,6 +128,32 @@ def test_arguments_recorded_from_opinfo():
     assert schemas.run("aten::convolution_backward", call, "cpu")[0]
 
 
+@pytest.mark.parametrize(
+    "key, errors",
+    [("CPU", []), ("CompositeExplicitAutograd", ["no error"] * 3)],
+    ids=["refused there too", "accepted there"],
+)
+def test_calls_that_the_cpu_refuses(key, errors):
+    """The device has to refuse them too. With a kernel that every device but the CPU uses, it accepts them."""
+
+    def refuses(x, n):
+        raise RuntimeError("expected another call")
+
+    name, at = f"refuses_{key}", []
+    library = torch.library.Library("test_schemas", "FRAGMENT")
+    try:
+        library.define(f"{name}(Tensor x, int n) -> Tensor")
+        library.impl(name, refuses, "CPU")
+        if key != "CPU":
+            library.impl(name, lambda x, n: x + n, key)
+        report = schemas.check(f"test_schemas::{name}", "openreg", 3, ("generated",), at.append)
+    finally:
+        library._destroy()
+    assert report.ran["generated"] == 3 and report.notes["only refused calls"] == 1
+    assert at[1:] == [f"generated, refused sample {i}" for i in range(3)]
+    assert [failure.kind for failure in report.failures] == errors
+
+
 def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
     def attempt(i):
         if i == 1:
