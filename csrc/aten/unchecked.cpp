@@ -111,6 +111,15 @@ void expect_one_each(
   }
 }
 
+// The gradient of a function of each plane, the last `count` dimensions, has as many planes.
+void expect_same_planes(const Arguments& call, int64_t count) {
+  const at::Tensor &grad = call.tensor("grad_output"), &self = call.tensor("self");
+  const auto planes = self.sizes().slice(0, static_cast<size_t>(self.dim() - count));
+  TORCH_CHECK(grad.dim() == self.dim() && grad.sizes().slice(0, planes.size()) == planes, call.name(),
+      ": expected a grad_output of shape ", planes, " before its last ", count, " dimensions, as self, of shape ",
+      self.sizes(), ", but got ", grad.sizes());
+}
+
 // The gradient of a pooling: `indices` are places in the last `count` dimensions of `self`. `adaptive`: the kernel does
 // not check the number of dimensions.
 template <int64_t count, bool adaptive>
@@ -119,9 +128,7 @@ void check_pooling(const c10::OperatorHandle& op, const Stack& stack) {
   const at::Tensor &grad = call.tensor("grad_output"), &self = call.tensor("self"), &indices = call.tensor("indices");
   const bool same = grad.dim() == self.dim() && (adaptive || indices.dim() == self.dim());
   if (self.dim() < count || !same) return; // the kernel raises
-  const auto planes = [](const at::Tensor& x) { return x.sizes().slice(0, static_cast<size_t>(x.dim() - count)); };
-  TORCH_CHECK(planes(grad) == planes(self), call.name(), ": expected a grad_output of shape ", planes(self),
-      " before its last ", count, " dimensions, as self, of shape ", self.sizes(), ", but got ", grad.sizes());
+  expect_same_planes(call, count);
   TORCH_CHECK(indices.sizes() == grad.sizes(), call.name(), ": expected indices of shape ", grad.sizes(),
       ", as grad_output, but got ", indices.sizes());
   const int64_t bound = c10::multiply_integers(self.sizes().slice(static_cast<size_t>(self.dim() - count)));
@@ -381,16 +388,13 @@ void check_grid(const c10::OperatorHandle& op, const Stack& stack) {
   expect_shape(call, "grad_output", shape);
 }
 
-// The gradient of a function of each plane, the last `count` dimensions.
+// The gradient of a function of each plane.
 template <int64_t count>
 void check_planes(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
   const at::Tensor &grad = call.tensor("grad_output"), &self = call.tensor("self");
   if (self.dim() < count) return; // the kernel raises
-  const auto planes = static_cast<size_t>(self.dim() - count);
-  TORCH_CHECK(grad.dim() == self.dim() && grad.sizes().slice(0, planes) == self.sizes().slice(0, planes), call.name(),
-      ": expected a grad_output of shape ", self.sizes().slice(0, planes), " before its last ", count,
-      " dimensions, as self, of shape ", self.sizes(), ", but got ", grad.sizes());
+  expect_same_planes(call, count);
   TORCH_CHECK(self.numel() > 0 || grad.numel() == 0, call.name(), ": expected a self with elements, as grad_output of ",
       grad.sizes(), " has, but got ", self.sizes());
 }
