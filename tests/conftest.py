@@ -115,6 +115,10 @@ def restored():
     yield
     sys.path[:] = path  # commands add "", by which new processes would find the checkout
     openreg_ops.fallback.reset()
+    options = [option for each in (config, dynamo_config, functorch_config) for option in each._config.items()]
+    gone = [name for name, option in options if option.hide]
+    for _, option in options:
+        option.hide = False
     assert openreg_ops.fallback.get_policy() == "allow", "a test left its fallback policy behind"
     left = {name for name, _ in set(os.environ.items()) ^ set(environment.items()) if name.startswith(OURS)}
     for name in left:  # so that one test fails for it
@@ -122,8 +126,4 @@ def restored():
         os.environ.update({name: environment[name]} if name in environment else {})
     assert not left, f"a test left environment variables behind: {sorted(left)}"
     assert openreg_ops.autograd.get_fallback_mode() == "error", "a test left its autograd fallback mode behind"
-    options = [option for each in (config, dynamo_config, functorch_config) for option in each._config.items()]
-    gone = [name for name, option in options if option.hide]
-    for _, option in options:
-        option.hide = False
     assert not gone, f"a test deleted {gone} of PyTorch's configuration, as monkeypatch does: use config.patch"

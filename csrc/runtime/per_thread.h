@@ -1,9 +1,6 @@
 // Variables of each thread that operators read many times.
 #pragma once
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 namespace openreg {
 
 // What the processor knows a thread by.
@@ -17,24 +14,33 @@ inline const void* thread_pointer() noexcept {
 #endif
 }
 
-// The thread pointer of the process's first thread, which no later thread can have. Null if another thread loads this
-// library, and in a process that such a thread forks no thread has it.
-inline const void* const main_thread = syscall(SYS_gettid) == getpid() ? thread_pointer() : nullptr;
+// The pointer of the calling thread if the process began with it, so that no thread that starts later gets the same;
+// else null.
+const void* pointer_of_first_thread() noexcept;
+// Null if another thread loads this library.
+inline const void* const main_thread __attribute__((visibility("hidden"))) = pointer_of_first_thread();
 
 // A T of each thread, as thread_local T makes it. A library that is loaded at run time calls __tls_get_addr to find
-// such a variable, which takes 2 to 3 ns. The main thread's T is a static variable.
+// such a variable, which takes 2 to 3 ns. The main thread's T is a static variable, on a cache line of its own.
 template <class T, class Name, T initial = T{}>
 class PerThread {
  public:
   static T& get() noexcept {
     if (thread_pointer() == main_thread) [[likely]]
-      return main_threads_;
-    return other_threads_;
+      return main_threads_.value;
+    return other_threads();
   }
 
  private:
-  static inline constinit T main_threads_ __attribute__((visibility("hidden"))) = initial;
-  static inline constinit thread_local T other_threads_ __attribute__((visibility("hidden"))) = initial;
+  struct alignas(64) Line {
+    T value;
+  };
+  // Not inlined, because clang would call __tls_get_addr before the comparison.
+  [[gnu::noinline]] static T& other_threads() noexcept {
+    static constinit thread_local T value = initial;
+    return value;
+  }
+  static inline constinit Line main_threads_ __attribute__((visibility("hidden"))) = {initial};
 };
 
 } // namespace openreg

@@ -132,23 +132,24 @@ def test_streams_are_current_for_each_thread_and_device():
 
 
 ITS_OWN = """
-import os, sys, threading
+import _thread, os, sys, threading
 
 def load():
     global torch
-    import torch
+    import torch, openreg_ops
 
-def in_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
+def in_threads(function, count=1):
+    barrier = threading.Barrier(count)
+    threads = [threading.Thread(target=lambda: (barrier.wait(), function())) for _ in range(count)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
 
 def has(device, stream):
     x = torch.arange(6.0, device="openreg").view(2, 3)
     assert x.device.index == torch.openreg.current_device() == device, x.device
     assert torch.openreg.current_stream().stream_id == stream
     assert (x.sum(0) + x.t().contiguous()[:, 0]).tolist() == [3, 6, 9] and x[0].lerp(x[1], 0.5).tolist() == [1.5, 2.5, 3.5]
-    print("as expected", flush=True)
+    os.write(1, b"as expected\\n")
 
 def sets(device, stream):
     torch.openreg.set_device(device)
@@ -158,35 +159,61 @@ def sets(device, stream):
 def uses():
     has(0, 0)
     sets(1, 2)
-    in_thread(lambda: (has(0, 0), sets(0, 5)))
+    in_threads(lambda: (has(0, 0), sets(0, 5)))
     has(1, 2)
 
-def forks():
+def in_child(function):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
-    else:
-        try:
-            uses()
-        except BaseException as error:
-            print(error)
-            os._exit(1)
-        os._exit(0)
+        return
+    try:
+        function()
+    except BaseException as error:
+        os.write(2, str(error).encode())
+        os._exit(1)
 
-in_thread(load) if sys.argv[1] == "another" else load()
-in_thread(forks)
-forks()
+def ended():
+    "Threads that may have the stack of one that has ended, which loaded the device, have nothing else of it."
+    in_threads(lambda: has(0, 0), 20)
+"""
+FORKS = """
+load()
+in_threads(lambda: in_child(lambda: (uses(), os._exit(0))))
+in_child(lambda: (uses(), os._exit(0)))
 uses()
+"""
+THREAD_LOADS = """
+in_threads(lambda: (load(), in_child(lambda: (uses(), os._exit(0))), sets(1, 3)))
+ended()
+uses()
+"""
+FORKED_THREAD_LOADS = """
+def load_and_end():
+    load()
+    sets(1, 3)
+    def later():
+        time.sleep(0.3)
+        ended()
+        uses()
+        os._exit(0)
+    _thread.start_new_thread(later, ())
+
+import time
+in_threads(lambda: in_child(load_and_end))
 """
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["inline", "async"])
-@pytest.mark.parametrize("loads", ["main", "another"])
-def test_each_thread_has_a_device_and_a_stream_of_its_own(loads, mode):
+@pytest.mark.parametrize(
+    ("program", "uses"),
+    [(FORKS, 15), (THREAD_LOADS, 31), (FORKED_THREAD_LOADS, 26)],
+    ids=["forks", "thread loads", "forked thread loads"],
+)
+def test_each_thread_has_a_device_and_a_stream_of_its_own(program, uses, mode):
     """Whichever thread loads the device, and in a process that it or another thread forks."""
-    done = python("-c", ITS_OWN, loads, OPENREG_LAUNCH_MODE=mode)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "as expected\n" * 15
+    done = python("-c", ITS_OWN + program, OPENREG_LAUNCH_MODE=mode, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (done.returncode, done.stdout) == (0, "as expected\n" * uses), done.stderr
 
 
 def test_events():
