@@ -39,19 +39,23 @@ Scheduler::Scheduler(Order order) : order_(std::move(order)), random_(order_.see
 }
 
 void Scheduler::settle(std::unique_lock<std::mutex>& lock) {
+  const auto queued = launches_; // threads that are not the program's may add records for ever
+  const auto can = [=](const ScheduledItem& item) { return !item.kernel && item.number <= queued && item.ready(); };
   for (bool more = true; more;) {
     more = false;
-    for (std::size_t i = 0; i < lines_.size(); ++i) // run() may add lines
-      while (!lines_[i]->items.empty() && !lines_[i]->items.front().kernel && lines_[i]->items.front().ready()) {
-        run(*lines_[i], lock);
-        more = true;
-      }
+    for (std::size_t i = 0; i < lines_.size(); ++i) { // run() may add lines
+      const auto& items = lines_[i]->items;
+      const auto count = std::find_if_not(items.begin(), items.end(), can) - items.begin();
+      if (count) run(*lines_[i], lock, count);
+      more = more || count;
+    }
   }
 }
 
-void Scheduler::run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock) {
-  const ScheduledItem item = std::move(line.items.front());
-  line.items.pop_front();
+void Scheduler::run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock, std::ptrdiff_t count) {
+  const auto last = line.items.begin() + count - 1;
+  const ScheduledItem item = std::move(*last);
+  line.items.erase(line.items.begin(), last + 1);
   if (item.kernel) log(Action::kRun, item.step, line.stream, item.name);
   ++runs_items;
   lock.unlock();

@@ -122,10 +122,11 @@ class Scheduler {
 
   void push(ScheduledItem item);
 
-  // Runs records of events and the like, which take no time.
+  // Runs records of events and the like, which take no time, that are queued when it is called.
   void settle(std::unique_lock<std::mutex>& lock);
 
-  void run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock);
+  // Runs the first item of a queue, or the first `count` if none of them is a kernel.
+  void run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock, std::ptrdiff_t count = 1);
 
   // Whether nothing is queued and no other thread can do more than ask.
   bool quiet(int me);
