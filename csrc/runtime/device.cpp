@@ -1,13 +1,9 @@
 #include "device.h"
 
-#include <pthread.h>
-#include <sys/auxv.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -70,19 +66,6 @@ std::size_t device_memory() noexcept {
     return bytes_from_environment("OPENREG_DEVICE_MEMORY", physical);
   }();
   return bytes;
-}
-
-const void* pointer_of_first_thread() noexcept {
-  if (syscall(SYS_gettid) != getpid()) return nullptr;
-  // In a process that a thread forked, that thread has the stack it had. The kernel gives a process, with its first
-  // stack, random bytes on it.
-  pthread_attr_t attributes;
-  void* stack = nullptr;
-  std::size_t bytes = 0;
-  if (pthread_getattr_np(pthread_self(), &attributes)) return nullptr;
-  pthread_attr_getstack(&attributes, &stack, &bytes);
-  pthread_attr_destroy(&attributes);
-  return getauxval(AT_RANDOM) - reinterpret_cast<std::uintptr_t>(stack) < bytes ? thread_pointer() : nullptr;
 }
 
 int current_device() noexcept {
