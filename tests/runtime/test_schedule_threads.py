@@ -418,6 +418,20 @@ def test_ctrl_c_at_any_time():
 _sleep = time.sleep
 
 
+def test_ctrl_c_in_pythons_own_locks():
+    """Interrupted at the wrong place, threading.Condition raises an error instead, "release unlocked lock"."""
+
+    def program():
+        condition = threading.Condition()
+        with condition:
+            condition.release()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        schedules(program, seeds=3)
+    assert isinstance(raised.value.__cause__, RuntimeError) and not _C.order_on()
+
+
 def test_ctrl_c_while_an_order_ends():
     """The program has returned, and another of its threads is still at work."""
 
