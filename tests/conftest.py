@@ -115,9 +115,9 @@ def restored():
     yield
     sys.path[:] = path  # commands add "", by which new processes would find the checkout
     openreg_ops.fallback.reset()
-    options = [option for each in (config, dynamo_config, functorch_config) for option in each._config.items()]
-    gone = [name for name, option in options if option.hide]
-    for _, option in options:
+    configs = (config, dynamo_config, functorch_config)
+    gone = [(name, option) for each in configs for name, option in each._config.items() if option.hide]
+    for _, option in gone:
         option.hide = False
     assert openreg_ops.fallback.get_policy() == "allow", "a test left its fallback policy behind"
     left = {name for name, _ in set(os.environ.items()) ^ set(environment.items()) if name.startswith(OURS)}
@@ -126,4 +126,5 @@ def restored():
         os.environ.update({name: environment[name]} if name in environment else {})
     assert not left, f"a test left environment variables behind: {sorted(left)}"
     assert openreg_ops.autograd.get_fallback_mode() == "error", "a test left its autograd fallback mode behind"
-    assert not gone, f"a test deleted {gone} of PyTorch's configuration, as monkeypatch does: use config.patch"
+    names = [name for name, _ in gone]
+    assert not names, f"a test deleted {names} of PyTorch's configuration, as monkeypatch does: use config.patch"

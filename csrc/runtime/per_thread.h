@@ -14,10 +14,9 @@ inline const void* thread_pointer() noexcept {
 #endif
 }
 
-// The pointer of the calling thread if the process began with it, so that no thread that starts later gets the same;
-// else null.
+// The pointer of the thread that the process began with, which no thread that starts later gets; null if another
+// thread loads the runtime.
 const void* pointer_of_first_thread() noexcept;
-// Null if another thread loads this library.
 inline const void* const main_thread __attribute__((visibility("hidden"))) = pointer_of_first_thread();
 
 // A T of each thread, as thread_local T makes it. A library that is loaded at run time calls __tls_get_addr to find

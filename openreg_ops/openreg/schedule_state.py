@@ -51,6 +51,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.handler: Any = None  # of the program, while it waits
         self.came: Any = None
+        self.handled = sys.exception()  # by the caller: it is behind each error, too
 
     def wait(self) -> None:
         """Delay Ctrl-C from now on. A second call has no effect."""
@@ -68,6 +69,14 @@ class Interrupts:
             if self.came:
                 came, self.came = self.came, None
                 handler(*came)
+
+    def behind(self, error: BaseException | None) -> bool:
+        """Whether Ctrl-C is behind an error: one in the middle of Python's own locks and queues makes them raise."""
+        while error is not None and error is not self.handled:
+            if isinstance(error, KeyboardInterrupt):
+                return True
+            error = error.__context__
+        return False
 
 
 class Ranks:

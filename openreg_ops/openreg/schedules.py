@@ -292,7 +292,7 @@ class Exploration:
                         values = values_of(result)
                         values["the exceptions that end joined threads"] = ", ".join(sorted(of_threads)) or "none"
                     except Exception as raised:
-                        if _was_interrupted(raised):
+                        if interrupts.behind(raised):
                             raise KeyboardInterrupt from raised
                         error = raised
                     log = _C.end_order()
@@ -461,13 +461,6 @@ class Exploration:
         with _sanitizer.sanitize(found.extend):
             self.one()
         return found
-
-
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: one in the middle of Python's own locks and queues makes them raise."""
-    while error and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
 
 
 def _two_results(what: str) -> str:

@@ -132,7 +132,7 @@ def test_streams_are_current_for_each_thread_and_device():
 
 
 ITS_OWN = """
-import _thread, os, sys, threading
+import _thread, os, threading, time
 
 def load():
     global torch
@@ -198,7 +198,6 @@ def load_and_end():
         os._exit(0)
     _thread.start_new_thread(later, ())
 
-import time
 in_threads(lambda: in_child(load_and_end))
 """
 

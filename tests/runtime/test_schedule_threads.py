@@ -432,6 +432,20 @@ def test_ctrl_c_in_pythons_own_locks():
     assert isinstance(raised.value.__cause__, RuntimeError) and not _C.order_on()
 
 
+def test_ctrl_c_before_the_program_is_none_of_its_own():
+    def program(fixed):
+        if not fixed:
+            raise ValueError("of the program")
+        return torch.ones(1, device=DEVICE)
+
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(ValueError, match="of the program"):
+            schedules(program, False, seeds=3)
+        assert schedules(program, True, seeds=3).passed
+
+
 def test_ctrl_c_while_an_order_ends():
     """The program has returned, and another of its threads is still at work."""
 
