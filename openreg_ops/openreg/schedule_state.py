@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,12 +72,18 @@ class Interrupts:
                 handler(*came)
 
     def behind(self, error: BaseException | None) -> bool:
-        """Whether Ctrl-C is behind an error: one in the middle of Python's own locks and queues makes them raise."""
-        while error is not None and error is not self.handled:
-            if isinstance(error, KeyboardInterrupt):
-                return True
+        """Whether an error is of Python's own locks and queues, because of Ctrl-C in the middle of them."""
+        while isinstance(error, Exception) and error is not self.handled and _of_locks(error):
             error = error.__context__
-        return False
+        return isinstance(error, KeyboardInterrupt) and error is not self.handled
+
+
+def _of_locks(error: Exception) -> bool:
+    """Whether a lock that Python's modules hold raised an error, and not one of the program's."""
+    modules = [frame.f_globals.get("__name__") for frame, _line in traceback.walk_tb(error.__traceback__)]
+    while modules and modules[-1] == "openreg_ops.openreg.schedule_threads":  # whose locks replace Python's
+        modules.pop()
+    return modules[-1:] in (["threading"], ["queue"])
 
 
 class Ranks:

@@ -325,7 +325,7 @@ def fingerprint(x: Tensor) -> list[Any]:
 def _numbers(flat: Tensor, values: np.ndarray) -> tuple[float, float, float]:
     """The sum, the Euclidean norm and the largest absolute value."""
     with np.errstate(all="ignore"):
-        # For many elements, torch's sum takes a third of the time, and NumPy's dot starts threads of its own.
+        # For many elements, torch's sum takes less time, and NumPy's dot starts threads of its own.
         many = values.size > 1 << 12
         total = float(flat.sum() if many else np.add.reduce(values))
         squares = float(torch.dot(flat, flat) if many else np.dot(values, values))

@@ -11,11 +11,13 @@ BLOCKS = [block.splitlines() for block in (ROOT / "tests" / "mutants_known.txt")
 def wrong(block):
     """What is wrong with a block, or nothing."""
     reasons = [line for line in block if line.startswith("#")]
-    at, *changes = block[len(reasons) :]
+    at, *changes = block[len(reasons) :] or [""]
     before = [line[1:] for line in changes if line.startswith("-")]
     after = [line[1:] for line in changes if line.startswith("+")]
-    if not reasons or block[: len(reasons)] != reasons:
+    if not "".join(reasons).strip("# ") or block[: len(reasons)] != reasons:
         return "no reason before the file"
+    if not (ROOT / at).is_file():
+        return f"no file {at}"
     if not before or before == after or changes != [f"-{line}" for line in before] + [f"+{line}" for line in after]:
         return "not lines, and what a mutant makes of them"
     if "\n".join(["", *before, ""]) not in "\n" + (ROOT / at).read_text():
@@ -36,6 +38,7 @@ def test_each_is_listed_once():
 def test_what_is_wrong_is_found():
     reason, at, *changes = good = BLOCKS[-1]
     assert not wrong(good)
-    assert wrong([at, *changes]) == "no reason before the file"
+    assert wrong([at, *changes]) == wrong(["#", at, *changes]) == "no reason before the file"
+    assert wrong([reason, "no/such.py", *changes]) == "no file no/such.py" and wrong([reason]) == "no file "
     assert wrong([reason, at]) == wrong([reason, at, "-  a", "+  a"]) == "not lines, and what a mutant makes of them"
     assert wrong([reason, at, "-    no such line", "+    another"]) == f"{at} has no such lines"

@@ -1,5 +1,9 @@
 """Devices, streams, events, memory numbers, and the methods that PyTorch generates for a named backend."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from processes import python
@@ -213,6 +217,23 @@ def test_each_thread_has_a_device_and_a_stream_of_its_own(program, uses, mode):
     """Whichever thread loads the device, and in a process that it or another thread forks."""
     done = python("-c", ITS_OWN + program, OPENREG_LAUNCH_MODE=mode, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (done.returncode, done.stdout) == (0, "as expected\n" * uses), done.stderr
+
+
+FIRST = """
+import ctypes, openreg_ops
+first = ctypes.CDLL(openreg_ops._C.__file__)._ZN7openreg23pointer_of_first_threadEv
+first.restype = ctypes.c_void_p
+print(first() is not None)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("variables", [0, 700])
+def test_the_first_thread_is_found(variables):
+    """Only its variables are quick to find. Environment variables lie on its stack, so here the process starts from nothing."""
+    environment = {**os.environ, **{f"VARIABLE_{i}": "of the environment" for i in range(variables)}}
+    done = subprocess.run([sys.executable, "-P", "-c", FIRST], env=environment, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_events():

@@ -432,6 +432,53 @@ def test_ctrl_c_in_pythons_own_locks():
     assert isinstance(raised.value.__cause__, RuntimeError) and not _C.order_on()
 
 
+def _handles_it(suppress):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as interrupt:
+        if suppress:
+            raise ValueError("of the program") from None
+        raise ValueError("of the program") from interrupt
+
+
+def _handles_it_in_a_thread():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_handles_it, False).result()
+
+
+def _releases_it_twice():
+    lock = threading.Condition()
+    try:
+        _handles_it(False)
+    except ValueError as error:
+        with lock:
+            lock.release()
+            raise error
+
+
+def _goes_round():
+    errors = ValueError("of the program"), ValueError("another")
+    errors[0].__context__, errors[1].__context__ = errors[1], errors[0]
+    raise errors[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        (lambda: _handles_it(False), ValueError),
+        (lambda: _handles_it(True), ValueError),
+        (_handles_it_in_a_thread, ValueError),
+        (_releases_it_twice, RuntimeError),
+        (_goes_round, ValueError),
+    ],
+    ids=["handled", "suppressed", "in a thread", "released twice", "cycle"],
+)
+def test_errors_of_a_program_that_handles_ctrl_c_itself(program, error):
+    with pytest.raises(error):
+        schedules(program, seeds=3)
+    assert not _C.order_on()
+
+
 def test_ctrl_c_before_the_program_is_none_of_its_own():
     def program(fixed):
         if not fixed:
