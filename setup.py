@@ -187,6 +187,7 @@ FLAGS = [
     *(f"-isystem{path}" for path in SYSTEM),
     *WARNINGS,
     *STUBS,
+    "-fno-plt",  # a call into torch's libraries jumps once instead of twice
 ]
 # g++'s OpenMP is torch's own, which is already loaded. Clang's is a different one, which torch.set_num_threads() does
 # not affect.
