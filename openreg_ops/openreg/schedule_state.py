@@ -72,18 +72,33 @@ class Interrupts:
                 handler(*came)
 
     def behind(self, error: BaseException | None) -> bool:
-        """Whether an error is of Python's own locks and queues, because of Ctrl-C in the middle of them."""
-        while isinstance(error, Exception) and error is not self.handled and _of_locks(error):
-            error = error.__context__
-        return isinstance(error, KeyboardInterrupt) and error is not self.handled
+        """Whether Ctrl-C came in the middle of Python's own locks and queues, so that they raised an error instead."""
+        seen: list[BaseException | None] = [self.handled]
+        while not any(error is each for each in seen) and _of_locks(error):
+            seen.append(error)
+            error = error.__context__ if error else None
+        interrupt = isinstance(error, KeyboardInterrupt) and error is not self.handled
+        return interrupt and any(module in _LOCKS for module, _function in _frames(error))
 
 
-def _of_locks(error: Exception) -> bool:
-    """Whether a lock that Python's modules hold raised an error, and not one of the program's."""
-    modules = [frame.f_globals.get("__name__") for frame, _line in traceback.walk_tb(error.__traceback__)]
-    while modules and modules[-1] == "openreg_ops.openreg.schedule_threads":  # whose locks replace Python's
-        modules.pop()
-    return modules[-1:] in (["threading"], ["queue"])
+_OURS = "openreg_ops.openreg.schedule_threads"  # whose locks replace Python's
+_LOCKS = ("threading", "queue", _OURS)
+_RELEASED = ("release unlocked lock", "cannot release un-acquired lock")
+
+
+def _frames(error: BaseException | None) -> list[tuple[Any, str]]:
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    return [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _line in frames]
+
+
+def _of_locks(error: BaseException | None) -> bool:
+    """Whether Python's modules, or the end of a with statement, released a lock that was free."""
+    if type(error) is not RuntimeError or str(error) not in _RELEASED:
+        return False
+    frames, function = _frames(error), ""
+    while frames and frames[-1][0] == _OURS:
+        function = frames.pop()[1]
+    return function == "__exit__" or (bool(frames) and frames[-1][0] in _LOCKS)
 
 
 class Ranks:

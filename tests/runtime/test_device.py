@@ -230,7 +230,7 @@ print(first() is not None)
 @pytest.mark.processes
 @pytest.mark.parametrize("variables", [0, 700])
 def test_the_first_thread_is_found(variables):
-    """Only its variables are quick to find. Environment variables lie on its stack, so here the process starts from nothing."""
+    """However many environment variables lie on its stack. A forked process has its parent's stack, so this one is not forked."""
     environment = {**os.environ, **{f"VARIABLE_{i}": "of the environment" for i in range(variables)}}
     done = subprocess.run([sys.executable, "-P", "-c", FIRST], env=environment, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr

@@ -12,7 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 
 import pytest
 import schedule_waits
@@ -418,14 +418,29 @@ def test_ctrl_c_at_any_time():
 _sleep = time.sleep
 
 
-def test_ctrl_c_in_pythons_own_locks():
-    """Interrupted at the wrong place, threading.Condition raises an error instead, "release unlocked lock"."""
+class InterruptedAfterRelease:
+    """The lock of a condition. Ctrl-C comes when the condition has released it, and before it waits."""
+
+    def __init__(self, lock):
+        self.lock, self.acquire, self.release = lock, lock.acquire, lock.release
+        self.__enter__, self.__exit__ = lock.__enter__, lock.__exit__  # which threading.Condition calls by name
+
+    def _release_save(self):
+        self.lock.release()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("with_lock", [False, True], ids=["with condition", "with lock"])
+@pytest.mark.parametrize("kind", ["Lock", "RLock"])
+def test_ctrl_c_in_pythons_own_locks(kind, with_lock):
+    """Releasing the lock a second time raises an error, instead of the KeyboardInterrupt."""
 
     def program():
-        condition = threading.Condition()
-        with condition:
-            condition.release()
-            raise KeyboardInterrupt
+        lock = getattr(threading, kind)()
+        condition = threading.Condition(InterruptedAfterRelease(lock))
+        condition._is_owned = lambda: True
+        with lock if with_lock else condition:
+            condition.wait()
 
     with pytest.raises(KeyboardInterrupt) as raised:
         schedules(program, seeds=3)
@@ -446,18 +461,31 @@ def _handles_it_in_a_thread():
         pool.submit(_handles_it, False).result()
 
 
+def _then(function):
+    """A program that handles Ctrl-C by calling a function."""
+
+    def program():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            function()
+
+    return program
+
+
 def _releases_it_twice():
-    lock = threading.Condition()
-    try:
-        _handles_it(False)
-    except ValueError as error:
-        with lock:
-            lock.release()
-            raise error
+    condition = threading.Condition()
+    with condition:
+        condition.release()
 
 
 def _goes_round():
-    errors = ValueError("of the program"), ValueError("another")
+    errors = []
+    for _ in range(2):
+        try:
+            _releases_it_twice()
+        except RuntimeError as error:
+            errors.append(error)
     errors[0].__context__, errors[1].__context__ = errors[1], errors[0]
     raise errors[0]
 
@@ -468,15 +496,18 @@ def _goes_round():
         (lambda: _handles_it(False), ValueError),
         (lambda: _handles_it(True), ValueError),
         (_handles_it_in_a_thread, ValueError),
-        (_releases_it_twice, RuntimeError),
-        (_goes_round, ValueError),
+        (_then(lambda: Queue().get_nowait()), Empty),
+        (_then(lambda: threading.Condition().notify_all()), RuntimeError),
+        (_then(lambda: threading.Lock().release()), RuntimeError),
+        (_then(_releases_it_twice), RuntimeError),
+        (_goes_round, RuntimeError),
     ],
-    ids=["handled", "suppressed", "in a thread", "released twice", "cycle"],
+    ids=["raised", "suppressed", "in a thread", "empty", "notify", "release", "released twice", "cycle"],
 )
 def test_errors_of_a_program_that_handles_ctrl_c_itself(program, error):
-    with pytest.raises(error):
+    with pytest.raises(BaseException) as raised:  # a KeyboardInterrupt would end the tests
         schedules(program, seeds=3)
-    assert not _C.order_on()
+    assert raised.type is error and not _C.order_on()
 
 
 def test_ctrl_c_before_the_program_is_none_of_its_own():
