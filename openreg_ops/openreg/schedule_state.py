@@ -74,9 +74,9 @@ class Interrupts:
     def behind(self, error: BaseException | None) -> bool:
         """Whether Ctrl-C came in the middle of Python's own locks and queues, so that they raised an error instead."""
         seen: list[BaseException | None] = [self.handled]
-        while not any(error is each for each in seen) and _of_locks(error):
+        while error and not any(error is each for each in seen) and _of_locks(error):
             seen.append(error)
-            error = error.__context__ if error else None
+            error = error.__context__
         interrupt = isinstance(error, KeyboardInterrupt) and error is not self.handled
         return interrupt and any(module in _LOCKS for module, _function in _frames(error))
 
@@ -86,12 +86,13 @@ _LOCKS = ("threading", "queue", _OURS)
 _RELEASED = ("release unlocked lock", "cannot release un-acquired lock")
 
 
-def _frames(error: BaseException | None) -> list[tuple[Any, str]]:
-    frames = traceback.walk_tb(error.__traceback__ if error else None)
+def _frames(error: BaseException) -> list[tuple[Any, str]]:
+    """The modules and functions that an error has passed through."""
+    frames = traceback.walk_tb(error.__traceback__)
     return [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _line in frames]
 
 
-def _of_locks(error: BaseException | None) -> bool:
+def _of_locks(error: BaseException) -> bool:
     """Whether Python's modules, or the end of a with statement, released a lock that was free."""
     if type(error) is not RuntimeError or str(error) not in _RELEASED:
         return False
