@@ -1,9 +1,5 @@
 """Devices, streams, events, memory numbers, and the methods that PyTorch generates for a named backend."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from processes import python
@@ -231,8 +227,7 @@ print(first() is not None)
 @pytest.mark.parametrize("variables", [0, 700])
 def test_the_first_thread_is_found(variables):
     """However many environment variables lie on its stack. A forked process has its parent's stack, so this one is not forked."""
-    environment = {**os.environ, **{f"VARIABLE_{i}": "of the environment" for i in range(variables)}}
-    done = subprocess.run([sys.executable, "-P", "-c", FIRST], env=environment, capture_output=True, text=True)
+    done = python("-P", "-c", FIRST, **{f"VARIABLE_{i}": "of the environment" for i in range(variables)})
     assert done.stdout == "True\n", done.stderr
 
 
