@@ -8,21 +8,21 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 import openreg_ops
-from openreg_ops.tools.timing import Comparison, compare, entry, limit_instructions, machine, mean, report, verdict
-from openreg_tools.forms import count, duration, seconds
+from openreg_ops.tools.bench_report import Report, comparison, earlier_results, in_a_process, of_processes
+from openreg_ops.tools.timing import LEAST, Comparison, compare, limit_instructions, mean, values, verdict
+from openreg_tools.forms import Wrong, count, duration, file, seconds
 
 __all__ = ["add_arguments", "main"]
 
@@ -93,93 +93,116 @@ def training_step(device: str) -> Callable[[], None]:
     return step
 
 
-def in_a_fresh_process(name: str, options: argparse.Namespace) -> Comparison:
-    """Measure, in its own process, a case whose time depends on the memory that earlier cases leave in the
-    allocators."""
-    words = [sys.executable, "-P", "-m", "openreg_ops", "bench", options.suite, "--only", name, "--json", "-"]
-    words += ["--rounds", str(options.rounds), "--threads", str(torch.get_num_threads())]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(
-            f"bench: the process that measures {name} ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
-    case = json.loads(done.stdout)["cases"][0]
-    return Comparison(case["cpu_s"], case["openreg_s"], case["low"], case["high"])
-
-
-def import_seconds(rounds: int) -> float:
-    """Median seconds that importing openreg_ops takes in a fresh process which has imported torch."""
+def import_seconds() -> Comparison:
+    """Seconds that importing openreg_ops takes in a fresh process which has imported torch."""
     code = "import time, torch; start = time.perf_counter(); import openreg_ops; print(time.perf_counter() - start)"
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     run = [sys.executable, "-P", "-c", code]
-    return statistics.median(
-        float(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
-        for _ in range(rounds)
+    return values(
+        [
+            float(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
+            for _ in range(LEAST)
+        ]
     )
+
+
+def plot(text: str) -> str:
+    """A picture's file, as the type of an argument."""
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"expected a file that ends with .png, .svg or .pdf, but got {text!r}")
+    return file(text)
+
+
+def threads(text: str) -> int:
+    """A number of threads, as the type of an argument."""
+    if count(text) > 1024:
+        raise argparse.ArgumentTypeError(f"expected at most 1024 threads, but got {text}")
+    return count(text)
+
+
+# option: (the suites that use it, its default there)
+USED: dict[str, tuple[tuple[str, ...], Any]] = {
+    "rounds": (tuple(name for name in SUITES if name != "operators"), 101),
+    "seconds": (("operators",), 2.0),
+    "dtype": (("operators",), None),
+    "plot": (("scaling",), None),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    names = [*CASES, "step", "import"]
     about = "; ".join(f"{name}: {suite.about}" for name, suite in SUITES.items())
     parser.add_argument("suite", nargs="?", choices=list(SUITES), default="device", help=f"{about} (default: device)")
-    parser.add_argument("--only", metavar="NAME", nargs="+", help=f"cases to run; of device: {', '.join(names)}")
     parser.add_argument(
-        "--rounds", type=count, default=101, help="batches for each side, except for operators (default %(default)s)"
+        "--only", metavar="NAME", nargs="+", help="cases to run; a wrong name prints those of the suite"
     )
-    parser.add_argument(
-        "--seconds", type=duration, default=2.0, help="operators: seconds for each case (default %(default)s)"
-    )
+    parser.add_argument("--rounds", type=count, help="batches for each side, except for operators (default 101)")
+    parser.add_argument("--seconds", type=duration, help="operators: seconds for each case (default 2.0)")
     parser.add_argument("--dtype", choices=["float32", "float64", "float16", "bfloat16"],
                         help="operators: dtype (default float32; with --against best float32, bfloat16 and float16)")  # fmt: skip
-    parser.add_argument("--against", metavar="best|FILE",
+    parser.add_argument("--against", metavar="best|FILE", nargs="+",
                         help='operators: "best", the fastest of eager PyTorch, torch.compile and ATen\'s fused operator; '
-                        "any suite: a file from --json; exits with 1 if a figure is slower than in the file by more than the noise")  # fmt: skip
-    parser.add_argument("--threads", type=count, help="number of threads, for torch.set_num_threads")
-    parser.add_argument("--plot", metavar="FILE", default="out/scaling.png",
-                        help="scaling: the file for the plot (default %(default)s)")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="also write the results as JSON; - writes only JSON, to stdout")
+                        "any suite: a file from --json; exits with 1 if a figure is slower than in the file by more than "
+                        "the noise, or is not there any more")  # fmt: skip
+    parser.add_argument("--processes", type=count,
+                        help=f"measure in so many processes, one after the other (default 1; {LEAST} with --json or "
+                        "--against FILE)")  # fmt: skip
+    parser.add_argument("--threads", type=threads, help="number of threads, for torch.set_num_threads")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=plot, help="scaling: the file for the plot (default out/scaling.png)"
+    )
+    parser.add_argument("--json", metavar="FILE", type=file,
+                        help="also write the results as JSON; - writes only JSON, to stdout")  # fmt: skip
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print.
 
     Returns 0 even if a target is missed, because a busy machine can miss any; 1 if `--against FILE` finds a regression.
+
+    Raises:
+        Wrong: the options do not fit each other or the suite, before anything is measured.
     """
-    if options.against not in (None, "best") and not os.path.isfile(options.against):
-        print(f'bench: --against takes "best" or a file that --json wrote, but got {options.against}', file=sys.stderr)
-        return 2
-    if options.against == "best" and options.suite != "operators":
-        print(f"bench: --against best is for the suite operators, but got {options.suite}", file=sys.stderr)
-        return 2
+    words = options.against or []
+    files = [word for word in words if word != "best"]
+    if len(files) > 1 or len(words) - len(files) > 1:
+        raise Wrong(f'--against takes "best" and one file, but got {" ".join(words)}')
+    if "best" in words and options.suite != "operators":
+        raise Wrong(f"--against best is for the suite operators, but got {options.suite}")
+    for name, (suites, default) in USED.items():
+        if options.suite in suites:
+            setattr(options, name, default if getattr(options, name) is None else getattr(options, name))
+        elif getattr(options, name) is not None:
+            raise Wrong(f"the suite {options.suite} does not use --{name}; {', '.join(suites)} "
+                        f"{'does' if len(suites) == 1 else 'do'}")  # fmt: skip
+    options.processes = options.processes or (LEAST if options.json or files else 1)
     if options.threads:
         torch.set_num_threads(options.threads)
     limit_instructions()
     suite = SUITES[options.suite]
     module = None if options.suite == "device" else importlib.import_module(f"openreg_ops.tools.{suite.module}")
-    cases = {*CASES, "step", "import"} if module is None else set(module.NAMES)
-    if unknown := set(options.only or ()) - cases:
-        print(f"bench: no case {', '.join(sorted(unknown))}; there are {', '.join(sorted(cases))}", file=sys.stderr)
-        return 2
-    if module is not None:
-        return module.run(options)
-    options.only = options.only or cases
-    log = sys.stderr if options.json == "-" else sys.stdout
+    cases = (*CASES, "step", "import") if module is None else module.NAMES
+    if unknown := [name for name in options.only or () if name not in cases]:
+        raise Wrong(f"no case {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, cases))}")
+    if files:
+        options.earlier = earlier_results(options, files[0])
+    if options.processes > 1:
+        return of_processes(options, options.processes)
+    return run(options) if module is None else module.run(options)
 
-    def say(text: str = "") -> None:
-        print(text, file=log, flush=True)
 
+def run(options: argparse.Namespace) -> int:
+    """Measure and print the suite `device`."""
+    chosen = options.only or (*CASES, "step", "import")
     started = time.perf_counter()
-    say(f"torch {torch.__version__}, float32, median of {options.rounds} alternating rounds")
-    say(machine())
-    say(f"{'':12} {'elements':>8} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
+    report = Report(options, f"float32, median of {options.rounds} alternating rounds")
+    report.say(f"{'':12} {'elements':>8} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
     found: dict[str, list[Comparison]] = {size: [] for size in (*SIZES, "step")}
 
     def row(name: str, size: str, result: Comparison) -> None:
         cpu, device = result.reference, result.measured
-        say(f"{name:12} {size:>8} {seconds(cpu):>10} {seconds(device):>10} {result.ratio:7.2f}")
-        results["cases"].append({"name": name, "size": size, "cpu_s": cpu, "openreg_s": device, **entry(result)})
+        report.say(f"{name:12} {size:>8} {seconds(cpu):>10} {seconds(device):>10} {result.ratio:7.2f}")
+        report.add(result, name=name, size=size)
         found[size].append(result)
 
     gc.disable()
@@ -187,33 +210,36 @@ def main(options: argparse.Namespace) -> int:
         torch.manual_seed(0)
         x = torch.randn(shape)
         for name, case in CASES.items():
-            if name not in options.only:
+            if name not in chosen:
                 continue
             calls = case(x), case(x.to("openreg"))
             if all(calls):
                 # 1M-element calls are long, so fewer rounds are just as stable.
-                row(name, size, compare(*calls, options.rounds if size == "64" else max(options.rounds // 2, 3)))
+                rounds = options.rounds if size == "64" else min(options.rounds, max(options.rounds // 2, LEAST))
+                row(name, size, compare(*calls, rounds))
             else:
-                say(f"{name:12} {size:>8}   not in this build")
-    if set(options.only) == {"step"}:
+                report.say(f"{name:12} {size:>8}   not in this build")
+    if set(chosen) == {"step"}:
         row("MLP step", "step", compare(training_step("cpu"), training_step("openreg"), options.rounds))
-    elif "step" in options.only:
-        row("MLP step", "step", in_a_fresh_process("step", options))
+    elif "step" in chosen:
+        case = in_a_process(options, ["step"], report, "step")["cases"][0]
+        row("MLP step", "step", comparison(case))
     gc.enable()
 
-    say()
-    results["summary"] = {}
+    report.say()
     for size, label in (("64", "64 elements"), ("1M", "1M elements"), ("step", "training step")):
         if found.get(size):
-            average = mean(found[size])
-            results["summary"][size] = average.ratio
+            average, target = mean(found[size]), TARGETS[size]
             kind = "geometric mean" if size != "step" else "ratio"
-            target = TARGETS[size]
-            say(f"{label:14} {kind:14} {average.ratio:5.2f}   target {target:.2f}: {verdict(average, target)}")
-    if "import" in options.only:
-        added = results["summary"]["import_s"] = import_seconds(5)
-        say(f"{'import':14} {'adds seconds':14} {added:5.2f}   target {TARGETS['import']:.2f}: "
-            f"{'reached' if added <= TARGETS['import'] else 'missed'}")  # fmt: skip
-    say(f"took {time.perf_counter() - started:.0f} s; openreg_ops from {os.path.dirname(openreg_ops.__file__)}")
-
-    return report(results, options)
+            report.say(f"{label:14} {kind:14} {average.ratio:5.2f}   target {target:.2f}: {verdict(average, target)}")
+            if len(found[size]) > 1:
+                report.add(average, target, name=kind, size=size)
+            else:
+                next(case for case in report.results["cases"] if case["size"] == size)["target"] = target
+    if "import" in chosen:
+        added = import_seconds()
+        report.results["import_s"] = added.measured
+        report.say(f"{'import':14} {'adds seconds':14} {added.measured:5.2f}   target {TARGETS['import']:.2f}: "
+                   f"{verdict(added, TARGETS['import'])}")  # fmt: skip
+    report.say(f"took {time.perf_counter() - started:.0f} s; openreg_ops from {os.path.dirname(openreg_ops.__file__)}")
+    return report.finish()

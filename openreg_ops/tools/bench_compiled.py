@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ import torch.nn.functional as F
 
 import openreg_ops
 from openreg_ops import inductor
-from openreg_ops.tools.timing import Comparison, compare, compared, entry, machine, report, verdict
+from openreg_ops.tools.bench_report import Report
+from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, verdict
 from openreg_tools.forms import seconds
 
 ROW = 1024  # 1M elements are 1024 rows of 1024
@@ -180,22 +180,15 @@ def compile_time(rounds: int) -> Comparison:
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 0 even if a target is missed, because a busy machine can miss any."""
     chosen = options.only or NAMES
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
-    log = sys.stderr if options.json == "-" else sys.stdout
+    report = Report(options, f"float32, {options.rounds} rounds")
 
-    def say(text: str) -> None:
-        print(text, file=log, flush=True)
+    def row(name: str, found: Comparison, target: float | None = None, width: int = 18) -> None:
+        said = "" if target is None else f"   target {target:.2f}: {verdict(found, target)}"
+        times = f"{seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}"
+        report.say(f"{name:{width}} {times}{said}")
+        report.add(found, target, name=name)
 
-    def note(name: str, found: Comparison) -> str:
-        results["cases"].append({"name": name, **entry(found)})
-        return f"{seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}"
-
-    def row(name: str, found: Comparison, target: float) -> None:
-        say(f"{name:18} {note(name, found)}   target {target:.2f}: {verdict(found, target)}")
-
-    say(f"torch {torch.__version__}, float32, {options.rounds} rounds")
-    say(machine())
-    say(f"{'':18} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
+    report.say(f"{'':18} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
     for name, (make, target) in CASES.items():
         if name in chosen:
             torch._dynamo.reset()
@@ -204,22 +197,22 @@ def run(options: argparse.Namespace) -> int:
             row(name, compare(*calls, options.rounds), target)
             gc.enable()
     if "compile-time" in chosen:
-        row("compile-time", compile_time(max(options.rounds // 20, 3)), 1.1)
+        row("compile-time", compile_time(min(options.rounds, max(options.rounds // 20, LEAST))), 1.1)
     if "against-eager" in chosen:
         torch._dynamo.reset()
         eager, compiled = step_of(transformer, compiled=False)("openreg"), step_of(transformer)("openreg")
-        say("transformer's step on the device, eager (first column) and compiled:")
+        report.say("transformer's step on the device, eager (first column) and compiled:")
         row("against-eager", compare(eager, compiled, options.rounds), 1.0)
     if "decompositions" in chosen:
-        say("operators on 4 x 512 tokens of width 1024, forward and backward, by their own")
-        say("kernels (first column) and decomposed for Inductor; the sum of both cases decides:")
+        report.say("operators on 4 x 512 tokens of width 1024, forward and backward, by their own")
+        report.say("kernels (first column) and decomposed for Inductor; the sum of both cases decides:")
         for name, cases in DECOMPOSABLE.items():
             torch._dynamo.reset()
             found = [decomposition(name, body, shapes, options.rounds) for body, *shapes in cases]
             for each, where in zip(found, ("alone", "in a model"), strict=True):
-                say(f"{name + ', ' + where:28} {note(f'{name}, {where}', each)}")
+                row(f"{name}, {where}", each, width=28)
             kernels, decomposed = sum(each.reference for each in found), sum(each.measured for each in found)
             default = "decomposed" if name in inductor.decompositions else "its kernels"
             right = (decomposed < kernels) == (name in inductor.decompositions)
-            say(f"{'':28} the default is {default}: {'the faster' if right else 'the slower'}")
-    return report(results, options)
+            report.say(f"{'':28} the default is {default}: {'the faster' if right else 'the slower'}")
+    return report.finish()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import runpy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from openreg_ops.tools.bench_report import Report
 from openreg_ops.tools.bench_steps import DEMO
-from openreg_ops.tools.timing import Comparison, compare, entry, machine, report, verdict
+from openreg_ops.tools.timing import Comparison, batches, compare, values, verdict
 from openreg_tools.forms import seconds
 
 Call = Callable[[], Any]
@@ -96,7 +96,7 @@ def measure(name: str, rounds: int) -> tuple[Comparison, int]:
         gc.enable()
 
 
-def seconds_of_a_node(rounds: int) -> float:
+def seconds_of_a_node(rounds: int) -> Comparison:
     """Of a graph of NODES operators on one element each."""
     x = torch.ones(1, device="openreg")
 
@@ -105,29 +105,30 @@ def seconds_of_a_node(rounds: int) -> float:
             x.mul_(1.0)
 
     graph, replay = captured(call)
-    assert len(graph._nodes()) >= NODES
-    return compare(replay, replay, rounds).reference / len(graph._nodes())
+    nodes = len(graph._nodes())
+    assert nodes >= NODES
+    return values([each / nodes for each in batches(replay, replay, rounds)[1]])
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 0 also when a target is missed, because a busy machine can miss any."""
-    chosen = [name for name in NAMES if name in (options.only or NAMES)]
-    log = sys.stderr if options.json == "-" else sys.stdout
-    print(f"torch {torch.__version__}, float32, {options.rounds} rounds\n{machine()}", file=log)
-    print(f"{'':18} {'nodes':>6} {'cpu':>10} {'replay':>10} {'ratio':>7}", file=log, flush=True)
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
-    for name in chosen:
+    report = Report(options, f"float32, {options.rounds} rounds")
+    report.say(f"{'':18} {'nodes':>6} {'cpu':>10} {'replay':>10} {'ratio':>7}")
+    for name in NAMES:
+        if name not in (options.only or NAMES):
+            continue
         if name == "node":
-            found = results["node_s"] = seconds_of_a_node(options.rounds)
-            said = "reached" if found <= NODE else "missed"
-            print(f"{'a node':18} {'':6} {'':10} {seconds(found):>10} {'':7}   target 150 ns: {said}", file=log)
+            node = seconds_of_a_node(options.rounds)
+            report.results["node_s"] = node.measured
+            report.say(f"{'a node':18} {'':6} {'':10} {seconds(node.measured):>10} {'':7}   target {seconds(NODE)}: "
+                       f"{verdict(node, NODE, seconds)}")  # fmt: skip
             continue
         if name == "transformer-step" and not DEMO.exists():
-            print(f"{name:18} not measured: it is the model of {DEMO.name}, which a checkout has", file=log)
+            report.say(f"{name:18} not measured: it is the model of {DEMO.name}, which a checkout has")
             continue
         result, nodes = measure(name, options.rounds)
         target = CASES[name][1]
-        print(f"{name:18} {nodes:6} {seconds(result.reference):>10} {seconds(result.measured):>10} {result.ratio:7.2f}   "
-              f"target {target:.2f}: {verdict(result, target)}", file=log, flush=True)  # fmt: skip
-        results["cases"].append({"name": name, "nodes": nodes, **entry(result)})
-    return report(results, options)
+        report.say(f"{name:18} {nodes:6} {seconds(result.reference):>10} {seconds(result.measured):>10} "
+                   f"{result.ratio:7.2f}   target {target:.2f}: {verdict(result, target)}")  # fmt: skip
+        report.add(result, target, name=name, nodes=nodes)
+    return report.finish()

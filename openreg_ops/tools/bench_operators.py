@@ -6,14 +6,15 @@ machine's bandwidth: the bytes per second that they must read and write, as a fr
 achieves. Peak memory is the device allocator's, for the operator and for the eager mathematics on the device.
 
 With `--against best` the other side is the fastest of eager PyTorch, `torch.compile` and ATen's own fused operator, in
-three dtypes, with one thread and with all. The compiled side first runs in a process of its own, and does not compete
-if that process crashes.
+three dtypes, with one thread and with all. Each of them first runs in a process of its own, and does not compete if
+that process crashes or takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import signal
 import statistics
 import subprocess
@@ -28,7 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import openreg_ops
-from openreg_ops.tools.timing import Comparison, alternate, compared, entry, machine, mean, report, verdict
+from openreg_ops.tools.bench_report import Report, entry, plural
+from openreg_ops.tools.timing import Comparison, alternate, compared, mean, verdict
 
 __all__ = ["CASES", "Case", "run"]
 
@@ -37,6 +39,8 @@ BATCH, SEQUENCE, WIDTH, VOCABULARY, HEADS = 8, 512, 1024, 32000, 16
 ROWS = BATCH * SEQUENCE
 MEAN = 1.8  # target: the geometric mean of `--against best`
 PATIENCE = 20.0  # seconds: a round that takes longer is run once
+LIMIT = 120.0  # seconds: what takes longer to compile and call once does not compete
+CONTENDERS = ("eager", "compiled", "fused")
 COPY = 256 * 2**20  # bytes of the copy that measures the memory bandwidth
 
 
@@ -299,80 +303,88 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
         modes["training"] = (training, case.forward_bytes + case.backward_bytes)
     for mode, (make, passes) in modes.items():
         found = compared(*alternate([make(case.eager, host), make(case.operator, device)], budget))
-        eager, operator = found.reference, found.measured
-        result[mode] = {"eager_s": eager, "openreg_s": operator, "faster": eager / operator, **entry(found)}
+        result[mode] = {"faster": 1 / found.ratio, **entry(found)}
         if passes:
-            result[mode]["bandwidth"] = passes * host[0].numel() * host[0].element_size() / operator / limit
+            result[mode]["bandwidth"] = passes * host[0].numel() * host[0].element_size() / found.measured / limit
     final = result[list(modes)[-1]]
     if case.memory is not None:
         final["memory"] = peak(training(case.operator, device)) / peak(training(case.eager, device))
-    for what, target, reached in [
-        ("faster", case.faster, lambda value, target: value >= target),
-        ("bandwidth", case.bandwidth, lambda value, target: value >= target),
-        ("memory", case.memory, lambda value, target: value <= target),
-    ]:
-        if target is not None and not reached(final[what], target):
-            result["missed"].append(f"{what} {final[what]:.2f}, target {target:.2f}")
+    if (said := verdict(found, 1 / case.faster, inverse=True)) != "reached":
+        said = "" if said == "missed" else f" ({said})"
+        result["missed"].append(f"faster {final['faster']:.2f}, target {case.faster:.2f}{said}")
+    if case.bandwidth is not None and final["bandwidth"] < case.bandwidth:
+        result["missed"].append(f"bandwidth {final['bandwidth']:.2f}, target {case.bandwidth:.2f}")
+    if case.memory is not None and final["memory"] > case.memory:
+        result["missed"].append(f"memory {final['memory']:.2f}, target {case.memory:.2f}")
     return result
 
 
-def contenders(case: Case, compiles: bool = True) -> dict[str, Callable[..., Any]]:
+def contenders(case: Case, names: Sequence[str] = CONTENDERS) -> dict[str, Callable[..., Any]]:
     """What a CPU user would write: its name in the table, and the function."""
     torch._dynamo.reset()
-    found = {"eager": case.eager}
-    if case.compiles and compiles:
+    found = {"eager": case.eager} if "eager" in names else {}
+    if case.compiles and "compiled" in names:
         found["compiled"] = torch.compile(case.eager, dynamic=False)
-    if case.fused:
+    if case.fused and "fused" in names:
         found["fused"] = case.fused
     return found
 
 
 def trial(name: str, dtype: str, training_too: bool, threads: int) -> None:
-    """Compile the eager side of a case, and call it once."""
+    """Call each contender of a case once, the compiled one last, and print its name then."""
     torch.set_num_threads(threads)
     case = next(case for case in CASES if case.name == name)
-    make = training if training_too else inference
-    make(contenders(case)["compiled"], list(case.inputs(getattr(torch, dtype))))()
+    make, inputs = training if training_too else inference, list(case.inputs(getattr(torch, dtype)))
+    for each, function in sorted(contenders(case).items(), key=lambda item: item[0] == "compiled"):
+        make(function, inputs)()
+        print(each, flush=True)
 
 
 TRIAL = "from openreg_ops.tools import bench_operators; bench_operators.trial"
 
 
-def crash(*cell: Any) -> str:
-    """Why `trial(*cell)` fails in a process of its own, or "": a signal in generated code would end this process too."""
-    done = subprocess.run([sys.executable, "-P", "-c", f"{TRIAL}{cell}"], capture_output=True, text=True)
-    if done.returncode < 0:
-        return f"crashed, {signal.Signals(-done.returncode).name}"
-    return "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+def left_out(*cell: Any) -> dict[str, str]:
+    """The contenders that `trial(*cell)` does not call in a process of its own, and why: a signal in generated code
+    would end this process too."""
+    words = [sys.executable, "-P", "-c", f"{TRIAL}{cell}"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired as slow:
+        said, why = (slow.stdout or b"").decode(), f"not done in {LIMIT:.0f} s"
+    else:
+        said, why = done.stdout, done.stderr.strip().rpartition("\n")[2]
+        if done.returncode < 0:
+            why = f"crashed, {signal.Signals(-done.returncode).name}"
+    case = next(case for case in CASES if case.name == cell[0])
+    return {name: why for name in contenders(case) if name not in said.split()}
 
 
 def against_best(
-    case: Case, dtype: torch.dtype, training_too: bool, budget: float, compiles: bool
+    case: Case, dtype: torch.dtype, training_too: bool, budget: float, names: Sequence[str]
 ) -> tuple[str, Comparison]:
-    """Which contender is the fastest, and the operator compared with it."""
+    """Which of the contenders is the fastest, and the operator compared with it."""
     torch.manual_seed(0)
     host = list(case.inputs(dtype))
     make = training if training_too else inference
-    others = contenders(case, compiles)
+    others = contenders(case, names)
     calls = [make(each, host) for each in others.values()] + [make(case.operator, on_device(host))]
     *theirs, ours = alternate(calls, budget, patience=PATIENCE)
     best = min(range(len(theirs)), key=lambda index: statistics.median(theirs[index]))
     return list(others)[best], compared(theirs[best], ours)
 
 
-def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> dict[str, Any]:
+def run_against_best(options: argparse.Namespace) -> int:
     """Print a table for one thread and one for all, and the cases that are slower."""
     dtypes = [options.dtype] if options.dtype else ["float32", "bfloat16", "float16"]
-    say(f"torch {torch.__version__}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary {VOCABULARY:,}")
-    say(machine())
+    report = Report(options, f"batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary {VOCABULARY:,}")
+    say = report.say
     say("The fastest of e: eager PyTorch, c: torch.compile, f: ATen's fused operator, over openreg: above 1 is ahead.")
-    results: dict[str, Any] = {"torch": torch.__version__, "against": "best", "cases": []}
     cells: list[Comparison] = []
-    behind, left_out = [], []
+    behind, absent = [], []
     before = torch.get_num_threads()
     for threads in [before] if options.threads or before == 1 else [1, before]:
         torch.set_num_threads(threads)
-        say(f"\n{f'{threads} threads' if threads > 1 else '1 thread':21}" + "".join(f"{each:^20}" for each in dtypes))
+        say(f"\n{plural(threads, 'thread'):21}" + "".join(f"{each:^20}" for each in dtypes))
         say(f"{'':21}" + f"{'forward':>8}{'+backward':>11} " * len(dtypes))
         for case in CASES:
             if options.only and case.name not in options.only:
@@ -380,73 +392,63 @@ def run_against_best(options: argparse.Namespace, say: Callable[..., None]) -> d
             say(f"{case.name:21}", end="")
             for dtype in dtypes:
                 for mode in ("forward", "training"):
-                    width = 8 if mode == "forward" else 11
+                    width, margin = (8, "") if mode == "forward" else (11, " ")
                     if mode == "training" and case.backward_bytes is None:
-                        say(f"{'':{width + 1}}", end="")
+                        say(f"{'':{width}}{margin}", end="")
                         continue
-                    cell = f"{case.name}, {dtype}, {mode}, {threads} threads"
-                    failed = crash(case.name, dtype, mode == "training", threads) if case.compiles else ""
-                    best, found = against_best(
-                        case, getattr(torch, dtype), mode == "training", options.seconds, not failed
-                    )
-                    mark = f"{best[0]}{'*' * bool(failed)}"
-                    say(f"{f'{1 / found.ratio:.2f} {mark}':>{width}}{' ' * (mode == 'training')}", end="")
+                    cell = f"{case.name}, {dtype}, {mode}, {plural(threads, 'thread')}"
+                    why = left_out(case.name, dtype, mode == "training", threads) if case.compiles else {}
+                    names = [name for name in CONTENDERS if name not in why]
+                    absent += [f"{cell}, {name}: {reason}" for name, reason in why.items()]
+                    if not contenders(case, names):
+                        say(f"{'- *':>{width}}{margin}", end="")
+                        continue
+                    best, found = against_best(case, getattr(torch, dtype), mode == "training", options.seconds, names)
+                    say(f"{f'{1 / found.ratio:.2f} {best[0]}' + '*' * bool(why):>{width}}{margin}", end="")
                     cells.append(found)
-                    where = {"name": case.name, "dtype": dtype, "threads": threads, "mode": mode}
-                    results["cases"].append(where | {"best": best} | entry(found))
-                    if failed:
-                        results["cases"][-1]["compiled"] = failed
-                        left_out.append(f"{cell}: {failed}")
-                    if verdict(found, 1.0) != "reached":
-                        words = f"{1 / found.high:.2f} to {1 / found.low:.2f}"
-                        behind.append(f"{cell}: {words}")
+                    report.add(found, 1.0, name=case.name, dtype=dtype, threads=threads, mode=mode, best=best,
+                               **({"left_out": why} if why else {}))  # fmt: skip
+                    if (said := verdict(found, 1.0, inverse=True)) != "reached":
+                        behind.append(f"{cell}: {1 / found.ratio:.2f}, {said}")
             say()
     torch.set_num_threads(before)
-    if not cells:
-        return results
-    average = mean(cells)
-    results["mean"] = 1 / average.ratio
-    say(f"\ngeometric mean {1 / average.ratio:.2f}, target {MEAN:.2f}: {verdict(average, 1 / MEAN)}")
-    if left_out:
-        say("\n".join(["*: without torch.compile's code, which failed:", *left_out]))
-    say("\n".join(["behind, or too noisy to tell:", *behind]) if behind else "every cell is at least 1.00")
-    return results
+    if enough := [each for each in cells if not math.isinf(each.high)]:
+        average = mean(enough)
+        few = f" ({plural(len(cells) - len(enough), 'cell')} with too few rounds left out)" * (len(enough) < len(cells))
+        say(
+            f"\ngeometric mean {1 / average.ratio:.2f}{few}, target {MEAN:.2f}: {verdict(average, 1 / MEAN, inverse=True)}"
+        )
+        report.add(average, 1 / MEAN, name="geometric mean")
+    if absent:
+        say("\n".join(["*: without what failed in a process of its own:", *absent]))
+    say("\n".join(["behind, or not known:", *behind]) if behind else "every cell is at least 1.00")
+    return report.finish()
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 0 even if a target is missed, because a busy machine can miss any."""
-    log = sys.stderr if options.json == "-" else sys.stdout
-
-    def say(text: str = "", end: str = "\n") -> None:
-        print(text, file=log, flush=True, end=end)
-
-    if options.against == "best":
-        return report(run_against_best(options, say), options)
+    if "best" in (options.against or ()):
+        return run_against_best(options)
     name = options.dtype or "float32"
     dtype, limit = getattr(torch, name), copy_bandwidth()
-    say(f"torch {torch.__version__}, {name}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary "
-        f"{VOCABULARY:,}")  # fmt: skip
-    say(f"{machine()}; a copy of 256 MB moves {limit / 1e9:.1f} GB/s")
-    say(f"{'':21} {'forward':^30} | {'forward and backward':^31}")
+    report = Report(options, f"{name}, batch {BATCH}, sequence {SEQUENCE}, width {WIDTH}, vocabulary {VOCABULARY:,}",
+                    bandwidth=limit)  # fmt: skip
+    report.say(f"a copy of 256 MB moves {limit / 1e9:.1f} GB/s")
+    report.say(f"{'':21} {'forward':^30} | {'forward and backward':^31}")
     head = f"{'eager':>8} {'openreg':>8} {'faster':>6} {'of bw':>5}"
-    say(f"{'':21} {head} | {head}  memory")
-    results: dict[str, Any] = {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "bandwidth": limit,
-        "cases": [],
-    }
+    report.say(f"{'':21} {head} | {head}  memory")
     for case in CASES:
         if options.only and case.name not in options.only:
             continue
         result = measure(case, dtype, limit, options.seconds)
-        results["cases"].append(result)
+        report.results["cases"].append(result)
         cells = []
         for mode in ("forward", "training"):
             if row := result.get(mode):
                 of_limit = f"{row['bandwidth']:5.2f}" if "bandwidth" in row else " " * 5
                 memory = f"{row['memory']:7.2f}" if "memory" in row else ""
-                cells.append(f"{row['eager_s'] * 1e3:6.1f}ms {row['openreg_s'] * 1e3:6.1f}ms {row['faster']:6.2f} "
+                cells.append(f"{row['cpu_s'] * 1e3:6.1f}ms {row['openreg_s'] * 1e3:6.1f}ms {row['faster']:6.2f} "
                              f"{of_limit} {memory}")  # fmt: skip
-        say(f"{case.name:21} {'| '.join(cells)}{'  MISSED ' + '; '.join(result['missed']) if result['missed'] else ''}")
-    return report(results, options)
+        missed = f"  MISSED {'; '.join(result['missed'])}" if result["missed"] else ""
+        report.say(f"{case.name:21} {'| '.join(cells)}{missed}")
+    return report.finish()

@@ -2,8 +2,7 @@
 
 Sizes grow over three orders of magnitude of work, in one process. Then 1, 2 and 4 processes with one thread each run a
 case at the same time, and all-reduce with each other. A picture goes to `--plot`. Two more figures: the bytes of host
-memory that
-a live tensor takes beyond its data, and the seconds that the device adds to `import torch`.
+memory that a live tensor takes, and the seconds that the device adds to `import torch`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from openreg_ops.tools.timing import Comparison, compare, compared, entry, machine, report
-from openreg_tools.forms import seconds
+from openreg_ops.tools.bench_report import Report
+from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, settle, verdict
+from openreg_tools.forms import Wrong, seconds
 
 DEVICES = ("cpu", "openreg")
 PROCESSES = (1, 2, 4)
-TARGETS = {"bytes of a tensor": 1.2, "import": 0.15}
+MEMORY = 1.2  # target: of the CPU's bytes of a tensor
 TENSORS = 20_000
 
 
@@ -59,7 +59,7 @@ def step(device: str, n: int) -> Callable[[], Any]:
 
 def all_reduce(device: str, n: int) -> Callable[[], Any]:
     x = torch.zeros(n, device=device)
-    return lambda: (dist.all_reduce(x), torch.accelerator.synchronize() if device != "cpu" else None)
+    return lambda: dist.all_reduce(x)
 
 
 # name: (the call, sizes of one process, what a size is)
@@ -90,9 +90,15 @@ def among(count: int, name: str, size: int, rounds: int) -> Comparison:
         words = [sys.executable, "-P", "-m", "openreg_ops.tools.bench_scaling", folder, name, str(size), str(rounds)]
         environment = {**os.environ, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
         workers = [subprocess.Popen(words, env=environment | {"RANK": str(rank)}) for rank in range(count)]
-        failed = [worker.wait() for worker in workers]
-        if any(failed):
-            raise RuntimeError(f"bench: {name} in {count} processes ended with {max(failed, key=abs)}; see above")
+        try:
+            while None in (ended := [worker.poll() for worker in workers]) and not any(ended):
+                time.sleep(0.05)
+        finally:
+            for worker in workers:  # the others would wait for one that has failed
+                worker.kill()
+                worker.wait()
+        if any(ended):
+            raise Wrong(f"{name} in {count} processes ended with {next(filter(None, ended))}; see above")
         found = [Comparison(**json.loads(Path(folder, str(rank)).read_text())) for rank in range(count)]
     return max(found, key=lambda each: each.measured)
 
@@ -113,6 +119,8 @@ def worker(folder: str, name: str, size: str, rounds: str) -> None:
         for which in (0, 1) if index % 2 else (1, 0):
             start = time.perf_counter()
             calls[which]()
+            if which:
+                settle()
             times[which].append(time.perf_counter() - start)
     found = compared(*times)
     values = {key: getattr(found, key) for key in ("reference", "measured", "low", "high")}
@@ -137,7 +145,7 @@ def bytes_of_a_tensor(device: str) -> float:
     return float(done.stdout)
 
 
-def draw(path: Path, curves: dict[str, dict[str, list[tuple[int, float, float]]]]) -> str:
+def draw(path: str | None, curves: dict[str, dict[str, list[tuple[int, float, float]]]]) -> str:
     """The picture: a row of plots by size, and a row by processes; returns what to say about it."""
     try:
         import matplotlib
@@ -162,62 +170,61 @@ def draw(path: Path, curves: dict[str, dict[str, list[tuple[int, float, float]]]
             axis.set(title=name if line == 0 else None, xlabel=CASES[name][2] if what == "size" else "processes")
     axes[0][0].set_ylabel("microseconds")
     axes[0][0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    if path is None:
+        path = "out/scaling.png"
+        Path("out").mkdir(exist_ok=True)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        return f"no picture: {path} cannot be written: {error.strerror}"
+    finally:
+        pyplot.close(figure)
     return f"picture: {path}"
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and draw; 0 even if a target is missed, because a busy machine can miss any."""
-    from openreg_ops.tools.bench import import_seconds
+    from openreg_ops.tools.bench import TARGETS, import_seconds
 
-    chosen, log = options.only or NAMES, sys.stderr if options.json == "-" else sys.stdout
-
-    def say(text: str = "") -> None:
-        print(text, file=log, flush=True)
-
-    results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cases": []}
-    say(f"torch {torch.__version__}, float32, {options.rounds} rounds\n{machine()}")
-    say(f"{'':11} {'':26} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
+    chosen = options.only or NAMES
+    report = Report(options, f"float32, {options.rounds} rounds")
+    report.say(f"{'':11} {'':26} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
     curves: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
 
     def row(name: str, what: str, value: int, found: Comparison) -> None:
         label = f"{value:,} {CASES[name][2] if what == 'size' else 'processes' if value > 1 else 'process'}"
-        say(f"{name:11} {label:>26} {seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}")
+        times = f"{seconds(found.reference):>10} {seconds(found.measured):>10}"
+        report.say(f"{name:11} {label:>26} {times} {found.ratio:7.2f}")
         curves[name][what].append((value, found.reference, found.measured))
-        results["cases"].append({"name": name, "size": label, **entry(found)})
+        report.add(found, name=name, size=label)
 
     for name, (_make, sizes, _unit) in CASES.items():
         if name not in chosen:
             continue
         curves[name] = {"size": [], "processes": []}
         for size in sizes:
-            alone = name != "all-reduce"
-            row(
-                name,
-                "size",
-                size,
-                measure(name, size, options.rounds) if alone else among(2, name, size, options.rounds),
-            )
+            several = name == "all-reduce"
+            found = among(2, name, size, options.rounds) if several else measure(name, size, options.rounds)
+            row(name, "size", size, found)
         for count in PROCESSES:
             row(name, "processes", count, among(count, name, sizes[2], options.rounds))
-    say()
+    report.say()
     if "memory" in chosen:
-        cpu, device = (bytes_of_a_tensor(each) for each in DEVICES)
-        results["bytes of a tensor"] = {"cpu": cpu, "openreg": device}
-        say(f"a live tensor of 16 bytes takes {cpu:.0f} bytes of host memory on the CPU and {device:.0f} on the device: "
-            f"{device / cpu:.2f}, {said(device / cpu, 'bytes of a tensor')}")  # fmt: skip
+        found = compared(*zip(*([bytes_of_a_tensor(each) for each in DEVICES] for _ in range(LEAST)), strict=True))
+        report.results["bytes of a tensor"] = {"cpu": found.reference, "openreg": found.measured}
+        report.say(f"a live tensor of 16 bytes takes {found.reference:.0f} bytes of host memory on the CPU and "
+                   f"{found.measured:.0f} on the device: {found.ratio:.2f}, target {MEMORY:.2f}: {verdict(found, MEMORY)}")  # fmt: skip
+        report.results["cases"].append({"name": "memory", "ratio": found.ratio, "low": found.low, "high": found.high,
+                                        "target": MEMORY})  # fmt: skip
     if "import" in chosen:
-        added = results["import_s"] = import_seconds(5)
-        say(f"the device adds {added:.2f} s to import torch, {said(added, 'import')}")
+        added, target = import_seconds(), TARGETS["import"]
+        report.results["import_s"] = added.measured
+        report.say(
+            f"the device adds {added.measured:.2f} s to import torch, target {target:.2f}: {verdict(added, target)}"
+        )
     if curves:
-        say(draw(Path(options.plot), curves))
-    return report(results, options)
-
-
-def said(value: float, target: str) -> str:
-    return f"target {TARGETS[target]:.2f}: {'reached' if value <= TARGETS[target] else 'missed'}"
+        report.say(draw(options.plot, curves))
+    return report.finish()
 
 
 if __name__ == "__main__":

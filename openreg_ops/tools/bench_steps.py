@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import runpy
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from openreg_ops.tools.backend import PACKAGE
-from openreg_ops.tools.timing import Comparison, compare, entry, machine, report, verdict
+from openreg_ops.tools.bench_report import Report, comparison, in_a_process
+from openreg_ops.tools.timing import Comparison, compare, verdict
 from openreg_tools.forms import seconds
 
 Step = Callable[[], Any]
@@ -120,27 +120,19 @@ def measure(name: str, rounds: int) -> Comparison:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 0 even if a target is missed, because a busy machine can miss any."""
-    from openreg_ops.tools.bench import in_a_fresh_process
-
     chosen = [name for name in CASES if name in (options.only or CASES)]
-    log = sys.stderr if options.json == "-" else sys.stdout
-    mode = torch.openreg.get_launch_mode()
-    print(f"torch {torch.__version__}, float32, launch mode {mode}, {options.rounds} rounds\n{machine()}", file=log)
-    print(f"{'':14} {'cpu':>10} {'openreg':>10} {'ratio':>7}", file=log, flush=True)
-    results: dict[str, Any] = {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "mode": mode,
-        "cases": [],
-    }
+    report = Report(options, f"float32, {options.rounds} rounds")
+    report.say(f"{'':14} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
     for name in chosen:
         if name == "transformer" and not DEMO.exists():
-            print(f"{name:14} not measured: it is the model of {DEMO.name}, which a checkout has", file=log)
+            report.say(f"{name:14} not measured: it is the model of {DEMO.name}, which a checkout has")
             continue
-        found = measure(name, options.rounds) if len(chosen) == 1 else in_a_fresh_process(name, options)
+        if len(chosen) == 1:
+            found = measure(name, options.rounds)
+        else:
+            found = comparison(in_a_process(options, [name], report, name)["cases"][0])
         target = CASES[name][1]
-        print(f"{name:14} {seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}   "
-              f"target {target:.2f}: {verdict(found, target)}", file=log, flush=True)  # fmt: skip
-        sides = {"cpu_s": found.reference, "openreg_s": found.measured}
-        results["cases"].append({"name": name, "mode": mode, **sides, **entry(found)})
-    return report(results, options)
+        report.say(f"{name:14} {seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}   "
+                   f"target {target:.2f}: {verdict(found, target)}")  # fmt: skip
+        report.add(found, target, name=name)
+    return report.finish()

@@ -1,0 +1,252 @@
+"""What every suite of ``bench`` prints and writes, and how ``--against FILE`` holds one run to another.
+
+A figure is a dict with a ratio (above 1 is slower than the other side), the interval of the ratio (`low` and `high`,
+absent if there were too few rounds) and perhaps a target. What is not a ratio has no interval and is not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openreg_ops.tools.timing import LEAST, Comparison, verdict
+from openreg_tools.forms import Wrong, write_file
+
+NAMING = ("name", "size", "dtype", "threads", "mode")  # the entries of a case that identify its figures
+# What must be the same in both files, and the option or variable that sets it.
+SETTINGS = {"suite": "the suite", "threads": "--threads", "mode": "OPENREG_LAUNCH_MODE"}
+
+
+def suite_of(options: argparse.Namespace) -> str:
+    return f"{options.suite}, against the best" if "best" in (options.against or ()) else options.suite
+
+
+def earlier_file(options: argparse.Namespace) -> str | None:
+    """The file that the figures must not be worse than."""
+    return next((word for word in options.against or () if word != "best"), None)
+
+
+class Report:
+    """The head of a report, printed at once, and its results for `--json`."""
+
+    def __init__(self, options: argparse.Namespace, about: str, **head: Any) -> None:
+        self.options = options
+        self.log = sys.stderr if options.json == "-" else sys.stdout
+        names = [
+            line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        ]
+        processor = names[0].strip() if names else platform.machine()
+        vectors, cores = torch.backends.cpu.get_cpu_capability(), len(os.sched_getaffinity(0))
+        threads, mode, load = torch.get_num_threads(), torch.openreg.get_launch_mode(), os.getloadavg()[0]
+        self.results: dict[str, Any] = {
+            "suite": suite_of(options),
+            "torch": torch.__version__,
+            "threads": threads,
+            "mode": mode,
+            "processor": f"{processor} ({vectors})",
+            "cores": cores,
+            "load": round(load, 2),
+            "processes": 1,
+            **head,
+            "cases": [],
+        }
+        self.say(f"torch {torch.__version__}, {about}, launch mode {mode}")
+        busy = " (busy: expect noise)" if load > cores / 2 else ""
+        self.say(
+            f"{plural(threads, 'thread')}, {plural(cores, 'core')} of {processor} ({vectors}), load {load:.1f}{busy}"
+        )
+
+    def say(self, text: str = "", end: str = "\n") -> None:
+        print(text, file=self.log, flush=True, end=end)
+
+    def add(self, found: Comparison, target: float | None = None, **names: Any) -> None:
+        self.results["cases"].append({**names, **entry(found, target)})
+
+    def finish(self) -> int:
+        """Write the results where `--json` says; with `--against FILE`, return 1 if a figure is worse than there."""
+        text = json.dumps(self.results, indent=1)
+        if self.options.json == "-":
+            print(text)
+        elif self.options.json:
+            write_file(self.options.json, text + "\n")
+        return against(self) if earlier_file(self.options) else 0
+
+
+def plural(number: int, word: str) -> str:
+    ending = "" if number == 1 else "es" if word.endswith("s") else "s"
+    return f"{number} {word}{ending}"
+
+
+def entry(found: Comparison, target: float | None = None) -> dict[str, float]:
+    """A comparison as a figure."""
+    ends = {} if math.isinf(found.high) else {"low": found.low, "high": found.high}
+    return {
+        "cpu_s": found.reference,
+        "openreg_s": found.measured,
+        "ratio": found.ratio,
+        **ends,
+        **({} if target is None else {"target": target}),
+    }
+
+
+def comparison(figure: dict[str, float]) -> Comparison:
+    """A figure as a comparison."""
+    seconds = figure.get("cpu_s", 1.0), figure.get("openreg_s", figure["ratio"])
+    return Comparison(*seconds, figure.get("low", 0.0), figure.get("high", math.inf))
+
+
+def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The figures with an interval, by a name made of what identifies them."""
+    found = {}
+    for case in results["cases"]:
+        words = [str(case[key]) for key in NAMING if key in case]
+        for part in (None, "forward", "training"):
+            figure = case if part is None else case.get(part)
+            if figure and "low" in figure:
+                found[", ".join([*words, *([part] if part else [])])] = figure
+    return found
+
+
+# ---- several processes ----
+
+
+def of_processes(options: argparse.Namespace, count: int) -> int:
+    """Measure the suite in several processes, one after the other, and report all of them.
+
+    A ratio is the median of the processes' ratios, and their range is its interval: where the loader puts the
+    libraries, and what the allocators hold, differ from process to process.
+    """
+    report = Report(options, f"{plural(count, 'process')} one after the other")
+    runs = []
+    for number in range(1, count + 1):
+        begin, about = time.perf_counter(), f"process {number} of {count}"
+        runs.append(in_a_process(options, options.only, report, about))
+        report.say(f"{about} took {time.perf_counter() - begin:.0f} s")
+    report.results |= {key: value for key, value in runs[0].items() if key not in ("load", "processes")}
+    report.results["processes"] = count
+    each = [figures(run) for run in runs]
+    for name, figure in figures(report.results).items():
+        same = [found[name] for found in each if name in found]
+        figure |= {key: statistics.median(one[key] for one in same) for key in figure if key in ("cpu_s", "openreg_s")}
+        ratios = [one["ratio"] for one in same]
+        figure |= {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+    width = max(map(len, figures(report.results)), default=0)
+    report.say(f"{'':{width}} {'ratio':>6}  smallest to largest")
+    for name, figure in figures(report.results).items():
+        said = (
+            f"   target {figure['target']:.2f}: {verdict(comparison(figure), figure['target'])}"
+            if "target" in figure
+            else ""
+        )
+        report.say(f"{name:{width}} {figure['ratio']:6.2f}  {figure['low']:.2f} to {figure['high']:.2f}{said}")
+    return report.finish()
+
+
+def in_a_process(options: argparse.Namespace, only: Sequence[str] | None, report: Report, about: str) -> dict[str, Any]:
+    """The results of a suite in a process of its own, whose last line is shown meanwhile on a terminal."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "results.json")
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "openreg_ops",
+            "bench",
+            options.suite,
+            "--processes",
+            "1",
+            "--json",
+            str(path),
+        ]
+        for name in ("rounds", "seconds", "dtype", "plot", "threads"):
+            words += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
+        words += ["--only", *only] if only else []
+        words += ["--against", "best"] if "best" in (options.against or ()) else []
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if report.log.isatty():
+                report.say(f"\r\x1b[K{about}: {line.rstrip()[:60]}", end="")
+        if report.log.isatty():
+            report.say("\r\x1b[K", end="")
+        if process.wait():
+            raise Wrong(f"{about} ended with {process.returncode}:\n{''.join(said)[-2000:].rstrip()}")
+        return json.loads(path.read_text())
+
+
+# ---- one run against another ----
+
+
+def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
+    """What `path` holds, if this run can be compared with it.
+
+    Raises:
+        Wrong: it cannot, and why.
+    """
+    write = "write it with the same suite and --json"
+    if options.json not in (None, "-") and Path(options.json).resolve() == Path(path).resolve():
+        raise Wrong(f"--json would overwrite {path}, which --against compares with; name another file")
+    try:
+        earlier = json.loads(Path(path).read_text())
+        found = figures(earlier)
+        numbers = [figure[key] for figure in found.values() for key in ("ratio", "low", "high")]
+        if not all(isinstance(each, int | float) for each in numbers) or not isinstance(earlier["processes"], int):
+            raise TypeError
+        before = {key: earlier[key] for key in SETTINGS}
+    except OSError as error:
+        raise Wrong(
+            f'--against takes "best" or a file that --json wrote, but {path} cannot be read: {error.strerror}'
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Wrong(f"{path} is not a file that --json wrote; {write}") from None
+    now = {"suite": suite_of(options), "threads": torch.get_num_threads(), "mode": torch.openreg.get_launch_mode()}
+    for key, option in SETTINGS.items():
+        if before[key] != now[key]:
+            raise Wrong(f"{path} was measured with {option} {before[key]}, and this run has {now[key]}; the figures "
+                        f"cannot be compared")  # fmt: skip
+    for count, whose in ((earlier["processes"], f"{path} has"), (options.processes, "this run has")):
+        if count < LEAST:
+            raise Wrong(f"times differ from process to process, and {whose} {plural(count, 'process')}; use --processes "
+                        f"{LEAST} or more, the default with --json and --against FILE")  # fmt: skip
+    if not found:
+        raise Wrong(f"{path} has no figure with an interval. Only ratios are compared, not seconds or bytes")
+    return earlier
+
+
+def against(report: Report) -> int:
+    """Print the figures that are slower than in the file beyond the noise; 1 if there are some, or if one is gone."""
+    options, results = report.options, report.results
+    path, earlier = earlier_file(options), options.earlier
+    before, now = figures(earlier), figures(results)
+    if before.keys().isdisjoint(now):
+        raise Wrong(f"{path} has none of these figures, but {', '.join(list(before)[:3])}, …")
+    if earlier["processor"] != results["processor"]:
+        report.say(f"{path} was measured on {earlier['processor']}, so a difference may be the processor's")
+    common = [name for name in now if name in before]
+    worse = [name for name in common if now[name]["low"] > before[name]["high"]]
+    for name in worse:
+        was, here = before[name], now[name]
+        report.say(f"slower: {name}: {here['ratio']:.2f} ({here['low']:.2f} to {here['high']:.2f}), was "
+                   f"{was['ratio']:.2f} ({was['low']:.2f} to {was['high']:.2f})")  # fmt: skip
+    chosen = options.only or options.dtype
+    gone = [] if chosen else [name for name in before if name not in now]
+    for name in gone:
+        report.say(f"gone: {name} is in {path}, but was not measured, or has too few rounds")
+    report.say(
+        f"against {path}: {len(worse)} of {plural(len(common), 'figure')} slower beyond the noise, {len(gone)} gone"
+    )
+    return 1 if worse or gone else 0
