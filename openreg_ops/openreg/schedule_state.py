@@ -78,28 +78,24 @@ class Interrupts:
             seen.append(error)
             error = error.__context__
         interrupt = isinstance(error, KeyboardInterrupt) and error is not self.handled
-        return interrupt and any(module in _LOCKS for module, _function in _frames(error))
+        return interrupt and _in_locks(error)
 
 
-_OURS = "openreg_ops.openreg.schedule_threads"  # whose locks replace Python's
-_LOCKS = ("threading", "queue", _OURS)
+# What Python's locks say if one is released twice, and then if a condition needs it.
 _RELEASED = ("release unlocked lock", "cannot release un-acquired lock")
+_NEEDED = ("cannot notify on un-acquired lock", "cannot wait on un-acquired lock")
+_LOCKS = ("threading", "queue", "openreg_ops.openreg.schedule_threads")  # the last one's locks replace Python's
 
 
-def _frames(error: BaseException) -> list[tuple[Any, str]]:
-    """The modules and functions that an error has passed through."""
+def _in_locks(error: BaseException) -> bool:
+    """Whether an error has passed through Python's locks and queues."""
     frames = traceback.walk_tb(error.__traceback__)
-    return [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _line in frames]
+    return any(frame.f_globals.get("__name__") in _LOCKS for frame, _line in frames)
 
 
 def _of_locks(error: BaseException) -> bool:
-    """Whether Python's modules, or the end of a with statement, released a lock that was free."""
-    if type(error) is not RuntimeError or str(error) not in _RELEASED:
-        return False
-    frames, function = _frames(error), ""
-    while frames and frames[-1][0] == _OURS:
-        function = frames.pop()[1]
-    return function == "__exit__" or (bool(frames) and frames[-1][0] in _LOCKS)
+    said = str(error)
+    return type(error) is RuntimeError and (said in _RELEASED or (said in _NEEDED and _in_locks(error)))
 
 
 class Ranks:

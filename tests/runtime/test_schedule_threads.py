@@ -401,9 +401,8 @@ def test_ctrl_c_at_any_time():
                 caught.append(0)
         except KeyboardInterrupt:
             pass
-        for _ in range(
-            10
-        ):  # the last interrupts may come late; one in thread.join() makes Python 3.11 forget the thread
+        # The last interrupts may come late; one in thread.join() makes Python 3.11 forget the thread.
+        for _ in range(10):
             with contextlib.suppress(KeyboardInterrupt):
                 over.append(0)
                 while not ended:
@@ -430,17 +429,65 @@ class InterruptedAfterRelease:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("with_lock", [False, True], ids=["with condition", "with lock"])
+def _waits_in_with_of_lock(lock, condition):
+    with lock:
+        condition.wait()
+
+
+def _waits_in_with_of_condition(lock, condition):
+    with condition:
+        condition.wait()
+
+
+def _waits_in_try(lock, condition):
+    lock.acquire()
+    try:
+        condition.wait()
+    finally:
+        lock.release()
+
+
+def _waits_in_a_context_of_its_own(lock, condition):
+    with contextlib.ExitStack() as stack:
+        lock.acquire()
+        stack.callback(lambda: lock.release())
+        condition.wait()
+
+
+def _waits_at_a_barrier(lock, condition):
+    """Another thread releases the barrier meanwhile, so that its end notifies a condition without the lock."""
+    barrier = threading.Barrier(2)
+    barrier._cond, condition._is_owned = condition, lock.locked
+    barrier._wait = lambda timeout: setattr(barrier, "_state", 1) or condition.wait()
+    barrier.wait()
+
+
+_WAITS = [
+    _waits_in_with_of_lock,
+    _waits_in_with_of_condition,
+    _waits_in_try,
+    _waits_in_a_context_of_its_own,
+    _waits_at_a_barrier,
+]
+
+
+@pytest.mark.parametrize("waits", _WAITS)
+@pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("kind", ["Lock", "RLock"])
-def test_ctrl_c_in_pythons_own_locks(kind, with_lock):
-    """Releasing the lock a second time raises an error, instead of the KeyboardInterrupt."""
+def test_ctrl_c_in_pythons_own_locks(kind, where, waits):
+    """Releasing the lock a second time raises an error, instead of the KeyboardInterrupt.
+
+    A lock from outside the program is Python's own, whose methods are not in the error's frames.
+    """
+    if waits is _waits_at_a_barrier and kind == "RLock":
+        kind = "Lock"  # an RLock cannot be asked whether it is locked
+    outside = getattr(threading, kind)()
 
     def program():
-        lock = getattr(threading, kind)()
+        lock = outside if where == "outside" else getattr(threading, kind)()
         condition = threading.Condition(InterruptedAfterRelease(lock))
         condition._is_owned = lambda: True
-        with lock if with_lock else condition:
-            condition.wait()
+        waits(lock, condition)
 
     with pytest.raises(KeyboardInterrupt) as raised:
         schedules(program, seeds=3)
