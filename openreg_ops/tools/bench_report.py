@@ -1,4 +1,4 @@
-"""What every suite of ``bench`` prints and writes, and how ``--against FILE`` holds one run to another.
+"""What every suite of ``bench`` prints and writes, and how ``--against FILE`` compares a run with an earlier one.
 
 A figure is a dict with a ratio (above 1 is slower than the other side), the interval of the ratio (`low` and `high`,
 absent if there were too few rounds) and perhaps a target. What is not a ratio has no interval and is not compared.
@@ -45,10 +45,9 @@ class Report:
     def __init__(self, options: argparse.Namespace, about: str, **head: Any) -> None:
         self.options = options
         self.log = sys.stderr if options.json == "-" else sys.stdout
-        names = [
-            line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-        ]
-        processor = names[0].strip() if names else platform.machine()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = next(iter(models), platform.machine())
         vectors, cores = torch.backends.cpu.get_cpu_capability(), len(os.sched_getaffinity(0))
         threads, mode, load = torch.get_num_threads(), torch.openreg.get_launch_mode(), os.getloadavg()[0]
         self.results: dict[str, Any] = {
@@ -146,12 +145,10 @@ def of_processes(options: argparse.Namespace, count: int) -> int:
     width = max(map(len, figures(report.results)), default=0)
     report.say(f"{'':{width}} {'ratio':>6}  smallest to largest")
     for name, figure in figures(report.results).items():
-        said = (
-            f"   target {figure['target']:.2f}: {verdict(comparison(figure), figure['target'])}"
-            if "target" in figure
-            else ""
-        )
-        report.say(f"{name:{width}} {figure['ratio']:6.2f}  {figure['low']:.2f} to {figure['high']:.2f}{said}")
+        line = f"{name:{width}} {figure['ratio']:6.2f}  {figure['low']:.2f} to {figure['high']:.2f}"
+        if (target := figure.get("target")) is not None:
+            line += f"   target {target:.2f}: {verdict(comparison(figure), target)}"
+        report.say(line)
     return report.finish()
 
 
@@ -159,31 +156,21 @@ def in_a_process(options: argparse.Namespace, only: Sequence[str] | None, report
     """The results of a suite in a process of its own, whose last line is shown meanwhile on a terminal."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json")
-        words = [
-            sys.executable,
-            "-P",
-            "-m",
-            "openreg_ops",
-            "bench",
-            options.suite,
-            "--processes",
-            "1",
-            "--json",
-            str(path),
-        ]
+        words = [sys.executable, *"-P -m openreg_ops bench".split(), options.suite]
+        words += ["--processes", "1", "--json", str(path)]
         for name in ("rounds", "seconds", "dtype", "plot", "threads"):
             words += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
         words += ["--only", *only] if only else []
         words += ["--against", "best"] if "best" in (options.against or ()) else []
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if report.log.isatty():
-                report.say(f"\r\x1b[K{about}: {line.rstrip()[:60]}", end="")
-        if report.log.isatty():
+        said, shows = [], report.log.isatty()
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            for line in process.stdout:
+                said.append(line)
+                if shows:
+                    report.say(f"\r\x1b[K{about}: {line.rstrip()[:60]}", end="")
+        if shows:
             report.say("\r\x1b[K", end="")
-        if process.wait():
+        if process.returncode:
             raise Wrong(f"{about} ended with {process.returncode}:\n{''.join(said)[-2000:].rstrip()}")
         return json.loads(path.read_text())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -485,14 +486,12 @@ def test_the_last_line_is_shown_on_a_terminal(monkeypatch):
         log=types.SimpleNamespace(isatty=lambda: True), say=lambda text, end: shown.append(text)
     )
 
-    class Popen:
-        stdout = ("one\n", "two\n")
+    class Popen(contextlib.nullcontext):
+        stdout, returncode = ("one\n", "two\n"), 0
 
         def __init__(self, words, **_):
+            super().__init__(self)
             Path(words[words.index("--json") + 1]).write_text("[7]")
-
-        def wait(self):
-            return 0
 
     monkeypatch.setattr(bench_report.subprocess, "Popen", Popen)
     assert bench_report.in_a_process(options("steps"), None, report, "it") == [7]
