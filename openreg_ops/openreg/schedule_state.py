@@ -81,9 +81,9 @@ class Interrupts:
         return interrupt and _in_locks(error)
 
 
-# What Python's locks say if one is released twice, and then if a condition needs it.
+# What Python's locks say if one is released twice, and what a condition says then.
 _RELEASED = ("release unlocked lock", "cannot release un-acquired lock")
-_NEEDED = ("cannot notify on un-acquired lock", "cannot wait on un-acquired lock")
+_NOT_HELD = "cannot notify on un-acquired lock"
 _LOCKS = ("threading", "queue", "openreg_ops.openreg.schedule_threads")  # the last one's locks replace Python's
 
 
@@ -94,8 +94,9 @@ def _in_locks(error: BaseException) -> bool:
 
 
 def _of_locks(error: BaseException) -> bool:
-    said = str(error)
-    return type(error) is RuntimeError and (said in _RELEASED or (said in _NEEDED and _in_locks(error)))
+    if type(error) is not RuntimeError:
+        return False
+    return str(error) in _RELEASED or (str(error) == _NOT_HELD and _in_locks(error))
 
 
 class Ranks:

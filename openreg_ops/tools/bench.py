@@ -107,8 +107,8 @@ def import_seconds() -> Comparison:
 
 
 def plot(text: str) -> str:
-    """A picture's file, as the type of an argument."""
-    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+    """A picture's file, or - for none, as the type of an argument."""
+    if text != "-" and Path(text).suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"expected a file that ends with .png, .svg or .pdf, but got {text!r}")
     return file(text)
 
@@ -143,13 +143,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="best|FILE", nargs="+",
                         help='operators: "best", the fastest of eager PyTorch, torch.compile and ATen\'s fused operator; '
                         "any suite: a file from --json; exits with 1 if a figure is slower than in the file by more than "
-                        "the noise, or is not there any more")  # fmt: skip
-    parser.add_argument("--processes", type=count,
-                        help=f"measure in so many processes, one after the other (default 1; {LEAST} with --json or "
+                        "the noise, or is missing")  # fmt: skip
+    parser.add_argument("--processes", type=count, metavar="N",
+                        help=f"measure in N processes, one after the other (default 1; {LEAST} with --json or "
                         "--against FILE)")  # fmt: skip
     parser.add_argument("--threads", type=threads, help="number of threads, for torch.set_num_threads")
     parser.add_argument(
-        "--plot", metavar="FILE", type=plot, help="scaling: the file for the plot (default out/scaling.png)"
+        "--plot", metavar="FILE", type=plot, help="scaling: the file for the plot, - for none (default out/scaling.png)"
     )
     parser.add_argument("--json", metavar="FILE", type=file,
                         help="also write the results as JSON; - writes only JSON, to stdout")  # fmt: skip
@@ -161,7 +161,7 @@ def main(options: argparse.Namespace) -> int:
     Returns 0 even if a target is missed, because a busy machine can miss any; 1 if `--against FILE` finds a regression.
 
     Raises:
-        Wrong: the options do not fit each other or the suite, before anything is measured.
+        Wrong: the options do not fit each other or the suite, or a process that measures failed.
     """
     words = options.against or []
     files = [word for word in words if word != "best"]
@@ -187,7 +187,7 @@ def main(options: argparse.Namespace) -> int:
     if files:
         options.earlier = earlier_results(options, files[0])
     if options.processes > 1:
-        return of_processes(options, options.processes)
+        return of_processes(options, options.processes, getattr(module, "picture", None))
     return run(options) if module is None else module.run(options)
 
 
@@ -233,7 +233,8 @@ def run(options: argparse.Namespace) -> int:
             kind = "geometric mean" if size != "step" else "ratio"
             report.say(f"{label:14} {kind:14} {average.ratio:5.2f}   target {target:.2f}: {verdict(average, target)}")
             if len(found[size]) > 1:
-                report.add(average, target, name=kind, size=size)
+                of = [case["name"] for case in report.results["cases"] if case["size"] == size]
+                report.add(average, target, name=kind, size=size, of=of)
             else:
                 next(case for case in report.results["cases"] if case["size"] == size)["target"] = target
     if "import" in chosen:

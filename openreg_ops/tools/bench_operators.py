@@ -6,8 +6,8 @@ machine's bandwidth: the bytes per second that they must read and write, as a fr
 achieves. Peak memory is the device allocator's, for the operator and for the eager mathematics on the device.
 
 With `--against best` the other side is the fastest of eager PyTorch, `torch.compile` and ATen's own fused operator, in
-three dtypes, with one thread and with all. Each of them first runs in a process of its own, and does not compete if
-that process crashes or takes minutes.
+three dtypes, with one thread and with all. They are first tried in another process. One that crashes it, or takes
+minutes, does not compete.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import signal
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import openreg_ops
-from openreg_ops.tools.bench_report import Report, entry, plural
+from openreg_ops.tools.bench_report import Report, entry, figures, plural
 from openreg_ops.tools.timing import Comparison, alternate, compared, mean, verdict
 
 __all__ = ["CASES", "Case", "run"]
@@ -39,7 +40,7 @@ BATCH, SEQUENCE, WIDTH, VOCABULARY, HEADS = 8, 512, 1024, 32000, 16
 ROWS = BATCH * SEQUENCE
 MEAN = 1.8  # target: the geometric mean of `--against best`
 PATIENCE = 20.0  # seconds: a round that takes longer is run once
-LIMIT = 120.0  # seconds: what takes longer to compile and call once does not compete
+LIMIT = 120.0  # seconds: what takes longer to import, compile and call once does not compete
 CONTENDERS = ("eager", "compiled", "fused")
 COPY = 256 * 2**20  # bytes of the copy that measures the memory bandwidth
 
@@ -303,7 +304,8 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
         modes["training"] = (training, case.forward_bytes + case.backward_bytes)
     for mode, (make, passes) in modes.items():
         found = compared(*alternate([make(case.eager, host), make(case.operator, device)], budget))
-        result[mode] = {"faster": 1 / found.ratio, **entry(found)}
+        final = mode == list(modes)[-1]
+        result[mode] = entry(found, 1 / case.faster if final else None)
         if passes:
             result[mode]["bandwidth"] = passes * host[0].numel() * host[0].element_size() / found.measured / limit
     final = result[list(modes)[-1]]
@@ -311,7 +313,7 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
         final["memory"] = peak(training(case.operator, device)) / peak(training(case.eager, device))
     if (said := verdict(found, 1 / case.faster, inverse=True)) != "reached":
         said = "" if said == "missed" else f" ({said})"
-        result["missed"].append(f"faster {final['faster']:.2f}, target {case.faster:.2f}{said}")
+        result["missed"].append(f"faster {1 / found.ratio:.2f}, target {case.faster:.2f}{said}")
     if case.bandwidth is not None and final["bandwidth"] < case.bandwidth:
         result["missed"].append(f"bandwidth {final['bandwidth']:.2f}, target {case.bandwidth:.2f}")
     if case.memory is not None and final["memory"] > case.memory:
@@ -330,33 +332,45 @@ def contenders(case: Case, names: Sequence[str] = CONTENDERS) -> dict[str, Calla
     return found
 
 
-def trial(name: str, dtype: str, training_too: bool, threads: int) -> None:
-    """Call each contender of a case once, the compiled one last, and print its name then."""
+def trial(name: str, dtype: str, training_too: bool, threads: int, names: Sequence[str]) -> None:
+    """Call some contenders of a case once, and print the name of each after its call."""
     torch.set_num_threads(threads)
     case = next(case for case in CASES if case.name == name)
     make, inputs = training if training_too else inference, list(case.inputs(getattr(torch, dtype)))
-    for each, function in sorted(contenders(case).items(), key=lambda item: item[0] == "compiled"):
-        make(function, inputs)()
+    functions = contenders(case, names)
+    for each in names:
+        make(functions[each], inputs)()
         print(each, flush=True)
 
 
 TRIAL = "from openreg_ops.tools import bench_operators; bench_operators.trial"
 
 
-def left_out(*cell: Any) -> dict[str, str]:
-    """The contenders that `trial(*cell)` does not call in a process of its own, and why: a signal in generated code
-    would end this process too."""
-    words = [sys.executable, "-P", "-c", f"{TRIAL}{cell}"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired as slow:
-        said, why = (slow.stdout or b"").decode(), f"not done in {LIMIT:.0f} s"
-    else:
-        said, why = done.stdout, done.stderr.strip().rpartition("\n")[2]
-        if done.returncode < 0:
-            why = f"crashed, {signal.Signals(-done.returncode).name}"
-    case = next(case for case in CASES if case.name == cell[0])
-    return {name: why for name in contenders(case) if name not in said.split()}
+def left_out(case: Case, *cell: Any) -> dict[str, str]:
+    """The contenders that cannot be called in another process, and why: a signal would end this process too.
+
+    The one that is called when the process ends is tried again in its own, before it is left out.
+    """
+    waiting = ["eager", *["fused"] * bool(case.fused), *["compiled"] * case.compiles]
+    failed = {}
+    while waiting:
+        words = [sys.executable, "-P", "-c", f"{TRIAL}{(case.name, *cell, waiting)}"]
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            try:
+                said, errors = process.communicate(timeout=LIMIT)
+                why = errors.strip().rpartition("\n")[2]
+                if process.returncode < 0:
+                    why = f"crashed, {signal.Signals(-process.returncode).name}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # compilers, too
+                said, why = process.communicate()[0], f"not done in {LIMIT:.0f} s"
+        alone = not said.split()
+        waiting = [name for name in waiting if name not in said.split()]
+        if alone:
+            failed[waiting.pop(0)] = why
+    return failed
 
 
 def against_best(
@@ -380,7 +394,7 @@ def run_against_best(options: argparse.Namespace) -> int:
     say = report.say
     say("The fastest of e: eager PyTorch, c: torch.compile, f: ATen's fused operator, over openreg: above 1 is ahead.")
     cells: list[Comparison] = []
-    behind, absent = [], []
+    behind, absent, unknown = [], [], 0
     before = torch.get_num_threads()
     for threads in [before] if options.threads or before == 1 else [1, before]:
         torch.set_num_threads(threads)
@@ -397,11 +411,12 @@ def run_against_best(options: argparse.Namespace) -> int:
                         say(f"{'':{width}}{margin}", end="")
                         continue
                     cell = f"{case.name}, {dtype}, {mode}, {plural(threads, 'thread')}"
-                    why = left_out(case.name, dtype, mode == "training", threads) if case.compiles else {}
+                    why = left_out(case, dtype, mode == "training", threads)
                     names = [name for name in CONTENDERS if name not in why]
                     absent += [f"{cell}, {name}: {reason}" for name, reason in why.items()]
                     if not contenders(case, names):
                         say(f"{'- *':>{width}}{margin}", end="")
+                        unknown += 1
                         continue
                     best, found = against_best(case, getattr(torch, dtype), mode == "training", options.seconds, names)
                     say(f"{f'{1 / found.ratio:.2f} {best[0]}' + '*' * bool(why):>{width}}{margin}", end="")
@@ -418,10 +433,12 @@ def run_against_best(options: argparse.Namespace) -> int:
         say(
             f"\ngeometric mean {1 / average.ratio:.2f}{few}, target {MEAN:.2f}: {verdict(average, 1 / MEAN, inverse=True)}"
         )
-        report.add(average, 1 / MEAN, name="geometric mean")
+        of = [name for name, figure in figures(report.results).items() if "low" in figure]
+        report.add(average, 1 / MEAN, name="geometric mean", of=of)
     if absent:
-        say("\n".join(["*: without what failed in a process of its own:", *absent]))
-    say("\n".join(["behind, or not known:", *behind]) if behind else "every cell is at least 1.00")
+        say("\n".join(["*: left out, because the trial failed:", *absent]))
+    measured = f"of {len(cells)} cells with a number, every one" if unknown else "every cell"
+    say("\n".join(["behind, or undecided:", *behind]) if behind else f"{measured} is at least 1.00")
     return report.finish()
 
 
@@ -447,7 +464,7 @@ def run(options: argparse.Namespace) -> int:
             if row := result.get(mode):
                 of_limit = f"{row['bandwidth']:5.2f}" if "bandwidth" in row else " " * 5
                 memory = f"{row['memory']:7.2f}" if "memory" in row else ""
-                cells.append(f"{row['cpu_s'] * 1e3:6.1f}ms {row['openreg_s'] * 1e3:6.1f}ms {row['faster']:6.2f} "
+                cells.append(f"{row['cpu_s'] * 1e3:6.1f}ms {row['openreg_s'] * 1e3:6.1f}ms {1 / row['ratio']:6.2f} "
                              f"{of_limit} {memory}")  # fmt: skip
         missed = f"  MISSED {'; '.join(result['missed'])}" if result["missed"] else ""
         report.say(f"{case.name:21} {'| '.join(cells)}{missed}")

@@ -1,7 +1,7 @@
 """What every suite of ``bench`` prints and writes, and how ``--against FILE`` compares a run with an earlier one.
 
 A figure is a dict with a ratio (above 1 is slower than the other side), the interval of the ratio (`low` and `high`,
-absent if there were too few rounds) and perhaps a target. What is not a ratio has no interval and is not compared.
+absent if there were too few rounds) and perhaps a target. Only figures with an interval are compared.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from openreg_ops.tools.timing import LEAST, Comparison, verdict
+from openreg_ops.tools.timing import LEAST, Comparison, values, verdict
 from openreg_tools.forms import Wrong, write_file
 
 NAMING = ("name", "size", "dtype", "threads", "mode")  # the entries of a case that identify its figures
-# What must be the same in both files, and the option or variable that sets it.
+# What must be the same in both runs, and the option or variable that sets it.
 SETTINGS = {"suite": "the suite", "threads": "--threads", "mode": "OPENREG_LAUNCH_MODE"}
 
 
@@ -107,68 +107,110 @@ def comparison(figure: dict[str, float]) -> Comparison:
     return Comparison(*seconds, figure.get("low", 0.0), figure.get("high", math.inf))
 
 
-def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The figures with an interval, by a name made of what identifies them."""
+def figures(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The ratios, by a name made of what identifies them."""
     found = {}
     for case in results["cases"]:
         words = [str(case[key]) for key in NAMING if key in case]
         for part in (None, "forward", "training"):
             figure = case if part is None else case.get(part)
-            if figure and "low" in figure:
+            if figure and "ratio" in figure:
                 found[", ".join([*words, *([part] if part else [])])] = figure
     return found
+
+
+def comparable(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures with an interval."""
+    return {name: figure for name, figure in figures(results).items() if "low" in figure}
 
 
 # ---- several processes ----
 
 
-def of_processes(options: argparse.Namespace, count: int) -> int:
-    """Measure the suite in several processes, one after the other, and report all of them.
+def of_processes(options: argparse.Namespace, count: int, picture: Callable[[Report], None] | None) -> int:
+    """Measure the suite in several processes, one after the other: print the report of the first, and all their ratios.
 
-    A ratio is the median of the processes' ratios, and their range is its interval: where the loader puts the
+    A ratio is the median of the processes' ratios, and its interval is made from them: where the loader puts the
     libraries, and what the allocators hold, differ from process to process.
     """
     report = Report(options, f"{plural(count, 'process')} one after the other")
     runs = []
     for number in range(1, count + 1):
         begin, about = time.perf_counter(), f"process {number} of {count}"
-        runs.append(in_a_process(options, options.only, report, about))
+        runs.append(in_a_process(options, options.only, report, about, shows=number == 1))
         report.say(f"{about} took {time.perf_counter() - begin:.0f} s")
-    report.results |= {key: value for key, value in runs[0].items() if key not in ("load", "processes")}
-    report.results["processes"] = count
-    each = [figures(run) for run in runs]
-    for name, figure in figures(report.results).items():
-        same = [found[name] for found in each if name in found]
-        figure |= {key: statistics.median(one[key] for one in same) for key in figure if key in ("cpu_s", "openreg_s")}
-        ratios = [one["ratio"] for one in same]
-        figure |= {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
-    width = max(map(len, figures(report.results)), default=0)
-    report.say(f"{'':{width}} {'ratio':>6}  smallest to largest")
-    for name, figure in figures(report.results).items():
-        line = f"{name:{width}} {figure['ratio']:6.2f}  {figure['low']:.2f} to {figure['high']:.2f}"
+    report.results = together(runs, load=report.results["load"])
+    found = figures(report.results)
+    width = max(map(len, found), default=0)
+    report.say(f"{'':{width}} {'ratio':>6}  interval" if found else "no ratios to compare")
+    for name, figure in found.items():
+        line = f"{name:{width}} {figure['ratio']:6.2f}  "
+        line += f"{figure['low']:.2f} to {figure['high']:.2f}" if "low" in figure else f"{'':12}"
         if (target := figure.get("target")) is not None:
             line += f"   target {target:.2f}: {verdict(comparison(figure), target)}"
-        report.say(line)
+        report.say(line.rstrip())
+    if picture:
+        picture(report)
     return report.finish()
 
 
-def in_a_process(options: argparse.Namespace, only: Sequence[str] | None, report: Report, about: str) -> dict[str, Any]:
-    """The results of a suite in a process of its own, whose last line is shown meanwhile on a terminal."""
+def together(runs: Sequence[dict[str, Any]], **head: Any) -> dict[str, Any]:
+    """The results of several processes as one: medians of numbers, and intervals of the processes' ratios.
+
+    A ratio that some process lacks, or that too few have, gets no interval.
+    """
+    by_key: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        for case in run["cases"]:
+            by_key.setdefault(str([case.get(key) for key in NAMING]), []).append(case)
+    every = [figures(run) for run in runs]
+    results = common([{key: value for key, value in run.items() if key != "cases"} for run in runs])
+    results |= {**head, "processes": len(runs), "cases": [common(cases) for cases in by_key.values()]}
+    for name, figure in figures(results).items():
+        found = values([each[name]["ratio"] for each in every if name in each])
+        figure.pop("low", None), figure.pop("high", None)
+        figure["ratio"] = found.measured
+        if all(name in each for each in every) and not math.isinf(found.high):
+            figure |= {"low": found.low, "high": found.high}
+    return results
+
+
+def common(entries: Sequence[Any]) -> Any:
+    """The same entry of several results: the median of numbers, the entries of dicts, or all values that differ."""
+    if all(isinstance(entry, dict) for entry in entries):
+        keys = dict.fromkeys(key for entry in entries for key in entry)
+        return {key: common([entry[key] for entry in entries if key in entry]) for key in keys}
+    if all(isinstance(entry, float) for entry in entries):
+        return statistics.median(entries)
+    different = [entry for i, entry in enumerate(entries) if entry not in entries[:i]]
+    return different[0] if len(different) == 1 else different
+
+
+def in_a_process(
+    options: argparse.Namespace, only: Sequence[str] | None, report: Report, about: str, shows: bool = False
+) -> dict[str, Any]:
+    """The results of a suite in a process of its own.
+
+    With `shows`, what it prints is printed. Otherwise, a terminal shows its last line while it runs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json")
         words = [sys.executable, *"-P -m openreg_ops bench".split(), options.suite]
         words += ["--processes", "1", "--json", str(path)]
-        for name in ("rounds", "seconds", "dtype", "plot", "threads"):
+        for name in ("rounds", "seconds", "dtype", "threads"):
             words += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
         words += ["--only", *only] if only else []
         words += ["--against", "best"] if "best" in (options.against or ()) else []
-        said, shows = [], report.log.isatty()
+        words += ["--plot", "-"] if options.suite == "scaling" else []
+        said, terminal = [], report.log.isatty() and not shows
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             for line in process.stdout:
                 said.append(line)
                 if shows:
+                    report.say(line, end="")
+                elif terminal:
                     report.say(f"\r\x1b[K{about}: {line.rstrip()[:60]}", end="")
-        if shows:
+        if terminal:
             report.say("\r\x1b[K", end="")
         if process.returncode:
             raise Wrong(f"{about} ended with {process.returncode}:\n{''.join(said)[-2000:].rstrip()}")
@@ -184,22 +226,23 @@ def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
     Raises:
         Wrong: it cannot, and why.
     """
-    write = "write it with the same suite and --json"
     if options.json not in (None, "-") and Path(options.json).resolve() == Path(path).resolve():
         raise Wrong(f"--json would overwrite {path}, which --against compares with; name another file")
+    if (options.rounds or LEAST) < LEAST:
+        raise Wrong(f"--against FILE needs at least {LEAST} rounds, but got --rounds {options.rounds}")
     try:
         earlier = json.loads(Path(path).read_text())
-        found = figures(earlier)
+        found = comparable(earlier)
         numbers = [figure[key] for figure in found.values() for key in ("ratio", "low", "high")]
         if not all(isinstance(each, int | float) for each in numbers) or not isinstance(earlier["processes"], int):
             raise TypeError
-        before = {key: earlier[key] for key in SETTINGS}
+        before = {key: earlier[key] for key in (*SETTINGS, "processor")}
     except OSError as error:
         raise Wrong(
             f'--against takes "best" or a file that --json wrote, but {path} cannot be read: {error.strerror}'
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise Wrong(f"{path} is not a file that --json wrote; {write}") from None
+        raise Wrong(f"{path} is not a file that this version's --json wrote; write it again") from None
     now = {"suite": suite_of(options), "threads": torch.get_num_threads(), "mode": torch.openreg.get_launch_mode()}
     for key, option in SETTINGS.items():
         if before[key] != now[key]:
@@ -210,30 +253,34 @@ def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
             raise Wrong(f"times differ from process to process, and {whose} {plural(count, 'process')}; use --processes "
                         f"{LEAST} or more, the default with --json and --against FILE")  # fmt: skip
     if not found:
-        raise Wrong(f"{path} has no figure with an interval. Only ratios are compared, not seconds or bytes")
+        raise Wrong(f"{path} has no ratio with an interval, and only these are compared")
+    if options.dtype and options.dtype not in (case.get("dtype") for case in earlier["cases"]):
+        raise Wrong(f"{path} has no figures of {options.dtype}; write it with --dtype {options.dtype}")
     return earlier
 
 
 def against(report: Report) -> int:
-    """Print the figures that are slower than in the file beyond the noise; 1 if there are some, or if one is gone."""
+    """Print the figures that are slower than in the file beyond the noise; 1 if there are some, or if one is missing."""
     options, results = report.options, report.results
     path, earlier = earlier_file(options), options.earlier
-    before, now = figures(earlier), figures(results)
-    if before.keys().isdisjoint(now):
-        raise Wrong(f"{path} has none of these figures, but {', '.join(list(before)[:3])}, …")
+    before, now = comparable(earlier), comparable(results)
+    # A mean of other cases is another figure.
+    for name in [name for name in before if name in now and before[name].get("of") != now[name].get("of")]:
+        del before[name], now[name]
+    chosen = options.only or options.dtype
+    if chosen and before.keys().isdisjoint(now):
+        raise Wrong(f"{path} and this run have no figure in common; the file has {', '.join(before)}")
     if earlier["processor"] != results["processor"]:
         report.say(f"{path} was measured on {earlier['processor']}, so a difference may be the processor's")
-    common = [name for name in now if name in before]
-    worse = [name for name in common if now[name]["low"] > before[name]["high"]]
+    both = [name for name in now if name in before]
+    worse = [name for name in both if now[name]["low"] > before[name]["high"]]
     for name in worse:
         was, here = before[name], now[name]
         report.say(f"slower: {name}: {here['ratio']:.2f} ({here['low']:.2f} to {here['high']:.2f}), was "
                    f"{was['ratio']:.2f} ({was['low']:.2f} to {was['high']:.2f})")  # fmt: skip
-    chosen = options.only or options.dtype
-    gone = [] if chosen else [name for name in before if name not in now]
-    for name in gone:
-        report.say(f"gone: {name} is in {path}, but was not measured, or has too few rounds")
-    report.say(
-        f"against {path}: {len(worse)} of {plural(len(common), 'figure')} slower beyond the noise, {len(gone)} gone"
-    )
-    return 1 if worse or gone else 0
+    missing = [] if chosen else [name for name in before if name not in now]
+    for name in missing:
+        report.say(f"missing: {name} is in {path}, but was not measured in every process")
+    count = plural(len(both), "figure")
+    report.say(f"against {path}: {len(worse)} of {count} slower beyond the noise, {len(missing)} missing")
+    return 1 if worse or missing else 0

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from openreg_ops.tools.bench_report import Report
-from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, settle, verdict
+from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, verdict
 from openreg_tools.forms import Wrong, seconds
 
 DEVICES = ("cpu", "openreg")
@@ -98,7 +98,8 @@ def among(count: int, name: str, size: int, rounds: int) -> Comparison:
                 worker.kill()
                 worker.wait()
         if any(ended):
-            raise Wrong(f"{name} in {count} processes ended with {next(filter(None, ended))}; see above")
+            said = ", ".join("killed" if each is None else str(each) for each in ended)
+            raise Wrong(f"{name}: its {count} processes ended with {said}; see above")
         found = [Comparison(**json.loads(Path(folder, str(rank)).read_text())) for rank in range(count)]
     return max(found, key=lambda each: each.measured)
 
@@ -113,14 +114,15 @@ def worker(folder: str, name: str, size: str, rounds: str) -> None:
     calls = [make(device, int(size)) for device in DEVICES]
     dist.barrier()  # all have imported and made their tensors
     times: list[list[float]] = [[], []]
+    waits = torch.openreg.get_launch_mode() == "async"
     for call in calls:
         call()
     for index in range(int(rounds)):  # every process makes the same calls in the same order, so collectives match
         for which in (0, 1) if index % 2 else (1, 0):
             start = time.perf_counter()
             calls[which]()
-            if which:
-                settle()
+            if which and waits:
+                torch.accelerator.synchronize()
             times[which].append(time.perf_counter() - start)
     found = compared(*times)
     values = {key: getattr(found, key) for key in ("reference", "measured", "low", "high")}
@@ -189,19 +191,16 @@ def run(options: argparse.Namespace) -> int:
     chosen = options.only or NAMES
     report = Report(options, f"float32, {options.rounds} rounds")
     report.say(f"{'':11} {'':26} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
-    curves: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
 
     def row(name: str, what: str, value: int, found: Comparison) -> None:
         label = f"{value:,} {CASES[name][2] if what == 'size' else 'processes' if value > 1 else 'process'}"
         times = f"{seconds(found.reference):>10} {seconds(found.measured):>10}"
         report.say(f"{name:11} {label:>26} {times} {found.ratio:7.2f}")
-        curves[name][what].append((value, found.reference, found.measured))
-        report.add(found, name=name, size=label)
+        report.add(found, name=name, size=label, what=what, value=value)
 
     for name, (_make, sizes, _unit) in CASES.items():
         if name not in chosen:
             continue
-        curves[name] = {"size": [], "processes": []}
         for size in sizes:
             several = name == "all-reduce"
             found = among(2, name, size, options.rounds) if several else measure(name, size, options.rounds)
@@ -222,9 +221,19 @@ def run(options: argparse.Namespace) -> int:
         report.say(
             f"the device adds {added.measured:.2f} s to import torch, target {target:.2f}: {verdict(added, target)}"
         )
-    if curves:
-        report.say(draw(options.plot, curves))
+    picture(report)
     return report.finish()
+
+
+def picture(report: Report) -> None:
+    """Draw the times of a report, unless the options ask for no picture."""
+    curves: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
+    for case in report.results["cases"]:
+        if "what" in case:
+            of_case = curves.setdefault(case["name"], {"size": [], "processes": []})
+            of_case[case["what"]].append((case["value"], case["cpu_s"], case["openreg_s"]))
+    if curves and report.options.plot != "-":
+        report.say(draw(report.options.plot, curves))
 
 
 if __name__ == "__main__":

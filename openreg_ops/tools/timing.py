@@ -121,7 +121,7 @@ def values(seconds: Sequence[float]) -> Comparison:
 def mean(comparisons: Iterable[Comparison]) -> Comparison:
     """The geometric mean of the ratios, as a comparison with 1; the errors of the cases are independent.
 
-    That of a single ratio has its interval.
+    A single ratio keeps its interval.
     """
     every = list(comparisons)
     ratio = math.exp(statistics.fmean(math.log(each.ratio) for each in every))
@@ -134,7 +134,7 @@ def mean(comparisons: Iterable[Comparison]) -> Comparison:
 def verdict(
     found: Comparison, target: float, text: Callable[[float], str] = "{:.2f}".format, inverse: bool = False
 ) -> str:
-    """Whether a ratio is at most `target`: "reached", "missed", or why nobody can tell.
+    """Whether a ratio is at most `target`: "reached", "missed", or why it is undecided.
 
     `text` formats the ends of the interval, of the ratio or its inverse.
     """

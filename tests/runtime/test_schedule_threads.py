@@ -457,7 +457,7 @@ def _waits_in_a_context_of_its_own(lock, condition):
 def _waits_at_a_barrier(lock, condition):
     """Another thread releases the barrier meanwhile, so that its end notifies a condition without the lock."""
     barrier = threading.Barrier(2)
-    barrier._cond, condition._is_owned = condition, lock.locked
+    barrier._cond, condition._is_owned = condition, getattr(lock, "_is_owned", None) or lock.locked
     barrier._wait = lambda timeout: setattr(barrier, "_state", 1) or condition.wait()
     barrier.wait()
 
@@ -479,8 +479,6 @@ def test_ctrl_c_in_pythons_own_locks(kind, where, waits):
 
     A lock from outside the program is Python's own, whose methods are not in the error's frames.
     """
-    if waits is _waits_at_a_barrier and kind == "RLock":
-        kind = "Lock"  # an RLock cannot be asked whether it is locked
     outside = getattr(threading, kind)()
 
     def program():

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 import threading
 import types
 from pathlib import Path
@@ -307,81 +308,88 @@ def test_no_target_is_reached_in_noise():
 
 @pytest.fixture
 def earlier(tmp_path):
-    """Writes the JSON of a run with two figures, and returns its path."""
+    """Writes the JSON of a run, in which add has the given ratio and other cases a ratio of 1, and returns its path."""
 
     def write(ratio=1.0, noise=0.1, names=("add", "mul"), **head):
         cases = [{"name": names[0], "size": "64", "ratio": ratio, "low": ratio - noise, "high": ratio + noise}]
-        cases += [
-            {"name": name, "dtype": "float32", "forward": {"ratio": 1.0, "low": 0.9, "high": 1.1}} for name in names[1:]
-        ]
+        for name in names[1:]:
+            cases.append({"name": name, "dtype": "float32", "forward": {"ratio": 1.0, "low": 0.9, "high": 1.1}})
+        average = {"name": "geometric mean", "ratio": ratio, "low": ratio, "high": ratio, "of": list(names)}
+        results = {"suite": "device", "threads": torch.get_num_threads(), "mode": "inline", "processor": "a"}
+        results |= {"processes": 6, "cases": [*cases, average]}
         path = tmp_path / f"earlier{len(list(tmp_path.iterdir()))}.json"
-        usual = {
-            "suite": "device",
-            "threads": torch.get_num_threads(),
-            "mode": "inline",
-            "processor": "a",
-            "processes": 6,
-        }
-        path.write_text(json.dumps(usual | {"cases": cases} | head))
+        path.write_text(json.dumps(results | head))
         return str(path)
 
     return write
 
 
-def again(path, capsys, *words):
-    """`bench --against earlier.json`, of a run whose results are those in `path`."""
+def again(path, *words):
+    """`bench --against earlier.json`, of a run in which every process finds what is in `path`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_report, "in_a_process", lambda *_: json.loads(Path(path).read_text()))
-        status = bench.main(options(*words, processes=None))
-    return status, capsys.readouterr().out
+        patch.setattr(bench_report, "in_a_process", lambda *_, **__: json.loads(Path(path).read_text()))
+        return bench.main(options(*words, processes=None))
 
 
-def test_regressions(earlier, capsys):
-    before = earlier()
-    for ratio, status in ((1.0, 0), (1.15, 0), (1.3, 1), (0.5, 0)):
-        now = earlier(ratio, noise=0)
-        with pytest.MonkeyPatch.context() as patch:
-            runs = [json.loads(Path(now).read_text()) for _ in range(6)]
-            for i, run in enumerate(runs):  # the interval is the range of the processes
-                run["cases"][0]["ratio"] += (i - 2.5) / 50
-            patch.setattr(bench_report, "in_a_process", lambda *_, runs=runs: runs.pop())
-            assert bench.main(options("--against", before, processes=None)) == status
-        said = capsys.readouterr().out
-        assert f"against {before}: {status} of 2 figures slower beyond the noise, 0 gone" in said
-        assert re.search(rf"^add, 64 +{ratio:.2f}  {ratio - 0.05:.2f} to {ratio + 0.05:.2f}$", said, re.M)
-        assert (
-            f"slower: add, 64: {ratio:.2f} ({ratio - 0.05:.2f} to {ratio + 0.05:.2f}), was 1.00 (0.90 to 1.10)" in said
-        ) == status
+@pytest.mark.parametrize(("ratio", "status"), [(1.0, 0), (1.14, 0), (1.3, 1), (0.5, 0)])
+def test_regressions(earlier, capsys, ratio, status):
+    """The interval is the range of six processes, here 0.1 wide."""
+    before, runs = earlier(), [json.loads(Path(earlier(ratio)).read_text()) for _ in range(6)]
+    for i, run in enumerate(runs):
+        run["cases"][0]["ratio"] += (i - 2.5) / 50
+        del run["cases"][-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_report, "in_a_process", lambda *_, **__: runs.pop())
+        words = ("--json", "-", "--against", before)
+        assert bench.main(options(*words, "--only", "add", "mul", processes=None)) == status
+    said = capsys.readouterr()
+    low, high = f"{ratio - 0.05:.2f}", f"{ratio + 0.05:.2f}"
+    assert f"against {before}: {status} of 2 figures slower beyond the noise, 0 missing" in said.err
+    assert re.search(rf"^add, 64 +{ratio:.2f}  {low} to {high}$", said.err, re.M)
+    slower = f"slower: add, 64: {ratio:.2f} ({low} to {high}), was 1.00 (0.90 to 1.10)"
+    assert (slower in said.err) == bool(status)
+    case = json.loads(said.out)["cases"][0]  # alone, for a program to read
+    assert (case["low"], case["high"]) == (pytest.approx(ratio - 0.05), pytest.approx(ratio + 0.05))
 
 
-def test_a_figure_that_is_gone(earlier, capsys):
+def test_a_missing_figure_is_a_regression(earlier, capsys):
     before, now = earlier(names=("add", "mul", "mm")), earlier()
-    status, said = again(now, capsys, "--against", before)
-    assert status == 1 and "0 of 2 figures slower beyond the noise, 1 gone" in said
-    assert f"gone: mm, float32, forward is in {before}, but was not measured, or has too few rounds" in said
-    assert again(now, capsys, "--only", "add", "--against", before)[0] == 0  # the others were not asked for
-    said = again(earlier(processor="b"), capsys, "--against", now)[1]
-    assert f"{now} was measured on a, so a difference may be the processor's" in said
+    assert again(now, "--against", before) == 1
+    said = capsys.readouterr().out
+    assert "0 of 2 figures slower beyond the noise, 1 missing" in said
+    assert f"missing: mm, float32, forward is in {before}, but was not measured in every process" in said
+    assert again(now, "--only", "add", "--against", before) == 0  # the others were not asked for
+    assert again(earlier(processor="b"), "--against", now) == 0
+    assert f"{now} was measured on a, so a difference may be the processor's" in capsys.readouterr().out
+    assert again(earlier(names=("sum",)), "--against", before) == 1
+    assert "0 of 0 figures slower beyond the noise, 3 missing" in capsys.readouterr().out
     with pytest.raises(
-        Wrong, match="has none of these figures, but add, 64, mul, float32, forward, mm, float32, forward, …"
+        Wrong, match="have no figure in common; the file has add, 64, mul, float32, forward, mm, float32"
     ):
-        again(earlier(names=("sum",)), capsys, "--against", before)
+        again(earlier(names=("sum",)), "--only", "sum", "--against", before)
+
+
+def test_a_mean_of_other_cases_is_another_figure(earlier, capsys):
+    before = earlier(1.0, names=("add", "mul"))
+    assert again(earlier(2.0, noise=0, names=("add", "mul")), "--against", before) == 1
+    assert "slower: geometric mean: 2.00" in capsys.readouterr().out
+    assert again(earlier(2.0, noise=0, names=("add",)), "--only", "add", "--against", before) == 1
+    said = capsys.readouterr().out
+    assert "slower: add, 64: 2.00" in said and "slower: geometric mean" not in said and "1 of 1 figure slower" in said
 
 
 @pytest.mark.parametrize("text", ["garbage", "{}", "[]", "3", '{"suite": "device", "cases": 3}',
                                   '{"suite": "device", "cases": [{"low": 1}]}', '{"cases": [], "processes": 6}'])  # fmt: skip
 def test_a_file_that_is_no_report(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(bench_report, "in_a_process", lambda *_: pytest.fail("measures before it reads the file"))
+    monkeypatch.setattr(bench_report, "in_a_process", lambda *_, **__: pytest.fail("measures before it reads the file"))
     path = tmp_path / "earlier.json"
     path.write_text(text)
-    with pytest.raises(
-        Wrong, match="earlier.json is not a file that --json wrote; write it with the same suite and --json"
-    ):
+    with pytest.raises(Wrong, match="earlier.json is not a file that this version's --json wrote; write it again"):
         bench.main(options("--against", str(path)))
 
 
 def test_runs_that_cannot_be_compared(earlier, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_report, "in_a_process", lambda *_: pytest.fail("measures before it reads the file"))
+    monkeypatch.setattr(bench_report, "in_a_process", lambda *_, **__: pytest.fail("measures before it reads the file"))
     before = earlier()
     for path, words, processes, why in (
         (earlier(suite="graphs"), (), None, "was measured with the suite graphs, and this run has device"),
@@ -394,7 +402,7 @@ def test_runs_that_cannot_be_compared(earlier, monkeypatch, tmp_path):
         (earlier(mode="async"), (), None, "was measured with OPENREG_LAUNCH_MODE async, and this run has inline"),
         (earlier(processes=1), (), None, r"\.json has 1 process; use --processes 6 or more, the default with --json"),
         (before, (), "5", "times differ from process to process, and this run has 5 processes; use --processes 6"),
-        (earlier(cases=[]), (), None, "has no figure with an interval. Only ratios are compared"),
+        (earlier(cases=[]), (), None, "has no ratio with an interval, and only these are compared"),
         (before, ("--json", before), None, f"--json would overwrite {before}, which --against compares with"),
         (
             str(tmp_path / "none"),
@@ -437,35 +445,50 @@ def test_options_that_do_not_fit(capsys, tmp_path):
 def test_several_processes_are_one_report(monkeypatch, capsys, tmp_path):
     asked = []
 
-    def in_a_process(given, only, report, about):
-        asked.append((about, only))
+    def in_a_process(given, only, report, about, shows):
+        asked.append((about, only, shows))
         n = len(asked)
-        cell = {
-            "name": "swiglu",
-            "dtype": "float32",
-            "forward": {"cpu_s": n, "openreg_s": n / 2, "ratio": n / 10, "low": 0, "high": 9, "target": 0.5},
+        cell = {"cpu_s": float(n), "openreg_s": n / 2, "ratio": n / 10, "low": 0.0, "high": 9.0, "target": 0.5}
+        cases = [{"name": "swiglu", "dtype": "float32", "bandwidth": n / 4, "missed": ["a"], "forward": cell}]
+        cases.append({"name": "slow", "ratio": n / 1, "best": "eager" if n < 3 else "fused"})  # without an interval
+        cases += [{"name": "sometimes", "ratio": 1.0, "low": 0.9, "high": 1.1}] if n != 4 else []
+        return {
+            "suite": "device",
+            "threads": 1,
+            "load": 9.0,
+            "import_s": n / 1,
+            "processes": 1,
+            "cases": cases[:: n % 2 * 2 - 1],
         }
-        few = {"name": "slow", "cpu_s": 1, "openreg_s": 1, "ratio": 1.0}  # without an interval
-        return {"suite": "device", "threads": 1, "mode": "inline", "load": 9.0, "processes": 1, "cases": [cell, few]}
 
     monkeypatch.setattr(bench_report, "in_a_process", in_a_process)
     path = tmp_path / "it.json"
     assert bench.main(options("--only", "add", "--json", str(path), processes=None)) == 0
     said, written = capsys.readouterr().out, json.loads(path.read_text())
-    assert asked == [(f"process {n} of 6", ["add"]) for n in range(1, 7)] and written["processes"] == 6
-    assert written["cases"][0]["forward"] == {
-        "cpu_s": 3.5,
-        "openreg_s": 1.75,
-        "ratio": 0.35,
-        "low": 0.1,
-        "high": 0.6,
-        "target": 0.5,
-    }
-    assert re.search(
-        r"^swiglu, float32, forward +0.35  0.10 to 0.60   target 0.50: too noisy to tell, 0.10 to 0.60$", said, re.M
+    assert asked == [(f"process {n} of 6", ["add"], n == 1) for n in range(1, 7)]
+    assert (
+        written["processes"] == 6 and written["import_s"] == 3.5 and written["load"] != 9.0 and written["threads"] == 1
     )
-    assert "slow" not in said and "6 processes one after the other" in said and "process 6 of 6 took" in said
-    assert written["load"] != 9.0
+    swiglu, slow, sometimes = written["cases"]
+    ends = {"ratio": pytest.approx(0.35), "low": pytest.approx(0.1), "high": pytest.approx(0.6)}
+    assert swiglu["forward"] == {"cpu_s": 3.5, "openreg_s": 1.75, "target": 0.5, **ends}
+    assert swiglu["bandwidth"] == 3.5 / 4 and swiglu["missed"] == ["a"]
+    assert slow == {"name": "slow", "ratio": 3.5, "best": ["eager", "fused"], "low": 1.0, "high": 6.0}
+    assert sometimes == {"name": "sometimes", "ratio": 1.0}
+    line = "swiglu, float32, forward +0.35  0.10 to 0.60   target 0.50: too noisy to tell, 0.10 to 0.60"
+    assert re.search(f"^{line}$", said, re.M) and re.search("^sometimes +1.00$", said, re.M)
+    assert "6 processes one after the other" in said and "process 6 of 6 took" in said
+    del asked[:]
+    assert bench.main(options("--only", "add", processes="5")) == 0
+    said = capsys.readouterr().out  # five are too few
+    assert re.search("^swiglu, float32, forward +0.30 +target 0.50: too few rounds to tell$", said, re.M)
+
+
+def test_more_processes_make_the_interval_narrower():
+    """It holds the median with 95 % confidence, so with many processes it is not the range."""
+    runs = [{"cases": [{"name": "add", "ratio": float(n)}]} for n in range(1, 101)]
+    (case,) = bench_report.together(runs)["cases"]
+    assert case == {"name": "add", "ratio": 50.5, "low": 40.0, "high": 61.0}
 
 
 @pytest.mark.processes
@@ -480,22 +503,54 @@ def test_a_suite_in_its_own_process(capsys):
         bench_report.in_a_process(given, ["no-such"], report, "a try")
 
 
-def test_the_last_line_is_shown_on_a_terminal(monkeypatch):
-    shown = []
-    report = types.SimpleNamespace(
-        log=types.SimpleNamespace(isatty=lambda: True), say=lambda text, end: shown.append(text)
-    )
+@pytest.fixture
+def started(monkeypatch):
+    """Commands of processes, which are not started. Each prints two lines and writes [7]."""
+    commands = []
 
     class Popen(contextlib.nullcontext):
         stdout, returncode = ("one\n", "two\n"), 0
 
         def __init__(self, words, **_):
             super().__init__(self)
+            commands.append(words)
             Path(words[words.index("--json") + 1]).write_text("[7]")
 
     monkeypatch.setattr(bench_report.subprocess, "Popen", Popen)
-    assert bench_report.in_a_process(options("steps"), None, report, "it") == [7]
-    assert shown == ["\r\x1b[Kit: one", "\r\x1b[Kit: two", "\r\x1b[K"]
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shows", "expected"),
+    [
+        (True, False, ["\r\x1b[Kit: one", "\r\x1b[Kit: two", "\r\x1b[K"]),
+        (False, False, []),
+        (True, True, ["one\n", "two\n"]),
+        (False, True, ["one\n", "two\n"]),
+    ],
+)
+def test_what_a_process_shows(started, terminal, shows, expected):
+    shown = []
+    report = types.SimpleNamespace(
+        log=types.SimpleNamespace(isatty=lambda: terminal), say=lambda text, end: shown.append(text)
+    )
+    assert bench_report.in_a_process(options("steps"), None, report, "it", shows) == [7] and shown == expected
+
+
+def test_a_process_gets_the_options(started):
+    report = types.SimpleNamespace(log=types.SimpleNamespace(isatty=lambda: False))
+    for words, expected in (
+        (("operators", "--against", "best", "earlier.json", "--dtype", "float64", "--seconds", "3"),
+         "operators --processes 1 --json F --seconds 3.0 --dtype float64 --against best"),
+        (("scaling", "--threads", "2", "--rounds", "7", "--plot", "-", "--against", "earlier.json"),
+         "scaling --processes 1 --json F --rounds 7 --threads 2 --plot -"),
+        (("device", "--only", "add", "mul"), "device --processes 1 --json F --only add mul"),
+    ):  # fmt: skip
+        given = options(*words)
+        bench_report.in_a_process(given, given.only, report, "it")
+        words = started.pop()[5:]
+        words[words.index("--json") + 1] = "F"
+        assert " ".join(words) == expected
 
 
 def test_compile_time_leaves_the_first_round_out(monkeypatch):
@@ -646,7 +701,8 @@ def test_report_of_operators(monkeypatch, capsys, tmp_path, small):
     by_name = {case["name"]: case for case in report["cases"]}
     assert list(by_name) == ["swiglu", "quantize_rowwise", "linear_cross_entropy"] and report["threads"] == 1
     swiglu, elements = by_name["swiglu"], 2 * 8 * 64
-    assert swiglu["dtype"] == "float32" and swiglu["forward"]["faster"] == pytest.approx(1.5)
+    assert swiglu["dtype"] == "float32" and swiglu["forward"]["ratio"] == pytest.approx(1 / 1.5)
+    assert swiglu["training"]["target"] == 0.5 and "target" not in swiglu["forward"]
     assert swiglu["forward"]["bandwidth"] == pytest.approx(3 * elements * 4 / 0.002 / 8e6)
     assert swiglu["training"]["bandwidth"] == pytest.approx((3 + 5) * elements * 4 / 0.002 / 8e6)
     assert swiglu["missed"] == ["faster 1.50, target 2.00"]
@@ -695,8 +751,9 @@ def test_report_against_the_best(monkeypatch, capsys, tmp_path, small):
 def test_report_without_contenders_that_fail(monkeypatch, capsys, tmp_path, small):
     monkeypatch.setattr(torch, "compile", lambda body, **_: pytest.fail("its code must not run in this process"))
 
-    def left_out(name, dtype, training, threads):
-        return {"compiled": "crashed, SIGSEGV", **({"eager": "not done in 120 s"} if name == "swiglu" else {})}
+    def left_out(case, dtype, training, threads):
+        slow = {"eager": "not done in 120 s"} if case.name == "swiglu" else {}
+        return {"compiled": "crashed, SIGSEGV", **slow} if case.compiles else {}
 
     monkeypatch.setattr(bench_operators, "left_out", left_out)
     monkeypatch.setattr(bench_operators, "alternate", lambda calls, *_, **__: [[3e-3] * 9, [2e-3] * 9])
@@ -704,8 +761,11 @@ def test_report_without_contenders_that_fail(monkeypatch, capsys, tmp_path, smal
     assert bench.main(options("operators", *words, "--threads", "1", "--json", str(tmp_path / "best.json"))) == 0
     said, report = capsys.readouterr().out, json.loads((tmp_path / "best.json").read_text())
     assert re.search(r"^quantize_rowwise +1.50 e\* *$", said, re.M) and re.search(r"^swiglu +- \* +- \* *$", said, re.M)
-    assert re.search(r"^adamw_step_ +1.50 e *$", said, re.M) and "every cell is at least 1.00" in said
-    assert "own:\nswiglu, bfloat16, forward, 1 thread, compiled: crashed, SIGSEGV\n" in said
+    assert (
+        re.search(r"^adamw_step_ +1.50 e *$", said, re.M)
+        and "of 2 cells with a number, every one is at least 1.00" in said
+    )
+    assert "failed:\nswiglu, bfloat16, forward, 1 thread, compiled: crashed, SIGSEGV\n" in said
     assert "swiglu, bfloat16, training, 1 thread, eager: not done in 120 s\n" in said
     assert {(each["name"], str(each.get("left_out"))) for each in report["cases"]} == {
         ("quantize_rowwise", "{'compiled': 'crashed, SIGSEGV'}"),
@@ -723,27 +783,36 @@ def test_slow_cells_are_not_in_the_mean(monkeypatch, capsys, small):
     assert bench.main(options("operators", *words)) == 0
     said = capsys.readouterr().out
     assert "geometric mean 3.00 (2 cells with too few rounds left out), target 1.80: reached" in said
-    assert "behind, or not known:\nswiglu, float32, forward, 1 thread: 100.00, too few rounds to tell\n" in said
+    assert "behind, or undecided:\nswiglu, float32, forward, 1 thread: 100.00, too few rounds to tell\n" in said
     assert bench.main(options("operators", *words[:3], "adamw_step_", *words[5:])) == 0
     assert "geometric mean" not in capsys.readouterr().out  # of no cell
 
 
 @pytest.mark.processes
 def test_contenders_that_are_left_out(monkeypatch):
+    """One that fails does not take the others with it."""
+    case = next(case for case in bench_operators.CASES if case.name == "rms_norm")
     monkeypatch.setattr(bench_operators, "LIMIT", 3)
-    everything = dict.fromkeys(bench_operators.CONTENDERS)
-    for code, expected in (
-        ("print('eager\\ncompiled', 'fused'); print", {}),
-        ("print('fused'); raise ValueError", dict.fromkeys(("eager", "compiled"), "ValueError: ('rms_norm', 1)")),
-        ("import os; print('fused\\neager', flush=True); os.abort() or print", {"compiled": "crashed, SIGABRT"}),
-        (
-            "import time; print('eager', flush=True); time.sleep(99) or print",
-            dict.fromkeys(("compiled", "fused"), "not done in 3 s"),
-        ),
-        ("import time; time.sleep(99) or print", everything | dict.fromkeys(everything, "not done in 3 s")),
+    define = "def run(case, cell, names):\n for name in names:\n  if name in FAILS: {}\n  print(name, flush=True)\n"
+    for fails, how, why in (
+        ((), "pass", ""),
+        (("fused",), "raise ValueError(7)", "ValueError: 7"),
+        (("eager", "compiled"), "os.abort()", "crashed, SIGABRT"),
+        (("eager",), "os.system('sleep 61.5')", "not done in 3 s"),
+        (("eager", "fused", "compiled"), "os._exit(0)", ""),
     ):
+        code = f"import os, sys, time; FAILS = {fails}; exec({define.format(how)!r}); run"
         monkeypatch.setattr(bench_operators, "TRIAL", code)
-        assert bench_operators.left_out("rms_norm", 1) == expected
+        assert bench_operators.left_out(case, 1) == dict.fromkeys(fails, why)
+        slow = subprocess.run(["pgrep", "-f", "^sleep 61.5$"], capture_output=True)
+        assert not slow.stdout, "what it started goes on"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_contenders_can_be_called():
+    case = next(case for case in bench_operators.CASES if case.name == "adamw_step_")
+    assert bench_operators.left_out(case, "float32", False, 1) == {}
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -754,10 +823,10 @@ def test_trial_of_the_contenders(monkeypatch, capsys, small, training):
         return lambda *inputs: calls.append(inputs) or body(*inputs)
 
     monkeypatch.setattr(torch, "compile", compile)
-    bench_operators.trial("swiglu", "bfloat16", training, torch.get_num_threads())
+    bench_operators.trial("rms_norm", "bfloat16", training, torch.get_num_threads(), ["fused"])
+    assert capsys.readouterr().out.split() == ["fused"] and not calls
+    bench_operators.trial("swiglu", "bfloat16", training, torch.get_num_threads(), ["eager", "compiled"])
     assert capsys.readouterr().out.split() == ["eager", "compiled"]
-    bench_operators.trial("rms_norm", "bfloat16", training, torch.get_num_threads())
-    assert capsys.readouterr().out.split() == ["eager", "fused", "compiled"]  # whose code can crash
     assert calls and {each.dtype for inputs in calls for each in inputs} == {torch.bfloat16}
     assert all(each.requires_grad == training for inputs in calls for each in inputs)
 
@@ -872,7 +941,7 @@ def test_both_sides_of_scaling(name):
 def test_processes_meet():
     result = bench_scaling.among(2, "all-reduce", 1000, 3)
     assert result.reference > 0 and result.measured > 0
-    with pytest.raises(Wrong, match="no-such in 2 processes ended with 1; see above"):
+    with pytest.raises(Wrong, match="no-such: its 2 processes ended with .*1.*; see above"):
         bench_scaling.among(2, "no-such", 1000, 3)
 
 
@@ -880,12 +949,14 @@ def test_processes_meet():
 def test_no_process_waits_for_one_that_failed(monkeypatch, tmp_path):
     """Rank 1 ends at once; rank 0 would wait for it."""
     program = tmp_path / "it"
-    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/$RANK\n[ $RANK = 1 ] && exit 3\nexec sleep 600\n")
+    program.write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/$RANK\n[ $RANK = 0 ] && exec sleep 60\nwhile [ ! -s {tmp_path}/0 ]; do sleep 0.1; done\nexit 3\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr(bench_scaling.sys, "executable", str(program))
-    with pytest.raises(Wrong, match="add in 2 processes ended with 3"):
+    with pytest.raises(Wrong, match="add: its 2 processes ended with killed, 3; see above"):
         bench_scaling.among(2, "add", 1000, 3)
-    assert not Path("/proc", (tmp_path / "0").read_text().strip()).exists() if (tmp_path / "0").exists() else True
+    assert not Path("/proc", (tmp_path / "0").read_text().strip()).exists()
 
 
 @pytest.mark.processes
@@ -914,6 +985,13 @@ def test_report_of_scaling(monkeypatch, capsys, tmp_path):
         and "0.20 s to import torch, target 0.15: missed" in said
     )
     assert bench.main(options("scaling", "--only", "memory")) == 0 and "picture" not in capsys.readouterr().out
+    assert (
+        bench.main(options("scaling", "--only", "add", "--plot", "-")) == 0 and "picture" not in capsys.readouterr().out
+    )
+    picture.unlink()
+    monkeypatch.setattr(bench_report, "in_a_process", lambda *_, **__: report)
+    assert bench.main(options("scaling", "--plot", str(picture), processes="2")) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and f"picture: {picture}" in capsys.readouterr().out
 
 
 def test_the_picture_shows_microseconds(monkeypatch, tmp_path):
