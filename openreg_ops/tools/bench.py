@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
     def row(name: str, size: str, result: Comparison) -> None:
         cpu, device = result.reference, result.measured
         report.say(f"{name:12} {size:>8} {seconds(cpu):>10} {seconds(device):>10} {result.ratio:7.2f}")
-        report.add(result, name=name, size=size)
+        report.add(result, TARGETS["step"] if size == "step" else None, name=name, size=size)
         found[size].append(result)
 
     gc.disable()
@@ -235,8 +235,6 @@ def run(options: argparse.Namespace) -> int:
             if len(found[size]) > 1:
                 of = [case["name"] for case in report.results["cases"] if case["size"] == size]
                 report.add(average, target, name=kind, size=size, of=of)
-            else:
-                next(case for case in report.results["cases"] if case["size"] == size)["target"] = target
     if "import" in chosen:
         added = import_seconds()
         report.results["import_s"] = added.measured
