@@ -36,6 +36,8 @@ def file(text: str) -> str:
     path = Path(text)
     if text == "-":
         return text
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a file, but got ''")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
     if not path.parent.is_dir():

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,6 +166,29 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         Wrong: the options do not fit each other or the suite, or a process that measures failed.
     """
+    with ends_its_processes():
+        try:
+            return measure(options)
+        except KeyboardInterrupt:
+            print("bench: interrupted", file=sys.stderr)
+            return 130
+
+
+@contextlib.contextmanager
+def ends_its_processes() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the body, so that what is started there can be ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Check the options, and run what they ask for."""
     words = options.against or []
     files = [word for word in words if word != "best"]
     if len(files) > 1 or len(words) - len(files) > 1:
@@ -220,10 +246,10 @@ def run(options: argparse.Namespace) -> int:
             else:
                 report.say(f"{name:12} {size:>8}   not in this build")
     if set(chosen) == {"step"}:
-        row("MLP step", "step", compare(training_step("cpu"), training_step("openreg"), options.rounds))
+        row("step", "step", compare(training_step("cpu"), training_step("openreg"), options.rounds))
     elif "step" in chosen:
         case = in_a_process(options, ["step"], report, "step")["cases"][0]
-        row("MLP step", "step", comparison(case))
+        row("step", "step", comparison(case))
     gc.enable()
 
     report.say()

@@ -182,11 +182,11 @@ def run(options: argparse.Namespace) -> int:
     chosen = options.only or NAMES
     report = Report(options, f"float32, {options.rounds} rounds")
 
-    def row(name: str, found: Comparison, target: float | None = None, width: int = 18) -> None:
+    def row(name: str, found: Comparison, target: float | None = None, width: int = 18, of: str = "") -> None:
         said = "" if target is None else f"   target {target:.2f}: {verdict(found, target)}"
         times = f"{seconds(found.reference):>10} {seconds(found.measured):>10} {found.ratio:7.2f}"
         report.say(f"{name:{width}} {times}{said}")
-        report.add(found, target, name=name)
+        report.add(found, target, name=f"{of}{name}")
 
     report.say(f"{'':18} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
     for name, (make, target) in CASES.items():
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> int:
             torch._dynamo.reset()
             found = [decomposition(name, body, shapes, options.rounds) for body, *shapes in cases]
             for each, where in zip(found, ("alone", "in a model"), strict=True):
-                row(f"{name}, {where}", each, width=28)
+                row(f"{name}, {where}", each, width=28, of="decompositions, ")
             kernels, decomposed = sum(each.reference for each in found), sum(each.measured for each in found)
             default = "decomposed" if name in inductor.decompositions else "its kernels"
             right = (decomposed < kernels) == (name in inductor.decompositions)

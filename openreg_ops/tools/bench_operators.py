@@ -298,7 +298,12 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
     torch.manual_seed(0)
     host = list(case.inputs(dtype))
     device = on_device(host)
-    result: dict[str, Any] = {"name": case.name, "dtype": str(dtype).removeprefix("torch."), "missed": []}
+    result: dict[str, Any] = {
+        "name": case.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "missed": [],
+        "undecided": [],
+    }
     modes = {"forward": (inference, case.forward_bytes)}
     if case.backward_bytes is not None:
         modes["training"] = (training, case.forward_bytes + case.backward_bytes)
@@ -311,9 +316,10 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
     final = result[list(modes)[-1]]
     if case.memory is not None:
         final["memory"] = peak(training(case.operator, device)) / peak(training(case.eager, device))
-    if (said := verdict(found, 1 / case.faster, inverse=True)) != "reached":
-        said = "" if said == "missed" else f" ({said})"
-        result["missed"].append(f"faster {1 / found.ratio:.2f}, target {case.faster:.2f}{said}")
+    said = verdict(found, 1 / case.faster, inverse=True)
+    if said != "reached":
+        faster = f"faster {1 / found.ratio:.2f}, target {case.faster:.2f}"
+        result["missed" if said == "missed" else "undecided"].append(faster + (said != "missed") * f": {said}")
     if case.bandwidth is not None and final["bandwidth"] < case.bandwidth:
         result["missed"].append(f"bandwidth {final['bandwidth']:.2f}, target {case.bandwidth:.2f}")
     if case.memory is not None and final["memory"] > case.memory:
@@ -363,8 +369,10 @@ def left_out(case: Case, *cell: Any) -> dict[str, str]:
                 why = errors.strip().rpartition("\n")[2]
                 if process.returncode < 0:
                     why = f"crashed, {signal.Signals(-process.returncode).name}"
-            except subprocess.TimeoutExpired:
+            except BaseException as error:
                 os.killpg(process.pid, signal.SIGKILL)  # compilers, too
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
                 said, why = process.communicate()[0], f"not done in {LIMIT:.0f} s"
         alone = not said.split()
         waiting = [name for name in waiting if name not in said.split()]
@@ -466,6 +474,6 @@ def run(options: argparse.Namespace) -> int:
                 memory = f"{row['memory']:7.2f}" if "memory" in row else ""
                 cells.append(f"{row['cpu_s'] * 1e3:6.1f}ms {row['openreg_s'] * 1e3:6.1f}ms {1 / row['ratio']:6.2f} "
                              f"{of_limit} {memory}")  # fmt: skip
-        missed = f"  MISSED {'; '.join(result['missed'])}" if result["missed"] else ""
-        report.say(f"{case.name:21} {'| '.join(cells)}{missed}")
+        said = [f"MISSED {each}" for each in result["missed"]] + result["undecided"]
+        report.say(f"{case.name:21} {'| '.join(cells)}  {'; '.join(said)}".rstrip())
     return report.finish()

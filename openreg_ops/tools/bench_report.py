@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from openreg_ops.tools.timing import LEAST, Comparison, values, verdict
-from openreg_tools.forms import Wrong, write_file
+from openreg_tools.forms import Wrong, seconds, write_file
 
 NAMING = ("name", "size", "dtype", "threads", "mode")  # the entries of a case that identify its figures
 # What must be the same in both runs, and the option or variable that sets it.
@@ -103,8 +103,8 @@ def entry(found: Comparison, target: float | None = None) -> dict[str, float]:
 
 def comparison(figure: dict[str, float]) -> Comparison:
     """A figure as a comparison."""
-    seconds = figure.get("cpu_s", 1.0), figure.get("openreg_s", figure["ratio"])
-    return Comparison(*seconds, figure.get("low", 0.0), figure.get("high", math.inf))
+    sides = figure.get("cpu_s", 1.0), figure.get("openreg_s", figure["ratio"])
+    return Comparison(*sides, figure.get("low", 0.0), figure.get("high", math.inf))
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -142,13 +142,17 @@ def of_processes(options: argparse.Namespace, count: int, picture: Callable[[Rep
     report.results = together(runs, load=report.results["load"])
     found = figures(report.results)
     width = max(map(len, found), default=0)
-    report.say(f"{'':{width}} {'ratio':>6}  interval" if found else "no ratios to compare")
+    if found:
+        report.say(f"{'':{width}} {'ratio':>6}  interval")
     for name, figure in found.items():
         line = f"{name:{width}} {figure['ratio']:6.2f}  "
         line += f"{figure['low']:.2f} to {figure['high']:.2f}" if "low" in figure else f"{'':12}"
         if (target := figure.get("target")) is not None:
-            line += f"   target {target:.2f}: {verdict(comparison(figure), target)}"
+            line += f"   target {target:.2f}: {verdict(comparison(figure), target, of='processes')}"
         report.say(line.rstrip())
+    for key, what in (("import_s", "import"), ("node_s", "a node")):
+        if key in report.results:
+            report.say(f"{what}: {seconds(report.results[key])}, the median of {plural(count, 'process')}")
     if picture:
         picture(report)
     return report.finish()
@@ -204,12 +208,16 @@ def in_a_process(
         words += ["--plot", "-"] if options.suite == "scaling" else []
         said, terminal = [], report.log.isatty() and not shows
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            for line in process.stdout:
-                said.append(line)
-                if shows:
-                    report.say(line, end="")
-                elif terminal:
-                    report.say(f"\r\x1b[K{about}: {line.rstrip()[:60]}", end="")
+            try:
+                for line in process.stdout:
+                    said.append(line)
+                    if shows:
+                        report.say(line, end="")
+                    elif terminal:
+                        report.say(f"\r\x1b[K{about}: {line.rstrip()[:60]}", end="")
+            except BaseException:
+                process.terminate()  # it ends its own processes
+                raise
         if terminal:
             report.say("\r\x1b[K", end="")
         if process.returncode:
@@ -233,15 +241,17 @@ def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
     try:
         earlier = json.loads(Path(path).read_text())
         found = comparable(earlier)
-        numbers = [figure[key] for figure in found.values() for key in ("ratio", "low", "high")]
-        if not all(isinstance(each, int | float) for each in numbers) or not isinstance(earlier["processes"], int):
+        names = [case["name"] for case in earlier["cases"]]
+        if not all(0 < each["low"] <= each["ratio"] <= each["high"] < math.inf for each in found.values()):
+            raise ValueError
+        if type(earlier["processes"]) is not int:
             raise TypeError
         before = {key: earlier[key] for key in (*SETTINGS, "processor")}
     except OSError as error:
         raise Wrong(
             f'--against takes "best" or a file that --json wrote, but {path} cannot be read: {error.strerror}'
         ) from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise Wrong(f"{path} is not a file that this version's --json wrote; write it again") from None
     now = {"suite": suite_of(options), "threads": torch.get_num_threads(), "mode": torch.openreg.get_launch_mode()}
     for key, option in SETTINGS.items():
@@ -254,6 +264,8 @@ def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
                         f"{LEAST} or more, the default with --json and --against FILE")  # fmt: skip
     if not found:
         raise Wrong(f"{path} has no ratio with an interval, and only these are compared")
+    if options.only and not any(f"{name}, ".startswith(f"{word}, ") for word in options.only for name in names):
+        raise Wrong(f"{path} has no figures of {', '.join(options.only)}, but of {', '.join(dict.fromkeys(names))}")
     if options.dtype and options.dtype not in (case.get("dtype") for case in earlier["cases"]):
         raise Wrong(f"{path} has no figures of {options.dtype}; write it with --dtype {options.dtype}")
     return earlier

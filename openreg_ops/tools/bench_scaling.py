@@ -31,6 +31,7 @@ DEVICES = ("cpu", "openreg")
 PROCESSES = (1, 2, 4)
 MEMORY = 1.2  # target: of the CPU's bytes of a tensor
 TENSORS = 20_000
+WARM_UP = 20  # calls
 
 
 def add(device: str, n: int) -> Callable[[], Any]:
@@ -115,8 +116,9 @@ def worker(folder: str, name: str, size: str, rounds: str) -> None:
     dist.barrier()  # all have imported and made their tensors
     times: list[list[float]] = [[], []]
     waits = torch.openreg.get_launch_mode() == "async"
-    for call in calls:
-        call()
+    for _ in range(WARM_UP):  # until the allocators and the connections have settled
+        for call in calls:
+            call()
     for index in range(int(rounds)):  # every process makes the same calls in the same order, so collectives match
         for which in (0, 1) if index % 2 else (1, 0):
             start = time.perf_counter()

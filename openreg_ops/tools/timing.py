@@ -40,11 +40,6 @@ class Comparison:
         """Measured over reference: above 1 is slower."""
         return self.measured / self.reference
 
-    @property
-    def noise(self) -> float:
-        """Half the width of the interval, relative to the ratio."""
-        return (self.high - self.low) / 2 / self.ratio
-
 
 def compared(reference: Sequence[float], measured: Sequence[float]) -> Comparison:
     """Compare the seconds of two sides; entries with the same index are from the same round."""
@@ -127,19 +122,24 @@ def mean(comparisons: Iterable[Comparison]) -> Comparison:
     ratio = math.exp(statistics.fmean(math.log(each.ratio) for each in every))
     if len(every) == 1 or any(math.isinf(each.high) for each in every):
         return Comparison(1.0, ratio, min(each.low for each in every), max(each.high for each in every))
-    width = math.sqrt(sum(each.noise**2 for each in every)) / len(every)
-    return Comparison(1.0, ratio, ratio * (1 - width), ratio * (1 + width))
+    down = math.hypot(*(math.log(each.ratio / each.low) for each in every)) / len(every)
+    up = math.hypot(*(math.log(each.high / each.ratio) for each in every)) / len(every)
+    return Comparison(1.0, ratio, ratio * math.exp(-down), ratio * math.exp(up))
 
 
 def verdict(
-    found: Comparison, target: float, text: Callable[[float], str] = "{:.2f}".format, inverse: bool = False
+    found: Comparison,
+    target: float,
+    text: Callable[[float], str] = "{:.2f}".format,
+    inverse: bool = False,
+    of: str = "rounds",
 ) -> str:
     """Whether a ratio is at most `target`: "reached", "missed", or why it is undecided.
 
-    `text` formats the ends of the interval, of the ratio or its inverse.
+    `text` formats the ends of the interval, of the ratio or its inverse. `of` is what there can be too few of.
     """
     if math.isinf(found.high):
-        return "too few rounds to tell"
+        return f"too few {of} to tell"
     if found.high <= target:
         return "reached"
     if found.low > target:
