@@ -168,7 +168,7 @@ def main(options: argparse.Namespace) -> int:
     """
     with ends_its_processes():
         try:
-            return measure(options)
+            return checked(options)
         except KeyboardInterrupt:
             print("bench: interrupted", file=sys.stderr)
             return 130
@@ -187,8 +187,8 @@ def ends_its_processes() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def measure(options: argparse.Namespace) -> int:
-    """Check the options, and run what they ask for."""
+def checked(options: argparse.Namespace) -> int:
+    """Check the options, and run the suite."""
     words = options.against or []
     files = [word for word in words if word != "best"]
     if len(files) > 1 or len(words) - len(files) > 1:

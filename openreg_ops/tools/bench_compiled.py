@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import openreg_ops
 from openreg_ops import inductor
 from openreg_ops.tools.bench_report import Report
-from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, verdict
+from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, settle, verdict
 from openreg_tools.forms import seconds
 
 ROW = 1024  # 1M elements are 1024 rows of 1024
@@ -173,6 +173,7 @@ def compile_time(rounds: int) -> Comparison:
                 step = step_of(mlp)(device)
                 start = time.perf_counter()
                 step()
+                settle()
                 times[device].append(time.perf_counter() - start)
     return compared(*(each[1:] for each in times.values()))  # the first loads the compiler
 

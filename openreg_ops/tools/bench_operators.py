@@ -13,6 +13,7 @@ minutes, does not compete.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import math
 import os
@@ -41,7 +42,6 @@ ROWS = BATCH * SEQUENCE
 MEAN = 1.8  # target: the geometric mean of `--against best`
 PATIENCE = 20.0  # seconds: a round that takes longer is run once
 LIMIT = 120.0  # seconds: what takes longer to import, compile and call once does not compete
-CONTENDERS = ("eager", "compiled", "fused")
 COPY = 256 * 2**20  # bytes of the copy that measures the memory bandwidth
 
 
@@ -60,6 +60,11 @@ class Case:
     bandwidth: float | None = None  # target: of the copy's
     memory: float | None = None  # target: of eager's peak
     compiles: bool = True  # whether torch.compile takes the eager side
+
+    @property
+    def contenders(self) -> list[str]:
+        """What a CPU user would write, the likeliest to fail last."""
+        return ["eager", *["fused"] * bool(self.fused), *["compiled"] * self.compiles]
 
 
 def activations(dtype: torch.dtype) -> Tensor:
@@ -215,7 +220,7 @@ CASES = [
         faster=1.0,
     ),
     Case(
-        "attention, causal",
+        "attention-causal",
         lambda t: [heads(t), heads(t), heads(t)],
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         lambda q, k, v: ops.attention(q, k, v, causal=True)[0],
@@ -327,15 +332,12 @@ def measure(case: Case, dtype: torch.dtype, limit: float, budget: float) -> dict
     return result
 
 
-def contenders(case: Case, names: Sequence[str] = CONTENDERS) -> dict[str, Callable[..., Any]]:
-    """What a CPU user would write: its name in the table, and the function."""
+def functions(case: Case, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """The functions of some contenders."""
     torch._dynamo.reset()
-    found = {"eager": case.eager} if "eager" in names else {}
-    if case.compiles and "compiled" in names:
-        found["compiled"] = torch.compile(case.eager, dynamic=False)
-    if case.fused and "fused" in names:
-        found["fused"] = case.fused
-    return found
+    compiled = torch.compile(case.eager, dynamic=False) if "compiled" in names else None
+    every = {"eager": case.eager, "fused": case.fused, "compiled": compiled}
+    return {name: every[name] for name in names}
 
 
 def trial(name: str, dtype: str, training_too: bool, threads: int, names: Sequence[str]) -> None:
@@ -343,9 +345,8 @@ def trial(name: str, dtype: str, training_too: bool, threads: int, names: Sequen
     torch.set_num_threads(threads)
     case = next(case for case in CASES if case.name == name)
     make, inputs = training if training_too else inference, list(case.inputs(getattr(torch, dtype)))
-    functions = contenders(case, names)
-    for each in names:
-        make(functions[each], inputs)()
+    for each, function in functions(case, names).items():
+        make(function, inputs)()
         print(each, flush=True)
 
 
@@ -353,12 +354,11 @@ TRIAL = "from openreg_ops.tools import bench_operators; bench_operators.trial"
 
 
 def left_out(case: Case, *cell: Any) -> dict[str, str]:
-    """The contenders that cannot be called in another process, and why: a signal would end this process too.
+    """The contenders that fail in another process, and why. In this one, a signal would end the bench.
 
-    The one that is called when the process ends is tried again in its own, before it is left out.
+    A contender that ends the process is tried again as the first of a new one, and left out if it fails there.
     """
-    waiting = ["eager", *["fused"] * bool(case.fused), *["compiled"] * case.compiles]
-    failed = {}
+    waiting, failed = case.contenders, {}
     while waiting:
         words = [sys.executable, "-P", "-c", f"{TRIAL}{(case.name, *cell, waiting)}"]
         with subprocess.Popen(
@@ -366,18 +366,19 @@ def left_out(case: Case, *cell: Any) -> dict[str, str]:
         ) as process:
             try:
                 said, errors = process.communicate(timeout=LIMIT)
-                why = errors.strip().rpartition("\n")[2]
+                why = errors.strip().rpartition("\n")[2] or f"ended with {process.returncode}"
                 if process.returncode < 0:
                     why = f"crashed, {signal.Signals(-process.returncode).name}"
             except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)  # compilers, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # compilers, too
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 said, why = process.communicate()[0], f"not done in {LIMIT:.0f} s"
-        alone = not said.split()
-        waiting = [name for name in waiting if name not in said.split()]
-        if alone:
-            failed[waiting.pop(0)] = why
+        left = [name for name in waiting if name not in said.split()]
+        if left == waiting:
+            failed[left.pop(0)] = why
+        waiting = left
     return failed
 
 
@@ -388,7 +389,7 @@ def against_best(
     torch.manual_seed(0)
     host = list(case.inputs(dtype))
     make = training if training_too else inference
-    others = contenders(case, names)
+    others = functions(case, names)
     calls = [make(each, host) for each in others.values()] + [make(case.operator, on_device(host))]
     *theirs, ours = alternate(calls, budget, patience=PATIENCE)
     best = min(range(len(theirs)), key=lambda index: statistics.median(theirs[index]))
@@ -420,9 +421,9 @@ def run_against_best(options: argparse.Namespace) -> int:
                         continue
                     cell = f"{case.name}, {dtype}, {mode}, {plural(threads, 'thread')}"
                     why = left_out(case, dtype, mode == "training", threads)
-                    names = [name for name in CONTENDERS if name not in why]
+                    names = [name for name in case.contenders if name not in why]
                     absent += [f"{cell}, {name}: {reason}" for name, reason in why.items()]
-                    if not contenders(case, names):
+                    if not names:
                         say(f"{'- *':>{width}}{margin}", end="")
                         unknown += 1
                         continue
@@ -445,8 +446,10 @@ def run_against_best(options: argparse.Namespace) -> int:
         report.add(average, 1 / MEAN, name="geometric mean", of=of)
     if absent:
         say("\n".join(["*: left out, because the trial failed:", *absent]))
-    measured = f"of {len(cells)} cells with a number, every one" if unknown else "every cell"
-    say("\n".join(["behind, or undecided:", *behind]) if behind else f"{measured} is at least 1.00")
+    if behind:
+        say("\n".join(["behind, or undecided:", *behind]))
+    elif cells:
+        say(f"every cell{' with a number' * bool(unknown)} is at least 1.00")
     return report.finish()
 
 

@@ -25,9 +25,10 @@ import torch
 from openreg_ops.tools.timing import LEAST, Comparison, values, verdict
 from openreg_tools.forms import Wrong, seconds, write_file
 
+MEAN = "geometric mean"  # the name of its case
 NAMING = ("name", "size", "dtype", "threads", "mode")  # the entries of a case that identify its figures
 # What must be the same in both runs, and the option or variable that sets it.
-SETTINGS = {"suite": "the suite", "threads": "--threads", "mode": "OPENREG_LAUNCH_MODE"}
+SAME = {"suite": "the suite", "threads": "--threads", "mode": "OPENREG_LAUNCH_MODE"}
 
 
 def suite_of(options: argparse.Namespace) -> str:
@@ -59,6 +60,7 @@ class Report:
             "cores": cores,
             "load": round(load, 2),
             "processes": 1,
+            "dtype": options.dtype,
             **head,
             "cases": [],
         }
@@ -161,7 +163,7 @@ def of_processes(options: argparse.Namespace, count: int, picture: Callable[[Rep
 def together(runs: Sequence[dict[str, Any]], **head: Any) -> dict[str, Any]:
     """The results of several processes as one: medians of numbers, and intervals of the processes' ratios.
 
-    A ratio that some process lacks, or that too few have, gets no interval.
+    A ratio that some process lacks, or that compares with something else there, gets no interval.
     """
     by_key: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -171,12 +173,18 @@ def together(runs: Sequence[dict[str, Any]], **head: Any) -> dict[str, Any]:
     results = common([{key: value for key, value in run.items() if key != "cases"} for run in runs])
     results |= {**head, "processes": len(runs), "cases": [common(cases) for cases in by_key.values()]}
     for name, figure in figures(results).items():
-        found = values([each[name]["ratio"] for each in every if name in each])
+        same = [each[name] for each in every if name in each]
+        found = values([each["ratio"] for each in same])
         figure.pop("low", None), figure.pop("high", None)
         figure["ratio"] = found.measured
-        if all(name in each for each in every) and not math.isinf(found.high):
+        if len(same) == len(runs) and all(alike(each, same[0]) for each in same) and not math.isinf(found.high):
             figure |= {"low": found.low, "high": found.high}
     return results
+
+
+def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two figures of one name mean the same: they are of the same cases, against the same contenders."""
+    return one.get("of") == other.get("of") and one.get("left_out", {}).keys() == other.get("left_out", {}).keys()
 
 
 def common(entries: Sequence[Any]) -> Any:
@@ -217,9 +225,12 @@ def in_a_process(
                         report.say(f"\r\x1b[K{about}: {line.rstrip()[:60]}", end="")
             except BaseException:
                 process.terminate()  # it ends its own processes
+                process.stdout.close()
+                process.wait()
                 raise
-        if terminal:
-            report.say("\r\x1b[K", end="")
+            finally:
+                if terminal:
+                    report.say("\r\x1b[K", end="")
         if process.returncode:
             raise Wrong(f"{about} ended with {process.returncode}:\n{''.join(said)[-2000:].rstrip()}")
         return json.loads(path.read_text())
@@ -236,25 +247,24 @@ def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
     """
     if options.json not in (None, "-") and Path(options.json).resolve() == Path(path).resolve():
         raise Wrong(f"--json would overwrite {path}, which --against compares with; name another file")
-    if (options.rounds or LEAST) < LEAST:
-        raise Wrong(f"--against FILE needs at least {LEAST} rounds, but got --rounds {options.rounds}")
     try:
         earlier = json.loads(Path(path).read_text())
         found = comparable(earlier)
-        names = [case["name"] for case in earlier["cases"]]
+        if not all("name" in case for case in earlier["cases"]):
+            raise KeyError
         if not all(0 < each["low"] <= each["ratio"] <= each["high"] < math.inf for each in found.values()):
             raise ValueError
         if type(earlier["processes"]) is not int:
             raise TypeError
-        before = {key: earlier[key] for key in (*SETTINGS, "processor")}
+        before = {key: earlier[key] for key in (*SAME, "processor", "torch", "dtype")}
     except OSError as error:
         raise Wrong(
             f'--against takes "best" or a file that --json wrote, but {path} cannot be read: {error.strerror}'
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise Wrong(f"{path} is not a file that this version's --json wrote; write it again") from None
+        raise Wrong(f"expected a file from --json of this version, but got {path}; write it again") from None
     now = {"suite": suite_of(options), "threads": torch.get_num_threads(), "mode": torch.openreg.get_launch_mode()}
-    for key, option in SETTINGS.items():
+    for key, option in SAME.items():
         if before[key] != now[key]:
             raise Wrong(f"{path} was measured with {option} {before[key]}, and this run has {now[key]}; the figures "
                         f"cannot be compared")  # fmt: skip
@@ -264,11 +274,24 @@ def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
                         f"{LEAST} or more, the default with --json and --against FILE")  # fmt: skip
     if not found:
         raise Wrong(f"{path} has no ratio with an interval, and only these are compared")
-    if options.only and not any(f"{name}, ".startswith(f"{word}, ") for word in options.only for name in names):
-        raise Wrong(f"{path} has no figures of {', '.join(options.only)}, but of {', '.join(dict.fromkeys(names))}")
-    if options.dtype and options.dtype not in (case.get("dtype") for case in earlier["cases"]):
-        raise Wrong(f"{path} has no figures of {options.dtype}; write it with --dtype {options.dtype}")
+    if before["dtype"] not in (None, options.dtype):
+        raise Wrong(f"{path} was measured with --dtype {before['dtype']}; pass this option, too")
+    if not any(selected(options, name) for name in found):
+        raise Wrong(f"{path} has no figures that the options select, but {', '.join(found)}")
     return earlier
+
+
+def selected(options: argparse.Namespace, name: str) -> bool:
+    """Whether the options select a figure. They select a mean only if they select everything."""
+    words = name.split(", ")
+    threads = options.threads if "best" in options.against else None
+    if words[0] == MEAN:
+        return not (options.only or options.dtype or threads)
+    return (
+        (not options.only or words[0] in options.only)
+        and (not options.dtype or options.dtype in words)
+        and (not threads or str(threads) in words)
+    )
 
 
 def against(report: Report) -> int:
@@ -276,23 +299,23 @@ def against(report: Report) -> int:
     options, results = report.options, report.results
     path, earlier = earlier_file(options), options.earlier
     before, now = comparable(earlier), comparable(results)
-    # A mean of other cases is another figure.
-    for name in [name for name in before if name in now and before[name].get("of") != now[name].get("of")]:
-        del before[name], now[name]
-    chosen = options.only or options.dtype
-    if chosen and before.keys().isdisjoint(now):
-        raise Wrong(f"{path} and this run have no figure in common; the file has {', '.join(before)}")
+    both = [name for name in before if name in now and alike(before[name], now[name])]
+    wanted = [name for name in before if name not in both and selected(options, name)]
+    missing = [name for name in wanted if name not in figures(results)]
+    for name in wanted:
+        if name not in missing:
+            report.say(f"not compared: {name}, which does not mean the same in both runs or in all processes")
     if earlier["processor"] != results["processor"]:
         report.say(f"{path} was measured on {earlier['processor']}, so a difference may be the processor's")
-    both = [name for name in now if name in before]
+    if earlier["torch"] != results["torch"]:
+        report.say(f"{path} was measured with torch {earlier['torch']}, so a difference may be PyTorch's")
     worse = [name for name in both if now[name]["low"] > before[name]["high"]]
     for name in worse:
         was, here = before[name], now[name]
         report.say(f"slower: {name}: {here['ratio']:.2f} ({here['low']:.2f} to {here['high']:.2f}), was "
                    f"{was['ratio']:.2f} ({was['low']:.2f} to {was['high']:.2f})")  # fmt: skip
-    missing = [] if chosen else [name for name in before if name not in now]
     for name in missing:
-        report.say(f"missing: {name} is in {path}, but was not measured in every process")
+        report.say(f"missing: {name} is in {path}, but was not measured")
     count = plural(len(both), "figure")
     report.say(f"against {path}: {len(worse)} of {count} slower beyond the noise, {len(missing)} missing")
     return 1 if worse or missing else 0

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from openreg_ops.tools.bench_report import Report
-from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, verdict
+from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, settle, verdict
 from openreg_tools.forms import Wrong, seconds
 
 DEVICES = ("cpu", "openreg")
@@ -90,13 +90,16 @@ def among(count: int, name: str, size: int, rounds: int) -> Comparison:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-P", "-m", "openreg_ops.tools.bench_scaling", folder, name, str(size), str(rounds)]
         environment = {**os.environ, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-        workers = [subprocess.Popen(words, env=environment | {"RANK": str(rank)}) for rank in range(count)]
+        workers: list[subprocess.Popen[bytes]] = []
         try:
+            for rank in range(count):
+                workers.append(subprocess.Popen(words, env=environment | {"RANK": str(rank)}))
             while None in (ended := [worker.poll() for worker in workers]) and not any(ended):
                 time.sleep(0.05)
         finally:
             for worker in workers:  # the others would wait for one that has failed
                 worker.kill()
+            for worker in workers:
                 worker.wait()
         if any(ended):
             said = ", ".join("killed" if each is None else str(each) for each in ended)
@@ -119,6 +122,7 @@ def worker(folder: str, name: str, size: str, rounds: str) -> None:
     for _ in range(WARM_UP):  # until the allocators and the connections have settled
         for call in calls:
             call()
+    settle()
     for index in range(int(rounds)):  # every process makes the same calls in the same order, so collectives match
         for which in (0, 1) if index % 2 else (1, 0):
             start = time.perf_counter()

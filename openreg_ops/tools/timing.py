@@ -16,8 +16,8 @@ import torch
 
 ROUND = 2e-3  # seconds that one batch of calls takes, at least one call
 LEAST = 6  # values whose range holds their median with 95 % confidence: all of fewer can easily lie on one side of it
-# What holds oneDNN, torch.compile's C++ code, and MKL on Intel processors to the instructions that ATEN_CPU_CAPABILITY
-# allows PyTorch's kernels.
+# The variables that limit the instructions of oneDNN, of MKL on Intel processors and of torch.compile's C++ code, as
+# ATEN_CPU_CAPABILITY limits those of PyTorch's kernels.
 SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "TORCHINDUCTOR_CPP_MARCH")
 INSTRUCTIONS = {"default": ("SSE41", "SSE4_2", "x86-64-v2"), "avx2": ("AVX2", "AVX2", "x86-64-v3")}
 
@@ -65,20 +65,19 @@ def alternate(calls: Sequence[Callable[[], Any]], budget: float, patience: float
     Runs for `budget` seconds and at least LEAST rounds, or for a single round if that takes longer than `patience`
     seconds.
     """
-    start = time.perf_counter()
-    for call in calls:  # the first calls fill caches and start threads
+    for call in calls:  # the first calls compile, fill caches and start threads
         call()
     settle()
-    least = LEAST if time.perf_counter() - start < patience else 1
     times: list[list[float]] = [[] for _ in calls]
-    until = time.perf_counter() + budget
-    while len(times[0]) < least or (least > 1 and time.perf_counter() < until):
+    quick, until = True, time.perf_counter() + budget
+    while not times[0] or (quick and (len(times[0]) < LEAST or time.perf_counter() < until)):
         for index in range(len(calls)) if len(times[0]) % 2 else reversed(range(len(calls))):
             start = time.perf_counter()
             calls[index]()
             if index == len(calls) - 1:
                 settle()
             times[index].append(time.perf_counter() - start)
+        quick = sum(each[0] for each in times) < patience
     return times
 
 
@@ -95,6 +94,7 @@ def batches(cpu: Callable[[], Any], device: Callable[[], Any], rounds: int) -> t
     timers = [timeit.Timer(call) for call in (cpu, device)]
     for timer in timers:  # the first calls fill caches and start threads
         timer.timeit(3)
+    settle()
     number = max(1, int(ROUND / min(timers[0].repeat(3, 3)) * 3))
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(rounds):
@@ -136,7 +136,7 @@ def verdict(
 ) -> str:
     """Whether a ratio is at most `target`: "reached", "missed", or why it is undecided.
 
-    `text` formats the ends of the interval, of the ratio or its inverse. `of` is what there can be too few of.
+    `text` formats the ends of the interval, of the ratio or its inverse. `of` names what an interval is made of.
     """
     if math.isinf(found.high):
         return f"too few {of} to tell"
