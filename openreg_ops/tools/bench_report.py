@@ -177,6 +177,8 @@ def together(runs: Sequence[dict[str, Any]], **head: Any) -> dict[str, Any]:
         found = values([each["ratio"] for each in same])
         figure.pop("low", None), figure.pop("high", None)
         figure["ratio"] = found.measured
+        if len(same) < len(runs):
+            figure["only_in"] = len(same)  # processes
         if len(same) == len(runs) and all(alike(each, same[0]) for each in same) and not math.isinf(found.high):
             figure |= {"low": found.low, "high": found.high}
     return results
@@ -256,6 +258,8 @@ def earlier_results(options: argparse.Namespace, path: str) -> dict[str, Any]:
             raise ValueError
         if type(earlier["processes"]) is not int:
             raise TypeError
+        if not all(isinstance(each.get("left_out", {}), dict) for each in found.values()):
+            raise TypeError
         before = {key: earlier[key] for key in (*SAME, "processor", "torch", "dtype")}
     except OSError as error:
         raise Wrong(
@@ -301,7 +305,8 @@ def against(report: Report) -> int:
     before, now = comparable(earlier), comparable(results)
     both = [name for name in before if name in now and alike(before[name], now[name])]
     wanted = [name for name in before if name not in both and selected(options, name)]
-    missing = [name for name in wanted if name not in figures(results)]
+    found = figures(results)
+    missing = [name for name in wanted if name not in found or "only_in" in found[name]]
     for name in wanted:
         if name not in missing:
             report.say(f"not compared: {name}, which does not mean the same in both runs or in all processes")
@@ -315,7 +320,9 @@ def against(report: Report) -> int:
         report.say(f"slower: {name}: {here['ratio']:.2f} ({here['low']:.2f} to {here['high']:.2f}), was "
                    f"{was['ratio']:.2f} ({was['low']:.2f} to {was['high']:.2f})")  # fmt: skip
     for name in missing:
-        report.say(f"missing: {name} is in {path}, but was not measured")
+        report.say(f"missing: {name} is in {path}, but was not measured in every process")
     count = plural(len(both), "figure")
     report.say(f"against {path}: {len(worse)} of {count} slower beyond the noise, {len(missing)} missing")
+    if not both and not missing:
+        raise Wrong(f"no figure of {path} could be compared")
     return 1 if worse or missing else 0

@@ -372,7 +372,7 @@ def test_a_missing_figure_is_a_regression(earlier, capsys):
     assert again(now, "--against", before) == 1
     said = capsys.readouterr().out
     assert "0 of 2 figures slower beyond the noise, 1 missing" in said
-    assert f"missing: mm, float32, forward is in {before}, but was not measured" in said
+    assert f"missing: mm, float32, forward is in {before}, but was not measured in every process" in said
     assert again(now, "--only", "add", "--against", before) == 0  # the others were not asked for
     assert again(earlier(processor="b"), "--against", now) == 0
     assert f"{now} was measured on a, so a difference may be the processor's" in capsys.readouterr().out
@@ -382,6 +382,25 @@ def test_a_missing_figure_is_a_regression(earlier, capsys):
     assert "0 of 0 figures slower beyond the noise, 1 missing" in capsys.readouterr().out
     assert again(earlier(torch="3.0"), "--against", now) == 0
     assert f"{now} was measured with torch 2.0, so a difference may be PyTorch's" in capsys.readouterr().out
+
+
+def test_a_figure_of_some_processes_is_missing(earlier, capsys):
+    before, runs = earlier(), [json.loads(Path(earlier(9.0)).read_text()) for _ in range(6)]
+    for run in runs[1:]:
+        del run["cases"][0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_report, "in_a_process", lambda *_, **__: runs.pop())
+        assert bench.main(options("--only", "add", "--against", before, processes=None)) == 1
+    said = capsys.readouterr().out
+    assert f"missing: add, 64 is in {before}, but was not measured in every process" in said and "1 missing" in said
+
+
+def test_nothing_to_compare_does_not_pass(earlier):
+    before = json.loads(Path(earlier()).read_text())["cases"]
+    before[0]["left_out"] = {"eager": "slow"}
+    path = earlier(cases=before)
+    with pytest.raises(Wrong, match=f"no figure of {path} could be compared"):
+        again(earlier(9.0, names=("add",)), "--only", "add", "--against", path)
 
 
 def test_selected_figures():
@@ -444,6 +463,7 @@ NO_REPORTS = {
     "low": json.dumps(HEAD | {"cases": [FIGURE | {"low": 4.0}]}),
     "high": json.dumps(HEAD | {"cases": [FIGURE | {"high": math.inf}]}),
     "string": json.dumps(HEAD | {"cases": [FIGURE | {"high": "7"}]}),
+    "left out": json.dumps(HEAD | {"cases": [FIGURE | {"left_out": None}]}),
     "processes": json.dumps(HEAD | {"cases": [FIGURE], "processes": True}),
 }
 
@@ -552,7 +572,7 @@ def test_several_processes_are_one_report(monkeypatch, capsys, tmp_path):
     assert swiglu["forward"] == {"cpu_s": 3.5, "openreg_s": 1.75, "target": 0.5, **ends}
     assert swiglu["bandwidth"] == 3.5 / 4 and swiglu["missed"] == ["a"]
     assert slow == {"name": "slow", "ratio": 3.5, "best": ["eager", "fused"], "low": 1.0, "high": 6.0}
-    assert sometimes == {"name": "sometimes", "ratio": 1.0}
+    assert sometimes == {"name": "sometimes", "ratio": 1.0, "only_in": 5}
     line = "swiglu, float32, forward +0.35  0.10 to 0.60   target 0.50: too noisy to tell, 0.10 to 0.60"
     assert re.search(f"^{line}$", said, re.M) and re.search("^sometimes +1.00$", said, re.M)
     assert "6 processes one after the other" in said and "process 6 of 6 took" in said
