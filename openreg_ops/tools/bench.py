@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "; ".join(f"{name}: {suite.about}" for name, suite in SUITES.items())
     parser.add_argument("suite", nargs="?", choices=list(SUITES), default="device", help=f"{about} (default: device)")
     parser.add_argument(
-        "--only", metavar="NAME", nargs="+", help="cases to run; a wrong name prints those of the suite"
+        "--only", metavar="NAME", nargs="+", help="cases to run; an unknown name prints the list of cases"
     )
     parser.add_argument("--rounds", type=count, help="batches for each side, except for operators (default 101)")
     parser.add_argument("--seconds", type=duration, help="operators: seconds for each case (default 2.0)")

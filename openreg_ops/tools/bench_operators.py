@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import openreg_ops
-from openreg_ops.tools.bench_report import Report, entry, figures, plural
+from openreg_ops.tools.bench_report import Report, comparable, entry, plural
 from openreg_ops.tools.timing import Comparison, alternate, compared, mean, verdict
 
 __all__ = ["CASES", "Case", "run"]
@@ -442,8 +442,7 @@ def run_against_best(options: argparse.Namespace) -> int:
         say(
             f"\ngeometric mean {1 / average.ratio:.2f}{few}, target {MEAN:.2f}: {verdict(average, 1 / MEAN, inverse=True)}"
         )
-        of = [name for name, figure in figures(report.results).items() if "low" in figure]
-        report.add(average, 1 / MEAN, name="geometric mean", of=of)
+        report.add(average, 1 / MEAN, name="geometric mean", of=list(comparable(report.results)))
     if absent:
         say("\n".join(["*: left out, because the trial failed:", *absent]))
     if behind:

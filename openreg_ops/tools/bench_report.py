@@ -179,7 +179,7 @@ def together(runs: Sequence[dict[str, Any]], **head: Any) -> dict[str, Any]:
         figure["ratio"] = found.measured
         if len(same) < len(runs):
             figure["only_in"] = len(same)  # processes
-        if len(same) == len(runs) and all(alike(each, same[0]) for each in same) and not math.isinf(found.high):
+        elif all(alike(each, same[0]) for each in same) and not math.isinf(found.high):
             figure |= {"low": found.low, "high": found.high}
     return results
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from openreg_ops.tools.bench_report import Report
+from openreg_ops.tools.bench_report import Report, plural
 from openreg_ops.tools.timing import LEAST, Comparison, compare, compared, settle, verdict
 from openreg_tools.forms import Wrong, seconds
 
@@ -199,7 +199,7 @@ def run(options: argparse.Namespace) -> int:
     report.say(f"{'':11} {'':26} {'cpu':>10} {'openreg':>10} {'ratio':>7}")
 
     def row(name: str, what: str, value: int, found: Comparison) -> None:
-        label = f"{value:,} {CASES[name][2] if what == 'size' else 'processes' if value > 1 else 'process'}"
+        label = f"{value:,} {CASES[name][2]}" if what == "size" else plural(value, "process")
         times = f"{seconds(found.reference):>10} {seconds(found.measured):>10}"
         report.say(f"{name:11} {label:>26} {times} {found.ratio:7.2f}")
         report.add(found, name=name, size=label, what=what, value=value)
