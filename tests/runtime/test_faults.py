@@ -113,28 +113,200 @@ def test_a_replayed_copy_is_corrupted(source):
     assert (~y.cpu()).nonzero().tolist() == [[0]]  # a byte other than 0 and 1 would read as True
 
 
-def test_a_lost_device_stays_lost_until_it_is_reset():
-    x, other = torch.ones(10, device="openreg:0"), torch.ones(10, device="openreg:1")
-    stream, event = torch.openreg.current_stream(), torch.openreg.Event(enable_timing=True)
-    event.record()
-    try:
-        with inject("lost", "openreg:0", after=1):
-            x + 1
-            for touch in (
-                lambda: x + 1, lambda: x.cpu(), lambda: torch.empty(3, device="openreg:0"),
-                lambda: torch.openreg.synchronize(0), stream.query, stream.synchronize, event.query, event.synchronize,
-                event.record, lambda: torch.openreg.Event().record(), lambda: event.elapsed_time(event),
-                lambda: stream.wait_event(event), torch.openreg.Stream, torch.openreg.mem_get_info,
-                lambda: torch.openreg._sleep(1),
-            ):  # fmt: skip
-                with pytest.raises(torch.AcceleratorError, match=r"openreg:0 is lost.*reset_device\(0\)"):
-                    touch()
-            assert (other + 1).sum().item() == 20
-        with pytest.raises(torch.AcceleratorError, match="is lost"):
-            x + 1
-    finally:
-        torch.openreg.reset_device(0)
-    assert (x + 1).sum().item() == 20
+class World:
+    """Objects of every kind on one device, made while it works."""
+
+    def __init__(self, index):
+        self.index, self.device = index, f"openreg:{index}"
+        torch.openreg.set_device(index)
+        self.x, self.pinned = torch.ones(10, device=self.device), torch.ones(10, pin_memory=True)
+        self.graph, self.other_graph = torch.openreg.Graph(keep_graph=True), torch.openreg.Graph()
+        with torch.openreg.graph(self.graph):
+            self.x + 1
+        self.pool, self.generator = torch.openreg.MemPool(), torch.Generator(self.device)
+        self.state = self.generator.get_state()
+        self.stream, self.side = torch.openreg.current_stream(), torch.openreg.Stream()
+        self.start, self.event = (torch.openreg.Event(enable_timing=True) for _ in range(2))
+        self.start.record(), self.event.record()
+        self.shared, self.external = torch.openreg.Event(interprocess=True), torch.openreg.Event(external=True)
+        self.shared.record(), self.external.record()
+        self.handle = self.shared.ipc_handle()
+        torch.openreg.synchronize()
+
+
+def entered(context):
+    with context:
+        pass
+
+
+def begun(world):
+    with world.side:
+        world.other_graph.capture_begin()
+
+
+O = torch.openreg  # noqa: E741
+# What raises while the device is lost: what allocates, launches, waits or queries. The first word is the name.
+LOST = {
+    "Stream": lambda w: O.Stream(w.index),
+    "Stream.query": lambda w: w.stream.query(),
+    "Stream.synchronize": lambda w: w.stream.synchronize(),
+    "Stream.record_event": lambda w: w.stream.record_event(),
+    "Stream.wait_event": lambda w: w.stream.wait_event(w.event),
+    "Stream.wait_event shared": lambda w: w.stream.wait_event(w.shared),
+    "Stream.wait_event external": lambda w: w.stream.wait_event(w.external),
+    "Stream.wait_stream": lambda w: w.side.wait_stream(w.stream),
+    "Event.query": lambda w: w.event.query(),
+    "Event.query shared": lambda w: w.shared.query(),
+    "Event.query external": lambda w: w.external.query(),
+    "Event.synchronize": lambda w: w.event.synchronize(),
+    "Event.synchronize shared": lambda w: w.shared.synchronize(),
+    "Event.synchronize external": lambda w: w.external.synchronize(),
+    "Event.record": lambda w: w.event.record(w.stream),
+    "Event.record new": lambda w: O.Event().record(w.stream),
+    "Event.record shared": lambda w: w.shared.record(w.stream),
+    "Event.record external": lambda w: w.external.record(w.stream),
+    "Event.wait": lambda w: w.event.wait(w.side),
+    "Event.elapsed_time": lambda w: w.start.elapsed_time(w.event),
+    "Graph.replay": lambda w: w.graph.replay(),
+    "Graph.capture_begin": begun,
+    "graph": lambda w: entered(O.graph(O.Graph())),
+    "make_graphed_callables": lambda w: O.make_graphed_callables(torch.relu, (w.x,)),
+    "synchronize": lambda w: O.synchronize(w.index),
+    "mem_get_info": lambda w: O.mem_get_info(w.index),
+    "device_memory_used": lambda w: O.device_memory_used(w.index),
+    "list_gpu_processes": lambda w: O.list_gpu_processes(w.index),
+    "caching_allocator_alloc": lambda w: O.caching_allocator_delete(O.caching_allocator_alloc(10, w.index)),
+    "_sleep": lambda w: O._sleep(1),
+    # Of tensors, one of each kind.
+    "Tensor.empty": lambda w: torch.empty(3, device=w.device),
+    "Tensor.add": lambda w: w.x + 1,
+    "Tensor.add_": lambda w: w.x.add_(1),
+    "Tensor.rand": lambda w: torch.rand(3, device=w.device),
+    "Tensor.uniform_ of a generator": lambda w: w.x.uniform_(generator=w.generator),
+    "Tensor.item": lambda w: w.x[0].item(),
+    "Tensor.cpu": lambda w: w.x.cpu(),
+    "Tensor.repr": lambda w: repr(w.x),
+    "Tensor.copy_ from pinned memory": lambda w: w.x.copy_(w.pinned, non_blocking=True),
+    "Tensor.copy_ to pinned memory": lambda w: w.pinned.copy_(w.x, non_blocking=True),
+    "Tensor.to the other device": lambda w: w.x.to(f"openreg:{1 - w.index}"),
+    "Tensor.to this device": lambda w: torch.ones(3).to(w.device),
+    "Tensor.custom_abs": lambda w: torch.ops.openreg.custom_abs(w.x),
+    "Tensor.resize of a storage": lambda w: w.x.untyped_storage().resize_(4000),
+}  # fmt: skip
+# What the host knows alone, and what frees.
+KEPT = {
+    "Stream.priority_range": lambda w: O.Stream.priority_range(),
+    "Stream.is_capturing": lambda w: w.stream.is_capturing(),
+    "Event": lambda w: O.Event(),
+    "Event.ipc_handle": lambda w: w.shared.ipc_handle(),
+    "Event.from_ipc_handle": lambda w: O.Event.from_ipc_handle(w.index, w.handle),
+    "Graph": lambda w: O.Graph(),
+    "Graph.pool": lambda w: w.graph.pool(),
+    "Graph.instantiate": lambda w: w.graph.instantiate(),
+    "Graph.enable_debug_mode": lambda w: w.graph.enable_debug_mode(),
+    "Graph.debug_dump": lambda w: w.graph.debug_dump("/dev/null"),
+    "Graph.register_generator_state": lambda w: w.other_graph.register_generator_state(w.generator),
+    "Graph.reset": lambda w: w.other_graph.reset(),
+    "MemPool": lambda w: O.MemPool(),
+    "MemPool.use_count": lambda w: w.pool.use_count(),
+    "MemPool.snapshot": lambda w: w.pool.snapshot(),
+    "Generator.get_state": lambda w: w.generator.get_state(),
+    "Generator.set_state": lambda w: w.generator.set_state(w.state),
+    "Generator.graphsafe_get_state": lambda w: w.generator.graphsafe_get_state(),
+    "Generator.graphsafe_set_state": lambda w: w.generator.graphsafe_set_state(w.generator.graphsafe_get_state()),
+    "Generator.clone_state": lambda w: w.generator.clone_state(),
+    "Generator.get_offset": lambda w: w.generator.get_offset(),
+    "Generator.set_offset": lambda w: w.generator.set_offset(0),
+    "Generator.initial_seed": lambda w: w.generator.initial_seed(),
+    "Generator.manual_seed": lambda w: w.generator.manual_seed(3),
+    "Generator.seed": lambda w: w.generator.seed(),
+    "graph_pool_handle": lambda w: O.graph_pool_handle(),
+    "is_current_stream_capturing": lambda w: O.is_current_stream_capturing(),
+    "set_device": lambda w: O.set_device(w.index),
+    "device": lambda w: entered(O.device(w.index)),
+    "device_of": lambda w: entered(O.device_of(w.x)),
+    "get_stream_from_external": lambda w: O.get_stream_from_external(w.side.native_handle, w.index),
+    "ExternalStream": lambda w: O.ExternalStream(w.side.native_handle, w.index),
+    "StreamContext": lambda w: entered(O.StreamContext(w.side)),
+    "stream": lambda w: entered(O.stream(w.side)),
+    "set_stream": lambda w: O.set_stream(w.stream),
+    "use_mem_pool": lambda w: entered(O.use_mem_pool(w.pool)),
+    "set_rng_state": lambda w: O.set_rng_state(w.state, w.index),
+    "set_rng_state_all": lambda w: O.set_rng_state_all([w.state, w.state]),
+    "manual_seed": lambda w: O.manual_seed(3),
+    "manual_seed_all": lambda w: O.manual_seed_all(3),
+    "set_launch_mode": lambda w: O.set_launch_mode(O.get_launch_mode()),
+    "launch_mode": lambda w: entered(O.launch_mode(O.get_launch_mode())),
+    "set_per_process_memory_fraction": lambda w: O.set_per_process_memory_fraction(1.0, w.index),
+    "memory_snapshot": lambda w: O.memory_snapshot(device=w.index),
+    "can_device_access_peer": lambda w: O.can_device_access_peer(w.index, 1 - w.index),
+    **{
+        name: lambda w, name=name: getattr(O, name)(w.index)
+        for name in ("current_stream", "default_stream", "get_device_name", "get_device_capability", "get_device_properties",
+            "get_per_process_memory_fraction", "get_rng_state", "max_memory_allocated",
+            "max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats",
+            "memory_stats_as_nested_dict", "memory_summary", "memory_usage", "reset_accumulated_memory_stats",
+            "reset_peak_memory_stats")
+    },
+    **{
+        name: lambda w, name=name: getattr(O, name)()
+        for name in ("current_device", "device_count", "empty_cache", "get_allocator_backend", "get_arch_list",
+            "get_launch_mode", "get_rng_state_all", "get_sync_debug_mode", "host_memory_stats",
+            "host_memory_stats_as_nested_dict", "init", "initial_seed", "ipc_collect", "is_available", "is_bf16_supported",
+            "is_initialized", "is_tf32_supported", "isolation_mode", "reset_accumulated_host_memory_stats",
+            "reset_peak_host_memory_stats", "seed", "seed_all")
+    },
+    "Tensor.record_stream": lambda w: w.x.record_stream(w.side),
+    "Tensor.view": lambda w: w.x.view(2, 5).t(),
+    "Tensor.is_pinned": lambda w: w.pinned.is_pinned(),
+}  # fmt: skip
+# Attributes, what touches no device, what takes a sixth of a second, and old names of the same functions.
+UNASKED = """Stream.device Stream.device_index Stream.device_type Stream.native_handle Stream.priority Stream.stream_id
+Event.device Event.event_id MemPool.allocator MemPool.device MemPool.id Generator.device Graph.capture_end
+caching_allocator_delete set_sync_debug_mode utilization temperature power_draw clock_rate memory_cached max_memory_cached
+reset_max_memory_allocated reset_max_memory_cached default_generators""".split()
+
+
+def test_every_call_is_tried_on_a_lost_device():
+    classes = {"Stream": torch.Stream, "Event": type(torch.openreg.Event(interprocess=True)), "Graph": O.Graph}
+    classes |= {"MemPool": O.MemPool, "Generator": torch.Generator}
+    names = {f"{name}.{each}" for name, kind in classes.items() for each in dir(kind) if not each.startswith("_")}
+    names |= {each for each in O.__all__ if not each.endswith(("Tensor", "Storage", "Error")) and "autocast" not in each and "amp" not in each}
+    tried = {name.split()[0] for name in (*LOST, *KEPT)}
+    assert names - tried == set(UNASKED) & names and not set(UNASKED) - names
+    assert not {name for name in tried - names if not name.startswith(("Tensor.", "_sleep", "Stream.priority_range"))}
+
+
+@pytest.mark.filterwarnings("ignore:The graph is empty")
+@pytest.mark.parametrize("mode", ["inline", "async"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_lost_device_stays_lost_until_it_is_reset(index, mode):
+    """Each call on the device, and none on the other one; but not what waits for nothing and computes nothing."""
+    worlds = [World(i) for i in (0, 1)]
+    with torch.openreg.launch_mode(mode):
+        try:
+            with inject("lost", index, after=1), pytest.raises(torch.AcceleratorError, match="is lost"):
+                worlds[index].x + 1
+                worlds[index].x + 1
+                torch.openreg.synchronize(index)
+            for world in worlds:
+                torch.openreg.set_device(world.index)
+                for name, call in KEPT.items():
+                    call(world)
+                    assert torch.openreg.current_device() == world.index, name
+                for name, call in LOST.items():
+                    if world.index != index and name not in ("Graph.capture_begin", "Tensor.to the other device"):
+                        call(world)
+                    elif world.index == index:
+                        with pytest.raises(torch.AcceleratorError, match=rf"openreg:{index} is lost.*reset_device\({index}\)"):
+                            call(world)
+                            pytest.fail(f"{name} does not raise")
+            torch.openreg.reset_device(1 - index)  # which is not the one
+            with pytest.raises(torch.AcceleratorError, match="is lost"):
+                worlds[index].x + 1
+        finally:
+            torch.openreg.reset_device(index)
+        assert (worlds[index].x[:3] * 0 + 1).sum().item() == 3
 
 
 @pytest.mark.parametrize("kind", ["kernel_latency", "copy_latency"])
@@ -266,3 +438,90 @@ def test_two_faults_strike_on_their_own_devices():
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(3, device="openreg:0")
     assert (one.struck, other.struck) == (1, 1) and kept.tolist() == [1, 1, 1]
+
+
+# ---- which of a row of calls a fault strikes, and on which device ----
+
+
+def failed(kind, device):
+    """Whether an allocation, a kernel or a copy on this device fails."""
+    x = KEPT_TENSORS[device]
+    try:
+        if kind == "allocation":
+            torch.empty(3, device=x.device)
+        elif kind == "kernel":
+            x.add_(1)
+            torch.openreg.synchronize(device)
+        else:
+            return x.cpu()[0].item() != 1
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        return True
+    return False
+
+
+KEPT_TENSORS = {}
+
+
+@pytest.mark.parametrize("device", [None, 0, 1])
+@pytest.mark.parametrize("kind", ["allocation", "kernel", "copy"])
+def test_a_fault_strikes_these_calls_alone(kind, device):
+    """The calls alternate between the devices; `after` and `times` count those of the fault's device."""
+    KEPT_TENSORS.update({i: torch.ones(3, device=f"openreg:{i}") for i in (0, 1)})
+    for after in (0, 1, 2):
+        for times in (0, 1, 2, None):
+            for each in KEPT_TENSORS.values():
+                each.fill_(1)
+            with inject(kind, device, after=after, times=times) as fault:
+                struck = [failed(kind, i % 2) for i in range(10)]
+            counted = [i for i in range(10) if device is None or i % 2 == device]
+            last = None if times == 0 else after + (1 if times is None else times)
+            expected = counted[after:last]
+            assert [i for i, each in enumerate(struck) if each] == expected, (after, times)
+            assert fault.struck == len(expected)
+            assert not any(failed(kind, i) for i in (0, 1)), "disarmed"
+
+
+def test_no_time_at_all():
+    """Of a latency and a sleep, also below zero: nothing is added, and nothing waits."""
+    x = torch.ones(3, device=DEVICE)
+    with inject("kernel_latency", seconds=0) as kernels, inject("copy_latency", seconds=0.0) as copies:
+        assert (x + 1).tolist() == [2, 2, 2]
+    assert kernels.struck and copies.struck
+    for cycles in (0, -1, -(2**63)):
+        torch.openreg._sleep(cycles)
+        torch.openreg.synchronize()
+    with pytest.raises((OverflowError, TypeError)):
+        torch.openreg._sleep(2**63)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, 0.0, 1.0])
+def test_the_ends_of_a_fraction(fraction):
+    with inject("memory", 1, fraction=fraction):
+        assert torch.openreg.get_per_process_memory_fraction(1) == fraction
+        if fraction:
+            assert torch.ones(3, device="openreg:1").tolist() == [1, 1, 1]
+        torch.ones(3, device="openreg:0")
+
+
+@pytest.mark.parametrize("modes", [("inline", "inline"), ("async", "async")])
+def test_the_error_of_one_device_is_not_the_others(modes):
+    """Nor is it taken along when the other device is waited for."""
+    x = [torch.ones(3, device=f"openreg:{i}") for i in (0, 1)]
+    with torch.openreg.launch_mode(modes[0]):
+        for index in (0, 1):
+            with inject("kernel", index):
+                x[index] + 1
+            other = 1 - index
+            torch.openreg.synchronize(other)
+            assert (x[other] + 1).tolist() == [2, 2, 2] and torch.openreg.current_stream(other).query()
+            with pytest.raises(torch.AcceleratorError, match=f"injected fault made a kernel fail on openreg:{index}"):
+                torch.openreg.synchronize(index)
+            torch.openreg.synchronize(index)
+        with inject("kernel"):  # both, each of which has its own
+            for each in x:
+                each + 1
+        with inject("kernel", 1):
+            x[1] + 1
+        for index in (0, 1):
+            with pytest.raises(torch.AcceleratorError, match=f"on openreg:{index}"):
+                torch.openreg.synchronize(index)
