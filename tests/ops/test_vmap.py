@@ -1,10 +1,13 @@
 """torch.vmap with its rarer options: half types, batches of one and of expanded memory, chunks, and randomness."""
 
+import itertools
+
 import kit
 import pytest
 import torch
 from kit import DEVICE, random
 from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from openreg_ops import dropout_add
 from openreg_ops.meta import op
@@ -55,6 +58,68 @@ def test_batches(name, dtype):
             if len(tensors) > 1:
                 others = [x if i == j else y for j, y in enumerate(batches)]
                 check(function, others, tuple(None if i == j else 0 for j in range(len(tensors))), tolerance, 3)
+
+
+# ---- what is None, and what is not asked for ----
+
+# The options that choose results, and their values. A bias that is None has no gradient.
+CHOSEN = {
+    "attention_backward": [dict(bias_grad=each) for each in (False, True)],
+    "grouped_linear_backward": [dict(output_mask=list(each)) for each in itertools.product((False, True), repeat=3)],
+    "linear_cross_entropy_gradients": [
+        dict(wanted=list(each), reduction=reduction)
+        for each in itertools.product((False, True), repeat=3)
+        for reduction in ("mean", "none")
+    ],
+    "cross_entropy_backward": [dict(reduction=each) for each in ("mean", "sum", "none")],
+}
+
+
+def optional(name):
+    arguments = getattr(torch.ops.openreg, name).default._schema.arguments
+    return [each.name for each in arguments if str(each.type) == "Optional[Tensor]"]
+
+
+def calls(name):
+    """The arguments of the last sample that has all optional tensors, with each subset of them None, and each choice."""
+    overload, names = getattr(torch.ops.openreg, name).default, optional(name)
+    parameters = [each.name for each in overload._schema.arguments]
+    samples = [dict(zip(parameters, sample, strict=False)) for sample in op.SAMPLES[name](DEVICE, torch.float32)]
+    full = [each for each in samples if all(each.get(given) is not None for given in names)][-1]
+    for options in CHOSEN.get(name, [{}]):
+        for absent in itertools.product((False, True), repeat=len(names)):
+            given = full | options | {each: None for each, none in zip(names, absent, strict=True) if none}
+            if options.get("reduction") == "none" and given.get("grad_loss") is not None:
+                given["grad_loss"] = random(*given["target"].shape)
+            wanted = given.get("bias_grad") or given.get("wanted", [False])[-1]
+            if not (wanted and given["bias"] is None):  # which is refused
+                yield {key: given[key] for key in parameters if key in given}
+
+
+@pytest.mark.parametrize("name", sorted(CHOSEN.keys() | {each for each in NAMES if optional(each)}))
+def test_each_choice_of_what_is_none(name):
+    """Outside of vmap it is the reference on the CPU; under vmap, over all tensors and over each alone, it is a loop."""
+    function = getattr(torch.ops.openreg, name).default
+    tolerance = {key: 4 * value for key, value in kit.TOLERANCE[torch.float32].items()}
+    for given in calls(name):
+        values, spec = tree_flatten(given)
+        where = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor)]
+
+        def run(*tensors, values=values, spec=spec, where=where):
+            filled = [*values]
+            for i, x in zip(where, tensors, strict=True):
+                filled[i] = x
+            return tuple(kit.leaves(function(**tree_unflatten(filled, spec))))
+
+        tensors = [values[i] for i in where]
+        for here, there in zip(run(*tensors), run(*(x.cpu() for x in tensors)), strict=True):
+            assert_close(here.cpu(), there, **tolerance)
+        batches = [torch.stack([x, x.roll(1)]) if x.is_floating_point() else x.expand(2, *x.shape) for x in tensors]
+        every = (0,) * len(tensors)
+        alone = [tuple(0 if i == j else None for j in range(len(tensors))) for i in range(len(tensors))]
+        for dims in (every, *alone):
+            chosen = [x if d is None else b for x, b, d in zip(tensors, batches, dims, strict=True)]
+            check(run, chosen, dims, tolerance, 2)
 
 
 # ---- random numbers ----
