@@ -88,6 +88,45 @@ def test_a_result_that_is_an_input(mode):
         torch.tril(dense, out=dense.permute(3, 2, 1, 0).permute(3, 2, 0, 1))
 
 
+TWO_DTYPES = [
+    (torch.float32, torch.int32),
+    (torch.int32, torch.float32),
+    (torch.float16, torch.bfloat16),
+    (torch.float64, torch.int64),
+]
+
+
+@pytest.mark.parametrize("dtypes", TWO_DTYPES, ids=str)
+def test_a_result_that_is_an_input_in_another_dtype(dtypes, mode):
+    """One storage seen in two dtypes: what the CPU computes or says, also where the result lies in other memory first."""
+    calls = {
+        "tril": torch.tril,
+        "gelu": torch.ops.aten.gelu.out,
+        "softmax": lambda x, out: torch.ops.aten._softmax.out(x, 1, False, out=out),
+        "lu": lambda x, out: torch.linalg.lu(x, out=(torch.empty(0, device=x.device), torch.empty(0, device=x.device), out)),
+        "abs": torch.abs,
+        "add": lambda x, out: torch.add(x, x, out=out),
+        "cumsum": lambda x, out: torch.cumsum(x, 0, out=out),
+        "copy_": lambda x, out: out.copy_(x),
+    }  # fmt: skip
+    refused = 0
+    for name, call in calls.items():
+        found = []
+        for device in ("cpu", D):
+            out = torch.arange(16.0).view(4, 4).to(dtypes[0]).to(device).t()
+            try:
+                call(out.view(dtypes[1]), out=out)
+                found.append(out.cpu())
+            except (RuntimeError, NotImplementedError) as error:
+                found.append(type(error))
+        if isinstance(found[0], type):
+            refused += 1
+            assert found[0] is found[1], name
+        else:
+            torch.testing.assert_close(found[1], found[0], equal_nan=True, msg=name)
+    assert refused
+
+
 def test_a_result_of_another_size_is_resized_with_the_warning(mode):
     out = torch.empty(2, 3, device=D).t()
     with pytest.warns(UserWarning, match="was resized since it had shape"):

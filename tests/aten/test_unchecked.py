@@ -332,6 +332,59 @@ def test_wrong_arguments_raise(make, change):
     )
 
 
+# The last values that are right: a check that is stricter by one would refuse them.
+LIMITS = [
+    ("adaptive_max_pool2d", [(2, 0), (2, 15)]),
+    ("adaptive_max_pool3d", [(2, 0), (2, 63)]),
+    ("max_pool2d_with_indices", [(7, 0), (7, 15)]),
+    ("max_pool3d_with_indices", [(7, 0), (7, 63)]),
+    ("ctc rows", [(1, torch.tensor([[1, 2, 3], [3, -1, 99]])), (2, [5, 5]), (3, [3, 0]), (3, [1, 1]), (2, [3, 1])]),
+    ("ctc one row", [(1, torch.tensor([3, 2, 3, 1])), (2, [5, 5])]),
+    ("ctc tensors", [(1, torch.tensor([3, 2, 3, 3]))]),
+    ("ctc backward", [(2, torch.tensor([[1, 2, 3], [3, -1, 99]])), (7, 3), (3, [5, 5]), (4, [3, 0])]),
+    ("ctc backward, tensors", [(2, torch.tensor([3, 3, 3, 3])), (3, 5), (4, 2)]),
+    ("_embedding_bag", [(2, torch.tensor([0, 3])), (2, torch.tensor([0, 0])), (1, torch.tensor([4, 4, 0]))]),
+    ("_embedding_bag_forward_only", [(2, torch.tensor([0, 3])), (1, torch.tensor([4, 0, 0]))]),
+    ("_embedding_bag, a last offset", [(2, torch.tensor([0, 3, 3])), (2, torch.tensor([0, 3]))]),
+    ("_embedding_bag_backward", [(1, torch.tensor([4, 4, 0])), (3, torch.tensor([1, 1, 1])), (2, torch.tensor([0, 3]))]),
+    ("_embedding_bag_backward, bags of the kernel's own", [(2, torch.tensor([0, 3])), (2, torch.tensor([0, 0]))]),
+    ("_embedding_bag_dense_backward", [(1, torch.tensor([4, 4, 0])), (2, torch.tensor([1, 1, 1]))]),
+    ("_embedding_bag_per_sample_weights_backward", [(2, torch.tensor([4, 4, 0])), (4, torch.tensor([1, 1, 1])), (3, torch.tensor([0, 3]))]),
+    ("quantized bags", [(1, torch.tensor([4, 4, 0])), (2, torch.tensor([0, 3])), ("per_sample_weights", torch.ones(3))]),
+    ("quantized bags, pruned", [("compressed_indices_mapping", 4), ("compressed_indices_mapping", -1)]),
+    ("nll_loss_backward", [(2, torch.tensor([2, 2, -100, 0]))]),
+    ("nll_loss2d_backward", [(2, 2), (2, 0), (2, -100)]),
+    ("coo to csr", [(0, torch.tensor([2, 2, 2])), (0, torch.tensor([0, 0, 0])), (1, 4), (0, torch.tensor([], dtype=torch.int64))]),
+    ("csr to coo", [(0, torch.tensor([0, 3, 3])), (0, torch.tensor([0, 0, 3]))]),
+    ("segment_reduce, unsafe", [("lengths", torch.tensor([4, 0])), ("lengths", torch.tensor([0, 4]))]),
+    ("segment_reduce, offsets", [("offsets", torch.tensor([0, 4, 4])), ("offsets", torch.tensor([0, 0, 4]))]),
+    ("segment_reduce backward", [("lengths", torch.tensor([0, 4])), ("lengths", torch.tensor([4, 0]))]),
+    ("segment_reduce backward, offsets", [("offsets", torch.tensor([0, 4, 4]))]),
+    ("embedding, counted", [(1, torch.tensor([3, 3])), (1, torch.tensor([0, 0]))]),
+    ("reflection_pad1d", [(2, [3, 0]), (2, [0, 3])]),
+    ("_fft_c2c", [(1, [0]), (1, [0, 1])]),
+    ("_weight_norm_interface", [(1, torch.rand(4)), (1, torch.rand(1, 4))]),
+    ("native_batch_norm", [(1, torch.rand(3, 1)), (1, None)]),
+]  # fmt: skip
+RIGHT = [
+    pytest.param(name, change, id=f"{name}-{change[0]}-{change[1].tolist() if isinstance(change[1], torch.Tensor) else change[1]}")
+    for name, changes in LIMITS
+    for change in changes
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, change", RIGHT)
+def test_the_last_right_arguments_give_what_the_cpu_gives(name, change):
+    op, args, kwargs = BY_NAME[name][0]()
+    position, value = change
+    if name == "reflection_pad1d":  # whose gradient has the size that the padding gives
+        args[0] = torch.ones(2, 4 + sum(value))
+    _changed(position, value)(args, kwargs)
+    moved, named = _on_device(args, kwargs)
+    for want, have in zip(_results(op, op(*args, **kwargs)), _results(op, op(*moved, **named)), strict=True):
+        torch.testing.assert_close(have.cpu(), want, equal_nan=True)
+
+
 def test_an_index_that_is_padding_is_not_used():
     op, args, kwargs = BY_NAME["_embedding_bag_per_sample_weights_backward"][0]()
     args[2], padding = torch.tensor([-1, 4, 2]), [-1]
